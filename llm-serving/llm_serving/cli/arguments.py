@@ -23,7 +23,6 @@ API_KEY: Final = re.compile(r"[!-~]{16,512}")
 """API keys that may be hashed; a shorter key could be found from its hash."""
 API_KEY_VARIABLE: Final = "LLM_SERVING_API_KEY"
 TENANT: Final = "default"
-"""Tenant of the key given with `--api-key`."""
 
 _NO_PIPELINE: Final = (
     "layers are not divided; --tensor-parallel-size divides weights, --data-parallel-size divides requests"
@@ -32,7 +31,6 @@ _NUMBERS: Final = ("N", "TOKENS")
 EXIT_FAILED: Final = 1
 MAX_SEED: Final = 2**32 - 1
 DEFAULT_URL: Final = "http://127.0.0.1:8835"
-"""URL of a server with the default configuration."""
 Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
 
@@ -45,7 +43,6 @@ class CommandFlag(NamedTuple):
     metavar: str
     help: str
     short: str = ""
-    """Short form of the flag."""
 
 
 class RefusedFlag(NamedTuple):
@@ -112,7 +109,6 @@ REFUSED: Final = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all flags to a parser; `overrides_of` reads them."""
     group = parser.add_argument_group("flags that stand for a key (the flag wins over --set)")
     for flag in FLAGS:
         names = [flag.name, flag.short] if flag.short else [flag.name]
@@ -183,7 +179,6 @@ def check_out(path: Path, *read: Path) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `load` and `load_servable` read."""
     parser.add_argument(
         "--config", type=Path, metavar="YAML", help="serving YAML; `llm-serving config reference` lists every key"
     )
@@ -199,7 +194,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser, whose_key: str = "") -> None:
-    """Add the URL of a running server, and the API key that `api_key_of` reads."""
     parser.add_argument("--url", default=DEFAULT_URL, help="URL of the server")
     parser.add_argument(
         "--api-key", metavar="KEY", default="", help=f"{whose_key}better in the environment variable {API_KEY_VARIABLE}"
@@ -207,7 +201,6 @@ def add_server_arguments(parser: argparse.ArgumentParser, whose_key: str = "") -
 
 
 def api_key_of(arguments: argparse.Namespace) -> str:
-    """Return the API key for a running server; empty: none."""
     return str(arguments.api_key or os.environ.get(API_KEY_VARIABLE, ""))
 
 
@@ -240,7 +233,6 @@ def load_servable(arguments: argparse.Namespace) -> ServingConfig:
 
 
 def seed(written: str) -> int:
-    """Parse a random seed, for argparse."""
     if not written.isdecimal() or int(written) > MAX_SEED:
         raise argparse.ArgumentTypeError(f"must be an integer from 0 to {MAX_SEED}. Given: {written!r}")
     return int(written)

@@ -190,7 +190,6 @@ class Chat:
         self._is_dim = False
 
     def run(self) -> None:
-        """Process input lines until the user ends the program."""
         while True:
             try:
                 line = self._line()
@@ -209,7 +208,6 @@ class Chat:
                 self.say("\n(ended)")
 
     def say(self, text: str) -> None:
-        """Write a message of the program."""
         print(text, file=self._out, flush=True)
 
     def answer(self, text: str) -> None:
@@ -236,7 +234,6 @@ class Chat:
         self._summarise(last, began, first)
 
     def _line(self) -> str:
-        """Read a line, joined with the following lines while it ends with a backslash."""
         lines = [self._read(PROMPT)]
         while lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
@@ -373,7 +370,6 @@ COMMANDS: Final[dict[str, Command]] = {
 
 
 def read_value(text: str) -> Any:
-    """Parse JSON, or return the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:

@@ -93,7 +93,6 @@ def _sampling(config: ServingConfig) -> list[str]:
 
 
 def _memory(config: ServingConfig) -> list[str]:
-    """Return comments about the memory that the model needs."""
     if config.model.model_path is None:
         return []
     return ["# memory of a WorkAgent:", *(f"#   {line}" for line in stored_size(config).lines)]

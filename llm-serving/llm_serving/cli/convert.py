@@ -85,7 +85,6 @@ def convert(
 
 
 def _config(source: Path, yaml: Path | None) -> dict[str, Any]:
-    """Return the content of the result's config.json."""
     if yaml is not None:
         spec = spec_of(read_yaml(yaml))
         if spec is None:

@@ -26,10 +26,8 @@ from llm_serving.server.http.listener import bind
 
 POLL_S = 0.1
 STOP_MARGIN_S = 15.0
-"""Seconds beyond `shutdown_timeout_s` before a server is killed."""
 LOG_LINES_SHOWN = 15
 LOG_TIMEOUT_S = 10.0
-"""Seconds to wait for the end of the log after a server has ended."""
 
 
 class StartError(LLMServingError):
@@ -60,7 +58,6 @@ class ServerRecord(msgspec.Struct, frozen=True):
     scheme: str = "http"
 
     def process(self) -> psutil.Process | None:
-        """Return the server's process; None if it has ended."""
         try:
             process = psutil.Process(self.pid)
             alive = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -69,7 +66,6 @@ class ServerRecord(msgspec.Struct, frozen=True):
             return None
 
     def keeper(self) -> psutil.Process | None:
-        """Return the process that writes the server's log; None if it has ended."""
         try:
             process = psutil.Process(self.log_keeper)
             # It started before the server; a process that reuses its pid started later.
@@ -217,7 +213,6 @@ def _keep_log(path: Path, serving: ServerConfig) -> subprocess.Popen[bytes]:
 
 
 def _wait_for_log(keeper: subprocess.Popen[bytes] | psutil.Process) -> None:
-    """Wait until the log of a server that has ended is written, at most `LOG_TIMEOUT_S`."""
     with contextlib.suppress(subprocess.TimeoutExpired, psutil.NoSuchProcess, psutil.TimeoutExpired):
         keeper.wait(LOG_TIMEOUT_S)
 

@@ -80,7 +80,6 @@ COMMANDS: Final = (
     ),
     config,
 )
-"""In the order of `--help`."""
 
 EXIT_CONFIG: Final = 2
 EXIT_NO_WORK_AGENTS: Final = 3
@@ -98,7 +97,6 @@ exit codes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code, one of `EXIT_CODES`."""
     _open_standard_streams()
     try:
         arguments = _parser(_command_of(sys.argv[1:] if argv is None else argv)).parse_args(argv)

@@ -15,7 +15,6 @@ from llm_serving.models.memory import readable_size
 
 
 def check_absent(target: Path) -> None:
-    """Raise ConfigError if something of that name exists."""
     if target.exists():
         raise ConfigError(f"{target} exists: OUT must be a new folder")
 

@@ -49,7 +49,6 @@ class Format:
         return self.activation_bits == 16
 
     def config(self, group_size: int | None, ignored: list[str]) -> dict[str, Any]:
-        """Return the `quantization_config` of the result."""
         weights = {"num_bits": self.bits, "type": "int", "symmetric": True, "dynamic": False, "strategy": "channel"}
         if group_size is not None:
             weights |= {"strategy": "group", "group_size": group_size}
@@ -103,7 +102,6 @@ def quantize(source: Path, target: Path, name: str, group_size: int | None = Non
 
 
 def _quantized_names(spec: ModelSpec) -> set[str]:
-    """Return the names of the tensors to quantize."""
     operations = [each for each in spec.network.operations if each.kind in _QUANTIZED_KINDS]
     roles = ("weight", "gate_up", "down")
     weights = [each.weights[role] for each in operations for role in roles if role in each.weights]
@@ -150,7 +148,6 @@ class _Parts:
         self._parts: dict[str, Array] = {}
 
     def layout(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
-        """Return the dtype and shape of each part."""
         out, width = self._shape
         groups = 1 if self._group_size is None else width // self._group_size
         scale = {SCALE: (np.float32, (out, groups))}

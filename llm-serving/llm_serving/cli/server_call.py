@@ -70,7 +70,6 @@ def _sent(url: str, path: str, data: bytes | None, headers: dict[str, str], meth
 
 
 def _error_message(status: int, content: bytes) -> str:
-    """Return the message of an error response."""
     try:
         return f"{status}: {json.loads(content)['error']['message']}"
     except (ValueError, LookupError, TypeError):

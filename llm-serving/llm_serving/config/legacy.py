@@ -135,13 +135,9 @@ class MindFormersFile:
     values: dict[str, Located]
     """Key of the serving YAML -> value that sets it when it is left out there."""
     spec: ModelSpec | None
-    """Shape of the model. None: the file does not describe one."""
     says_theta: bool
-    """Whether the file gives the base of the rotary embedding."""
     says_scaling: bool
-    """Whether the file gives the scaling of the rotary embedding."""
     checkpoint: Located | None
-    """`checkpoint_name_or_path`, where given."""
     notices: tuple[str, ...]
     """Keys without effect, as sentences."""
 

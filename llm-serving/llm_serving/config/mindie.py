@@ -45,7 +45,6 @@ class Imported:
     notes: list[str] = field(default_factory=list)
 
     def as_yaml(self, source: str) -> str:
-        """Return the serving YAML, with the notes as comments."""
         sections: dict[str, dict[str, Any]] = {}
         for name, value in self.values.items():
             section, _, key = name.partition(".")

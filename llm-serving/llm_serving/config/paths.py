@@ -98,7 +98,6 @@ def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, wri
 
 
 def _single_gguf_file(folder: Path) -> Path | None:
-    """Return the GGUF file of a readable folder that holds exactly one and no config.json."""
     if not os.access(folder, os.R_OK | os.X_OK) or (folder / "config.json").exists():
         return None
     files = list(folder.glob(f"*{SUFFIX}"))

@@ -17,7 +17,6 @@ RELOADABLE: Final = frozenset(name for name, option in OPTIONS.items() if option
 LOADED_FOR: Final = ("model_config.decode_batch_size", "scheduler_config.max_prefill_tokens")
 """Keys that may not exceed their value at start, for which the WorkAgents have allocated memory."""
 MAX_NAMED: Final = 8
-"""Keys that an error names."""
 
 
 class Change(NamedTuple):

@@ -63,7 +63,6 @@ class ServingConfig:
 
     @property
     def roles(self) -> tuple[RoleName, ...]:
-        """The role of each replica."""
         return tuple(map(RoleName, self.cluster.roles or (RoleName.BOTH,) * self.num_replicas))
 
     @property
@@ -76,7 +75,6 @@ class ServingConfig:
 
     @property
     def num_processes(self) -> int:
-        """Ranks of all replicas."""
         return self.num_replicas * self.cluster.tensor_parallel
 
 
@@ -95,6 +93,5 @@ _FIELDS: Final = {
     f"{section}.{item.name}": item for section, (_, section_type) in SECTIONS.items() for item in fields(section_type)
 }
 OPTIONS: Final[Mapping[str, Option]] = {name: item.metadata["option"] for name, item in _FIELDS.items()}
-"""Every "section.key" and its declaration."""
 RULES: Final[Mapping[str, Rule]] = {name: option.rule for name, option in OPTIONS.items()}
 DEFAULTS: Final[Mapping[str, Any]] = {name: item.default for name, item in _FIELDS.items()}

@@ -106,7 +106,6 @@ class TableReader:
     def __init__(self, section: str) -> None:
         self.section = section
         self.source = "default"
-        """The place where the section starts."""
         self._table = TABLES[section]
         self._defaults = {
             item.name: item.default for item in dataclasses.fields(self._table.row_type) if item.name != "name"
@@ -170,7 +169,6 @@ class TableReader:
                 yield f"{self.section}.{name}.{key}", row.sources.get(key, "default")
 
     def check_distinct(self, key: str) -> None:
-        """Raise a ConfigError if two rows have the same value."""
         rule = self._table.rules[key]
         first: dict[object, str] = {}
         for name, row in self.rows.items():

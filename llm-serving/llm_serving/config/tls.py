@@ -14,7 +14,6 @@ KEYFILE: Final = "serving_config.ssl_keyfile"
 PASSWORD_FILE: Final = "serving_config.ssl_keyfile_password_file"  # noqa: S105
 MAX_FILE_BYTES: Final = 2**20
 MAX_PASSWORD_BYTES: Final = 1023
-"""OpenSSL's limit."""
 
 
 def tls_context(certfile: Path, keyfile: Path | None, password_file: Path | None = None) -> ssl.SSLContext:

@@ -68,7 +68,6 @@ def read_value(text: str, where: str) -> Located:
 
 
 def plain(located: Located) -> Any:
-    """Return the value without places, mappings as dicts of plain values."""
     if isinstance(located.value, dict):
         return {key: plain(item) for key, item in located.value.items()}
     return located.value

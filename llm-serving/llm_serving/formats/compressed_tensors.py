@@ -135,7 +135,6 @@ def _unpacked(
 
 
 def _to_unsigned(qvalues: Array, bits: int) -> Uint8Array:
-    """Add half the range."""
     half = 2 ** (bits - 1)
     if qvalues.size and not -half <= int(qvalues.min()) <= int(qvalues.max()) < half:
         raise ModelError(f"weight must hold values from {-half} to {half - 1}")
@@ -155,7 +154,6 @@ def _zeros(given: Array, shape: tuple[int, ...], bits: int) -> Uint8Array:
 
 
 def _by_row(values: Array, out: int) -> Array:
-    """Broadcast scales of the whole weight, of rows or of groups to [out, groups]."""
     rows = values if values.ndim == 2 else values.reshape(-1, 1)
     return np.broadcast_to(rows, (out, rows.shape[1]))
 

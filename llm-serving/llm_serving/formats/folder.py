@@ -20,7 +20,6 @@ from llm_serving.formats.packed import ReadableTensor
 from llm_serving.formats.safetensors import read_safetensors
 
 MAX_LISTED: Final = 5
-"""Maximum number of items that an error lists."""
 
 DERIVED: Final = re.compile(r"(^|\.)rotary_(pos_)?emb\.inv_freq$|(^|\.)freqs_(cos|sin)$")
 """Names of tables that some exporters write in addition to the weights."""
@@ -57,7 +56,6 @@ def check_tensors(
 
 
 def listed(texts: list[str]) -> str:
-    """Format the number of texts and the first of them."""
     more = f"; and {len(texts) - MAX_LISTED} more" if len(texts) > MAX_LISTED else ""
     return f"{len(texts)}: {'; '.join(texts[:MAX_LISTED])}{more}"
 
@@ -71,7 +69,6 @@ _READERS: Final[Mapping[str, Callable[[Path, bool], Mapping[str, ReadableTensor]
     ".ckpt": lambda file, packed: read_checkpoint(file),
     ".gguf": lambda file, packed: read_gguf(file).tensors,
 }
-"""File suffix -> reader."""
 
 _IN_FOLDERS: Final = (".safetensors", ".ckpt")
 """A folder is read through the first of these suffixes that it contains."""
@@ -160,7 +157,6 @@ def how_to_convert(folder: Path) -> str:
 
 
 def how_to_convert_file(file: Path) -> str:
-    """Return the same hint for a single file."""
     return next((_converting(file, pattern) for pattern in _PICKLES if file.match(pattern)), "")
 
 

@@ -43,11 +43,9 @@ _NUMBERS: Final[Mapping[int, str]] = {
     11: "<i8",
     12: "<f8",
 }
-"""GGUF value type -> NumPy type."""
 _TEXT: Final = 8
 _LIST: Final = 9
 _MAX_ENTRIES: Final = 2**16
-"""Maximum number of tensors, and of metadata entries."""
 _MAX_ITEMS: Final = 2**24
 _MAX_NAME_BYTES: Final = 2**16
 _MAX_TEXT_BYTES: Final = 2**24

@@ -28,7 +28,6 @@ Uint8Array = NDArray[np.uint8]
 Float32Array = NDArray[np.float32]
 
 _AT_ONCE: Final = 2**22
-"""Elements that are dequantized together."""
 
 
 @dataclass(frozen=True)
@@ -157,4 +156,3 @@ BLOCKS: Final[Mapping[int, BlockType]] = {
     13: BlockType("Q5_K", 256, 176, _q5_k),
     14: BlockType("Q6_K", 256, 210, _q6_k, bits=8, group=16),
 }
-"""ggml's type number -> block type."""

@@ -74,14 +74,12 @@ def hugging_face_name(name: str) -> str:
 
 
 def mindformers_name(name: str) -> str:
-    """Return MindFormers' name of a tensor with a Hugging Face name."""
     for theirs, ours in _NAMES:
         name = name.replace(ours, theirs)
     return name
 
 
 def is_fused(name: str) -> bool:
-    """Return whether a tensor holds several projections."""
     return QKV.match(name) is not None or GATE_UP.match(name) is not None
 
 

@@ -171,7 +171,6 @@ def varint(value: int) -> bytes:
 
 
 def number(field: int, value: int) -> bytes:
-    """Encode a number field."""
     return varint(field << 3) + varint(value)
 
 
@@ -181,5 +180,4 @@ def opening(field: int, length: int) -> bytes:
 
 
 def content(field: int, data: bytes) -> bytes:
-    """Encode a string, bytes or message field."""
     return opening(field, len(data)) + data

@@ -60,7 +60,6 @@ class PackedTensor:
             raise ModelError(f"{self.file}: {self.name}: {error}") from None
 
     def read(self) -> Array:
-        """Return the values [out, in] in float32."""
         found = self.read_packed()
         return found.dequantized() if isinstance(found, QuantizedTensor) else found
 

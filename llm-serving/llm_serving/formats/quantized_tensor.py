@@ -252,7 +252,6 @@ Uint8Array = NDArray[np.uint8]
 
 
 def values_per_word(bits: int) -> int:
-    """Return the number of values in a word."""
     return 32 // bits
 
 

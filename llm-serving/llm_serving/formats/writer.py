@@ -21,11 +21,9 @@ _DTYPES: Final[Mapping[np.dtype[np.generic], str]] = {
     **{np.dtype(dtype.numpy): dtype.safetensors for dtype in MODEL_DTYPES.values()},
     **{np.dtype(PACKED_DTYPES[name]): name for name in ("I8", "I32", "I64")},
 }
-"""NumPy type -> its name in safetensors."""
 _CHECKPOINT_DTYPES: Final[Mapping[np.dtype[np.generic], str]] = {
     np.dtype(dtype.numpy): dtype.checkpoint for dtype in MODEL_DTYPES.values()
 }
-"""NumPy type -> its name in checkpoints."""
 
 Advance = Callable[[int], object]
 

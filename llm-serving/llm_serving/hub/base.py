@@ -19,7 +19,6 @@ from llm_serving.models.pooling import MODULES_NAME, POOLING_FILES
 from llm_serving.models.spec import CONFIG_NAME
 
 DEFAULT_REVISIONS: Final = {"huggingface": "main", "modelscope": "master"}
-"""Hub -> default branch."""
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _FALSE: Final = ("", "0", "no", "off", "false")
 _PART: Final = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_-])?"
@@ -65,9 +64,7 @@ class Hub(Protocol):
         """Return the folder of a revision in the local cache, possibly incomplete; does not use the network."""
         ...
 
-    def listing(self, name: str, revision: str) -> Listing:
-        """Ask the hub for the files of a revision."""
-        ...
+    def listing(self, name: str, revision: str) -> Listing: ...
 
     def fetch(self, listing: Listing, files: Sequence[str]) -> None:
         """Download files into `listing.folder`; resume interrupted downloads."""

@@ -28,7 +28,6 @@ from llm_serving.models.memory import readable_size
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 
 HUBS: Final[Mapping[str, type[Hub]]] = {"huggingface": HuggingFace, "modelscope": ModelScope}
-"""`model_config.model_hub` -> hub."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,6 @@ def _check_disk(hub: Hub, listing: Listing, weights: list[str]) -> None:
 
 
 def _commit_of(folder: Path) -> str:
-    """Return the commit of a cache folder; folders of older ModelScope releases do not tell."""
     return folder.name if folder.parent.name == "snapshots" else "unknown"
 
 

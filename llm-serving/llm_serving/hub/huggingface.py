@@ -120,7 +120,6 @@ class HuggingFace:
 
     @contextmanager
     def _translated_errors(self, name: str, revision: str) -> Iterator[None]:
-        """Translate exceptions of the library to ModelErrors for the operator."""
         import httpx2
         from huggingface_hub import errors
 

@@ -62,7 +62,6 @@ def _api() -> Any:
 
 @contextmanager
 def _translated_errors(name: str, revision: str) -> Iterator[None]:
-    """Translate exceptions of the package to ModelErrors for the operator."""
     where = f"{name} at ModelScope"
     try:
         yield

@@ -8,7 +8,6 @@ from typing import Any, Final
 from llm_serving.errors import ModelError, shorten
 
 MAX_TOKEN_IDS: Final = 256
-"""Maximum number of ids that one key may list."""
 MAX_LAYERS: Final = 1024
 
 _LARGEST: Final[Mapping[str, int]] = {
@@ -50,7 +49,6 @@ class ConfigReader:
         return ModelError(f"{self.where}: `{key}` {rule}. Given: {shorten(self.config.get(key))}")
 
     def has(self, key: str) -> bool:
-        """Return whether the key has a value other than null."""
         return self.config.get(key) is not None
 
     def is_absent(self, key: str) -> bool:
@@ -95,7 +93,6 @@ class ConfigReader:
         return str(value)
 
     def choices(self, key: str, known: Sequence[str], count: int) -> list[str] | None:
-        """Return one of the known names for each of `count` layers; None where the key is absent."""
         value = self.config.get(key)
         if value is None:
             return None
@@ -123,7 +120,6 @@ class ConfigReader:
         return list(value)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """Return `count` numbers, each as of `number`."""
         value = self.config.get(key)
         if not isinstance(value, list) or len(value) != count:
             raise self.fail(key, f"must be a list of {count} numbers")

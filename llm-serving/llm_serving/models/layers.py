@@ -48,7 +48,6 @@ class Heads:
 
 
 def attention_heads(c: ConfigReader) -> Heads:
-    """Read the heads of a configuration."""
     q = c.integer("num_attention_heads")
     kv = c.integer("num_key_value_heads", q)
     if q % kv:
@@ -99,7 +98,6 @@ def rope_config(c: ConfigReader) -> ConfigReader:
 
 
 def rope_scaling(c: ConfigReader, reader: ConfigReader, rotary_dim: int) -> Scaling | None:
-    """Read the RoPE scaling from `rope_scaling` or `rope_parameters`."""
     key = "rope_type" if reader.has("rope_type") else "type"
     name = reader.choice(key, ("default", *ROPE_SCALINGS, "mrope", "su"), "default")
     if name == "mrope":
@@ -266,7 +264,6 @@ def _out_columns(heads: Heads) -> tuple[int, ...]:
 
 
 def _padded(heads: Heads) -> list[int]:
-    """Return the order of a head's stored elements followed by zeros."""
     return padded_order(heads.own, HEAD_MULTIPLE)
 
 

@@ -28,7 +28,6 @@ MAX_SLOTS: Final = 2**31 - 1
 
 
 def readable_size(num_bytes: float) -> str:
-    """Format bytes as MB or GB."""
     return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.1f} MB"
 
 
@@ -61,7 +60,6 @@ def working_bytes(
 
 
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: Quantization | None) -> int:
-    """Return the bytes of all weights as they are served."""
     return spec.num_weight_elements * dtype_bytes - bytes_saved(spec.network, quantization, dtype_bytes)
 
 

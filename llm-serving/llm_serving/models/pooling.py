@@ -44,7 +44,6 @@ def resolve_pooling(mode: str, folder: Path) -> Pooling | None:
 
 
 def is_embedding_model(folder: Path) -> bool:
-    """Return whether a folder declares an embedding model."""
     return (folder / MODULES_NAME).exists()
 
 

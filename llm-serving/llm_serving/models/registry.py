@@ -45,7 +45,6 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
 
 _DECODERS_THAT_EMBED: Final = ("Qwen3", "Qwen2", "Mistral", "Llama")
 _ENCODERS: Final = re.compile(r"Bert|Roberta|Electra|Deberta|MPNet|XLM|T5Encoder|NewModel|(?i:bidirectional)")
-"""Matches names of bidirectional networks."""
 _WHAT_FOR: Final = re.compile(r"(For[A-Z]\w*|LMHead)?(Model)?$")
 
 

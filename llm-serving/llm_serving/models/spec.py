@@ -38,7 +38,6 @@ _QUANTIZATION_FILES: Final[Mapping[str, str]] = {
 """File of an older quantization tool -> its method, for folders whose config.json does not mention quantization."""
 
 _UNLIMITED: Final = 2**20
-"""Context length, in tokens, of a model without a maximum position."""
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,6 @@ class WeightReader:
         self._read_ahead: ReadAhead | None = None
         self._on_read = on_read
         self._num_consumed = 0
-        """Bytes."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -161,7 +160,6 @@ class WeightReader:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors as stored."""
         return sum(tensor.num_bytes for tensor in self._tensors.values())
 
     def read(self, name: str, shape: tuple[int, ...]) -> Array:

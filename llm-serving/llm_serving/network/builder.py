@@ -106,7 +106,6 @@ class Network:
 
     @property
     def weights(self) -> list[Weight]:
-        """The distinct weights in the order of their first use."""
         return list(dict.fromkeys(weight for each in self.operations for weight in each.weights.values()))
 
     @property
@@ -118,7 +117,6 @@ class Network:
         return [*self.operations[:-1], Operation("hidden_states", self.head.inputs, {}, {}, {})]
 
     def allow_unused(self, name: str) -> None:
-        """Accept this tensor in a folder although nothing uses it."""
         self.optional.add(name)
 
     def embedding(self, name: str, *, scale: float = 1.0, rounded_scale: bool = False) -> Value:
@@ -368,7 +366,6 @@ def repeated_order(count: int, size: int, order: Sequence[int]) -> list[int]:
 
 
 def _order(numbers: Sequence[int] | None, size: int) -> tuple[int, ...] | None:
-    """Return the order as a tuple, or None where it is the identity."""
     if numbers is None or tuple(numbers) == tuple(range(size)):
         return None
     return tuple(numbers)

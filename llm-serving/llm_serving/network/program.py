@@ -66,7 +66,6 @@ class Program:
 
 
 def build_program(network: Network, dtype: str) -> Program:
-    """Build the program that computes the logits of a network in a model dtype."""
     return assemble(rewrite(select_rows(network.operations)), len(network.caches), dtype)
 
 
@@ -160,7 +159,6 @@ class ProgramMemory:
     def _owners(
         self, operations: Sequence[Operation], written: Mapping[Value, int], last_read: Mapping[Value, int]
     ) -> dict[Value, Value]:
-        """Map each value to the first value of the buffer that it reuses in place."""
         owner = {y: y for y in written}
         taken: set[Value] = set()
         for at, each in enumerate(operations):

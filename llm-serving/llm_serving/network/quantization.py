@@ -43,7 +43,6 @@ BITS: Final[Mapping[QuantizationName, int]] = {
     QuantizationName.W4A16: 4,
     QuantizationName.W4A8: 4,
 }
-"""Bits of a quantized weight."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +169,5 @@ def _unsupported_attention(operation: Operation, num_positions: int) -> str | No
 
 
 def _is_softmax(operation: Operation) -> bool:
-    """Return whether MoeGatingTopKSoftmax computes this `route`."""
     attributes = operation.attributes
     return attributes["score"] == "softmax" and attributes["groups"] == 1 and "correction" not in operation.weights

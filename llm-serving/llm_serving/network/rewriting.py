@@ -73,7 +73,6 @@ def rewrite(plan: Plan) -> Plan:
 
 
 def apply(plan: Plan, rules: Sequence[Rule]) -> Plan:
-    """Apply the given rules wherever they fit."""
     operations = plan.operations
     for rule in rules:
         while changes := _changes(rule, operations):
@@ -109,7 +108,6 @@ class Graph:
 
 
 Changes = dict[Operation, Operation | None]
-"""Operation -> its replacement; None removes it."""
 
 
 def fuse_gate(graph: Graph, operation: Operation) -> Changes:

@@ -104,7 +104,6 @@ class _Sharding:
         return value
 
     def _shard(self, value: Value, ranges: Iterable[tuple[int, int]], what: str) -> None:
-        """Give the rank its part of each column range."""
         producer = self._graph.producer(value)
         if producer is None or producer.kind != "linear" or producer.attributes["heads"] > 1:
             raise _CannotShardError(f"must be 1 for a model in which no single product computes {what}")

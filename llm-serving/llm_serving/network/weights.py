@@ -42,7 +42,6 @@ def load_parameter(weight: Weight, tensors: Tensors, num_positions: int) -> Arra
 
 
 def assemble_weight(weight: Weight, parts: Sequence[Array]) -> Array:
-    """Return the array that a weight holds, from its tensors."""
     if len({part.dtype for part in parts}) > 1 or (weight.transform is not None and parts[0].dtype != np.float32):
         parts = [to_float32(part) for part in parts]
     if weight.rows is not None:

@@ -16,11 +16,8 @@ class TenantQuota:
     """
 
     num_bytes: int
-    """Bytes of the store."""
     is_shared: Callable[[], bool] = lambda: False
-    """Returns whether several tenants share the store."""
     key: str = "serving_config.batch_store_bytes"
-    """Configuration key of the size, for errors."""
 
     def room(self, used: int, own: int) -> int:
         """Return the bytes that a tenant may still use; negative if it exceeds its limit.
@@ -61,14 +58,12 @@ class StoredSizes:
         return self._shares.room(self.num_bytes, self._own[tenant])
 
     def add(self, name: str, tenant: str, num_bytes: int) -> None:
-        """Add an entry as the newest."""
         self._all[name] = (tenant, num_bytes)
         self._of_tenant.setdefault(tenant, {})[name] = num_bytes
         self._own[tenant] += num_bytes
         self.num_bytes += num_bytes
 
     def remove(self, name: str) -> None:
-        """Remove an entry, if it is there."""
         if name not in self._all:
             return
         tenant, num_bytes = self._all.pop(name)

@@ -134,7 +134,6 @@ def replay_page(story: ReplayPageData) -> str:
 
 
 def _without_imports(module: str) -> str:
-    """Remove imports and exports from a module, so that it can follow the modules that it imports."""
     return EXPORT.sub("", IMPORT.sub("", module))
 
 

@@ -39,10 +39,8 @@ COMMAND: Final = tuple(command_of(f"{SIMULATOR}.advising"))
 BUDGET_S: Final = 120.0
 """Seconds of simulation. Beside a loaded server a process of the lowest priority gets little processor time."""
 TIMEOUT_S: Final = 240.0
-"""Seconds after which the simulator's process is killed."""
 RETRY_AFTER_S: Final = 30.0
 MAX_OUTPUT_CHARS: Final = 300
-"""Characters of a failed process's last output line in the log."""
 
 MINUTES: Final = 5
 MAX_MINUTES: Final = 60
@@ -108,7 +106,6 @@ class Advisor:
                 task.cancel()
 
     async def close(self) -> None:
-        """Cancel the computation under way."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError, RequestError, UnavailableError):

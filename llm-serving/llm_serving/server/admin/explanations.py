@@ -39,7 +39,6 @@ class Trace(Long):
 
 
 async def explain_request(engine: AsyncEngine, http_request: Request) -> Response:
-    """Explain where the time of a request went; it may still be running."""
     request_id = http_request.path_params["request_id"]
     tenant = tenant_seen(http_request)
     found = await _looked_up(http_request, lambda: engine.lookup.explain(request_id, tenant))

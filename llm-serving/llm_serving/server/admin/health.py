@@ -24,7 +24,6 @@ async def show_health(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def show_metrics(engine: AsyncEngine, http_request: Request) -> Response:
-    """Return all metrics in the text format of Prometheus."""
     content, content_type = engine.metrics.render()
     return Response(content, headers={"content-type": content_type})
 

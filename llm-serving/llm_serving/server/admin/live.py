@@ -35,12 +35,10 @@ from llm_serving.server.generation.streaming import EVENT_STREAM, STREAM_HEADERS
 from llm_serving.server.middleware.authentication import tenant_seen
 
 DIGITS: Final = 4
-"""Decimal places of times in seconds."""
 logger = get_logger(__name__)
 LEAST_PAUSE_S: Final = 0.25
 MOST_PAUSE_S: Final = 10.0
 SHARE: Final = 0.01
-"""Share of one core that snapshots may use."""
 SEND_S: Final = 0.0002
 """Seconds of processor time to send one snapshot to one client, including TLS."""
 TIMEOUT_S: Final = 1.0
@@ -56,9 +54,7 @@ class EndedRequest(Struct, kw_only=True):
     tenant: str
     reason: str | None
     seconds: float
-    """Arrival to end."""
     first_token: float | None
-    """Seconds from its arrival to its first token."""
     prompt: int
     cached: int
     output: int
@@ -103,7 +99,6 @@ def snapshot_event(
     tenant: str | None,
     metrics: Metrics,
 ) -> bytes:
-    """Return the snapshot event with this number, limited to what the tenant may see; None: everything."""
     known = {index: each for index, each in snapshots.items() if each is not None}
     silent = [index for index, each in snapshots.items() if each is None]
     view: SchedulerView = view_of({index: each.state for index, each in known.items()}, silent, policy, tenant)
@@ -149,7 +144,6 @@ def _replica(view: Replica, seen: EngineSnapshot, tenant: str | None) -> dict[st
 
 
 def _where(machine: str, tenant: str | None) -> dict[str, str]:
-    """Show machine names only to callers that may see everything."""
     return {"machine": machine if tenant is None else ""}
 
 

@@ -29,7 +29,6 @@ class ReplicasView(Struct):
 
 
 async def show_replicas(engine: AsyncEngine, http_request: Request) -> Response:
-    """Show the state and the number of unfinished requests of every replica."""
     check_operator(http_request)
     return _view(engine)
 

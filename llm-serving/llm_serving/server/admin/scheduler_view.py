@@ -35,7 +35,6 @@ class Replica(Struct, kw_only=True):
 
     replica: int
     step: int
-    """Number of the next step."""
     policy: str
     slots: int
     running: int
@@ -45,9 +44,7 @@ class Replica(Struct, kw_only=True):
     tenants: list[Tenant]
     """With API keys, only the caller's own unless it is an administrator; the same holds for the lists below."""
     running_requests: list[RunningRequest]
-    """In the order in which they decode."""
     waiting_requests: list[WaitingRequest]
-    """In order of arrival."""
 
 
 class SchedulerView(Struct):
@@ -82,7 +79,6 @@ def _replica(index: int, state: SchedulerState, policy: str, tenant: str | None)
 def _tenants(
     running: Sequence[RunningRequest], waiting: Sequence[WaitingRequest], served: Mapping[str, Mapping[str, int]]
 ) -> list[Tenant]:
-    """Return the tenants with the most requests first."""
     num_running = Counter(each.tenant for each in running)
     num_waiting = Counter(each.tenant for each in waiting)
     blocks: Counter[str] = Counter()

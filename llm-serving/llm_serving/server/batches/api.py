@@ -46,7 +46,6 @@ from llm_serving.server.request_context import api_key_of
 PURPOSE: Final = "batch"
 MAX_FILENAME_CHARS: Final = 256
 MAX_FIELD_BYTES: Final = 4096
-"""Bytes of each form field except the file."""
 HELD_BYTES: Final = MultiPartParser.spool_max_size + 2**16
 """Most bytes of a form in memory: a longer file is spooled to disk, plus a little of what follows it."""
 RETRY_AFTER_S: Final = 10.0
@@ -87,7 +86,6 @@ async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def list_files(engine: AsyncEngine, http_request: Request) -> Response:
-    """List files, the newest first."""
     del engine
     purpose = http_request.query_params.get("purpose")
     limit, after = page_of(http_request)
@@ -98,13 +96,11 @@ async def list_files(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def show_file(engine: AsyncEngine, http_request: Request) -> Response:
-    """Return the description of a file."""
     del engine
     return json_response(await _file(http_request))
 
 
 async def show_content(engine: AsyncEngine, http_request: Request) -> Response:
-    """Return the content of a file."""
     del engine
     about, batches = await _file(http_request), _batches(http_request)
 
@@ -151,7 +147,6 @@ async def create_batch(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def list_batches(engine: AsyncEngine, http_request: Request) -> Response:
-    """List batches, the newest first."""
     del engine
     limit, after = page_of(http_request)
     batches, tenant = _batches(http_request), tenant_seen(http_request)
@@ -161,7 +156,6 @@ async def list_batches(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def show_batch(engine: AsyncEngine, http_request: Request) -> Response:
-    """Return the state and the counts of a batch."""
     del engine
     return json_response(await _batch(http_request))
 
@@ -191,7 +185,6 @@ async def _batch(http_request: Request) -> Batch:
 
 
 def _tenant(http_request: Request) -> str:
-    """Return the tenant that owns the files and batches of the request."""
     key = api_key_of(http_request)
     return "" if key is None else key.name
 

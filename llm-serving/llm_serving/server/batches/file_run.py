@@ -15,7 +15,6 @@ from llm_serving.server.batches.store import CHUNK_BYTES, BatchStore, new_id
 
 POLL_EVERY_S: Final = 0.5
 NEVER: Final = 2**40
-"""Expiry of a batch that never expires, in seconds since 1970."""
 UNFINISHED: Final = ".unfinished"
 """Suffix of the store beside the output file that holds the progress so far."""
 ERRORS: Final = ".errors"
@@ -83,7 +82,6 @@ async def _start_file_run(batches: Batches, source: Path, digest: str) -> Batch:
 
 
 def _write(store: BatchStore, file_id: str | None, path: Path) -> None:
-    """Write a whole file or none."""
     if file_id is None:
         path.unlink(missing_ok=True)
         return

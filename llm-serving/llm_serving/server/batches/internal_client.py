@@ -17,7 +17,6 @@ from llm_serving.server.parsing.errors import openai_error_response
 from llm_serving.server.request_context import API_KEY_KEY, QUOTA_KEY
 
 READY_EVERY_S: Final = 0.5
-"""Seconds between two checks of an engine that is loading."""
 
 
 class InternalClient:
@@ -39,7 +38,6 @@ class InternalClient:
         self._quotas = quotas
 
     def reload(self, keys: Mapping[str, ApiKey]) -> None:
-        """Replace the API keys."""
         self._keys = keys
 
     async def __call__(self, url: str, body: bytes, tenant: str) -> Answered:

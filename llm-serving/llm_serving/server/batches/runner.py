@@ -32,13 +32,11 @@ T = TypeVar("T")
 WINDOW_S: Final = 24 * 3600
 """Seconds until a batch expires; lines without an answer then fail."""
 KEPT_S: Final = 30 * 24 * 3600
-"""Seconds until files and batches are deleted."""
 MAX_AT_ONCE: Final = 8
 """Most batches of a tenant that are validated and computed at once, the oldest first; the others wait in the store."""
 MAX_LINES: Final = 50_000
 MAX_LINE_BYTES: Final = 2**24
 MAX_ERRORS: Final = 100
-"""Most errors of an input that are reported."""
 SPARE_DEPTH: Final = 64
 """Extra nesting with which each line is parsed: later calls leave less stack for nested lists than this check has."""
 EXPIRE_EVERY_S: Final = 3600.0
@@ -62,7 +60,6 @@ class Answered:
     body: bytes
     retry_after_s: float | None = None
     ignored: str | None = None
-    """Names of fields that were ignored."""
 
 
 class Ask(Protocol):
@@ -110,7 +107,6 @@ class Batches:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
         self._num_running: Counter[str] = Counter()
-        """Number of batches in progress of each tenant."""
         self._failed: set[str] = set()
         """Batches that failed with an unexpected error; they resume after a restart, and can be cancelled."""
         self._starting: set[asyncio.Task[None]] = set()
@@ -122,7 +118,6 @@ class Batches:
         self._expiry_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Resume the batches that had not ended."""
         self._expiry_task = asyncio.create_task(self._expire_old())
         for tenant in await self.stored(BatchStore.tenants):
             await self._start_next(tenant)
@@ -312,7 +307,6 @@ class Batches:
             return await self._ask(line.url, body, tenant), timeout_s
 
     async def _has_room(self, tenant: str) -> bool:
-        """Return whether the store has room for an answer; answers in progress are stored in any case."""
         if not self._bounds_answers or await self.stored(BatchStore.has_room, tenant):
             self._tenants_over_quota.discard(tenant)
             return True
@@ -437,7 +431,6 @@ def _timeout_s(given: msgspec.Raw) -> float:
 
 
 def new_file(file_id: str, filename: str, purpose: str, now: float) -> FileObject:
-    """Return the description of a new, empty file."""
     created = int(now)
     return FileObject(
         id=file_id, bytes=0, created_at=created, expires_at=created + KEPT_S, filename=filename, purpose=purpose

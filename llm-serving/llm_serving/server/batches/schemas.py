@@ -10,7 +10,6 @@ from msgspec import Struct, field
 from llm_serving.server.parsing.offload import Long
 
 ENDPOINTS_OF_LINES: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
-"""Routes that the lines of a batch may use."""
 ENDED: Final = frozenset(("completed", "failed", "expired", "cancelled"))
 
 

@@ -115,7 +115,6 @@ class BatchStore:
         return about
 
     def has_room(self, tenant: str) -> bool:
-        """Return whether the tenant is within its quota."""
         return self._room(_KEPT, tenant) > 0
 
     def _room(self, query: str, tenant: str) -> int:
@@ -198,7 +197,6 @@ class BatchStore:
         return batch
 
     def batch(self, batch_id: str, tenant: str | None) -> Batch:
-        """Return a batch of this tenant, like `file`."""
         query = "SELECT about FROM batches WHERE id = :id AND (:tenant IS NULL OR tenant = :tenant)"
         row = self._db.execute(query, {"id": batch_id, "tenant": tenant}).fetchone()
         return self._counted(_decoded(row, Batch, "batch_id"))
@@ -219,16 +217,13 @@ class BatchStore:
         return "" if row is None else str(row[0])
 
     def tenants(self) -> list[str]:
-        """Return the tenants that have unfinished batches."""
         return [tenant for (tenant,) in self._db.execute("SELECT DISTINCT tenant FROM batches WHERE NOT ended")]
 
     def unfinished(self, tenant: str, count: int) -> list[str]:
-        """Return the ids of the tenant's oldest unfinished batches."""
         query = "SELECT id FROM batches WHERE NOT ended AND tenant = ? ORDER BY created, rowid LIMIT ?"
         return [batch_id for (batch_id,) in self._db.execute(query, (tenant, count))]
 
     def add_lines(self, batch: Batch, lines: Iterable[Line]) -> None:
-        """Store the lines of a batch and its status in one transaction."""
         with self._db:
             self._db.execute("BEGIN")
             rows = ((batch.id, i, each.custom_id, each.url, bytes(each.body)) for i, each in enumerate(lines))
@@ -242,7 +237,6 @@ class BatchStore:
         return [PendingLine(*row) for row in self._db.execute(query, (batch_id, after, count))]
 
     def body(self, batch_id: str, number: int) -> bytes:
-        """Return the request body of a line."""
         query = "SELECT body FROM lines WHERE batch = ? AND number = ?"
         return bytes(self._db.execute(query, (batch_id, number)).fetchone()[0])
 
@@ -352,7 +346,6 @@ class BatchStore:
 
 
 def lock_of(path: Path) -> Path:
-    """Return the lock file of a database."""
     whole = path.resolve()
     return whole.with_name(f"{whole.name}.lock")
 
@@ -366,7 +359,6 @@ def _locked(path: Path) -> int:
 
 
 def new_id(prefix: str) -> str:
-    """Return an id that cannot be predicted."""
     return f"{prefix}_{secrets.token_hex(12)}"
 
 

@@ -82,7 +82,6 @@ class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):
     route: str
     status: int
     total_ms: float
-    """Until the end of the answer."""
     id: str | None = None
     """Id that `/v1/requests/{id}/explain` accepts."""
     tenant: str | None = None
@@ -96,7 +95,6 @@ class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):
     queue_ms: float | None = None
     """From the arrival at the engine until the first scheduling."""
     ttft_ms: float | None = None
-    """Until the first token."""
     error: str | None = None
     suppressed: int | None = None
     """Lines of refused requests that were suppressed since the previous such line."""

@@ -74,7 +74,6 @@ class FailedKeys:
         self._count("unknown_key" if shown else "missing_key", address)
 
     def succeeded(self, client: str, digest: bytes) -> None:
-        """Record a request with a known key."""
         _remember(self._succeeded, (network_of(client), digest), None)
 
     def _count(self, reason: str, address: str) -> None:
@@ -120,7 +119,6 @@ class ApiKeyAuthentication:
         self._open_paths = frozenset(open_paths)
 
     def reload(self, keys: Sequence[ApiKey]) -> None:
-        """Replace the keys."""
         self._keys = [(bytes.fromhex(key.key_sha256), key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -178,7 +176,6 @@ def check_operator(connection: HTTPConnection) -> None:
 
 
 def hash_key(key: str) -> str:
-    """Return the SHA-256 of a key in hexadecimal digits, as `api_keys` stores it."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 

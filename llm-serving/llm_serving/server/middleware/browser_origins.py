@@ -42,7 +42,6 @@ SHOWN_HEADERS: Final = (
     PREDICTED_TTFT_HEADER,
     *(f"x-ratelimit-{each}-{of}" for each in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
-"""Response headers that a page may read."""
 
 
 class BrowserGuard:

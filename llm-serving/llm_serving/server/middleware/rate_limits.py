@@ -129,7 +129,6 @@ def reload_quotas(quotas: dict[str, Quota], keys: Iterable[ApiKey], clock: Clock
 
 
 def quotas_of(keys: Iterable[ApiKey], clock: Clock) -> dict[str, Quota]:
-    """Return the rate limits by the name of the API key; keys without limits are not included."""
     return {
         key.name: Quota(key, clock)
         for key in keys

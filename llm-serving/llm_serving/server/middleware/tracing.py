@@ -31,9 +31,7 @@ _SAMPLED: Final = 1
 MAX_PENDING: Final = 4096
 """Spans in the export queue; further spans are dropped and counted."""
 MAX_SENT: Final = 512
-"""Spans in one message to the collector."""
 MAX_ANSWER_BYTES: Final = 2**16
-"""Bytes of a collector's answer that are read."""
 SEND_EVERY_S: Final = 1.0
 """Seconds between two messages, unless `MAX_SENT` spans are waiting."""
 TIMEOUT_S: Final = 5.0
@@ -50,7 +48,6 @@ class TraceContext(NamedTuple):
 
     trace_id: str
     span_id: str
-    """The request's own span."""
     parent_id: str = ""
     """Span of the client that sent the request; empty without a valid `traceparent`."""
 
@@ -188,8 +185,6 @@ class Tracer:
 
 
 def send_to(endpoint: str) -> Send:
-    """Return a function that posts a message to the collector; it raises OSError or HTTPException on failure."""
-
     def send(message: bytes) -> None:
         request = urllib.request.Request(endpoint, message, {"Content-Type": "application/json"})  # noqa: S310
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310  the rule of the key checks it

@@ -33,7 +33,6 @@ PROCESSOR_FILE: Final = "chat_template.json"
 """File of folders whose processor accepts more than text: `{"chat_template": ...}`."""
 DEFAULT: Final = "default"
 TOOL_USE: Final = "tool_use"
-"""Name of the template for conversations with tools."""
 MAX_FILE_BYTES: Final = 2**22
 MAX_TEMPLATES: Final = 64
 

@@ -28,9 +28,7 @@ class ReasoningParser:
     def __init__(self, *, is_open: bool) -> None:
         self.is_open = is_open
         self._thinks: bool | None = True if is_open else None
-        """None: not known yet."""
         self._text = ""
-        """Text that has not been returned yet."""
         self._spaces: list[str] = []
         """The same text if it is only white space, in pieces: each piece is examined once, however much white space
         follows.
@@ -46,7 +44,6 @@ class ReasoningParser:
         return self._take(text, ended=False)
 
     def flush(self) -> Split:
-        """Return the rest at the end of the text."""
         return self._take("", ended=True)
 
     def _take(self, text: str, *, ended: bool) -> Split:

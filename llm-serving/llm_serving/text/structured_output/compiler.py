@@ -28,7 +28,6 @@ MODULE: Final = "llm_serving.text.structured_output.grammar_process"
 NUM_PROCESSES: Final = 2
 """Two processes, so that one slow grammar does not block the others."""
 MAX_CPU_S: Final = 2.0
-"""CPU seconds for one grammar."""
 STACK_BYTES: Final = 2**25
 """Stack of compiling threads, larger than in the process that tries the grammar."""
 MAX_ERROR_CHARS: Final = 400
@@ -70,11 +69,9 @@ class GrammarLimits:
     """Limits on the size of a grammar and on the cache."""
 
     max_bytes: int = 2**16
-    """Bytes of its text."""
     max_states: int = 20_000
     """Lexer states for each request, of 1 to 2 KB each."""
     num_kept: int = 64
-    """Cached grammars."""
 
 
 class CostlyGrammarError(GrammarError):
@@ -183,7 +180,6 @@ class ConstraintCompiler:
         return known.result()
 
     def check_size(self, num_bytes: int) -> None:
-        """Raise GrammarError for a text that is too large."""
         if num_bytes > self.limits.max_bytes:
             raise GrammarError(f"must have at most {self.limits.max_bytes} bytes. Given: {num_bytes}")
 
@@ -199,7 +195,6 @@ class ConstraintCompiler:
         return constraint
 
     def _try(self, grammar: Grammar) -> None:
-        """Compile the grammar in a confined process first."""
         process = self._free.get()
         try:
             try:

@@ -28,7 +28,6 @@ from llm_serving.text.structured_output.matcher import matcher_of
 from llm_serving.transport.channel import Channel
 
 MAX_MEMORY_BYTES: Final = 2**30
-"""Address space beyond that of an idle process."""
 STACK_BYTES: Final = 2**22
 """Stack of the thread that compiles; the master's threads have several times as much."""
 NUM_STEPS: Final = 16
@@ -98,7 +97,6 @@ class _Bytes:
 
 
 def _tokens(count: int) -> LLTokenizer:
-    """Return the tokens of `_Bytes`, padded with empty tokens to `count`."""
     tokens = TokenizerWrapper(_Bytes())
     tokens.tokens = [*_Bytes.tokens, *[b""] * (count - _Bytes.num_tokens)]
     return LLTokenizer(tokens, n_vocab=len(tokens.tokens), eos_token=[_Bytes.eos_token_id])
@@ -116,7 +114,6 @@ def _tried(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> Tried:
 
 
 def _walk(matcher: LLMatcher, vocab_size: int) -> None:
-    """Take `NUM_STEPS` random steps that the grammar allows."""
     words = np.zeros(-(-vocab_size // 32), np.int32)
     choose = random.Random(0).choice
     for _ in range(NUM_STEPS):

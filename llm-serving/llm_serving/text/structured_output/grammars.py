@@ -101,7 +101,6 @@ def parts_of(schema: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _pointer(path: Path) -> str:
-    """Return a JSON pointer in the form of a URI fragment (RFC 6901)."""
     return "#" + "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in path)
 
 
@@ -176,7 +175,6 @@ def regex_grammar(regex: str) -> Grammar:
 
 
 def choice_grammar(choices: Sequence[str]) -> Grammar:
-    """Return a grammar of these texts."""
     return lark_grammar("start: " + " | ".join(literal(each) for each in choices))
 
 
@@ -231,5 +229,4 @@ def _exact(text: str) -> int:
 
 
 def literal(text: str) -> str:
-    """Return a text as a literal of a Lark grammar."""
     return json.dumps(text)

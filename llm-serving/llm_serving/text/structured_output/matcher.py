@@ -66,7 +66,6 @@ class TokenMatcher:
         self._end_ids = end_ids
         self._matcher = start.deep_copy()
         self._taken: list[int] = []
-        """Tokens that `_matcher` has consumed."""
         self._num_queried = 0
         """Number of output tokens in the last query; the rest of `_taken` are draft tokens."""
         self._words: Int32Array | None = None
@@ -132,7 +131,6 @@ class TokenMatcher:
         return self._take(list(output[len(self._taken) :]))
 
     def _num_same(self, output: Sequence[int]) -> int:
-        """Return the length of the common prefix of an output and `_taken`."""
         taken, start = self._taken, self._num_queried
         if list(output[:start]) != taken[:start]:
             start = 0

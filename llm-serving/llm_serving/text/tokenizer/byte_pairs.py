@@ -110,7 +110,6 @@ def tokenizer_json(
 
 
 def joins(merge: str, vocab: Mapping[str, int]) -> bool:
-    """Return whether a merge joins two tokens into a third."""
     left, space, right = merge.partition(" ")
     return bool(space) and left in vocab and right in vocab and left + right in vocab
 

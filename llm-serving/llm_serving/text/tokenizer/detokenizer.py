@@ -135,7 +135,6 @@ class IncrementalDetokenizer:
         self._include_stop = include_stop_str_in_output
         self._drop_space = tokenizer.strips_leading_space and not any(map(self._bytes_of, prompt_token_ids))
         self.stop_string: str | None = None
-        """Stop string that ended the text."""
         for token_id in prompt_token_ids[-CONTEXT_TOKENS:]:
             self._decode(token_id)
 

@@ -32,7 +32,6 @@ from llm_serving.text.tokenizer.vocabulary import (
 
 TEKKEN_FILE: Final = "tekken.json"
 FILES: Final = ("tokenizer.json", "tokenizer.model", TEKKEN_FILE, "qwen.tiktoken")
-"""In order of preference."""
 
 
 def find_vocabulary(folder: Path) -> Path:

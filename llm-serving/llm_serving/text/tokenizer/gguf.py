@@ -103,7 +103,6 @@ class _Metadata:
         return numbers
 
     def tokens(self) -> tuple[list[str], list[int]]:
-        """Return the texts and types of the tokens, by id."""
         tokens = self.texts("tokens")
         if not tokens:
             raise self.fail("tokens", "must hold at least one token")
@@ -113,7 +112,6 @@ class _Metadata:
         return tokens, types
 
     def config(self, tokens: Sequence[str], begins: bool) -> dict[str, Any]:
-        """Return the equivalent of a tokenizer_config.json."""
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
         config: dict[str, Any] = {}
         for name, theirs in names.items():
@@ -134,7 +132,6 @@ class _Metadata:
 
 
 def _byte_pairs(metadata: _Metadata, tokens: list[str], types: list[int]) -> tuple[Vocabulary, dict[str, Any]]:
-    """Read a byte-pair tokenizer by building a tokenizer.json."""
     name = metadata.get("pre", "gpt-2")
     pre = _PRES.get(name) if isinstance(name, str) else None
     if pre is None:
@@ -160,7 +157,6 @@ _AS_WRITTEN: Final = {"single_word": False, "lstrip": False, "rstrip": False, "n
 
 
 def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> tuple[Vocabulary, dict[str, Any]]:
-    """Read a sentencepiece tokenizer by building a `tokenizer.model`."""
     scores = metadata.numbers("scores", "f", len(tokens))
     if scores is None:
         raise metadata.fail("scores", "must be given")
@@ -186,5 +182,4 @@ def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> 
 
 
 def _piece(text: str, score: float, kind: int) -> bytes:
-    """Return an encoded `ModelProto.SentencePiece`."""
     return content(1, text.encode()) + b"\x15" + struct.pack("<f", score) + number(3, kind)

@@ -174,7 +174,6 @@ def _cut(text: str) -> list[str]:
 
 
 def is_tiktoken_file(data: bytes) -> bool:
-    """Return whether a file consists of lines with base64 and a rank."""
     return _LINE.match(data) is not None
 
 
@@ -202,7 +201,6 @@ _TEKKEN_SPECIAL: Final = (
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
     *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
-"""Special tokens of files that list none."""
 
 
 def read_tekken(path: Path) -> RankedPairs:

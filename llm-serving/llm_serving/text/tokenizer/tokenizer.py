@@ -105,7 +105,6 @@ class Tokenizer:
 
     @cached_property
     def max_token_chars(self) -> int:
-        """Characters of the longest token."""
         return max(len(text.decode("utf-8", "replace")) for text in self._vocabulary.token_bytes)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -173,12 +172,10 @@ class Tokenizer:
 
     @property
     def special_texts(self) -> Mapping[str, str]:
-        """Texts of the special tokens by their use, such as `bos_token`."""
         return self._special_texts
 
     @property
     def named_class(self) -> str | None:
-        """Name of the tokenizer class in the folder's config."""
         return self._named_class
 
     @cached_property

@@ -127,9 +127,7 @@ class Vocabulary(Protocol):
         """Return token ids; `add_special_tokens` adds those that the file prescribes, if any."""
         ...
 
-    def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its exact text."""
-        ...
+    def token_id(self, token: str) -> int | None: ...
 
 
 class TokenizersVocabulary:
@@ -307,14 +305,12 @@ def special_texts(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def more_special_texts(config: Mapping[str, Any]) -> list[str]:
-    """Return the texts of `additional_special_tokens`."""
     items = config.get(MORE_SPECIAL)
     texts = map(_text, items) if isinstance(items, list) else ()
     return [text for text in texts if text]
 
 
 def flag(config: Mapping[str, Any], name: str, default: bool | None) -> bool | None:
-    """Return a boolean of the config; `default` if the value is not a boolean."""
     value = config.get(name)
     return value if isinstance(value, bool) else default
 
@@ -324,6 +320,5 @@ def _lists_tokens(config: Mapping[str, Any]) -> bool:
 
 
 def _text(value: Any) -> str | None:
-    """Return the text of a token that is given as text or as an object with `content`."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) and value else None

@@ -24,7 +24,6 @@ class ToolFormat:
     special_tokens: bool = False
     """Whether its marks are special tokens, which answers normally omit."""
     id_chars: int = 24
-    """Letters and digits in the id of a call."""
     id_prefix: str = "call_"
 
 
@@ -40,5 +39,4 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
 
 
 def format_in(template: str) -> str | None:
-    """Return the name of the tool format in a chat template; None: no known format."""
     return next((name for name, each in TOOL_FORMATS.items() if each.mark in template), None)

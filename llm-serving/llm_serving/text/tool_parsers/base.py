@@ -35,7 +35,6 @@ class Call(NamedTuple):
 
 
 Part = str | Call
-"""Part of a response: text, or a tool call."""
 
 
 class NotACallError(Exception):
@@ -47,7 +46,6 @@ class Read(NamedTuple):
 
     calls: list[Call]
     end: int
-    """Index behind the calls."""
     may_continue: bool = False
     """Whether further calls or further arguments of the last call may follow. What has been returned does not
     change."""
@@ -188,13 +186,11 @@ class MarkedCalls:
 
 
 def _overlap(text: str, opening: str) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of `opening`."""
     longest = min(len(text), len(opening) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(opening[:length])), 0)
 
 
 def _joined(parts: list[Part]) -> list[Part]:
-    """Merge adjacent texts, and calls with their further arguments."""
     joined: list[Part] = []
     for part in parts:
         last = joined[-1] if joined else None
@@ -253,7 +249,6 @@ class Marks:
 
 
 def escaped(text: str) -> str:
-    """Return a text escaped for a regular expression in a grammar."""
     return re.escape(text).replace("/", "\\/").replace("\n", "\\n")
 
 

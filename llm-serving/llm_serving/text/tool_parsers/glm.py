@@ -108,7 +108,6 @@ _KINDS: Final[Mapping[type, frozenset[str]]] = {
     list: frozenset(("array",)),
     dict: frozenset(("object",)),
 }
-"""Python type of a JSON value -> its names in schemas."""
 
 
 def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:

@@ -52,7 +52,6 @@ class _Reader:
 
 
 def create(names: Collection[str]) -> ToolParser:
-    """Return a parser of calls of these tools."""
     return MarkedCalls(OPENING, partial(_Reader, frozenset(names)), begins_open=True)
 
 

@@ -70,7 +70,6 @@ def create(names: Collection[str]) -> ToolParser:
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    """Return the grammar rules, see `base`."""
     rest = f"WS? call WS? {marks(CLOSING)}"
     times = "*" if most is None else f"{{0,{most}}}"
     return (

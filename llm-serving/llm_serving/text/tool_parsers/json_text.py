@@ -23,7 +23,6 @@ class JsonEnd:
 
     def __init__(self) -> None:
         self._at = 0
-        """Index up to which the text has been examined."""
         self._closing: list[str] = []
         self._in_string = False
 
@@ -146,7 +145,6 @@ def arguments_of(value: Any) -> str:
 
 
 def is_name(name: object) -> TypeGuard[str]:
-    """Return whether the value is a valid function name."""
     return isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.strip() == name and is_unicode(name)
 
 

@@ -33,7 +33,6 @@ from llm_serving.text.tool_parsers.json_text import (
 
 OPENING: Final = "[TOOL_CALLS]"
 ARGUMENTS: Final = "[ARGS]"
-"""Special token of newer models."""
 _NAME: Final = re.compile(r"([\w.\-]+)(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\])?\s*(?=\{)")
 _MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
 """Longest name with the marks that may follow it."""
@@ -90,7 +89,6 @@ def create(names: Collection[str]) -> ToolParser:
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    """Return the grammar rules, see `base`."""
     if marks.are_special(ARGUMENTS):
         calls = [f"call{i}: {literal(each.name)} {marks(ARGUMENTS)} @args{i}\n" for i, each in enumerate(callees)]
         behind, call = repeated("call", marks(OPENING), most), f"call: {any_of(callees)}\n" + "".join(calls)
