@@ -130,7 +130,7 @@ def test_lookup_is_skipped_for_a_disconnected_client(path, monkeypatch):
             client.leave()
             return given[-1]
 
-    monkeypatch.setattr(explanations, "_LOOKING", Occupied())
+    monkeypatch.setattr(explanations, "_LOOKUPS", Occupied())
     client = RawClient(FakeEngine(), path, None)
     client._scope["method"] = "GET"
     asyncio.run(client.run())
