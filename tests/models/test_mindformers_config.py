@@ -108,8 +108,8 @@ def test_mindformers_config_reads_rope_scaling(
         ({"extend_method": "DYNAMIC_NTK"}, "", "`extend_method` must be None or PI or linear or NTK or YARN or LLAMA3"),
         ({"extend_method": "LLAMA3", "scaling_factor": 8.0}, "", "`scaling_factor` must be an object"),
         ({"extend_method": "PI", "scaling_factor": 0}, "", "`scaling_factor` must be a number from"),
-        ({}, "DeepseekV3ForCausalLM", r"class must begin with one of Baichuan, .*Given: 'DeepseekV3ForCausalLM'"),
-        ({"type": "TelechatConfig"}, "", r"class must begin with one of .*Given: 'TelechatConfig'"),
+        ({}, "DeepseekV3ForCausalLM", r"class must start with one of Baichuan, .*Given: 'DeepseekV3ForCausalLM'"),
+        ({"type": "TelechatConfig"}, "", r"class must start with one of .*Given: 'TelechatConfig'"),
         ({"quantization_config": {"quant_method": "a8w4"}}, "", "a8w4"),
     ],
 )
