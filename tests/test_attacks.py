@@ -1,4 +1,4 @@
-"""The attackers themselves, in smaller form: what they do reaches the server, and it serves on."""
+"""Reduced attacks reach the server, and the server still serves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import trustme
 from support.fakes import FakeEngine
 from support.http_serving import connect, get, read_until, serving
 from support.plain_server import plain_server
-from support.server_process import undisturbed, unwind_when_told_to_end
+from support.server_process import undisturbed, unwind_on_sigterm
 from tools.attackers import ATTACKS, run, smaller
 from tools.attacks import Row, Watch
 
@@ -45,10 +45,10 @@ def secure_url(tmp_path_factory):
         ("1,000 slow headers", {"left open"}),
     ],
 )
-def test_an_attack_ends_as_it_should(url, name, ends):
+def test_attack_connections_end_as_expected(url, name, ends):
     attack = smaller(ATTACKS[name])
     if not any(end.startswith("left open") for end in ends):
-        attack = replace(attack, seconds=30.0)  # it ends when the server has ended all connections
+        attack = replace(attack, seconds=30.0)  # the attack ends when the server has closed all connections
     outcome = run(attack, int(url.rsplit(":", 1)[1]))
     assert set(outcome.ends) == ends
     with connect(url) as client:
@@ -60,13 +60,14 @@ def test_an_attack_ends_as_it_should(url, name, ends):
     ("name", "ends"),
     [
         ("TLS: 1,000 handshakes not gone on with", {"left open"}),
-        ("TLS: handshakes without end", {"left open", "ended"}),  # where too many are open at once some make room
+        ("TLS: handshakes without end", {"left open", "ended"}),  # above the limit, new connections replace others
         ("TLS: records of a byte", {"left open"}),
-        ("TLS: keys changed without end", {"left open", "ended"}),  # the fake's bodies are smaller: it refuses them
+        # the fake's limit of bodies is lower: it refuses them
+        ("TLS: keys changed without end", {"left open", "ended"}),
         ("TLS: no handshake", {"ended"}),
     ],
 )
-def test_an_attack_on_tls_ends_as_it_should(secure_url, name, ends):
+def test_tls_attack_connections_end_as_expected(secure_url, name, ends):
     attack = smaller(ATTACKS[name])
     if ends == {"ended"}:
         attack = replace(attack, seconds=30.0)
@@ -79,11 +80,11 @@ def test_an_attack_on_tls_ends_as_it_should(secure_url, name, ends):
     ("growth", "health_s", "num_not_ok", "is_good"),
     [(150_000_000, 0.25, 0, True), (150_000_001, 0.1, 0, False), (0, 0.26, 0, False), (0, 0.25, 1, False)],
 )
-def test_what_counts_as_good(growth, health_s, num_not_ok, is_good):
+def test_attack_row_is_good_within_its_limits(growth, health_s, num_not_ok, is_good):
     assert Row("x", 0, {}, growth, health_s, 0.0, 0.0, 10, num_not_ok).is_good == is_good
 
 
-def test_a_watch_asks_the_server_and_a_plain_one_beside_it(url):
+def test_watch_samples_the_server_and_a_plain_server(url):
     with (
         plain_server() as floor_port,
         Watch(int(url.rsplit(":", 1)[1]), psutil.Process(), floor_port=floor_port) as watch,
@@ -94,10 +95,10 @@ def test_a_watch_asks_the_server_and_a_plain_one_beside_it(url):
     assert all(0 <= part <= whole for part, whole in zip(watch.without_wait, watch.health, strict=True))
 
 
-def test_a_command_that_is_told_to_end_unwinds_so_that_its_servers_are_stopped():
+def test_sigterm_unwinds_a_command_that_started_servers():
     before = signal.getsignal(signal.SIGTERM)
     try:
-        unwind_when_told_to_end()
+        unwind_on_sigterm()
         with pytest.raises(SystemExit) as ended:
             signal.raise_signal(signal.SIGTERM)
         assert ended.value.code == 128 + signal.SIGTERM
@@ -105,11 +106,11 @@ def test_a_command_that_is_told_to_end_unwinds_so_that_its_servers_are_stopped()
         signal.signal(signal.SIGTERM, before)
 
 
-def test_stopping_a_server_is_not_broken_off():
+def test_sigterm_waits_until_a_server_has_stopped():
     before = signal.getsignal(signal.SIGTERM)
     done = []
     try:
-        unwind_when_told_to_end()
+        unwind_on_sigterm()
         with pytest.raises(SystemExit), undisturbed():
             signal.raise_signal(signal.SIGTERM)
             done.append("stopped")

@@ -1,4 +1,4 @@
-"""What the documents name is there: files, headings, keys of the YAML, commands and their flags."""
+"""Files, headings, YAML keys, commands and flags that the documents mention exist."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ DOCUMENTS = (
     *sorted((ROOT / "docs").rglob("*.md")),
 )
 WRITTEN = (*DOCUMENTS, *sorted((ROOT / "docs" / "deploy").iterdir()), *sorted((ROOT / "configs").glob("*.yaml")))
-PLACES = (ROOT, ROOT / "docs", ROOT / "llm-serving", PACKAGE)
-"""Where paths of documents count from."""
-FOLDERS = {path.name for place in PLACES for path in place.iterdir() if path.is_dir()}
+ROOTS = (ROOT, ROOT / "docs", ROOT / "llm-serving", PACKAGE)
+"""Folders that paths in documents are relative to."""
+FOLDERS = {path.name for place in ROOTS for path in place.iterdir() if path.is_dir()}
 NAMES = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
 
@@ -36,14 +36,14 @@ def text_of(document: Path) -> str:
 
 
 @NAMES
-def test_a_document_begins_with_what_it_is_for(document):
+def test_documents_start_with_their_purpose(document):
     title, blank, first = text_of(document).splitlines()[:3]
     assert title.startswith("# ")
     assert blank == ""
     assert re.match(r"\w|\[|`[^`]", first), "a sentence is wanted"
 
 
-def test_the_first_page_stays_short():
+def test_readme_stays_short():
     assert len(text_of(ROOT / "README.md").splitlines()) <= 150
 
 
@@ -59,15 +59,15 @@ def paths_in(text: str) -> Iterator[str]:
     yield from re.findall(r"(?<![\w/])test_\w+\.py", text)
 
 
-def is_there(path: str) -> bool:
+def exists(path: str) -> bool:
     if "/" not in path:
         return any((ROOT / "tests").rglob(path))
-    return any((place / path).exists() for place in PLACES)
+    return any((place / path).exists() for place in ROOTS)
 
 
 @NAMES
-def test_files_are_there(document):
-    assert [path for path in paths_in(text_of(document)) if not is_there(path)] == []
+def test_files_in_documents_exist(document):
+    assert [path for path in paths_in(text_of(document)) if not exists(path)] == []
 
 
 def anchors(text: str) -> set[str]:
@@ -76,7 +76,7 @@ def anchors(text: str) -> set[str]:
 
 
 @NAMES
-def test_links_lead_somewhere(document):
+def test_links_in_documents_have_targets(document):
     wrong = []
     for target in re.findall(r"\]\(([^)\s]+)\)", text_of(document)):
         if re.match(r"\w+:", target):
@@ -92,7 +92,7 @@ def test_links_lead_somewhere(document):
 
 
 @pytest.mark.parametrize("document", WRITTEN, ids=lambda path: path.name)
-def test_keys_are_those_of_the_configuration(document):
+def test_keys_in_documents_exist(document):
     text = text_of(document)
     keys = re.findall(rf"\b((?:{'|'.join(SECTIONS)})\.(?!ya?ml\b|json\b|py\b)\w+)", text)
     wrong = [key for key in keys if key not in ACCEPTED_KEYS]
@@ -106,7 +106,7 @@ def test_keys_are_those_of_the_configuration(document):
 
 
 def code_of(text: str) -> Iterator[str]:
-    """Commands of blocks, each on one line, and what stands between backquotes."""
+    """Return the commands of code blocks, each on one line, and the texts between backquotes."""
     for block in re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         yield from block.replace("\\\n", " ").splitlines()
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -129,7 +129,7 @@ def words_of(code: str) -> list[str]:
 
 
 def wrong_in(words: list[str]) -> list[str]:
-    """Of a command line of ours: subcommands and flags that there are not."""
+    """Return the unknown subcommands and flags of one of our command lines."""
     parser, wrong = main._parser(), []
     for word in words:
         choices = choices_of(parser)
@@ -160,18 +160,18 @@ def own_commands(text: str) -> Iterator[list[str]]:
 
 
 @NAMES
-def test_commands_are_there_with_their_flags(document):
+def test_commands_and_flags_in_documents_exist(document):
     wrong = [each for words in own_commands(text_of(document)) for each in wrong_in(words)]
     assert wrong == []
 
 
 @NAMES
-def test_commands_are_told_as_they_can_be_pasted(document):
+def test_commands_in_documents_can_be_pasted(document):
     blocks = re.findall(r"^```\w*\n(.*?)^```", text_of(document), re.MULTILINE | re.DOTALL)
     assert re.findall(r"^(?:llm-serving|python|pip|ray) .*", "".join(blocks), re.MULTILINE) == []
 
 
-def test_extras_are_those_of_the_folder_and_of_nobody_on_an_index():
+def test_extras_in_documents_are_installed_from_the_folder():
     sources = [path for folder in (PACKAGE, ROOT / "performance", ROOT / "scripts") for path in folder.rglob("*.py")]
     texts = {path: " ".join(text_of(path).split()) for path in (*WRITTEN, *sources)}
     assert [path for path, text in texts.items() if re.search(r"install '?llm-serving", text)] == []
@@ -183,7 +183,7 @@ RUNS = {
     "scripts/acceptance.sh": "tests/acceptance/run.py",
     "scripts/ascend_acceptance.sh": "tests/acceptance/device/run.py",
 }
-"""What a script hands its arguments to."""
+"""Script -> the script that gets its arguments."""
 BENCHMARKS = {
     name: (ROOT / "performance").joinpath(*module.split(".")).with_suffix(".py")
     for name, module in performance_run.benchmarks()
@@ -192,8 +192,8 @@ BENCHMARKS = {
 SCRIPTS = tuple(path for name in ("performance", "tests", "scripts") for path in sorted((ROOT / name).rglob("*.py")))
 
 
-def told_by(path: Path) -> str:
-    """What a script says of itself."""
+def description_of(path: Path) -> str:
+    """Return a script's docstring or head comment."""
     text = text_of(path)
     return ast.get_docstring(ast.parse(text)) or "" if "argparse" in text else ""
 
@@ -205,7 +205,7 @@ def lines_of_usage(text: str) -> Iterator[str]:
 
 
 def script_in(words: list[str], folder: Path) -> tuple[Path, list[str]] | None:
-    """The script of a command line, and the arguments that it gets there."""
+    """Return the script of a command line and its arguments."""
     for index, word in enumerate(words):
         module = ROOT / "tests" / f"{word.replace('.', '/')}.py"
         if index and words[index - 1] == "-m" and module.is_file():
@@ -223,7 +223,7 @@ def script_in(words: list[str], folder: Path) -> tuple[Path, list[str]] | None:
 
 
 def wrong_for_its_script(code: str, folder: Path = ROOT) -> str | None:
-    """Why the script of a command line would not take it; None: it would, or there is none."""
+    """Return why the script of a command line refuses it; None if it accepts it, or there is no script."""
     if (found := script_in(words_of(code), folder)) is None or (parser := parser_of(found[0])) is None:
         return None
     arguments = list(itertools.takewhile(lambda word: word not in ("|", "&&", "&", ">"), found[1]))
@@ -236,18 +236,18 @@ def wrong_for_its_script(code: str, folder: Path = ROOT) -> str | None:
 
 
 @NAMES
-def test_scripts_take_what_they_are_given(document):
+def test_script_options_in_documents_exist(document):
     assert [wrong for code in code_of(text_of(document)) if (wrong := wrong_for_its_script(code)) is not None] == []
 
 
-def test_scripts_take_what_they_say():
-    lines = ((line, path.parent) for path in SCRIPTS for line in lines_of_usage(told_by(path)))
+def test_script_options_in_docstrings_exist():
+    lines = ((line, path.parent) for path in SCRIPTS for line in lines_of_usage(description_of(path)))
     assert [wrong for line, folder in lines if (wrong := wrong_for_its_script(line, folder)) is not None] == []
 
 
-def test_what_is_not_there_is_noticed():
+def test_errors_in_documents_are_detected():
     text = "`engine/nowhere.py`, `performance/nowhere.py`, `test_nowhere.py`, `engine/engine.py`, `my/own.yaml`"
-    assert [path for path in paths_in(text) if not is_there(path)] == [
+    assert [path for path in paths_in(text) if not exists(path)] == [
         "engine/nowhere.py",
         "performance/nowhere.py",
         "test_nowhere.py",

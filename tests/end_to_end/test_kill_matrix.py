@@ -1,6 +1,6 @@
-"""WorkAgents are killed or made to hang while they compute every kind of stream; clients notice nothing but time.
+"""WorkAgents are killed or stopped while they compute streams of every kind; clients only see a delay.
 
-Once in each way, and twice in a row where that is another way; `python tests/tools/kill_matrix.py` does so more often.
+Each kind of kill is tested once, and twice in a row if that differs; `python tests/tools/kill_matrix.py` does more.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ def check(table: Table) -> None:
     assert table.num_restarts == table.num_kills > 1
 
 
-def test_one_work_agent_killed_or_hanging() -> None:
+def test_streams_survive_a_killed_or_hanging_work_agent() -> None:
     check(table_of_one(num_kills=2, num_hangs=1, idle=False))
 
 
-def test_two_work_agents_killed_in_turn_and_their_master_told_to_stop() -> None:
+def test_streams_survive_two_killed_work_agents_until_the_master_stops() -> None:
     with a_server(num_agents=2) as server:
         check(table_of_two(server, num_kills=2))
         assert "no process left" in end_of_a_master(server, signal.SIGTERM)
 
 
-def test_a_work_agent_killed_in_certain_steps() -> None:
-    """In chunks of prompts, in decoding, with streams in host memory; kills that follow meet the same again."""
+def test_streams_survive_a_work_agent_killed_in_given_steps() -> None:
+    """The steps are in chunks of prompts, in decoding, and with swapped streams; later kills would meet the same
+    states.
+    """
     (table,) = model_tables({signal.SIGKILL: range(3, DISTANCE, DISTANCE)}, most_kills=4)
     check(table)
     met = {moment for _, moment in table.num_answers}

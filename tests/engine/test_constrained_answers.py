@@ -8,7 +8,6 @@ from itertools import count
 from typing import Any
 
 import pytest
-from fake_speculation import KnownAnswerDrafts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request import Request
@@ -20,6 +19,7 @@ from llm_serving.text.structured_output.grammars import Grammar, choice_grammar,
 from support.engine_harness import Harness
 from support.fake_constraints import END, constraint_of, text_of
 from support.fake_runner import VOCAB_SIZE, SamplingRunner, most_likely
+from support.fake_speculation import KnownAnswerDrafts
 from support.fragile_harness import FragileHarness
 
 _names = (f"constrained-{number}" for number in count())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from fake_speculation import MAX_DRAFT_TOKENS, RandomDrafts
 from llm_serving.core.request import FinishReason
 from support.engine_harness import Harness, bytes_of
 from support.factories import create_request
 from support.fake_runner import expected_output
+from support.fake_speculation import MAX_DRAFT_TOKENS, RandomDrafts
 
 
 def with_drafts(wrong: float = 0.0, **options) -> Harness:

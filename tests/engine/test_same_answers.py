@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import pytest
-from fake_speculation import RandomDrafts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request import Request
@@ -15,6 +14,7 @@ from llm_serving.scheduler.policies import POLICIES
 from support.engine_harness import Harness
 from support.factories import create_request, create_scheduler
 from support.fake_runner import expected_output
+from support.fake_speculation import RandomDrafts
 from support.scheduler_loads import arrivals, create_load, scheduler_options
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pytest
-from fake_speculation import KnownAnswerDrafts
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.scheduler import PreemptionMode
@@ -15,6 +14,7 @@ from llm_serving.text.structured_output.grammars import json_grammar, regex_gram
 from support.engine_harness import Harness, bytes_of
 from support.fake_constraints import END, constraint_of
 from support.fake_runner import SamplingRunner
+from support.fake_speculation import KnownAnswerDrafts
 
 MAX_TOKENS = 14
 FEW = tuple(range(8))

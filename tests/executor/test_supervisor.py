@@ -29,7 +29,7 @@ from llm_serving.executor.restart_status import StartCancellation
 from llm_serving.executor.supervisor import SupervisedExecutor, load_settings, start_work_agent
 from llm_serving.transport.messages import PROTOCOL_VERSION, Loaded, Progress, Welcome
 from support.fake_runner import expected_output
-from support.fake_work_agent import LOADS_FOR_EVER
+from support.fake_work_agent import NEVER_LOADED
 from support.step_factories import sampling_input, step_input
 
 TESTS = Path(__file__).parents[1]
@@ -173,10 +173,10 @@ def test_work_agent_serves_after_repeated_kills(run_fake_agent, processes, monke
         processes[-1].kill()
 
     def start(like, timeout_s):
-        loads_for_ever = num_kills < 20 and num_kills % 2
-        device = LOADS_FOR_EVER if loads_for_ever else 0
+        never_loaded = num_kills < 20 and num_kills % 2
+        device = NEVER_LOADED if never_loaded else 0
         config = replace(a_config(), serving=ServerConfig(start_device_id=device))
-        return start_work_agent(config, 0, lambda text: kill() if loads_for_ever else None, like, timeout_s)
+        return start_work_agent(config, 0, lambda text: kill() if never_loaded else None, like, timeout_s)
 
     executor = SupervisedExecutor(start, 30.0, 5, pause=lambda delay_s: False)
     open_files = len(set(Path("/proc/self/fd").iterdir()))

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 from llm_serving.kernels import library
-from support.instruction_sets import isas, isas_of_codes
+from support.instruction_sets import isas, isas_of_qvalues
 
 
 @pytest.fixture(params=isas())
@@ -12,7 +12,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.fixture(params=isas_of_codes())
+@pytest.fixture(params=isas_of_qvalues())
 def isa_of_codes(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every one that multiplies codes in a way of its own."""
     with library.use_isa(request.param):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4
 from llm_serving.kernels import library, reference, w4a8
-from support.instruction_sets import isas_of_codes, real_isas
+from support.instruction_sets import isas_of_qvalues, real_isas
 from support.kernel_calls import Array, Typed, assert_close, call, empty, integers, linear, quantized, scalar, typed
 
 pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
@@ -54,7 +54,7 @@ def test_w4a8_bits_equal_numpy(isa_of_codes: str, has_zeros: bool, dtype: str) -
     group=st.sampled_from((None, 32, 64, 128, 512)),
     has_zeros=st.booleans(),
     spread=st.integers(0, 60),
-    isa=st.sampled_from(isas_of_codes() or ["plain"]),
+    isa=st.sampled_from(isas_of_qvalues() or ["plain"]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_w4a8_bits_equal_numpy_for_any_groups(

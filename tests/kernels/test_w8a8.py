@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.formats.quantized_tensor import quantize_w8
 from llm_serving.kernels import library, reference, w8a8
-from support.instruction_sets import EMULATED, isas_of_codes, real_isas
+from support.instruction_sets import EMULATED, isas_of_qvalues, real_isas
 from support.kernel_calls import (
     Array,
     Typed,
@@ -95,7 +95,7 @@ def products(kind: str, dtype: str) -> list[tuple[Typed, Array, Array, Array]]:
     n=st.integers(1, 70),
     k=st.integers(1, 400),
     spread=st.integers(0, 60),
-    isa=st.sampled_from(isas_of_codes() or ["plain"]),
+    isa=st.sampled_from(isas_of_qvalues() or ["plain"]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_w8a8_bits_equal_numpy_for_any_spread(m: int, n: int, k: int, spread: int, isa: str, seed: int) -> None:

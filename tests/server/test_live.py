@@ -145,7 +145,7 @@ def test_live_stream_has_only_totals_of_other_tenants(asker, seen):
             text = b"".join(each.get("body", b"") for each in watcher.messages).decode()
             watcher.leave()
             await watcher.task
-            server.runner.let()
+            server.runner.add_questions()
             for name in ("ann", "bob"):
                 await client.delete(f"/v1/requests/{name}", headers={"x-api-key": KEYS["root"]})
             await asyncio.gather(*tasks)

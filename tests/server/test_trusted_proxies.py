@@ -6,13 +6,13 @@ import asyncio
 
 import httpx
 import pytest
-from connection_harness import GET, Transport, connected, settle
 from llm_serving.config import load_config
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import ConfigError
 from llm_serving.server.app import serve
 from llm_serving.server.http.listener import bind
 from llm_serving.server.http.server import HttpServer
+from support.connection_harness import GET, Transport, connected, settle
 from support.fakes import FakeEngine
 
 CLAIMED = "203.0.113.9"

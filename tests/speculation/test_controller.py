@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-from drafted_requests import AGAIN, answer, costly, predictable, repeating_requests
 from llm_serving.core.enums import Proposer
 from llm_serving.core.request import FinishReason, RequestStatus
 from llm_serving.speculation import NgramProposer, SpeculationController
 from llm_serving.speculation.controller import MAX_UPDATE_PERIOD, MIN_SWEPT
 from llm_serving.speculation.statistics import MIN_ACCEPTANCE_RATE
+from support.drafted_requests import AGAIN, answer, costly, predictable, repeating_requests
 from support.factories import create_request
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from drafted_requests import AGAIN, answer, costly, predictable, repeating_requests
 from llm_serving.core.request import RequestStatus
 from llm_serving.speculation import NgramProposer, SpeculationController
 from llm_serving.speculation.controller import MAX_UPDATE_PERIOD
 from llm_serving.speculation.ngram import LOOKUP_SHARE
+from support.drafted_requests import AGAIN, answer, costly, predictable, repeating_requests
 from support.factories import create_request
 
 

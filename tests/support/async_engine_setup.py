@@ -34,11 +34,11 @@ from support.fake_runner import VOCAB_SIZE, FakeRunner, FakeTransferPool
 from support.word_tokenizer import WordTokenizer
 
 TRANSFER_BLOCKS = 32
-"""Of each replica."""
+"""Transfer blocks of each replica."""
 
 
 class GatedRunner(FakeRunner):
-    """Computes only while its gate is open."""
+    """A fake runner that computes only while its gate is open."""
 
     def __init__(self, num_blocks: int, block_size: int, transfer: FakeTransferPool | None = None) -> None:
         super().__init__(num_blocks, block_size, transfer=transfer)
@@ -55,7 +55,7 @@ class GatedRunner(FakeRunner):
 
 @contextmanager
 def linked(pool: FakeTransferPool, block_bytes: int) -> Iterator[BlockLink]:
-    """The way to a WorkAgent that has a pool of its own; each block travels in a frame of its own."""
+    """Yield the link to a WorkAgent that has a transfer pool of its own; each block is sent in a frame of its own."""
     ours, theirs = socket.socketpair()
     channel: Any = Channel(ours, AgentMessage)  # type: ignore[arg-type]
     agent: Channel[Any] = Channel(theirs, MasterMessage)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ class SettableExecutor(LocalExecutor):
 
 
 class Setup:
-    """An AsyncEngine over fake replicas; `open_replica` may be told to fail or to wait."""
+    """An AsyncEngine over fake replicas, whose loading a test can delay or let fail."""
 
     def __init__(
         self,
@@ -102,14 +102,14 @@ class Setup:
         self.may_load = Event()
         self.may_load.set()
         self.slow: dict[int, Event] = {}
-        """Replicas that wait for more."""
+        """Events that replicas wait for before they load, by index."""
         self.max_num_seqs = max_num_seqs
         shared = FakeTransferPool(num_replicas * TRANSFER_BLOCKS)
         self.pools = [
             shared if share_memory else FakeTransferPool(num_replicas * TRANSFER_BLOCKS) for _ in range(num_replicas)
         ]
         self.links: dict[int, BlockLink] = {}
-        """To those that share no memory."""
+        """Block links of replicas without shared memory, by index."""
         self._share_memory = share_memory
         config = ServingConfig(
             model=ModelConfig(max_generate_length=64, decode_batch_size=max_num_seqs),

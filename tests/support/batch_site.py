@@ -1,4 +1,4 @@
-"""A server whose batches are kept in a folder, and what its client uploads."""
+"""A server that keeps its batches in a folder, and the files that its client uploads."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def form_of(num_bytes):
 
 
 class SlowForm:
-    """A form whose file has come, and whose end comes when it may."""
+    """A form whose file is complete, and whose end arrives when the test allows it."""
 
     def __init__(self, num_bytes):
         self.has_begun, self.may_end = asyncio.Event(), asyncio.Event()

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through a pipe by its DevTools protocol: no package is needed, and no port is opened."""
+"""A headless Chromium, driven through a pipe with its DevTools protocol: it needs no package and opens no port."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowRight": 39, "ArrowLeft": 37, 
 
 
 class Browser:
-    """One page of a browser of its own, with a folder of its own; as a context it ends both.
+    """One page of a browser process with a folder of its own; as a context manager it ends the process and removes the
+    folder.
 
-    What the page throws, or writes to its console as an error, is in `problems`.
+    `problems` has the exceptions of the page and the errors in its console.
     """
 
     def __init__(self, program: str = "chromium") -> None:
@@ -67,7 +68,7 @@ class Browser:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """The answer of the browser; events that come meanwhile are looked at for problems."""
+        """Call a method and return its result; events that arrive before it are checked for problems."""
         self._next_id += 1
         message: dict[str, Any] = {"id": self._next_id, "method": method, "params": parameters}
         if self._session is not None:
@@ -91,30 +92,31 @@ class Browser:
         self._note(message.get("method", ""), message.get("params", {}))
         return dict(message)
 
-    def _note(self, method: str, told: dict[str, Any]) -> None:
+    def _note(self, method: str, parameters: dict[str, Any]) -> None:
         if method == "Runtime.exceptionThrown":
-            details = told["exceptionDetails"]
+            details = parameters["exceptionDetails"]
             self.problems.append(details.get("exception", {}).get("description", details["text"]))
-        elif method == "Log.entryAdded" and told["entry"]["level"] == "error":
-            self.problems.append(f"{told['entry']['text']} {told['entry'].get('url', '')}")
-        elif method == "Runtime.consoleAPICalled" and told["type"] == "error":
-            self.problems.append(str(told["args"]))
+        elif method == "Log.entryAdded" and parameters["entry"]["level"] == "error":
+            self.problems.append(f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}")
+        elif method == "Runtime.consoleAPICalled" and parameters["type"] == "error":
+            self.problems.append(str(parameters["args"]))
 
-    # --- what a person does -----------------------------------------------------------------------------------------
+    # --- actions of a user
+    # ------------------------------------------------------------------------------------------------
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete'")
 
     def run(self, code: str) -> Any:
-        """The value of an expression, waited for if it is a promise."""
+        """Return the value of an expression; a promise is awaited."""
         answer = self.call("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True, userGesture=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{code}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
     def wait_for(self, code: str, timeout_s: float = TIMEOUT_S) -> None:
-        """Until an expression is true."""
+        """Wait until an expression is true."""
         self._until(lambda: self.run(f"Boolean({code})"), code, timeout_s)
 
     def _until(self, value: Callable[[], Any], what: str, timeout_s: float) -> Any:
@@ -126,7 +128,7 @@ class Browser:
         return found
 
     def click(self, selector: str) -> None:
-        """With the mouse, in the middle of the first element that is shown."""
+        """Click in the middle of the first visible element of a selector."""
         x, y = self._middle(selector)
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
@@ -136,7 +138,9 @@ class Browser:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def _middle(self, selector: str) -> tuple[float, float]:
-        """Of the first element that is shown, once it stays where it is: a page that loads moves what stands below."""
+        """Return the middle of the first visible element, once it has stopped moving: a page that loads moves its
+        elements.
+        """
         code = f"""(async () => {{
             const node = document.querySelector({json.dumps(selector)});
             if (!node) return null;
@@ -151,7 +155,7 @@ class Browser:
         return x, y
 
     def type(self, selector: str, text: str) -> None:
-        """Replaces what stands in a field."""
+        """Replace the content of a field."""
         self.wait_for(f"document.querySelector({json.dumps(selector)})")
         self.run(f"document.querySelector({json.dumps(selector)}).focus()")
         self.run(f"document.querySelector({json.dumps(selector)}).select?.()")
@@ -166,7 +170,8 @@ class Browser:
     def text(self, selector: str = "body") -> str:
         return str(self.run(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
-    # --- how it is shown --------------------------------------------------------------------------------------------
+    # --- appearance
+    # -------------------------------------------------------------------------------------------------------
 
     def look(self, *, width: int = 1360, height: int = 860, dark: bool = False, scale: float = 1.0) -> None:
         self.call(

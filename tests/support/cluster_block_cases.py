@@ -1,5 +1,6 @@
-"""What happens to the connections by which blocks move in the cluster of `cluster_proof.py`, whose replicas have roles:
-one of them is cut in the middle of a frame, in both directions or in one, is slow, or is reset.
+"""Failures of the connections that carry KV blocks in the cluster of `check_cluster.py`, whose replicas have roles.
+
+A connection is cut in the middle of a frame, in one or both directions, is slow, or is reset.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ DECODE: Final = 1
 POOL_BLOCKS: Final = 8
 BLOCK_SIZE: Final = 16
 ROLES: Final = {"cluster_config.roles": "[prefill, decode]", "cluster_config.num_transfer_blocks": POOL_BLOCKS}
-"""Settings. So few blocks that streams go on leaving while others run."""
+"""Settings of replicas with roles. There are so few blocks that requests migrate while other streams run."""
 MID_FRAME: Final = 20_000
-"""Bytes; a frame has 41 KB at least."""
+"""Bytes after which a connection breaks; a frame has at least 41 KB."""
 
 
 async def break_blocks(proof: Proof, index: int, planned: Break, seconds: float | None = None) -> None:
-    """The connection of a replica breaks with its next frame; for so long, or for good."""
+    """Return a case that breaks the connection of a replica in its next frame, for some seconds or permanently."""
     network, host = proof.machines.network, _machine_of(proof, index)
     port = _blocks_port(proof, host, index)
     network.set_break(host, port, replace(planned))
@@ -35,11 +36,11 @@ async def break_blocks(proof: Proof, index: int, planned: Break, seconds: float 
         await asyncio.sleep(0.01)
     if seconds is not None:
         await asyncio.sleep(seconds)
-        network.mend_break(host, port)
+        network.restore_connection(host, port)
 
 
-async def no_block_is_kept(proof: Proof) -> bool:
-    """Whether a request moves that takes the whole pool along."""
+async def no_block_is_leaked(proof: Proof) -> bool:
+    """Return whether a request that needs the whole transfer pool can migrate."""
     before = await metric(proof.client, "llm_serving:moved_blocks_total")
     prompt = list(range(300, 300 + POOL_BLOCKS * BLOCK_SIZE - 3))
     body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
@@ -60,7 +61,7 @@ def _agent(proof: Proof, name: str, index: int) -> psutil.Process | None:
 
 
 def _blocks_port(proof: Proof, name: str, index: int) -> int:
-    """Of the WorkAgent's later connection to the master, that of blocks."""
+    """Return the port of the WorkAgent's later connection to the master, which carries blocks."""
     process = _agent(proof, name, index)
     assert process is not None
     command = process.cmdline()

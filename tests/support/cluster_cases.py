@@ -1,5 +1,7 @@
-"""What happens to the cluster of `cluster_proof.py`: machines and processes die, stop and lose time, the network is
-cut, Ray is without its head or its memory, the master dies.
+"""Failures in the cluster of `check_cluster.py`.
+
+Machines and processes die, are stopped and lose time; the network is cut; Ray loses its head or its memory; the master
+dies.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ MACHINES: Final = ("a", "b", "c")
 CORES: Final = {HEAD: 0, HERE: 0, **dict.fromkeys(MACHINES, 1)}
 NUM_REPLICAS: Final = 2
 SHIFTS_S: Final = {"a": 86_400, "b": -31_536_000, "c": 315_360_000}
-"""A day ahead, a year behind, ten years ahead."""
+"""Seconds by which clocks are wrong: a day ahead, a year behind, ten years ahead."""
 FILL_STORE: Final = """
 import sys, ray
 ray.init(address=sys.argv[1], _node_ip_address=sys.argv[2], logging_level="ERROR", log_to_driver=False)
@@ -39,7 +41,7 @@ sys.stdin.read()
 
 @dataclass
 class Proof:
-    """The cluster, the server on it and the streams of the case."""
+    """The cluster, its server, and the streams of the current case."""
 
     machines: RayMachines
     start_server: Callable[[], Server]
@@ -48,14 +50,14 @@ class Proof:
     reading: asyncio.Future[Any] | None = None
     """Done when all streams have ended; None before the first case."""
     num_masters: int = 1
-    """That there have been in this case."""
+    """Number of masters in this case so far."""
     master_since: float = 0.0
-    """When the newest of them was started."""
-    not_whole_at: float = 0.0
-    """When a replica was last seen not to serve."""
+    """Time at which the newest master was started."""
+    not_serving_at: float = 0.0
+    """Time at which a replica was last seen not to serve."""
 
     def victim(self) -> str:
-        """A machine with a WorkAgent."""
+        """Return a machine with a WorkAgent."""
         return next(name for name in MACHINES if self.machines.work_agents(name))
 
     def agent_of(self, name: str) -> int:
@@ -69,11 +71,11 @@ class Proof:
         return int(await metric(self.client, "llm_serving:worker_restarts_total"))
 
     async def generated(self) -> int:
-        """Tokens of all requests, as the master of the moment counts."""
+        """Return the generated tokens of all requests, as the current master counts them."""
         return int(await metric(self.client, "vllm:generation_tokens_total"))
 
     async def is_whole(self) -> bool:
-        """Whether every replica has a WorkAgent that serves."""
+        """Return whether every replica has a WorkAgent that serves."""
         health = (await self.client.get("/health")).json()
         return self.num_agents == NUM_REPLICAS and not health["loading"]
 
@@ -90,7 +92,7 @@ class Proof:
             await asyncio.sleep(0.05)
 
     async def renew(self, name: str, **environment: str) -> None:
-        """A machine ends and is started anew, as its operator would."""
+        """Restart a machine with further environment variables, as its operator would."""
         self.machines.environments.setdefault(name, {}).update(environment)
         await asyncio.to_thread(self.machines.kill, name)
         await asyncio.to_thread(self.machines.start, name, CORES[name])
@@ -98,7 +100,7 @@ class Proof:
 
 Disturb = Callable[[Proof], Awaitable[None]]
 Meanwhile = Callable[[Proof], contextlib.AbstractAsyncContextManager[None]]
-"""What is the case from before the streams begin until they have ended."""
+"""A condition that holds from before the streams start until they have ended."""
 
 
 # --- processes and machines -------------------------------------------------------------------------------------------
@@ -109,7 +111,7 @@ async def kill_agent(proof: Proof) -> None:
 
 
 async def hang_agent(proof: Proof) -> None:
-    """It goes on when another one has its place: what it has computed comes late."""
+    """Stop a WorkAgent until it has been replaced; then it continues, and its results arrive late."""
     pid, before = proof.agent_of(proof.victim()), await proof.restarts()
     os.kill(pid, signal.SIGSTOP)
     await proof.until_restarted(before)
@@ -117,7 +119,7 @@ async def hang_agent(proof: Proof) -> None:
 
 
 async def stop_machine(proof: Proof) -> None:
-    """All its processes, for 2 s; its kernel goes on answering."""
+    """Stop all processes of a machine for 2 s; its kernel still answers."""
     pids = proof.machines.network.hosts[proof.victim()].pids()
     _send(signal.SIGSTOP, *pids)
     await asyncio.sleep(2.0)
@@ -125,7 +127,7 @@ async def stop_machine(proof: Proof) -> None:
 
 
 async def slow_machine(proof: Proof) -> None:
-    """Its WorkAgent has a tenth of its time, until all streams have ended."""
+    """Give a WorkAgent a tenth of its time until all streams have ended."""
     pid = proof.agent_of(proof.victim())
     assert proof.reading is not None
     while not proof.reading.done():
@@ -136,12 +138,12 @@ async def slow_machine(proof: Proof) -> None:
 
 
 async def kill_machine(proof: Proof) -> None:
-    """Its kernel lives and closes the connections."""
+    """Kill all processes of a machine; its kernel closes the connections."""
     await _lose(proof, proof.victim())
 
 
 async def lose_power(proof: Proof) -> None:
-    """Nobody closes anything."""
+    """Cut a machine's network and kill its processes, so that nothing closes the connections."""
     name = proof.victim()
     proof.machines.network.cut(name, "to", "from")
     await _lose(proof, name)
@@ -152,13 +154,13 @@ async def _lose(proof: Proof, name: str) -> None:
     await asyncio.to_thread(proof.machines.kill, name)
     await proof.until_restarted(before)
     await proof.until(lambda: proof.num_agents == NUM_REPLICAS)
-    proof.machines.network.mend(name)
+    proof.machines.network.restore(name)
     await asyncio.to_thread(proof.machines.start, name, CORES[name])
 
 
 @contextlib.asynccontextmanager
-async def clocks_apart(proof: Proof) -> AsyncIterator[None]:
-    """Machine after machine is started anew; from then on its WorkAgents have another time of day than all others."""
+async def clocks_differ(proof: Proof) -> AsyncIterator[None]:
+    """Restart one machine after the other with the wrong time of day for its WorkAgents."""
     library = Path(tempfile.mkdtemp(prefix="shifted-clock-")) / "clock.so"
     source = Path(__file__).with_name("shifted_clock.c")
     command = ["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"]
@@ -173,7 +175,7 @@ async def clocks_apart(proof: Proof) -> AsyncIterator[None]:
 
 
 def cut(*directions: Any, seconds: float | None = None) -> Disturb:
-    """For so long; None: until another WorkAgent serves."""
+    """Cut the network of a machine for some seconds, or, if `seconds` is None, until another WorkAgent serves."""
 
     async def disturb(proof: Proof) -> None:
         name, before = proof.victim(), await proof.restarts()
@@ -182,8 +184,8 @@ def cut(*directions: Any, seconds: float | None = None) -> Disturb:
             await asyncio.sleep(seconds)
         else:
             await proof.until_restarted(before)
-        proof.machines.network.mend(name)
-        # Ray takes a machine that it has given up for dead: it ends, and is started anew as its operator would.
+        proof.machines.network.restore(name)
+        # Ray does not accept a machine again that it considers dead: it must be restarted.
         if seconds is None:
             await proof.renew(name)
 
@@ -203,7 +205,7 @@ def slow(link: Link) -> Disturb:
 
 
 async def lose_head(proof: Proof) -> None:
-    """Until the streams have ended, without it; then head and machines are started anew."""
+    """Kill the head; head and machines are restarted when the streams have ended."""
     await asyncio.to_thread(proof.machines.kill, HEAD)
     assert proof.reading is not None
     await asyncio.wait([proof.reading])
@@ -211,7 +213,9 @@ async def lose_head(proof: Proof) -> None:
 
 
 async def lose_head_and_agent(proof: Proof) -> None:
-    """The WorkAgent cannot be placed without a head: the other one goes on, and the server says which is missing."""
+    """Kill the head and a WorkAgent, which cannot be restarted without a head; the other one serves, and the server
+    reports the loss.
+    """
     await asyncio.to_thread(proof.machines.kill, HEAD)
     before = await proof.generated()
     await kill_agent(proof)
@@ -220,13 +224,13 @@ async def lose_head_and_agent(proof: Proof) -> None:
     health = response.json()
     assert response.status_code == 200 and health["loading"], f"{response.status_code} {health}"
     assert re.fullmatch(r"WorkAgent \d .+", health["detail"]), health
-    assert await proof.generated() > before, "nobody goes on"
-    sys.stderr.write(f"without a head /health tells: {health['detail']}\n")
+    assert await proof.generated() > before, "no stream continues"
+    sys.stderr.write(f"without a head /health returns: {health['detail']}\n")
     await _renew_all(proof)
 
 
 async def lose_head_for_long(proof: Proof) -> None:
-    """Until Ray has ended every machine for want of it, a minute later."""
+    """Keep the head dead until Ray has stopped every machine because of that, a minute later."""
     await asyncio.to_thread(proof.machines.kill, HEAD)
     await kill_agent(proof)
     await proof.until(lambda: not proof.num_agents and not any(map(proof.machines.raylets, MACHINES)))
@@ -234,8 +238,7 @@ async def lose_head_for_long(proof: Proof) -> None:
 
 
 async def move_head(proof: Proof) -> None:
-    """It comes back at another port; so does the master, which is told that address, with its log of accepted
-    requests."""
+    """Restart the head at another port, and the master with that address and its log of accepted requests."""
     await asyncio.to_thread(proof.machines.kill, HEAD)
     proof.machines.port += 1
     await _renew_all(proof)
@@ -243,7 +246,7 @@ async def move_head(proof: Proof) -> None:
 
 
 async def _renew_all(proof: Proof) -> None:
-    """Ray starts no second head where it sees machines of the first, and here it sees all of them."""
+    """Restart all machines: Ray starts no second head while machines of the first are visible."""
     for name in CORES:
         await asyncio.to_thread(proof.machines.kill, name)
     for name in CORES:
@@ -252,7 +255,7 @@ async def _renew_all(proof: Proof) -> None:
 
 @contextlib.asynccontextmanager
 async def stores_full(proof: Proof) -> AsyncIterator[None]:
-    """Of the master's machine and of those for WorkAgents."""
+    """Fill the object stores of the master's machine and of the WorkAgents' machines."""
     full = []
     try:
         for name in (HERE, *MACHINES):
@@ -261,8 +264,8 @@ async def stores_full(proof: Proof) -> AsyncIterator[None]:
             full.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         for process in full:
             assert process.stdout is not None
-            told = await asyncio.to_thread(process.stdout.readline)
-            assert told == "full\n", told
+            line = await asyncio.to_thread(process.stdout.readline)
+            assert line == "full\n", line
         yield
     finally:
         for process in full:
@@ -273,7 +276,7 @@ async def stores_full(proof: Proof) -> AsyncIterator[None]:
 
 
 async def kill_master(proof: Proof) -> None:
-    """Another one with the same log of accepted requests follows; clients go on with their streams there."""
+    """Kill the master and start another one with the same log of accepted requests; clients resume there."""
     proof.server.processes[0].kill()
     await asyncio.to_thread(proof.server.processes[0].wait)
     proof.master_since = time.monotonic()
@@ -292,7 +295,7 @@ def _send(sent: signal.Signals, *pids: int) -> None:
 CASES: Final[dict[str, Disturb]] = {
     "nothing": slow(Link()),
     "WorkAgent killed": kill_agent,
-    "WorkAgent hangs, goes on when it was replaced": hang_agent,
+    "WorkAgent hangs, continues when it was replaced": hang_agent,
     "machine stopped for 2 s": stop_machine,
     "machine ten times slower": slow_machine,
     "machine lost, connections closed": kill_machine,
@@ -313,5 +316,5 @@ CASES: Final[dict[str, Disturb]] = {
 }
 MEANWHILE: Final[dict[str, Meanwhile]] = {
     "object stores full, WorkAgent killed": stores_full,
-    "clocks apart by days and years, WorkAgent killed": clocks_apart,
+    "clocks apart by days and years, WorkAgent killed": clocks_differ,
 }

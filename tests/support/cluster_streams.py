@@ -1,4 +1,4 @@
-"""The streams of `cluster_proof.py`, and clients that go on with theirs when a connection ends."""
+"""The streams of `check_cluster.py`, and clients that resume them when a connection ends."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, Final
 import httpx
 
 TASKS: Final = ("Count from 1 to 9.", "Add 17 and 25.", "Reverse the word lamp.", "Name the days of the week.")
-AGAIN_S: Final = 0.1
-"""Pause before a client that lost its connection comes again."""
+RECONNECT_S: Final = 0.1
+"""Pause before a client that lost its connection connects again."""
 Client = Callable[[], httpx.AsyncClient]
-"""Of the server of the moment."""
+"""Returns a client of the current server."""
 
 
 def bodies(count: int, num_tokens: int) -> list[dict[str, Any]]:
-    """The requests of the streams, all different."""
+    """Return the requests of the streams, all different."""
     ways: tuple[dict[str, Any], ...] = (
         {"temperature": 0},
         {"temperature": 0.9},
@@ -34,35 +34,35 @@ def bodies(count: int, num_tokens: int) -> list[dict[str, Any]]:
 
 @dataclass
 class Answer:
-    """What a stream told, and when."""
+    """The events of a stream and when they arrived."""
 
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
     num_tokens: int = 0
-    told_at: list[float] = field(default_factory=list)
+    received_at: list[float] = field(default_factory=list)
     error: str | None = None
     stream_id: str | None = None
     last_event_id: str = ""
     num_connections: int = 0
 
     def same_as(self, other: Answer) -> bool:
-        mine, others = ((self.text, self.logprobs, self.error), (other.text, other.logprobs, other.error))
-        return mine == others and self.error is None
+        mine, theirs = ((self.text, self.logprobs, self.error), (other.text, other.logprobs, other.error))
+        return mine == theirs and self.error is None
 
     def silence_s(self, since: float) -> float:
-        """The longest time that it told nothing, of what ended after `since`."""
-        pairs = itertools.pairwise(self.told_at)
+        """Return the longest time between two events, of intervals that ended after `since`."""
+        pairs = itertools.pairwise(self.received_at)
         return max((later - max(earlier, since) for earlier, later in pairs if later > since), default=0.0)
 
     def take(self, line: str) -> None:
-        """A line of a stream."""
+        """Apply a line of a stream."""
         name, _, value = line.partition(": ")
         if name == "id":
             self.last_event_id = value
         if name != "data" or not value.startswith("{"):
             return
         event = json.loads(value)
-        self.told_at.append(time.monotonic())
+        self.received_at.append(time.monotonic())
         if "error" in event:
             self.error = str(event["error"])
         for choice in event.get("choices", ()):
@@ -73,12 +73,12 @@ class Answer:
 
 
 async def read(client: Client, body: dict[str, Any], answer: Answer) -> None:
-    """To its end, by as many connections as that takes; a server that is gone is asked until one is there."""
+    """Read a stream to its end, over several connections if necessary; retry while no server answers."""
     while not answer.num_tokens and answer.error is None:
         try:
             await _read_on(client(), body, answer)
         except httpx.HTTPError:
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RECONNECT_S)
 
 
 async def _read_on(client: httpx.AsyncClient, body: dict[str, Any], answer: Answer) -> None:

@@ -1,4 +1,4 @@
-"""Models without arithmetic that keep to constraints."""
+"""Random answers that fulfil constraints, without a model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ END = DEMO_TOKENIZER.eos_token_ids[0]
 
 
 def allowed_ids(words: np.ndarray) -> list[int]:
-    """The tokens of a mask."""
+    """Return the token ids that a mask allows."""
     found: list[int] = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
     return found
 
 
 def random_answer(constraint: Constraint, choice: random.Random, max_tokens: int) -> str | None:
-    """The text of a model that says any allowed token; None: it has not come to its end."""
+    """Return the text of randomly chosen allowed tokens; None if it is not complete after `max_tokens`."""
     matcher, output = constraint.create_matcher(), list[int]()
     while len(output) < max_tokens:
         token_id = choice.choice(allowed_ids(matcher.allowed_words(output)))

@@ -1,4 +1,4 @@
-"""A small Llama, computed by the operators of the library one after the other."""
+"""A small Llama, computed by calling the operators of the library one after the other."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -10,17 +10,18 @@ from support.kernels_cache import Cache, filled, rows
 
 VOCAB, POSITIONS = 70, 96
 NUM_HEADS, NUM_KV_HEADS = 4, 2
-# Neither fills whole registers or panels. With inner features this many, rows of gate and up are the widest where
-# head_dim is 16, and rows of query, key and value where it is 48.
+# Neither width fills whole registers or panels. With this many inner features, rows of gate and up are the widest if
+# head_dim is 16, and rows of query, key and value if it is 48.
 HIDDEN, INNER = 45, 100
-# Both fill panels, so that gate and up are gated at once; bfloat16 is read in several passes that end with half a tile.
+# Both widths fill panels, so that gate and up are computed in one pass; bfloat16 is read in several passes, the last of
+# which has half a tile.
 WIDE_HIDDEN, WIDE_INNER = 304, 1072
 EPS = 1e-5
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights [N, K], packed, and vectors [N]; biases are None where the layer has none. Each goes with a cache."""
+    """Weights [N, K], packed, and vectors [N] of a layer; biases are None if the layer has none."""
 
     gain: Typed
     mlp_gain: Typed
@@ -36,7 +37,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Table [V, H], packed where it is the head as well, cosines and sines [POSITIONS, D], gain [H], head [V, H]."""
+    """Token embedding [V, H] (packed if it is also the LM head), cosines and sines [POSITIONS, D], norm weight [H], LM
+    head [V, H].
+    """
 
     table: Typed
     cos: Typed
@@ -48,7 +51,7 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step computes: tokens, and where they belong."""
+    """The tokens of a step, and the requests and positions they belong to."""
 
     token_ids: list[int]
     positions: list[int]
@@ -59,7 +62,7 @@ class Step:
     samples: list[int]
 
     def part(self, request: int, first: int, last: int) -> "Step":
-        """Rows `first` to `last` of one request as a step of their own, of which every row samples."""
+        """Return rows `first` to `last` of one request as a step of their own, in which every row samples."""
         start = sum(self.query_lens[:request])
         index = slice(start + first, start + last)
         context_len = self.context_lens[request] - self.query_lens[request] + last
@@ -88,11 +91,11 @@ def create_layer(
     return Layer(*vectors, *map(packed, weights))
 
 
-@functools.cache  # for all instruction sets
+@functools.cache  # shared by all instruction sets
 def _drawn(
     dtype: str, head_dim: int, attention_bias: bool, mlp_bias: bool, hidden: int, inner: int, seed: int
 ) -> tuple[list[Typed | None], list[Typed]]:
-    """The vectors of a layer, and its weights before they are packed."""
+    """Return the vectors of a layer, and its weights before they are packed."""
     rng = np.random.default_rng(seed)
     q_width = NUM_HEADS * head_dim
     qkv_width = q_width + 2 * NUM_KV_HEADS * head_dim
@@ -130,9 +133,9 @@ def create_decoder(
 
 
 def mixed_step(dtype: str, head_dim: int) -> tuple[Step, list[Cache]]:
-    """A whole prompt, a decode row and a chunk, one of whose keys is not stored; caches have what lies before.
+    """Return a step of a whole prompt, a decode row and a chunk; caches contain the tokens before it.
 
-    Rows sample in another order than theirs, one of them twice.
+    One key of the chunk is not stored. Rows sample in an order other than their own, one of them twice.
     """
     tables, query_lens, context_lens = [[3, 1, 4, 7, 5], [9, 2, 6], [8, 0]], [70, 1, 9], [70, 33, 20]
     step, caches = step_of(dtype, head_dim, tables, query_lens, context_lens)
@@ -143,7 +146,7 @@ def mixed_step(dtype: str, head_dim: int) -> tuple[Step, list[Cache]]:
 def step_of(
     dtype: str, head_dim: int, tables: list[list[int]], query_lens: list[int], context_lens: list[int]
 ) -> tuple[Step, list[Cache]]:
-    """Every row samples."""
+    """Return a step in which every row samples."""
     rng = np.random.default_rng(2)
     caches = [Cache(dtype, num_kv_heads=NUM_KV_HEADS, head_dim=head_dim) for _ in range(3)]
     slots: list[int] = []
@@ -159,7 +162,7 @@ def step_of(
 
 
 def by_operators(decoder: Decoder, step: Step, caches: list[Cache]) -> Typed:
-    """Logits of every row."""
+    """Return the logits of every row."""
     dtype = decoder.gain.dtype
 
     def looked_up(table: Typed, indices: list[int]) -> Typed:
@@ -207,6 +210,6 @@ def _layer_by_operators(layer: Layer, hidden: Typed, cos: Typed, sin: Typed, ste
     return result
 
 
-def same_bits(caches: list[Cache], others: list[Cache]) -> bool:
-    pairs = zip(caches, others, strict=True)
+def same_bits(caches: list[Cache], expected: list[Cache]) -> bool:
+    pairs = zip(caches, expected, strict=True)
     return all(np.array_equal(a.key.bits, b.key.bits) and np.array_equal(a.value.bits, b.value.bits) for a, b in pairs)

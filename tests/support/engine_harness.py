@@ -1,4 +1,4 @@
-"""An engine over a fake model, run by hand."""
+"""An engine over a fake model, stepped by the test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.word_tokenizer import WordTokenizer
 
 
 class AheadExecutor(LocalExecutor):
-    """Takes a second step before the first is collected, as a WorkAgent does."""
+    """A local executor that accepts a second step before the first is collected, as a WorkAgent does."""
 
     max_steps_in_flight = 2
     restarts_exhausted = False
@@ -31,7 +31,7 @@ class AheadExecutor(LocalExecutor):
 
 
 class Harness:
-    """An engine over a fake model, run by hand."""
+    """An engine over a fake model, stepped by the test."""
 
     def __init__(
         self,
@@ -91,9 +91,9 @@ class Harness:
 
 
 def bytes_of(answer: RequestOutput) -> str:
-    """All that an answer tells, written down so that it differs wherever a bit does."""
+    """Return a text of all fields of an answer, which differs wherever a bit differs."""
     parts = answer.beams or (answer,)
-    told = [(part.text, part.token_ids, part.logprobs, part.finish_reason) for part in parts]
+    ids_and_reason = [(part.text, part.token_ids, part.logprobs, part.finish_reason) for part in parts]
     scores = answer.prompt_logprobs
     of_prompt = None if scores is None else (scores.tokens(MAX_LOGPROBS), scores.ranks.tolist())
-    return repr((told, of_prompt, None if answer.vector is None else answer.vector.tobytes()))
+    return repr((ids_and_reason, of_prompt, None if answer.vector is None else answer.vector.tobytes()))

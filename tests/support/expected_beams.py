@@ -1,4 +1,4 @@
-"""What a beam search over the fake model answers, computed without engine, scheduler or cache."""
+"""The expected answers of a beam search over the fake model, computed without engine, scheduler and cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def expected_beams(
     stop_token_ids: Collection[int],
     window: int = NO_WINDOW,
 ) -> list[tuple[int, ...]]:
-    """The answers, best first: the search run on the fake model's distribution itself."""
+    """Return the answers, best first."""
     search = BeamSearch(params, max_tokens, stop_token_ids)
     while not search.has_ended:
         choices = []

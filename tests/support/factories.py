@@ -1,4 +1,4 @@
-"""Small makers with defaults, so that a test shows only what matters to it."""
+"""Factories with defaults, so that a test shows only the values that matter to it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def create_request(
     stop_token_ids: frozenset[int] = frozenset(),
     **sampling: Any,
 ) -> Request:
-    """A request whose prompt is 100, 101, ...; keyword arguments go to its SamplingParams."""
+    """Return a request whose prompt is 100, 101, ...; other keyword arguments are SamplingParams."""
     return Request(
         request_id=request_id or next(_names),
         prompt_token_ids=list(range(100, 100 + num_prompt_tokens)),
@@ -49,7 +49,7 @@ def create_request(
 def create_config(
     *, policy: str = "prefill_first", max_num_seqs: int = 8, max_decode_gap: int = 2, **scheduler: Any
 ) -> ServingConfig:
-    """A configuration of which only the scheduler's part matters."""
+    """Return a configuration with these scheduler options."""
     return ServingConfig(
         model=ModelConfig(decode_batch_size=max_num_seqs),
         scheduler=SchedulerConfig(policy=policy, max_consecutive_prefill_steps=max_decode_gap, **scheduler),
@@ -57,7 +57,7 @@ def create_config(
 
 
 def create_classes(ageing_steps: int = 100, **changes: Any) -> tuple[RequestClass, ...]:
-    """One class for each priority from -1 to 1, weights 4, 2 and 1; `high=dict(...)` changes a class."""
+    """Return one class for each priority from -1 to 1 with weights 4, 2 and 1; `high=dict(...)` changes a class."""
     names = {"high": -1, "normal": 0, "low": 1}
     weights = {"high": 4, "normal": 2, "low": 1}
     return tuple(
@@ -118,13 +118,13 @@ def create_scheduler(
 
 
 def rows(schedule: Schedule | None) -> list[tuple[str, int, int, bool]]:
-    """(request id, tokens before, tokens computed, samples) of each row."""
+    """Return (request id, tokens before, tokens computed, samples) of each row."""
     assert schedule is not None
     return [(row.request.request_id, row.num_computed, row.query_len, row.num_samples) for row in schedule.rows]
 
 
 def run_step(scheduler: Scheduler, token_id: int = 7, now: float = 0.0) -> Schedule | None:
-    """Schedules one step and gives every sample the same token."""
+    """Schedule one step and update it with the same token for every sample."""
     schedule = scheduler.schedule(now)
     if schedule is not None:
         scheduler.update(schedule, [token_id] * sum(row.num_samples for row in schedule.rows))

@@ -15,7 +15,7 @@ _TOKENS = [b"<pad>", b"<unk>", b"<end>", *_SINGLE, *("".join(each).encode() for 
 
 
 class LetterTokenizer:
-    """What a compiler asks of a tokenizer."""
+    """A tokenizer of single bytes and pairs of letters with the methods that a grammar compiler needs."""
 
     vocab_size = VOCAB_SIZE
     special_token_ids = mark_ids = frozenset({0, 1, END})
@@ -37,5 +37,5 @@ def constraint_of(grammar: Grammar) -> TokenConstraint:
 
 
 def text_of(token_ids: Iterable[int]) -> str:
-    """The text of an answer that may have come to its end."""
+    """Return the text of an answer without its EOS token."""
     return b"".join(_TOKENS[token_id] for token_id in token_ids if token_id != END).decode(errors="replace")

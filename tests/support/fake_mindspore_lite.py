@@ -1,4 +1,4 @@
-"""A stand-in for mindspore_lite: it runs MINDIR files by the operator library, and checks what it is given."""
+"""A fake of mindspore_lite that runs MINDIR files with the operator library and checks its arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TYPES = {TensorProto.INT32: ("int32", ms.int32), TensorProto.FLOAT: ("float32", 
 
 
 class Tensor:
-    """Its data are copied, as a device does."""
+    """A tensor that copies its data, as a device does."""
 
     def __init__(self, array: Any) -> None:
         assert isinstance(array, np.ndarray), "a tensor is made of an array"
@@ -28,10 +28,10 @@ class Tensor:
 
 
 class Model:
-    """One file."""
+    """The graph of one file."""
 
     built: ClassVar[list[SimpleNamespace]] = []
-    """What was asked for, of every file that was read."""
+    """Options of every file that was loaded."""
 
     def build_from_file(self, path: str, kind: str, context: Any, config_path: str = "") -> None:
         assert kind == "MINDIR"
@@ -56,10 +56,10 @@ class Model:
         self._graph = nn.GraphCell(ms.load(path))
         self._graph.set_inputs(*open_ended)
         sections = {name: dict(options[name]) for name in options.sections()}
-        told = SimpleNamespace(
+        options = SimpleNamespace(
             name=Path(path).name, device_id=context.ascend.device_id, rank_id=context.ascend.rank_id, options=sections
         )
-        self.built.append(told)
+        self.built.append(options)
 
     def get_inputs(self) -> list[Any]:
         return self._inputs
@@ -75,8 +75,8 @@ class Model:
         return [Tensor(self._graph(*(ms.Tensor(array) for array in arrays)).asnumpy())]
 
 
-def stand_in() -> ModuleType:
-    """What `import mindspore_lite` gives where it is in `sys.modules`."""
+def fake_package() -> ModuleType:
+    """Return the module to put into `sys.modules` as `mindspore_lite`."""
     package = ModuleType("mindspore_lite")
     package.Context = lambda: SimpleNamespace(ascend=SimpleNamespace())  # type: ignore[attr-defined]
     package.ModelType = SimpleNamespace(MINDIR="MINDIR")  # type: ignore[attr-defined]

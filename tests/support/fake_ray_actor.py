@@ -1,6 +1,7 @@
-"""In place of a Ray cluster: this machine, where a process of its own stands for each actor and is killed as one is.
+"""A fake of Ray actors on this machine: each actor is a process of its own, which is killed as an actor is.
 
-Run as `python THIS PYTHON RANKS` it is the actor: RANKS are the arguments of each, as JSON, and PYTHON runs them.
+Run as `python FILE PYTHON RANKS` this file is the actor: RANKS are the arguments of each rank as JSON, and PYTHON is
+the interpreter of the ranks.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from llm_serving.executor.worker_process import LocalProcess
 
 
 class ActorStarter:
-    """As `RayStarter`."""
+    """Starts actors as `RayStarter` does."""
 
     def __init__(self, secret_file: Path, python: str = sys.executable) -> None:
         self.secret_file, self._python = secret_file, python
         self.actors: list[LocalProcess] = []
-        """All that were started, the newest one last."""
+        """All started actors, the newest last."""
 
     def start(self, index: int, ranks: Sequence[Sequence[str]]) -> LocalProcess:
         given = [[*arguments, "--secret-file", str(self.secret_file)] for arguments in ranks]
@@ -38,7 +39,7 @@ class ActorStarter:
         return self.actors[-1]
 
     def ranks(self) -> list[psutil.Process]:
-        """Of the newest actor, in their order."""
+        """Return the processes of the newest actor, in order of rank."""
         return sorted(psutil.Process(self.actors[-1].pid).children(), key=_rank)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""In place of the process that is connected to Ray: no Ray, and WorkAgents that do what their arguments say."""
+"""A fake of the process that is connected to Ray: it uses no Ray, and starts the WorkAgents given by its arguments."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from llm_serving.transport.channel import Channel
 NOWHERE = "10.0.0.1:1"
 """An address without a cluster."""
 NOT_YET = "not yet: "
-"""Before the path of a file that counts attempts: Ray comes up at the second."""
+"""Prefix of the path of a file that counts attempts: Ray starts at the second."""
 HANGS = "hangs"
-"""An address whose cluster never lets go."""
+"""An address whose cluster never disconnects."""
 
 
 def main(requirements: str, socket_fd: str) -> None:

@@ -1,8 +1,8 @@
-"""A model without arithmetic: its cache holds token ids, its next token is a hash of what it reads there.
+"""A model without arithmetic: its cache contains token ids, and its next token is a hash of the context in the cache.
 
-It reads and writes only through block tables, as a real model does, so a block given to two requests, a token computed
-twice or not at all, or a step out of order changes the answer. With a window it sees the newest tokens only, and how
-many there were before.
+It reads and writes only through block tables, as a real model does. So a block that two requests share by mistake, a
+token computed twice or not at all, or a step out of order changes the answer. With a window it reads only the newest
+tokens and the number of tokens before them.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from support.step_factories import top_tokens
 
 VOCAB_SIZE = 1000
 _LOGITS = 4 * np.random.default_rng(0).normal(size=1 << 18)
-"""What comes after a sequence begins at a place of its own here."""
+"""Logits of a context start at an offset in this array that depends on the context."""
 
 
 class FakeTransferPool:
-    """What runners hand blocks over by."""
+    """A transfer pool of token ids."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks: list[list[int]] = [[] for _ in range(num_blocks)]
         self.tags = BlockTags.of_empty(num_blocks)
 
     def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]:
-        """As `TransferMemory`, four bytes a token."""
+        """Read blocks as `TransferMemory` does; a token has four bytes."""
         ids = list(block_ids)
         if self.tags.epochs[ids].tolist() != list(epochs):
-            raise WorkerError("a block of the transfer pool is somebody else's")
+            raise WorkerError("a block of the transfer pool belongs to another request")
         content = np.array([self.blocks[each] for each in ids], np.int32).tobytes()
         return self.tags.num_written[ids].tolist(), content
 
@@ -74,7 +74,7 @@ class FakeRunner:
         self.num_swap_blocks = num_swap_blocks
         self.block_size = block_size
         self.steps: list[StepInput] = []
-        # Lists: steps are small, and a call into NumPy takes as long as a dozen tokens.
+        # Lists, because steps are small: a call into NumPy takes as long as a dozen tokens.
         self._cache = [[-1] * block_size for _ in range(num_blocks)]
         self._host = [[-1] * block_size for _ in range(num_swap_blocks)]
         self.window = window
@@ -89,7 +89,7 @@ class FakeRunner:
         self._previous: list[int] = []
         self.compute_fingerprint = UNKNOWN_FINGERPRINT
 
-    def announce_ending(self, tell: Callable[[], None] | None) -> bool:
+    def announce_ending(self, announce: Callable[[], None] | None) -> bool:
         return False
 
     def execute(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None = None) -> StepOutput:
@@ -122,7 +122,7 @@ class FakeRunner:
         return StepOutput(step.step, np.array(tokens, np.int32), *_logprobs(contexts, tokens, sampling.num_logprobs))
 
     def _contexts(self, step: StepInput) -> list[list[int]]:
-        """Writes the tokens of a step, then reads back all that comes before each result, its own token included."""
+        """Write the tokens of a step, then return the context of each result, which includes its own token."""
         cache, block_size = self._cache, self.block_size
         given = iter(step.token_ids.tolist())
         tables, num_computed = step.block_tables.tolist(), step.num_computed.tolist()
@@ -153,10 +153,10 @@ class FakeRunner:
 
 
 class SamplingRunner(FakeRunner):
-    """Chooses as a WorkAgent does, by its checks and its NumPy sampler, over logits that follow from the context."""
+    """Samples as a WorkAgent does, with its checks and its NumPy sampler, from logits that depend on the context."""
 
     scale = 1.0
-    """Of the logits."""
+    """Factor of the logits."""
 
     def _choose(self, step: StepInput, contexts: list[list[int]]) -> StepOutput:
         sampler.check_sampling(step.sampling, VOCAB_SIZE)
@@ -168,7 +168,7 @@ class SamplingRunner(FakeRunner):
 def _logprobs(
     contexts: list[list[int]], token_ids: list[int], num_logprobs: np.ndarray
 ) -> tuple[np.ndarray, TopTokens]:
-    """Of the chosen tokens [S], then the most likely ones and theirs."""
+    """Return the log-probabilities of the chosen tokens [S], then the most likely tokens and theirs."""
     if max(num_logprobs.tolist(), default=-1) < 0:
         return np.zeros(len(contexts), np.float32), no_top_tokens(len(contexts))
     logprobs, tops = np.zeros(len(contexts), np.float32), [([], []) for _ in contexts]
@@ -181,11 +181,11 @@ def _logprobs(
 
 
 POISON_LOGPROB = -99.0
-"""Of the token behind the vocabulary."""
+"""Log-probability of the token above the vocabulary."""
 
 
 def seen(token_ids: list[int], window: int) -> list[int]:
-    """A context as a model with a window finds it: what came before that is not told apart."""
+    """Return the part of a context that a model with a window distinguishes."""
     first = max(0, len(token_ids) - window)
     return [0] * first + token_ids[first:]
 
@@ -193,7 +193,7 @@ def seen(token_ids: list[int], window: int) -> list[int]:
 def _scores(contexts: list[list[int]], scoring: ScoringInput) -> Scores:
     logprobs, ranks, tops = [], [], []
     for result, (context, count) in enumerate(zip(contexts, scoring.num_logprobs.tolist(), strict=True)):
-        # Behind the vocabulary comes one more token, for whoever wants a prompt that cannot be computed.
+        # One token above the vocabulary is valid, for tests that need a prompt which cannot be computed.
         distribution, ranked = (
             np.append(next_logprobs(context), POISON_LOGPROB),
             np.append(most_likely(context), VOCAB_SIZE),
@@ -206,22 +206,22 @@ def _scores(contexts: list[list[int]], scoring: ScoringInput) -> Scores:
 
 
 def vector_of(token_ids: list[int]) -> np.ndarray:
-    """The fake model's last hidden state [8] after `token_ids`."""
+    """Return the fake model's last hidden state [8] after `token_ids`."""
     return next_logprobs(token_ids)[:8]
 
 
 def next_token(token_ids: list[int], seed: int) -> int:
-    """What the fake model says after `token_ids`."""
+    """Return the fake model's token after `token_ids`."""
     return zlib.crc32(array("q", [seed % 2**63, *token_ids]).tobytes()) % VOCAB_SIZE
 
 
 def next_logprobs(token_ids: list[int]) -> np.ndarray:
-    """Log-probabilities [VOCAB_SIZE] of what comes after `token_ids`; `next_token` does not follow them."""
+    """Return log-probabilities [VOCAB_SIZE] after `token_ids`; `next_token` does not depend on them."""
     return _distribution(tuple(token_ids))[0]
 
 
 def most_likely(token_ids: list[int]) -> np.ndarray:
-    """All tokens [VOCAB_SIZE] by `next_logprobs`, highest first."""
+    """Return all tokens [VOCAB_SIZE] by `next_logprobs`, highest first."""
     return _distribution(tuple(token_ids))[1]
 
 
@@ -236,7 +236,7 @@ def _distribution(token_ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def expected_output(prompt_token_ids: list[int], count: int, seed: int = 0, window: int = NO_WINDOW) -> list[int]:
-    """The fake model's answer of `count` tokens, computed without any cache."""
+    """Return the fake model's answer of `count` tokens, computed without a cache."""
     token_ids = list(prompt_token_ids)
     for _ in range(count):
         token_ids.append(next_token(seen(token_ids, window), seed))

@@ -1,4 +1,4 @@
-"""A WorkAgent process that is real but for its model. Run it as `python THIS -m llm_serving.work_agent ARGUMENTS`."""
+"""A real WorkAgent process with a fake model. Run it as `python FILE -m llm_serving.work_agent ARGUMENTS`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from llm_serving.errors import ConfigError
 from support.fake_runner import FakeRunner, FakeTransferPool
 
-LOADS_FOR_EVER = 7
-"""A device."""
+NEVER_LOADED = 7
+"""Device id whose WorkAgent never finishes loading."""
 
 
 def load_runner(
@@ -22,7 +22,7 @@ def load_runner(
     group_port: int = 0,
 ) -> tuple[FakeRunner, str]:
     on_progress(f"compiling for {settings.device_target}")
-    if settings.device_id == LOADS_FOR_EVER:
+    if settings.device_id == NEVER_LOADED:
         signal.pause()
     if settings.num_blocks == 1:
         raise ConfigError("pa_config.num_blocks: must be at least 2. Given: 1")
@@ -42,7 +42,8 @@ if __name__ == "__main__":
     loading.load_runner = load_runner
     model_runner: Any = types.ModuleType("llm_serving.worker.model_runner")
     model_runner.ModelRunner = FakeRunner
-    sys.modules |= {module.__name__: module for module in (loading, model_runner)}  # they would import MindSpore
+    # the real modules would import MindSpore
+    sys.modules |= {module.__name__: module for module in (loading, model_runner)}
 
     from llm_serving.work_agent import main
 

@@ -1,4 +1,4 @@
-"""Stand-ins for the parts around the one under test."""
+"""Fakes of the engine and its streams for tests of the server."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _NO_REPLICAS: Any = SimpleNamespace(reload=lambda config: {})
 
 @dataclass(frozen=True)
 class Piece:
-    """What one step adds: text and how many tokens it is."""
+    """Text of a step and its number of tokens."""
 
     text: str
     num_tokens: int = 1
@@ -57,16 +57,16 @@ class Piece:
 
 @dataclass
 class Script:
-    """What an answer consists of; `error` ends it."""
+    """The pieces of an answer; `error` ends it."""
 
     pieces: Sequence[Piece] = (Piece("Hello"), Piece(" world"), Piece("", 1))
     finish_reason: FinishReason = FinishReason.STOP
     stop_reason: int | str | None = None
     error: str | None = None
     hold_after: int | None = None
-    """Wait for `FakeEngine.gate` before the piece with this index."""
+    """The stream waits for `FakeEngine.gate` before the piece with this index."""
     raises: BaseException | None = None
-    """Raised in place of the last piece."""
+    """Exception raised in place of the last piece."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ class FakeStream:
         return self
 
     def report_waiting(self, on_waiting: Callable[[int], None] | None) -> None:
-        """Nothing ever does."""
+        """Do nothing: no request waits."""
 
     async def __anext__(self) -> RequestOutput:
         if self.finished:
@@ -125,7 +125,7 @@ class FakeStream:
 
     @property
     def _failure(self) -> FinishReason:
-        """With an error a request fails in some way, whatever the script says of answers."""
+        """Return the finish reason of a failure, whatever the script has for answers."""
         reason = self._script.finish_reason
         return reason if reason in FAILURES else FinishReason.ERROR
 
@@ -180,7 +180,7 @@ def _logprobs(token_id: int, count: int) -> TokenLogprobs:
 
 @dataclass
 class FakeEngine:
-    """An engine that answers every request with `script` and remembers what it was asked."""
+    """An engine that answers every request with `script` and records its calls."""
 
     script: Script = field(default_factory=Script)
     model_name: str = "demo"
@@ -189,7 +189,7 @@ class FakeEngine:
     refuses_at_once: LLMServingError | None = None
     """Raised by `precheck_capacity`."""
     prechecks: list[list[int]] = field(default_factory=list)
-    """The least prompt lengths of each call of `precheck_capacity`."""
+    """Minimum prompt lengths of each call of `precheck_capacity`."""
     refuse_from: int = 0
     """Number of requests accepted before `refusal`."""
     max_body_bytes: int = 4096
@@ -203,13 +203,13 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     held: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a stream waits for the gate."""
+    """Set while a stream waits for the gate."""
     explanations: list[Explanation] = field(default_factory=list)
     asked: list[tuple[object, str | None]] = field(default_factory=list)
-    """What explanations (by id) and timelines (by number of steps) were asked for, and by whom."""
+    """Arguments and tenants of calls about explanations (request id) and timelines (number of steps)."""
     http_timings: list[HttpTimings | None] = field(default_factory=list)
     predicted_s: float | None = None
-    """Seconds to the first token that its door predicts."""
+    """Predicted seconds to the first token."""
     failure: LLMServingError | None = None
     on_failure: Callable[[], None] = lambda: None
     num_starts: int = 0
@@ -254,12 +254,12 @@ class FakeEngine:
         return EngineHealth(self.ready, "ready" if self.ready else "loading the model", loading=not self.ready)
 
     def clock(self) -> float:
-        """Every reading is a second after the one before."""
+        """Return a time that is a second later at each call."""
         self._ticks = getattr(self, "_ticks", 0.0) + 1.0
         return self._ticks
 
     def vector_of(self, prompt_token_ids: list[int]) -> NDArray[np.float32]:
-        """Another one for each prompt, and the same for the same."""
+        """Return a vector that depends on the prompt only."""
         vector = np.random.default_rng(prompt_token_ids).normal(size=DEMO_SPEC.network.hidden)
         return vector.astype(np.float32)
 
@@ -282,7 +282,7 @@ class FakeEngine:
             raise RequestError("replica", "must be an integer from 0 to 0", replica)
 
     async def scheduler_states(self) -> dict[int, None]:
-        """No replica answers in time."""
+        """Return no states: no replica answers in time."""
         return {0: None}
 
     async def snapshots(self, since: float, timeout_s: float) -> dict[int, None]:

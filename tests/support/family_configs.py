@@ -1,4 +1,4 @@
-"""A small configuration of each family, and random weights for whatever it asks."""
+"""A small configuration of each family, and random weights of any name and shape."""
 
 import zlib
 
@@ -75,17 +75,19 @@ CONFIGS = {
         },
     ),
 }
-"""Name -> architecture, what differs from the common configuration."""
+"""(architecture, changes to the common configuration) by name."""
 
 
 def config_of(name: str) -> dict:
-    """A whole `config.json`."""
+    """Return a complete `config.json`."""
     architecture, facts = CONFIGS[name]
     return {"architectures": [architecture], **_COMMON, **_ROPE, **facts}
 
 
 class RandomTensors:
-    """Tensors by name, the same for a name and a shape whoever asks first; norms about 1, products keep their size."""
+    """Random tensors by name; equal names and shapes give equal values. Norm weights are about 1, products keep their
+    scale.
+    """
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         rng = np.random.default_rng(zlib.crc32(name.encode()))

@@ -1,4 +1,4 @@
-"""An engine over a fake model whose WorkAgent dies or fails when it is told to."""
+"""An engine over a fake model whose WorkAgent dies or fails when the test lets it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.fake_runner import FakeRunner, expected_output
 
 
 class FragileExecutor(LocalExecutor):
-    """Takes two steps, and a new WorkAgent after the death of one; `spoil` is called with every step it runs."""
+    """Runs two steps at a time, and restarts a dead WorkAgent; calls `spoil` with every step it runs."""
 
     max_steps_in_flight = 2
 
@@ -34,7 +34,7 @@ class FragileExecutor(LocalExecutor):
         try:
             self.spoil(step)
         finally:
-            output = self._runner.execute(step)  # what failed may have written some of its keys
+            output = self._runner.execute(step)  # a step that fails may have written some of its keys
         return output
 
     def restart(self, reason: str) -> None:
@@ -49,7 +49,7 @@ class FragileExecutor(LocalExecutor):
 
 class FragileHarness(Harness):
     def __init__(self, max_restarts: int = 1000, new_runner: Callable[[], Any] | None = None, **harness: Any) -> None:
-        """`new_runner`: of each WorkAgent; None: the fake model."""
+        """`new_runner` returns the runner of each WorkAgent; None: the fake model."""
         super().__init__(**harness)
         blocks = self.scheduler.blocks
         sizes = blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks, blocks.window.num_tokens

@@ -1,4 +1,4 @@
-"""The whole master over fake replicas whose steps a test lets through, without a network."""
+"""The whole master over fake replicas whose steps a test releases, without a network."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NUM_BLOCKS = 64
 
 
 class GatedRunner(FakeRunner):
-    """Computes a step whenever its gate is open."""
+    """A fake runner that computes steps while its gate is open."""
 
     def __init__(self) -> None:
         super().__init__(NUM_BLOCKS, 16)
@@ -48,7 +48,7 @@ class GatedRunner(FakeRunner):
 
 
 class GatedServer:
-    """A server; as a context it runs, and gives a client."""
+    """A server, which `running` starts; it yields a client."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class GatedServer:
         clock: Clock = monotonic,
         **scheduler: Any,
     ) -> None:
-        """`yaml` is read in place of everything else that configures."""
+        """Read the configuration from `yaml`, if given, in place of all other arguments."""
         self.runner = GatedRunner()
         config = ServingConfig(
             model=ModelConfig(
@@ -100,7 +100,7 @@ class GatedServer:
 
     @property
     def num_computed(self) -> int:
-        """Tokens that were chosen."""
+        """Number of sampled tokens."""
         return sum(step.sampling.num_samples for step in self.runner.steps)
 
     @property
@@ -121,14 +121,14 @@ class GatedServer:
             await self.engine.stop()
 
     async def reach(self, holds: Callable[[], bool]) -> None:
-        """Waits until something holds that the engine's thread brings about."""
+        """Wait until the engine's thread has made a condition true."""
         async with asyncio.timeout(30):
             while not holds():
                 await asyncio.sleep(0)
 
 
 class AskedRunner(GatedRunner):
-    """Computes steps while its engine has been asked something and has not answered, however many it forms before."""
+    """A fake runner that computes steps only while a question to its engine is unanswered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,15 +140,15 @@ class AskedRunner(GatedRunner):
             self._changed.wait_for(lambda: self._num_open)
         return super().execute(step)
 
-    def let(self, change: int = 1) -> None:
-        """Something has been asked, or -1: answered."""
+    def add_questions(self, change: int = 1) -> None:
+        """Add an unanswered question, or remove one with -1."""
         with self._changed:
             self._num_open += change
             self._changed.notify_all()
 
 
 class AskedServer(GatedServer):
-    """Requests go on while the engine is asked something: none ends before whoever asks has seen it."""
+    """A server that runs steps only while its engine is asked, so that no request ends before the answer."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -160,9 +160,9 @@ class AskedServer(GatedServer):
             ask = engine.ask
 
             def ask_and_step(question: Any) -> Any:
-                self.runner.let()
+                self.runner.add_questions()
                 answer = ask(question)
-                answer.add_done_callback(lambda _: self.runner.let(-1))
+                answer.add_done_callback(lambda _: self.runner.add_questions(-1))
                 return answer
 
             engine.ask = ask_and_step
@@ -174,4 +174,4 @@ class AskedServer(GatedServer):
             try:
                 yield client
             finally:
-                self.runner.let()  # nobody asks any more
+                self.runner.add_questions()  # no more questions follow

@@ -1,4 +1,4 @@
-"""GGUF files, written by the specification's words; what their blocks stand for, element by element."""
+"""GGUF files written after the specification, and the values of their blocks, computed element by element."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def text(value: str | bytes) -> bytes:
 
 
 def number(form: str, value: Any) -> bytes:
-    """A fact of a kind."""
+    """Return a metadata value of a number type."""
     return struct.pack("<I", NUMBERS[form]) + struct.pack(form, value)
 
 
 def fact(value: Any) -> bytes:
-    """Type and value."""
+    """Return the type and bytes of a metadata value."""
     if isinstance(value, bytes):
-        return value  # made by hand
+        return value  # already encoded by the test
     if isinstance(value, bool):
         return number("<?", value)
     if isinstance(value, int):
@@ -41,7 +41,7 @@ def fact(value: Any) -> bytes:
 
 
 class Stored:
-    """A tensor as it lies in the file: lengths as NumPy has them, type of ggml, bytes."""
+    """A stored tensor: shape in NumPy's order, type of ggml, bytes."""
 
     def __init__(self, shape: tuple[int, ...], kind: int, data: bytes) -> None:
         self.shape, self.kind, self.data = shape, kind, data
@@ -59,7 +59,7 @@ def gguf_bytes(
     alignment: int = 32,
     offsets: Mapping[str, int] | None = None,
 ) -> bytes:
-    """A file; `offsets` may place tensors elsewhere than one behind the other."""
+    """Return the bytes of a file; `offsets` may store tensors elsewhere than one after the other."""
     head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(facts))
     for key, value in facts.items():
         head += text(key) + fact(value)
@@ -100,7 +100,7 @@ def q8_0(d: float, qvalues: list[int]) -> bytes:
 
 
 def six_bits(scales: list[int], minima: list[int]) -> bytes:
-    """Eight of each in twelve bytes, as `get_scale_min_k4` of ggml takes them out."""
+    """Pack eight scales and eight minima of six bits into twelve bytes, the inverse of `get_scale_min_k4` in ggml."""
     packed = [0] * 12
     for j in range(4):
         packed[j] = scales[j] | (scales[j + 4] >> 4) << 6
@@ -110,7 +110,7 @@ def six_bits(scales: list[int], minima: list[int]) -> bytes:
 
 
 def low_halves_of_runs(qvalues: list[int]) -> bytes:
-    """Runs of 32: a byte has one of the even run low, and of the odd run behind it high."""
+    """Pack runs of 32 nibbles: a byte has one of an even run low, and one of the next run high."""
     return bytes(qvalues[64 * k + j] & 15 | (qvalues[64 * k + 32 + j] & 15) << 4 for k in range(4) for j in range(32))
 
 
@@ -134,7 +134,7 @@ def q6_k(d: float, scales: list[int], qvalues: list[int]) -> bytes:
 
 
 def random_block(kind: int, rng: np.random.Generator) -> tuple[bytes, list[float]]:
-    """A block of a type, and its values by the definition, in float64."""
+    """Return a random block of a type, and its values after the definition, in float64."""
 
     def some(least: int, most: int, count: int) -> list[int]:
         return rng.integers(least, most, count).tolist()
@@ -165,11 +165,11 @@ def random_block(kind: int, rng: np.random.Generator) -> tuple[bytes, list[float
 
 
 ELEMENTS = {2: 32, 3: 32, 6: 32, 7: 32, 8: 32, 12: 256, 13: 256, 14: 256}
-"""Of a block, by type."""
+"""Elements of a block, by type."""
 
 
 def random_matrix(kind: int, shape: tuple[int, int], rng: np.random.Generator) -> tuple[Stored, np.ndarray]:
-    """A matrix of a type, and its values, float64."""
+    """Return a random matrix of a type, and its values in float64."""
     out, width = shape
     blocks = [random_block(kind, rng) for _ in range(out * width // ELEMENTS[kind])]
     values = np.array([value for _, row in blocks for value in row]).reshape(shape)
@@ -220,7 +220,7 @@ def gguf_name(name: str) -> str:
 
 
 def neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows as the file of a Llama has them: row i of a head's first half, then row i of its second."""
+    """Return rows in the order of a Llama's file: row i of a head's first half, then row i of its second."""
     halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
     return np.ascontiguousarray(np.swapaxes(halves, 1, 2).reshape(rows.shape))
 
@@ -235,7 +235,7 @@ def write_model(
     more_tensors: Mapping[str, Stored] | None = None,
     seed: int = 0,
 ) -> dict[str, np.ndarray]:
-    """A random model whose matrices, table and head included, are of a type; returns their values, float32."""
+    """Write a random model whose matrices, embedding and LM head included, have one type; return its float32 values."""
     rng = np.random.default_rng(seed)
     spec = ModelSpec.from_hugging_face(dict(config))
     tensors: dict[str, Stored] = {}
@@ -248,7 +248,7 @@ def write_model(
         if array.ndim == 2 and kind in ELEMENTS:
             stored, found = random_matrix(kind, array.shape, rng)
             found = found.astype(np.float32)
-            if turned:  # the other way
+            if turned:  # the opposite order
                 size = array.shape[0] // heads[role]
                 found = np.ascontiguousarray(
                     found.reshape(heads[role], size // 2, 2, -1).swapaxes(1, 2).reshape(array.shape)

@@ -1,4 +1,4 @@
-"""A network in graph mode with a cache of its own, asked for the logits of every token of a step."""
+"""A network in graph mode with a KV cache, which returns the logits of every token of a step."""
 
 import functools
 from collections.abc import Iterable
@@ -26,7 +26,9 @@ BLOCK_SIZE = 16
 
 @functools.cache
 def backend(name: str, dtype: str) -> Backend:
-    """With the operator library loaded: MindSpore looks for it once, before the first operator of a process."""
+    """Return a backend after loading the operator library: MindSpore looks for it once, before a process's first
+    operator.
+    """
     if not is_without_library():
         load_plugin()
     configure_device(DeviceConfig())
@@ -34,18 +36,18 @@ def backend(name: str, dtype: str) -> Backend:
 
 
 def implementation_of(kernels: str) -> ImplementationName:
-    """Whose network a column of a table names: one of MindFormers, or the native one by some kernels."""
+    """Return the implementation of a table's column: `mindformers`, or `native` for names of kernels."""
     return ImplementationName(kernels) if kernels in tuple(ImplementationName) else ImplementationName.NATIVE
 
 
 def poison(kv_tensors: KVTensors, block_ids: Iterable[int]) -> None:
-    """Leaves NaN in these blocks of every layer."""
+    """Fill these blocks of every layer with NaN."""
     for cache in (cache for layer in kv_tensors.layers for cache in layer):
-        cache.storage.view(np.uint8)[list(block_ids)] = 0xFF  # NaN in every type
+        cache.storage.view(np.uint8)[list(block_ids)] = 0xFF  # NaN in every dtype
 
 
 class GraphModel:
-    """Its cache begins with NaN, so that nothing is read that was not written."""
+    """A network whose cache is initially NaN, so that reading unwritten slots fails a test."""
 
     def __init__(
         self,
@@ -75,17 +77,19 @@ class GraphModel:
         return (self._network or self._states).num_compilations
 
     def logits(self, *rows, samples=None) -> np.ndarray:
-        """One step of rows (token_ids, num_computed, block_ids): logits of all tokens, or of the last of `samples`."""
+        """Run a step of rows (token_ids, num_computed, block_ids); return logits of all tokens, or of the last of
+        `samples`.
+        """
         if self._network is None:
             return self.head(self.states(*rows, samples=samples))
         return self._network(self._arrays(rows, samples)).copy()
 
     def states(self, *rows, samples=None) -> np.ndarray:
-        """As `logits`, but what the head would read."""
+        """Return the inputs of the LM head, with the arguments of `logits`."""
         return self._states(self._arrays(rows, samples)).copy()
 
     def head(self, states: np.ndarray) -> np.ndarray:
-        """The logits of states."""
+        """Return the logits of states."""
         return self._head((states, *step_inputs_for_rows(len(states)))).copy()
 
     def _arrays(self, rows, samples):

@@ -1,4 +1,4 @@
-"""What small models of two families say in float32, whatever their folders keep weights in."""
+"""Greedy answers of small models of two families in float32, for any format of their weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = np.random.default_rng(5).integers(0, 96, 20).tolist()
 
 
 def greedy(folder: Path, quantization: Quantization | None = None, num_tokens: int = 6) -> list[int]:
-    """The most likely tokens behind `PROMPT`."""
+    """Return the most likely tokens after `PROMPT`."""
     model = GraphModel(check_folder(folder), folder, backend("cpu", "float32"), quantization=quantization)
     tokens, done = list(PROMPT), 0
     for _ in range(num_tokens):

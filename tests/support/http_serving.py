@@ -1,4 +1,4 @@
-"""The real HTTP server around a fake engine, and clients of bare sockets."""
+"""The real HTTP server over a fake engine, and clients that use plain sockets."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from llm_serving.server.http.server import HttpServer
 from support.fakes import FakeEngine
 
 TIMEOUT_S = 30.0
-"""A test that waits longer has failed."""
+"""Timeout after which a test fails."""
 
 
 @contextmanager
 def serving(engine: FakeEngine) -> Iterator[str]:
-    """Serves in a thread; gives the URL."""
+    """Serve in a thread; yield the URL."""
     with bind("127.0.0.1", 0) as listener:
         app = create_app(engine)
         server = HttpServer(app, listener, engine.config.serving, app.refused)
@@ -39,13 +39,13 @@ def serving(engine: FakeEngine) -> Iterator[str]:
 
 
 def connect(url: str, source: str = "127.0.0.1") -> socket.socket:
-    """A connection to the server, from an address of the loopback network."""
+    """Connect to the server from an address of the loopback network."""
     host, port = url.rsplit("/", 1)[1].split(":")
     return socket.create_connection((host, int(port)), TIMEOUT_S, source_address=(source, 0))
 
 
 def read_all(client: socket.socket) -> bytes:
-    """What comes until the server ends the connection."""
+    """Return the bytes received until the server closes the connection."""
     content = bytearray()
     try:
         while piece := client.recv(65536):
@@ -56,7 +56,7 @@ def read_all(client: socket.socket) -> bytes:
 
 
 def read_until(client: socket.socket, end: bytes) -> bytes:
-    """What comes up to and including `end`, a byte at a time."""
+    """Return the bytes received up to and including `end`, reading one byte at a time."""
     content = bytearray()
     while not content.endswith(end):
         byte = client.recv(1)

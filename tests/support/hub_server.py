@@ -1,4 +1,4 @@
-"""A hub of models on loopback: the routes that the packages of Hugging Face and ModelScope use, and nothing else."""
+"""A model hub on the loopback network with the routes that the packages of Hugging Face and ModelScope use."""
 
 import hashlib
 import json
@@ -15,24 +15,24 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class StoredModel:
-    """One model, with a single revision under every branch in `branches`."""
+    """A model with one revision, which every branch in `branches` names."""
 
     files: dict[str, bytes]
     commit: str = COMMIT
     branches: tuple[str, ...] = ("main", "master")
     gated: bool = False
-    """Its files need the token of `HubServer`; what there is can be seen by all."""
+    """Whether its files need the token of `HubServer`; the list of files is public."""
 
 
 @dataclass
 class HubServer:
-    """What is stored, what was asked, and how answers are broken.
+    """The stored models, the recorded requests, and how responses are broken.
 
     Attributes:
         models: owner/name -> the model.
-        token: Whoever sends it may read gated models.
-        cut_after: Bytes of a safetensors file after which its connection is closed, in all answers together.
-        corrupt: Whether such files arrive with another first byte.
+        token: Token that gives access to gated models.
+        cut_after: Bytes of safetensors files, over all responses, after which a connection is closed.
+        corrupt: Whether the first byte of such files is changed.
         asked: Method and path of each request.
         sent: File name -> (first byte, number of bytes sent) of each GET.
     """
@@ -66,7 +66,7 @@ def running_hub() -> Iterator[HubServer]:
 
 
 def etag(file: str, content: bytes) -> str:
-    """As the hub has it: SHA-256 of what lies in large file storage, the hash of a git blob of the rest."""
+    """Return the hub's ETag: SHA-256 of files in large file storage, the git blob hash of other files."""
     if file.endswith(".safetensors"):
         return hashlib.sha256(content).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
@@ -97,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _model(self, name: str, revision: str) -> StoredModel | None:
         model = self.hub.models.get(name)
         if model is None:
-            # Without a token the real hub does not tell what is private from what is not there.
+            # Without a token the real hub does not distinguish private from missing repositories.
             self._answer(401, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
         elif revision not in (model.commit, *model.branches):
             self._answer(404, {"error": "no such revision"}, {"X-Error-Code": "RevisionNotFound"})

@@ -1,4 +1,4 @@
-"""Gives the tests, and the processes that they start, the same state whatever shell started them."""
+"""Gives tests and the processes that they start the same state, whatever shell started them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from collections.abc import MutableMapping
 from typing import Final
 
 CAUGHT: Final = (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that a shell may leave ignored: `nohup` does so with SIGHUP, a script with SIGQUIT of its background jobs."""
+"""Signals that a shell may leave ignored: `nohup` does so with SIGHUP, scripts do with SIGQUIT of their background
+jobs.
+"""
 
 UMASK: Final = 0o022
 REMOVED: Final = ("http_proxy", "https_proxy", "all_proxy", "ftp_proxy", "no_proxy", "language", "tz")
-"""Environment variables, in lower case, that change what tests see; either case is removed."""
+"""Lower-case names of environment variables that change tests; upper-case names are removed as well."""
 
 LOCALE: Final = "C.UTF-8"
 
@@ -21,8 +23,8 @@ LOCALE: Final = "C.UTF-8"
 def reset_inherited_state(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set dispositions of signals, umask, standard input, proxies, time zone and locale.
 
-    A signal that is ignored here would be ignored by every process that a test starts. One that is caught is not: exec
-    gives it its default again. So the tests themselves go on after a hangup, and their servers can be hung up on.
+    Every process that a test starts would inherit an ignored signal. It does not inherit a caught one, because exec
+    restores its default. So the tests survive SIGHUP, and their servers can receive it.
     """
     for number in CAUGHT:
         if signal.getsignal(number) == signal.SIG_IGN:
@@ -38,11 +40,11 @@ def reset_inherited_state(environment: MutableMapping[str, str] = os.environ) ->
 
 
 def _do_nothing(number: int, frame: object) -> None:
-    """Catch a signal and do nothing about it."""
+    """Handle a signal by ignoring it."""
 
 
 def _open_standard_input() -> None:
-    """Open /dev/null where standard input is closed: else the next file that is opened would become it."""
+    """Open /dev/null if standard input is closed: otherwise the next opened file would become standard input."""
     try:
         os.fstat(0)
     except OSError:

@@ -1,4 +1,4 @@
-"""Which instruction sets the tests of the kernels go through, told without the library: it may still be compiling."""
+"""The instruction sets for tests of the kernels, found without the library, which may still be compiling."""
 
 import platform
 from contextlib import suppress
@@ -8,9 +8,9 @@ from llm_serving.errors import KernelError
 from llm_serving.kernels.compiler import find_compiler, library_path
 
 EMULATED = "amx_emulated"
-"""The code of amx with loops for its instructions."""
+"""The code of amx with its instructions emulated by loops."""
 EVEX = "avx_vnni_evex"
-"""The code of avx_vnni with its instruction as AVX-512 encodes it."""
+"""The code of avx_vnni with its instruction in the AVX-512 encoding."""
 
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
@@ -22,29 +22,29 @@ _NEEDED = {
     "avx_vnni": _AVX2 | {"avx_vnni"},
     "avx2": _AVX2,
 }
-"""What /proc/cpuinfo calls the instructions of each set, best first."""
+"""Flags of /proc/cpuinfo that each instruction set needs, best set first."""
 
 
 def real_isas() -> list[str]:
-    """Those of the library that this CPU runs, best first; nothing where there can be no library."""
+    """Return the library's instruction sets that this CPU supports, best first; none if the library cannot exist."""
     if not _there_can_be_a_library():
         return []
     return [*(isa for isa, needed in _NEEDED.items() if needed <= _cpu_flags()), "plain"]
 
 
 def isas() -> list[str]:
-    """The same, and the emulated one."""
+    """Return `real_isas` and the emulated set."""
     real = real_isas()
     return [*real, *([EMULATED] if "avx512" in real else [])]
 
 
-def isas_of_codes() -> list[str]:
-    """Those that differ in how they multiply codes of 8 bits."""
+def isas_of_qvalues() -> list[str]:
+    """Return the instruction sets that differ in the multiplication of 8-bit quantized values."""
     return [*isas(), *([EVEX] if "avx512_vnni" in real_isas() else [])]
 
 
 def _there_can_be_a_library() -> bool:
-    for find in (find_compiler, library_path):  # without a compiler, one that was built before serves
+    for find in (find_compiler, library_path):  # without a compiler, a library that was built earlier is used
         with suppress(KernelError):
             find()
             return True

@@ -1,4 +1,6 @@
-"""Calls operators of the kernel library on NumPy arrays, the way MindSpore does, and bounds their rounding."""
+"""Calls of the kernel library's operators on NumPy arrays, as MindSpore makes them, and bounds of their rounding
+errors.
+"""
 
 import ctypes
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ ROUNDING_UNIT = {"float32": FLOAT32_UNIT, "float16": 2.0**-11, "bfloat16": 2.0**
 """Largest relative error of one rounding to the type."""
 
 SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}
-"""Results below may be lost altogether: subnormal float32 and bfloat16 count as zero in some instructions."""
+"""Absolute error up to which results may be lost: some instructions treat subnormal float32 and bfloat16 as zero."""
 
 FLOAT_TYPES = tuple(ROUNDING_UNIT)
 
@@ -28,19 +30,19 @@ FIXED_POINT_ISA = "avx512_vnni"
 
 @dataclass(frozen=True)
 class Typed:
-    """An array as an operator sees it; bfloat16 is held as uint16."""
+    """An array with the dtype that an operator sees; bfloat16 is stored as uint16."""
 
     array: Array
     dtype: str
 
     @property
     def values(self) -> Array:
-        """As numbers NumPy can compute with, exactly."""
+        """Return the values in a dtype that NumPy can compute with, exactly."""
         return from_bfloat16(self.array) if self.dtype == "bfloat16" else self.array
 
     @property
     def bits(self) -> Array:
-        """For comparisons of bytes, where NaN equals itself."""
+        """Return the bytes, which compare equal also for NaN."""
         return self.array.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[self.array.itemsize])
 
     def rows(self, index: Any) -> "Typed":
@@ -65,7 +67,7 @@ def scalar(value: Any, dtype: str) -> Typed:
 
 
 def empty(shape: tuple[int, ...], dtype: str) -> Typed:
-    """Room for a result, filled with a pattern that no operator leaves."""
+    """Return an array for a result, filled with a pattern that no operator writes."""
     storage = np.dtype("uint16" if dtype == "bfloat16" else dtype)
     array = np.empty(shape, dtype=storage)
     array.view(np.uint8)[...] = 0xA5
@@ -73,7 +75,7 @@ def empty(shape: tuple[int, ...], dtype: str) -> Typed:
 
 
 def status_of(operator: str, *parameters: Typed | None) -> int:
-    """Call an operator; what it returns: 0 for success."""
+    """Call an operator; return its status, 0 for success."""
     count = len(parameters)
     pointers = (ctypes.c_void_p * count)(*(p.array.ctypes.data if p else None for p in parameters))
     ranks = (ctypes.c_int * count)(*(p.array.ndim if p else 0 for p in parameters))
@@ -95,7 +97,7 @@ def call(operator: str, *parameters: Typed | None) -> None:
 
 
 def packed(weight: Typed) -> Typed:
-    """A weight in the order of the products. It stays registered as packed: give its array to nothing else."""
+    """Return a packed weight. It stays registered as packed: use its array for nothing else."""
     n, k = weight.array.shape
     target = np.empty_like(weight.array)
     library.load().llm_pack_weight(weight.array.ctypes.data, target.ctypes.data, weight.dtype.encode(), n, k)
@@ -103,7 +105,7 @@ def packed(weight: Typed) -> Typed:
 
 
 def unpacked(weight: Typed) -> Typed:
-    """A weight as it is, at an address where a packed one may have been."""
+    """Return an unpacked weight, whose address may have belonged to a packed one."""
     library.load().llm_release_weight(weight.array.ctypes.data)
     return weight
 
@@ -117,15 +119,15 @@ def quantized(
     zeros: Any = None,
     group_size: int | None = None,
 ) -> Typed:
-    """A weight of codes (int8 of 8 bits, uint8 of 4) in the order of the products; as `packed`, it stays registered.
+    """Return packed quantized values (int8 of 8 bits, uint8 of 4 bits); as for `packed`, the weight stays registered.
 
     Args:
-        codes: [N, K].
+        qvalues: [N, K].
         scales: [N] or [N, groups].
-        dtype: Of the rows it multiplies.
-        widened: It multiplies rows as they are.
+        dtype: Dtype of the rows that are multiplied with it.
+        weight_only: Whether rows are not quantized.
         zeros: [N, groups], of 4 bits.
-        group_size: Columns with one scale; all of them unless given.
+        group_size: Columns with one scale; None: all columns.
     """
     qvalues = np.ascontiguousarray(qvalues)
     scales = np.ascontiguousarray(scales, np.float32)
@@ -138,19 +140,19 @@ def quantized(
     group = group_size or max(k, 1)
     place = memory.ctypes.data, dtype.encode(), n, k, shown
     if library.load().llm_pack_qvalues(weight_only, bits, *arrays, group, *place) != 0:
-        raise ValueError("no product takes such codes")
+        raise ValueError("no product supports such quantized values")
     return Typed(memory[: n * shown].reshape(n, shown), "int8")
 
 
 def linear(x: Typed, weight: Typed, result: str | None = None) -> Typed:
-    """MatMul with a weight, packed or not, [N, K]."""
+    """Call MatMul with a weight [N, K], packed or not."""
     y = empty((x.array.shape[0], weight.array.shape[0]), result or x.dtype)
     call("MatMul", x, weight, scalar(False, "bool"), scalar(True, "bool"), y)
     return y
 
 
 def assert_close(result: Typed, expected: Array, bound: Array | float) -> None:
-    """Within `bound` of the reference, one more rounding to the type of the result included."""
+    """Check that all differences are within `bound` plus one rounding of the result to its type."""
     unit = ROUNDING_UNIT[result.dtype]
     limit = bound * (1 + unit) + unit * np.abs(expected) + SMALLEST[result.dtype]
     difference = np.abs(result.values.astype(np.float64) - expected)
@@ -158,23 +160,23 @@ def assert_close(result: Typed, expected: Array, bound: Array | float) -> None:
 
 
 def float32_sum_bound(x: Typed, weight: Typed) -> Array:
-    """K products and K sums, each rounded once; products and sums below 2^-126 may be taken as zero."""
+    """Return the error bound of K products and K sums, each rounded once; those below 2^-126 may become zero."""
     num_inputs = x.array.shape[1]
     magnitude = np.abs(x.values.astype(np.float64)) @ np.abs(weight.values.astype(np.float64)).T
     return 2 * num_inputs * (FLOAT32_UNIT * magnitude + 2.0**-126)
 
 
 def fixed_point_bound(x: Typed, weight: Typed) -> Array:
-    """How far a product in 16-bit integers (csrc/fixed_point.h) may be from the exact one.
+    """Return the error bound of a product in 16-bit integers (csrc/fixed_point.h).
 
-    A number, which must be finite, is off by at most half its unit, and by nothing where it is a multiple of it. Sums
-    of a block are exact; each is rounded to float32 once, as is each addition of blocks.
+    A finite number has an error of at most half its unit, and none if it is a multiple of the unit. Sums within a block
+    are exact. Each sum of a block is rounded to float32 once, as is each addition of blocks.
     """
     inputs, weights = x.values.astype(np.float64), weight.values.astype(np.float64)
     weight_units = 2.0 ** (_exponents(weights) - 14)
     blocks = range(0, max(1, weights.shape[1]), 128)
     norms = [np.linalg.norm(np.rint(weights / weight_units)[:, k : k + 128], axis=1).max(initial=1) for k in blocks]
-    # What rounding of norms to float32 may take away is far below 1e-5.
+    # Rounding the norms to float32 changes them by far less than 1e-5.
     max_norm = 2.0**31 * 0.999 / max(norms) * (1 - 1e-5) - 6
     input_units = np.empty_like(inputs)
     for k in blocks:
@@ -195,5 +197,5 @@ def _exponents(values: Array) -> Array:
 
 
 def _distance(values: Array, units: Array) -> Array:
-    """Of each value from the nearest multiple of its unit, at most."""
+    """Return the maximum distance of each value from the nearest multiple of its unit."""
     return np.where(values % units == 0, 0, np.minimum(np.abs(values), units / 2))

@@ -13,7 +13,7 @@ TRAPEZOIDAL = 1
 
 @dataclass
 class Cache:
-    """A cache of the library and the same content as the reference holds it."""
+    """A cache of the library, and the same content computed by the reference."""
 
     dtype: str
     num_blocks: int = 24
@@ -41,7 +41,7 @@ class Cache:
         context_lens: list[int],
         mask: Typed | None = None,
     ) -> Typed:
-        """Under a mask; a causal one unless another is given."""
+        """Call PagedAttention with a mask, by default a causal one."""
         y = empty(q.array.shape, self.dtype)
         if mask is None:
             mask = typed(causal_mask(query_lens, context_lens, max(context_lens)), self.dtype)
@@ -70,14 +70,14 @@ class Cache:
 
 
 def causal_mask(query_lens: list[int], context_lens: list[int], width: int) -> Array:
-    """[rows, width]: -10,000 for keys behind a row's own."""
+    """Return a mask [rows, width] that is -10,000 for keys after a row's own."""
     lens = zip(query_lens, context_lens, strict=True)
     positions = np.concatenate([np.arange(context - queries, context) for queries, context in lens])
     return np.where(np.arange(width) > positions[:, None], -10000.0, 0.0)
 
 
 def padded(tables: list[list[int]]) -> Typed:
-    """Block tables as wide as the longest."""
+    """Return the block tables padded to the longest."""
     width = max(map(len, tables))
     return integers([table + [0] * (width - len(table)) for table in tables])
 

@@ -1,4 +1,4 @@
-"""Streams of every kind, the moments a WorkAgent can be lost in, and a table of what became of whom."""
+"""Streams of every kind, the moments at which a WorkAgent can be killed, and tables of the answers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ MOMENTS = (
     "first chunk",
     "later chunk",
     "decode",
-    "moved out",
+    "swapping out",
     "swapped out",
-    "moved in",
+    "swapping in",
     "preempted",
-    "computed again",
+    "recomputed",
     "between steps",
 )
-"""What the step that is lost does with a request, or what the request waits for meanwhile."""
+"""What the lost step computes for a request, or why the request is not in the step."""
 
 
 @dataclass
 class Table:
-    """Answers equal to those given alone, by kind of stream and by what happened to it."""
+    """Numbers of answers that equal the reference answers, by kind of stream and moment of the kill."""
 
     title: str
     columns: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Table:
         return self.num_equal == self.num_answers
 
     def __str__(self) -> str:
-        """In Markdown."""
+        """Return the table in Markdown."""
         columns = [each for each in self.columns if any(column == each for _, column in self.num_answers)]
         lines = [f"**{self.title}**: {self.num_kills} kills, {self.num_restarts} restarts", ""]
         lines += [f"| stream | {' | '.join(columns)} |", f"| --- {'| ---: ' * len(columns)}|"]
@@ -62,12 +62,14 @@ class Table:
                 f"{self.num_equal[cell]}/{self.num_answers[cell]}" if self.num_answers[cell] else "" for cell in cells
             ]
             lines.append(f"| {stream} | {' | '.join(texts)} |")
-        total = f"{self.num_equal.total():,} of {self.num_answers.total():,} answers equal those given alone"
+        total = f"{self.num_equal.total():,} of {self.num_answers.total():,} answers equal the reference answers"
         return "\n".join([*lines, "", total, ""])
 
 
 def streams(max_tokens: int) -> dict[str, list[Request]]:
-    """Requests of every kind. They want more than the caches they are meant for, so that all lose their places."""
+    """Return requests of every kind, which need more blocks than the caches of the tests have, so that all are
+    preempted.
+    """
 
     def ask(num_prompt: int, **options: Any) -> Request:
         return create_request(num_prompt, **{"max_tokens": max_tokens, "ignore_eos": True, **options})
@@ -96,16 +98,16 @@ def streams(max_tokens: int) -> dict[str, list[Request]]:
 
 
 LATE = {"prefix hit": "chunked", "interactive class": "greedy"}
-"""Streams that come when another one has got its first token."""
+"""Streams that are sent after the first token of another stream."""
 
 
 def play(
     engine: Engine, asked: dict[str, list[Request]], kill: Callable[[], None], victims: Collection[int]
 ) -> dict[str, set[str]]:
-    """Runs the streams to their end; the WorkAgent is lost with the steps whose replies have the numbers `victims`.
+    """Run the streams to their end, and kill the WorkAgent before the replies whose numbers are in `victims`.
 
     Returns:
-        The moments in which each request, by id, met a kill.
+        The moments at which each request, by id, was affected by a kill.
     """
     met: dict[str, set[str]] = {request.request_id: set() for requests in asked.values() for request in requests}
     moments: dict[int, dict[str, str]] = {}
@@ -113,7 +115,7 @@ def play(
     schedule, collect = scheduler.schedule, executor.collect
     num_replies, due = 0, 0
 
-    def schedule_and_look(now: float) -> Schedule | None:
+    def schedule_and_record(now: float) -> Schedule | None:
         swapped = {each for each in scheduler._requests if scheduler.blocks.is_swapped(each)}
         decided = schedule(now)
         if decided is not None:
@@ -124,14 +126,14 @@ def play(
         nonlocal num_replies, due
         due += num_replies in victims
         num_replies += 1
-        if due and engine._in_flight:  # otherwise a trial runs
+        if due and engine._in_flight:  # otherwise an audit runs
             due -= 1
             for request_id, moment in moments[engine._in_flight[0].step].items():
                 met[request_id].add(moment)
             kill()
         return collect()
 
-    scheduler.schedule, executor.collect = schedule_and_look, collect_or_kill  # type: ignore[method-assign]
+    scheduler.schedule, executor.collect = schedule_and_record, collect_or_kill  # type: ignore[method-assign]
     try:
         late = dict(LATE)
         for name, requests in asked.items():
@@ -146,7 +148,7 @@ def play(
                     progressed = True
             if not progressed:
                 return met
-        raise AssertionError("the engine does not come to an end")
+        raise AssertionError(f"the engine has not finished after {MAX_ROUNDS} rounds")
     finally:
         del scheduler.schedule, executor.collect  # type: ignore[method-assign]
 
@@ -157,25 +159,25 @@ def _submit(engine: Engine, requests: Sequence[Request]) -> None:
 
 
 def _moments(engine: Engine, schedule: Schedule, swapped: Collection[str]) -> dict[str, str]:
-    """By id of the request that a client sent; of several beams the first that is found."""
+    """Return the moment of each client request by id; a beam search has the moment of its first beam."""
     scheduler = engine.scheduler
     found: dict[str, str] = {}
     rows = {row.request.request_id: row for row in schedule.rows}
-    moved_out = {each.request_id for each in schedule.preemptions if each.swapped}
+    swapping_out = {each.request_id for each in schedule.preemptions if each.swapped}
     for request_id, request in scheduler._requests.items():
         row = rows.get(request_id)
-        if request_id in moved_out:
-            moment = "moved out"
+        if request_id in swapping_out:
+            moment = "swapping out"
         elif row is None and scheduler.blocks.is_swapped(request_id):
             moment = "swapped out"
         elif row is None:
             moment = "between steps" if request in scheduler.running else "preempted" if request.has_run else "waiting"
         elif request_id in swapped:
-            moment = "moved in"
+            moment = "swapping in"
         elif row.query_len == 1 and row.end > request.num_prompt_tokens:
             moment = "decode"
         elif request.num_preemptions or request.num_output_tokens > row.num_samples:
-            moment = "computed again"
+            moment = "recomputed"
         elif row.num_computed > request.num_cached_tokens:
             moment = "later chunk"
         else:
@@ -191,7 +193,7 @@ def compare(
     alone: dict[str, list[str]],
     answer: Callable[[str], RequestOutput],
 ) -> None:
-    """Enters the answers into the table, each under the moments in which its request met a kill."""
+    """Add each answer to the table at the moments at which a kill affected its request."""
     for stream, requests in asked.items():
         for request, expected in zip(requests, alone[stream], strict=True):
             equal = bytes_of(answer(request.request_id)) == expected

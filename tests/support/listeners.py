@@ -9,7 +9,7 @@ from llm_serving.engine.observers import EngineListener
 
 
 class FunctionListener(EngineListener):
-    """Calls a function for each event that it has one for: `FunctionListener(on_migrating=list.extend)`."""
+    """A listener that calls a function for each given event: `FunctionListener(on_migrating=list.extend)`."""
 
     def __init__(self, **functions: Callable[..., Any]) -> None:
         for name, function in functions.items():

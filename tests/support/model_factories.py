@@ -31,7 +31,7 @@ def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def random_weights(spec: ModelSpec, seed: int = 0) -> dict[str, np.ndarray]:
-    """float32 weights, scaled so that activations keep their size; all of them are bfloat16 values exactly."""
+    """Return float32 weights, scaled so that activations keep their size; each is exactly a bfloat16 value."""
     rng = np.random.default_rng(seed)
     weights = {}
     for name, shape in weight_shapes(spec).items():
@@ -47,7 +47,7 @@ def random_weights(spec: ModelSpec, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """float32 -> bits of the nearest bfloat16, ties to even; finite values only."""
+    """Return the bits of the nearest bfloat16 of finite float32 values, ties to even."""
     bits = values.view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
 
@@ -57,7 +57,7 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
 
 
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """One file; uint16 arrays are written as bfloat16, uint8 as e4m3."""
+    """Write one file; uint16 arrays are stored as bfloat16, uint8 as e4m3."""
     names = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64"}
     names |= {"int8": "I8", "int32": "I32", "uint8": "F8_E4M3"}
     header, offset = {}, 0
@@ -78,7 +78,7 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
 
 
 def write_model(folder: Path, spec: ModelSpec, seed: int = 0, dtype: str = "bfloat16") -> dict[str, np.ndarray]:
-    """Writes random weights of `spec` into `folder` and returns them as float32."""
+    """Write random weights of `spec` into `folder`; return them as float32."""
     weights = random_weights(spec, seed)
     stored = {
         name: to_bfloat16(array) if dtype == "bfloat16" else array.astype(dtype) for name, array in weights.items()

@@ -1,4 +1,4 @@
-"""Folders of models without weights, for what reads a config.json only."""
+"""Model folders without weights, for tests that read only a config.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LLAMA = {
 
 
 def write_config(folder: Path, **changes: object) -> Path:
-    """A new folder with `LLAMA`, changed."""
+    """Return a new folder with a changed `LLAMA` configuration."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA | changes))
     return folder

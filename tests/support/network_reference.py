@@ -1,4 +1,4 @@
-"""What each operation of a description computes, in NumPy and float32: it says what is right, and nothing of speed.
+"""Reference implementation of each operation of a network description, in NumPy and float32.
 
 Sums run over the last axis in one order, so the bits of a row depend on that row alone.
 """
@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass
 class Step:
-    """What is computed in one go: packed tokens of several requests, and the caches they read and write."""
+    """Packed tokens of several requests in one step, and the KV caches that the step reads and writes."""
 
     token_ids: Array
     positions: Array
@@ -34,7 +34,7 @@ class Step:
 
 
 def step_of_prompt(tokens: list[int], network: Network, every: bool = False) -> Step:
-    """A prompt alone, in one block of a cache of its own; logits of the last token, or of every one."""
+    """Return a step of one prompt, in one block of a new cache, with logits of the last token or of every token."""
     count = len(tokens)
     caches = [
         (
@@ -49,12 +49,12 @@ def step_of_prompt(tokens: list[int], network: Network, every: bool = False) -> 
 
 
 def parameters(network: Network, tensors: Tensors, num_positions: int) -> dict[Weight, Array]:
-    """float32, each once."""
+    """Return each parameter once, as float32."""
     return {each: np.asarray(_to_float32(load_parameter(each, tensors, num_positions))) for each in network.weights}
 
 
 def run(operations: list[Operation], weights: dict[Weight, Array], step: Step) -> Array:
-    """Float32 logits [S, V] of a step."""
+    """Return the float32 logits [S, V] of a step."""
     (logits,) = run_ranks([operations], [weights], [step])
     return logits
 
@@ -62,7 +62,7 @@ def run(operations: list[Operation], weights: dict[Weight, Array], step: Step) -
 def run_ranks(
     operations: Sequence[list[Operation]], weights: Sequence[dict[Weight, Array]], steps: Sequence[Step]
 ) -> list[Array]:
-    """As `run`, of several ranks side by side, each with its own operations, weights and caches."""
+    """Return the logits as `run` does, of several ranks with their own operations, weights and caches."""
     values: list[dict[Value, Array]] = [{} for _ in operations]
 
     def read(rank: int, value: Value) -> Array:
@@ -88,7 +88,7 @@ def run_ranks(
 
 
 def run_program(program: Program, weights: Sequence[Array], step: Step) -> Array:
-    """As `run`, from integers and one piece of memory; what was not written is NaN."""
+    """Return the logits as `run` does, from the program's integers and one memory, whose unwritten parts are NaN."""
     rows = -(-max(len(step.token_ids), len(step.sample_indices)) // 16) * 16
     memory = np.full(rows * program.bytes_per_row // 4, np.nan, np.float32)
 

@@ -1,4 +1,4 @@
-"""The real master behind a port, over a fake device whose steps take as long as a test says."""
+"""The real master at a port, over a fake device whose steps have a given duration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.gated_server import GatedRunner, GatedServer
 
 
 class SlowRunner(GatedRunner):
-    """Each step takes `step_s` once its gate is open."""
+    """A fake runner whose steps take `step_s` while its gate is open."""
 
     step_s = 0.0
 
@@ -29,7 +29,7 @@ class SlowRunner(GatedRunner):
 
 
 class PageServer(GatedServer):
-    """As a `GatedServer`, with an address; as a context it serves."""
+    """A `GatedServer` that listens at a URL."""
 
     def __init__(self, step_s: float = 0.01, **options: Any) -> None:
         super().__init__(**options)

@@ -1,6 +1,6 @@
-"""A server that does nothing but answer: what its clients wait for is the machine and the network.
+"""A minimal HTTP server; the time of its answers is that of the machine and the network alone.
 
-python tests/support/plain_server.py     # prints its port, and answers until it is ended
+python tests/support/plain_server.py     # prints its port, and answers until it is killed
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
 
 @contextmanager
 def plain_server() -> Iterator[int]:
-    """Runs it in a process of its own; gives its port."""
+    """Run the server in a process of its own; yield its port."""
     with subprocess.Popen([sys.executable, __file__], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -1,6 +1,6 @@
-"""Tests in several processes that are forked once all are collected: what is imported and found is there in each.
+"""Runs tests in several processes, forked after all tests were collected, so that no process imports them again.
 
-A process takes one file after the other, in their order, and tells the first process of every test.
+Each process takes one file after the other, in order, and reports every test to the main process.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any, NoReturn
 import pytest
 
 NUMBER = struct.Struct("=i")
-"""Of a test; there are fewer files than a pipe has room for."""
+"""Format of the number of a test. The pipe of these numbers must hold one for each file."""
 
 
 def run_in_processes(session: pytest.Session, num_processes: int) -> None:
-    """Runs the tests that were collected; reports them as if they had run here.
+    """Run the collected tests in processes; report them as if they had run in this one.
 
     Raises:
-        pytest.Session.Failed: So many have failed that no more are to run.
+        pytest.Session.Failed: The maximum number of failures was reached.
     """
-    session.config._tmp_path_factory.getbasetemp()  # one folder for all
+    session.config._tmp_path_factory.getbasetemp()  # create the folder that all processes share
     queue, into_queue = os.pipe()
     files = groupby(range(len(session.items)), key=lambda number: session.items[number].path)
     os.write(into_queue, b"".join(NUMBER.pack(next(numbers)) for _, numbers in files))
@@ -49,74 +49,74 @@ def run_in_processes(session: pytest.Session, num_processes: int) -> None:
 
 
 class _Process:
-    """One that runs tests, as the first process knows it."""
+    """A process that runs tests, as the main process sees it."""
 
     def __init__(self, session: pytest.Session, queue: int, others: Sequence[_Process]) -> None:
         self.running = mmap.mmap(-1, NUMBER.size)
-        """Number of its test."""
-        self.told, tell = os.pipe()
+        """Number of the test that it runs; -1 after the last one."""
+        self.reports_fd, send_fd = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            for each in (self, *others):  # otherwise nobody would notice that the first process is gone
-                os.close(each.told)
-            _run(session, queue, tell, self.running)
-        os.close(tell)
+            for each in (self, *others):  # close the read ends: a pipe breaks only if the main process has ended
+                os.close(each.reports_fd)
+            _run(session, queue, send_fd, self.running)
+        os.close(send_fd)
         self.text = b""
 
     def end(self) -> None:
-        """It meets a broken pipe if it has not ended."""
-        os.close(self.told)
+        """Wait for the process; if it still runs, its next report meets a broken pipe."""
+        os.close(self.reports_fd)
         os.waitpid(self.pid, 0)
 
 
 def _reports(session: pytest.Session, processes: Sequence[_Process]) -> Iterator[pytest.TestReport]:
-    """What they tell until all have ended, and of each that was lost its last test."""
+    """Yield the reports of all processes until all have ended, and a failure for the last test of each lost one."""
     with selectors.DefaultSelector() as selector:
         for each in processes:
-            selector.register(each.told, selectors.EVENT_READ, each)
+            selector.register(each.reports_fd, selectors.EVENT_READ, each)
         while selector.get_map():
             for key, _ in selector.select():
                 process: _Process = key.data
-                text = os.read(process.told, 2**16)
+                text = os.read(process.reports_fd, 2**16)
                 *lines, process.text = (process.text + text).split(b"\n")
-                yield from (_told(session.config, line) for line in lines)
+                yield from (_deserialized(session.config, line) for line in lines)
                 if not text:
-                    selector.unregister(process.told)
+                    selector.unregister(process.reports_fd)
                     (number,) = NUMBER.unpack(process.running)
                     if number >= 0:
                         yield _lost(session.items[number])
 
 
-def _told(config: pytest.Config, line: bytes) -> pytest.TestReport:
+def _deserialized(config: pytest.Config, line: bytes) -> pytest.TestReport:
     data = json.loads(line)
-    if isinstance(data["longrepr"], list):  # where a test was left out
+    if isinstance(data["longrepr"], list):  # the test was skipped
         data["longrepr"] = tuple(data["longrepr"])
     report: pytest.TestReport = config.hook.pytest_report_from_serializable(config=config, data=data)
     return report
 
 
 def _lost(item: pytest.Item) -> pytest.TestReport:
-    text = "the process that ran this test has ended; the tests behind it in this file were not run"
+    text = "the process that ran this test has ended; later tests of this file were not run"
     return pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
 
 
 # --- in a process that runs tests -------------------------------------------------------------------------------------
 
 
-def _run(session: pytest.Session, queue: int, tell: int, running: mmap.mmap) -> NoReturn:
-    """Runs files until there are no more."""
+def _run(session: pytest.Session, queue: int, send_fd: int, running: mmap.mmap) -> NoReturn:
+    """Run test files until the queue is empty."""
     try:
         plugins = session.config.pluginmanager
         plugins.unregister(name="terminalreporter")
         capture: Any = plugins.getplugin("capturemanager")
-        capture.stop_global_capturing()  # into files that all would share
+        capture.stop_global_capturing()  # all processes would share its files
         capture.start_global_capturing()
         capture.suspend_global_capture()
-        plugins.register(_Teller(session.config, tell))
+        plugins.register(_ReportSender(session.config, send_fd))
         while number := os.read(queue, NUMBER.size):
             _run_file(session, *NUMBER.unpack(number), running)
         NUMBER.pack_into(running, 0, -1)
-    except BaseException:  # noqa: BLE001  the first process notices
+    except BaseException:  # noqa: BLE001  the main process reports the lost test
         traceback.print_exc()
     finally:
         session._setupstate.teardown_exact(None)
@@ -131,15 +131,15 @@ def _run_file(session: pytest.Session, first: int, running: mmap.mmap) -> None:
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
 
 
-class _Teller:
-    def __init__(self, config: pytest.Config, tell: int) -> None:
+class _ReportSender:
+    def __init__(self, config: pytest.Config, send_fd: int) -> None:
         self._config = config
-        self._tell = tell
+        self._send_fd = send_fd
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.passed and report.when != "call":
-            return  # nobody asks
+            return  # the terminal reporter does not use it
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         text = json.dumps(data, default=str).encode() + b"\n"
         while text:
-            text = text[os.write(self._tell, text) :]
+            text = text[os.write(self._send_fd, text) :]

@@ -1,4 +1,4 @@
-"""Networks as the operator `program`, called the way MindSpore does."""
+"""Networks as calls of the operator `program`, in the way in which MindSpore calls it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MULTIPLIED = frozenset({"weight", "gate_up", "down"})
 
 @dataclass(frozen=True)
 class Runnable:
-    """A program, and what its numbers of weights stand for."""
+    """A program, and the weights to which its numbers refer."""
 
     program: Program
     weights: list[Typed]
@@ -55,13 +55,13 @@ def create_caches(runnable: Runnable, num_blocks: int = 24) -> list[Blocks]:
 
 
 def runnable_of(network: Network, arrays: Mapping[Weight, Any], dtype: str) -> Runnable:
-    """The program of a network with values for its weights; those of products are packed."""
+    """Return the program of a network with these weights; those of products are packed."""
     program = _program_of(network, dtype)
     multiplied = {weight for each in network.operations for role, weight in each.weights.items() if role in _MULTIPLIED}
 
     def given(weight: Weight) -> Typed:
         value = typed(np.ascontiguousarray(arrays[weight]), dtype if weight.dtype == "model" else weight.dtype)
-        # A packed weight that has been freed may have had its address.
+        # The address may have belonged to a packed weight that was freed.
         library.load().llm_release_weight(value.array.ctypes.data)
         return packed(value) if weight in multiplied else value
 
@@ -69,7 +69,7 @@ def runnable_of(network: Network, arrays: Mapping[Weight, Any], dtype: str) -> R
 
 
 def parameters(runnable: Runnable, step: Step, caches: Sequence[Blocks | Cache]) -> dict[str, Typed]:
-    """Of `program`, in its order."""
+    """Return the parameters of `program`, in its order."""
     program = runnable.program
     given = {
         "instructions": integers(program.instructions),
@@ -89,11 +89,11 @@ def parameters(runnable: Runnable, step: Step, caches: Sequence[Blocks | Cache])
 
 
 def status_of_program(given: Mapping[str, Typed], changes: Mapping[tuple[int, int], int] = {}) -> int:
-    """Calls `program`, which knows everything by address; 0 for success.
+    """Call `program`, whose inputs are addresses; return 0 for success.
 
     Args:
         given: From `parameters`.
-        changes: (row, column) -> what stands there in the table of addresses.
+        changes: (row, column) -> new value in the table of addresses.
     """
     table = AddressTable(len(given))
     for number, parameter in enumerate(given.values()):
@@ -104,14 +104,14 @@ def status_of_program(given: Mapping[str, Typed], changes: Mapping[tuple[int, in
 
 
 def run(runnable: Runnable, step: Step, caches: Sequence[Blocks | Cache]) -> Typed:
-    """Logits of the rows that sample."""
+    """Return the logits of the rows that sample."""
     given = parameters(runnable, step, caches)
     assert status_of_program(given) == 0, library.last_error()
     return given["result"]
 
 
 def llama_of(decoder: Decoder) -> Runnable:
-    """The network of a `decoder`, as a program of the same weights."""
+    """Return the network of a decoder as a program with the same weights."""
     head_dim, hidden = decoder.cos.array.shape[1], decoder.gain.array.size
     widths = [heads * head_dim for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
     rotary = Rotary(head_dim, head_dim, 10000.0)
@@ -147,5 +147,5 @@ def llama_of(decoder: Decoder) -> Runnable:
 
 
 def changed(runnable: Runnable, **parts: Any) -> Runnable:
-    """With other instructions or operands."""
+    """Return the program with changed instructions or operands."""
     return replace(runnable, program=replace(runnable.program, **parts))

@@ -1,6 +1,6 @@
-"""Folders of quantised models in the layouts of the public tools, packed bit by bit in Python's integers.
+"""Folders of quantized models in the layouts of public tools, packed bit by bit with Python integers.
 
-What a folder stands for is computed here by the definition of each layout, with nothing of the readers.
+The values of a folder are computed here from the definition of each layout, without the code under test.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ Arrays = dict[str, np.ndarray]
 
 
 class Layout(NamedTuple):
-    """
-    Attributes:
-        config: `quantization_config` of a config.json.
-        write: Matrix -> its parts by their endings, and the values they stand for.
+    """Attributes:
+    config: `quantization_config` of a config.json.
+    write: Matrix -> its stored parts by name ending, and the values that they represent.
     """
 
     config: dict[str, object]
@@ -30,7 +29,7 @@ class Layout(NamedTuple):
 
 
 def words(qvalues: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
-    """[n, m] codes -> [n, ceil(m * bits / 32)] int32; nibble i of a word is code order[i]."""
+    """Pack [n, m] quantized values into [n, ceil(m * bits / 32)] int32; nibble i of a word is value order[i]."""
     values_per_word = 32 // bits
     order = order or tuple(range(values_per_word))
     rows = []
@@ -45,13 +44,13 @@ def words(qvalues: np.ndarray, bits: int, order: tuple[int, ...] | None = None) 
 
 
 def halved(tensor: QuantizedTensor) -> QuantizedTensor:
-    """With scales that float16 holds, as files of GPTQ and AWQ have them."""
+    """Return values with float16 scales, as files of GPTQ and AWQ have them."""
     scales = tensor.scales.astype(np.float16).astype(np.float32)
     return QuantizedTensor(tensor.qvalues, scales, tensor.zeros, tensor.bits, tensor.group_size, tensor.g_idx)
 
 
 def unsigned(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and zeros from 0 on, int64."""
+    """Return quantized values and zeros, both >= 0, int64."""
     half = 2 ** (tensor.bits - 1)
     qvalues = tensor.qvalues.astype(np.int64) + (half if tensor.bits == 8 else 0)
     zeros = np.full(tensor.scales.shape, half) if tensor.zeros is None else tensor.zeros.astype(np.int64)
@@ -59,7 +58,7 @@ def unsigned(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def act_order(tensor: QuantizedTensor) -> QuantizedTensor:
-    """The same codes, whose columns belong to groups in no order."""
+    """Return the same values with columns assigned to groups in random order."""
     columns = np.random.default_rng(3).permutation(tensor.shape[1]) // tensor.group_size
     return QuantizedTensor(
         tensor.qvalues, tensor.scales, tensor.zeros, tensor.bits, tensor.group_size, columns.astype(np.int32)
@@ -111,7 +110,7 @@ def pack_quantized(tensor: QuantizedTensor) -> tuple[Arrays, np.ndarray]:
 
 
 def fp8_numbers() -> np.ndarray:
-    """[256], by the definition of e4m3."""
+    """Return the 256 values of e4m3 from its definition."""
     found = []
     for bits in range(256):
         sign, exponent, fraction = -1 if bits & 128 else 1, bits >> 3 & 15, bits & 7
@@ -121,7 +120,7 @@ def fp8_numbers() -> np.ndarray:
 
 
 def fp8(weight: np.ndarray, block: tuple[int, int], name: str, shape: tuple[int, ...] | None = None):
-    """Scales of blocks, perhaps stored in another shape."""
+    """Return values with a scale for each block, optionally stored in another shape."""
     numbers = fp8_numbers()[:127]
     rows, columns = block
     out, width = weight.shape
@@ -200,12 +199,12 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def is_quantized(name: str) -> bool:
-    """As tools leave it: the projections of layers, neither tables nor the head."""
+    """Return whether tools quantize a tensor: they do for projections of layers, not for embeddings and the LM head."""
     return name.endswith("_proj.weight")
 
 
 def write_quantized(folder: Path, layout: Layout, config: dict[str, object], seed: int = 0) -> Arrays:
-    """Writes random weights of a config in a layout; returns what they stand for, float32."""
+    """Write random weights of a configuration in a layout; return the float32 values that they represent."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": layout.config}))
     stored: Arrays = {}

@@ -1,4 +1,4 @@
-"""The shipping WorkAgent, but its steps raise when they have computed and a certain token was among their own."""
+"""The shipping WorkAgent, whose step raises after computing if it contains a certain token."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What KubeRay's schema says of the fields that `docs/deploy/kuberay.yaml` has: `ray_cluster_schema.json`.
+"""KubeRay's schema of the fields that `docs/deploy/kuberay.yaml` has: `ray_cluster_schema.json`.
 
     python tests/support/ray_cluster_schema.py ray.io_rayclusters.yaml > tests/support/ray_cluster_schema.json
 
 The argument is `ray-operator/config/crd/bases/ray.io_rayclusters.yaml` of https://github.com/ray-project/kuberay
-(Apache License 2.0; of its commit feeaf72), which has 0.9 MB. Of every object that the manifest has the names of all
-fields are kept, so that one of another name is refused, and of those that it has their types, and what is required.
+(Apache License 2.0, commit feeaf72), which has 0.9 MB. For every object of the manifest the extract keeps the names of
+all fields, so that unknown fields are refused, and for the fields in the manifest their types and which are required.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Schema = dict[str, Any]
 
 
 def pruned(schema: Schema, values: list[Any]) -> Schema:
-    """What of a schema concerns these values, all of which it is for."""
+    """Return the parts of a schema that apply to these values."""
     kept: Schema = {name: schema[name] for name in KEPT if name in schema}
     if "properties" in schema:
         used = {name: [value[name] for value in values if name in value] for name in schema["properties"]}

@@ -1,4 +1,4 @@
-"""A Ray cluster whose machines are hosts of a virtual network: a head, the master's, and those for WorkAgents."""
+"""A Ray cluster on the hosts of a virtual network: one for the head, one for the master, others for WorkAgents."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from support.virtual_network import VirtualNetwork
 
 PORT: Final = 6379
 HEAD: Final = "head"
-_STORE_BYTES: Final = 80 * 2**20  # the least that Ray takes
+_STORE_BYTES: Final = 80 * 2**20  # the minimum that Ray accepts
 _START_S: Final = 90.0
 _ATTEMPTS: Final = 3
 
 
 @dataclass
 class RayMachines:
-    """Use `ray_machines`."""
+    """The hosts of a Ray cluster; `ray_machines` creates them."""
 
     network: VirtualNetwork
     log_folder: Path
     environments: dict[str, dict[str, str]] = field(default_factory=dict)
-    """What is different on a host, by its name."""
+    """Additional environment variables of each host, by name."""
     port: int = PORT
-    """Of the head that is started next, or was last."""
+    """Port of the newest or next head."""
     _started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -40,8 +40,7 @@ class RayMachines:
         return f"{self.network.hosts[HEAD].address}:{self.port}"
 
     def start(self, name: str, cores: int) -> None:
-        """Starts Ray on a host; returns when it is ready. On a busy machine Ray gives up now and then: it is asked
-        again."""
+        """Start Ray on a host and wait until it is ready; retry if Ray gives up, as it does on a busy machine."""
         for _ in range(_ATTEMPTS):
             if self._try_to_start(name, cores):
                 return
@@ -74,7 +73,7 @@ class RayMachines:
         return True
 
     def kill(self, name: str) -> None:
-        """Ends everything on a host at once."""
+        """Kill all processes of a host at once."""
         host = self.network.hosts[name]
         _kill([*(host.pids() if host.namespace else []), *self._tree(name)])
         process = self._started.pop(name, None)
@@ -104,7 +103,7 @@ class RayMachines:
 def ray_machines(
     network: VirtualNetwork, log_folder: Path, cores: dict[str, int], environments: dict[str, dict[str, str]]
 ) -> Iterator[RayMachines]:
-    """Ray on hosts with so many cores each, the head first and `HERE` for the master."""
+    """Start Ray on hosts with these numbers of cores, the head first; `HERE` is the master's host."""
     machines = RayMachines(network, log_folder, environments)
     try:
         for name, count in cores.items():

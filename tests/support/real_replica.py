@@ -1,4 +1,4 @@
-"""An engine in this process, run by hand, around a real WorkAgent process that computes the shipped model."""
+"""An engine that the test steps, over a real WorkAgent process with the shipped model."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from support.server_process import ONE_THREAD
 
 MAX_STEPS = 5000
 NUM_BLOCKS = 256
-"""Unless the settings say otherwise; a cache of all memory takes a WorkAgent longer to clear than to load the model."""
+"""Default number of blocks: a WorkAgent needs longer to clear a cache of all memory than to load the model."""
 
 
 class RealReplica:
-    """Only the HTTP server is missing; must be closed."""
+    """A replica without HTTP server; must be closed."""
 
     def __init__(self, *settings: str, model: Path = Path("demo"), placement: Placement = LOCAL_PLACEMENT) -> None:
-        """`settings` are overrides such as "pa_config.num_blocks=36"; its WorkAgents run where `placement` says."""
+        """`settings` are overrides such as "pa_config.num_blocks=36"; `placement` starts the WorkAgents."""
         self._placement = placement
         common = ["serving_config.audit_every=0", f"pa_config.num_blocks={NUM_BLOCKS}", ONE_THREAD]
         self.config = load_config(None, [*common, *settings], model)
         self.tokenizer = Tokenizer.load(self.config.model.model_path)
         self.agents: list[WorkAgentProcess] = []
-        """All that were started, the living one last."""
+        """All started WorkAgents, the live one last."""
         serving = self.config.serving
         self.executor = SupervisedExecutor(self._start, serving.step_timeout_s, serving.max_worker_restarts)
         self._pieces: dict[str, list[RequestOutput]] = defaultdict(list)
@@ -54,27 +54,27 @@ class RealReplica:
         return len(self.agents) - 1
 
     def answer(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        """Runs the requests to their end."""
+        """Run the requests to their end."""
         for request in requests:
             self.engine.submit(request)
         return self.finish(requests)
 
     def begin(self, requests: Sequence[Request]) -> None:
-        """Runs the requests up to the first token of any: how many steps the rest takes depends on the drafts."""
+        """Run the requests until one has a token; the number of later steps depends on the drafts."""
         for request in requests:
             self.engine.submit(request)
         while not self._pieces:
             assert self.engine.step()
 
     def finish(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        """Runs what was begun to its end."""
+        """Run the unfinished requests to their end."""
         for _ in range(MAX_STEPS):
             if not self.engine.step():
                 return [self.take_answer(request.request_id) for request in requests]
         raise AssertionError("the engine does not come to an end")
 
     def take_answer(self, request_id: str) -> RequestOutput:
-        """What was told of a request; it can be taken once."""
+        """Return and remove the published outputs of a request, joined."""
         return join_pieces(self._pieces.pop(request_id))
 
     def close(self) -> None:

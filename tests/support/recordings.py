@@ -1,4 +1,4 @@
-"""Recordings in memory: a scheduler that is recorded, and what its files come to when replayed."""
+"""Recordings in memory: a recorded scheduler, and helpers for replaying its files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.factories import create_request, create_scheduler
 
 
 class MemoryFiles:
-    """A sink that keeps the files' bytes."""
+    """A sink that keeps the bytes of files."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -40,7 +40,7 @@ def create_recorded(
 
 
 def record_steps(num_tokens: int) -> bytes:
-    """A request `a` with so many tokens as its answer; steps of 10 ms, each formed while the one before is computed."""
+    """Run a request `a` with an answer of `num_tokens`; steps take 10 ms and are scheduled one ahead."""
     files, times = MemoryFiles(), itertools.count(1)
     scheduler = create_recorded(files, clock=lambda: 0.01 * next(times))
     scheduler.add(create_request(4, request_id="a", max_tokens=num_tokens))
@@ -53,7 +53,7 @@ def record_steps(num_tokens: int) -> bytes:
 
 
 def read(data: bytes) -> list[Entry]:
-    """The records of a file after its header."""
+    """Return the records of a file after its header."""
     return list(Reader(io.BytesIO(data)))
 
 
@@ -64,12 +64,12 @@ def replay(data: bytes, until: int | None = None, *, explain: bool = False) -> R
 
 
 def seal(data: bytes) -> str:
-    """What a file ends with."""
+    """Return the end of a file."""
     return data[-8:].hex()
 
 
 def with_record(data: bytes, number: int, record: Any) -> bytes:
-    """The file with another record in place of one after the header, all seals made anew."""
+    """Return the file with one record after the header replaced, and all checksums computed again."""
     reader = Reader(io.BytesIO(data))
     chain = Chain()
     frames = [chain.frame(reader.header_payload)]

@@ -13,14 +13,14 @@ DEFAULTS = {"rope_theta": 10000.0, "rope_scaling": None, "tie_word_embeddings": 
 
 
 def reference_logits(spec: ModelSpec, weights: dict[str, np.ndarray], token_ids: list[int]) -> np.ndarray:
-    """Logits [len(token_ids), vocab_size] of every position of one sequence."""
+    """Return logits [len(token_ids), vocab_size] of every position of one sequence."""
     tied = (DEFAULTS | spec.config)["tie_word_embeddings"]
     head = weights["model.embed_tokens.weight" if tied else "lm_head.weight"].astype(np.float64)
     return reference_states(spec, weights, token_ids) @ head.T
 
 
 def reference_states(spec: ModelSpec, weights: dict[str, np.ndarray], token_ids: list[int]) -> np.ndarray:
-    """What the head reads [len(token_ids), hidden_size] of every position of one sequence."""
+    """Return the inputs of the LM head [len(token_ids), hidden_size] at every position of one sequence."""
     spec = SimpleNamespace(**{**DEFAULTS, **spec.config})
     w = {name: array.astype(np.float64) for name, array in weights.items()}
     num_tokens, dim = len(token_ids), spec.head_dim
@@ -61,7 +61,7 @@ def reference_states(spec: ModelSpec, weights: dict[str, np.ndarray], token_ids:
 
 
 def rotary_frequency(spec: SimpleNamespace, pair: int) -> float:
-    """Radians per position of one pair of elements."""
+    """Return radians per position of one pair of elements."""
     frequency = 1.0 / spec.rope_theta ** (2 * pair / spec.head_dim)
     scaling = spec.rope_scaling
     if scaling is None:

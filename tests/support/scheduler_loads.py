@@ -19,7 +19,7 @@ shares = st.sampled_from([0.1, 0.5, 1.0])
 
 @st.composite
 def scheduler_options(draw: st.DrawFn) -> dict[str, Any]:
-    """Small caches, few slots and short patience, so that everything is short at some time."""
+    """Draw options with small caches, few slots and small limits, so that each of them is reached."""
     max_num_seqs = draw(st.integers(1, 5))
     window = draw(st.sampled_from([None, None, 1, 5, 8, 13]))
     changes = {
@@ -62,7 +62,7 @@ STAY = ("max_preemptions", "static_batching", "max_steps_in_flight", "window", "
 
 
 def other_rules(options: dict[str, Any], others: dict[str, Any]) -> SchedulingRules:
-    """The rules of `others`, as far as a scheduler of `options` may take them over."""
+    """Return the rules of `others` that a scheduler of `options` can adopt."""
     other = create_scheduler(**others | {name: options[name] for name in STAY})
     return SchedulingRules(other.limits, other.policy, other.classes, other.order, other.blocks.prefix_caching)
 
@@ -74,7 +74,7 @@ arrivals = st.lists(
         st.integers(1, 10),  # output tokens
         st.integers(-1, 1),  # priority
         st.sampled_from("ab"),  # tenant
-        st.one_of(st.none(), st.integers(0, 11)),  # index of the request it was forked from
+        st.one_of(st.none(), st.integers(0, 11)),  # index of the parent of a fork
         st.sampled_from([None, None, None, *range(12)]),  # steps until it is aborted
         st.sampled_from([False, False, True]),  # waits for replies
     ),
@@ -84,7 +84,9 @@ arrivals = st.lists(
 
 
 def create_load(arrivals: list[tuple[Any, ...]]) -> list[tuple[int, int | None, Request]]:
-    """(step of arrival, step of an abort, request); a fork has the prompt of its parent, or begins with it."""
+    """Return (step of arrival, step of an abort, request) of each request; a fork has its parent's prompt or a prefix
+    of it.
+    """
     load: list[tuple[int, int | None, Request]] = []
     for index, (step, prompt, output, priority, tenant, parent, abort, waits) in enumerate(arrivals):
         request = create_request(prompt, max_tokens=output, priority=priority, tenant=tenant, seed=index)
@@ -103,7 +105,7 @@ def create_load(arrivals: list[tuple[Any, ...]]) -> list[tuple[int, int | None, 
 
 
 def arrive(run: SchedulerRun, load: list[tuple[int, int | None, Request]], step: int) -> None:
-    """What a load of `create_load` does before a step: requests come, and requests are given up."""
+    """Add and abort the requests of `create_load` that are due before a step."""
     for arrival, abort, request in load:
         if arrival == step:
             run.add(request)

@@ -1,4 +1,4 @@
-"""A scheduler driven by hand, with everything that must hold checked after every step."""
+"""A scheduler that a test steps, with all invariants checked after every step."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from llm_serving.scheduler.components import SchedulingRules
 
 
 class SchedulerRun:
-    """Steps a scheduler as the engine does, as far ahead as its limits say, and measures how long requests wait."""
+    """Runs steps of a scheduler as the engine does, with as many in flight as allowed, and measures waits."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.requests: list[Request] = []
         self.longest_waits = dict.fromkeys(scheduler.waiting.queues, 0)
-        """Steps from arrival to the first admission, at most, of each class."""
+        """Maximum steps from arrival to the first admission, by class."""
         self.longest_decode_gap = 0
         self.longest_prompt_gaps = dict.fromkeys(scheduler.waiting.queues, 0)
-        """Steps in a row that left out a running prompt, at most, of each class."""
+        """Maximum consecutive steps without tokens of a running prompt, by class."""
         self._steps_ahead = scheduler.limits.max_steps_in_flight - 1
         self._in_flight: deque[Schedule] = deque()
         self._gaps: dict[str, int] = {}
         self._prompt_gaps: dict[str, int] = {}
-        """By stay."""
+        """Consecutive steps without tokens of each running prompt, by `_stay`."""
         self._held_before: dict[str, int] = {}
-        """Slots of each class at the last reload, while they have not become fewer."""
+        """Slots of each class at the last reload, until the class has fewer."""
 
     def reload(self, rules: SchedulingRules) -> None:
-        """Apply other rules; earlier gaps do not count, slots are kept."""
+        """Apply other rules; running requests keep their slots, and gaps are counted from zero."""
         self.scheduler.reload(rules)
         self.scheduler.check_integrity()
         self.longest_decode_gap = 0
@@ -46,7 +46,7 @@ class SchedulerRun:
         self.scheduler.check_integrity()
 
     def step(self, token_id: int = 7, now: float = 0.0) -> Schedule | None:
-        """Schedules a step, and updates with the oldest one when enough are in flight."""
+        """Schedule a step; if enough steps are in flight, update the scheduler with the oldest."""
         decoding, prompts, num_running = self._decoding(), self._prompts(), len(self.scheduler.running)
         schedule = self.scheduler.schedule(now)
         self.scheduler.check_integrity()
@@ -55,7 +55,7 @@ class SchedulerRun:
             self._measure(schedule, decoding, prompts)
             self._in_flight.append(schedule)
         else:
-            assert self._in_flight or self._is_idle(), "nothing moves although somebody waits"
+            assert self._in_flight or self._is_idle(), "no step is scheduled although a request waits"
         if self._in_flight and (schedule is None or len(self._in_flight) > self._steps_ahead):
             done = self._in_flight.popleft()
             self.scheduler.update(done, [token_id] * sum(row.num_samples for row in done.rows))
@@ -63,7 +63,7 @@ class SchedulerRun:
         return schedule
 
     def finish(self, max_steps: int = 3000) -> None:
-        """Step until all requests have finished; check their outputs and that nothing is left."""
+        """Step until all requests have finished; check their outputs and that no state is left."""
         for _ in range(max_steps):
             if not self.scheduler.has_unfinished_requests and not self._in_flight:
                 break
@@ -78,7 +78,7 @@ class SchedulerRun:
                 assert len(request.output_token_ids) == request.sampling.max_tokens
 
     def _is_idle(self) -> bool:
-        """Whether no request can move, for example because its tenant runs others elsewhere."""
+        """Return whether no request can run, for example because its tenant uses its slots on other replicas."""
         scheduler = self.scheduler
         all_apart = scheduler.limits.num_schedulers > 1 and not scheduler.running and not len(scheduler.waiting)
         return all_apart or not scheduler.has_unfinished_requests
@@ -103,7 +103,7 @@ class SchedulerRun:
         assert schedule.num_bound_violations == 0
 
     def _decoding(self) -> list[Request]:
-        """Running requests that could get a token now."""
+        """Return the running requests that could get a token now."""
         return [
             request
             for request in self.scheduler.running
@@ -113,7 +113,7 @@ class SchedulerRun:
         ]
 
     def _prompts(self) -> list[Request]:
-        """Running requests that have more than their newest token left to compute."""
+        """Return the running requests with more than their newest token left to compute."""
         return [
             request
             for request in self.scheduler.running
@@ -148,5 +148,5 @@ class SchedulerRun:
 
 
 def _stay(request: Request) -> str:
-    """A key for the time that a request has its slot, in its class."""
+    """Return a key of a request's time in its running slot."""
     return f"{request.request_id} {request.admission_number} {request.request_class.name}"

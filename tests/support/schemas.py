@@ -1,4 +1,4 @@
-"""JSON schemas of mixed shapes, and what of an answer breaks one."""
+"""Random JSON schemas, and validation of answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_DEPTH = 3
 
 
 def random_schema(seed: int) -> Schema:
-    """A schema of an object, array or another value; equal seeds give the same."""
+    """Return a schema of an object, array or other value; equal seeds give equal schemas."""
     maker = _Maker(random.Random(seed))
     schema = maker.schema(0)
     if maker.names:
@@ -25,7 +25,7 @@ def random_schema(seed: int) -> Schema:
 
 
 def fault_of(schema: Schema, answer: str) -> str | None:
-    """Why an answer is no JSON of a schema; None: it is."""
+    """Return why an answer is not JSON that fits a schema; None if it fits."""
     try:
         value = json.loads(answer)
     except ValueError as error:
@@ -38,7 +38,7 @@ class _Maker:
     def __init__(self, choice: random.Random) -> None:
         self._random = choice
         self.names: list[str] = []
-        """Definitions that are referred to."""
+        """Names of definitions that the schema refers to."""
 
     def schema(self, depth: int) -> Schema:
         if depth >= _MAX_DEPTH:

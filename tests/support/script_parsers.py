@@ -1,4 +1,4 @@
-"""The options of a script as its source tells them: nothing of it is imported, so that MindSpore is not either."""
+"""The options of a script, read from its source without importing it, because the import would load MindSpore."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TAKEN = ("action", "nargs", "choices", "dest")
 
 
 class WrongCommandError(Exception):
-    """A command line that its script would not take, and why."""
+    """A command line that its script would refuse."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -23,12 +23,12 @@ class _Parser(argparse.ArgumentParser):
 
 @functools.cache
 def parser_of(script: Path) -> argparse.ArgumentParser | None:
-    """What the script's `add_argument` calls make, those of functions that it imports from beside it among them.
+    """Return a parser with the `add_argument` calls of a script, and of functions imported from its folder.
 
-    Any value is taken but where the source lists the choices, and nothing has to be given: texts name what matters.
+    Any value is valid unless the source lists choices, and no option is required.
 
     Returns:
-        None: it has no parser.
+        None if the script has no parser.
     """
     text = script.read_text(encoding="utf-8")
     if "ArgumentParser" not in text and "parser_of(" not in text:
@@ -54,7 +54,7 @@ def _calls(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 def _imported(tree: ast.AST, folder: Path) -> Iterator[ast.AST]:
-    """The functions that come from files of the same folder."""
+    """Return the functions imported from files of the same folder."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (file := folder / f"{node.module}.py").is_file():
             names = {each.name for each in node.names}

@@ -1,4 +1,4 @@
-"""Talking to the application without a network."""
+"""Requests to the ASGI application without a network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.fakes import FakeEngine
 
 
 def request(engine: FakeEngine, method: str, path: str, **arguments: Any) -> httpx.Response:
-    """One request and its whole answer."""
+    """Send a request; return its complete answer."""
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(create_app(engine))
@@ -23,14 +23,14 @@ def request(engine: FakeEngine, method: str, path: str, **arguments: Any) -> htt
 
 
 def post(engine: FakeEngine, path: str, body: Any = None, **arguments: Any) -> httpx.Response:
-    """A POST; a body of bytes is sent as it is, anything else as JSON."""
+    """Send a POST; a body of bytes is sent as it is, others as JSON."""
     if isinstance(body, bytes):
         return request(engine, "POST", path, content=body, **arguments)
     return request(engine, "POST", path, json=body, **arguments)
 
 
 def events(response: httpx.Response) -> list[Any]:
-    """The data of server-sent events, JSON where it is JSON."""
+    """Return the data of server-sent events, parsed if they are JSON."""
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     blocks = response.text.split("\n\n")
     assert blocks.pop() == ""
@@ -40,7 +40,7 @@ def events(response: httpx.Response) -> list[Any]:
 
 
 def named_events(response: httpx.Response) -> list[tuple[str, Any]]:
-    """(name, data) of server-sent events that have names."""
+    """Return (name, data) of named server-sent events."""
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     blocks = response.text.split("\n\n")
     assert blocks.pop() == ""
@@ -55,7 +55,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 
 class RawClient:
-    """An ASGI client that can leave at any moment."""
+    """An ASGI client that can disconnect at any moment."""
 
     def __init__(self, engine: FakeEngine, path: str, body: Any) -> None:
         self._app = create_app(engine)
@@ -95,7 +95,7 @@ class RawClient:
 
 
 def leave_while_held(engine: FakeEngine, path: str, body: Any) -> list[Any]:
-    """Sends a request, leaves when the engine holds it back, and returns what was sent until then."""
+    """Send a request, disconnect while the engine holds it, and return the messages sent before."""
 
     async def run() -> list[Any]:
         client = RawClient(engine, path, body)

@@ -1,4 +1,4 @@
-"""The real processes on free ports, started by the commands of this process or by the real scripts."""
+"""Real server processes at free ports, started by this process or by the real scripts."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ from llm_serving.cli.main import main
 
 RUN_DIR = Path(tempfile.mkdtemp(prefix="llm-serving-run-"))
 atexit.register(shutil.rmtree, RUN_DIR, ignore_errors=True)
-"""Logs and pids of the servers of this test run."""
+"""Folder of the servers' logs and process ids in this test run."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
 ONE_THREAD = "device_config.num_threads=1"
-"""For servers that share the cores with other tests: threads of kernels wait for each other in loops, which costs a
-third more where others are in their way. Their number changes no bit (tests/kernels)."""
+"""Options of servers that share the cores with other tests. Kernel threads wait for each other in loops, which costs a
+third more time on busy cores. The number of threads changes no bit (tests/kernels).
+"""
 
 _HELD: list[socket.socket] = []
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody else is given as long as this process lives, all different.
+    """Return different free ports, which are reserved as long as this process lives.
 
-    Each stays bound here; whoever binds it with SO_REUSEADDR, as servers do, can listen on it nevertheless.
+    A socket stays bound to each port. Servers can bind it as well, because they use SO_REUSEADDR.
     """
     ports = []
     for _ in range(count):
@@ -51,14 +52,14 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def unwind_when_told_to_end() -> None:
-    """A command that starts servers and is ended, by a limit of time for instance, stops them first."""
+def unwind_on_sigterm() -> None:
+    """Raise SystemExit on SIGTERM, so that a command stops its servers before it ends."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """What is done inside is done to its end: a signal to end comes after it."""
+    """Delay signals that end this process until the end of the context."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -73,18 +74,18 @@ def undisturbed() -> Iterator[None]:
 
 
 def run_script(name: str, *arguments: str, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
-    """Runs scripts/NAME with the interpreter's own environment."""
+    """Run scripts/NAME with this interpreter's environment."""
     environment = dict(os.environ, LLM_SERVING_VENV=sys.prefix, LLM_SERVING_RUN_DIR=str(RUN_DIR))
     command = ["bash", str(ROOT / "scripts" / name), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd="/")
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """As `run_script`, but in this process: there is no interpreter to start and nothing to install."""
+    """Run a command in this process, which saves the start of an interpreter."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as stdout,
         contextlib.redirect_stderr(io.StringIO()) as stderr,
-        warnings.catch_warnings(action="ignore", category=ResourceWarning),  # it leaves a server running
+        warnings.catch_warnings(action="ignore", category=ResourceWarning),  # the server that it starts keeps running
     ):
         code = main(arguments)
     return subprocess.CompletedProcess(arguments, code, stdout.getvalue(), stderr.getvalue())
@@ -96,7 +97,7 @@ class Server:
 
     port: int
     processes: list[psutil.Process]
-    """The master first, then its WorkAgents."""
+    """Processes of the server, the master first."""
     by_script: bool
 
     @property
@@ -108,7 +109,7 @@ class Server:
         return (RUN_DIR / str(self.port) / "server.log").read_text()
 
     def work_agents(self) -> list[psutil.Process]:
-        """Those that live at this moment."""
+        """Return the live WorkAgents."""
         return _work_agents(self.processes[0])
 
     def client(self) -> httpx.AsyncClient:
@@ -126,7 +127,7 @@ class Server:
 
 
 def start_server(*arguments: str, num_agents: int = 1, by_script: bool = False) -> Server:
-    """With the arguments of scripts/start.sh, `by_script` or as it does."""
+    """Start a server with the arguments of scripts/start.sh, by the script or by the command that it runs."""
     (port,) = free_ports(1)
     ports = f"serving_config.agent_ports={list(range(16002, 16002 + num_agents))}"
     all_arguments = ("--port", str(port), "--set", ports, *arguments)
@@ -144,7 +145,7 @@ def start_server(*arguments: str, num_agents: int = 1, by_script: bool = False) 
 
 
 def _work_agents(master: psutil.Process) -> list[psutil.Process]:
-    """Not those that render chat templates, which come and go."""
+    """Return the WorkAgents among the master's children, without those that render chat templates."""
     found = []
     for child in master.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -154,11 +155,11 @@ def _work_agents(master: psutil.Process) -> list[psutil.Process]:
 
 
 async def metric(client: httpx.AsyncClient, name: str, label: str = "") -> float:
-    """Sum of a metric over its labels, or over those series that have `label`."""
+    """Return the sum of a metric over its series, or over those with `label`."""
     lines = (await client.get("/metrics")).text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name) and label in line)
 
 
 def shared_memory_names() -> set[str]:
-    """But for the semaphores of Python's multiprocessing, which the server does not use and other programs may."""
+    """Return the names in /dev/shm, without semaphores of Python's multiprocessing, which other programs may create."""
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}

@@ -1,4 +1,4 @@
-"""A WorkAgent without a process: its faults are drawn, its seconds pass only when it says so."""
+"""A WorkAgent without a process, whose faults are drawn and whose time is that of the simulation."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers
 from support.fake_runner import VOCAB_SIZE, FakeRunner, FakeTransferPool
 from support.simulated_block_link import SimulatedBlockLink
 from support.simulated_clock import Clock
-from support.simulated_network import Place
+from support.simulated_network import AgentLocation
 
 NUM_BUFFERS = 2
 BUFFER_BYTES = 1 << 17
 FATES = ("slow", "hang", "die before", "die after", "fail", "twice", "other step", "garbage", "lost", "bad row")
 WITHOUT_ALLOWED = ("hang", "die before")
-"""Those for which it need not know what the step may choose."""
+"""Faults for which the WorkAgent does not need the allowed tokens of the step."""
 BAD_ROW = "no token can be chosen: all logits are NaN"
 POISON = VOCAB_SIZE
-"""A token that no step survives."""
+"""A token whose step always fails."""
 
 
 class Faults:
-    """What goes wrong at which step; never two things within `distance` steps, so that nobody looks guilty."""
+    """Faults of steps, at least `distance` steps apart, so that no request is suspected of two."""
 
     def __init__(self, rng: random.Random, rate: float, distance: int, poison_kills: bool) -> None:
         self.rate = rate
         self.distance = distance
         self.poison_kills = poison_kills
-        """Or does it only fail the step?"""
+        """Whether a poison token kills the WorkAgent; otherwise it fails the step."""
         self.counts: Counter[str] = Counter()
         self._rng = rng
         self._since = 0
@@ -71,17 +71,17 @@ class Faults:
 
 
 class SimulatedAgent:
-    """Both ends of a connection and the WorkAgent behind it; has the methods of a channel and of its process.
+    """Both ends of a connection and the WorkAgent, with the methods of a channel and of a process.
 
     Args:
-        rng: Decides what is left open.
-        clock: Goes on while it works.
-        faults: What happens to each step.
-        blocks: Of the master, as its own caches have as many.
+        rng: Draws durations and results of faults.
+        clock: Advanced by the duration of steps.
+        faults: Draws the fault of each step.
+        blocks: Blocks of the master; the WorkAgent's caches have the same sizes.
         meanwhile: Called while the master waits for a reply.
-        place: On a machine of a cluster; None: the master's own.
-        answers: What it has answered; further ones are added.
-        transfer: By which it hands blocks over; None: it does not.
+        location: The machine of a cluster; None: the master's machine.
+        answers: Replies so far; further ones are added.
+        transfer: Transfer pool; None: requests do not migrate.
     """
 
     def __init__(
@@ -91,20 +91,20 @@ class SimulatedAgent:
         faults: Faults,
         blocks: BlockManager,
         meanwhile: Callable[[], None],
-        place: Place | None = None,
+        location: AgentLocation | None = None,
         answers: list[AgentMessage] | None = None,
         transfer: FakeTransferPool | None = None,
     ) -> None:
         self.loaded = Loaded(blocks.pool.num_blocks, blocks.host_pool.num_blocks, "")
         self.channel: Any = self
-        self._place = place
+        self._location = location
         self.buffers: SharedBuffers | InlineArrays
-        if place is None:
+        if location is None:
             self.buffers = SharedBuffers.create(NUM_BUFFERS, BUFFER_BYTES)
         else:
             self.buffers = InlineArrays(NUM_BUFFERS)
         self.block_moves: Counter[int] = Counter()
-        """By kind, a `BlockMove`."""
+        """Number of moves by `BlockMoveKind`."""
         self._rng, self._clock, self._faults, self._meanwhile = rng, clock, faults, meanwhile
         self._mapping: SharedBuffers | InlineArrays | None = self.buffers
         if isinstance(self.buffers, SharedBuffers):
@@ -112,20 +112,20 @@ class SimulatedAgent:
         sizes = blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks
         self.machine = ""
         self.block_link: Any = None
-        if place is not None and transfer is not None:  # that of a machine is its own
+        if location is not None and transfer is not None:  # each machine has a transfer pool of its own
             transfer = FakeTransferPool(len(transfer.blocks))
-            self.block_link = SimulatedBlockLink(rng, transfer, place, self._end)
+            self.block_link = SimulatedBlockLink(rng, transfer, location, self._end)
         self._runner = FakeRunner(*sizes, blocks.window.num_tokens, transfer)
         self._reads_at_once = rng.random() < 0.5
         self._unread: deque[RunStep | SetAllowedTokens] = deque()
         self._fate: str | None = None
-        """What happens to the step that is read next, once that is drawn."""
+        """The drawn fault of the next step."""
         self._answers = [] if answers is None else answers
         self._replies: deque[AgentMessage] = deque(self._answers)
         self._dead = self._hangs = False
         self._read_end, self._write_end = socket.socketpair()
 
-    # --- as a process -----------------------------------------------------------------------------------------------
+    # --- methods of a process ---------------------------------------------------------------------------------------
 
     def kill(self) -> None:
         if self._mapping is not None:
@@ -140,7 +140,7 @@ class SimulatedAgent:
 
     stop = kill
 
-    # --- as a channel -----------------------------------------------------------------------------------------------
+    # --- methods of a channel ---------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
         return self._read_end.fileno()
@@ -149,8 +149,8 @@ class SimulatedAgent:
         if self._dead:
             raise ChannelClosedError("the peer is gone")
         self._unread.append(message)
-        if self._place is not None and isinstance(message, RunStep):
-            self._place.happen()
+        if self._location is not None and isinstance(message, RunStep):
+            self._location.draw_event()
         if self._reads_at_once:
             self._work()
 
@@ -159,8 +159,8 @@ class SimulatedAgent:
         self._meanwhile()
         if not self._replies:
             self._work()
-        if self._place is not None:
-            self._cross(self._place, timeout_s)
+        if self._location is not None:
+            self._cross(self._location, timeout_s)
         if self._replies:
             return self._replies.popleft()
         if self._hangs:
@@ -168,25 +168,30 @@ class SimulatedAgent:
             raise DeadlineExceededError("no complete frame arrived in time")
         raise ChannelClosedError("the peer closed the connection")
 
-    def _cross(self, place: Place, timeout_s: float | None) -> None:
-        """Waits for the link, unless what has been sent before it was cut is here already."""
-        while not place.is_reached and not (self._replies and place.passes("from")):
-            place.wait(timeout_s)
+    def _cross(self, location: AgentLocation, timeout_s: float | None) -> None:
+        """Wait for the link, unless a reply was sent before it was cut."""
+        while not location.is_reachable and not (self._replies and location.passes("from")):
+            location.wait(timeout_s)
             if not self._replies:
                 self._work()
-        place.take_time()
+        location.spend_delay()
 
     def _end(self) -> None:
         self._dead = True
 
-    # --- as a WorkAgent ---------------------------------------------------------------------------------------------
+    # --- the WorkAgent ----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        if self._place is not None and self._place.is_lost:
+        if self._location is not None and self._location.is_lost:
             self._dead = True
-        while self._unread and not self._dead and not self._hangs and (self._place is None or self._place.passes("to")):
+        while (
+            self._unread
+            and not self._dead
+            and not self._hangs
+            and (self._location is None or self._location.passes("to"))
+        ):
             message = self._unread[0]
-            if isinstance(message, SetAllowedTokens):  # of a step that failed
+            if isinstance(message, SetAllowedTokens):  # belongs to a step that failed
                 self._unread.popleft()
                 continue
             if self._fate is None:
@@ -220,7 +225,7 @@ class SimulatedAgent:
             assert self._mapping is not None
             arrays = self._mapping.read(message.buffer, message.layout, message.content)
             step = step_from_arrays(message.step, arrays, message.allowed_follow)
-        except TransportError:  # ends a WorkAgent
+        except TransportError:  # such an error ends a WorkAgent
             self._dead = True
             return
         if message.announce_ending:
@@ -257,12 +262,12 @@ class SimulatedAgent:
 
     def _answer(self, message: AgentMessage) -> None:
         self._replies.append(message)
-        if self._place is not None:
+        if self._location is not None:
             self._answers.append(message)
 
 
 def _garbage(rng: random.Random, reply: StepDone) -> StepDone:
-    """No arrays of numbers, or results that nobody has asked for."""
+    """Return a reply with invalid arrays, or with results that were not requested."""
     others: tuple[dict[str, Any], ...] = (
         {"token_ids": reply.token_ids + b"?"},
         {"token_ids": reply.token_ids + bytes(4), "logprobs": reply.logprobs + bytes(4), "top": None},

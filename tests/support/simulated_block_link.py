@@ -1,4 +1,4 @@
-"""How blocks come and go between simulated machines."""
+"""Transfer of KV blocks between simulated machines."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from llm_serving.errors import WorkerDiedError
 from llm_serving.kvcache.transfer_pool import TransferBlock
 from llm_serving.transport.messages import BlockContents
 from support.fake_runner import FakeTransferPool
-from support.simulated_network import Place
+from support.simulated_network import AgentLocation
 
 
 class SimulatedBlockLink:
-    """Has the face of a `BlockLink`; ends when a frame finds the machine lost or out of reach, and now and then so."""
+    """A `BlockLink` that ends if a frame finds the machine lost or unreachable, and sometimes at random."""
 
-    def __init__(self, rng: random.Random, pool: FakeTransferPool, place: Place, end: Callable[[], None]) -> None:
-        """`end`: of the WorkAgent, which does not live on without its link."""
+    def __init__(
+        self, rng: random.Random, pool: FakeTransferPool, location: AgentLocation, end: Callable[[], None]
+    ) -> None:
+        """`end` ends the WorkAgent, which cannot work without its link."""
         self.blocks_per_frame, self.timeout_s = rng.choice((1, 3)), math.inf
         self.is_closed = False
-        self._rng, self._pool, self._place, self._end = rng, pool, place, end
+        self._rng, self._pool, self._location, self._end = rng, pool, location, end
         self._rate = rng.choice((0.0, 0.0, 0.1))
 
     def locked(self, timeout_s: float) -> AbstractContextManager[None]:
@@ -45,16 +47,16 @@ class SimulatedBlockLink:
 
     def _cross(self) -> None:
         if not self.is_closed and self._rng.random() < self._rate:
-            self._place.network.counts["links of blocks that ended"] += 1
+            self._location.network.counts["links of blocks that ended"] += 1
             self.is_closed = True
-        if self.is_closed or self._place.is_lost or not self._place.is_reached:
+        if self.is_closed or self._location.is_lost or not self._location.is_reachable:
             self.is_closed = True
             self._end()
             raise WorkerDiedError("the peer is gone")
 
 
 class SimulatedCarrier:
-    """Has the face of a `Carrier`, and brings one request's blocks whenever it is told to; takes so many at a time."""
+    """A `Carrier` that transfers the blocks of one request at each call of `bring`, `most` requests at a time."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -1,4 +1,4 @@
-"""A client of the simulation: what it asks for, what it would be answered alone, when it leaves."""
+"""A client of the simulation: its request, its reference answer, and when it leaves."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from support.word_tokenizer import WordTokenizer
 
 MAX_MODEL_LEN = 48
 NEVER_SAID = ((POISON, POISON),)
-"""Words that make a request wait for every token."""
+"""Bad words, which make a request wait for the result of every step."""
 ARRIVING, RESTARTING, ANYWHERE = "in the inbox", "during a restart", "anywhere"
 STATES = (
-    *(ARRIVING, "waiting", "waiting for its twin", "preempted", "swapped", "lost", RESTARTING),
-    *("in its prompt", "in flight", "between two tokens", "beam search", "ended"),
+    *(ARRIVING, "waiting", "waiting for its parent", "preempted", "swapped", "lost", RESTARTING),
+    *("in prefill", "in flight", "between two steps", "beam search", "ended"),
 )
-"""Where a request is when its client leaves."""
+"""States in which a client may leave."""
 
 
 @dataclass(eq=False)
 class Client:
-    """Asks for one request."""
+    """A client with one request."""
 
     at_round: int
     prompt_token_ids: list[int]
     sampling: SamplingParams
     priority: int
     tenant: str
-    twin: Client | None = None
-    """Who asked for another answer to the same prompt."""
+    parent: Client | None = None
+    """The client whose request this one forks."""
     beam_search: BeamSearchParams | None = None
     window: int = NO_WINDOW
-    """Of the model."""
+    """Sliding window of the model."""
     wants_vector: bool = False
     patience_s: float | None = None
-    """Seconds after which the answer is of no more use to it; None: it waits for it."""
+    """Seconds until the deadline of the request; None: no deadline."""
     leaves_in: str | None = None
-    """The state of its request in which it leaves: one of `STATES`, or `ANYWHERE`; None: it stays."""
+    """State of the request in which the client leaves: one of `STATES`, or `ANYWHERE`; None: it stays."""
     leaves_from_round: int = 0
     stream: RequestStream | None = None
-    """None when it was refused."""
+    """None if the request was refused."""
     engine: Engine | None = None
     left_in: str | None = None
-    told: list[RequestOutput] = field(default_factory=list)
-    """What the engine published for it."""
+    outputs: list[RequestOutput] = field(default_factory=list)
+    """Outputs that the engine published for the request."""
 
     @property
     def fits(self) -> bool:
@@ -62,7 +62,7 @@ class Client:
 
     @property
     def has_ended(self) -> bool:
-        return bool(self.told) and self.told[-1].finished
+        return bool(self.outputs) and self.outputs[-1].finished
 
     @property
     def is_poisoned(self) -> bool:
@@ -76,82 +76,82 @@ class Client:
     # --- the answer -------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _alone(self) -> list[int]:
+    def _reference(self) -> list[int]:
         tokens = expected_output(self.prompt_token_ids, self.sampling.max_tokens, self.sampling.seed, self.window)
         ends = [index for index, token in enumerate(tokens) if token in self.stop_token_ids]
         return tokens[: ends[0] + 1] if ends else tokens
 
     @property
     def is_garbled(self) -> bool:
-        """Whether it was told a token that it would not have been told alone, or anything else of its prompt."""
-        if not self.told:
+        """Whether the outputs differ from the reference answer (batch size 1)."""
+        if not self.outputs:
             return False
         if self.beam_search is None:
-            whole = join_pieces(self.told)
-            given = list(whole.token_ids)
-            return given != self._alone[: len(given)] or self._is_prompt_garbled(whole)
-        beams = [beam.token_ids for piece in self.told for beam in piece.beams]
-        return bool(beams) and beams != self._beams_alone()
+            whole = join_pieces(self.outputs)
+            generated = list(whole.token_ids)
+            return generated != self._reference[: len(generated)] or self._is_prompt_garbled(whole)
+        beams = [beam.token_ids for piece in self.outputs for beam in piece.beams]
+        return bool(beams) and beams != self._reference_beams()
 
     def check_answer(self) -> None:
-        """Raises AssertionError unless it was told what it would be told alone, or the beginning of that."""
-        whole = join_pieces(self.told)
-        broken_off = whole.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH)
-        given = list(whole.token_ids)
+        """Raise AssertionError unless the outputs are the reference answer, or a prefix if the request ended early."""
+        whole = join_pieces(self.outputs)
+        ended_early = whole.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH)
+        generated = list(whole.token_ids)
         if self.beam_search is None:
-            alone = self._alone[: len(given)] if broken_off else self._alone
-            assert given == alone, f"{whole.request_id} was answered {given} and not {alone}"
+            alone = self._reference[: len(generated)] if ended_early else self._reference
+            assert generated == alone, f"{whole.request_id} generated {generated}, expected {alone}"
             self._check_logprobs(whole)
-            self._check_prompt(whole, broken_off)
-        elif broken_off:
-            assert not given and not whole.beams, f"{whole.request_id} was told beams of an unfinished search"
+            self._check_prompt(whole, ended_early)
+        elif ended_early:
+            assert not generated and not whole.beams, f"{whole.request_id} returned beams of an unfinished search"
         else:
             beams = [beam.token_ids for beam in whole.beams]
-            alone = self._beams_alone()
-            assert beams == alone, f"{whole.request_id} was answered the beams {beams} and not {alone}"
+            alone = self._reference_beams()
+            assert beams == alone, f"{whole.request_id} returned the beams {beams}, expected {alone}"
 
-    def _beams_alone(self) -> list[tuple[int, ...]]:
+    def _reference_beams(self) -> list[tuple[int, ...]]:
         assert self.beam_search is not None
         asked = self.prompt_token_ids, self.beam_search, self.sampling.max_tokens, self.stop_token_ids
         return expected_beams(*asked, self.window)
 
-    def _check_prompt(self, whole: RequestOutput, broken_off: bool) -> None:
-        """It was told of every token of its prompt but the first, once, or of the beginning of that."""
-        told = whole.prompt_logprobs
-        num_told = 0 if told is None else len(told)
+    def _check_prompt(self, whole: RequestOutput, ended_early: bool) -> None:
+        """Check that prompt results are complete, or a prefix if the request ended early."""
+        received = whole.prompt_logprobs
+        num_received = 0 if received is None else len(received)
         num_wanted = 0 if self.sampling.prompt_logprobs is None else len(self.prompt_token_ids) - 1
-        assert num_told == num_wanted or (broken_off and num_told < num_wanted), (
-            f"{whole.request_id} was told of {num_told} of {num_wanted} tokens"
+        assert num_received == num_wanted or (ended_early and num_received < num_wanted), (
+            f"{whole.request_id} has results of {num_received} of {num_wanted} prompt tokens"
         )
-        assert broken_off or (whole.vector is not None) is self.wants_vector, f"{whole.request_id} has no vector"
-        assert not self._is_prompt_garbled(whole), f"{whole.request_id} was told something else of its prompt"
+        assert ended_early or (whole.vector is not None) is self.wants_vector, f"{whole.request_id} has no vector"
+        assert not self._is_prompt_garbled(whole), f"{whole.request_id} has other results of its prompt"
 
     def _is_prompt_garbled(self, whole: RequestOutput) -> bool:
-        """Whether anything that was told of its prompt is not what would have been told alone."""
-        prompt, told = self.prompt_token_ids, whole.prompt_logprobs
+        """Return whether prompt results differ from those of the reference."""
+        prompt, received = self.prompt_token_ids, whole.prompt_logprobs
         if whole.vector is not None and whole.vector.tolist() != vector_of(seen(prompt, self.window)).tolist():
             return True
-        if told is None:
+        if received is None:
             return False
         count = self.sampling.prompt_logprobs or 0
         alone = [
-            _token_logprobs(seen(prompt[:place], self.window), prompt[place], count)
-            for place in range(1, min(len(told) + 1, len(prompt)))
+            _token_logprobs(seen(prompt[:index], self.window), prompt[index], count)
+            for index in range(1, min(len(received) + 1, len(prompt)))
         ]
-        return told.tokens(count) != alone
+        return received.tokens(count) != alone
 
     def _check_logprobs(self, whole: RequestOutput) -> None:
         count = self.sampling.logprobs
         assert len(whole.logprobs) == (0 if count is None else len(whole.token_ids))
-        for place, token in enumerate(whole.logprobs):
-            context = seen(self.prompt_token_ids + list(whole.token_ids[:place]), self.window)
-            alone = _token_logprobs(context, whole.token_ids[place], count or 0)
-            assert token == alone, f"{whole.request_id} was told {token} and not {alone}"
+        for index, token in enumerate(whole.logprobs):
+            context = seen(self.prompt_token_ids + list(whole.token_ids[:index]), self.window)
+            alone = _token_logprobs(context, whole.token_ids[index], count or 0)
+            assert token == alone, f"{whole.request_id} has {token}, expected {alone}"
 
     # --- leaving ----------------------------------------------------------------------------------------------------
 
     def state(self) -> str:
-        """Where its request is now."""
+        """Return the state of the request."""
         assert self.stream is not None and self.engine is not None
         if self.has_ended:
             return "ended"
@@ -160,7 +160,7 @@ class Client:
 
 
 def _token_logprobs(context: list[int], token_id: int, count: int) -> TokenLogprobs:
-    """What the model says of a token behind `context`."""
+    """Return the model's log-probabilities of a token after `context`."""
     logprobs, top = next_logprobs(context), most_likely(context)[:count]
     logprob = POISON_LOGPROB if token_id == POISON else float(logprobs[token_id])
     return TokenLogprobs(token_id, logprob, tuple(top.tolist()), tuple(logprobs[top].tolist()))
@@ -174,27 +174,30 @@ def _state(request: Request, engine: Engine) -> str:
         if scheduler.blocks.is_swapped(request.request_id):
             return "swapped"
         if request in scheduler.waiting_requests.forks.get(request.fork_of or "", ()):
-            return "waiting for its twin"
+            return "waiting for its parent"
         if not request.has_run:
             return "waiting"
         return "lost" if request.num_lost_steps else "preempted"
     if any(row.request is request for schedule in engine._in_flight for row in schedule.rows):
         return "in flight"
-    return "between two tokens" if request.is_decoding else "in its prompt"
+    return "between two steps" if request.is_decoding else "in prefill"
 
 
-def _lie(client: Client, rng: random.Random, number: int) -> None:
-    """The worst priorities, a name for each request, prompts or answers as long as may be, many at one moment."""
+def _make_hostile(client: Client, rng: random.Random, number: int) -> None:
+    """Make the client hostile: extreme priorities, a tenant for each request, maximum lengths, few arrival times."""
     client.priority = rng.choice((-MAX_PRIORITY, MAX_PRIORITY, -100 - number, 100 - number))
-    client.tenant = f"liar {number}"
+    client.tenant = f"hostile {number}"
     client.at_round = rng.choice((0, 20))
-    longest = MAX_MODEL_LEN - len(client.prompt_token_ids)
-    if longest > 0 and rng.random() < 0.5:
-        client.sampling = replace(client.sampling, max_tokens=longest, ignore_eos=True)
+    max_tokens = MAX_MODEL_LEN - len(client.prompt_token_ids)
+    if max_tokens > 0 and rng.random() < 0.5:
+        client.sampling = replace(client.sampling, max_tokens=max_tokens, ignore_eos=True)
 
 
-def _ask_of_prompt(client: Client, rng: random.Random) -> None:
-    """Some want to be told of their prompts, some of these of nothing else; numbers of their own leave others alone."""
+def _request_prompt_results(client: Client, rng: random.Random) -> None:
+    """Let some clients request prompt results, and some only these.
+
+    A generator of its own keeps the other drawn values.
+    """
     if rng.random() < 0.15:
         client.sampling = replace(client.sampling, prompt_logprobs=rng.choice((0, 2)))
     if rng.random() < 0.05:
@@ -203,18 +206,18 @@ def _ask_of_prompt(client: Client, rng: random.Random) -> None:
 
 
 def _draw_patience(rng: random.Random) -> float | None:
-    """Some have none left when they come, some lose it between two steps, some have nearly as much as they need."""
+    """Draw seconds until a deadline, from none to nearly enough; most clients have no deadline."""
     return rng.choice((0.0, 0.01, 0.1, 0.5, 2.0)) if rng.random() < 0.15 else None
 
 
 def draw_clients(rng: random.Random, *, beams: bool, window: int | None = None) -> list[Client]:
-    """The clients of one seed, in the order in which they come; liars among them in some seeds.
+    """Return the clients of one seed in order of arrival; in some seeds most are hostile.
 
-    `window`: of the model that answers them; None: it sees everything.
+    `window`: sliding window of the model; None: no window.
     """
     clients: list[Client] = []
     poisons = rng.random() < 0.06
-    share_of_liars = rng.choice((0.0, 0.0, 0.8))
+    share_of_hostile = rng.choice((0.0, 0.0, 0.8))
     for number in range(rng.randint(1, 12)):
         num_prompt = rng.randint(1, 28) if rng.random() < 0.97 else rng.randint(MAX_MODEL_LEN - 8, MAX_MODEL_LEN)
         client = Client(
@@ -233,13 +236,13 @@ def draw_clients(rng: random.Random, *, beams: bool, window: int | None = None) 
             tenant=rng.choice("abc"),
             window=NO_WINDOW if window is None else window,
         )
-        if rng.random() < share_of_liars:
-            _lie(client, rng, number)
+        if rng.random() < share_of_hostile:
+            _make_hostile(client, rng, number)
         kind = rng.random()
         if clients and kind < 0.25:
-            client.twin = clients[-1]
-            client.prompt_token_ids, client.tenant = client.twin.prompt_token_ids, client.twin.tenant
-            client.at_round = client.twin.at_round
+            client.parent = clients[-1]
+            client.prompt_token_ids, client.tenant = client.parent.prompt_token_ids, client.parent.tenant
+            client.at_round = client.parent.at_round
         elif poisons:
             client.prompt_token_ids[rng.randrange(num_prompt)] = POISON
             poisons = False
@@ -249,7 +252,7 @@ def draw_clients(rng: random.Random, *, beams: bool, window: int | None = None) 
                 width=width, num_returned=rng.randint(1, width), early_stopping=rng.random() < 0.3
             )
         if client.beam_search is None:
-            _ask_of_prompt(client, random.Random(f"{number} {num_prompt} {client.at_round}"))
+            _request_prompt_results(client, random.Random(f"{number} {num_prompt} {client.at_round}"))
         client.patience_s = _draw_patience(random.Random(f"patience {number} {num_prompt} {client.at_round}"))
         if rng.random() < 0.3:
             client.leaves_in = rng.choice((ANYWHERE, *STATES))

@@ -1,10 +1,10 @@
-"""A clock that goes on when it is told to."""
+"""The clock of the simulation."""
 
 from __future__ import annotations
 
 
 class Clock:
-    """Seconds that pass only when the simulation says so."""
+    """A clock whose time is set by the simulation."""
 
     def __init__(self) -> None:
         self.now = 0.0

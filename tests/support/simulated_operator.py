@@ -1,4 +1,4 @@
-"""Who has replicas leave and join while the simulation goes on, at moments of no engine's choice."""
+"""An operator who lets replicas leave and join at random rounds of the simulation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from llm_serving.errors import RequestError
 
 SEEDS_WITH_ONE = 0.5
 ROUNDS_BETWEEN = (0, 1, 1, 2, 5, 20)
-"""Often so few that a replica is to join before it has left."""
+"""Rounds between two actions, often so few that a replica must join before it has left."""
 
 
 class Operator:
-    """Asks what the shipping `Control` does, in half of the seeds."""
+    """Drains and joins replicas through the shipping `Control`, in half of the seeds."""
 
     def __init__(self, rng: random.Random, control: Control, replicas: Replicas, num_replicas: int) -> None:
         self.counts: Counter[str] = Counter()
@@ -27,15 +27,15 @@ class Operator:
         self._index = 0
 
     def act(self, now: int) -> None:
-        """In round `now`."""
+        """Do the actions that are due in round `now`."""
         while self._rounds and self._rounds[0] <= now:
             self._rounds.popleft()
-            if self._rng.random() < 0.5:  # else the same as before
+            if self._rng.random() < 0.5:  # otherwise the replica of the action before
                 self._index = self._rng.randrange(self._num_replicas)
             self._ask(self._index)
 
-    def rest(self) -> None:
-        """Asks for nothing any more."""
+    def disable(self) -> None:
+        """Do nothing in later rounds."""
         self._rounds.clear()
 
     def _ask(self, index: int) -> None:
@@ -51,9 +51,9 @@ class Operator:
         try:
             self._control.drain(index)
         except RequestError:
-            assert not has_others, "the only one that serves is not the only one"
+            assert not has_others, "a drain was refused although another replica serves"
             self.counts["drains refused"] += 1
         else:
-            assert has_others, "nobody is left that serves"
+            assert has_others, "the last serving replica was drained"
             self.counts["drains"] += 1
             self.counts["drains with requests"] += has_requests

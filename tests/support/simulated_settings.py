@@ -1,4 +1,4 @@
-"""What a simulated master is made of, drawn by seed: its scheduler, its replicas and their machines, its limits."""
+"""The random settings of a simulated master: scheduler, replicas, machines and limits."""
 
 from __future__ import annotations
 
@@ -55,14 +55,15 @@ def draw_scheduler(rng: random.Random) -> dict[str, Any]:
 
 
 def draw_reloads(rng: random.Random) -> deque[tuple[int, random.Random]]:
-    """(round, what draws the rules), in a quarter of the seeds."""
+    """Return (round, generator of the new rules) of each reload; a quarter of the seeds has some."""
     rounds = sorted(rng.randint(0, 40) for _ in range(rng.choice((1, 1, 3)))) if rng.random() < 0.25 else []
     return deque((each, random.Random(rng.random())) for each in rounds)
 
 
 def draw_cluster(rng: random.Random, config: ServingConfig, num_replicas: int) -> ClusterConfig:
-    """Roles of the replicas, and blocks that each hands requests over by; in three of four seeds there are
-    `num_replicas`, and all do all."""
+    """Draw roles of the replicas and their transfer blocks; three of four seeds have `num_replicas` replicas without
+    roles.
+    """
     if rng.random() < 3 / 4 or config.model.batching_strategy == "static":
         return ClusterConfig(replicas=num_replicas)
     roles = rng.choice(ROLES)
@@ -70,7 +71,9 @@ def draw_cluster(rng: random.Random, config: ServingConfig, num_replicas: int) -
 
 
 def draw_network(rng: random.Random, clock: Clock, num_machines: int | None) -> SimulatedNetwork | None:
-    """None: all WorkAgents run on the master's machine, as in two of three seeds, unless their machines are given."""
+    """Return a network, or None if all WorkAgents run on the master's machine, as in two of three seeds without
+    `num_machines`.
+    """
     alone = rng.random() < 2 / 3
     if num_machines == 0 or (alone and num_machines is None):
         return None
@@ -80,7 +83,7 @@ def draw_network(rng: random.Random, clock: Clock, num_machines: int | None) -> 
 
 
 def draw_config(rng: random.Random, scheduler: dict[str, Any]) -> ServingConfig:
-    """What the door must know."""
+    """Return the configuration that admission control needs."""
     return ServingConfig(
         model=ModelConfig(
             max_generate_length=MAX_MODEL_LEN,

@@ -1,4 +1,4 @@
-"""Loads, profiles and configurations for the simulator, as small as they can be."""
+"""Minimal workloads, profiles and configurations for the simulator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def create_profile(**changes: Any) -> Profile:
 
 
 def create_load(*due_s: float, concurrency: int | None = None, retries: int = 0, **fields: Any) -> Workload:
-    """A request at each of these times; prompts of 8 tokens and answers of 4 unless told otherwise."""
+    """Return a workload with a request at each time; by default prompts have 8 tokens and answers 4."""
     num_prompt = fields.pop("num_prompt", 8)
     fields = {"stream": "s", "num_output_tokens": 4, "max_tokens": 4} | fields
     requests = [

@@ -1,4 +1,4 @@
-"""A Llama of a few hundred kilobytes as a folder in Hugging Face form, tokenizer aside."""
+"""A Llama of a few hundred kilobytes as a Hugging Face folder without tokenizer."""
 
 import json
 import tempfile
@@ -22,14 +22,14 @@ CONFIG = {
 
 
 def small_tensors(**changes: object) -> dict[str, np.ndarray]:
-    """Hugging Face name -> float32 array."""
+    """Return Hugging Face name -> float32 array."""
     rng = np.random.default_rng(0)
     shapes = ModelSpec.from_hugging_face(CONFIG | changes).tensors
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def write_small_model(folder: Path, **changes: object) -> dict[str, np.ndarray]:
-    """Writes config.json and model.safetensors; returns the tensors."""
+    """Write config.json and model.safetensors; return the tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     tensors = small_tensors(**changes)
@@ -39,7 +39,7 @@ def write_small_model(folder: Path, **changes: object) -> dict[str, np.ndarray]:
 
 @cache
 def small_weights() -> bytes:
-    """The content of that model.safetensors."""
+    """Return the tensors of that model.safetensors."""
     with tempfile.TemporaryDirectory() as folder:
         write_small_model(Path(folder))
         return (Path(folder) / "model.safetensors").read_bytes()

@@ -1,4 +1,4 @@
-"""Steps and sampling inputs with defaults, so that a test shows only what matters to it."""
+"""Factories of steps and sampling inputs with defaults, so that a test shows only the values that matter to it."""
 
 from itertools import accumulate
 
@@ -21,13 +21,13 @@ _DEFAULTS = {
 
 
 def sampling_input(num_samples, history=None, bias=None, allowed=None, **fields):
-    """Greedy samples; a field is one value for all or a list.
+    """Return greedy samples; a field is one value for all samples or a list.
 
     Args:
         num_samples: S.
         history: Sample -> token ids, for samples with penalties.
         bias: Sample -> {token id: value}.
-        allowed: Sample -> token ids, for samples that may not choose any token.
+        allowed: Sample -> allowed token ids, for constrained samples.
         fields: Any per-sample field of `SamplingInput`.
     """
     arrays = {
@@ -58,13 +58,13 @@ def _words(token_ids):
 
 
 def block_moves(*moves):
-    """[N, 6] of moves (kind, source, target, source epoch, target epoch, number of tokens); 0 what is left out."""
+    """Return moves [N, 6] (kind, source, target, source epoch, target epoch, number of tokens); missing values: 0."""
     width = len(BlockMove._fields)
     return np.array([(*move, *(0,) * (width - len(move))) for move in moves], np.int32).reshape(-1, width)
 
 
 def scoring_input(*results):
-    """Of results (token ids, number of the most likely)."""
+    """Return the scoring input of results (token ids, number of most likely tokens)."""
     return ScoringInput(
         num_logprobs=np.array([count for _, count in results], np.int32),
         offsets=_offsets([token_ids for token_ids, _ in results]),
@@ -73,7 +73,7 @@ def scoring_input(*results):
 
 
 def top_tokens(results):
-    """Of results (token ids, their log-probabilities), most likely first."""
+    """Return top tokens of results (token ids, their log-probabilities), most likely first."""
     return TopTokens(
         offsets=_offsets([token_ids for token_ids, _ in results]),
         token_ids=np.array([token_id for token_ids, _ in results for token_id in token_ids], np.int32),
@@ -82,16 +82,16 @@ def top_tokens(results):
 
 
 def step_input(rows, step=0, samples=None, sampling=None, moves=(), epochs=None, scores=(), vectors=()):
-    """A step of rows (token_ids, num_computed, block_ids).
+    """Return a step of rows (token_ids, num_computed, block_ids).
 
     Args:
         rows: One triple for each request.
-        step: Its number.
-        samples: Rows that sample; all by default.
-        sampling: How; greedy by default.
-        moves: As for `block_moves`, done first.
-        epochs: [B, W] of the blocks; 0 by default, so that all blocks have one owner.
-        scores: Results (row, token, token ids, number of the most likely) of kind LOGPROBS, in order.
+        step: Number of the step.
+        samples: Rows that sample; None: all rows.
+        sampling: Sampling input; None: greedy.
+        moves: Arguments of `block_moves`.
+        epochs: [B, W] of the blocks; None: 0, so that all blocks have one owner.
+        scores: Results (row, token, token ids, number of most likely tokens) of kind LOGPROBS, in order.
         vectors: Results (row, token) of kind VECTOR, in order.
     """
     width = max(len(blocks) for _, _, blocks in rows)
@@ -117,7 +117,7 @@ def step_input(rows, step=0, samples=None, sampling=None, moves=(), epochs=None,
 
 
 def select_samples(sampling, rows):
-    """The sampling input of some of the samples, in the order of `rows`."""
+    """Return the sampling input of some samples, in the order of `rows`."""
     fields = {name: getattr(sampling, name)[rows] for name in _DEFAULTS}
     histories = [_part(sampling.history_token_ids, sampling.history_offsets, row) for row in rows]
     bias_ids = [_part(sampling.bias_token_ids, sampling.bias_offsets, row) for row in rows]

@@ -1,4 +1,4 @@
-"""Tables of documents whose last column names tests."""
+"""Tables of documents whose last column lists tests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 
 def rows(text: str, first: str) -> list[list[str]]:
-    """Cells of the rows of all tables whose header does not begin otherwise, without headers.
+    """Return the cells of rows of all tables whose header begins with `first`, without headers.
 
     Args:
         text: A document.
-        first: Of the headers, the first cell.
+        first: First cell of the headers.
     """
     found: list[list[str]] = []
     is_wanted, before = False, ""
@@ -30,13 +30,13 @@ def rows(text: str, first: str) -> list[list[str]]:
 
 
 def missing_tests(row: list[str]) -> list[str]:
-    """Tests that a row names and that are not there; the row itself if it names none."""
+    """Return the tests of a row that do not exist; the row itself if it lists none."""
     named = re.findall(r"`(tests/[^`]+)`", row[-1])
-    return [test for test in named if not is_there(test)] or ([] if named else [f"no test is named: {row[0]}"])
+    return [test for test in named if not exists(test)] or ([] if named else [f"no test is named: {row[0]}"])
 
 
-def is_there(test: str) -> bool:
-    """Of a folder, a file, or a function or class in it: `tests/a.py::TestB::test_c`."""
+def exists(test: str) -> bool:
+    """Return whether a path exists: a folder, a file, or a function or class in it, `tests/a.py::TestB::test_c`."""
     file, *names = re.sub(r"\[.*\]$", "", test).split("::")
     path = PROJECT / file
     if not path.exists():

@@ -11,7 +11,7 @@ CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, hello the
 
 
 def byte_level_folder(folder: Path, **config: object) -> Path:
-    """A tokenizer.json as of Llama 3: byte-level BPE, begin-of-text by the post-processor."""
+    """Write a tokenizer.json like that of Llama 3: byte-level BPE, begin-of-text added by the post-processor."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -29,7 +29,7 @@ def byte_level_folder(folder: Path, **config: object) -> Path:
 
 
 def byte_fallback_folder(folder: Path, **config: object) -> Path:
-    """A tokenizer.json as of Llama 2: sentencepiece's rules in the other library's words."""
+    """Write a tokenizer.json like that of Llama 2: sentencepiece's rules expressed for the other library."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     for piece in ["▁", "h", "e", "l", "o", "w", "r", "d", "▁h", "el", "lo", "▁w", "or", "ld", "▁hel", "▁hello"]:
         vocab.setdefault(piece, len(vocab))

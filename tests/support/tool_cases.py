@@ -1,4 +1,4 @@
-"""A model that calls a tool as Qwen does, and what its template was given."""
+"""A model that calls a tool as Qwen does, and the input of its chat template."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.fakes import DEMO_FOLDER, FakeEngine
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zurich"}}\n</tool_call>'
 ARGUMENTS = '{"city": "Zurich"}'
 HERMES = "{{ messages | tojson }}{{ tools | tojson }}{# <tool_call> <think></think> #}"
-"""A template that shows all it is given, and that the model calls as Qwen does and thinks before it answers."""
+"""A template that renders all its input, for a model that calls tools as Qwen does and reasons before it answers."""
 
 
 def tokenizer_with(template: str) -> Tokenizer:
@@ -21,7 +21,7 @@ def tokenizer_with(template: str) -> Tokenizer:
 
 
 def prompt_of(engine: FakeEngine, index: int = 0) -> Any:
-    """Messages and tools, as the template got them."""
+    """Return the messages and tools that the template received."""
     text = engine.tokenizer.decode(engine.submitted[index].prompt_token_ids)
     messages, end = json.JSONDecoder().raw_decode(text)
     return messages, json.loads(text[end:])

@@ -1,8 +1,9 @@
-"""Several machines on one: network namespaces, joined by a switch that loses, delays and repeats what it is told to.
+"""Several virtual machines on this one: network namespaces, joined by a switch that loses, delays and duplicates
+frames.
 
-The namespaces, their TCP and its timers are the kernel's; each has one network device, a TAP whose other end is a
-program: the switch, a process that hands every Ethernet frame on. So a link can be cut in one direction, with nobody
-told, as when a cable, a route or a firewall fails. Needs root, `ip` and /dev/net/tun.
+The namespaces, their TCP and its timers are the kernel's. Each has one network device, a TAP, whose other end is the
+switch: a process that forwards every Ethernet frame. So a link can be cut in one direction without any notification, as
+when a cable, a route or a firewall fails. Needs root, `ip` and /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 SUBNET: Final = f"10.77.{os.getpid() % 256}"
-"""Those of two programs are seldom the same."""
+"""First three bytes of the addresses, which depend on the process so that two programs rarely have the same."""
 HERE: Final = "here"
-"""The host that has no namespace of its own: it is this one, at SUBNET.1."""
+"""The host that is this machine, without a namespace; its address is SUBNET.1."""
 _SET_INTERFACE: Final = 0x400454CA  # TUNSETIFF
 _TAP_WITHOUT_HEADER: Final = 0x1002  # IFF_TAP | IFF_NO_PI
 _LONGEST_FRAME: Final = 65536
-_EVERYBODY: Final = b"\xff" * 6
+_BROADCAST: Final = b"\xff" * 6
 _ETHERNET_BYTES: Final = 14
 _IPV4: Final = b"\x08\x00"
 _TCP: Final = 6
@@ -40,18 +41,18 @@ _RST: Final = 4
 _ACK: Final = 16
 
 Direction = Literal["to", "from"]
-"""Seen from a host: what others send it, and what it sends."""
+"""Direction as seen from a host: frames sent to it, and frames from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What happens to the frames of a host in one direction."""
+    """The treatment of a host's frames in one direction."""
 
     delay_s: float = 0.0
     loss: float = 0.0
-    """Share of frames; 1: the link is cut."""
+    """Share of lost frames; 1: the link is cut."""
     duplicates: float = 0.0
-    """Share of frames that come twice, the second time up to 20 ms late, behind others."""
+    """Share of duplicated frames; the copy is up to 20 ms late, after other frames."""
 
 
 CUT: Final = Link(loss=1.0)
@@ -60,18 +61,18 @@ _LATE_S: Final = 0.02
 
 @dataclass(slots=True)
 class Break:
-    """What happens to one TCP connection of a host, once some of it has gone by."""
+    """The treatment of one TCP connection of a host after some bytes."""
 
     after_bytes: int
-    """Of frames in both directions; fewer are left with each."""
+    """Bytes of frames in both directions until the break; each frame reduces them."""
     link: Link = CUT
     directions: tuple[Direction, ...] = ("to", "from")
     resets: bool = False
-    """Both ends are told that the connection is no more by the first frame that either sends, as a firewall does."""
+    """Whether both ends get a reset at the next frame, as from a firewall; otherwise frames are lost."""
 
 
 def usable() -> bool:
-    """Whether this process may make namespaces and devices."""
+    """Return whether this process may create namespaces and devices."""
     return os.geteuid() == 0 and shutil.which("ip") is not None and Path("/dev/net/tun").exists() and _may_make_one()
 
 
@@ -90,7 +91,7 @@ class Host:
     name: str
     number: int
     namespace: str | None
-    """None: this one."""
+    """Name of the namespace; None: this machine's."""
 
     @property
     def address(self) -> str:
@@ -101,53 +102,53 @@ class Host:
         return bytes((2, 0x77, 0, 0, 0, self.number))
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """The command that runs another one on this host."""
+        """Return the command that runs another command on this host."""
         return [*(["ip", "netns", "exec", self.namespace] if self.namespace else []), *arguments]
 
     def pids(self) -> list[int]:
-        """Processes of the namespace."""
+        """Return the processes of the namespace."""
         assert self.namespace is not None
         return [int(pid) for pid in _ip("netns", "pids", self.namespace).split()]
 
 
 @dataclass
 class VirtualNetwork:
-    """Hosts on one Ethernet, each reaching every other one. Use `virtual_network`."""
+    """Hosts on one Ethernet, each of which reaches all others; `virtual_network` creates them."""
 
     hosts: dict[str, Host]
     _switch: Connection
 
     def set_link(self, host: str, direction: Direction, link: Link) -> None:
-        """From the next frame on."""
+        """Set the treatment of later frames."""
         self._switch.send((self.hosts[host].number, direction, link))
         self._switch.recv()
 
     def set_break(self, host: str, port: int, planned: Break) -> None:
-        """Of the connection that has this port on the host."""
+        """Break the connection that has this port on the host."""
         self._switch.send((self.hosts[host].number, port, planned))
         self._switch.recv()
 
     def bytes_before_break(self, host: str, port: int) -> int:
-        """Not above 0: it has come."""
+        """Return the bytes until the break; at most 0 after it."""
         self._switch.send((self.hosts[host].number, port, None))
         left: int = self._switch.recv()
         return left
 
-    def mend_break(self, host: str, port: int) -> None:
+    def restore_connection(self, host: str, port: int) -> None:
         self.set_break(host, port, Break(0, Link()))
 
     def cut(self, host: str, *directions: Direction) -> None:
         for direction in directions:
             self.set_link(host, direction, CUT)
 
-    def mend(self, host: str) -> None:
+    def restore(self, host: str) -> None:
         for direction in ("to", "from"):
             self.set_link(host, direction, Link())
 
 
 @contextlib.contextmanager
 def virtual_network(*names: str) -> Iterator[VirtualNetwork]:
-    """Hosts of these names; `HERE` may be one of them. What runs in the namespaces must have ended before the end."""
+    """Create hosts of these names, of which `HERE` may be one; processes in the namespaces must end first."""
     hosts = {
         name: Host(name, number, None if name == HERE else f"llm-{os.getpid()}-{name}")
         for number, name in enumerate(sorted(names, key=lambda name: name != HERE), start=1 if HERE in names else 2)
@@ -159,13 +160,13 @@ def virtual_network(*names: str) -> Iterator[VirtualNetwork]:
         switch.start()
         theirs.close()
         undo.callback(switch.join)
-        undo.callback(ours.close)  # ends it
+        undo.callback(ours.close)  # ends the switch
         yield VirtualNetwork(hosts, ours)
 
 
 @contextlib.contextmanager
 def _device(host: Host) -> Iterator[int]:
-    """A device of the host, up and with its address; the end that the switch has."""
+    """Create a device of the host with its address; return the switch's end of it."""
     name = f"llm{os.getpid() % 10**7}-{host.number}"
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     inside: list[str] = []
@@ -190,31 +191,33 @@ def _ip(*arguments: str) -> str:
 
 
 def _switch(fds: dict[int, int], orders: Connection, other_end: Connection) -> None:
-    """Hands frames on until the other end of `orders` is closed."""
+    """Forward frames until the other end of `orders` is closed."""
     other_end.close()
     rng = random.Random(0)
     links: dict[tuple[int, str], Link] = {}
     breaks: dict[tuple[int, int], Break] = {}
     due: list[tuple[float, int, int, bytes]] = []
-    """Frames by when they are to be handed on: time, number in order, host, content."""
+    """Frames by due time: time, sequence number, host, content."""
     count = itertools.count()
     numbers = {fd: number for number, fd in fds.items()}
-    ready = select.poll()  # takes descriptors above 1,023 too
+    ready = select.poll()  # supports descriptors above 1,023
     for fd in (*numbers, orders.fileno()):
         ready.register(fd, select.POLLIN)
 
-    def hand_on(now: float, sender: int, frame: bytes) -> None:
+    def forward(now: float, sender: int, frame: bytes) -> None:
         outward = links.get((sender, "from"), Link())
         ports = _ports(frame) if breaks else None
-        targets = [n for n in fds if n != sender] if frame[:6] == _EVERYBODY else [frame[5]]
+        targets = [n for n in fds if n != sender] if frame[:6] == _BROADCAST else [frame[5]]
         for target in [each for each in targets if each in fds]:
             passed = [outward, links.get((target, "to"), Link())]
             if ports is not None:
                 ends = ((sender, ports[0], "from"), (target, ports[1], "to"))
-                broken = [_broken(breaks.get((number, port)), direction, frame) for number, port, direction in ends]
+                broken = [
+                    _active_break(breaks.get((number, port)), direction, frame) for number, port, direction in ends
+                ]
                 passed += [each.link for each in broken if each is not None]
                 if any(each is not None and each.resets for each in broken):
-                    heapq.heappush(due, (now, next(count), sender, _answer_of_reset(frame)))
+                    heapq.heappush(due, (now, next(count), sender, _reset_to_sender(frame)))
                     frame = _reset(frame)
             if any(link.loss and rng.random() < link.loss for link in passed):
                 continue
@@ -227,14 +230,15 @@ def _switch(fds: dict[int, int], orders: Connection, other_end: Connection) -> N
         now = time.monotonic()
         while due and due[0][0] <= now:
             _, _, target, frame = heapq.heappop(due)
-            with contextlib.suppress(OSError):  # its queue is full, or it is down: lost, as frames are
+            with contextlib.suppress(OSError):  # its queue is full, or the device is down: the frame is lost
                 os.write(fds[target], frame)
-        wait_ms = 1e3 * max(due[0][0] - time.monotonic(), 0.0) if due else None  # in whole ones: late by one at most
+        # whole milliseconds: late by at most one
+        wait_ms = 1e3 * max(due[0][0] - time.monotonic(), 0.0) if due else None
         for fd, _ in ready.poll(wait_ms):
             if fd in numbers:
                 with contextlib.suppress(BlockingIOError):
                     for _ in range(64):
-                        hand_on(time.monotonic(), numbers[fd], os.read(fd, _LONGEST_FRAME))
+                        forward(time.monotonic(), numbers[fd], os.read(fd, _LONGEST_FRAME))
                 continue
             try:
                 number, where, order = orders.recv()
@@ -249,15 +253,15 @@ def _switch(fds: dict[int, int], orders: Connection, other_end: Connection) -> N
 
 
 def _ports(frame: bytes) -> tuple[int, int] | None:
-    """Of sender and receiver; None: it is no segment of TCP."""
+    """Return the ports of sender and receiver; None for a frame without a TCP segment."""
     if frame[12:14] != _IPV4 or frame[23] != _TCP:
         return None
     begin = _ETHERNET_BYTES + 4 * (frame[14] & 15)
     return int.from_bytes(frame[begin : begin + 2]), int.from_bytes(frame[begin + 2 : begin + 4])
 
 
-def _broken(planned: Break | None, direction: str, frame: bytes) -> Break | None:
-    """What happens to a frame of a connection in one direction."""
+def _active_break(planned: Break | None, direction: str, frame: bytes) -> Break | None:
+    """Count a frame of a connection; return the break if it applies to frames of this direction now."""
     if planned is None:
         return None
     if planned.after_bytes > 0:
@@ -267,7 +271,7 @@ def _broken(planned: Break | None, direction: str, frame: bytes) -> Break | None
 
 
 def _reset(frame: bytes) -> bytes:
-    """The segment, without what it carries, that ends its connection."""
+    """Return the segment without payload and with the reset flag."""
     ip = bytearray(frame[_ETHERNET_BYTES : _ETHERNET_BYTES + 20])
     begin = _ETHERNET_BYTES + 4 * (ip[0] & 15)
     tcp = bytearray(frame[begin : begin + 20])
@@ -278,9 +282,11 @@ def _reset(frame: bytes) -> bytes:
     return frame[:_ETHERNET_BYTES] + bytes(ip) + bytes(tcp)
 
 
-def _answer_of_reset(frame: bytes) -> bytes:
-    """The segment that ends the connection for whoever sent this one, which has an acknowledgement as all but the first
-    have: at the byte that its sender awaits, as no other is believed (RFC 5961)."""
+def _reset_to_sender(frame: bytes) -> bytes:
+    """Return the reset that ends the connection for the sender of a segment with an acknowledgement.
+
+    Its sequence number must be the next byte that the sender expects, because other resets are ignored (RFC 5961).
+    """
     reset = bytearray(_reset(frame))
     tcp = _ETHERNET_BYTES + 20
     reset[0:6], reset[6:12] = frame[6:12], frame[0:6]
@@ -288,11 +294,11 @@ def _answer_of_reset(frame: bytes) -> bytes:
         middle, end = begin + width, begin + 2 * width
         reset[begin:middle], reset[middle:end] = reset[middle:end], reset[begin:middle]
     reset[tcp + 4 : tcp + 8], reset[tcp + 8 : tcp + 12] = reset[tcp + 8 : tcp + 12], reset[tcp + 4 : tcp + 8]
-    return bytes(reset)  # what was swapped adds up to the same checksums
+    return bytes(reset)  # swapping the addresses and ports does not change the checksums
 
 
 def _checksum(content: bytes) -> bytes:
-    """That of the internet protocols."""
+    """Return the Internet checksum."""
     total = sum(struct.unpack(f">{len(content) // 2}H", content))
     while total >> 16:
         total = (total & 0xFFFF) + (total >> 16)

@@ -1,4 +1,4 @@
-"""What MindSpore's own operators answer: in a process of its own, since one that has the operator library uses that."""
+"""Outputs of MindSpore's own operators, from a process without the operator library, which would replace them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import sys
 from collections.abc import Sequence
 
 VARIABLE = "LLM_SERVING_TESTS_WITHOUT_LIBRARY"
-"""Of the environment: set where MindSpore's own operators are asked."""
+"""Environment variable that is set in such a process."""
 
 
 def is_without_library() -> bool:
-    """Whether this is such a process."""
+    """Return whether this is such a process."""
     return VARIABLE in os.environ
 
 
 def output_of(*arguments: str) -> str:
-    """What a Python module prints in such a process.
+    """Return the standard output of a Python module in such a process.
 
     Args:
-        arguments: `-m`'s, of an interpreter.
+        arguments: The module and its arguments.
 
     Raises:
-        subprocess.CalledProcessError: It fails.
+        subprocess.CalledProcessError: The module failed.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", *arguments]
@@ -33,5 +33,5 @@ def output_of(*arguments: str) -> str:
 
 
 def cell_of(arguments: Sequence[str]) -> str:
-    """The last cell of the table that a module of `families` prints of one model."""
+    """Return the last cell of the table that a module of `families` prints for one model."""
     return output_of(*arguments).strip().rpartition("\n")[2].strip("| ").partition(" | ")[2]

@@ -1,4 +1,4 @@
-"""A tokenizer whose tokens are numbers, so that ids and text can be compared at a glance."""
+"""A tokenizer whose tokens are numbers, so that ids and text are easy to compare."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BYTES = [text.encode() for text in _TEXTS]
 
 
 class WordTokenizer:
-    """Token i is the text "i "; the smallest thing the engine can work with."""
+    """A tokenizer in which token i has the text "i "; it has only what the engine needs."""
 
     strips_leading_space = False
     eos_token_ids = (2,)

@@ -34,7 +34,7 @@ if __name__ == "__main__":
 import psutil
 import trustme
 from support.plain_server import plain_server
-from support.server_process import Server, start_server, unwind_when_told_to_end
+from support.server_process import Server, start_server, unwind_on_sigterm
 from tools.attackers import ATTACKS, MEBI
 
 MAX_GROWTH = 150_000_000
@@ -195,7 +195,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=ATTACKS, metavar="NAME")
     names = parser.parse_args().only or list(ATTACKS)
-    unwind_when_told_to_end()
+    unwind_on_sigterm()
     settings, good = [f"{key}={value}" for key, value in TIMES.items()], True
     if plain := [name for name in names if not ATTACKS[name].tls]:
         good &= measure_all(plain, settings, None)

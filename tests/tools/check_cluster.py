@@ -39,7 +39,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import httpx
-from support.cluster_block_cases import BLOCK_CASES, ROLES, no_block_is_kept
+from support.cluster_block_cases import BLOCK_CASES, ROLES, no_block_is_leaked
 from support.cluster_cases import CASES, CORES, MACHINES, MEANWHILE, NUM_REPLICAS, Disturb, Proof
 from support.cluster_streams import Answer, bodies, read
 from support.ray_machines import HEAD, RayMachines, ray_machines
@@ -93,7 +93,7 @@ async def play(
     asked = zip(bodies(len(alone), num_tokens), answers, strict=True)
     async with asyncio.timeout(CASE_S):
         proof.reading = asyncio.gather(*(read(lambda: proof.client, body, answer) for body, answer in asked))
-        while sum(len(answer.told_at) for answer in answers) < share * len(alone) * num_tokens:
+        while sum(len(answer.received_at) for answer in answers) < share * len(alone) * num_tokens:
             await asyncio.sleep(0.005)
         since = time.monotonic()
         open_then = sum(not answer.num_tokens for answer in answers)
@@ -101,14 +101,14 @@ async def play(
         await disturb(proof)
         await proof.reading
         for name in MACHINES:
-            proof.machines.network.mend(name)
+            proof.machines.network.restore(name)
             # Ray has removed the node: on a busy machine a slow link is sufficient for that
             if not proof.machines.raylets(name):
                 await proof.renew(name)
         await proof.until_whole()
         watching.cancel()
     assert open_then == len(alone), "a stream had ended when the case began"
-    told = [answer for answer in answers if proof.num_masters == 1 or answer.told_at[-1] > proof.master_since]
+    served = [answer for answer in answers if proof.num_masters == 1 or answer.received_at[-1] > proof.master_since]
     for answer, expected in zip(answers, alone, strict=True):
         if not answer.same_as(expected):
             sys.stderr.write(f"{case}: {answer.error or 'other bytes'}\n")
@@ -121,7 +121,7 @@ async def play(
         max(answer.silence_s(since) for answer in answers),
         max(proof.not_serving_at - since, 0.0),
         await proof.restarts() - restarts + (proof.num_masters - 1) * NUM_REPLICAS,
-        await proof.generated() - generated - sum(answer.num_tokens for answer in told),
+        await proof.generated() - generated - sum(answer.num_tokens for answer in served),
     )
 
 
@@ -181,18 +181,18 @@ async def prove(proof: Proof, cases: Mapping[str, Disturb], num_streams: int, nu
         sys.stdout.write(f"{row}\n")
         sys.stdout.flush()
         good &= row.num_equal == row.num_streams and row.num_twice == 0
-        if with_roles and not await no_block_is_kept(proof):
+        if with_roles and not await no_block_is_leaked(proof):
             sys.stderr.write(f"{case}: a block was kept\n")
             good = False
-    for law in ("bound_violations", "audit_mismatch"):
-        good &= await metric(proof.client, f"llm_serving:{law}_total") == 0
+    for name in ("bound_violations", "audit_mismatch"):
+        good &= await metric(proof.client, f"llm_serving:{name}_total") == 0
     await proof.client.aclose()
     return good
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="REGEX", help="play only cases whose name it matches")
+    parser.add_argument("--only", default="", metavar="REGEX", help="run only cases whose names match")
     parser.add_argument("--streams", type=int, default=NUM_STREAMS, help=f"at once (default: {NUM_STREAMS})")
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help=f"of each stream (default: {NUM_TOKENS})")
     parser.add_argument("--log", type=Path, help="where the log of the newest master is kept")

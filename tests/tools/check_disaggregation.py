@@ -100,10 +100,10 @@ async def crowd(server: Server, case: Case, count: int) -> list[Any]:
             (agent,) = (each for each in agents if each.cmdline()[4] == str(case.kill))
             agent.send_signal(signal.SIGKILL)
         await asyncio.gather(*leaving)
-        told = await asyncio.gather(*answers)
+        events = await asyncio.gather(*answers)
         while case.kill is not None and not await metric(client, "llm_serving:worker_restarts"):
             await asyncio.sleep(0.1)  # the other replica may have finished all answers meanwhile
-        return told
+        return events
 
 
 async def figures(server: Server) -> dict[str, float]:
@@ -123,19 +123,27 @@ def play(case: Case, expected: list[Any], folder: Path, engine: str) -> bool:
     server = start((*SETTINGS, *roles, *case.settings), 2)
     try:
         got = asyncio.run(crowd(server, case, len(expected)))
-        told = asyncio.run(figures(server))
+        metrics = asyncio.run(figures(server))
     finally:
         server.stop()
     hashes = re.findall(r"replica-\d: recorded \d+ events and \d+ decisions; hash ([0-9a-f]{16})", server.log)
     replayed = [replay(path) for path in sorted(folder.glob("*.rec"))]
     same = sum(any(f"hash {each}" in one.stdout for one in replayed) for each in hashes)
     equal = sum(one == other for one, other in zip(got, expected, strict=True))
-    columns = [case.name, len(expected), equal, int(told["moved_requests"]), int(told["moved_blocks"])]
-    columns += [f"{1000 * told['move_seconds'] / max(told['moved_requests'], 1):.1f}", int(told["worker_restarts"])]
-    columns += [int(told["audits"]), int(told["audit_mismatch"]), int(told["bound_violations"]), f"{same} of 2"]
+    columns = [case.name, len(expected), equal, int(metrics["moved_requests"]), int(metrics["moved_blocks"])]
+    columns += [
+        f"{1000 * metrics['move_seconds'] / max(metrics['moved_requests'], 1):.1f}",
+        int(metrics["worker_restarts"]),
+    ]
+    columns += [
+        int(metrics["audits"]),
+        int(metrics["audit_mismatch"]),
+        int(metrics["bound_violations"]),
+        f"{same} of 2",
+    ]
     sys.stdout.write(f"| {' | '.join(map(str, columns))} |\n")
     sys.stdout.flush()
-    return equal == len(expected) and same == 2 and not told["audit_mismatch"] and not told["bound_violations"]
+    return equal == len(expected) and same == 2 and not metrics["audit_mismatch"] and not metrics["bound_violations"]
 
 
 def main() -> int:

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for index in range(len(PROMPTS))
     ]
     llm = LLM(load_config(None, SETTINGS, Path("demo")))
-    alone = [told(llm.generate([prompt], each)[0]) for prompt, each in zip(PROMPTS, params, strict=True)]
+    alone = [fields_of(llm.generate([prompt], each)[0]) for prompt, each in zip(PROMPTS, params, strict=True)]
     config = load_config(None, [*SETTINGS, *DRAFT], Path("demo"))
     # The controller would not use a draft model that is as large as the served model.
     SpeculationController.pays = property(lambda self: True, lambda self, value: None)
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_equal = 0
         rounds = 0
         while executor.kills_left or not rounds:
-            together = [told(output) for output in llm.generate(PROMPTS, params)]
+            together = [fields_of(output) for output in llm.generate(PROMPTS, params)]
             num_equal += sum(each == other for each, other in zip(together, alone, strict=True))
             rounds += 1
     finally:
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(num_equal < rounds * len(PROMPTS) or not right)
 
 
-def told(output: RequestOutput) -> tuple[object, ...]:
+def fields_of(output: RequestOutput) -> tuple[object, ...]:
     return output.text, output.token_ids, output.logprobs, output.finish_reason
 
 

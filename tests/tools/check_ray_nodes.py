@@ -77,7 +77,7 @@ async def prove(server: Server, cluster: Any, nodes: list[Any], num_streams: int
         reading = asyncio.gather(
             *(read(lambda: client, body, answer) for body, answer in zip(asked, answers, strict=True))
         )
-        while sum(len(answer.told_at) for answer in answers) < num_streams * num_tokens // 5:
+        while sum(len(answer.received_at) for answer in answers) < num_streams * num_tokens // 5:
             await asyncio.sleep(0.005)
         num_open = sum(not answer.num_tokens for answer in answers)
         lost, since = nodes_with_agents(nodes)[0], time.monotonic()

@@ -129,7 +129,9 @@ async def prove(
                 reading = asyncio.gather(
                     *(read(lambda: client, body, answer) for body, answer in zip(asked, answers, strict=True))
                 )
-                while sum(len(answer.told_at) for answer in answers) < sum(body["max_tokens"] for body in asked) / 5:
+                while (
+                    sum(len(answer.received_at) for answer in answers) < sum(body["max_tokens"] for body in asked) / 5
+                ):
                     await asyncio.sleep(0.005)
                 assert not any(answer.num_tokens for answer in answers), "a stream had ended when the case began"
                 since, serves_at = time.monotonic(), time.monotonic()

@@ -103,8 +103,8 @@ def is_full(folder: Path) -> bool:
         )
         seconds = time.monotonic() - began
     said = [line for line in result.stderr.splitlines() if "object store has no room" in line]
-    told = said[-1] if said else result.stderr
-    sys.stdout.write(f"it may not: ends with {result.returncode} after {seconds:.1f} s and says: {told}\n")
+    message = said[-1] if said else result.stderr
+    sys.stdout.write(f"it may not: ends with {result.returncode} after {seconds:.1f} s and says: {message}\n")
     return bool(said) and result.returncode != 0
 
 

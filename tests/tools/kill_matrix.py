@@ -1,13 +1,14 @@
-"""WorkAgents are lost at every moment of every kind of stream; what the clients were told is compared with the answers
-given alone. Prints tables in Markdown.
+"""Kill WorkAgents at each moment of each kind of stream, and compare the streams with the reference answers.
 
-    python tests/tools/kill_matrix.py                 # everything: some minutes
+    python tests/tools/kill_matrix.py                 # all parts: some minutes
     python tests/tools/kill_matrix.py --only model    # one of: simulated, model, ranks, server
 
     simulated   the engine over a fake model, each of its steps lost once, under three policies, by recompute and swap
     model       the engine over a real WorkAgent process with the shipped model, killed or stopped by a signal
-    ranks       as model, around two processes that compute together, of which now one and now the other is lost
-    server      the real server, the streams read over HTTP, one or two WorkAgents; the master killed and stopped
+    ranks       as model, over two processes that compute together, which are killed in turn
+    server      the real server, streams read over HTTP, one or two WorkAgents; the master killed and stopped
+
+The reference answers are computed one at a time (batch size 1). Prints tables in Markdown.
 """
 
 from __future__ import annotations
@@ -26,32 +27,33 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import psutil
-from fake_speculation import RandomDrafts
 from llm_serving.core.step import StepInput
 from llm_serving.errors import WorkerDiedError
 from llm_serving.executor.tensor_parallel import RankProcesses
 from support.engine_harness import bytes_of
+from support.fake_speculation import RandomDrafts
 from support.fragile_harness import FragileHarness
 from support.kills import MOMENTS, Table, compare, play, streams
 from support.real_replica import RealReplica
-from support.server_process import shared_memory_names, unwind_when_told_to_end
+from support.server_process import shared_memory_names, unwind_on_sigterm
 from tools.killed_servers import a_server, end_of_a_master, table_of_one, table_of_two
 
 NEVER = range(0)
 MANY = 2000
-"""More replies than any run has."""
+"""Higher than the number of replies of any run."""
 DISTANCE = 17
-"""Replies from one kill to the next; the offset of the first one tells the runs apart."""
+"""Replies from one kill to the next; runs differ in the offset of the first kill."""
 
 
 # --- the engine over a fake model -------------------------------------------------------------------------------------
 
 
 def simulated_table(offsets: range = range(DISTANCE)) -> Table:
-    """With all offsets each step is lost in one of the runs."""
+    """Kill a fake WorkAgent in every `DISTANCE`-th step from each offset on; all offsets together cover each step."""
     table = Table("every step, simulated model", list(MOMENTS))
     alone = {
-        name: [_told_alone(index, name) for index in range(len(requests))] for name, requests in streams(8).items()
+        name: [_reference_answer(index, name) for index in range(len(requests))]
+        for name, requests in streams(8).items()
     }
     settings = product(("prefill_first", "decode_first", "mixed"), ("recompute", "swap"), offsets)
     for policy, mode, offset in settings:
@@ -84,7 +86,7 @@ def simulated_table(offsets: range = range(DISTANCE)) -> Table:
     return table
 
 
-def _told_alone(index: int, name: str) -> str:
+def _reference_answer(index: int, name: str) -> str:
     harness = FragileHarness()
     request = streams(8)[name][index]
     request.fork_of = None
@@ -105,17 +107,17 @@ SETTINGS = (
     "serving_config.log_level=ERROR",
 )
 HANGS = "serving_config.step_timeout_s=1.0"
-"""So soon one that hangs is noticed; on a busy machine others may be taken for one."""
+"""A short timeout notices a hanging WorkAgent soon; on a busy machine it may restart a slow one as well."""
 NUM_TOKENS = 24
 SIGNALS = {signal.SIGKILL: range(0, DISTANCE, 5), signal.SIGSTOP: range(2, DISTANCE, 9)}
-"""And with which offsets they are sent: a WorkAgent takes seconds to start."""
+"""The offsets with which each signal is sent; they are few, because a WorkAgent takes seconds to start."""
 RANK_SIGNALS = {signal.SIGKILL: range(0, DISTANCE, 9), signal.SIGSTOP: range(3, DISTANCE, DISTANCE)}
 
 
 def model_tables(
     signals: dict[signal.Signals, range] = SIGNALS, most_kills: int = MANY, num_ranks: int = 1
 ) -> Iterator[Table]:
-    """A table for each signal, which is sent at most so many times from an offset on."""
+    """Yield a table for each signal, which is sent at most `most_kills` times from each offset on."""
     hangs = (HANGS,) if signal.SIGSTOP in signals else ()
     replica = RealReplica(*SETTINGS, *hangs, f"cluster_config.tensor_parallel={num_ranks}")
     try:
@@ -140,30 +142,30 @@ def _model_table(
     num_restarts = replica.num_restarts
 
     def send() -> None:
-        # The reply may have been sent already; then the step after it, which is on its way, is the first that is lost.
+        # If the reply has been sent already, the first lost step is the one after it, which is in flight.
         os.kill(_processes(replica)[table.num_kills % num_ranks], sent)
         table.num_kills += 1
 
-    def ask_undisturbed() -> None:
+    def run_without_kills() -> None:
         asked = streams(NUM_TOKENS)
         play(replica.engine, asked, lambda: None, NEVER)
         idle = {request.request_id: {"idle"} for requests in asked.values() for request in requests}
         compare(table, asked, idle, alone, replica.take_answer)
 
     send()
-    ask_undisturbed()
+    run_without_kills()
     for offset in offsets:
         asked = streams(NUM_TOKENS)
         met = play(replica.engine, asked, send, range(offset, MANY, DISTANCE)[:most_kills])
         compare(table, asked, met, alone, replica.take_answer)
         assert replica.engine.scheduler.blocks.pool.num_used_blocks == 0
-    ask_undisturbed()  # whose WorkAgent may have died behind its last reply
+    run_without_kills()  # the WorkAgent may have died after its last reply
     table.num_restarts = replica.num_restarts - num_restarts
     return table
 
 
 def _processes(replica: RealReplica) -> list[int]:
-    """Their ids, a rank after the other."""
+    """Return the process ids of the ranks, in order of rank."""
     process = replica.agents[-1].process
     return [each.pid for each in process.ranks] if isinstance(process, RankProcesses) else [process.pid]
 
@@ -175,7 +177,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("simulated", "model", "ranks", "server"))
     only = parser.parse_args().only
-    unwind_when_told_to_end()
+    unwind_on_sigterm()
     names, myself = shared_memory_names(), psutil.Process()
     logging.disable(logging.CRITICAL)
     good = True
@@ -203,7 +205,7 @@ def main() -> int:
                 sys.stdout.write(f"{end_of_a_master(server, sent)}\n")
     left = [process.pid for process in myself.children(recursive=True)]
     new = sorted(shared_memory_names() - names)
-    sys.stdout.write(f"processes left: {left or 'none'}; new in /dev/shm: {new or 'nothing'}\n")
+    sys.stdout.write(f"processes left: {left or 'none'}; new in /dev/shm: {new or 'none'}\n")
     return 0 if good and not left and not new else 1
 
 

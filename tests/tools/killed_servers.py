@@ -1,4 +1,4 @@
-"""The real processes: WorkAgents and the master lose their lives while clients read streams over HTTP."""
+"""Real processes: WorkAgents and the master are killed while clients read streams over HTTP."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ STREAMS: dict[str, dict[str, Any]] = {
         "priority_class": "interactive",
     },
 }
-"""The cache below is too small for all of them at once, so some are swapped besides."""
+"""Requests by kind of stream. The KV cache below is too small for all of them at once, so some are swapped."""
 COMMON = {"max_tokens": 64, "ignore_eos": True, "stream": True}
 NUM_KILLS = 3
 
 Progress = list[int]
-"""Events that have come, of all streams."""
+"""Number of events that all streams have received."""
 Stream = asyncio.Task[dict[int, str]]
-_ALONE: list[dict[int, str]] = []
-"""The answers to `STREAMS`, each asked for when nothing else is: of the first server, for all that follow."""
+_REFERENCE: list[dict[int, str]] = []
+"""Reference answers to `STREAMS`, each computed alone by the first server; compared with those of all later servers."""
 Disturb = Callable[[Server, httpx.AsyncClient, Sequence[Stream], Progress], Awaitable[int]]
-"""Does something to the WorkAgents while the streams run; returns how often."""
+"""Kills or stops WorkAgents while the streams run; returns how often."""
 
 
 @contextmanager
@@ -75,11 +75,11 @@ def a_server(num_agents: int) -> Iterator[Server]:
 
 
 async def read_stream(client: httpx.AsyncClient, body: dict[str, Any], progress: Progress) -> dict[int, str]:
-    """Each choice's events joined: text, token logprobs, end."""
+    """Return the events of each choice joined: text, finish reason, token logprobs."""
     choices: dict[int, str] = {}
     async with client.stream("POST", "/v1/completions", json={**COMMON, **body}) as answer:
         assert answer.status_code == 200, await answer.aread()
-        async for line in answer.aiter_lines():  # of a search, which is not streamed, one
+        async for line in answer.aiter_lines():  # a beam search is not streamed: its answer is one event
             if (data := line.removeprefix("data: ")).startswith("{"):
                 event = json.loads(data)
                 assert "error" not in event, event
@@ -94,53 +94,53 @@ def start_streams(client: httpx.AsyncClient, progress: Progress) -> list[Stream]
     return [asyncio.create_task(read_stream(client, body, progress)) for body in STREAMS.values()]
 
 
-# --- what happens to WorkAgents ---------------------------------------------------------------------------------------
+# --- kills of WorkAgents ----------------------------------------------------------------------------------------------
 
 
-async def lose(server: Server, client: httpx.AsyncClient, sent: signal.Signals, turn: int = 0) -> None:
-    """Sends the signal to one of the WorkAgents and waits for its successor."""
+async def kill_and_wait(server: Server, client: httpx.AsyncClient, sent: signal.Signals, index: int = 0) -> None:
+    """Send the signal to a WorkAgent and wait until it has been restarted."""
     restarts = await metric(client, "llm_serving:worker_restarts_total")
     agents = server.work_agents()
-    agents[turn % len(agents)].send_signal(sent)
+    agents[index % len(agents)].send_signal(sent)
     while await metric(client, "llm_serving:worker_restarts_total") == restarts:
-        await asyncio.sleep(0.3)  # a start takes seconds, and what is asked for is computed on the same cores
+        await asyncio.sleep(0.3)  # a start takes seconds, and requests compete with it for the cores
 
 
-def now_and_then(sent: signal.Signals, times: int) -> Disturb:
-    """Whenever some more events have come."""
+def at_intervals(sent: signal.Signals, times: int) -> Disturb:
+    """Return a function that sends the signal `times` times, each time after some more events."""
 
     async def disturb(server: Server, client: httpx.AsyncClient, streams: Sequence[Stream], progress: Progress) -> int:
         for count in range(times):
-            wanted = progress[0] + 70 + 31 * count
-            while progress[0] < wanted:
+            target = progress[0] + 70 + 31 * count
+            while progress[0] < target:
                 if all(stream.done() for stream in streams):
                     return count
                 await asyncio.sleep(0.002)
-            await lose(server, client, sent, count)
+            await kill_and_wait(server, client, sent, count)
         return times
 
     return disturb
 
 
 async def in_prefill(server: Server, client: httpx.AsyncClient, streams: Sequence[Stream], progress: Progress) -> int:
-    """When the first prompts are computed and, as a rule, nothing has been told to anybody."""
+    """Kill a WorkAgent as soon as a request runs: usually no client has received a token then."""
     while not await metric(client, "vllm:num_requests_running"):
         if all(stream.done() for stream in streams):
             return 0
         await asyncio.sleep(0)
-    await lose(server, client, signal.SIGKILL)
+    await kill_and_wait(server, client, signal.SIGKILL)
     return 1
 
 
 def check_streams(server: Server, table: Table, disturbances: dict[str, Disturb], *, idle: bool = False) -> None:
-    """Every stream under each disturbance is compared with its answer given alone."""
+    """Run all streams under each disturbance and compare every answer with its reference answer."""
 
     async def run() -> None:
         async with asyncio.timeout(600), server.client() as client:
-            if not _ALONE:
-                _ALONE.extend([await read_stream(client, body, [0]) for body in STREAMS.values()])
+            if not _REFERENCE:
+                _REFERENCE.extend([await read_stream(client, body, [0]) for body in STREAMS.values()])
             if idle:
-                await lose(server, client, signal.SIGKILL)
+                await kill_and_wait(server, client, signal.SIGKILL)
                 table.num_kills += 1
                 await compare(start_streams(client, [0]), "idle")
             for column, disturb in disturbances.items():
@@ -156,7 +156,7 @@ def check_streams(server: Server, table: Table, disturbances: dict[str, Disturb]
     async def compare(streams: Sequence[Stream], column: str) -> None:
         if column not in table.columns:
             table.columns.append(column)
-        for name, stream, expected in zip(STREAMS, streams, _ALONE, strict=True):
+        for name, stream, expected in zip(STREAMS, streams, _REFERENCE, strict=True):
             table.add(name, column, await stream == expected)
 
     asyncio.run(run())
@@ -169,8 +169,8 @@ def table_of_one(num_kills: int = NUM_KILLS, num_hangs: int = NUM_KILLS, *, idle
     table = Table("real server, one WorkAgent")
     disturbances = {
         "in prefill": in_prefill,
-        f"killed {num_kills} times": now_and_then(signal.SIGKILL, num_kills),
-        f"hung {num_hangs} times": now_and_then(signal.SIGSTOP, num_hangs),
+        f"killed {num_kills} times": at_intervals(signal.SIGKILL, num_kills),
+        f"hung {num_hangs} times": at_intervals(signal.SIGSTOP, num_hangs),
     }
     with a_server(num_agents=1) as server:
         check_streams(server, table, disturbances, idle=idle)
@@ -178,15 +178,15 @@ def table_of_one(num_kills: int = NUM_KILLS, num_hangs: int = NUM_KILLS, *, idle
 
 
 def table_of_two(server: Server, num_kills: int = NUM_KILLS) -> Table:
-    """Of a server with so many."""
+    """Kill the WorkAgents of a server with two of them."""
     table = Table("real server, two WorkAgents")
-    disturbances = {"one after the other killed": now_and_then(signal.SIGKILL, num_kills)}
+    disturbances = {"one after the other killed": at_intervals(signal.SIGKILL, num_kills)}
     check_streams(server, table, disturbances, idle=True)
     return table
 
 
 def end_of_a_master(server: Server, sent: signal.Signals) -> str:
-    """The signal reaches the master while all streams run; tells what became of them."""
+    """Send the signal to the master while all streams run; return how many streams were complete."""
     agents = server.work_agents()
 
     async def run() -> list[BaseException | dict[int, str]]:

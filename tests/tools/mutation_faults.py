@@ -1,4 +1,4 @@
-"""Faults of the kind that garbled text in an older server, and guards against them switched off, as patches."""
+"""Injected faults that would garble text, and patches that switch off the guards against them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Patch = Callable[[], Any]
 
 
 def reply_read_early(*, numbered: bool) -> Any:
-    """Now and then the master reads the reply to the step before once more, in place of the one it waits for."""
+    """Make the master sometimes read the reply to the previous step again, in place of the one that it waits for."""
     receive = SimulatedAgent.receive
     state: dict[int, tuple[Any, int]] = {}
 
@@ -47,7 +47,7 @@ def reply_read_early(*, numbered: bool) -> Any:
 
 @contextmanager
 def one_buffer_for_two_steps(*, owned: bool, numbered: bool) -> Iterator[None]:
-    """Every step is written to the same buffer, whether or not the one before it has been read."""
+    """Write every step to the same buffer, even if the previous one has not been read."""
     start = RemoteExecutor.__init__
 
     def start_with_one(self: RemoteExecutor, channel: Any, buffers: Any, *others: Any) -> None:
@@ -69,8 +69,8 @@ def one_buffer_for_two_steps(*, owned: bool, numbered: bool) -> Iterator[None]:
         yield
 
 
-def block_given_twice() -> Any:
-    """Now and then a block is handed out that somebody holds already."""
+def block_allocated_twice() -> Any:
+    """Make the block pool sometimes allocate a block that another request already has."""
     allocate = BlockPool.allocate
     state = {"count": 0}
 
@@ -94,7 +94,7 @@ def block_given_twice() -> Any:
 
 
 def position_kept_after_preemption() -> Any:
-    """A preempted request believes that what it had computed is still there."""
+    """Make a preempted request keep `num_computed_tokens`, although its blocks were freed."""
     preempt = Preemptor.preempt
 
     def preempt_badly(self: Preemptor, request: Any, *rest: Any) -> None:
@@ -115,7 +115,7 @@ def no_swaps_in() -> Any:
 
 
 def swapped_out_late() -> Any:
-    """A block goes to the host pool one step after the one that gave it to somebody else."""
+    """Swap a block out one step late, after it was allocated to another request."""
     take = BlockManager.pop_block_moves
     kept: dict[int, list[BlockMove]] = {}
 
@@ -129,7 +129,7 @@ def swapped_out_late() -> Any:
 
 
 def moves_left_out(kind: BlockMoveKind) -> Any:
-    """Moves of one kind are decided and never done."""
+    """Drop all block moves of one kind."""
     take = BlockManager.pop_block_moves
     return patch.object(
         BlockManager, "pop_block_moves", lambda self: [move for move in take(self) if move.kind != kind]
@@ -140,7 +140,7 @@ def moves_left_out(kind: BlockMoveKind) -> Any:
 
 
 def untagged(fault: Patch) -> Patch:
-    """The fault in a WorkAgent that does not look at the tags of its blocks."""
+    """Return the fault with a WorkAgent that does not check the tags of its blocks."""
 
     @contextmanager
     def both() -> Iterator[None]:
@@ -151,7 +151,7 @@ def untagged(fault: Patch) -> Patch:
 
 
 def moved_untagged(fault: Patch) -> Patch:
-    """The fault in a WorkAgent that believes whatever is moved."""
+    """Return the fault with a WorkAgent that does not check the source tags of moves."""
 
     @contextmanager
     def both() -> Iterator[None]:
@@ -161,8 +161,8 @@ def moved_untagged(fault: Patch) -> Patch:
     return both
 
 
-def rows_of_lost_places_count() -> Any:
-    """Blocks of a row are named although its request has lost them since."""
+def preempted_rows_confirmed() -> Any:
+    """Keep the rows of requests that were preempted after the step was scheduled."""
     confirm = Scheduler._confirm
 
     def confirm_any(self: Scheduler, rows: list[ScheduledRow]) -> None:
@@ -171,8 +171,8 @@ def rows_of_lost_places_count() -> Any:
     return patch.object(Scheduler, "_confirm", confirm_any)
 
 
-def tokens_on_the_device_are_forgotten() -> Any:
-    """A preempted request does not wait for the tokens that its last steps have chosen."""
+def tokens_in_flight_forgotten() -> Any:
+    """Make a preempted request runnable before the tokens of its steps in flight are known."""
     preempt = Preemptor.preempt
 
     def preempt_and_forget(self: Preemptor, request: Any, *rest: Any) -> None:
@@ -182,22 +182,22 @@ def tokens_on_the_device_are_forgotten() -> Any:
     return patch.object(Preemptor, "preempt", preempt_and_forget)
 
 
-def nobody_is_blamed() -> Any:
-    """What was lost with a WorkAgent is taken for replied to."""
+def cache_not_reset() -> Any:
+    """Treat everything that a lost WorkAgent computed as present in the cache."""
     return patch.object(Scheduler, "reset_cache", lambda self: None)
 
 
 @contextmanager
-def told_of_prompts_again() -> Iterator[None]:
-    """What is computed again of a prompt is asked for again, and counts as new."""
+def prompt_results_repeated() -> Iterator[None]:
+    """Request prompt results again when a prompt is recomputed, and accept them as new."""
     add_prompt_result = OutputProcessor.add_prompt_result
 
     def ask_again(rows: Sequence[ScheduledRow]) -> list[PromptResults]:
-        told = [(row.request, row.request.num_prompt_logprobs_received) for row in rows]
-        for request, _ in told:
+        received = [(row.request, row.request.num_prompt_logprobs_received) for row in rows]
+        for request, _ in received:
             request.num_prompt_logprobs_received = 0
         results = collect_prompt_results(rows)
-        for request, num_results in told:
+        for request, num_results in received:
             request.num_prompt_logprobs_received = num_results
         return results
 
@@ -212,18 +212,18 @@ def told_of_prompts_again() -> Iterator[None]:
         yield
 
 
-def results_taken_from_others() -> Any:
-    """Tokens that are to give a result are taken from whoever has computed them."""
+def prompt_results_skipped() -> Any:
+    """Let a request reuse cached blocks of prompt tokens whose results it still needs."""
     return patch.object(Request, "max_prefix_hit_tokens", property(lambda self: self.num_tokens_known - 1))
 
 
-def any_token_is_shown() -> Any:
-    """A start takes the first connection that comes, also one of an earlier start, whose answers come late."""
+def start_token_ignored() -> Any:
+    """Accept the first connection for any start of a WorkAgent, also a late one of an earlier start."""
 
-    def come_first(self: PendingStarts, token: str, channel: Any) -> bool:
+    def deliver_first(self: PendingStarts, token: str, channel: Any) -> bool:
         if not self._expected:
             return False
         self._expected.popitem()[1].put(channel)
         return True
 
-    return patch.object(PendingStarts, "deliver", come_first)
+    return patch.object(PendingStarts, "deliver", deliver_first)

@@ -1,13 +1,14 @@
-"""Faults of the kind that garbled text in an older server, with each guard against them switched off in turn.
+"""Inject faults that would garble text, and switch off each guard against them in turn.
 
     python tests/tools/mutations.py
 
-With its guard a fault may cost time or end a request with an error, never give a wrong token; without it, the
-simulation or the audit must notice. A guard that nothing would miss is not one. Below the table stands the test of each
-guard, which fails when it is gone.
+With its guard a fault may cost time or end a request with an error, but never gives a wrong token. Without the guard
+the simulation or the audit must detect the fault; otherwise the guard would be useless. Below the table the tool prints
+the test of each guard, which fails if the guard is removed.
 
-Here a replica is one WorkAgent. Where several compute it, a reply counts once all have given the same, to the last bit:
-`tests/executor/test_tensor_parallel.py` has that guard, and that no arrays are written anew before.
+Here each replica is one WorkAgent. If several ranks compute a replica, a reply counts once all ranks have sent
+bit-identical results. `tests/executor/test_tensor_parallel.py` tests that guard, and that arrays are not overwritten
+before.
 """
 
 from __future__ import annotations
@@ -30,44 +31,44 @@ from llm_serving.scheduler import Scheduler
 from support.simulated_client import Client
 from tools.mutation_faults import (
     Patch,
-    any_token_is_shown,
-    block_given_twice,
+    block_allocated_twice,
+    cache_not_reset,
     moved_untagged,
     no_copies,
     no_swaps_in,
-    nobody_is_blamed,
     one_buffer_for_two_steps,
     position_kept_after_preemption,
+    preempted_rows_confirmed,
+    prompt_results_repeated,
+    prompt_results_skipped,
     reply_read_early,
-    results_taken_from_others,
-    rows_of_lost_places_count,
+    start_token_ignored,
     swapped_out_late,
-    tokens_on_the_device_are_forgotten,
-    told_of_prompts_again,
+    tokens_in_flight_forgotten,
     untagged,
 )
 from tools.simulation import Simulation
 
 NUM_SEEDS = 12
-MOST_SEEDS = 96
-"""Until somebody misses a guard: what it guards against may be rare."""
+MAX_SEEDS = 96
+"""Maximum number of seeds until a missing guard must be detected, because its fault may be rare."""
 
 
 @dataclass(frozen=True)
 class Mutation:
     name: str
     guard: str
-    """What notices the fault."""
+    """What detects the fault."""
     fault: Patch | None
-    """Brings the fault in; None if it is the lack of the guard itself."""
+    """Injects the fault; None if the fault is the missing guard itself."""
     unguarded: Patch
-    """The fault with the guard switched off."""
+    """Injects the fault and switches off the guard."""
     bad_luck: bool = False
-    """Whether WorkAgents die, fail and are late besides."""
-    of_prompts: bool = False
-    """Whether clients ask for log-probabilities and the vector of their prompts besides."""
+    """Whether WorkAgents also die, fail and are late."""
+    with_prompt_results: bool = False
+    """Whether clients also request prompt logprobs and vectors."""
     num_machines: int = 0
-    """Those on which WorkAgents run beside the master's; what can happen to machines and links does."""
+    """Machines with WorkAgents beside the master's, which may fail, as may the links to them."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.guard}"
@@ -92,7 +93,12 @@ MUTATIONS = (
         lambda: one_buffer_for_two_steps(owned=False, numbered=True),
         lambda: one_buffer_for_two_steps(owned=False, numbered=False),
     ),
-    Mutation("a block belongs to two requests", "epoch tags of blocks", block_given_twice, untagged(block_given_twice)),
+    Mutation(
+        "a block belongs to two requests",
+        "epoch tags of blocks",
+        block_allocated_twice,
+        untagged(block_allocated_twice),
+    ),
     Mutation(
         "a recomputed request skips positions",
         "fill tags of blocks",
@@ -100,66 +106,66 @@ MUTATIONS = (
         untagged(position_kept_after_preemption),
     ),
     Mutation("a fork's block is not copied", "fill tags of blocks", no_copies, untagged(no_copies)),
-    Mutation("a swapped block does not come back", "fill tags of blocks", no_swaps_in, untagged(no_swaps_in)),
+    Mutation("a swapped block is not swapped in", "fill tags of blocks", no_swaps_in, untagged(no_swaps_in)),
     Mutation(
-        "a block is swapped out after it was given away",
-        "tags of what is moved",
+        "a block is swapped out after its reallocation",
+        "source tags of moves",
         swapped_out_late,
         moved_untagged(swapped_out_late),
     ),
     Mutation(
-        "blocks are named after they were lost",
+        "a step uses blocks of a preempted request",
         "preemption count in every row",
         None,
-        rows_of_lost_places_count,
+        preempted_rows_confirmed,
         bad_luck=True,
     ),
     Mutation(
         "a preempted request runs without its newest token",
         "count of tokens in flight",
         None,
-        tokens_on_the_device_are_forgotten,
+        tokens_in_flight_forgotten,
     ),
     Mutation(
-        "a lost cache is taken for whole",
-        "loss of the cache with its WorkAgent",
+        "a lost cache is treated as present",
+        "cache reset after a WorkAgent's death",
         None,
-        nobody_is_blamed,
+        cache_not_reset,
         bad_luck=True,
     ),
     Mutation(
         "a block of a prompt belongs to two requests",
         "epoch tags of blocks",
-        block_given_twice,
-        untagged(block_given_twice),
-        of_prompts=True,
+        block_allocated_twice,
+        untagged(block_allocated_twice),
+        with_prompt_results=True,
     ),
     Mutation(
         "a recomputed prompt skips positions",
         "fill tags of blocks",
         position_kept_after_preemption,
         untagged(position_kept_after_preemption),
-        of_prompts=True,
+        with_prompt_results=True,
     ),
     Mutation(
-        "a prompt that is computed again is told of again",
-        "count of the results told",
+        "results of a recomputed prompt are repeated",
+        "count of the results received",
         None,
-        told_of_prompts_again,
-        of_prompts=True,
+        prompt_results_repeated,
+        with_prompt_results=True,
     ),
     Mutation(
-        "a prompt is found computed and not told of",
-        "results count before hits do",
+        "a prefix hit skips prompt results",
+        "results needed limit prefix hits",
         None,
-        results_taken_from_others,
-        of_prompts=True,
+        prompt_results_skipped,
+        with_prompt_results=True,
     ),
     Mutation(
         "answers of an earlier start come late",
         "token of every start",
         None,
-        any_token_is_shown,
+        start_token_ignored,
         num_machines=3,
     ),
 )
@@ -167,42 +173,44 @@ MUTATIONS = (
 
 @dataclass
 class Verdict:
-    """What became of a fault over some seeds."""
+    """The effects of a fault over some seeds."""
 
     num_garbled: int = 0
-    """Requests that were told a wrong token."""
+    """Requests that received a wrong token."""
     num_lost_steps: int = 0
-    """Seeds in which a step was thrown away and computed again."""
+    """Seeds in which a step was discarded and computed again."""
     num_audited: int = 0
     """Wrong answers that the audit found."""
     num_broken: int = 0
-    """Seeds in which a law was seen to be broken, or the engine stopped with an internal error."""
+    """Seeds in which an invariant was broken, or the engine stopped with an internal error."""
 
     def __str__(self) -> str:
         return f"{self.num_garbled:7} {self.num_audited:7} {self.num_lost_steps:10} {self.num_broken:6}"
 
 
 class Seeds:
-    """Those in which requests lose their places; on the master's machine, where steps are handed over in memory. On
-    others: those in which WorkAgents are started again."""
+    """Seeds with preemptions if WorkAgents run on the master's machine, else seeds with restarts.
+
+    On the master's machine steps are sent in shared memory.
+    """
 
     def __init__(self, num_machines: int) -> None:
         self._num_machines = num_machines
         self._found: list[int] = []
-        self._search = self._searched()
+        self._search = self._search_seeds()
 
     def first(self, number: int) -> Iterator[int]:
-        """Looked for when they are needed."""
-        for place in range(number):
-            if place == len(self._found):
+        """Yield the first seeds, searching for further ones when they are needed."""
+        for index in range(number):
+            if index == len(self._found):
                 self._found.append(next(self._search))
-            yield self._found[place]
+            yield self._found[index]
 
-    def _searched(self) -> Iterator[int]:
+    def _search_seeds(self) -> Iterator[int]:
         wanted = "restarts" if self._num_machines else "preemptions"
         for seed in count():
             one = Simulation(seed, self._num_machines)
-            one.operator.rest()
+            one.operator.disable()
             for replica in one.replicas:
                 replica.faults.rate = 0.0
             one.run()
@@ -220,7 +228,7 @@ def play(
     until: Callable[[Verdict], bool] = lambda verdict: False,
     num_seeds: int = NUM_SEEDS,
 ) -> Verdict:
-    """Plays so many seeds with the fault, or as many of them as it takes."""
+    """Run up to `num_seeds` seeds with the fault, until `until` holds."""
     verdict = Verdict()
     fault = mutation.fault if guarded else mutation.unguarded
     logging.disable(logging.CRITICAL)
@@ -233,16 +241,16 @@ def play(
                 stack.enter_context(patch.object(Scheduler, "check_integrity", lambda self: None))
                 stack.enter_context(patch.object(supervisor, "FIRST_DELAY_S", 0.0))
                 one = Simulation(seed, mutation.num_machines)
-                one.operator.rest()
-                if mutation.of_prompts:
-                    ask_of_prompts(one.clients)
+                one.operator.disable()
+                if mutation.with_prompt_results:
+                    request_prompt_results(one.clients)
                 _play_seed(one, verdict, bad_luck=mutation.bad_luck)
     finally:
         logging.disable(logging.NOTSET)
     return verdict
 
 
-def ask_of_prompts(clients: Sequence[Client]) -> None:
+def request_prompt_results(clients: Sequence[Client]) -> None:
     for client in clients:
         client.beam_search = None
         client.sampling = replace(client.sampling, prompt_logprobs=2)
@@ -256,14 +264,14 @@ def _play_seed(one: Simulation, verdict: Verdict, *, bad_luck: bool) -> None:
     with patch.object(Scheduler, "reset_cache", autospec=True, side_effect=Scheduler.reset_cache) as lose_cache:
         try:
             one.run()
-        except Exception:  # noqa: BLE001  whatever it is, somebody noticed
+        except Exception:  # noqa: BLE001  any error means that the fault was detected
             verdict.num_broken += 1
     verdict.num_audited += one.metrics._counts["llm_serving:audit_mismatch_total"]
     verdict.num_lost_steps += lose_cache.called
     verdict.num_garbled += sum(client.is_garbled for client in one.clients)
 
 
-TEST = "test_the_guard_catches_the_fault_and_nothing_else_would"
+TEST = "test_guard_is_the_only_defence_against_its_fault"
 
 
 def main() -> None:
@@ -274,7 +282,7 @@ def main() -> None:
     for each in MUTATIONS:
         verdicts = play(each, guarded=True), play(each, guarded=False)
         write(f"{each.name:54}{each.guard:36}{verdicts[0]}   {verdicts[1]}\n")
-    write("\nthe test of each guard\n")
+    write("\ntest of each guard\n")
     for each in MUTATIONS:
         write(f"tests/engine/test_mutations.py::{TEST}[{each}]\n")
 

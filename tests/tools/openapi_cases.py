@@ -1,9 +1,9 @@
-"""Requests made from the OpenAPI document by schemathesis, to the application around an engine that only pretends.
+"""Send requests that schemathesis makes from the OpenAPI document to the application over a fake engine.
 
     python tests/tools/openapi_cases.py --examples 2000
 
-Bodies that the document allows must be answered, or refused for a field of which the document says in words when it is
-refused; bodies that it does not allow must be refused or answered. Nothing may end with a status of 500 or above.
+A body that the document allows must be answered, or refused because of a field for which the document describes the
+refusal. Other bodies must be refused or answered. No status may be 500 or above.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from support.fakes import FakeEngine
 
 MODEL = "demo"
 WITHOUT_END = "/v1/live"
-"""Answers until the client leaves, which these clients never do."""
+"""Routes whose answers end only when the client disconnects, which these clients never do."""
 DOCUMENT = openapi_document(ENDPOINTS, with_keys=False)
 
 
 def operations() -> dict[str, Any]:
-    """Every operation of the document by method and path."""
+    """Return every operation of the document by method and path."""
     found = (result.ok() for result in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations())
     return {f"{each.method.upper()} {each.path}": each for each in found if each.path != WITHOUT_END}
 
 
 def check_operation(operation: Any, mode: GenerationMode, examples: int, first_seed: int = 1) -> Counter[int]:
-    """Sends that many requests; how many had which status.
+    """Send that many requests; return the number of each status.
 
     Raises:
-        AssertionError: An answer is none that the document tells of.
+        AssertionError: The document does not describe an answer.
     """
     app = create_app(FakeEngine(model_name=MODEL, max_body_bytes=2**20))
     statuses: Counter[int] = Counter()
@@ -90,15 +90,15 @@ def check_answer(answer: httpx.Response, *, positive: bool) -> None:
     if answer.is_success or not positive:
         return
     if answer.status_code == 404 and "no such route" in answer.text:
-        return  # a name with characters that end a path
+        return  # a name that contains characters which end a path
     if answer.status_code == HTTPStatus.TOO_MANY_REQUESTS:
-        return  # no room for as many choices at this moment; nothing is wrong with the body
+        return  # no capacity for that many choices now; the body is valid
     field = refused_field(answer)
     assert field in LIMITS or field in OTHER_RANGES, f"refused, and the document does not say why: {answer.text}"
 
 
 def refused_field(answer: httpx.Response) -> str:
-    """Name of the field that an error is about, the last one of a path such as `messages[0].content`."""
+    """Return the field that an error names, the last one of a path such as `messages[0].content`."""
     message = json.loads(answer.text)
     text = message["error"]["message"] if isinstance(message.get("error"), dict) else str(message)
     found = re.search(r"`([^`]*)`", text)
@@ -107,7 +107,7 @@ def refused_field(answer: httpx.Response) -> str:
 
 
 def all_checks() -> Iterator[tuple[str, Callable[[int], Counter[int]]]]:
-    """Of each operation, with bodies that the document allows and with others."""
+    """Check each operation with bodies that the document allows, and with others."""
     for name, operation in operations().items():
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
             if mode is GenerationMode.POSITIVE or operation.body:

@@ -1,12 +1,12 @@
-"""Two processes compute a replica together, with everything that changes how, and lose each other in every way: what
-clients are told is compared with the answers given alone. Prints a table in Markdown.
+"""Kill, stop and starve the two ranks of a replica in each of its configurations; compare all answers.
 
     python tests/tools/rank_attacks.py                # some minutes
-    python tests/tools/rank_attacks.py --only int8    # the settings whose names it matches
+    python tests/tools/rank_attacks.py --only int8    # only settings whose names match
 
-For each way of computing real WorkAgents, two ranks, get streams of every kind (`kills.streams`) at once, whose caches
-have no room for all of them; then the same once more, while the ranks are killed, stopped or without shared memory.
-*Answers* are those given alone by two ranks of the same settings without speculation.
+Two ranks of real WorkAgents get streams of every kind (`kills.streams`) at once, and their KV caches are too small for
+all of them. Then they get the same streams again while the ranks are killed, stopped, or without shared memory. The
+reference answers are those of two ranks with the same settings, one request at a time and without speculation. Prints a
+table in Markdown.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SETTINGS: Final = (
 NUM_TOKENS: Final = 24
 NEVER: Final = range(0)
 STOPPED_S: Final = 30.0
-WAYS: Final = {
+CONFIGURATIONS: Final = {
     "as it is": (),
     "preempted by swap": ("scheduler_config.preemption_mode=swap",),
     "n-gram speculation": ("scheduler_config.speculative_method=ngram",),
@@ -61,22 +61,22 @@ WAYS: Final = {
         "scheduler_config.speculative_method=ngram",
     ),
 }
-"""How they compute."""
+"""Settings by name of a configuration."""
 
 
 @dataclass
 class Attack:
-    """Happens while a step is computed, after each of the replies with these numbers."""
+    """Something that is done to the ranks while a step is computed, after each reply whose number is in `victims`."""
 
     name: str
     victims: Collection[int]
     strike: Callable[[RealReplica, int], None]
-    """The replica, and which strike it is."""
+    """Called with the replica and the number of the attack."""
     settings: tuple[str, ...] = ()
 
 
 def _send(sent: signal.Signals, *ranks: int) -> Callable[[RealReplica, int], None]:
-    """To these ranks; to none given: in turns."""
+    """Return an attack that sends the signal to these ranks; without ranks, to one rank after the other."""
 
     def strike(replica: RealReplica, number: int) -> None:
         for rank in ranks or (number % 2,):
@@ -92,7 +92,7 @@ def _stop_for_a_while(replica: RealReplica, number: int) -> None:
 
 
 def _fill_and_kill(replica: RealReplica, number: int) -> None:
-    """Those that follow find no room in /dev/shm."""
+    """Fill /dev/shm, then kill the ranks, so that the next ones find no space in it."""
     subprocess.run(["dd", "if=/dev/zero", "of=/dev/shm/full", "bs=64k"], capture_output=True, check=False)
     _send(signal.SIGKILL)(replica, number)
 
@@ -103,11 +103,11 @@ ATTACKS: Final = (
     Attack("both ranks killed", (20,), _send(signal.SIGKILL, 0, 1)),
     Attack("a rank stopped, noticed after 2 s", (20,), _send(signal.SIGSTOP), ("serving_config.step_timeout_s=2",)),
 )
-OF_ONE_WAY: Final = (
+MORE_ATTACKS: Final = (
     Attack("a rank stopped for 30 s, which is waited for", (20,), _stop_for_a_while),
     Attack("/dev/shm full, a rank killed", (20,), _fill_and_kill),
 )
-"""Further ones, of what is computed as it is."""
+"""Further attacks, which are run on one configuration only."""
 
 
 def alone(settings: tuple[str, ...]) -> dict[str, list[str]]:
@@ -126,8 +126,8 @@ def alone(settings: tuple[str, ...]) -> dict[str, list[str]]:
 
 
 def attacked(way: str, attack: Attack, expected: dict[str, list[str]]) -> bool:
-    """Prints a line; whether all was as it must be."""
-    replica = RealReplica(*SETTINGS, *WAYS[way], *attack.settings)
+    """Print the row of an attack; return whether all answers are right."""
+    replica = RealReplica(*SETTINGS, *CONFIGURATIONS[way], *attack.settings)
     num_strikes = 0
 
     def strike() -> None:
@@ -160,7 +160,7 @@ def _pids(replica: RealReplica) -> list[int]:
 
 
 def _with_little_shared_memory() -> None:
-    """Goes on in a mount namespace of its own, whose /dev/shm holds 1 MB."""
+    """Run the rest in a mount namespace of its own, whose /dev/shm holds 1 MB."""
     if os.environ.get("SMALL_SHM") != "1":
         mount = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"'
         os.environ["SMALL_SHM"] = "1"
@@ -177,12 +177,12 @@ def main() -> int:
     columns = ["computed", "attack", "answers", "equal bytes", "preemptions", "started again"]
     sys.stdout.write(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}\n")
     good = True
-    for way, settings in WAYS.items():
+    for way, settings in CONFIGURATIONS.items():
         if not re.search(args.only, way):
             continue
         try:
             expected = alone(tuple(each for each in settings if not each.startswith("scheduler_config")))
-            for attack in (*ATTACKS, *(OF_ONE_WAY if way == "as it is" else ())):
+            for attack in (*ATTACKS, *(MORE_ATTACKS if way == "as it is" else ())):
                 if re.search(args.attack, attack.name):
                     good &= attacked(way, attack, expected)
         except ConfigError as error:

@@ -66,7 +66,7 @@ class Client:
     num_output: int
     source: str = "10.0.0.1"
     obeys: bool = True
-    """Whether it retries after a refusal."""
+    """Whether it waits for `Retry-After` before it retries."""
     max_tokens: int | None = None
     """The `max_tokens` of a request whose answer ends earlier by a stop token; None: the length of its answer."""
     caller: Caller = ANONYMOUS
@@ -197,7 +197,9 @@ class World:
         arrived = now if arrived is None else arrived
         sampling = SamplingParams(temperature=0.0, max_tokens=client.num_output, ignore_eos=True)
         if client.max_tokens is not None:
-            last = len(client.prompt) + client.num_output - 1  # a token tells how many are before it
+            last = (
+                len(client.prompt) + client.num_output - 1
+            )  # the fake model's token is the number of tokens before it
             sampling = replace(sampling, max_tokens=client.max_tokens, stop_token_ids=(last,))
         caller = replace(client.caller, source=client.source, http_timings=HttpTimings(arrived))
         try:

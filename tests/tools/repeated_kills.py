@@ -1,7 +1,8 @@
-"""A WorkAgent of a real server is killed again and again, each time as soon as its process is seen, so that it never
-gets as far as being loaded; tells what clients meanwhile met and how soon after the last kill they are served again.
+"""Kill the WorkAgent of a real server repeatedly, as soon as its process exists, so that it is never loaded.
 
     python tests/tools/repeated_kills.py --kills 20
+
+Prints the answers that clients got meanwhile, and how soon after the last kill the server served again.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ if __name__ == "__main__":
 
 import httpx
 import psutil
-from support.server_process import Server, start_server, unwind_when_told_to_end
+from support.server_process import Server, start_server, unwind_on_sigterm
 
 BODY = {"prompt": "Add 17 and 25.", "max_tokens": 16, "temperature": 0}
 
 
 def kill_in_a_row(server: Server, num_kills: int) -> str:
-    """Kills `num_kills` WorkAgents of the server, asking for an answer now and then.
+    """Kill `num_kills` WorkAgents of the server, requesting an answer from time to time.
 
     Raises:
-        AssertionError: An answer differs, or it does not serve again within two minutes.
+        AssertionError: An answer differs, or the server does not serve again within two minutes.
     """
     killed: set[int] = set()
     met: Counter[str] = Counter()
@@ -37,7 +38,7 @@ def kill_in_a_row(server: Server, num_kills: int) -> str:
                 if agent.pid not in killed and "llm_serving.work_agent" in agent.cmdline():
                     agent.kill()
                     killed.add(agent.pid)
-            if len(killed) > 2:  # before, a restart is in sight, and a request would wait for it
+            if len(killed) > 2:  # earlier, a restart is near, and a request would wait for it
                 answer = client.post("/v1/completions", json=BODY)
                 met[f"{answer.status_code}, Retry-After {answer.headers.get('retry-after')}"] += 1
             time.sleep(0.02)
@@ -55,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20, help="how many (default: 20)")
     args = parser.parse_args()
-    unwind_when_told_to_end()
+    unwind_on_sigterm()
     server = start_server()
     try:
         sys.stdout.write(kill_in_a_row(server, args.kills) + "\n")

@@ -1,11 +1,12 @@
-"""An upgrade while clients read streams: a server of other code starts beside the one that serves, gets the new
-requests, and the older one ends when it has finished what it has.
+"""Upgrade a server while clients read streams.
 
     python tests/tools/rolling_upgrade.py [--requests 100] [--set cluster_config.engine=ray ...]
 
-The newer code is a copy of the package with one more source file, so that its hash differs and neither master takes a
-WorkAgent of the other. The front asks the newest server first, and the one before where that is not there or refuses
-(503), as a proxy does. Every answer is compared with the one given alone.
+A server of other code starts beside the old one and gets the new requests; the old one ends when its requests have
+finished. The newer code is a copy of the package with an additional source file, so its fingerprint differs and neither
+master accepts a WorkAgent of the other. Like a proxy, the front end sends a request to the newest server first, and to
+the one before if that is not reachable or refuses (503). Every answer is compared with the reference answer (batch size
+1).
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from support.server_process import Server, start_server
 
 NUM_AT_ONCE: Final = 16
 NUM_TOKENS: Final = 120
-AGAIN_S: Final = 0.05
+RECONNECT_S: Final = 0.05
 
 
 @dataclass
 class Front:
-    """Servers, the newest last."""
+    """A front end for several servers, the newest last."""
 
     clients: list[httpx.AsyncClient] = field(default_factory=list)
     answered: Counter[str] = field(default_factory=Counter)
-    """Requests by who answered."""
+    """Number of requests that each server answered."""
     num_passed_on: int = 0
 
     async def read(self, body: dict[str, Any]) -> Answer:
@@ -54,11 +55,11 @@ class Front:
                     self.answered["older" if number == 0 else "newer"] += 1
                     return answer
                 self.num_passed_on += 1
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RECONNECT_S)
 
 
 async def _read(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer | None:
-    """None: it was not let in. What breaks off after that is an error."""
+    """Return the answer, or None if the server refused the request. A stream that breaks off is an error."""
     answer = Answer()
     try:
         async with client.stream("POST", "/v1/completions", json=body) as response:
@@ -76,8 +77,8 @@ async def _read(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer | Non
     return answer
 
 
-def newer_code(folder: Path) -> Path:
-    """A copy of the package whose hash is another one; what is to be put on PYTHONPATH."""
+def copy_with_other_fingerprint(folder: Path) -> Path:
+    """Copy the package and change its fingerprint; return the folder for PYTHONPATH."""
     package = Path(llm_serving.__file__).parent
     shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / package.name / "newer.py").write_text('"""Makes this another version."""\n')
@@ -89,11 +90,11 @@ async def upgrade(older: Server, settings: list[str], newer: Path, num_requests:
     alone = [await front.read(body) for body in asked]
     front.answered.clear()
     answers: list[tuple[Answer, Answer]] = []
-    places = itertools.cycle(range(len(asked)))
+    slots = itertools.cycle(range(len(asked)))
 
     async def ask() -> None:
         while front.answered["newer"] < num_requests:
-            place = next(places)
+            place = next(slots)
             answers.append((await front.read(asked[place]), alone[place]))
 
     began = time.monotonic()
@@ -103,9 +104,9 @@ async def upgrade(older: Server, settings: list[str], newer: Path, num_requests:
     try:
         front.clients.append(server.client())
         while not (await front.clients[1].get("/health")).is_success:
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RECONNECT_S)
         ready_s, before = time.monotonic() - began, front.answered["older"]
-        older.processes[0].terminate()  # it finishes what it has
+        older.processes[0].terminate()  # it ends when its requests have finished
         await asyncio.to_thread(older.processes[0].wait)
         ended_s = time.monotonic() - began
         await asking
@@ -118,7 +119,7 @@ async def upgrade(older: Server, settings: list[str], newer: Path, num_requests:
     sys.stdout.write(
         f"{len(answers)} requests, {NUM_AT_ONCE} at once: {num_equal} with the bytes of the one given alone\n"
         f"the newer server served after {ready_s:.1f} s, the older one had ended after {ended_s:.1f} s\n"
-        f"answered by the older one {by['older']}, {by['older'] - before} of them after it was told to end; "
+        f"answered by the old server {by['older']}, {by['older'] - before} of them after SIGTERM; "
         f"by the newer one {by['newer']}; not let in and passed on {front.num_passed_on}\n"
     )
     return num_equal == len(answers)
@@ -131,7 +132,7 @@ def main() -> int:
     arguments = parser.parse_args()
     settings = list(itertools.chain.from_iterable(("--set", each) for each in arguments.set))
     with tempfile.TemporaryDirectory(prefix="rolling-upgrade-") as folder:
-        newer = newer_code(Path(folder))
+        newer = copy_with_other_fingerprint(Path(folder))
         older = start_server(*settings)
         try:
             return 0 if asyncio.run(upgrade(older, settings, newer, arguments.requests)) else 1

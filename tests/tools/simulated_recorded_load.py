@@ -1,8 +1,8 @@
-"""A real server is recorded under load, its WorkAgent killed meanwhile; then its recording is decided again.
+"""Record a real server under load while its WorkAgent is killed, then replay the recording.
 
     python tests/tools/simulated_recorded_load.py --requests 1500
 
-Prints what the server logged of its recording beside what the replay found, and exits with the replay's code.
+Prints what the server logged about its recording and what the replay found. Exits with the replay's exit code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import httpx
-from support.server_process import Server, metric, run_command, start_server, unwind_when_told_to_end
+from support.server_process import Server, metric, run_command, start_server, unwind_on_sigterm
 
 TASKS = ("Count from 1 to 9.", "Add 17 and 25.", "Reverse the word lamp.", "Sort the words pear apple fig.")
 SETTINGS = {
@@ -36,7 +36,7 @@ NUM_CLIENTS = 128
 
 
 class Recording(NamedTuple):
-    """What the server logged when it ended."""
+    """What the server logged about its recording when it ended."""
 
     path: Path
     num_events: int
@@ -51,7 +51,7 @@ def body(index: int) -> dict[str, Any]:
 
 
 def record(folder: Path, num_requests: int) -> Recording:
-    """Each request is answered, though the WorkAgent is killed once."""
+    """Record requests until all are answered; the WorkAgent is killed once."""
     settings = {**SETTINGS, "scheduler_config.record_path": folder, "scheduler_config.record_file_bytes": 2**30}
     server = start_server(*(text for key, value in settings.items() for text in ("--set", f"{key}={value}")))
     try:
@@ -66,10 +66,10 @@ def record(folder: Path, num_requests: int) -> Recording:
 
 async def _load(server: Server, num_requests: int) -> None:
     async with asyncio.timeout(600), server.client() as client:
-        places = asyncio.Semaphore(NUM_CLIENTS)
+        slots = asyncio.Semaphore(NUM_CLIENTS)
 
         async def ask(index: int) -> int:
-            async with places:
+            async with slots:
                 return (await client.post("/v1/completions", json=body(index))).status_code
 
         answers = [asyncio.create_task(ask(index)) for index in range(num_requests)]
@@ -77,7 +77,8 @@ async def _load(server: Server, num_requests: int) -> None:
             await asyncio.sleep(0)
         server.work_agents()[0].send_signal(signal.SIGKILL)
         assert set(await asyncio.gather(*answers)) == {httpx.codes.OK}
-        while await metric(client, "llm_serving:worker_restarts") == 0:  # it may have died after its last step
+        # the WorkAgent may have died after its last step
+        while await metric(client, "llm_serving:worker_restarts") == 0:
             await asyncio.sleep(0.01)
         assert await metric(client, "llm_serving:worker_restarts") == 1
 
@@ -90,7 +91,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1500)
     num_requests = parser.parse_args().requests
-    unwind_when_told_to_end()
+    unwind_on_sigterm()
     with tempfile.TemporaryDirectory() as folder:
         recorded = record(Path(folder), num_requests)
         size = recorded.path.stat().st_size

@@ -1,14 +1,15 @@
-"""A whole master in one process under a virtual clock, and everything that can go wrong with it, by seed.
+"""A simulation of a whole master in one process under a virtual clock, with random faults drawn from a seed.
 
-The door, the scheduler, the blocks, the engine, the executors and the frames of the protocol are the shipping ones;
-threads, event loop, the processes of the WorkAgents, their sockets and their model are simulated. A simulated WorkAgent
-may be slow, hang, die before or after it computed, fail a step or a row, answer twice, answer another step or garbage;
-it may read a step as soon as it is sent or only when the master waits; it may run on a machine that is lost, or whose
-link to the master is slow or cut, in one direction or in both (`simulated_network.py`), also while blocks are on their
-way (`simulated_block_link.py`). Clients come together, are refused, leave in any state of their request. Rules change
-while all that goes on, and replicas leave and join (`simulated_operator.py`). After every step the laws that hold at
-every moment are checked; at the end, that every request has ended and that what it got is what it would have got alone,
-and that no replica that was drained serves.
+Admission control, scheduler, blocks, engine, executors and the protocol's frames are the shipping code. Threads, the
+event loop, and the WorkAgents with their processes, sockets and model are simulated. A simulated WorkAgent may be slow,
+hang, die before or after it computed, fail a step or a row, and answer twice, with another step's answer or with
+garbage. It may read a step when it is sent, or only when the master waits. It may run on a machine that is lost, or
+whose link to the master is slow or cut in one or both directions (`simulated_network.py`), also while KV blocks are
+sent (`simulated_block_link.py`). Clients arrive together, are refused, and leave in any state of their request. Rules
+are reloaded, and replicas leave and join (`simulated_operator.py`).
+
+After every step the invariants of that moment are checked. At the end every request must have ended with its reference
+answer (batch size 1), and no drained replica may serve.
 
     python tests/tools/simulation.py --seeds 100000 --processes 2 [--machines 3]
 """
@@ -34,7 +35,6 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fake_speculation import RandomDrafts
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import MAX_PRIORITY, Caller, class_of
 from llm_serving.core.request_output import RequestOutput
@@ -52,6 +52,7 @@ from llm_serving.scheduler.components import SchedulingRules
 from llm_serving.transport.messages import Loaded
 from support.factories import create_scheduler
 from support.fake_runner import FakeTransferPool
+from support.fake_speculation import RandomDrafts
 from support.scheduler_loads import STAY
 from support.simulated_agent import BAD_ROW, POISON, Faults, SimulatedAgent
 from support.simulated_block_link import SimulatedCarrier
@@ -64,13 +65,13 @@ from support.word_tokenizer import WordTokenizer
 STEP_TIMEOUT_S = 1.0
 MAX_ROUNDS = 4000
 PRIORITIES = (-MAX_PRIORITY, -1, 0, 1, MAX_PRIORITY)
-SEEDS_A_SHARE = 50
+SEEDS_PER_SHARE = 50
 TOKENIZER: Any = WordTokenizer()
 MODEL: Any = SimpleNamespace(vocab_size=POISON + 1, eos_token_ids=())
 
 
 class EventLoop:
-    """What engines call from their threads is done when the simulation says so."""
+    """An event loop that runs the callbacks of engines when the simulation calls `run`."""
 
     def __init__(self) -> None:
         self._calls: deque[tuple[Callable[[Any], None], Any]] = deque()
@@ -89,13 +90,14 @@ class EventLoop:
 
 
 class Replica:
-    """An engine and the WorkAgents it has had."""
+    """An engine and all WorkAgents that it has started."""
 
     def __init__(self, simulation: Simulation, index: int, scheduler: dict[str, Any]) -> None:
-        """
+        """Start the first WorkAgent.
+
         Args:
-            simulation: Whose replica it is.
-            index: Its own.
+            simulation: The simulation to which the replica belongs.
+            index: Index of the replica.
             scheduler: Options of `create_scheduler`.
 
         Raises:
@@ -115,7 +117,7 @@ class Replica:
         exports = create_transfer_pool(num_transfer, index) if num_transfer else None
         self.scheduler = create_scheduler(**scheduler, max_steps_in_flight=max_steps_in_flight, exports=exports)
         self.stopped = False
-        """With the master."""
+        """Whether the replica was stopped together with the master."""
         self.agents: list[SimulatedAgent] = []
         self.rate_of_failing_starts = rng.choice((0.2, 0.2, 0.8))
         self.num_failed_starts = 0
@@ -166,10 +168,11 @@ class Replica:
         return agent
 
     def step(self) -> bool:
-        """Whether there was anything to do, or will be."""
+        """Run a step; return whether there was or will be work."""
         if self.engine.dead is not None:
             return False
-        if self.engine.is_stopping:  # it may be in the middle of a step when it is told to, and takes notice later
+        # the engine may be in the middle of a step when it is stopped, and notice that later
+        if self.engine.is_stopping:
             chance = self._simulation.rng.random()
             if chance < 0.3:
                 self._step()
@@ -181,7 +184,7 @@ class Replica:
     def _step(self) -> bool:
         try:
             progressed = self.engine.step()
-        except WorkerDiedError:  # it was told to end while it was starting its WorkAgent again
+        except WorkerDiedError:  # the engine was stopped while it restarted its WorkAgent
             assert self.engine.is_stopping
             self._end()
             return True
@@ -195,9 +198,9 @@ class Replica:
             self._end()
 
     def _end(self) -> None:
-        self.engine.run()  # to its end
+        self.engine.run()  # returns when the engine has ended
         self.scheduler.check_integrity()
-        self._simulation.ends(self)
+        self._simulation.on_replica_end(self)
         self.close()
 
     def check_end(self) -> None:
@@ -205,10 +208,10 @@ class Replica:
         blocks = self.scheduler.blocks
         assert blocks.pool.num_used_blocks == blocks.host_pool.num_used_blocks == 0
         if self.engine.dead is None:
-            assert blocks.transfer_pool.pool.num_used_blocks == 0, "blocks that were handed over are not given back"
+            assert blocks.transfer_pool.pool.num_used_blocks == 0, "exported blocks were not freed"
 
     def is_unlucky(self, poisoned: bool) -> bool:
-        """Whether an innocent request may have ended with an error here."""
+        """Return whether a fault may have ended a request that did not cause it."""
         network = self._simulation.network
         lost_steps = network is not None and bool(network.counts)
         suspicious = poisoned or self.faults.distance == 0 or lost_steps
@@ -220,14 +223,14 @@ class Replica:
 
 
 class Simulation:
-    """One seed: a configuration, a load and a fate for every step."""
+    """A configuration, a workload and the faults of all steps, drawn from one seed."""
 
     def __init__(self, seed: int, num_machines: int | None = None) -> None:
-        """Draws everything in a fixed order.
+        """Draw everything in a fixed order.
 
         Args:
-            seed: Of all that is drawn.
-            num_machines: Those of WorkAgents, and then each may have a replica; 0: only the master's; None: drawn.
+            seed: Seed of all random generators.
+            num_machines: Machines with WorkAgents, each of which may have a replica; 0: the master's; None: drawn.
         """
         self.rng = rng = random.Random(seed)
         self.clock = Clock()
@@ -252,44 +255,44 @@ class Simulation:
         self._master.replicas._loop = self._loop  # type: ignore[assignment]
         self._publish_migrating = self._master.replicas.on_migrating
         self._master.replicas.on_migrating = self._depart  # type: ignore[method-assign]
-        self._handed_over: dict[TransferBlock, str] = {}
-        """Whose each block was, by its epoch."""
+        self._exported_by: dict[TransferBlock, str] = {}
+        """The request that exported each block, by (block, epoch)."""
         self._carrier = SimulatedCarrier(random.Random(f"carrier {seed}").choice((1, 2, 100)))
         self._master.replicas._transferrer = self._carrier  # type: ignore[assignment]
         self._shared = {"num_schedulers": num_replicas}
         self._scheduler = scheduler
         self._newest_rules: dict[str, Any] | None = None
-        """Of a scheduler that goes by them; None: as they were when replicas were loaded first."""
+        """Options of the reloaded scheduler; None before the first reload."""
         self.replicas = [Replica(self, index, scheduler | self._shared) for index in range(num_replicas)]
-        """By index, those that have left included until they are loaded again."""
+        """By index; a replica that has left stays until it is loaded again."""
         self.all_replicas = [*self.replicas]
-        """Also those before them."""
+        """All replicas, including those that were replaced."""
         self._may_load: dict[int, Event | None] = {}
-        """Replicas that have left, and what is set when they shall be loaded again; None: they shall."""
+        """Replicas that have left; the event is set when the replica may be loaded again, None: now."""
         for replica in self.replicas:
-            self._begins(replica)
+            self._start_replica(replica)
         self.operator = Operator(
             random.Random(f"operator {seed}"), self._master.control, self._master.replicas, num_replicas
         )
-        self._on_the_way = random.Random(f"on the way {seed}")
+        self._migration_rng = random.Random(f"on the way {seed}")
         self._reloads = draw_reloads(random.Random(f"reload {seed}"))
         self._num_reloads = 0
         self._stop_round = rng.randint(0, 60) if rng.random() < 0.05 else None
         self.clients = draw_clients(rng, beams=not scheduler["static_batching"], window=scheduler["window"])
-        self._to_come = deque(self.clients)
+        self._arriving = deque(self.clients)
         self._leaving: list[Client] = []
         self._by_request_id: dict[str, Client] = {}
 
     def run(self) -> None:
-        """Plays the seed to its end.
+        """Run the seed to its end.
 
         Raises:
-            AssertionError: A law is broken.
+            AssertionError: An invariant is broken.
         """
         try:
-            while self._play_round():
+            while self._run_round():
                 self._round += 1
-                assert self._round < MAX_ROUNDS, "the engine does not come to an end"
+                assert self._round < MAX_ROUNDS, f"the engine has not finished after {MAX_ROUNDS} rounds"
             self._loop.run()
             self._check_end()
             self._count()
@@ -297,8 +300,8 @@ class Simulation:
             for replica in self.all_replicas:
                 replica.close()
 
-    def _play_round(self) -> bool:
-        if self.rng.random() < 0.7:  # otherwise whatever clients do comes while a replica waits, or later
+    def _run_round(self) -> bool:
+        if self.rng.random() < 0.7:  # otherwise clients act while a replica waits, or later
             self.let_clients_act()
         if self._round == self._stop_round:
             self._may_load.clear()
@@ -316,24 +319,26 @@ class Simulation:
         replicas = self._master.replicas
         expected = {*replicas.living()} if len(replicas) > 1 else set()
         assert replicas.accounting.replicas == expected, "a replica that left still counts"
-        # One may have been asked after its step, by clients that another's step let act.
+        # A client that acted during the step of one replica may have sent a request to another.
         asked = any(replica.engine.dead is None and replica.engine._inbox.messages for replica in self.replicas)
-        return any(progressed) or asked or bool(self._to_come) or self._loop.has_calls or self._carrier.has_work
+        return any(progressed) or asked or bool(self._arriving) or self._loop.has_calls or self._carrier.has_work
 
     # --- the clients ------------------------------------------------------------------------------------------------
 
     def let_clients_act(self, moment: str | None = None, engine: Engine | None = None) -> None:
-        """Those who come now or leave now do so; `moment` is a state in which all requests of the engine are."""
+        """Let due clients send or leave; `moment` is the state in which all requests of the engine are, if there is
+        one.
+        """
         if self.rng.random() < 0.7:
             self._loop.run()
-        while self._to_come and self._to_come[0].at_round <= self._round:
-            self._ask(self._to_come.popleft())
-        for client in [each for each in self._leaving if self._leaves(each, moment, engine)]:
+        while self._arriving and self._arriving[0].at_round <= self._round:
+            self._ask(self._arriving.popleft())
+        for client in [each for each in self._leaving if self._should_leave(each, moment, engine)]:
             self._leaving.remove(client)
             self._leave(client, moment if client.engine is engine else None)
         if self.rng.random() < 0.05 and self._by_request_id:
             self._change_a_priority()
-        self._change_priorities_on_the_way()
+        self._change_priorities_of_migrating()
         if self._reloads and self._reloads[0][0] <= self._round:
             self._reload(self._reloads.popleft()[1])
         self.operator.act(self._round)
@@ -356,24 +361,24 @@ class Simulation:
                 client.sampling,
                 Caller(priority=client.priority, tenant=client.tenant, deadline=deadline),
                 request_id="simulated",
-                fork_of=None if client.twin is None else client.twin.stream,
+                fork_of=None if client.parent is None else client.parent.stream,
                 beam_search=client.beam_search,
             )
         except ContextLengthError:
             assert not fits, "a request that fits was refused for its length"
         except CapacityError:
-            assert full or deadline is not None, "a request was refused although there was room"
+            assert full or deadline is not None, "a request was refused although the queue was not full"
         except UnavailableError:
             serving = [each for each in self._master.replicas.open().values() if each.restart_status is None]
-            assert not serving, "a living replica was ignored"
-            self.totals.refusals["no WorkAgent lives"] += 1
+            assert not serving, "a live replica was ignored"
+            self.totals.refusals["no live WorkAgent"] += 1
         else:
-            assert fits and not full, "a request was let in although there was no room"
+            assert fits and not full, "a request was admitted although the queue was full"
             opened = master._requests.get(stream.request_id)
             assert opened is not None
             client.stream, client.engine = stream, opened.engine
             index = master.replicas.index_of(opened.engine)
-            assert index is not None and (client.twin is not None or not master.replicas.is_drained(index))
+            assert index is not None and (client.parent is not None or not master.replicas.is_drained(index))
             opened.request.wants_vector = client.wants_vector
             self._by_request_id[stream.request_id] = client
             if client.leaves_in is not None:
@@ -386,31 +391,31 @@ class Simulation:
             priority = self.rng.choice(PRIORITIES)
             client.engine.ask(functools.partial(client.engine.set_priority, client.stream.request_id, priority))
 
-    def _change_priorities_on_the_way(self) -> None:
-        """As `Control` does, of requests that no engine has."""
+    def _change_priorities_of_migrating(self) -> None:
+        """Change priorities of migrating requests, which no engine has, as `Control` does."""
         for opened in [each for each in self._master._requests._requests.values() if each.is_in_transfer]:
-            if self._on_the_way.random() < 0.3:
-                opened.priority = self._on_the_way.choice(PRIORITIES)
-                self.totals.events["priorities changed on the way"] += 1
+            if self._migration_rng.random() < 0.3:
+                opened.priority = self._migration_rng.choice(PRIORITIES)
+                self.totals.events["priorities changed during migration"] += 1
 
     def _reload(self, rng: random.Random) -> None:
-        """The door follows other rules at once, each engine when it takes notice, be its WorkAgent there or not."""
-        others = draw_scheduler(rng) | {name: self._scheduler[name] for name in STAY if name in self._scheduler}
-        self._config = replace(draw_config(rng, others), cluster=self._cluster)
+        """Reload rules: admission control follows at once, each engine when it reads its inbox."""
+        options = draw_scheduler(rng) | {name: self._scheduler[name] for name in STAY if name in self._scheduler}
+        self._config = replace(draw_config(rng, options), cluster=self._cluster)
         self._master._follow(self._config)
         self._num_reloads += 1
-        self._newest_rules = others
+        self._newest_rules = options
         for replica in self.replicas:
             if replica.engine.dead is None:
                 replica.engine.ask(functools.partial(replica.engine.reload, self._rules_of(replica), self._num_reloads))
 
     def _rules_of(self, replica: Replica) -> SchedulingRules:
-        others, max_steps = self._newest_rules, replica.scheduler.limits.max_steps_in_flight
-        assert others is not None
-        other = create_scheduler(**others, **self._shared, max_steps_in_flight=max_steps)
-        return SchedulingRules(other.limits, other.policy, other.classes, other.order, others["prefix_caching"])
+        options, max_steps = self._newest_rules, replica.scheduler.limits.max_steps_in_flight
+        assert options is not None
+        other = create_scheduler(**options, **self._shared, max_steps_in_flight=max_steps)
+        return SchedulingRules(other.limits, other.policy, other.classes, other.order, options["prefix_caching"])
 
-    def _leaves(self, client: Client, moment: str | None, engine: Engine | None) -> bool:
+    def _should_leave(self, client: Client, moment: str | None, engine: Engine | None) -> bool:
         if self._round < client.leaves_from_round:
             return False
         if client.leaves_in in (ANYWHERE, moment):
@@ -425,31 +430,31 @@ class Simulation:
         _run(client.stream.aclose())
 
     def publish(self, pieces: list[RequestOutput], engine: Engine) -> None:
-        """What engines call with the pieces of a step."""
+        """Pass on the outputs of a step; called by engines."""
         for piece in pieces:
             client = self._by_request_id[piece.request_id]
-            assert not client.has_ended, f"{piece.request_id} is told something after its end"
-            client.told.append(piece)
+            assert not client.has_ended, f"{piece.request_id} gets output after its end"
+            client.outputs.append(piece)
             client.engine = engine
         self._master.replicas._publish(pieces)
 
     def _depart(self, departures: list[MigratingRequest]) -> None:
-        """What engines call with requests that another replica is to go on with."""
+        """Pass on requests that migrate to another replica; called by engines."""
         for request_id, block in [(each.request.request_id, block) for each in departures for block in each.blocks]:
-            owner = self._handed_over.setdefault(block, request_id)
-            assert owner == request_id, f"an epoch of block {block[0]} is that of {owner} and of {request_id}"
+            owner = self._exported_by.setdefault(block, request_id)
+            assert owner == request_id, f"an epoch of block {block[0]} belongs to {owner} and to {request_id}"
         self._publish_migrating(departures)
 
     # --- replicas that leave and join -------------------------------------------------------------------------------
 
-    def _begins(self, replica: Replica) -> None:
-        """As in a thread of `Replicas`, which has loaded it."""
+    def _start_replica(self, replica: Replica) -> None:
+        """Start the loaded replica, as a thread of `Replicas` would."""
         if self._newest_rules is not None:
             replica.engine.reload(self._rules_of(replica), self._num_reloads)
         self._master.replicas._begins(replica.index, replica.engine)
 
-    def ends(self, replica: Replica) -> None:
-        """As such a thread after its engine has ended."""
+    def on_replica_end(self, replica: Replica) -> None:
+        """Handle the end of a replica's engine, as a thread of `Replicas` would."""
         index, replicas = replica.index, self._master.replicas
         replicas._ends(index, replica.engine)
         if not replica.stopped:
@@ -457,25 +462,28 @@ class Simulation:
             self._may_load[index] = replicas.drained.get(index)
 
     def _load(self, index: int) -> bool:
-        """Again, as it has joined; that may take a while. True: there is something to do."""
+        """Load a replica that has joined again, possibly after several calls; return whether work is left."""
         if self.rng.random() < 0.5:
             return True
         try:
             replica = Replica(self, index, self._scheduler | self._shared)
-        except WorkerDiedError:  # no machine is there
+        except WorkerDiedError:  # no machine is available
             self._may_load[index] = self._master.replicas.drained.get(index)
             return True
         del self._may_load[index]
         self.replicas[index] = replica
         self.all_replicas.append(replica)
-        self._begins(replica)
+        self._start_replica(replica)
         self.totals.events["replicas loaded again"] += 1
         return True
 
-    # --- the laws ---------------------------------------------------------------------------------------------------
+    # --- invariants -------------------------------------------------------------------------------------------------
 
     def _check_limits_of_tenants(self) -> None:
-        """All replicas together keep to them; a search runs all its beams, and who runs when the rules change stays."""
+        """Check the limit over all replicas.
+
+        All beams of a search may run, and after a reload running requests keep their slots.
+        """
         limit = self._scheduler["max_running_per_tenant"]
         if limit is None or self._num_reloads:
             return
@@ -489,10 +497,10 @@ class Simulation:
         for replica in self.all_replicas:
             replica.check_end()
         master = self._master
-        assert master.num_waiting == master.num_running == 0, "the waiting room is not empty"
+        assert master.num_waiting == master.num_running == 0, "the master still counts requests"
         requests = master._requests
         assert not len(requests) and not requests._num_of and not requests._num_migrating_to
-        assert not master.replicas.accounting.tenant_slots.migrating, "a place of a tenant is nobody's"
+        assert not master.replicas.accounting.tenant_slots.migrating, "a slot of a tenant is still reserved"
         if not any(replica.stopped for replica in self.replicas):
             for index in range(len(self.replicas)):
                 state = "left" if master.replicas.is_drained(index) else "serving"
@@ -504,21 +512,21 @@ class Simulation:
     def _check_client(self, client: Client) -> None:
         assert client.stream is not None
         name = client.stream.request_id
-        none_lives = all(replica.stopped for replica in self.replicas)
-        if not client.has_ended and none_lives and self._cluster.roles is not None:
+        all_stopped = all(replica.stopped for replica in self.replicas)
+        if not client.has_ended and all_stopped and self._cluster.roles is not None:
             if client.left_in is None:
-                self._check_end_on_its_way(client)
+                self._check_end_of_migration(client)
             return
-        assert client.has_ended, f"{name} waits for ever"
+        assert client.has_ended, f"{name} never ended"
         client.check_answer()
         if client.left_in is None:
-            read = [_run(client.stream.__anext__()) for _ in client.told]
-            assert read == client.told, f"{name} was sent something else than the engine told it"
-        reason, error = client.told[-1].finish_reason, client.told[-1].error
+            read = [_run(client.stream.__anext__()) for _ in client.outputs]
+            assert read == client.outputs, f"{name}: the stream differs from the engine's outputs"
+        reason, error = client.outputs[-1].finish_reason, client.outputs[-1].error
         if reason is FinishReason.ABORT:
-            assert client.left_in is not None, f"{name} was aborted by nobody"
+            assert client.left_in is not None, f"{name} was aborted although its client did not leave"
         if reason is FinishReason.TIMEOUT:
-            assert client.patience_s is not None, f"{name} had all the time there is"
+            assert client.patience_s is not None, f"{name} timed out without a deadline"
         poisoned = any(each.is_poisoned for each in self.clients)
         replica = next(each for each in self.all_replicas if each.engine is client.engine)
         failed = reason in (FinishReason.ERROR, FinishReason.UNAVAILABLE)
@@ -526,14 +534,16 @@ class Simulation:
             waited = error is not None and "has not come back within" in error and self._a_start_failed(replica)
             assert waited or replica.is_unlucky(poisoned), f"{name} ended with an error that it did not cause: {error}"
         if client.is_poisoned:
-            assert failed or reason in (FinishReason.ABORT, FinishReason.TIMEOUT), f"{name} survived the poison"
+            assert failed or reason in (FinishReason.ABORT, FinishReason.TIMEOUT), (
+                f"{name} ended without an error in spite of its poison token"
+            )
 
-    def _check_end_on_its_way(self, client: Client) -> None:
-        """No replica was left when its blocks came: the master itself tells its end."""
+    def _check_end_of_migration(self, client: Client) -> None:
+        """Check a request that found no replica after its migration: the master itself must have ended it."""
         assert client.stream is not None
-        read = [_run(client.stream.__anext__()) for _ in range(len(client.told) + 1)]
-        assert read[:-1] == client.told and read[-1].finish_reason is FinishReason.UNAVAILABLE
-        client.told.append(read[-1])
+        read = [_run(client.stream.__anext__()) for _ in range(len(client.outputs) + 1)]
+        assert read[:-1] == client.outputs and read[-1].finish_reason is FinishReason.UNAVAILABLE
+        client.outputs.append(read[-1])
 
     def _a_start_failed(self, replica: Replica) -> bool:
         return bool(
@@ -542,7 +552,7 @@ class Simulation:
 
     def _count(self) -> None:
         totals, counts = self.totals, self.metrics._counts
-        let_in = [each for each in self.clients if each.stream is not None]
+        admitted = [each for each in self.clients if each.stream is not None]
         moves = sum((agent.block_moves for replica in self.all_replicas for agent in replica.agents), Counter())
         totals.events.update(
             {
@@ -551,15 +561,15 @@ class Simulation:
                 "steps": counts["llm_serving:steps_total"],
                 "requests": len(self.clients),
                 "tokens": counts["vllm:generation_tokens_total"],
-                "forks": sum(each.twin is not None and each.twin.stream is not None for each in let_in),
-                "beam searches": sum(each.beam_search is not None for each in let_in),
-                "poisoned requests": sum(each.is_poisoned for each in let_in),
+                "forks": sum(each.parent is not None and each.parent.stream is not None for each in admitted),
+                "beam searches": sum(each.beam_search is not None for each in admitted),
+                "poisoned requests": sum(each.is_poisoned for each in admitted),
                 "preemptions": counts["vllm:num_preemptions_total"],
                 "blocks swapped out": moves[BlockMoveKind.SWAP_OUT],
                 "blocks swapped in": moves[BlockMoveKind.SWAP_IN],
                 "blocks copied": moves[BlockMoveKind.COPY],
-                "blocks handed over": moves[BlockMoveKind.EXPORT],
-                "blocks taken over": moves[BlockMoveKind.IMPORT],
+                "blocks exported": moves[BlockMoveKind.EXPORT],
+                "blocks imported": moves[BlockMoveKind.IMPORT],
                 "tokens found in the prefix cache": counts["vllm:prefix_cache_hits_total"],
                 "audits": counts["llm_serving:audits_total"],
                 "draft tokens": sum(self.metrics.draft_tokens["vllm:spec_decode_num_draft_tokens_total"].values()),
@@ -580,30 +590,30 @@ class Simulation:
             totals.faults.update(replica.faults.counts)
         for (_, reason), count in self.metrics.classes._refusals.items():
             totals.refusals[reason] += count
-        totals.aborts.update(each.left_in for each in let_in if each.left_in is not None)
-        totals.ends.update(str(each.told[-1].finish_reason) for each in let_in)
+        totals.aborts.update(each.left_in for each in admitted if each.left_in is not None)
+        totals.ends.update(str(each.outputs[-1].finish_reason) for each in admitted)
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that has nothing to wait for; it may give others their turn."""
+    """Return the result of a coroutine that never waits for an external event; it may yield to the event loop."""
     try:
         while coroutine.send(None) is None:
             pass
     except StopIteration as end:
         return end.value
-    raise AssertionError("it waits for something that does not come")
+    raise AssertionError("the coroutine waits for an external event")
 
 
 @dataclass
 class Totals:
-    """How often what happened."""
+    """Counts of events by name."""
 
     events: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     network: Counter[str] = field(default_factory=Counter)
-    """Of servers whose WorkAgents run on other machines."""
+    """Events of clusters with WorkAgents on other machines."""
     aborts: Counter[str] = field(default_factory=Counter)
-    """By the state of the request when its client left."""
+    """Aborts by the state of the request when its client left."""
     refusals: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
 
@@ -619,10 +629,10 @@ class Totals:
 
 
 def run_seeds(first: int, count: int, num_machines: int | None = None) -> Totals:
-    """Plays seeds `first` .. `first + count - 1`.
+    """Run the seeds `first` .. `first + count - 1`.
 
     Raises:
-        AssertionError: One breaks a law; the text has the command that repeats it.
+        AssertionError: A seed breaks an invariant; the text has the command that repeats it.
     """
     totals = Totals()
     logging.disable(logging.CRITICAL)
@@ -642,9 +652,9 @@ def run_seeds(first: int, count: int, num_machines: int | None = None) -> Totals
 
 
 def run_in_processes(first: int, count: int, num_processes: int, num_machines: int | None = None) -> Totals:
-    """As `run_seeds`, in shares."""
+    """Run the seeds as `run_seeds` does, distributed over processes."""
     end = first + count
-    shares = [(start, min(SEEDS_A_SHARE, end - start), num_machines) for start in range(first, end, SEEDS_A_SHARE)]
+    shares = [(start, min(SEEDS_PER_SHARE, end - start), num_machines) for start in range(first, end, SEEDS_PER_SHARE)]
     totals = Totals()
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
         for share in pool.starmap(run_seeds, shares, chunksize=1):
@@ -655,9 +665,9 @@ def run_in_processes(first: int, count: int, num_processes: int, num_machines: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--first", type=int, default=0, help="first seed (default: 0)")
-    parser.add_argument("--seeds", type=int, default=1000, help="how many (default: 1000)")
-    parser.add_argument("--processes", type=int, default=1, help="processes that share them (default: 1)")
-    parser.add_argument("--machines", type=int, help="on so many beside the master's (default: drawn, often none)")
+    parser.add_argument("--seeds", type=int, default=1000, help="number of seeds (default: 1000)")
+    parser.add_argument("--processes", type=int, default=1, help="number of processes (default: 1)")
+    parser.add_argument("--machines", type=int, help="machines beside the master's (default: drawn, often none)")
     args = parser.parse_args()
     began = time.perf_counter()
     if args.processes == 1:
@@ -666,7 +676,7 @@ def main() -> None:
         totals = run_in_processes(args.first, args.seeds, args.processes, args.machines)
     seconds = time.perf_counter() - began
     sys.stdout.write(f"{totals}\n{args.seeds:,} seeds in {seconds:.1f} s, {args.seeds / seconds:.0f} a second; ")
-    sys.stdout.write("no law is broken\n")
+    sys.stdout.write("no invariant is broken\n")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""A real server for as long as one likes, with everything at once: honest clients, liars, clients that leave, slow
-readers, malformed requests, and WorkAgents killed or hung now and then.
+"""Run a real server for a long time with all kinds of clients and faults at once.
 
     python tests/tools/soak.py --minutes 30    # prints a section for docs/results/correctness.md
 
-Every answer that a client reads to its end is compared with the answer given alone. The memory of the master and of its
-WorkAgents is sampled; at the end the cache must be free, no bound broken, no process and no shared memory left.
+Clients are honest, hostile, leave early, read slowly, or send malformed requests. WorkAgents are killed or stopped from
+time to time. Every answer that a client reads completely is compared with the reference answer (batch size 1). The
+memory of the master and of its WorkAgents is sampled. At the end the KV cache must be free, no bound exceeded, and no
+process or shared memory left.
 
-Told to end (SIGTERM, SIGINT) it ends the load, checks what it checks at the end and prints what it has; its exit code
-is then 2 where no law is broken.
+After SIGTERM or SIGINT the tool ends the load, makes the final checks and prints its report; the exit code is then 2 if
+no check failed.
 
-It may be stopped and go on (SIGSTOP, SIGCONT), for others to have the machine: its time stands still meanwhile, and
-connections that time out over it are counted apart.
+It may be suspended (SIGSTOP) and resumed (SIGCONT), so that other programs can use the machine. Its time does not
+advance meanwhile, and connections that time out because of it are counted separately.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if __name__ == "__main__":
 
 import httpx
 import psutil
-from support.server_process import Server, metric, shared_memory_names, start_server, unwind_when_told_to_end
+from support.server_process import Server, metric, shared_memory_names, start_server, unwind_on_sigterm
 
 SETTINGS = {
     "pa_config.num_blocks": 100,
@@ -53,7 +54,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.2, "presence_penalty": 0.3},
     {"temperature": 0, "use_beam_search": True, "n": 2},
 )
-LIES: tuple[dict[str, Any], ...] = (
+HOSTILE_OPTIONS: tuple[dict[str, Any], ...] = (
     {"priority": -(2**31)},
     {"priority": 2**31 - 1},
     {"priority_class": "interactive"},
@@ -75,19 +76,19 @@ BROKEN_HTTP: tuple[bytes, ...] = (
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20,
     b"GET / HTTP/9.9\r\n\r\n",
 )
-NUM_CLIENTS = {"honest": 10, "lying": 4, "leaving": 4, "slow": 3, "malformed": 1, "broken": 1}
+NUM_CLIENTS = {"honest": 10, "hostile": 4, "leaving": 4, "slow": 3, "malformed": 1, "broken": 1}
 SAMPLE_EVERY_S = 2.0
 CLIENT_TIMEOUT_S = 600.0
-"""Bounds count steps: on a machine with much else to do the lowest class waits for minutes."""
-STOPPED_S = 10.0
-"""Whatever its event loop does not come round in this time has been stopped."""
+"""It is long, because bounds count steps: on a busy machine the lowest class waits for minutes."""
+SUSPENDED_S = 10.0
+"""If an iteration of the event loop takes longer, the process was suspended."""
 LAST_ANSWERS_S = 60.0
-"""What each request that is sent after the load may take."""
-MOST_GROWTH_MB = 32.0
-"""Of the master, from the second quarter of the time to the last: allocators and remembered requests settle first."""
+"""Timeout of each request after the load."""
+MAX_GROWTH_MB = 32.0
+"""Maximum growth of the master from the second quarter of the run to the last: caches are filled by then."""
 
 Answer = list[tuple[str, str | None, list[float]]]
-"""Text, end and log-probabilities of each choice."""
+"""Text, finish reason and log-probabilities of each choice."""
 
 
 @dataclass
@@ -97,18 +98,18 @@ class Soak:
     server: Server
     seconds: float
     kill_every_s: float | None = None
-    """Mean time between losses of a WorkAgent; None: none is lost."""
+    """Mean time between kills of a WorkAgent; None: no kills."""
     seed: int = 1
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    """What broke a law."""
+    """Checks that failed."""
     samples: list[tuple[float, float, float, int]] = field(default_factory=list)
-    """Time in s, MB of the master, MB of all WorkAgents, descriptors of the master."""
+    """(seconds, MB of the master, MB of all WorkAgents, open descriptors of the master) of each sample."""
     alone: list[Answer] = field(default_factory=list)
-    lasted: float = 0.0
-    """Time of the load in s, without what it was stopped for."""
+    elapsed_s: float = 0.0
+    """Seconds of load, without those in which the process was suspended."""
     is_cut_short: bool = False
-    """Whether it was told to end before the load was over."""
+    """Whether a signal ended the load early."""
 
     def __post_init__(self) -> None:
         self.bodies = [body_of(index) for index in range(len(TASKS) * len(KINDS) * 2)]
@@ -117,8 +118,8 @@ class Soak:
         async with self.server.client() as client:
             client.timeout = CLIENT_TIMEOUT_S
             load = asyncio.create_task(self._load(client))
-            for told in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().add_signal_handler(told, load.cancel)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, load.cancel)
             await asyncio.wait([load])
             self.is_cut_short = load.cancelled()
             client.timeout = LAST_ANSWERS_S
@@ -130,12 +131,12 @@ class Soak:
                 self.wrong.append(f"the run ended with {type(error).__name__}: {error}")
 
     async def _load(self, client: httpx.AsyncClient) -> None:
-        """Everything at once, for as long as is asked for; cancelled it leaves no task behind."""
+        """Run all clients and kills for `seconds`; leave no task behind if cancelled."""
         for body in self.bodies:
             self.alone.append(await whole_answer(client, body))
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(self._keep_time()), group.create_task(self._watch())]
-            clients = {"honest": self._honest, "lying": self._lying, "leaving": self._leaving, "slow": self._slow}
+            clients = {"honest": self._honest, "hostile": self._hostile, "leaving": self._leaving, "slow": self._slow}
             clients |= {"malformed": self._malformed, "broken": self._broken}
             loops = [
                 group.create_task(self._loop(clients[kind], client, random.Random(f"{self.seed} {kind} {index}")))
@@ -151,17 +152,17 @@ class Soak:
 
     @property
     def running(self) -> bool:
-        return self.lasted < self.seconds
+        return self.elapsed_s < self.seconds
 
     async def _keep_time(self) -> None:
         last = time.monotonic()
         while True:
             await asyncio.sleep(0.1)
             last, before = time.monotonic(), last
-            if last - before < STOPPED_S:
-                self.lasted += last - before
+            if last - before < SUSPENDED_S:
+                self.elapsed_s += last - before
             else:
-                self.counts["times it was stopped"] += 1
+                self.counts["times the process was suspended"] += 1
 
     async def _loop(
         self,
@@ -170,13 +171,13 @@ class Soak:
         rng: random.Random,
     ) -> None:
         while self.running:
-            stopped = self.counts["times it was stopped"]
+            suspended = self.counts["times the process was suspended"]
             try:
                 await act(client, rng)
             except (httpx.HTTPError, OSError) as error:
                 await asyncio.sleep(1.0)
-                if self.counts["times it was stopped"] > stopped:
-                    self.counts["connections lost over a stop"] += 1
+                if self.counts["times the process was suspended"] > suspended:
+                    self.counts["connections lost while suspended"] += 1
                     continue
                 self.wrong.append(f"{act.__name__}: {type(error).__name__}: {error}")
                 self.counts["connections lost"] += 1
@@ -186,19 +187,19 @@ class Soak:
     async def _honest(self, client: httpx.AsyncClient, rng: random.Random) -> None:
         await self._ask(client, rng, "honest", {})
 
-    async def _lying(self, client: httpx.AsyncClient, rng: random.Random) -> None:
-        await self._ask(client, rng, "lying", rng.choice(LIES))
+    async def _hostile(self, client: httpx.AsyncClient, rng: random.Random) -> None:
+        await self._ask(client, rng, "hostile", rng.choice(HOSTILE_OPTIONS))
 
-    async def _ask(self, client: httpx.AsyncClient, rng: random.Random, who: str, lie: dict[str, Any]) -> None:
+    async def _ask(self, client: httpx.AsyncClient, rng: random.Random, kind: str, options: dict[str, Any]) -> None:
         index = rng.randrange(len(self.bodies))
-        body = self.bodies[index] | lie
+        body = self.bodies[index] | options
         if rng.random() < 0.6 and not body.get("use_beam_search"):
             async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
                 answer = await streamed_answer(response) if response.is_success else None
         else:
             response = await client.post("/v1/completions", json=body)
             answer = answer_in(response.json()["choices"]) if response.is_success else None
-        await self._compare(response, answer, index, who)
+        await self._compare(response, answer, index, kind)
 
     async def _slow(self, client: httpx.AsyncClient, rng: random.Random) -> None:
         index = rng.choice([i for i, body in enumerate(self.bodies) if not body.get("use_beam_search")])
@@ -225,7 +226,8 @@ class Soak:
         headers = {"content-type": "application/json"}
         response = await client.post(path, content=rng.choice(MALFORMED), headers=headers)
         self.counts["malformed bodies"] += 1
-        if not 400 <= response.status_code < 500 and response.status_code != 503:  # nobody can compute it just then
+        # without a WorkAgent no request can be served
+        if not 400 <= response.status_code < 500 and response.status_code != 503:
             self.wrong.append(f"a malformed body to {path} got status {response.status_code}")
         await asyncio.sleep(0.02)
 
@@ -239,37 +241,38 @@ class Soak:
             await writer.wait_closed()
         self.counts["broken connections"] += 1
 
-    async def _compare(self, response: httpx.Response, answer: Answer | None, index: int, who: str) -> None:
+    async def _compare(self, response: httpx.Response, answer: Answer | None, index: int, kind: str) -> None:
         if answer is None:
-            await self._refused(response, who)
+            await self._refused(response, kind)
         elif answer == self.alone[index]:
-            self.counts[f"exact answers of {who} clients"] += 1
+            self.counts[f"exact answers of {kind} clients"] += 1
         else:
             self.counts["different answers"] += 1
-            self.wrong.append(f"another answer to {self.bodies[index]} of a {who} client: {answer}")
+            self.wrong.append(f"wrong answer to {self.bodies[index]} of a {kind} client: {answer}")
 
-    async def _refused(self, response: httpx.Response, who: str) -> None:
+    async def _refused(self, response: httpx.Response, kind: str) -> None:
         self.counts[f"refusals with status {int(response.status_code)}"] += 1
-        refused = (400, 403) if who == "lying" else ()  # a lie may be told by its field
+        refused = (400, 403) if kind == "hostile" else ()  # a tenant may not use every class and priority
         if response.status_code not in (*refused, 429, 503):
-            self.wrong.append(f"a {who} client got status {response.status_code}: {(await response.aread())[:200]!r}")
+            self.wrong.append(f"a {kind} client got status {response.status_code}: {(await response.aread())[:200]!r}")
         await asyncio.sleep(0.2)
 
-    # --- what happens to the server -----------------------------------------------------------------------------------
+    # --- the server
+    # -------------------------------------------------------------------------------------------------------
 
     async def _lose_work_agent(self, client: httpx.AsyncClient, rng: random.Random) -> None:
         assert self.kill_every_s is not None
         await asyncio.sleep(self.kill_every_s * rng.uniform(0.5, 1.5))
         if not self.running:
             return
-        deadline = self.lasted + 120
+        deadline = self.elapsed_s + 120
         sent = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
         before = await metric(client, "llm_serving:worker_restarts_total")
         with contextlib.suppress(psutil.NoSuchProcess, IndexError):
             rng.choice(self.server.work_agents()).send_signal(sent)
             self.counts[f"WorkAgents that got {sent.name}"] += 1
         while await metric(client, "llm_serving:worker_restarts_total") == before:
-            if self.lasted > deadline:
+            if self.elapsed_s > deadline:
                 self.wrong.append(f"no restart in 120 s after a WorkAgent got {sent.name}")
                 return
             await asyncio.sleep(0.1)
@@ -281,34 +284,34 @@ class Soak:
             for agent in self.server.work_agents():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     agents += agent.memory_info().rss / 1e6
-            self.samples.append((self.lasted, master.memory_info().rss / 1e6, agents, master.num_fds()))
+            self.samples.append((self.elapsed_s, master.memory_info().rss / 1e6, agents, master.num_fds()))
             await asyncio.sleep(SAMPLE_EVERY_S)
 
     async def _check_end(self, client: httpx.AsyncClient) -> None:
-        # An answer may be computed again meanwhile, to be compared: it has a place and blocks until it is done.
+        # An audit may still recompute an answer: until it ends it has a running slot and blocks.
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
         try:
             async with asyncio.timeout(60):
                 while any([await metric(client, name) for name in names]):
                     await asyncio.sleep(0.1)
         except TimeoutError:
-            self.wrong.append("requests run on after their clients left, or blocks are in use after the last one")
+            self.wrong.append("requests run after their clients left, or blocks are used after the last request")
         for name in ("llm_serving:bound_violations_total", "llm_serving:audit_mismatch_total"):
             if await metric(client, name):
                 self.wrong.append(f"{name} is not 0")
         self.counts["restarts"] = int(await metric(client, "llm_serving:worker_restarts_total"))
         self.counts["preemptions"] = int(await metric(client, "vllm:num_preemptions_total"))
         if (health := await client.get("/health")).status_code != 200:
-            self.wrong.append(f"/health says {health.text}")
-        for again in self.bodies[:4]:
-            if await whole_answer(client, again) != self.alone[self.bodies.index(again)]:
-                self.wrong.append("an answer after the load is another one")
+            self.wrong.append(f"/health returns {health.text}")
+        for body in self.bodies[:4]:
+            if await whole_answer(client, body) != self.alone[self.bodies.index(body)]:
+                self.wrong.append("an answer after the load differs")
 
     # --- the report ---------------------------------------------------------------------------------------------------
 
     @property
     def growth_mb(self) -> float:
-        """Of the master: mean of the last quarter of samples less that of the second."""
+        """Growth of the master: mean of the last quarter of samples minus the mean of the second quarter."""
         quarter = len(self.samples) // 4
         sizes = [master for _, master, _, _ in self.samples]
         if quarter == 0:
@@ -316,7 +319,7 @@ class Soak:
         return sum(sizes[-quarter:]) / quarter - sum(sizes[quarter : 2 * quarter]) / quarter
 
     def slope_mb_an_hour(self, column: int) -> float:
-        """Least squares over the last three quarters of the samples."""
+        """Return the slope of a least-squares line through the last three quarters of the samples."""
         points = [(each[0], each[column]) for each in self.samples[len(self.samples) // 4 :]]
         if len(points) < 2:
             return 0.0
@@ -325,13 +328,13 @@ class Soak:
         return 3600 * sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
 
     def report(self) -> str:
-        """In Markdown."""
-        told = f", cut short of {self.seconds / 60:.1f}" if self.is_cut_short else ""
-        lines = [f"## A soak of {self.lasted / 60:.1f} minutes{told}", "", "| what | how often |", "| --- | ---: |"]
+        """Return the report in Markdown."""
+        cut = f", cut short of {self.seconds / 60:.1f}" if self.is_cut_short else ""
+        lines = [f"## A soak of {self.elapsed_s / 60:.1f} minutes{cut}", "", "| event | count |", "| --- | ---: |"]
         lines += [f"| {name} | {count:,} |" for name, count in sorted(self.counts.items())]
         lines += [
             "",
-            "| memory, MB | after a quarter | at the end | most | slope, MB an hour |",
+            "| memory, MB | after a quarter | at the end | maximum | slope, MB an hour |",
             "| --- " + "| ---: " * 4 + "|",
         ]
         start = self.samples[len(self.samples) // 4 :]
@@ -341,7 +344,9 @@ class Soak:
             lines.append(f"| {name} | {ends} | {self.slope_mb_an_hour(column):+.1f} |")
         lines += [
             "",
-            "Every answer equals the one given alone, and no law is broken." if not self.wrong else "**Broken:**",
+            "Every answer equals the reference answer, and no check failed."
+            if not self.wrong
+            else "**Failed checks:**",
             "",
         ]
         lines += [f"- {text}: {count:,} times" for text, count in Counter(each[:300] for each in self.wrong).items()][
@@ -372,7 +377,7 @@ async def whole_answer(client: httpx.AsyncClient, body: dict[str, Any]) -> Answe
 
 
 async def streamed_answer(response: httpx.Response, pause_s: float = 0.0) -> Answer:
-    """The events of each choice joined."""
+    """Return the events of each choice joined."""
     choices: dict[int, tuple[str, str | None, list[float]]] = {}
     async for line in response.aiter_lines():
         if not line.startswith("data: {"):
@@ -380,8 +385,8 @@ async def streamed_answer(response: httpx.Response, pause_s: float = 0.0) -> Ans
         event = json.loads(line.removeprefix("data: "))
         for piece in event.get("choices", []):
             text, _, logprobs = choices.get(piece["index"], ("", None, []))
-            told = list((piece.get("logprobs") or {}).get("token_logprobs") or [])
-            choices[piece["index"]] = (text + piece["text"], piece["finish_reason"], logprobs + told)
+            new = list((piece.get("logprobs") or {}).get("token_logprobs") or [])
+            choices[piece["index"]] = (text + piece["text"], piece["finish_reason"], logprobs + new)
         if pause_s:
             await asyncio.sleep(pause_s)
     return [choices[index] for index in sorted(choices)]
@@ -393,7 +398,7 @@ def main() -> int:
     parser.add_argument("--kill-every", type=float, default=20.0, help="mean seconds between losses of a WorkAgent")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    unwind_when_told_to_end()
+    unwind_on_sigterm()
     before = shared_memory_names()
     settings = itertools.chain.from_iterable(("--set", f"{key}={value}") for key, value in SETTINGS.items())
     server = start_server(*settings)
@@ -406,7 +411,7 @@ def main() -> int:
         soak.wrong.append("processes are left")
     if new := shared_memory_names() - before:
         soak.wrong.append(f"new in /dev/shm: {sorted(new)}")
-    if soak.growth_mb > MOST_GROWTH_MB:
+    if soak.growth_mb > MAX_GROWTH_MB:
         soak.wrong.append(f"the master grew by {soak.growth_mb:.0f} MB")
     sys.stdout.write(f"{soak.report()}\n")
     return 1 if soak.wrong else 2 if soak.is_cut_short else 0

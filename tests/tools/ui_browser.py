@@ -1,7 +1,7 @@
-"""The page at /ui in a headless Chromium: `python tests/tools/ui_browser.py [--save FOLDER] [NAME ...]`.
+"""Test the page at /ui in a headless Chromium: `python tests/tools/ui_browser.py [--save FOLDER] [NAME ...]`.
 
-It needs the program `chromium` (`apt-get install chromium`). The master is real, the device only pretends. Each
-scenario below is run, and nothing may be written to the browser's console as an error; `--save` keeps pictures.
+Needs the program `chromium` (`apt-get install chromium`). The master is real, the device is a fake. Each scenario below
+is run, and the browser's console must show no error; `--save` stores screenshots.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def start(page: Browser, url: str, view: str = "playground") -> None:
 
 
 def ask(page: Browser, text: str, **parameters: object) -> None:
-    page.wait_for("document.querySelector('.parameter')")  # until then what is below moves
+    page.wait_for("document.querySelector('.parameter')")  # until then the elements below it move
     for name, value in parameters.items():
         page.type(f"#p-{name}", str(value))
     page.type("#prompt", text)
@@ -66,7 +66,7 @@ def ask(page: Browser, text: str, **parameters: object) -> None:
 
 
 @scenario
-def an_answer_streams_and_its_tokens_tell_how_likely_they_were(page: Browser, save: Callable[[str], None]) -> None:
+def answer_streams_and_its_tokens_show_their_probabilities(page: Browser, save: Callable[[str], None]) -> None:
     with PageServer(step_s=0.02).serving() as server:
         start(page, server.url)
         page.wait_for("document.querySelector('.example')")
@@ -94,7 +94,7 @@ def an_answer_streams_and_its_tokens_tell_how_likely_they_were(page: Browser, sa
 
 
 @scenario
-def what_is_asked_with_stays_where_it_is(page: Browser, save: Callable[[str], None]) -> None:
+def parameters_keep_their_position(page: Browser, save: Callable[[str], None]) -> None:
     place = "Math.round(document.querySelector('.composer').getBoundingClientRect().bottom + scrollY)"
     with PageServer(step_s=0.02).serving() as server:
         for width in (390, 1360):
@@ -118,7 +118,7 @@ def what_is_asked_with_stays_where_it_is(page: Browser, save: Callable[[str], No
 
 
 @scenario
-def a_stopped_answer_keeps_what_there_is(page: Browser, save: Callable[[str], None]) -> None:
+def stopped_answer_keeps_its_text(page: Browser, save: Callable[[str], None]) -> None:
     with PageServer(step_s=0.02).serving() as server:
         start(page, server.url)
         ask(page, "Tell me.", max_tokens=400)
@@ -132,7 +132,7 @@ def a_stopped_answer_keeps_what_there_is(page: Browser, save: Callable[[str], No
 
 
 @scenario
-def a_server_that_is_gone_is_told_in_words(page: Browser, save: Callable[[str], None]) -> None:
+def unreachable_server_is_reported(page: Browser, save: Callable[[str], None]) -> None:
     with PageServer(step_s=0.05).serving() as server:
         start(page, server.url)
         ask(page, "Tell me.", max_tokens=400)
@@ -143,11 +143,11 @@ def a_server_that_is_gone_is_told_in_words(page: Browser, save: Callable[[str], 
     page.wait_for("document.querySelector('#status').dataset.state === 'gone'")
     assert page.run("document.querySelector('#prompt').value") == "Are you there?", "what was said is lost"
     save("gone")
-    page.problems.clear()  # a connection that fails is an error to the console
+    page.problems.clear()  # the console reports a failed connection as an error
 
 
 @scenario
-def a_completion_with_several_answers(page: Browser, save: Callable[[str], None]) -> None:
+def completion_with_several_choices(page: Browser, save: Callable[[str], None]) -> None:
     with PageServer(step_s=0.001).serving() as server:
         start(page, server.url)
         page.click("[data-mode=completion]")
@@ -158,7 +158,7 @@ def a_completion_with_several_answers(page: Browser, save: Callable[[str], None]
 
 
 @scenario
-def what_a_parameter_may_not_be_is_said(page: Browser, save: Callable[[str], None]) -> None:
+def invalid_parameter_is_explained(page: Browser, save: Callable[[str], None]) -> None:
     with PageServer().serving() as server:
         start(page, server.url)
         ask(page, "x", temperature="warm")
@@ -166,7 +166,7 @@ def what_a_parameter_may_not_be_is_said(page: Browser, save: Callable[[str], Non
         assert page.text(".error") == "temperature must be a number"
         ask(page, "x", temperature=101)
         page.wait_for("document.querySelector('.error').innerText.includes('0.0 to 100.0')")
-        page.problems.clear()  # a status of 400 is an error to the console
+        page.problems.clear()  # the console reports a status of 400 as an error
         page.click(".parameters summary")
         between = """(() => {
             const rows = [...document.querySelectorAll("details .parameter")].map((row) => row.getBoundingClientRect());
@@ -176,13 +176,13 @@ def what_a_parameter_may_not_be_is_said(page: Browser, save: Callable[[str], Non
 
 
 @scenario
-def a_thought_stands_apart_from_what_is_said(page: Browser, save: Callable[[str], None]) -> None:
+def reasoning_is_shown_apart_from_the_answer(page: Browser, save: Callable[[str], None]) -> None:
     said = (Piece("<think>"), Piece("Hmm."), Piece("</think>"), Piece("Yes."), Piece(""))
     engine = FakeEngine(script=Script(said))
     engine.tokenizer = tokenizer_with(HERMES)
     with serving(engine) as url:
         start(page, url)
-        for number in (1, 2):  # streamed, then whole
+        for number in (1, 2):  # first streamed, then whole
             ask(page, "Well?")
             page.wait_for(f"document.querySelectorAll('.facts a').length === {number}")
             answer = f".answer:nth-of-type({2 * number})"
@@ -196,7 +196,7 @@ def a_thought_stands_apart_from_what_is_said(page: Browser, save: Callable[[str]
 
 
 @scenario
-def hostile_text_stays_text(page: Browser, save: Callable[[str], None]) -> None:
+def hostile_text_is_shown_as_text(page: Browser, save: Callable[[str], None]) -> None:
     script = Script([Piece(HOSTILE), Piece(HOSTILE), Piece("", 1)])
     with serving(FakeEngine(script=script, model_name=HOSTILE)) as url:
         start(page, url)
@@ -212,11 +212,11 @@ def hostile_text_stays_text(page: Browser, save: Callable[[str], None]) -> None:
         assert page.run("document.querySelectorAll('script').length") == 1
         refused = "(() => { try { document.body.innerHTML = '<b>x</b>'; return false; } catch { return true; } })()"
         assert page.run(refused), "the browser makes elements of text"
-        page.problems.clear()  # what it refused
+        page.problems.clear()  # errors of the requests that it refused
 
 
 @scenario
-def the_key_is_asked_for_and_kept_in_the_session_alone(page: Browser, save: Callable[[str], None]) -> None:
+def key_is_kept_in_the_session_only(page: Browser, save: Callable[[str], None]) -> None:
     with serving(FakeEngine(api_keys=API_KEYS)) as url:
         start(page, url)
         page.wait_for("document.querySelector('#key-dialog').open")
@@ -224,7 +224,7 @@ def the_key_is_asked_for_and_kept_in_the_session_alone(page: Browser, save: Call
         page.type("#key-text", KEYS["ann"])
         page.press("Enter")
         page.wait_for("document.querySelector('.example')")
-        page.problems.clear()  # the status of 401 before
+        page.problems.clear()  # errors of status 401 before
         assert page.run("sessionStorage.getItem('llm-serving.key')") == KEYS["ann"]
         assert page.run("JSON.stringify(localStorage) + document.cookie + location.href").find(KEYS["ann"]) == -1
         ask(page, "Hello")
@@ -236,7 +236,7 @@ def the_key_is_asked_for_and_kept_in_the_session_alone(page: Browser, save: Call
 
 
 @scenario
-def a_request_copied_is_the_request(page: Browser, save: Callable[[str], None]) -> None:
+def copied_request_equals_the_sent_one(page: Browser, save: Callable[[str], None]) -> None:
     engine = FakeEngine()
     with serving(engine) as url:
         start(page, url)
@@ -271,7 +271,7 @@ LONG = {"prompt": list(range(5, 25)), "max_tokens": 450, "temperature": 0, "igno
 
 
 def send(url: str, name: str, key: str = "", **fields: Any) -> threading.Thread:
-    """Asks for a long answer, and waits for it elsewhere."""
+    """Send a long request in a thread; return the thread."""
     headers = {"content-type": "application/json"} | ({"x-api-key": key} if key else {})
     body = json.dumps(LONG | {"request_id": name, **fields}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, headers)
@@ -291,13 +291,13 @@ def cancel(url: str, name: str) -> None:
 
 
 def is_in(group: str, name: str) -> str:
-    """Whether a request stands in a group."""
+    """Return whether a group lists a request."""
     rows = f"document.querySelectorAll('.group[data-phase={group}] .name')"
     return f"[...{rows}].some((each) => each.textContent === {json.dumps(name)})"
 
 
 @scenario
-def a_request_is_followed_through_a_preemption(page: Browser, save: Callable[[str], None]) -> None:
+def live_view_shows_a_preemption(page: Browser, save: Callable[[str], None]) -> None:
     with PageServer(step_s=0.03, max_num_seqs=1).serving() as server:
         start(page, server.url, "live")
         page.wait_for("document.querySelector('[data-tile=running] strong').textContent === '0'")
@@ -322,7 +322,7 @@ def a_request_is_followed_through_a_preemption(page: Browser, save: Callable[[st
 
 
 @scenario
-def a_hostile_user_is_a_name_like_others(page: Browser, save: Callable[[str], None]) -> None:
+def hostile_tenant_name_is_shown_as_text(page: Browser, save: Callable[[str], None]) -> None:
     with PageServer(step_s=0.01).serving() as server:
         start(page, server.url, "live")
         send(server.url, "a..b:c_d-e", user=HOSTILE)
@@ -334,7 +334,7 @@ def a_hostile_user_is_a_name_like_others(page: Browser, save: Callable[[str], No
 
 
 @scenario
-def a_tenant_watches_its_own_and_counts_others(page: Browser, save: Callable[[str], None]) -> None:
+def tenant_sees_its_requests_and_counts_of_others(page: Browser, save: Callable[[str], None]) -> None:
     with PageServer(step_s=0.03, api_keys=API_KEYS).serving() as server:
         start(page, server.url)
         page.run(f"sessionStorage.setItem('llm-serving.key', {json.dumps(KEYS['ann'])})")
@@ -355,7 +355,7 @@ def a_tenant_watches_its_own_and_counts_others(page: Browser, save: Callable[[st
 
 
 @scenario
-def other_values_are_advised_on_what_was_recorded(page: Browser, save: Callable[[str], None]) -> None:
+def advice_comes_from_recorded_requests(page: Browser, save: Callable[[str], None]) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         PageServer(step_s=0.01, max_num_seqs=2, record_path=Path(folder)).serving() as server,
@@ -373,14 +373,14 @@ def other_values_are_advised_on_what_was_recorded(page: Browser, save: Callable[
         page.wait_for("!document.querySelector('#advice').disabled", 200.0)
         assert "40 requests, " in page.text(".more[role=status]"), page.text(".more[role=status]")
         page.wait_for("document.querySelector('.advice tbody td.better')")
-        if page.run("document.querySelector('.advice summary') !== null"):  # better in something, worse in something
+        if page.run("document.querySelector('.advice summary') !== null"):  # better in one figure, worse in another
             page.click(".advice summary")
             page.wait_for("document.querySelector('.advice details').open")
         lines = page.run("[...document.querySelectorAll('.advice li > code')].map((each) => each.innerText)")
         slots = [int(number) for line in lines for number in re.findall(r"decode_batch_size: (\d+)", line)]
-        assert slots and min(slots) > 2, lines  # how many it comes to depends on the steps that were measured
+        assert slots and min(slots) > 2, lines  # the number depends on the measured steps
         page.run("document.querySelector('#advice').scrollIntoView()")
-        save("told")
+        save("advice")
         page.look(width=390, height=900, dark=True)
         page.run("document.querySelector('#advice').scrollIntoView()")
         assert page.run("document.documentElement.scrollWidth") <= 390, "it is wider than the screen"
@@ -391,7 +391,7 @@ def other_values_are_advised_on_what_was_recorded(page: Browser, save: Callable[
 
 
 @scenario
-def the_time_of_an_answer_is_explained(page: Browser, save: Callable[[str], None]) -> None:
+def waiting_time_of_an_answer_is_explained(page: Browser, save: Callable[[str], None]) -> None:
     with PageServer(step_s=0.01, max_num_seqs=1).serving() as server:
         start(page, server.url)
         low = send(server.url, "low", priority_class="batch", max_tokens=60)
@@ -417,16 +417,16 @@ def the_time_of_an_answer_is_explained(page: Browser, save: Callable[[str], None
         page.look(width=390, height=900, dark=True)
         assert page.run("document.documentElement.scrollWidth") <= 390, "it is wider than the screen"
         save("narrow-dark")
-        page.run("location.hash = '#/why/nobody'")
+        page.run("location.hash = '#/why/unknown'")
         page.wait_for("document.querySelector('.why .error').innerText.includes('request_id')")
-        page.problems.clear()  # the status of 404
+        page.problems.clear()  # error of status 404
 
 
 # --- replay ---------------------------------------------------------------------------------------------------------
 
 
 @scenario
-def a_recording_is_stepped_through(page: Browser, save: Callable[[str], None]) -> None:
+def recording_is_shown_step_by_step(page: Browser, save: Callable[[str], None]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with PageServer(step_s=0.001, max_num_seqs=2, record_path=Path(folder)).serving() as server:
             threads = [send(server.url, f"low-{number}", priority_class="batch", user=HOSTILE) for number in range(4)]
@@ -486,7 +486,7 @@ def main() -> int:
             try:
                 SCENARIOS[name](page, save)
                 assert not page.problems, json.dumps(page.problems, indent=1)
-            except Exception as error:  # noqa: BLE001  whatever comes of one scenario, the others run
+            except Exception as error:  # noqa: BLE001  after any failure the other scenarios run
                 failed += 1
                 save("failed")
                 sys.stdout.write(f"FAILED {name}: {type(error).__name__}: {error}\n")

@@ -32,7 +32,7 @@ def network() -> Iterator[VirtualNetwork]:
 
 @pytest.fixture
 def connection(network: VirtualNetwork, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """To a program on the other machine that sends back what it gets; 1 s of silence is too much."""
+    """Connect to a program on the other machine that returns what it receives; 1 s of silence ends the connection."""
     monkeypatch.setattr(channel, "KEEPALIVE_TIMEOUT_S", 1)
     monkeypatch.setattr(channel, "_KEEPALIVE_INTERVAL_S", 1)
     with socket.create_server((network.hosts[HERE].address, 0)) as listener:
@@ -44,7 +44,7 @@ def connection(network: VirtualNetwork, monkeypatch: pytest.MonkeyPatch) -> Iter
     enable_keepalive(connection)
     with connection:
         yield connection
-    network.mend("there")
+    network.restore("there")
     process.kill()
     process.wait()
 

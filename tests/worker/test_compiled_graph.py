@@ -14,7 +14,7 @@ from llm_serving.worker.kv_cache import GraphOwnedCache
 from llm_serving.worker.loading import load_runner
 from llm_serving.worker.model_runner import ModelRunner
 from mindspore.train import serialization
-from support.fake_mindspore_lite import stand_in
+from support.fake_mindspore_lite import fake_package
 from support.graph_model import backend
 from support.small_model import write_small_model
 from support.step_factories import step_input
@@ -28,13 +28,13 @@ PROMPTS = [(list(range(3, 43)), 0, [3, 9, 1]), ([7, 8, 9], 0, [5])]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """(model, its graphs, options)"""
-    backend("cpu", "bfloat16")  # names the operator library before the first operator
+    """Return (model folder, folder of its graphs, options)."""
+    backend("cpu", "bfloat16")  # registers the operator library before the first operator
     top = tmp_path_factory.mktemp("ge")
     write_small_model(top / "model", num_attention_heads=2, num_key_value_heads=1)
     sizes = [argument for each in SIZES for argument in ("--set", each)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serialization, "TOTAL_SAVE", 64)  # KiB, so that one graph is split as large ones are
+        patch.setattr(serialization, "TOTAL_SAVE", 64)  # KiB, so that one graph is split like large ones
         assert main(["export", str(top / "graphs"), "--model", str(top / "model"), *sizes]) == 0
     assert {each.name for each in (top / "graphs").glob("*.mindir")} == {"states_graph.mindir", "head.mindir"}
     (top / "decode.ini").write_text("[ascend_context]\nplugin_custom_ops=All\n")
@@ -50,14 +50,14 @@ def settings_of(folders, *changes):
 
 @pytest.fixture
 def lite(monkeypatch):
-    package = stand_in()
+    package = fake_package()
     monkeypatch.setitem(sys.modules, "mindspore_lite", package)
     monkeypatch.setattr(loading, "configure_device", lambda *given: pytest.fail("it selects a device for MindSpore"))
     return package
 
 
 def steps():
-    """Prompts, then a decode row with a prompt chunk."""
+    """Return steps: prompts, then a decode row with a prompt chunk."""
     yield step_input(PROMPTS, step=0)
     yield step_input([([44], 40, [3, 9, 1]), ([10, 11], 3, [5])], step=1)
 

@@ -35,9 +35,9 @@ def test_requests_in_flight_go_on_by_other_rules_and_get_the_same(
         path.write_text("model_config: {decode_batch_size: 4}\n")
         server = AskedServer(yaml=path)  # none of the requests ends before those behind them have been refused
         async with server.running() as client:
-            server.runner.let()
+            server.runner.add_questions()
             alone = text_of(await client.post("/v1/completions", json=BODY))
-            server.runner.let(-1)
+            server.runner.add_questions(-1)
             all_have_come = Event()
             server.replica.ask(all_have_come.wait)
             asked = [asyncio.create_task(client.post("/v1/completions", json=BODY)) for _ in range(6)]
@@ -54,7 +54,7 @@ def test_requests_in_flight_go_on_by_other_rules_and_get_the_same(
             assert server.replica.ttft_predictor.limits.max_num_seqs == 1
             refused = await client.post("/v1/completions", json=BODY)
             assert refused.status_code == 429 and "of 1 requests" in refused.text
-            server.runner.let()
+            server.runner.add_questions()
             assert [text_of(answer) for answer in await asyncio.gather(*asked)] == [alone] * 6
             server.replica.scheduler.check_integrity()
             metrics = (await client.get("/metrics")).text

@@ -171,4 +171,4 @@ def test_advice_over_http_and_command_line(capsys: pytest.CaptureFixture[str], m
         assert main(["advice", "--url", url, "--minutes", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("1,500 requests (20 of them refused) of 60 s, 9 other values of the")
-    assert lines[1] == "no neighbour would have been better"
+    assert lines[1] == "no neighbouring value would have been better"

@@ -6,9 +6,9 @@ import asyncio
 import tracemalloc
 
 import pytest
-from connection_harness import CHUNKED, GET, Transport, connected, settle
 from llm_serving.server.http.connection import TLS_BYTES, WRITE_BUFFER_BYTES
 from llm_serving.server.http.request import UNSENT_KEY
+from support.connection_harness import CHUNKED, GET, Transport, connected, settle
 
 READ_BYTES = 64 * 1024
 

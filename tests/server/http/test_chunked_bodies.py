@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from connection_harness import connected, settle
+from support.connection_harness import connected, settle
 
 HEAD = b"POST /1 HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 DECLARED = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 999999\r\n\r\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from connection_harness import CHUNKED, DECLARED, GET, connected, settle
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.connection_harness import CHUNKED, DECLARED, GET, connected, settle
 
 
 @settings(max_examples=60)

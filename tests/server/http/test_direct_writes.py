@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from connection_harness import GET, connected, settle
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import ALTERNATIVE_BYTES, TOKEN_BYTES, RequestOutput, TokenLogprobs
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.server.generation.generation import READ_AT_ONCE, Generation
 from llm_serving.server.http.request import WRITE_KEY
+from support.connection_harness import GET, connected, settle
 
 
 class Stream:

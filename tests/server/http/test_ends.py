@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from connection_harness import GET, Transport, connected, settle
 from llm_serving.server.http import connection as connection_module
 from llm_serving.server.http.connection import PROGRESS_BYTES
+from support.connection_harness import GET, Transport, connected, settle
 
 
 @pytest.mark.parametrize("head", [b"", b"Connection: close\r\n"])

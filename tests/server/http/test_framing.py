@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from connection_harness import connected, settle
+from support.connection_harness import connected, settle
 
 POST = b"POST /1 HTTP/1.1\r\nHost: a\r\n"
 CHUNKS = b"\r\n\r\n3\r\nabc\r\n0\r\n\r\n"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from connection_harness import GET, connected, settle
 from llm_serving.server.http import request as request_module
+from support.connection_harness import GET, connected, settle
 
 
 def test_one_request_at_a_time_reaches_the_application():

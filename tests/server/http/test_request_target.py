@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from connection_harness import connected, settle
+from support.connection_harness import connected, settle
 
 HOST = b"Host: a\r\n"
 

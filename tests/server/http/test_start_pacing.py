@@ -6,8 +6,8 @@ import asyncio
 import itertools
 
 import pytest
-from connection_harness import GET, connected, settle
 from llm_serving.server.http.connection import STARTED_AT_ONCE
+from support.connection_harness import GET, connected, settle
 
 
 def test_requests_start_a_few_at_a_time():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from connection_harness import CHUNKED, DECLARED, GET, connected, settle
+from support.connection_harness import CHUNKED, DECLARED, GET, connected, settle
 
 CONNECTIONS = (
     GET % 1 + DECLARED % 2 + CHUNKED % 3 + GET % 4,

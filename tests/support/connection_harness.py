@@ -1,4 +1,4 @@
-"""A connection between a transport and an application, both seen from within."""
+"""A connection between a fake transport and a fake application, both of which a test can inspect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHUNKED = (
 
 
 class Transport(asyncio.Transport):
-    """Remembers what was written; never sends."""
+    """A transport that stores the written bytes."""
 
     def __init__(self, **extra):
         super().__init__({"peername": ("10.0.0.1", 1), "sockname": ("10.0.0.2", 2), **extra})
@@ -66,7 +66,7 @@ class Transport(asyncio.Transport):
 
 
 class Application:
-    """Echoes path and body; waits for `gate` before the answer."""
+    """An application that returns path and body; it waits for `gate` before its response."""
 
     def __init__(self):
         self.paths = []
@@ -110,7 +110,7 @@ class Server:
         self.limits = ServerConfig(**limits)
         self.app = Application()
         self.refused = []
-        """Addresses and statuses."""
+        """(address, status) of each refused request."""
         self.registry = ConnectionLimits(100, 100, self.limits.max_buffered_bytes, self.on_refused)
         self.config = uvicorn.Config(
             within_connection(self.run), http="httptools", ws="none", lifespan="off", log_config=None
@@ -138,7 +138,7 @@ class Server:
 
 @asynccontextmanager
 async def connected(**limits):
-    """A server, and one connection to it; afterwards the connection is lost and nothing is left behind."""
+    """Yield a server and a connection to it; then close the connection and check that no task is left."""
     server = Server(**limits)
     connection, transport = server.connect()
     try:
@@ -154,6 +154,6 @@ async def connected(**limits):
 
 
 async def settle():
-    """Lets everything run that can."""
+    """Run all tasks and callbacks that are ready."""
     for _ in range(20):
         await asyncio.sleep(0)

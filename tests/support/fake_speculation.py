@@ -1,4 +1,4 @@
-"""Fake speculative decoding: drafts of what the fake model generates, some of them wrong, at random steps."""
+"""Fake speculative decoding: draft tokens of the fake model's output, some of them wrong, at random steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from support.fake_runner import VOCAB_SIZE, next_token, seen
 
 MAX_DRAFT_TOKENS = 7
 FINISHED_TOKENS = 2**10
-"""Nothing is looked up; the slot table of the real index costs more than a whole seed of `simulation.py`."""
+"""A small index, because it is not used, and a large slot table takes longer than a whole seed of `simulation.py`."""
 
 
 class RandomDrafts(SpeculationController):
-    """Pays at random steps; a share `wrong` of its draft tokens is drawn at random."""
+    """Drafts at random steps; a share `wrong` of the draft tokens is drawn at random."""
 
     def __init__(self, rng: random.Random, wrong: float = 0.2, window: int = NO_WINDOW) -> None:
         self._rng, self._wrong, self._window = rng, wrong, window
@@ -37,7 +37,7 @@ class RandomDrafts(SpeculationController):
         return [each for each in drafts if self._rng.random() < 0.9]
 
     def _draft_of(self, request: Request) -> list[int]:
-        """After a wrong token the model generates another text, whose tokens are drafted as well."""
+        """Draft some tokens, each from the tokens before it, also from wrong ones."""
         token_ids = request.prompt_token_ids + request.output_token_ids
         draft = []
         for _ in range(self._rng.randint(0, MAX_DRAFT_TOKENS)):
@@ -53,10 +53,9 @@ class RandomDrafts(SpeculationController):
 
 
 class KnownAnswerDrafts(RandomDrafts):
-    """Drafts from answers that the test knows, whatever chooses the tokens."""
+    """Drafts tokens of known answers, by request id."""
 
     def __init__(self, rng: random.Random, answers: Mapping[str, Sequence[int]], wrong: float = 0.2) -> None:
-        """`answers`: by request id."""
         super().__init__(rng, wrong)
         self._answers = answers
 
