@@ -1,6 +1,6 @@
-"""What holds for all tests: their order by file, logging as it was before each of them, and no examples by chance.
+"""Order of the tests by file, the logging state before each test, and the hypothesis profile.
 
-What needs the operator library comes late, since it may be compiling meanwhile.
+Tests that need the operator library run late, because it may still be compiling.
 """
 
 import gc
@@ -22,8 +22,9 @@ settings.register_profile(
     "same", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("same")
-"""Whether a test passes depends neither on the time that an example takes nor on luck; `--hypothesis-profile default`
-looks for other examples."""
+"""Tests must pass independently of chance and of the time of an example; `--hypothesis-profile default` draws other
+examples.
+"""
 
 TESTS = Path(__file__).parent
 LATE = (
@@ -39,7 +40,7 @@ LATE = (
     *("kernels/test_program.py", "kernels/test_program_families.py", "kernels/test_coded_cache.py"),
     *("kernels/test_w8a8.py", "kernels"),
 )
-"""Longest first, so that processes that share the files end together."""
+"""Files in order of decreasing duration, so that processes that share the files end at about the same time."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,9 +56,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Nothing of what is imported and found here is garbage, so nobody looks for any.
+    """Exclude all objects that exist now from garbage collection.
 
-    MindSpore does for every graph it compiles: it should not walk over thousands of tests each time.
+    MindSpore collects garbage for every graph that it compiles, and should not traverse thousands of tests each time.
     """
     gc.disable()
     try:
@@ -85,12 +86,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @cache  # of a file's tests all ask
 def lateness(path: Path) -> int:
-    """Place in `LATE`, from 1 on; 0 for all others."""
+    """Return the position in `LATE`, from 1 on; 0 for other files."""
     return next((place for place, late in enumerate(LATE, start=1) if path.is_relative_to(TESTS / late)), 0)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """MindSpore takes device and operator library before the first operator of the process, in whatever test."""
+    """Set device and operator library before the first MindSpore operator of the process, whatever test runs it."""
     if item.get_closest_marker("mindspore") is not None:
         import mindspore as ms
         from llm_serving.backends.cpu import load_plugin
@@ -101,7 +102,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_runtest_teardown() -> None:
-    """The commands configure the package's logger; `caplog` would then have each line twice, or none."""
+    """Reset the package's logger: after a command has configured it, `caplog` would get each line twice or never."""
     logger = logging.getLogger(ROOT)
     for handler in logger.handlers[:]:
         logger.removeHandler(handler)

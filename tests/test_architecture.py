@@ -1,4 +1,4 @@
-"""The drawing of the architecture: each room in it exists, and no room is left out."""
+"""The drawing of the architecture: its packages exist, and every package is drawn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[1]
 DRAWING = PROJECT / "docs" / "architecture.svg"
 DATA = {"demo_model"}
-"""Packages that nobody works in."""
+"""Packages without code."""
 
 
 def rooms_drawn() -> list[str]:
@@ -17,13 +17,13 @@ def rooms_drawn() -> list[str]:
     return [text[:-1] for text in texts if re.fullmatch(r"[a-z_]+/", text)]
 
 
-def test_the_rooms_drawn_are_those_of_the_package() -> None:
+def test_drawing_has_the_packages_of_the_source() -> None:
     packages = {path.parent.name for path in (PROJECT / "llm-serving" / "llm_serving").glob("*/__init__.py")}
     drawn = rooms_drawn()
     assert sorted(drawn) == sorted(packages - DATA)
 
 
-def test_the_drawing_is_small_and_shown() -> None:
+def test_drawing_is_small_and_linked() -> None:
     assert DRAWING.stat().st_size < 20_000
     assert "](docs/architecture.svg)" in (PROJECT / "README.md").read_text()
     assert "](../architecture.svg)" in (PROJECT / "docs" / "explanation" / "architecture.md").read_text()

@@ -1,4 +1,4 @@
-"""Every demand of a device in docs/explanation/ascend.md names a test that exists, and no such test needs a device."""
+"""Every requirement for a device in docs/explanation/ascend.md names existing tests, none of which needs a device."""
 
 import pytest
 from support.tables import PROJECT, missing_tests, rows
@@ -12,5 +12,5 @@ def test_there_are_rows():
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:60])
-def test_the_tests_of_a_demand_exist(row):
+def test_tests_of_each_demand_exist(row):
     assert missing_tests(row) == []

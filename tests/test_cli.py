@@ -1,4 +1,4 @@
-"""The console command: exit codes, what goes to which stream, and what reaches the master."""
+"""The console command: exit codes, output streams, and the configuration that the master receives."""
 
 import io
 import os
@@ -30,7 +30,7 @@ LEGACY = str(PROJECT_FOLDER / "configs" / "llama" / "llama_7b_kbk_pa_dyn.yaml")
 
 @pytest.fixture
 def served(monkeypatch):
-    """Configurations that reached `master.run`, which answers with exit code 0."""
+    """Configurations passed to `master.run`, which returns exit code 0."""
     configs = []
     master = types.ModuleType("llm_serving.master")
     master.run = lambda config: configs.append(config) or 0
@@ -58,7 +58,7 @@ def test_version(capsys):
         *((name, "llm_serving_simulator.commands") for name in ("profile", "whatif", "tune", "advice")),
     ],
 )
-def test_a_command_of_a_missing_package_names_the_package(command, folder, monkeypatch, capsys):
+def test_command_error_names_a_missing_package(command, folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, f"{folder}.{command}", None)
     assert main([command]) == 2
     rule = f"needs the package {folder.partition('.')[0]}, which is not installed"
@@ -74,7 +74,7 @@ def test_config_check_prints_values_and_notices(capsys):
     assert captured.err == ""
 
 
-def test_config_check_tells_the_bounds_once_the_cache_has_a_size(capsys):
+def test_config_check_prints_bounds_if_the_cache_size_is_set(capsys):
     assert main(["config", "check"]) == 0
     assert "# bounds:" not in capsys.readouterr().out
     assert main(["config", "check", "--set", "pa_config.num_blocks=100"]) == 0
@@ -82,7 +82,7 @@ def test_config_check_tells_the_bounds_once_the_cache_has_a_size(capsys):
     assert [line.split(":")[0] for line in bounds] == ["#   - interactive", "#   - standard", "#   - batch"]
 
 
-def test_config_check_of_a_wrong_file_answers_2(tmp_path, capsys):
+def test_config_check_of_an_invalid_file_exits_with_2(tmp_path, capsys):
     path = tmp_path / "serving.yaml"
     path.write_text("pa_config:\n    blok_size: 16\n")
     assert main(["config", "check", "--config", str(path)]) == 2
@@ -93,24 +93,24 @@ def test_config_check_of_a_wrong_file_answers_2(tmp_path, capsys):
     )
 
 
-def test_serve_hands_the_configuration_to_the_master(served, model):
+def test_serve_passes_the_configuration_to_the_master(served, model):
     assert main(["serve", "--model", model, "--set", "pa_config.block_size=32", "--port", "9001"]) == 0
     (config,) = served
     assert (config.model.model_name, config.pa.block_size, config.serving.server_port) == ("tiny", 32, 9001)
 
 
-def test_port_wins_over_set(served, model):
+def test_port_option_overrides_set(served, model):
     assert main(["serve", "--model", model, "--port", "9001", "--set", "serving_config.server_port=1"]) == 0
     assert served[0].serving.server_port == 9001
 
 
-def test_every_flag_stands_for_a_key_that_exists():
+def test_every_flag_sets_an_existing_key():
     assert {flag.key for flag in FLAGS} <= RULES.keys()
     named = {key for refused in REFUSED for key in re.findall(r"--set ([a-z_.]+)=", refused.instead)}
     assert named <= RULES.keys()
 
 
-def test_flags_mean_their_keys(served, model):
+def test_flags_set_their_keys(served, model):
     flags = ["--host", "0.0.0.0", "--port", "9001", "--served-model-name", "8", "--dtype", "half", "--block-size", "32"]
     flags += [
         "--max-model-len",
@@ -132,7 +132,7 @@ def test_flags_mean_their_keys(served, model):
     assert (config.pa.block_size, config.pa.num_blocks) == (32, 77)
 
 
-def test_flags_that_ask_for_what_is_so_anyhow_are_taken(served, model):
+def test_flags_for_default_behaviour_are_accepted(served, model):
     flags = [
         "-pp",
         "1",
@@ -149,7 +149,7 @@ def test_flags_that_ask_for_what_is_so_anyhow_are_taken(served, model):
 
 
 @pytest.mark.parametrize("flags", [["--tensor-parallel-size", "2", "--data-parallel-size", "3"], ["-tp=2", "-dp", "3"]])
-def test_replicas_and_the_processes_of_one_have_the_flags_of_other_servers(flags, served, model):
+def test_flags_of_other_servers_set_replicas_and_ranks(flags, served, model):
     assert main(["serve", "--model", model, *flags]) == 0
     assert (served[0].cluster.tensor_parallel, served[0].cluster.replicas) == (2, 3)
 
@@ -171,14 +171,14 @@ def test_replicas_and_the_processes_of_one_have_the_flags_of_other_servers(flags
         (["--api-key", "short"], "--api-key: an API key must be 16 to 512"),
     ],
 )
-def test_a_flag_that_is_not_served_says_what_to_write(flags, message, served, model, capsys):
+def test_unsupported_flag_error_names_a_replacement(flags, message, served, model, capsys):
     assert main(["serve", "--model", model, *flags]) == 2
     assert message in capsys.readouterr().err
     assert served == []
 
 
 @pytest.mark.parametrize("words", [["hash-key"], ["config", "check"], ["cluster", "drain"], ["timeline"]])
-def test_the_help_of_a_command_says_what_it_does(words, capsys):
+def test_command_help_describes_the_command(words, capsys):
     with pytest.raises(SystemExit):
         main([*words, "--help"])
     usage, what, *_ = capsys.readouterr().out.split("\n\n")
@@ -190,7 +190,7 @@ KEY = "sesame-open-the-door"
 
 
 @pytest.mark.parametrize("by_flag", [True, False])
-def test_of_an_api_key_the_hash_alone_is_kept_and_passed_on(by_flag, model, monkeypatch, tmp_path):
+def test_api_key_is_kept_and_passed_on_as_its_hash(by_flag, model, monkeypatch, tmp_path):
     started = []
     monkeypatch.setattr(launcher, "start", lambda config, arguments, run_dir: started.append((config, arguments)) or 0)
     monkeypatch.setenv("LLM_SERVING_API_KEY", "another-key-another" if by_flag else KEY)
@@ -204,7 +204,7 @@ def test_of_an_api_key_the_hash_alone_is_kept_and_passed_on(by_flag, model, monk
     assert main(["config", "check", *arguments, "--tokenizer", str(DEMO_FOLDER)]) == 0
 
 
-def test_the_key_of_the_environment_does_not_count_beside_those_of_the_configuration(served, model, monkeypatch):
+def test_api_keys_of_the_configuration_override_the_environment(served, model, monkeypatch):
     monkeypatch.setenv("LLM_SERVING_API_KEY", KEY)
     assert main(["serve", "--model", model, "--set", f"api_keys.me.key_sha256='{'0a' * 32}'"]) == 0
     assert [row.name for row in served[0].api_keys] == ["me"]
@@ -215,8 +215,8 @@ def test_config_reference_prints_the_yaml_with_every_key(capsys):
     assert capsys.readouterr().out == (PROJECT_FOLDER / "configs" / "serving.yaml").read_text()
 
 
-def test_a_wheel_brings_what_the_command_needs_wherever_it_is_run(tmp_path):
-    """Built and installed as a user does, but for the dependencies."""
+def test_wheel_contains_everything_that_the_command_needs(tmp_path):
+    """Build and install the wheel as a user does, without its dependencies."""
     source = tmp_path / "source"
     shutil.copytree(
         PROJECT_FOLDER / "llm-serving",
@@ -239,8 +239,8 @@ def test_a_wheel_brings_what_the_command_needs_wherever_it_is_run(tmp_path):
 
     assert run("config", "reference") == (PROJECT_FOLDER / "configs" / "serving.yaml").read_text()
     assert str(tmp_path / "installed" / "llm_serving" / "demo_model") in run("config", "check", "--model", "demo")
-    assert "--find-rate" in run("whatif", "--help")  # the package of the simulator
-    assert "RECEIPT" in run("verify", "--help")  # the package of receipts
+    assert "--find-rate" in run("whatif", "--help")  # a command of the simulator package
+    assert "RECEIPT" in run("verify", "--help")  # a command of the receipts package
     sources = tmp_path / "installed" / "llm_serving" / "kernels" / "csrc"
     assert sorted(each.name for each in sources.iterdir()) == sorted(
         each.name for each in (PROJECT_FOLDER / "llm-serving" / "llm_serving" / "kernels" / "csrc").iterdir()
@@ -252,13 +252,13 @@ def test_serve_logs_notices(served, model, capsys):
     assert "the KV cache is always paged" in capsys.readouterr().err
 
 
-def test_serve_without_a_model_says_how_to_name_one(served, capsys):
+def test_serve_without_a_model_explains_how_to_set_one(served, capsys):
     assert main(["serve"]) == 2
     assert "pass --model FOLDER" in capsys.readouterr().err
     assert served == []
 
 
-def test_failure_while_serving_answers_1(served, model, monkeypatch, capsys):
+def test_failure_while_serving_exits_with_1(served, model, monkeypatch, capsys):
     def run(config):
         raise WorkerError("WorkAgent 0 ended with code 9")
 
@@ -275,7 +275,7 @@ def test_failure_while_serving_answers_1(served, model, monkeypatch, capsys):
         (WorkerDiedError("WorkAgent 0 ended (code -9) before it was ready"), 1),
     ],
 )
-def test_each_way_to_fail_has_its_code(error, code, served, model, monkeypatch, capsys):
+def test_each_failure_has_its_exit_code(error, code, served, model, monkeypatch, capsys):
     def run(config):
         raise error
 
@@ -288,7 +288,7 @@ def test_each_way_to_fail_has_its_code(error, code, served, model, monkeypatch, 
 
 
 @pytest.mark.parametrize(("its_code", "code"), [(3, 3), (2, 2), (-9, 1)])
-def test_start_answers_as_the_server_that_it_started(its_code, code, model, monkeypatch, capsys, tmp_path):
+def test_start_exits_with_the_code_of_its_server(its_code, code, model, monkeypatch, capsys, tmp_path):
     def start(*arguments):
         raise launcher.StartError("the server did not become ready", its_code)
 
@@ -296,7 +296,7 @@ def test_start_answers_as_the_server_that_it_started(its_code, code, model, monk
     assert main(["start", "--run-dir", str(tmp_path), "--model", str(model)]) == code
 
 
-def test_ctrl_c_while_a_server_starts_is_no_traceback(model, monkeypatch, capsys, tmp_path):
+def test_ctrl_c_during_start_prints_no_traceback(model, monkeypatch, capsys, tmp_path):
     def start(*arguments):
         raise KeyboardInterrupt
 
@@ -308,14 +308,14 @@ def test_ctrl_c_while_a_server_starts_is_no_traceback(model, monkeypatch, capsys
 @pytest.mark.parametrize(
     "arguments", [[], ["serv"], ["config"], ["serve", "--prot", "1"], ["config", "reference", "--port", "1"]]
 )
-def test_wrong_arguments_answer_2(arguments, capsys):
+def test_invalid_arguments_exit_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
     assert capsys.readouterr().err.startswith("usage: llm-serving")
 
 
-def test_hash_key_without_standard_input_says_so(capsys, monkeypatch):
+def test_hash_key_reports_missing_standard_input(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["hash-key"]) == 2
     assert capsys.readouterr().err == "error: hash-key reads the API key from standard input, which is closed\n"
@@ -328,14 +328,14 @@ def run_command(arguments, **options):
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [["version"], ["config", "reference"]])
-def test_an_output_that_cannot_be_written_is_an_error_and_no_traceback(arguments, unbuffered):
+def test_unwritable_output_is_an_error_without_traceback(arguments, unbuffered):
     with Path("/dev/full").open("wb") as full:
         ended = run_command(arguments, stdout=full, env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
     assert ended.stderr == b"error: standard output cannot be written: No space left on device\n"
     assert ended.returncode == 1
 
 
-def test_the_numbers_of_closed_streams_are_nothing_elses(tmp_path):
+def test_descriptors_of_closed_streams_are_not_reused(tmp_path):
     script = (
         "import os, sys; from llm_serving.cli.main import main; code = main(['version']);"
         "print(code, [os.readlink(f'/proc/self/fd/{n}') for n in range(3)], file=open(sys.argv[1], 'w'))"
@@ -348,7 +348,7 @@ def test_the_numbers_of_closed_streams_are_nothing_elses(tmp_path):
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [["version"], ["config", "reference"]])
-def test_a_reader_may_leave_early(arguments, unbuffered):
+def test_command_ends_quietly_if_its_reader_leaves(arguments, unbuffered):
     theirs, ours = os.pipe()
     os.close(theirs)
     with os.fdopen(ours, "wb") as pipe:
@@ -356,7 +356,7 @@ def test_a_reader_may_leave_early(arguments, unbuffered):
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
-def test_a_terminal_that_knows_few_characters_gets_the_others_escaped(tmp_path):
+def test_characters_that_a_terminal_cannot_encode_are_escaped(tmp_path):
     path = tmp_path / "caf\u00e9.yaml"
     path.write_text("serving_config: {server_port: 1}\n")
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
@@ -365,7 +365,7 @@ def test_a_terminal_that_knows_few_characters_gets_the_others_escaped(tmp_path):
     assert b"caf\\xe9.yaml:1" in ended.stdout
 
 
-def test_hash_key_reads_a_key_and_prints_what_the_configuration_has_of_it(capsys, monkeypatch):
+def test_hash_key_prints_the_configuration_of_a_key(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("sesame-open-the-door\n"))
     assert main(["hash-key"]) == 0
     printed = capsys.readouterr().out.strip()
@@ -375,7 +375,7 @@ def test_hash_key_reads_a_key_and_prints_what_the_configuration_has_of_it(capsys
 
 
 @pytest.mark.parametrize("text", ["", "\n", "short\n", "with a space in the middle\n", "s\u00e9same-ouvre-toi-vite\n"])
-def test_hash_key_refuses_what_is_no_key(capsys, monkeypatch, text):
+def test_hash_key_refuses_invalid_keys(capsys, monkeypatch, text):
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     assert main(["hash-key"]) == 2
     captured = capsys.readouterr()
@@ -385,7 +385,7 @@ def test_hash_key_refuses_what_is_no_key(capsys, monkeypatch, text):
 
 @pytest.fixture
 def recording(tmp_path):
-    """A file of a scheduler that ran one request to its end."""
+    """Write the recording of a scheduler that ran one request to its end."""
     files = MemoryFiles()
     scheduler = create_recorded(files)
     scheduler.add(create_request(5, request_id="first", max_tokens=3))
@@ -419,7 +419,7 @@ def test_replay_writes_a_page(recording, tmp_path, capsys):
     assert "No such file or directory" in capsys.readouterr().err
 
 
-def test_replay_of_a_difference_answers_1(recording, capsys):
+def test_replay_of_a_difference_exits_with_1(recording, capsys):
     entry = next(each for each in read(recording.read_bytes()) if isinstance(each.record, Decided))
     changed = msgspec.structs.replace(entry.record, preempted=[0])
     recording.write_bytes(with_record(recording.read_bytes(), entry.number, changed))
@@ -430,7 +430,7 @@ def test_replay_of_a_difference_answers_1(recording, capsys):
     )
 
 
-def test_replay_of_what_is_not_there_answers_2(tmp_path, capsys):
+def test_replay_of_a_missing_file_exits_with_2(tmp_path, capsys):
     assert main(["replay", str(tmp_path / "none.rec")]) == 2
     assert capsys.readouterr().err == f"error: {tmp_path}/none.rec: No such file or directory\n"
 

@@ -1,4 +1,4 @@
-"""What `docs/deploy/` hands to Prometheus, Grafana, systemd, nginx and Docker, against what the server really shows."""
+"""Files of `docs/deploy/` for Prometheus, Grafana, systemd, nginx and Docker, compared with the server."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from support.server_client import post, request
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "docs" / "deploy"
 OF_PROMETHEUS = {"up"}
-"""Series that Prometheus makes itself."""
+"""Series that Prometheus creates."""
 TARGET_LABELS = {"instance": "127.0.0.1:8835", "job": "llm-serving"}
-"""Labels that it adds to every series."""
+"""Labels that Prometheus adds to every series."""
 VARIABLES = {"$__rate_interval": "5m", "$instance": ".*", "$job": ".*", "$model_name": ".*"}
 STOCK_HISTOGRAMS = (
     "vllm:e2e_request_latency_seconds",
@@ -50,13 +50,13 @@ STOCK_SERIES = (
     "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",
 )
-"""What the twelve panels of the dashboard that comes with vLLM (`prometheus_grafana/grafana.json`) read."""
+"""Series used by the twelve panels of vLLM's dashboard (`prometheus_grafana/grafana.json`)."""
 Labels = dict[str, str]
 
 
 @pytest.fixture(scope="module")
 def series() -> dict[str, list[Labels]]:
-    """Series of `/metrics` by name, of an application that has answered well and badly."""
+    """Return the series of `/metrics` by name, from an application after successful and failed requests."""
     engine = FakeEngine()
     metrics = engine.metrics
     post(engine, "/v1/completions", {"prompt": "Hello"})
@@ -89,7 +89,7 @@ def dashboard() -> dict:
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """(where it stands, PromQL) of every alert, panel and variable."""
+    """Return (location, PromQL) of every alert, panel and variable."""
     for name, rule in alerts().items():
         yield name, rule["expr"]
     for panel in dashboard()["panels"]:
@@ -109,12 +109,12 @@ def parse(text: str) -> object:
 
 
 def problems_of(text: str, series: dict[str, list[Labels]]) -> list[str]:
-    """What an expression asks for that no series has."""
+    """Return the parts of an expression that match no series."""
     return _walk(parse(text), series)[1]
 
 
 def _walk(node: object, series: dict[str, list[Labels]]) -> tuple[set[str], list[str]]:
-    """The labels that the result of an expression may have, and the problems of its parts."""
+    """Return the labels that the result of an expression may have, and the problems of its parts."""
     match node:
         case promql.VectorSelector():
             return _select(node, series)
@@ -175,7 +175,7 @@ def _matches(matcher: promql.Matcher, labels: Labels) -> bool:
 
 
 @pytest.mark.parametrize(("where", "text"), [pytest.param(*each, id=each[0]) for each in expressions()])
-def test_every_expression_finds_its_series(where, text, series):
+def test_every_expression_matches_existing_series(where, text, series):
     assert problems_of(text, series) == [], where
 
 
@@ -191,12 +191,12 @@ def test_every_expression_finds_its_series(where, text, series):
         ("vllm:num_requests_running and on (replica) process_open_fds", "replica is not on both sides"),
     ],
 )
-def test_an_expression_that_would_find_nothing_is_noticed(text, problem, series):
+def test_expression_without_matching_series_is_detected(text, problem, series):
     (found,) = problems_of(text, series)
     assert problem in found
 
 
-def test_every_series_is_in_the_table_of_operators(series):
+def test_every_series_is_documented_for_operators(series):
     table = (ROOT / "docs" / "guides" / "operations.md").read_text().split("## Metrics")[1].split("## Traces")[0]
     told = {name.partition(":")[2] or name for name in re.findall(r"`([a-z0-9_:]+)`", table)}
     names = {re.sub(r"_(bucket|sum|count|created)$", "", name.partition(":")[2]) for name in series if ":" in name}
@@ -204,12 +204,12 @@ def test_every_series_is_in_the_table_of_operators(series):
     assert sorted(name for name in names if name not in told and not name.endswith(ends)) == []
 
 
-def test_what_is_no_promql_is_noticed(series):
+def test_invalid_promql_is_detected(series):
     with pytest.raises(ValueError, match=r"."):
         problems_of("rate(vllm:num_requests_running[5m)", series)
 
 
-def test_an_alert_tells_how_bad_it_is_and_only_names_labels_that_it_has(series):
+def test_alert_has_a_severity_and_uses_existing_labels(series):
     for name, rule in alerts().items():
         assert rule["labels"]["severity"] in ("warning", "critical"), name
         labels, _ = _walk(parse(rule["expr"]), series)
@@ -218,18 +218,18 @@ def test_an_alert_tells_how_bad_it_is_and_only_names_labels_that_it_has(series):
         assert rule["annotations"]["summary"]
 
 
-def test_every_alert_is_explained_where_operators_look():
+def test_every_alert_is_documented_for_operators():
     text = (ROOT / "docs" / "guides" / "operations.md").read_text()
     assert [name for name in alerts() if f"`{name}`" not in text] == []
 
 
-def test_every_reason_that_a_series_may_name_is_explained():
+def test_every_reason_label_is_documented():
     reasons = [*FinishReason, *REFUSALS]
     rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "guides" / "operations.md").read_text(), re.MULTILINE)
     assert [reason for reason in reasons if not any(f"`{reason}`" in row for row in rows)] == []
 
 
-def test_panels_have_ids_of_their_own_and_do_not_lie_upon_each_other():
+def test_panels_have_unique_ids_and_do_not_overlap():
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [
@@ -242,26 +242,26 @@ def test_panels_have_ids_of_their_own_and_do_not_lie_upon_each_other():
     assert {x for x, _ in cells} == set(range(24))
 
 
-def test_every_histogram_of_requests_is_on_the_dashboard(series):
+def test_every_request_histogram_is_on_the_dashboard(series):
     shown = " ".join(text for where, text in expressions() if where not in alerts())
     histograms = {name.removesuffix("_bucket") for name in series if name.endswith("_bucket")}
-    contained = {"vllm:request_inference_time_seconds", "vllm:request_max_num_generation_tokens"}  # in what is shown
+    contained = {"vllm:request_inference_time_seconds", "vllm:request_max_num_generation_tokens"}  # in displayed panels
     assert {name for name in histograms if name not in shown} == contained
 
 
 @pytest.mark.parametrize("name", STOCK_HISTOGRAMS)
-def test_what_the_dashboard_of_vllm_asks_of_histograms_is_there(name, series):
+def test_histograms_of_the_vllm_dashboard_exist(name, series):
     quantile = f'histogram_quantile(0.99, sum by (le) (rate({name}_bucket{{model_name="demo"}}[5m])))'
     mean = f'rate({name}_sum{{model_name="demo"}}[5m]) / rate({name}_count{{model_name="demo"}}[5m])'
     assert problems_of(quantile, series) + problems_of(mean, series) == []
 
 
 @pytest.mark.parametrize("name", STOCK_SERIES)
-def test_what_the_dashboard_of_vllm_asks_of_others_is_there(name, series):
+def test_other_series_of_the_vllm_dashboard_exist(name, series):
     assert problems_of(f'{name}{{model_name="demo"}}', series) == []
 
 
-def test_what_the_dashboard_of_vllm_tells_apart_is_told_apart(series):
+def test_labels_of_the_vllm_dashboard_exist(series):
     text = 'sum by (finished_reason) (increase(vllm:request_success_total{model_name="demo"}[5m]))'
     assert problems_of(text, series) == []
 
@@ -271,7 +271,7 @@ def words_of_command(text: str) -> list[str]:
 
 
 def serve_arguments(words: list[str]) -> object:
-    """The arguments of `llm-serving serve`, which must be known to it, with values that the configuration takes."""
+    """Return the arguments of `llm-serving serve`, after checking their names and values."""
     assert words[0].endswith("/llm-serving")
     arguments = main._parser().parse_args(words[1:])
     load_config(None, arguments.overrides)
@@ -285,9 +285,9 @@ def unit() -> configparser.ConfigParser:
     return parser
 
 
-def test_the_unit_starts_a_server_and_gives_it_time_to_end(tmp_path):
+def test_systemd_unit_starts_a_server_and_waits_for_its_end(tmp_path):
     service = unit()["Service"]
-    logs = f"/var/log/{service['LogsDirectory']}"  # systemd makes it before the server starts
+    logs = f"/var/log/{service['LogsDirectory']}"  # systemd creates it before it starts the server
     words = words_of_command(service["ExecStart"])
     arguments = serve_arguments([word.replace(logs, str(tmp_path)) for word in words])
     assert str(arguments.config) == "/etc/llm-serving/serving.yaml"
@@ -296,7 +296,7 @@ def test_the_unit_starts_a_server_and_gives_it_time_to_end(tmp_path):
     assert (service["Restart"], service["NoNewPrivileges"]) == ("on-failure", "yes")
 
 
-def test_every_exit_code_is_in_the_table_of_operators():
+def test_every_exit_code_is_documented_for_operators():
     table = (ROOT / "docs" / "guides" / "operations.md").read_text().split("## Exit codes")[1].split("##")[0]
     told = {
         int(code)
@@ -307,7 +307,7 @@ def test_every_exit_code_is_in_the_table_of_operators():
     assert ours | {0} == told - {137, 143}
 
 
-def test_the_image_starts_a_server():
+def test_docker_image_starts_a_server():
     lines = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
     commands = {line.split()[0]: line.partition(" ")[2] for line in lines if line.strip()}
     words = [*json.loads(commands["ENTRYPOINT"]), *json.loads(commands["CMD"])]
@@ -319,7 +319,7 @@ def test_the_image_starts_a_server():
     assert commands["EXPOSE"] == str(ServerConfig().server_port)
 
 
-def test_the_cluster_of_kubernetes_agrees_with_itself_and_with_the_server(tmp_path):
+def test_kubernetes_manifest_is_consistent_with_the_server(tmp_path):
     cluster, service = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
     head, (workers,) = cluster["spec"]["headGroupSpec"], cluster["spec"]["workerGroupSpecs"]
     ray_head, master = head["template"]["spec"]["containers"]
@@ -327,7 +327,7 @@ def test_the_cluster_of_kubernetes_agrees_with_itself_and_with_the_server(tmp_pa
     assert {each["image"] for each in (ray_head, master, work_agent)} == {"registry.example/llm-serving:ray"}
     pinned = tomllib.loads((ROOT / "llm-serving" / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert f"ray=={cluster['spec']['rayVersion']}" in pinned["ray"]
-    # Pods are asked over HTTP whether they are well; without its extra Ray's agent does not answer.
+    # Pods are probed over HTTP; without its extra, Ray's agent does not answer.
     assert f"ray[default]=={cluster['spec']['rayVersion']}" in pinned["kuberay"]
     assert len(pinned["kuberay"]) == len(pinned["ray"])
     assert "--build-arg EXTRAS=kuberay" in (DEPLOY / "kuberay.yaml").read_text()
@@ -358,7 +358,7 @@ def test_the_cluster_of_kubernetes_agrees_with_itself_and_with_the_server(tmp_pa
 
 def ray_cluster() -> dict:
     cluster = next(yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text()))
-    return json.loads(json.dumps(cluster))  # what stands once in YAML stands where it belongs
+    return json.loads(json.dumps(cluster))  # resolve YAML anchors
 
 
 def problems_of_ray_cluster(cluster: dict) -> list[str]:
@@ -366,7 +366,7 @@ def problems_of_ray_cluster(cluster: dict) -> list[str]:
     return [error.message for error in validator_for(schema).iter_errors(cluster)]
 
 
-def test_the_cluster_of_kubernetes_is_one_by_the_schema_of_kuberay():
+def test_kubernetes_manifest_fits_the_kuberay_schema():
     assert problems_of_ray_cluster(ray_cluster()) == []
 
 
@@ -382,7 +382,7 @@ def test_the_cluster_of_kubernetes_is_one_by_the_schema_of_kuberay():
         ("workerGroupSpecs", lambda group: group["template"]["spec"]["volumes"][0].update(emptyDir=[]), "object"),
     ],
 )
-def test_a_cluster_that_kuberay_would_refuse_is_noticed(group, change, problem):
+def test_manifest_that_kuberay_would_refuse_is_detected(group, change, problem):
     cluster = ray_cluster()
     found = cluster["spec"][group]
     change(found[0] if isinstance(found, list) else found)
@@ -390,7 +390,7 @@ def test_a_cluster_that_kuberay_would_refuse_is_noticed(group, change, problem):
     assert problem in noticed
 
 
-def test_nginx_lets_streams_pass_and_agrees_with_the_server():
+def test_nginx_configuration_passes_streams_and_fits_the_server():
     text = re.sub(r"#.*", "", (DEPLOY / "nginx.conf").read_text())
     directives = dict(re.findall(r"^\s*([a-z_0-9]+)\s+([^;{]+);", text, re.M))
     assert directives["proxy_buffering"] == "off"
@@ -399,5 +399,5 @@ def test_nginx_lets_streams_pass_and_agrees_with_the_server():
     assert f"127.0.0.1:{ServerConfig().server_port}" in text
     places = re.findall(r"location [^{]*\{([^}]*)\}", text)
     assert len(places) == 2
-    for place in places:  # else the server is asked by the name of the upstream, which it refuses
+    for place in places:  # otherwise the server gets the name of the upstream as host, which it refuses
         assert re.search(r"^\s*proxy_set_header Host \$host;", place, re.M)

@@ -1,4 +1,4 @@
-"""The tree of errors: what a client sees of each, and texts that stay short."""
+"""The tree of errors: statuses and messages that clients see, and their maximum length."""
 
 import pytest
 from llm_serving import errors
@@ -56,7 +56,7 @@ def test_capacity_error_carries_times():
     assert CapacityError("2000 requests wait").retry_after is None
 
 
-def test_every_error_stands_in_the_tree_of_the_docstring():
+def test_every_error_is_in_the_tree_of_the_docstring():
     for name, error in vars(errors).items():
         if isinstance(error, type) and issubclass(error, LLMServingError):
             assert name in (errors.__doc__ or "")
@@ -67,7 +67,7 @@ def test_integer_too_long_to_print_is_named_by_its_type():
     assert len(shorten(10**5000)) < 60
 
 
-def test_a_renamed_error_tells_what_it_told():
+def test_renamed_error_keeps_its_message():
     for error, text in (
         (RequestError("a", "must be b"), "`c` must be b"),
         (RequestError("a", "must be b", None), "`c` must be b. Given: None"),

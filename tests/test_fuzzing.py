@@ -1,4 +1,4 @@
-"""Every target over its corpus and some hundred inputs near it; longer: `python tests/tools/fuzz.py all`."""
+"""Every fuzzing target reads its corpus and some hundred mutations; longer: `python tests/tools/fuzz.py all`."""
 
 import random
 
@@ -9,7 +9,7 @@ NUM_INPUTS = {"connections": 150, "frames": 800, "requests": 800, "safetensors":
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_bytes_from_outside_are_read_or_refused(name):
+def test_fuzzing_targets_accept_or_refuse_any_bytes(name):
     target, rng = TARGETS[name], random.Random(7)
     for data in target.corpus:
         target.read(data)
@@ -22,7 +22,7 @@ def test_bytes_from_outside_are_read_or_refused(name):
             raise
 
 
-def test_inputs_are_changed_and_repeatable():
+def test_fuzzing_mutations_are_repeatable():
     corpus = TARGETS["requests"].corpus
     made = [mutated(random.Random(seed), corpus) for seed in range(50)]
     assert made == [mutated(random.Random(seed), corpus) for seed in range(50)]

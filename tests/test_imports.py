@@ -35,8 +35,8 @@ SIMULATOR = PROJECT / "llm-serving" / "llm_serving_simulator"
 RECEIPTS = PROJECT / "llm-serving" / "llm_serving_receipts"
 
 
-class Place(NamedTuple):
-    """Where a part stands: it may import lower rows of its own column and of `both`."""
+class Layer(NamedTuple):
+    """Layer of a part: it may import lower rows of its own column and of `both`."""
 
     row: float
     column: str
@@ -44,43 +44,43 @@ class Place(NamedTuple):
 
 BOTH, MASTER, WORKER, TOP = "both", "master", "worker", "top"
 PLACES = {
-    "errors": Place(0.0, BOTH),
-    "demo_model": Place(0.0, BOTH),
-    "log": Place(0.1, BOTH),
-    "core": Place(0.2, BOTH),
-    "formats": Place(0.24, BOTH),
-    "network": Place(0.25, BOTH),
-    "models": Place(0.3, BOTH),
-    "hub": Place(0.35, BOTH),
-    "config": Place(0.4, BOTH),
-    "transport": Place(1, BOTH),
-    "kvcache": Place(2, MASTER),
-    "scheduler": Place(3.0, MASTER),
-    "recording": Place(3.1, MASTER),
-    "text": Place(4.0, MASTER),
-    "observability": Place(4.0, MASTER),
-    "executor": Place(4.05, MASTER),
-    "admission": Place(4.1, MASTER),
-    "speculation": Place(4.1, MASTER),
-    "engine": Place(5, MASTER),
-    "server": Place(6, MASTER),
-    "master": Place(7, MASTER),
-    "kernels": Place(3.0, WORKER),
-    "backends": Place(3.1, WORKER),
-    "lowering": Place(5, WORKER),
-    "worker": Place(6, WORKER),
-    "work_agent": Place(7, WORKER),
-    "offline": Place(8, TOP),
-    "log_keeper": Place(8, TOP),
-    "cli": Place(8.05, TOP),
-    "__main__": Place(8.2, TOP),
+    "errors": Layer(0.0, BOTH),
+    "demo_model": Layer(0.0, BOTH),
+    "log": Layer(0.1, BOTH),
+    "core": Layer(0.2, BOTH),
+    "formats": Layer(0.24, BOTH),
+    "network": Layer(0.25, BOTH),
+    "models": Layer(0.3, BOTH),
+    "hub": Layer(0.35, BOTH),
+    "config": Layer(0.4, BOTH),
+    "transport": Layer(1, BOTH),
+    "kvcache": Layer(2, MASTER),
+    "scheduler": Layer(3.0, MASTER),
+    "recording": Layer(3.1, MASTER),
+    "text": Layer(4.0, MASTER),
+    "observability": Layer(4.0, MASTER),
+    "executor": Layer(4.05, MASTER),
+    "admission": Layer(4.1, MASTER),
+    "speculation": Layer(4.1, MASTER),
+    "engine": Layer(5, MASTER),
+    "server": Layer(6, MASTER),
+    "master": Layer(7, MASTER),
+    "kernels": Layer(3.0, WORKER),
+    "backends": Layer(3.1, WORKER),
+    "lowering": Layer(5, WORKER),
+    "worker": Layer(6, WORKER),
+    "work_agent": Layer(7, WORKER),
+    "offline": Layer(8, TOP),
+    "log_keeper": Layer(8, TOP),
+    "cli": Layer(8.05, TOP),
+    "__main__": Layer(8.2, TOP),
 }
 LEAVES = {"kernels": {"errors", "log"}, "demo_model": set()}
-"""Parts that may import only these of the package, whatever their row."""
+"""Parts that may import only the listed parts, whatever their row."""
 
 NO_MINDSPORE_ANYWHERE = {part for part, place in PLACES.items() if place.column in (BOTH, MASTER)} | {"kernels"}
 MEASURE_IN_PROCESS = {"benchmarks", "harness"}
-"""Folders of performance/ that import the package; the rest of performance/ is a client of a running server."""
+"""Folders of performance/ that import the package; the other folders contain clients of a running server."""
 UNSAFE = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
 
 
@@ -88,7 +88,7 @@ class Import(NamedTuple):
     module: str
     line: int
     at_top: bool
-    """Runs when the file is imported, as opposed to inside a function."""
+    """Return whether a node runs when the file is imported, not only inside a function."""
 
 
 def module_name(path: Path, root: Path) -> str:
@@ -96,7 +96,7 @@ def module_name(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-@cache  # as what follows: every test asks for those of all files, and writes no more when it has asked
+@cache  # cached like the functions below, because every test needs the imports of all files
 def exists(module: str, root: Path) -> bool:
     path = root.parent.joinpath(*module.split("."))
     return path.is_dir() or path.with_suffix(".py").is_file()
@@ -104,7 +104,7 @@ def exists(module: str, root: Path) -> bool:
 
 @cache
 def imports_of(path: Path, root: Path) -> list[Import]:
-    """Every module a file names in an import, most specific: `from a import b` is `a.b` where that is a module."""
+    """Return every module that a file imports, most specific: `from a import b` is `a.b` if that is a module."""
     tree = ast.parse(path.read_text(), str(path))
     package = module_name(path, root).split(".")
     if path.name != "__init__.py":
@@ -138,7 +138,7 @@ def modules_named(node: ast.AST, package: list[str], root: Path) -> Iterator[str
 
 
 def part_of(module: str, root: Path) -> str | None:
-    """The part of the package a module belongs to; None outside the package and for the package itself."""
+    """Return the part of the package that contains a module; None outside the package and for the package itself."""
     names = module.split(".")
     return names[1] if names[0] == root.name and len(names) > 1 and exists(".".join(names[:2]), root) else None
 
@@ -175,7 +175,7 @@ def direction_violations(root: Path) -> list[str]:
 
 
 def reaches(root: Path, start: str, target: str, at_top_only: bool = False) -> list[str]:
-    """A chain of imports from module `start` to the foreign package `target`; empty when there is none."""
+    """Return a chain of imports from module `start` to the foreign package `target`; empty if there is none."""
     graph = imports_by_module(root)
     chains = {start: [start]}
     waiting = [start]
@@ -198,7 +198,7 @@ def reaches(root: Path, start: str, target: str, at_top_only: bool = False) -> l
 # The package
 
 
-def test_every_part_has_a_place():
+def test_every_part_has_a_layer():
     parts = {part_of(module_name(path, PACKAGE), PACKAGE) for path in sources(PACKAGE)} - {None}
     assert parts - set(PLACES) == set()
 
@@ -220,17 +220,17 @@ def test_modules_of_the_worker_that_fake_runners_use_never_reach_mindspore(modul
 
 
 @pytest.mark.parametrize("package", ["mindspore", "starlette", "uvicorn"])
-def test_command_line_starts_without_what_computes_and_serves(package):
+def test_command_line_imports_neither_worker_nor_server_at_start(package):
     assert reaches(PACKAGE, f"{NAME}.cli.main", package, at_top_only=True) == []
 
 
 @pytest.mark.parametrize("package", [SIMULATOR, RECEIPTS], ids=lambda path: path.name)
-def test_the_server_never_imports_packages_beside_it(package):
+def test_server_imports_neither_simulator_nor_receipts(package):
     found = [each.module for path in sources(PACKAGE) for each in imports_of(path, PACKAGE)]
     assert [module for module in found if module.split(".")[0] == package.name] == []
 
 
-def test_receipts_are_issued_without_what_computes():
+def test_receipt_issuer_imports_no_computing_part():
     """The issuer runs in the master, so it must not import MindSpore, the WorkAgent or a command."""
     issuing = [RECEIPTS / f"{name}.py" for name in ("__init__", "receipt", "digest", "issuer")]
     parts = {part_of(found.module, PACKAGE) for path in issuing for found in imports_of(path, RECEIPTS)} - {None}
@@ -241,12 +241,12 @@ def test_receipts_are_issued_without_what_computes():
     } == set()
 
 
-def test_the_simulator_imports_what_the_engine_does_and_only_its_commands_import_commands():
-    """Nothing of it imports MindSpore: the parts that the engine imports do not."""
+def test_simulator_imports_only_parts_below_the_commands():
+    """The simulator must not import MindSpore, and the engine's parts do not."""
     wrong = []
     for path in sources(SIMULATOR):
         is_command = path.is_relative_to(SIMULATOR / "commands") or path.name == "measurement.py"
-        own = Place(8.09, TOP) if is_command else Place(5.5, MASTER)
+        own = Layer(8.09, TOP) if is_command else Layer(5.5, MASTER)
         for found in imports_of(path, SIMULATOR):
             part = part_of(found.module, PACKAGE)
             if part is None:
@@ -257,7 +257,7 @@ def test_the_simulator_imports_what_the_engine_does_and_only_its_commands_import
     assert wrong == []
 
 
-def test_nothing_imports_a_format_that_runs_code():
+def test_no_part_imports_pickle():
     unsafe = [
         f"{path.relative_to(root)}:{found.line} imports {found.module}"
         for root in (PACKAGE, SIMULATOR, RECEIPTS)
@@ -268,8 +268,8 @@ def test_nothing_imports_a_format_that_runs_code():
     assert unsafe == []
 
 
-def test_what_computes_knows_no_socket():
-    """Who must be told of something gives a function."""
+def test_computing_parts_import_no_socket():
+    """Computing parts must use functions that callers pass to report something."""
     parts = {"network", "models", "kernels", "backends", "lowering", "worker"}
     files = [path for path in PACKAGE.rglob("*") if path.suffix in {".py", ".cc", ".h"}]
     computing = [path for path in files if path.relative_to(PACKAGE).parts[0] in parts]
@@ -277,7 +277,7 @@ def test_what_computes_knows_no_socket():
     assert [str(path) for path in computing if re.search(r"\bsockets?\b", path.read_text(), re.IGNORECASE)] == []
 
 
-def test_load_tests_are_clients_and_import_nothing_of_the_package():
+def test_load_tests_import_nothing_of_the_package():
     root = PROJECT / "performance"
     clients = [path for path in sources(root) if path.relative_to(root).parts[0] not in MEASURE_IN_PROCESS]
     assert len(clients) > 10
@@ -290,7 +290,7 @@ def test_load_tests_are_clients_and_import_nothing_of_the_package():
 
 @pytest.fixture
 def package(tmp_path):
-    """Writes files of a small package of the same name and returns its root."""
+    """Write the files of a small package of the same name; return its root."""
 
     def write(**files: str) -> Path:
         root = tmp_path / NAME

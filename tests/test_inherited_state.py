@@ -1,4 +1,4 @@
-"""What a shell leaves to the tests changes none of them."""
+"""State that tests inherit from a shell changes no test."""
 
 import json
 import os
@@ -24,7 +24,7 @@ print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=Tr
 """
 
 
-def test_processes_of_tests_inherit_nothing_of_the_shell():
+def test_test_processes_inherit_no_state_of_the_shell():
     hostile = os.environ | {"http_proxy": "http://127.0.0.1:9", "HTTP_PROXY": "x", "TZ": "Asia/Kolkata", "LC_ALL": "C"}
     script = 'trap "" HUP INT QUIT; umask 077; exec "$@" <&-'
     command = ["sh", "-c", script, "sh", sys.executable, "-c", CHILD, str(Path(__file__).parent)]

@@ -1,4 +1,4 @@
-"""The shipped model by everything that computes a network on a CPU: the same tokens, and wrong ones by a wrong mask."""
+"""The shipped model by every implementation on a CPU: the same tokens, and wrong tokens with a wrong mask."""
 
 import json
 import re
@@ -31,7 +31,7 @@ NETWORKS = {
 
 
 def answers(name, folder=Path("demo"), sampling=GREEDY):
-    """Of all prompts at once, in a cache of their own, and the operators that were called."""
+    """Return the answers to all prompts as one batch in a new cache, and the operators that were called."""
     settings = ("pa_config.num_blocks=64", "scheduler_config.max_prefill_tokens=96", "model_config.decode_batch_size=8")
     model = LLM(load_config(None, [*settings, *NETWORKS[name]], folder))
     with library.profiling():
@@ -46,7 +46,7 @@ def of_program():
 
 @pytest.fixture(scope="module")
 def two_layers(tmp_path_factory):
-    """The folder of the first layers: masks matter to them too, and MindSpore compiles them in half the time."""
+    """Return a folder of the first two layers, in which masks matter, and which MindSpore compiles in half the time."""
     folder = shutil.copytree(DEMO_FOLDER, tmp_path_factory.mktemp("model") / "two")
     path, weights = folder / "config.json", folder / "model.safetensors"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 2}))
@@ -67,21 +67,21 @@ def tokens(outputs):
 
 
 @pytest.mark.parametrize("name", ["primitives", "plain"])
-def test_every_network_answers_alike(of_program, name):
+def test_every_network_implementation_gives_the_same_answers(of_program, name):
     outputs, called = answers(name)
     assert outputs[0].text.strip() == "42"
     assert tokens(outputs) == tokens(of_program)
     assert ("PagedAttention" in called) == (name != "plain")
     assert "FlashAttentionScore" not in called
-    if name == "plain":  # where the library is loaded, it answers MindSpore's own operators too
+    if name == "plain":  # the library would replace MindSpore's operators
         assert called >= {"Add", "Cast", "Gather", "MatMul", "Mul", "Reshape", "Sigmoid", "SplitWithSize"}
-    else:  # the same kernels in the same order; MindSpore's own casts cost more than a step of this model
+    else:  # the same kernels in the same order; MindSpore's casts cost more than a step of this model
         assert called >= {"Cast", "Greater", "StridedSlice"}
         assert [output.logprobs for output in outputs] == [output.logprobs for output in of_program]
 
 
-def test_whole_prompts_have_attention_of_their_own_with_the_same_bits(two_layers, of_two_layers):
-    """The whole model so: tests/end_to_end/test_every_configuration.py."""
+def test_prompt_attention_gives_the_bits_of_paged_attention(two_layers, of_two_layers):
+    """tests/end_to_end/test_every_configuration.py does this with the whole model."""
     outputs, called = answers("primitives, fast", two_layers, ENDLESS)
     assert called >= {"PagedAttention", "FlashAttentionScore"}
     assert tokens(outputs) == tokens(of_two_layers)
@@ -90,7 +90,7 @@ def test_whole_prompts_have_attention_of_their_own_with_the_same_bits(two_layers
 
 @pytest.mark.parametrize("name", ["primitives", "primitives, fast"])
 def test_a_wrong_mask_gives_wrong_tokens(two_layers, of_two_layers, name, monkeypatch):
-    """The right one gives those of the program: see above."""
+    """With the right mask the tokens are those of the program: see above."""
     if name == "primitives":
         monkeypatch.setattr(cells, "_MASKED", 0.0)
     else:

@@ -1,4 +1,4 @@
-"""Starting and stopping in the background: which process is meant, and what the operator is told."""
+"""Starting and stopping servers in the background: identification of processes, and messages for the operator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from support.server_process import free_ports
 
 @contextmanager
 def a_process(script="echo ready; exec sleep 600"):
-    """A process that stands for a server, once it has said that it is ready."""
+    """Start a process in place of a server; return once it has printed that it is ready."""
     process = subprocess.Popen(["/bin/sh", "-c", script], stdout=subprocess.PIPE, text=True)
     with process:
         try:
@@ -40,7 +40,7 @@ def a_process(script="echo ready; exec sleep 600"):
 
 
 def record_of(pid, port=8835, age_s=0.0, stop_timeout_s=30.0):
-    """The record of a process; with `age_s` that of another one, which had the pid so much earlier."""
+    """Return the record of a process; with `age_s`, of an earlier process with the same pid."""
     return ServerRecord(pid, psutil.Process(pid).create_time() - age_s, "127.0.0.1", port, "server.log", stop_timeout_s)
 
 
@@ -61,7 +61,7 @@ def is_alive(process):
 
 
 def has_ended(process):
-    """Of one that is no child of this process: somebody else sees to it that nothing is left of it."""
+    """Return whether a process has ended that is not a child of this one, and so is reaped by another."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -69,14 +69,14 @@ def has_ended(process):
 
 
 class TestRecord:
-    def test_the_process_that_was_started_is_found(self):
+    def test_launcher_finds_the_started_process(self):
         assert record_of(os.getpid()).process() == psutil.Process()
 
-    def test_another_process_with_the_same_pid_is_not(self):
+    def test_launcher_ignores_another_process_with_the_same_pid(self):
         assert record_of(os.getpid(), age_s=60.0).process() is None
         assert record_of(os.getpid(), age_s=-60.0).process() is None
 
-    def test_a_process_that_has_ended_is_not(self):
+    def test_launcher_ignores_an_ended_process(self):
         with a_process() as process:
             record = record_of(process.pid)
             process.kill()
@@ -87,20 +87,20 @@ class TestRecord:
 
 
 class TestStop:
-    def test_nothing_runs(self, tmp_path, capsys):
+    def test_stop_without_a_server(self, tmp_path, capsys):
         assert stop(tmp_path / "never", None) == 0
         assert stop(tmp_path, 8835) == 0
         assert capsys.readouterr().err == "no server was running\nno server was running on port 8835\n"
 
     @pytest.mark.parametrize("content", [b"", b"{", b'{"pid": "x"}', b"\xff"])
-    def test_a_broken_record_stops_nothing(self, tmp_path, content, capsys):
+    def test_stop_ignores_an_invalid_record(self, tmp_path, content, capsys):
         folder = tmp_path / "8835"
         folder.mkdir()
         (folder / "server.json").write_bytes(content)
         assert stop(tmp_path, None) == 0
         assert capsys.readouterr().err == "no server was running\n"
 
-    def test_a_stranger_with_the_pid_of_the_server_is_left_alone(self, tmp_path, capsys):
+    def test_stop_leaves_another_process_with_the_pid_of_the_server(self, tmp_path, capsys):
         with a_process() as stranger:
             path = write(tmp_path, record_of(stranger.pid, age_s=60.0))
             assert stop(tmp_path, 8835) == 0
@@ -108,7 +108,7 @@ class TestStop:
         assert not path.exists()
         assert capsys.readouterr().err == "no server was running on port 8835\n"
 
-    def test_only_the_server_on_the_port_is_stopped(self, tmp_path, capsys):
+    def test_stop_with_a_port_stops_only_that_server(self, tmp_path, capsys):
         with a_process() as first, a_process() as second:
             path = write(tmp_path, record_of(first.pid, 8835))
             other = write(tmp_path, record_of(second.pid, 8836))
@@ -118,7 +118,7 @@ class TestStop:
             assert (path.exists(), other.exists()) == (False, True)
             assert capsys.readouterr().err == f"stopped the server on port 8835 (pid {first.pid})\n"
 
-    def test_all_servers_of_the_folder_are_stopped(self, tmp_path):
+    def test_stop_stops_all_servers_of_the_folder(self, tmp_path):
         with a_process() as first, a_process() as second:
             paths = [write(tmp_path, record_of(first.pid, 8835)), write(tmp_path, record_of(second.pid, 8836))]
             assert stop(tmp_path, None) == 0
@@ -126,7 +126,7 @@ class TestStop:
             assert not is_alive(second)
             assert not any(path.exists() for path in paths)
 
-    def test_the_log_of_a_server_that_has_ended_is_waited_for(self, tmp_path, monkeypatch):
+    def test_stop_waits_for_the_log_of_an_ended_server(self, tmp_path, monkeypatch):
         awaited = []
         monkeypatch.setattr(launcher, "_wait_for_log", lambda keeper: awaited.append(keeper.pid))
         with a_process() as keeper, a_process() as server:
@@ -137,7 +137,7 @@ class TestStop:
             assert stop(tmp_path, None) == 0
             assert awaited == [keeper.pid]
 
-    def test_a_server_that_does_not_end_is_killed_with_its_work_agents(self, tmp_path):
+    def test_stop_kills_a_hanging_server_with_its_work_agents(self, tmp_path):
         script = "trap '' TERM; sleep 600 & echo ready; wait; wait"
         with a_process(script) as server:
             (agent,) = psutil.Process(server.pid).children()
@@ -146,7 +146,7 @@ class TestStop:
             assert not is_alive(server)
             assert has_ended(agent)
 
-    def test_one_that_ends_by_itself_when_it_is_to_be_killed_spares_no_other(self, tmp_path, monkeypatch):
+    def test_stop_kills_the_others_if_one_process_ends_by_itself(self, tmp_path, monkeypatch):
         kill = psutil.Process.kill
 
         def is_gone(process):
@@ -166,7 +166,7 @@ class TestStop:
 class TestStart:
     @pytest.fixture
     def run_instead(self, monkeypatch, tmp_path):
-        """Makes the server process run a shell script; "$@" are the arguments that Python would get."""
+        """Let the server process run a shell script, which gets the arguments of Python as "$@"."""
 
         def run_instead(script):
             program = tmp_path / "program"
@@ -177,18 +177,18 @@ class TestStart:
 
         return run_instead
 
-    def test_any_free_port_cannot_be_had_in_the_background(self, tmp_path):
+    def test_start_refuses_port_0(self, tmp_path):
         with pytest.raises(ConfigError, match=r"serving_config\.server_port: must be a fixed port"):
             start(a_config(0), [], tmp_path)
 
-    def test_a_port_of_another_program_is_named(self, tmp_path):
+    def test_start_reports_a_port_used_by_another_program(self, tmp_path):
         with socket.create_server(("127.0.0.1", 0)) as other:
             port = other.getsockname()[1]
             with pytest.raises(ConfigError, match=rf"serving_config\.server_port: .*{port} is in use"):
                 start(a_config(port), [], tmp_path)
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_second_server_on_the_port_is_refused(self, tmp_path):
+    def test_start_refuses_a_second_server_on_a_port(self, tmp_path):
         write(tmp_path, record_of(os.getpid(), 8835))
         with pytest.raises(ConfigError, match=rf"already \(pid {os.getpid()}\)") as error:
             start(a_config(8835), [], tmp_path)
@@ -197,7 +197,7 @@ class TestStart:
         assert arguments == ["stop", "--run-dir", str(tmp_path), "--port", "8835"]
 
     @pytest.mark.parametrize("place", ["run", "run/{port}/server.log"])
-    def test_a_folder_that_cannot_be_written_is_named(self, tmp_path, place):
+    def test_start_reports_an_unwritable_folder(self, tmp_path, place):
         (port,) = free_ports(1)
         (tmp_path / place.format(port=port)).parent.mkdir(parents=True, exist_ok=True)
         if place == "run":
@@ -207,17 +207,17 @@ class TestStart:
         with pytest.raises(ConfigError, match=f"--run-dir must be a folder that can be written; .*{tmp_path}/run"):
             start(a_config(port), [], tmp_path / "run")
 
-    def test_a_server_that_cannot_be_written_down_is_ended(self, tmp_path, run_instead):
+    def test_start_stops_a_server_that_it_cannot_record(self, tmp_path, run_instead):
         (port,) = free_ports(1)
         run_instead(f"echo $$ > {tmp_path}/pid; exec sleep 600")
         (tmp_path / "run" / str(port) / "server.json").mkdir(parents=True)
         with pytest.raises(ConfigError, match=r"--run-dir must be a folder that can be written; .*server\.json: "):
             start(a_config(port), [], tmp_path / "run")
-        # Whoever was told to end before he wrote his pid has none.
+        # A process that was stopped before it wrote its pid has no file.
         pid = (tmp_path / "pid").read_text().strip() if (tmp_path / "pid").exists() else ""
         assert not pid or not psutil.pid_exists(int(pid))
 
-    def test_of_two_starts_at_once_one_is_refused(self, tmp_path, run_instead):
+    def test_start_refuses_one_of_two_concurrent_starts(self, tmp_path, run_instead):
         (port,) = free_ports(1)
         run_instead("exit 3")
         folder = tmp_path / str(port)
@@ -229,16 +229,14 @@ class TestStart:
         with pytest.raises(StartError):
             start(a_config(port), [], tmp_path)
 
-    def test_another_server_that_took_the_port_first_is_not_taken_for_the_one_that_was_started(
-        self, tmp_path, run_instead, monkeypatch
-    ):
+    def test_start_distinguishes_its_server_from_another_on_the_port(self, tmp_path, run_instead, monkeypatch):
         monkeypatch.setattr(launcher, "_health", lambda record: (True, "ready"))
         (port,) = free_ports(1)
         run_instead("echo 'the port is in use'; exit 3")
         with pytest.raises(StartError, match="the port is in use"):
             start(a_config(port), [], tmp_path)
 
-    def test_the_log_of_a_server_that_ends_is_shown(self, tmp_path, run_instead):
+    def test_start_shows_the_log_of_a_server_that_ends(self, tmp_path, run_instead):
         (port,) = free_ports(1)
         run_instead('echo "$@"; seq 20; echo "error: no such model" >&2; exit 3')
         with pytest.raises(StartError) as caught:
@@ -251,7 +249,7 @@ class TestStart:
         assert (folder / "server.log").read_text().startswith("-Pm llm_serving serve --model x\n")
         assert not (folder / "server.json").exists()
 
-    def test_the_log_of_the_server_before_is_kept_and_a_long_one_is_cut_up(self, tmp_path, run_instead):
+    def test_start_keeps_and_rotates_the_log_of_the_previous_server(self, tmp_path, run_instead):
         (port,) = free_ports(1)
         run_instead("seq 200000; exit 1")
         folder = tmp_path / str(port)
@@ -270,7 +268,7 @@ class TestStart:
 
     @pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")  # as it shall be
     @pytest.mark.parametrize("with_tls", [False, True])
-    def test_a_server_that_serves_is_written_down(self, tmp_path, run_instead, capsys, with_tls):
+    def test_start_records_a_serving_server(self, tmp_path, run_instead, capsys, with_tls):
         (port,) = free_ports(1)
         certificate, config = tmp_path / "certificate", a_config(port)
         if with_tls:
@@ -305,14 +303,14 @@ class TestStart:
         assert record.process() is None
 
 
-def test_the_line_to_paste_speaks_https_where_the_server_does():
+def test_example_request_uses_https_if_the_server_does():
     config = a_config(9001)
     serving = dataclasses.replace(config.serving, ssl_certfile=Path("cert.pem"))
     words = shlex.split(curl_line(dataclasses.replace(config, serving=serving)))
     assert words[:3] == ["curl", "-sk", "https://127.0.0.1:9001/v1/completions"]
 
 
-def test_the_line_to_paste_is_a_request_to_this_server():
+def test_example_request_is_answered_by_the_server():
     words = shlex.split(curl_line(a_config(9001)))
     assert words[:3] == ["curl", "-s", "http://127.0.0.1:9001/v1/completions"]
     assert words[3:5] == ["-H", "Content-Type: application/json"]
@@ -320,7 +318,7 @@ def test_the_line_to_paste_is_a_request_to_this_server():
     assert json.loads(words[6]) == {"prompt": "Add 17 and 25.", "max_tokens": 16, "temperature": 0}
 
 
-def test_the_line_to_paste_asks_for_a_key_where_one_is_needed():
+def test_example_request_has_a_key_if_one_is_needed():
     keys = (ApiKey(name="a", key_sha256="0a" * 32),)
     words = shlex.split(curl_line(dataclasses.replace(a_config(9001), api_keys=keys)))
     assert words[3:5] == ["-H", "Authorization: Bearer KEY"]

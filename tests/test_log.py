@@ -47,7 +47,7 @@ def no_pauses(monkeypatch):
 
 
 class Disk(logging.Handler):
-    """A handler that can be full or wait; `calls` counts its writes."""
+    """A handler that can be full or block; `calls` counts its writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,15 +61,15 @@ class Disk(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.entered.set()
         self.gate.wait()
-        is_full = self.is_full  # whoever is told of the call may make room at once
+        is_full = self.is_full  # a caller that waits for this call may change it at once
         self.calls.release()
         if is_full:
             raise OSError(28, "No space left on device")
         self.lines += record.getMessage().split("\n")
 
 
-class Told(list[str]):
-    """What was said; each `wait` returns the next text when it was said."""
+class Messages(list[str]):
+    """Messages of the writer; each `wait` returns the next one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,45 +136,45 @@ def test_log_writer_reopens_a_renamed_file(tmp_path):
 
 
 def test_log_writer_reports_a_full_disk_once_and_retries():
-    disk, told = Disk(), Told()
-    writer = LogWriter(disk, told.say)
+    disk, messages = Disk(), Messages()
+    writer = LogWriter(disk, messages.say)
     disk.is_full = True
     writer.put("lost")
-    assert told.wait() == "cannot be written, lines are dropped until it can: [Errno 28] No space left on device"
+    assert messages.wait() == "cannot be written, lines are dropped until it can: [Errno 28] No space left on device"
     disk.calls.acquire()
     writer.put("lost too")
     disk.calls.acquire()
     disk.is_full = False
     writer.put("kept")
-    assert told.wait() == "is written again; 2 lines were lost"
+    assert messages.wait() == "is written again; 2 lines were lost"
     writer.close()
     assert disk.lines == ["kept"]
-    assert len(told) == 2
+    assert len(messages) == 2
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
 def test_log_writer_survives_a_full_device():
-    told = Told()
-    writer = LogWriter(RotatingFile(Path("/dev/full"), 2**20, 2), told.say)
+    messages = Messages()
+    writer = LogWriter(RotatingFile(Path("/dev/full"), 2**20, 2), messages.say)
     writer.put("lost")
-    assert "No space left on device" in told.wait()
+    assert "No space left on device" in messages.wait()
     writer.put("lost")
     writer.close()
-    assert len(told) == 1
+    assert len(messages) == 1
 
 
 def test_log_writer_bounds_its_memory_while_the_disk_hangs(monkeypatch):
     monkeypatch.setattr(log, "MAX_PENDING_BYTES", 10 * sys.getsizeof("another line"))
     monkeypatch.setattr(log, "CLOSE_S", 0.0)
-    disk, told = Disk(), Told()
+    disk, messages = Disk(), Messages()
     disk.gate.clear()
-    writer = LogWriter(disk, told.say)
+    writer = LogWriter(disk, messages.say)
     writer.put("first")
     disk.entered.wait()
     for _ in range(1000):
         writer.put("another line")
     writer.close()  # returns although the disk hangs
     disk.gate.set()
-    assert told.wait() == "is written too slowly, lines are dropped"
-    assert told.wait() == "is written again; 990 lines were lost"
+    assert messages.wait() == "is written too slowly, lines are dropped"
+    assert messages.wait() == "is written again; 990 lines were lost"
     assert len(disk.lines) == 11

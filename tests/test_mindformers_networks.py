@@ -1,4 +1,4 @@
-"""MindFormers' own networks: the bytes of a request, and the native network's tokens; skipped where it is missing."""
+"""MindFormers' own networks: batch invariance, and the tokens of the native network; skipped without MindFormers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROMPTS = [
 ]
 CHUNKS = ("pa_config.num_blocks=64", "scheduler_config.max_prefill_tokens=48", "model_config.decode_batch_size=8")
 LARGEST_DIFFERENCE = {"bfloat16": 0.03, "float16": 0.004}
-"""Of a logit, as a share of the largest: MindFormers rounds a gate before it multiplies by it."""
+"""Maximum difference of a logit relative to the largest: MindFormers rounds a gate before multiplying by it."""
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_logits_are_those_of_the_native_network_but_for_roundings(
     )
     logits, expected = theirs.logits(step), native.logits(step)
     assert np.abs(logits - expected).max() < LARGEST_DIFFERENCE[dtype] * np.abs(expected).max()
-    if dtype == "float16":  # fewer digits make more of them equally good
+    if dtype == "float16":  # with fewer digits more tokens are equally likely
         prompt = Prompt(np.arange(40), *[np.zeros(0)] * 3)
         assert greedy(theirs, prompt, 64)[1] == greedy(native, prompt, 64)[1]
     assert theirs.num_compilations == 1
@@ -104,7 +104,7 @@ def test_greedy_tokens_are_those_of_the_native_network(
 
 
 @pytest.mark.parametrize("dtype", LARGEST_DIFFERENCE)
-def test_heads_of_which_a_half_turns_give_the_logits_of_the_native_network(tmp_path: Path, dtype: str) -> None:
+def test_partial_rotary_heads_give_the_logits_of_the_native_network(tmp_path: Path, dtype: str) -> None:
     logits = []
     for kernels in (MINDFORMERS, "program"):
         model, golden, _ = served("glm4", tmp_path / kernels, kernels, dtype)

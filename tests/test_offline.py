@@ -1,4 +1,4 @@
-"""The offline engine on the shipped model: the answer given alone is the oracle of every other way to compute it."""
+"""The offline engine with the shipped model; the answers at batch size 1 are the reference of all tests."""
 
 from __future__ import annotations
 
@@ -65,16 +65,16 @@ def alone(model: LLM) -> list[Answer]:
     return [answer(model.generate([prompt], sampling)[0]) for prompt, sampling in REQUESTS]
 
 
-def test_what_is_told_of_a_prompt_is_what_was_told_when_it_was_chosen(model: LLM) -> None:
-    """The log-probabilities of an answer are those of the same tokens in a prompt, bit for bit."""
+def test_prompt_logprobs_equal_the_logprobs_of_the_same_output(model: LLM) -> None:
+    """The logprobs of an answer equal those of the same tokens in a prompt, bit for bit."""
     prompt = model.tokenizer.encode(PROMPTS[1])
     given = model.generate([prompt], GREEDY)[0]
     whole = [*prompt, *given.token_ids]
     for _ in range(2):
-        told = model.generate([whole, PROMPTS[0]], replace(GREEDY, max_tokens=0, prompt_logprobs=3))[0]
-        assert told.prompt_logprobs is not None
-        assert (told.token_ids, told.num_cached_tokens) == ((), 0)
-        assert tuple(told.prompt_logprobs.tokens(3)[len(prompt) - 1 :]) == given.logprobs
+        received = model.generate([whole, PROMPTS[0]], replace(GREEDY, max_tokens=0, prompt_logprobs=3))[0]
+        assert received.prompt_logprobs is not None
+        assert (received.token_ids, received.num_cached_tokens) == ((), 0)
+        assert tuple(received.prompt_logprobs.tokens(3)[len(prompt) - 1 :]) == given.logprobs
 
 
 def test_vectors_do_not_depend_on_what_is_computed_beside_them(model: LLM) -> None:
@@ -89,8 +89,10 @@ def test_a_batch_gives_the_answers_given_alone(model: LLM, alone: list[Answer]) 
     assert together(model) == alone
 
 
-def test_answers_that_end_keep_to_their_schema(alone: list[Answer]) -> None:
-    """Whatever the model would have said; the batches and caches of the other tests change none of these."""
+def test_finished_answers_fit_their_schema(alone: list[Answer]) -> None:
+    """Constrained answers must fit whatever the model would generate; the batches and caches of other tests change
+    none.
+    """
     constrained = [text for (text, _, _, reason), (_, sampling) in zip(alone, REQUESTS, strict=True)
                    if sampling is CONSTRAINED and reason == "stop"]  # fmt: skip
     assert constrained
@@ -126,21 +128,21 @@ def test_static_batching_and_fcfs_give_the_same_answers(alone: list[Answer]) -> 
 
 
 def test_a_draft_model_gives_the_same_answers(alone: list[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same model as its own draft model, so that nearly all it proposes is right: sampled answers too."""
+    """The model is its own draft model, so nearly all draft tokens are right, also for sampled answers."""
     monkeypatch.setattr(
         SpeculationController, "pays", property(lambda self: True, lambda self, value: None), raising=False
     )
     model = llm("scheduler_config.speculative_method=draft_model", "scheduler_config.draft_model_path=demo")
     monkeypatch.setattr(DraftModelProposer, "pass_s", property(lambda self: 0.0), raising=False)
     assert together(model) == alone
-    for index in (0, 1, 5):  # alone, most tokens are proposed
+    for index in (0, 1, 5):  # in a batch of one request most tokens are proposed
         prompt, sampling = REQUESTS[index]
         assert answer(model.generate([prompt], sampling)[0]) == alone[index]
-    told = model.metrics.render()[0].decode()
+    received = model.metrics.render()[0].decode()
     counts = [
         float(line.rsplit(" ", 1)[1])
         for name in ("draft", "accepted")
-        for line in told.splitlines()
+        for line in received.splitlines()
         if line.startswith(f"vllm:spec_decode_num_{name}_tokens_total") and 'proposer="draft_model"' in line
     ]
     assert counts[0] > 100

@@ -1,4 +1,4 @@
-"""The tests of `kernels: plain`, marked so, where nothing answers for MindSpore."""
+"""Runs the tests marked `plain` in a process in which MindSpore's own operators are not replaced."""
 
 import subprocess
 
@@ -14,8 +14,8 @@ def test_plain_kernels_are_right_without_the_operator_library(pytestconfig):
     files = [str(pytestconfig.rootpath / "tests" / each) for each in FILES]
     settings = ["-c", str(pytestconfig.inipath), "--rootdir", str(pytestconfig.rootpath), "-p", "no:cacheprovider"]
     try:
-        told = output_of("pytest", "-q", "-m", "plain", *settings, *files)
+        output = output_of("pytest", "-q", "-m", "plain", *settings, *files)
     except subprocess.CalledProcessError as failure:
         pytest.fail(failure.stdout)
-    assert " passed" in told
-    assert "skipped" not in told
+    assert " passed" in output
+    assert "skipped" not in output

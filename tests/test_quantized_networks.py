@@ -1,4 +1,4 @@
-"""The shipped model with weights, keys and values of few bits: right answers, the same whatever is computed beside."""
+"""The shipped model with quantized weights and KV caches: right answers, independent of the batch."""
 
 from pathlib import Path
 
@@ -70,8 +70,8 @@ def test_answers_are_those_given_alone(alone: list[object], kept: str, load: str
     assert answers(llm(kept, *LOADS[load]), REQUESTS) == alone
 
 
-def test_weights_are_read_as_so_many_bytes(model: LLM, kept: str) -> None:
-    """Of all products of a step: the model's weights, the table of embeddings aside."""
+def test_quantized_weights_read_the_expected_bytes(model: LLM, kept: str) -> None:
+    """Bytes of all products of a step: the model's weights without the token embedding."""
     from llm_serving.kernels import library
 
     before = library.load().llm_num_weight_bytes()

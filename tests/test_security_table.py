@@ -12,7 +12,7 @@ def test_there_are_rows():
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:60])
-def test_the_tests_of_a_threat_exist(row):
+def test_tests_of_each_threat_exist(row):
     assert missing_tests(row) == []
 
 
@@ -20,10 +20,10 @@ def test_the_tests_of_a_threat_exist(row):
     "cell",
     ["", "tests/test_imports.py", "`tests/nowhere.py`", "`tests/test_imports.py::test_nothing_of_the_kind`"],
 )
-def test_the_check_sees_what_is_missing(cell):
+def test_table_check_detects_missing_paths(cell):
     assert len(missing_tests(["threat", "duty", "where", cell])) == 1
 
 
-def test_the_check_finds_what_is_there():
-    cell = "`tests/test_imports.py::test_every_part_has_a_place`, `tests/test_launcher.py::TestStop`"
+def test_table_check_accepts_existing_paths():
+    cell = "`tests/test_imports.py::test_every_part_has_a_layer`, `tests/test_launcher.py::TestStop`"
     assert missing_tests(["threat", "duty", "where", cell]) == []

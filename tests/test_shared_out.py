@@ -1,4 +1,4 @@
-"""Tests shared out among processes: each runs once, failures are told, and so is the end of a process."""
+"""Tests in several processes: each runs once, and failures and the end of a process are reported."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_many(number, broken):
 }
 
 
-def test_every_outcome_is_told(tmp_path: Path) -> None:
+def test_processes_report_every_outcome(tmp_path: Path) -> None:
     for name, text in {"conftest.py": CONFTEST, **FILES}.items():
         (tmp_path / name).write_text(text)
     settings = ("-c", "/dev/null", "--rootdir", ".", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-rfEs")

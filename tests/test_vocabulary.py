@@ -64,7 +64,7 @@ def test_keys_of_the_configuration_use_standard_terms() -> None:
     assert [key for key in keys if set(words_of(key)) & set(PRIVATE_WORDS)] == []
 
 
-def test_a_public_class_name_is_unique() -> None:
+def test_public_class_names_are_unique() -> None:
     modules = defaultdict(list)
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""The WorkAgent's side of the protocol, with a fake model. The test plays the master."""
+"""The WorkAgent's side of the protocol, with a fake model; the test is the master."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Runner(FakeRunner):
         self.kv_tensors = SimpleNamespace(num_blocks=NUM_BLOCKS, num_swap_blocks=NUM_SWAP_BLOCKS, block_bytes=0)
         self.num_compilations = 1
         self._failing = failing
-        self.told = []
+        self.allowed = []
 
     def execute(self, step, await_allowed=None):
         if step.step in self._failing:
@@ -76,7 +76,7 @@ class Runner(FakeRunner):
 
         def take():
             allowed = await_allowed()
-            self.told.append(allowed.words.tolist())  # the buffer is written again
+            self.allowed.append(allowed.words.tolist())  # copied, because the buffer is reused
             return allowed
 
         return super().execute(step, take)
@@ -88,10 +88,10 @@ class Runner(FakeRunner):
 
 
 class Master:
-    """The test's end of a WorkAgent that serves in a thread."""
+    """The test's end of a connection to a WorkAgent in a thread."""
 
     def __init__(self, config, pool, model_path=None, away=False):
-        """`away`: on another machine, which shares no memory and has the model at `model_path`."""
+        """With `away` the WorkAgent is on another machine, without shared memory, and has the model at `model_path`."""
         self.settings = load_settings(config, 0)
         self.socket, right = socket.socketpair()
         self.channel = Channel(self.socket, AgentMessage)
@@ -139,7 +139,7 @@ def pool():
 
 @pytest.fixture
 def start(pool, monkeypatch):
-    """Starts an agent whose model is loaded by `load_runner`; by default a runner that never fails."""
+    """Start a WorkAgent whose model is loaded by `load_runner`; by default a runner that never fails."""
     masters = []
 
     def start(load_runner=lambda settings, on_progress: (Runner(), ""), config=None, **where):
@@ -198,8 +198,8 @@ class TestLoading:
         limit = 2_000_000_000 if is_limited else resource.RLIM_INFINITY
         monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
         failed = start(load_runner).load()
-        told = f": {describe_address_space_limit()}" if is_limited else ""
-        assert failed == Failed("the model cannot be loaded: Allocate memory failed" + told)
+        limit = f": {describe_address_space_limit()}" if is_limited else ""
+        assert failed == Failed("the model cannot be loaded: Allocate memory failed" + limit)
         assert ("Traceback" in caplog.text) != is_limited
 
     def test_a_missing_folder_on_another_machine_names_the_yaml_keys(self, start, tmp_path):
@@ -338,14 +338,14 @@ class TestSteps:
         runner = Runner(failing={1})
         master = start(lambda settings, on_progress: (runner, ""))
         master.load()
-        told = []
+        replies = []
         for number in range(3):
             layout = master.run(replace(a_step(number, 0, 5), allowed_follow=True))
             words = np.array([1 << number], np.int32)
             master.allow(number, layout, AllowedTokens(np.array([0, 1], np.int32), words))
-            told.append(type(master.receive()))
-        assert told == [StepDone, StepFailed, StepDone]
-        assert runner.told == [[1], [4]]
+            replies.append(type(master.receive()))
+        assert replies == [StepDone, StepFailed, StepDone]
+        assert runner.allowed == [[1], [4]]
 
     @pytest.mark.parametrize("message", [RunStep(1, 1, ()), SetAllowedTokens(1, ())])
     def test_another_message_than_allowed_tokens_is_an_error(self, start, message):

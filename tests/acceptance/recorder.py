@@ -1,4 +1,4 @@
-"""Stands between a client and a server, passes everything on, and remembers what was asked and how it was answered."""
+"""A proxy between a client and a server that records requests and responses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OWN = {"connection", "transfer-encoding", "keep-alive", "content-length", "date
 
 @dataclass
 class Recorder:
-    """What has been asked, in order; `url` is where clients go instead of the server's."""
+    """The recorded requests in order; clients use `url` in place of the server's."""
 
     url: str = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -25,7 +25,7 @@ class Recorder:
 
 @contextmanager
 def recording(host: str, port: int) -> Iterator[Recorder]:
-    """Passes requests on to the server at this address until the end."""
+    """Forward requests to the server at this address during the context."""
     recorder = Recorder()
 
     class Handler(BaseHTTPRequestHandler):
@@ -55,7 +55,7 @@ def recording(host: str, port: int) -> Iterator[Recorder]:
                         self.send_header(name, value)
                 self.send_header("Connection", "close")
                 self.end_headers()
-                with suppress(BrokenPipeError, ConnectionResetError):  # a client that leaves early
+                with suppress(BrokenPipeError, ConnectionResetError):  # a client that disconnects early
                     while piece := answer.read1(65536):
                         self.wfile.write(piece)
                         self.wfile.flush()
@@ -67,7 +67,7 @@ def recording(host: str, port: int) -> Iterator[Recorder]:
             pass
 
     class Server(ThreadingHTTPServer):
-        daemon_threads = True  # an answer that a client no longer waits for holds nobody up
+        daemon_threads = True  # a response for which no client waits must not delay the end
 
     with Server(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -1,10 +1,10 @@
-"""Runs real clients against a server that runs already, each in an environment of its own made from the package index.
+"""Run real clients, each in an environment of its own from the package index, against a running server.
 
-    scripts/acceptance.sh                                   starts a server of the shipped model, runs all of them
-    scripts/acceptance.sh openai anthropic                  these alone
-    python tests/acceptance/run.py --url URL --model NAME   against a server of yours
+    scripts/acceptance.sh                                   start a server with the shipped model, run all clients
+    scripts/acceptance.sh openai anthropic                  run only these
+    python tests/acceptance/run.py --url URL --model NAME   use another server
 
-What each client sends can be kept (`--golden`): the quick tests send it again to an engine that only pretends.
+`--golden` stores the requests of each client, which quick tests send to a fake engine.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from acceptance.recorder import recording
 HERE: Final = Path(__file__).parent
 GOLDEN: Final = HERE.parent / "server" / "golden"
 INSTALLATION_TIMEOUT_S: Final = 1200.0
-"""Of an environment; several of the clients bring hundreds of MB along."""
+"""Timeout of creating an environment; several clients install hundreds of MB."""
 TIMEOUT_S: Final = 900.0
-"""Of all that a client's file tries."""
+"""Timeout of all checks of a client."""
 CONSTRAINTS: Final = ("torch==2.13.0",)
-"""Versions of packages that clients may bring along: later ones of torch come with several GB of CUDA's libraries."""
+"""Versions of packages that clients depend on: later versions of torch install several GB of CUDA libraries."""
 LAST_LINES: Final = 3
 
 
@@ -45,14 +45,14 @@ class Client(NamedTuple):
     name: str
     packages: tuple[str, ...]
     only_by_name: bool = False
-    """Whether it is left out where no clients are named and it has no environment yet."""
+    """Whether it is skipped if no clients are named and it has no environment yet."""
 
 
 CLIENTS: Final = (
     Client("openai", ("openai",)),
     Client("anthropic", ("anthropic",)),
     Client("langchain_openai", ("langchain-openai",)),
-    Client("litellm", ("litellm", "mcp")),  # its responses import the other
+    Client("litellm", ("litellm", "mcp")),  # its responses need the other package
     Client("huggingface_hub", ("huggingface_hub",)),
     Client("text_generation", ("text-generation",)),
     Client("llama_index", ("llama-index-llms-openai-like", "llama-index-embeddings-openai-like")),
@@ -60,9 +60,9 @@ CLIENTS: Final = (
     Client("pydantic_ai", ("pydantic-ai-slim[openai]",)),
     Client("openai_agents", ("openai-agents",)),
     Client("lm_eval", ("lm-eval[api]",)),
-    Client("guidellm", ("guidellm",)),  # brings torch along
+    Client("guidellm", ("guidellm",)),  # depends on torch
     Client("aiperf", ("aiperf",)),
-    Client("vllm", ("vllm",), only_by_name=True),  # brings CUDA's libraries along, several GB
+    Client("vllm", ("vllm",), only_by_name=True),  # depends on several GB of CUDA libraries
 )
 
 
@@ -72,7 +72,7 @@ class Result(NamedTuple):
     what: str
     error: str
     excused: bool = False
-    """Whether the error is one that the client makes with every server."""
+    """Whether the error is a fault of the client with every server."""
 
 
 def main() -> int:
@@ -88,19 +88,19 @@ def main() -> int:
         parser.error(f"no such client: {', '.join(sorted(unknown))}")
     results = []
     for client in CLIENTS:
-        is_there = not client.only_by_name or (arguments.envs / client.name).exists()
-        if client.name in arguments.names or (is_there and not arguments.names):
+        is_installed = not client.only_by_name or (arguments.envs / client.name).exists()
+        if client.name in arguments.names or (is_installed and not arguments.names):
             print(f"{client.name} ...", file=sys.stderr, flush=True)
             try:
                 results += run(client, arguments)
-            except Exception as error:  # noqa: BLE001  whatever comes of one client, the others run
+            except Exception as error:  # noqa: BLE001  after any error of one client the others run
                 results.append(Result(client.name, "?", "all", f"{type(error).__name__}: {error}"))
     print(table(results))
     return int(any(each.error and not each.excused for each in results))
 
 
 def run(client: Client, arguments: argparse.Namespace) -> list[Result]:
-    """What came of all that a client's file tries."""
+    """Return the results of all checks of a client."""
     try:
         python = environment(arguments.envs.resolve() / client.name, client.packages)
     except (OSError, subprocess.SubprocessError) as error:
@@ -112,10 +112,10 @@ def run(client: Client, arguments: argparse.Namespace) -> list[Result]:
         given |= {"OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none"}
         script = HERE / "clients" / f"use_{client.name}.py"
         ended = call([str(python), str(script)], TIMEOUT_S, given)
-    told = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{") and line.endswith("}")]
-    version = next((each["version"] for each in told if "version" in each), "?")
+    lines = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{") and line.endswith("}")]
+    version = next((each["version"] for each in lines if "version" in each), "?")
     results = [
-        Result(client.name, version, each["what"], each["error"], each["excused"]) for each in told if "what" in each
+        Result(client.name, version, each["what"], each["error"], each["excused"]) for each in lines if "what" in each
     ]
     if ended.error or not results:
         results.append(Result(client.name, version, "its file", ended.error or "tries nothing"))
@@ -125,10 +125,10 @@ def run(client: Client, arguments: argparse.Namespace) -> list[Result]:
 
 
 def environment(folder: Path, packages: tuple[str, ...]) -> Path:
-    """The interpreter of an environment that has these packages; a failed installation is a `SubprocessError`."""
+    """Return the interpreter of an environment with these packages; raise `SubprocessError` if installing fails."""
     python, done = folder / "bin" / "python", folder / "done"
     if python.exists() and not done.exists() and folder.is_symlink():
-        return python  # of somebody else: used as it is, neither emptied nor added to
+        return python  # an existing environment of the user, which is not changed
     if not done.exists():
         venv.create(folder, with_pip=True, clear=True)
         constraints = folder / "constraints.txt"
@@ -142,14 +142,14 @@ def environment(folder: Path, packages: tuple[str, ...]) -> Path:
 
 
 class Ended(NamedTuple):
-    """What a program wrote, and how it ended where it did not end well."""
+    """The output of a program, and its error if it failed."""
 
     out: str
     error: str
 
 
 def call(command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None) -> Ended:
-    """Runs a program; past `timeout_s` seconds it ends with all that it started."""
+    """Run a program; after `timeout_s` seconds kill it with all its children."""
     with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as said:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=said, start_new_session=True)
         how = ""
@@ -171,7 +171,7 @@ def call(command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None
 
 
 def keep(name: str, version: str, asked: list[dict[str, Any]]) -> None:
-    """Writes what was answered and can be asked again: not by the ids of an earlier run."""
+    """Store the responses that can be requested again, without the ids of this run."""
     requests = []
     for each in asked:
         is_alone = each["method"] == "POST" and "previous_response_id" not in each["body"]
@@ -183,7 +183,7 @@ def keep(name: str, version: str, asked: list[dict[str, Any]]) -> None:
 
 
 def table(results: list[Result]) -> str:
-    """For people, in the form of documents."""
+    """Return a table for documents."""
     lines = ["| client | version | what ran | result |", "| --- | --- | --- | --- |"]
     for each in results:
         error = ("the client's own fault: " if each.excused else "") + " ".join(each.error.split()).replace("|", "\\|")

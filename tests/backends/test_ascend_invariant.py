@@ -1,4 +1,4 @@
-"""Products of `ms_custom_ops`, through a stand-in for it: what it is given, and that the rest stays as on Ascend."""
+"""The invariant backend uses the products of `ms_custom_ops`, here a fake, and otherwise equals the Ascend backend."""
 
 import sys
 from types import ModuleType
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.mindspore
 
 
 class Product:
-    """As `ms_custom_ops.matmul_batch_invariant`, computed by NumPy; keeps what it is given."""
+    """A fake of `ms_custom_ops.matmul_batch_invariant` that computes with NumPy and stores its arguments."""
 
     def __init__(self):
         self.shapes = []
@@ -45,9 +45,9 @@ def test_invariant_backend_uses_the_package_product(product):
 
 
 @pytest.mark.parametrize(
-    ("package", "told"), [(None, "import of ms_custom_ops halted"), (ModuleType("ms_custom_ops"), "no attribute")]
+    ("package", "message"), [(None, "import of ms_custom_ops halted"), (ModuleType("ms_custom_ops"), "no attribute")]
 )
-def test_invariant_backend_names_the_missing_package(monkeypatch, package, told):
+def test_invariant_backend_names_the_missing_package(monkeypatch, package, message):
     monkeypatch.setitem(sys.modules, "ms_custom_ops", package)
-    with pytest.raises(KernelError, match=f"products need ms_custom_ops.matmul_batch_invariant: .*{told}"):
+    with pytest.raises(KernelError, match=f"products need ms_custom_ops.matmul_batch_invariant: .*{message}"):
         create_backend("ascend_invariant", "bfloat16")

@@ -1,4 +1,4 @@
-"""Every operation of every backend as a graph with dynamic first dimensions, against the reference."""
+"""Every operation of every backend as a graph with dynamic first dimensions, compared with the reference."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 def values(backend: Backend, seed: int, *shape: int) -> np.ndarray:
-    """Random float32 values that the model dtype holds exactly."""
+    """Return random float32 values that the model dtype represents exactly."""
     return typed(np.random.default_rng(seed).standard_normal(shape), backend.dtype).values.astype(np.float32)
 
 
@@ -50,7 +50,7 @@ def any_rows(example: ms.Tensor) -> ms.Tensor:
 
 
 class Graph:
-    """A function of tensors compiled once, for any number of rows."""
+    """A function of tensors, compiled once for any number of rows."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         class Network(nn.Cell):
@@ -85,7 +85,7 @@ class Bound(nn.Cell):
 
 
 def assert_near(backend: Backend, result: np.ndarray, expected: np.ndarray, magnitude: float = 1.0) -> None:
-    """The kernels' own tests bound their rounding tightly; here a wrong operand must show."""
+    """Check with a loose bound, which detects wrong operands; tests of the kernels bound their rounding tightly."""
     unit = ROUNDING_UNIT[backend.dtype]
     assert result.shape == expected.shape
     assert np.all(np.abs(result - expected) <= 4 * unit * (np.abs(expected) + magnitude) + 1e-5)
@@ -98,7 +98,7 @@ def test_embedding(backend: Backend, stored: str) -> None:
     for count in TOKENS:
         token_ids = np.random.default_rng(count).integers(0, 50, count)
         rows = table[token_ids]
-        # Weights may be kept as multiples of 2^-14 of the power of two of the largest of their row.
+        # A weight may be rounded to multiples of 2^-14 of the power of two at the largest element of its row.
         half_units = 2.0**-15 * np.abs(rows).max(axis=1, keepdims=True) if stored == "linear_weight" else 0
         assert np.all(np.abs(graph(integers(token_ids))[0] - rows) <= half_units)
 
@@ -168,7 +168,7 @@ def test_add(backend: Backend) -> None:
 
 
 class Attention(nn.Cell):
-    """Rotates queries and keys, stores keys and values, then attends."""
+    """Rotates queries and keys, stores keys and values, then computes attention."""
 
     def __init__(self, backend: Backend, num_blocks: int) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def test_attention_over_mixed_steps(backend: Backend) -> None:
     q_size, kv_size = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
     computed = {0: 0, 1: 0, 2: 0}
     blocks = {0: [3, 8, 1], 1: [0, 11], 2: [5]}
-    # Each step: tokens of (request: count), a whole prompt beside chunks and decode rows.
+    # Tokens of each request in each step: a whole prompt beside chunks and decode rows.
     for step, counts in enumerate([{0: 20}, {0: 1, 1: 7}, {1: 20, 0: 1, 2: 5}, {2: 1, 0: 1, 1: 1}]):
         total = sum(counts.values())
         qkv = values(backend, 10 + step, total, q_size + 2 * kv_size)

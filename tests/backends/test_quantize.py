@@ -1,4 +1,4 @@
-"""Rounding on all cores: the codes and scales that NumPy finds, bit by bit."""
+"""Quantization on all cores: its values and scales equal NumPy's, bit for bit."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_quantize_equals_numpy_for_normal_numbers(dtype: str, shape: tuple[int, 
 @settings(max_examples=100)
 @given(data=st.data(), dtype=st.sampled_from(tuple(BITS_OF)))
 def test_quantize_equals_numpy_for_any_bits(data: st.DataObject, dtype: str) -> None:
-    """Subnormal numbers, the largest ones and halves of codes among them."""
+    """Includes subnormal numbers, the largest numbers, and ties between quantized values."""
     bits = data.draw(arrays(BITS_OF[dtype], (3, 64)))
     weight = bits if dtype == "bfloat16" else bits.view(dtype)
     if np.isfinite(to_float32(weight)).all():

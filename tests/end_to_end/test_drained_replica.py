@@ -1,4 +1,4 @@
-"""Two real replicas, one of which leaves and joins while requests come: the answers are those of one alone."""
+"""Two real replicas, one of which leaves and joins under load: the answers are the reference answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def reach(client: httpx.AsyncClient, state: str) -> None:
         await asyncio.sleep(0.1)
 
 
-def test_a_replica_leaves_and_joins_under_load_and_nothing_is_lost() -> None:
+def test_drained_replica_loses_no_request_under_load() -> None:
     server = start_server("--set", "model_config.decode_batch_size=4", "--set", ONE_THREAD, num_agents=2)
     try:
 

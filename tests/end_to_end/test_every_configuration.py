@@ -1,4 +1,4 @@
-"""One set of requests, one after the other and all at once to servers of every kind: the same bytes everywhere."""
+"""The same requests one by one and all at once, on servers of every configuration: the same bytes everywhere."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TASKS = (
     "Sort these words alphabetically: sail rocket beach.",
 )
 TIGHT = {"pa_config.num_blocks": 40, "model_config.decode_batch_size": 12}
-"""Too few blocks and places for all: some requests lose theirs."""
+"""Settings with too few blocks and running slots, so that some requests are preempted."""
 ALONE = "mixed, swapping, no prefix cache"
-"""Whose server is asked for one answer at a time as well: it keeps nothing of those before."""
-MOST_ROUNDS = 6
-"""Requests that a busy machine sends one after the other may all find room; then they are sent again."""
+"""The server that also computes the reference answers, one at a time and without prefix cache."""
+MAX_ROUNDS = 6
+"""Maximum number of times that all requests are sent: on a busy machine all may find room the first time."""
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "decode first, chunks of 16": {
         "scheduler_config.policy": "decode_first",
@@ -59,11 +59,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "scheduler_config.async_scheduling": False,
     },
 }
-"""Prefill first is what test_exact_under_load.py serves with, and test_kill_matrix.py, swapping."""
+"""Settings by name. Prefill first is tested by test_exact_under_load.py, and with swapping by test_kill_matrix.py."""
 
 
 def requests(*, static: bool) -> list[dict[str, Any]]:
-    """Greedy, sampled, filtered, penalised, several choices, beams; short and long; of every class."""
+    """Return requests of every class: greedy, sampled, filtered, penalized, several choices, beams; short and long."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0.9, "seed": 3, "logprobs": 2},
@@ -76,7 +76,8 @@ def requests(*, static: bool) -> list[dict[str, Any]]:
     made = []
     for index in range(30):
         kind = kinds[index % len(kinds)]
-        if static and "use_beam_search" in kind:  # beams need what a static batch has not: further places
+        # beams need additional running slots, which a static batch does not have
+        if static and "use_beam_search" in kind:
             kind = {"temperature": 0, "logprobs": 5}
         prompt = " ".join([TASKS[index % len(TASKS)]] * (1 + index % 7))
         made.append(
@@ -102,7 +103,7 @@ def arguments(settings: dict[str, Any]) -> list[str]:
 
 
 def all_at_once(server: Server, *, static: bool) -> tuple[list[str], float]:
-    """The answers, and how many requests lost their place meanwhile."""
+    """Return the answers to all requests at once, and the number of preemptions meanwhile."""
 
     async def run() -> tuple[list[str], float]:
         async with asyncio.timeout(300), server.client() as client:
@@ -131,7 +132,7 @@ def first() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def alone(first: Server) -> dict[bool, list[str]]:
-    """Each request's answer when nothing else runs."""
+    """Return the answer to each request when no other request runs."""
     wanted = {static: requests(static=static) for static in (False, True)}
 
     async def run() -> dict[bool, list[str]]:
@@ -151,7 +152,7 @@ def test_answers_are_those_given_alone(name: str, first: Server, alone: dict[boo
     static = settings.get("model_config.batching_strategy") == "static"
     is_tight = TIGHT.items() <= settings.items()
     with nullcontext(first) if name == ALONE else serving(name) as server:
-        for _ in range(MOST_ROUNDS if is_tight else 1):
+        for _ in range(MAX_ROUNDS if is_tight else 1):
             together, num_preemptions = all_at_once(server, static=static)
             for request, given, expected in zip(requests(static=static), together, alone[static], strict=True):
                 assert given == expected, request

@@ -39,7 +39,7 @@ def server() -> Iterator[Server]:
 
 
 def mixed_requests(count: int) -> list[dict[str, Any]]:
-    """Short and long prompts and answers, greedy and sampled, with and without log-probabilities."""
+    """Return requests with short and long prompts and answers, greedy and sampled, with and without logprobs."""
     requests = []
     for index in range(count):
         question = QUESTIONS[index * 7 % len(QUESTIONS)]
@@ -62,7 +62,7 @@ REQUESTS = mixed_requests(64)
 
 
 async def complete(client: httpx.AsyncClient, request: dict[str, Any]) -> bytes:
-    """The answer without what names this one call."""
+    """Return the answer without the fields that differ for each call."""
     response = await client.post("/v1/completions", json=request)
     assert response.status_code == 200, response.text
     choices = response.json()["choices"]
@@ -83,7 +83,7 @@ async def stream(client: httpx.AsyncClient, request: dict[str, Any]) -> tuple[st
 
 @pytest.fixture(scope="module")
 def alone(server: Server) -> list[bytes]:
-    """The answers to `REQUESTS`, each given when nothing else is asked for."""
+    """Return the answers to `REQUESTS`, each computed when no other request runs."""
 
     async def run() -> list[bytes]:
         async with server.client() as client:
@@ -118,15 +118,15 @@ def test_nothing_is_compiled_while_serving(server: Server) -> None:
         async with asyncio.timeout(300), server.client() as client:
             await complete(client, {"prompt": "Add 17 and 25.", "max_tokens": 1})
             after_warm_up = await metric(client, COMPILATIONS)
-            for count in (1, 3, 24, 7):  # batches of every size, while prompts come and answers end
+            for count in (1, 3, 24, 7):  # batches of every size, with prompts arriving and answers ending
                 await asyncio.gather(*(complete(client, request) for request in mixed_requests(count)))
-            # The network as a whole, and its two parts for steps that want more than tokens.
+            # The whole network, and its two parts for steps that return more than tokens.
             assert await metric(client, COMPILATIONS) == after_warm_up == 3
 
     asyncio.run(run())
 
 
-def test_the_shipped_model_answers_its_questions(server: Server) -> None:
+def test_shipped_model_answers_its_questions(server: Server) -> None:
     questions = QUESTIONS[:: max(1, len(QUESTIONS) // 96)]
 
     async def answer(client: httpx.AsyncClient, question: dict[str, str]) -> bool:
@@ -149,16 +149,16 @@ async def aborted(client: httpx.AsyncClient) -> float:
     return await metric(client, "vllm:request_success_total", 'finished_reason="abort"')
 
 
-def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
+def test_request_is_freed_when_its_client_disconnects(server: Server) -> None:
     async def run() -> None:
         async with server.client() as client:
             aborted_before = await aborted(client)
-            # More than is computed until it has left, however busy the machine is.
+            # Too long to be computed before the client disconnects, also on a busy machine.
             body = {"prompt": "Count from 1 to 9.", "max_tokens": 900, "ignore_eos": True, "stream": True}
             body |= {"n": NUM_CHOICES, "temperature": 4.0}
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 await anext(response.aiter_lines())
-                assert await metric(client, "vllm:num_requests_running") >= 1  # beside an audit, perhaps
+                assert await metric(client, "vllm:num_requests_running") >= 1  # an audit may run as well
             async with asyncio.timeout(300):
                 while await metric(client, "vllm:num_requests_running") > 0:
                     await asyncio.sleep(0)
@@ -168,8 +168,8 @@ def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
     asyncio.run(run())
 
 
-def test_preemption_happened_and_nothing_was_lost(server: Server) -> None:
-    """160 blocks are too few for this load: requests lose their blocks, are computed again and end as if alone."""
+def test_preempted_requests_are_completed(server: Server) -> None:
+    """With 160 blocks requests are preempted and recomputed; their answers equal the reference answers."""
     requests = [
         {"prompt": f"Say {index}.", "max_tokens": 200, "ignore_eos": True, "temperature": 0} for index in range(24)
     ]
@@ -185,7 +185,7 @@ def test_preemption_happened_and_nothing_was_lost(server: Server) -> None:
 
 
 async def timed(client: httpx.AsyncClient, number: int) -> float:
-    """Milliseconds from sending a request to the end of its answer."""
+    """Return the milliseconds from sending a request to the end of its answer."""
     body = {
         "request_id": f"load-{number}",
         "prompt": "Once upon a time there was a king " * (1 + number % 3),
@@ -201,26 +201,26 @@ async def timed(client: httpx.AsyncClient, number: int) -> float:
     return 1000 * (time.monotonic() - began)
 
 
-def test_the_time_of_a_request_is_told_and_is_no_more_than_its_client_measures(server: Server) -> None:
+def test_reported_request_time_is_at_most_the_time_measured_by_the_client(server: Server) -> None:
     async def run() -> tuple[list[float], list[dict[str, Any]], dict[str, Any]]:
         async with server.client() as client:
             measured = await asyncio.gather(*(timed(client, number) for number in range(24)))
-            told = []
+            explained = []
             for number in range(24):
                 [each] = (await client.get(f"/v1/requests/cmpl-load-{number}/explain")).json()["requests"]
-                told.append(each)
-            return measured, told, (await client.get("/v1/timeline")).json()
+                explained.append(each)
+            return measured, explained, (await client.get("/v1/timeline")).json()
 
-    measured, told, trace = asyncio.run(run())
-    for milliseconds, each in zip(measured, told, strict=True):
+    measured, explained, trace = asyncio.run(run())
+    for milliseconds, each in zip(measured, explained, strict=True):
         assert abs(sum(part["ms"] for part in each["parts"]) - each["wall_ms"]) < 1.0
         assert 0.0 < each["wall_ms"] <= milliseconds
         assert {"tokenizing", "prefill", "decode", "sending"} <= {part["what"] for part in each["parts"]}
         assert (each["finish_reason"], each["tokens"]["output"]) == ("length", 200)
-    assert sum(each["num_preemptions"] for each in told) > 0
-    assert any(part["what"] == "preempted" for each in told for part in each["parts"])
+    assert sum(each["num_preemptions"] for each in explained) > 0
+    assert any(part["what"] == "preempted" for each in explained for part in each["parts"])
     names = {event["args"].get("name") for event in trace["traceEvents"] if event["name"] == "thread_name"}
-    assert {"steps", *(each["id"] for each in told)} <= names
+    assert {"steps", *(each["id"] for each in explained)} <= names
 
 
 def test_openai_client(server: Server) -> None:

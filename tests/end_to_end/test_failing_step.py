@@ -1,4 +1,6 @@
-"""An exception in a step of a real WorkAgent process: who caused it ends, the others get the bytes they get alone."""
+"""An exception in a step of a real WorkAgent ends the request that caused it; other requests get their reference
+answers.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ pytestmark = pytest.mark.end_to_end
 
 SETTINGS = ("scheduler_config.max_prefill_tokens=32", "model_config.decode_batch_size=16")
 UNKNOWN_TOKEN = 1_000_000
-"""No model has it; the door, which refuses it, is not part of a `RealReplica`."""
+"""A token id above the vocabulary; admission control, which would refuse it, is not part of a `RealReplica`."""
 
 
 @pytest.fixture(scope="module")
 def replica() -> Iterator[RealReplica]:
-    """Its WorkAgent is the shipping one, but for what it raises when a step has been computed."""
+    """Yield a replica with the shipping WorkAgent, which raises after computing a step with the token."""
     popen = placement.LocalProcess
 
     def start_the_other(command: list[str], **options: Any) -> placement.LocalProcess:
@@ -45,8 +47,8 @@ def replica() -> Iterator[RealReplica]:
     assert not any(psutil.pid_exists(agent.process.pid) for agent in replica.agents)
 
 
-def innocents(replica: RealReplica) -> list[Request]:
-    """Greedy, sampled, in chunks, another choice for the same prompt, a beam search."""
+def other_requests(replica: RealReplica) -> list[Request]:
+    """Return requests that are greedy, sampled, in chunks, a fork of a prompt, and a beam search."""
     texts = ("Count from 1 to 9.", "Name the days of the week.", "Repeat the word stone after me. " * 8)
     requests = [
         create_request(max_tokens=40, temperature=0.9 * (index % 2), seed=index, logprobs=2, ignore_eos=True)
@@ -65,8 +67,8 @@ def bytes_of(output: RequestOutput) -> Any:
     return [(part.text, part.token_ids, part.logprobs, part.finish_reason) for part in parts]
 
 
-def culprit(token_id: int, place: int) -> Request:
-    """Computed in three chunks, of which the second or the third has the token."""
+def failing_request(token_id: int, place: int) -> Request:
+    """Return a request of three chunks whose second or third chunk has the token."""
     request = create_request(80, max_tokens=40)
     request.prompt_token_ids[place] = token_id
     return request
@@ -74,7 +76,7 @@ def culprit(token_id: int, place: int) -> Request:
 
 @pytest.fixture(scope="module")
 def alone(replica: RealReplica) -> list[Any]:
-    return [bytes_of(replica.answer([each])[0]) for each in innocents(replica)]
+    return [bytes_of(replica.answer([each])[0]) for each in other_requests(replica)]
 
 
 @pytest.mark.parametrize("place", [40, 70])
@@ -86,10 +88,10 @@ def alone(replica: RealReplica) -> list[Any]:
     ],
     ids=["refused", "computed"],
 )
-def test_only_the_request_that_makes_a_step_raise_ends(
+def test_step_exception_ends_only_the_request_that_caused_it(
     replica: RealReplica, alone: list[Any], token_id: int, error: str, place: int
 ) -> None:
-    guilty, others = culprit(token_id, place), innocents(replica)
+    guilty, others = failing_request(token_id, place), other_requests(replica)
     failed, *answers = replica.answer([guilty, *others])
     assert failed.finish_reason is FinishReason.ERROR
     assert failed.error is not None and failed.error.startswith(error)
@@ -100,7 +102,11 @@ def test_only_the_request_that_makes_a_step_raise_ends(
 
 
 @pytest.mark.parametrize("token_id", [UNKNOWN_TOKEN, POISON], ids=["refused", "computed"])
-def test_two_culprits_and_nobody_else(replica: RealReplica, alone: list[Any], token_id: int) -> None:
-    first, *others, last = replica.answer([culprit(token_id, 3), *innocents(replica), culprit(token_id, 79)])
+def test_step_exceptions_end_only_the_two_requests_that_caused_them(
+    replica: RealReplica, alone: list[Any], token_id: int
+) -> None:
+    first, *others, last = replica.answer(
+        [failing_request(token_id, 3), *other_requests(replica), failing_request(token_id, 79)]
+    )
     assert first.finish_reason is last.finish_reason is FinishReason.ERROR
     assert [bytes_of(output) for output in others] == alone

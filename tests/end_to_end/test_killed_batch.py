@@ -1,4 +1,4 @@
-"""Batches whose process is killed in the middle: no line is lost, none is answered twice."""
+"""Batches whose process is killed: no line is lost, and none is answered twice."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from support.server_process import ONE_THREAD, ROOT, start_server
 
 NUM_LINES = 120
 NUM_BEFORE = 5
-"""So many lines have answers, at least, when the process is killed."""
+"""Minimum number of answered lines when the process is killed."""
 SETTINGS = ("--set", "model_config.decode_batch_size=4", "--set", ONE_THREAD)
 TRACED = (
     "CREATE TABLE given (batch TEXT, number INTEGER);"
     "CREATE TRIGGER once AFTER UPDATE OF status ON lines WHEN new.status IS NOT NULL "
     "BEGIN INSERT INTO given VALUES (new.batch, new.number); END;"
 )
-"""Has a database remember every time that a line was given an answer."""
+"""SQL that lets a database record every time that a line gets an answer."""
 
 
 def lines() -> bytes:
@@ -57,20 +57,20 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def answered(path: Path) -> dict[int, bytes]:
-    """The answers that are kept by the number of their line."""
+    """Return the stored answers by line number."""
     with reading(path) as database:
         return dict(database.execute("SELECT number, answer FROM lines WHERE status IS NOT NULL"))
 
 
 def events(client: httpx.Client) -> Iterator[str]:
-    """What the server tells of itself, again and again, for as long as it lives."""
+    """Return the server's progress events until it ends."""
     with client.stream("GET", "/v1/live") as response:
         yield from (line for line in response.iter_lines() if line)
     raise AssertionError("the server has ended")
 
 
 def read_progress(terminal: int) -> None:
-    """Returns when the bar of a run, which writes it to this terminal, counts some lines with answers."""
+    """Return when the progress bar, which a run writes to this terminal, shows some answered lines."""
     shown = b""
     while max(map(int, re.findall(rb" (\d+)/%d " % NUM_LINES, shown)), default=0) < NUM_BEFORE:
         shown += os.read(terminal, 2**16)
@@ -82,7 +82,7 @@ def trace(path: Path) -> None:
 
 
 def check_each_once(path: Path, kept: dict[int, bytes], texts: list[Any]) -> None:
-    """Every line has one answer, which was given once; what was kept before the kill has not changed."""
+    """Check that every line has one answer, written once, and that answers from before the kill are unchanged."""
     assert 0 < len(kept) < NUM_LINES
     with reading(path) as database:
         given = Counter(number for (number,) in database.execute("SELECT number FROM given"))
@@ -93,7 +93,7 @@ def check_each_once(path: Path, kept: dict[int, bytes], texts: list[Any]) -> Non
         assert texts[number]["response"]["body"] == json.loads(answer)
 
 
-def test_a_killed_run_of_a_file_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_run_batch_resumes_after_it_was_killed(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(lines())
     store = Path(f"{target}.unfinished")
@@ -111,7 +111,7 @@ def test_a_killed_run_of_a_file_goes_on_where_it_was(tmp_path: Path) -> None:
         *SETTINGS,
     ]
     terminal, its_end = pty.openpty()
-    termios.tcsetwinsize(its_end, (24, 100))  # without a width a bar has no text
+    termios.tcsetwinsize(its_end, (24, 100))  # without a width the bar has no text
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=its_end) as first:
         os.close(its_end)
         try:
@@ -129,7 +129,7 @@ def test_a_killed_run_of_a_file_goes_on_where_it_was(tmp_path: Path) -> None:
     check_each_once(beside, kept, [json.loads(each) for each in target.read_text().splitlines()])
 
 
-def test_a_batch_of_a_killed_server_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_batch_resumes_after_its_server_was_killed(tmp_path: Path) -> None:
     path = tmp_path / "batches.db"
     arguments = [
         "--set",

@@ -1,4 +1,4 @@
-"""Steps formed when a real WorkAgent process says that the one before nears its end."""
+"""Late scheduling: steps are scheduled when a real WorkAgent announces that the previous one is about to end."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def requests() -> list[Request]:
     ]
 
 
-def test_answers_are_the_same_and_every_step_tells_its_end_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_scheduling_keeps_answers_and_every_step_announces_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "SHORT_STEP_S", 0.0)
     replica = RealReplica(
         "scheduler_config.max_prefill_tokens=32",
         "scheduler_config.speculative_method=none",
         "model_config.decode_batch_size=16",
     )
-    heard: list[AgentMessage] = []
+    received: list[AgentMessage] = []
     early: list[AgentMessage] = []
     receive = replica.executor._executor._channel.receive
 
     def listen(timeout_s: float | None = None) -> AgentMessage:
-        heard.append(message := receive(timeout_s))
+        received.append(message := receive(timeout_s))
         if isinstance(message, StepEnding) and replica.executor.next_step != message.step + 1:
             early.append(message)
         return message
@@ -48,8 +48,8 @@ def test_answers_are_the_same_and_every_step_tells_its_end_first(monkeypatch: py
         assert [answer.token_ids for answer in replica.answer(requests())] == alone
     finally:
         replica.close()
-    ended = [message.step for message in heard if isinstance(message, StepDone)]
-    assert [(type(message), message.step) for message in heard] == [  # type: ignore[union-attr]
+    ended = [message.step for message in received if isinstance(message, StepDone)]
+    assert [(type(message), message.step) for message in received] == [  # type: ignore[union-attr]
         (kind, step) for step in ended for kind in (StepEnding, StepDone)
     ]
     assert len(ended) >= 30

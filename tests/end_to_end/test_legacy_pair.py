@@ -1,4 +1,4 @@
-"""The older servers' pair of YAML files, with a small Llama in MindFormers' own form, through the real processes."""
+"""The older servers' pair of YAML files, with a small Llama in MindFormers' form, on the real processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUESTIONS = {
 
 
 def sized(text: str, sizes: dict[str, Any]) -> str:
-    """The YAML with other values, each of a key that stands in it once."""
+    """Return the YAML with other values, each for a key that occurs once."""
     for key, value in sizes.items():
         text, count = re.subn(rf"^( +{key}: ).*$", rf"\g<1>{value}", text, flags=re.MULTILINE)
         assert count == 1, key
@@ -34,7 +34,7 @@ def sized(text: str, sizes: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The pair as it is in the project, but for the sizes of the model, its folder and the device."""
+    """Serve the project's pair of files, with other sizes, model folder and device."""
     folder = tmp_path_factory.mktemp("older")
     convert(DEMO, folder / "checkpoint", "mindformers", files="ckpt", yaml=None)
     facts = json.loads((DEMO / "config.json").read_text())
@@ -54,7 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     sizes = {**lengths, "vocab_size": facts["vocab_size"], "model_cfg_path": "'predict_llama2_7b.yaml'"}
     serving_yaml = (PAIR / "llama_7b_kbk_pa_dyn.yaml").read_text()
     (folder / "llama_7b_kbk_pa_dyn.yaml").write_text(sized(serving_yaml, sizes))
-    # What Ascend would run: the graph of primitives, in the pair's float16.
+    # The configuration of Ascend: the graph of primitives in the pair's float16.
     settings = ("--config", str(folder / "llama_7b_kbk_pa_dyn.yaml"), "--set", "device_config.kernels=primitives")
     started = start_server(*settings)
     yield started
@@ -68,7 +68,7 @@ async def generate(client: httpx.AsyncClient, prompt: str, **parameters: Any) ->
     return dict(response.json())
 
 
-def test_the_older_clients_get_right_answers_alone_and_at_once(server: Server) -> None:
+def test_legacy_pair_answers_legacy_clients_alone_and_concurrently(server: Server) -> None:
     async def run() -> None:
         async with server.client() as client:
             alone = {prompt: await generate(client, prompt) for prompt in QUESTIONS}
@@ -91,7 +91,7 @@ def test_streams_end_with_the_whole_text(server: Server) -> None:
         assert ("".join(pieces[:-1]).strip(), pieces[-1].strip()) == ("42", "42"), route
 
 
-def test_what_the_pair_says_is_served(server: Server) -> None:
+def test_legacy_pair_values_are_served(server: Server) -> None:
     info = httpx.get(f"{server.url}/serving/get_serverd_model_info").text
     assert "llama_7b" in info
     assert httpx.get(f"{server.url}/serving/get_bs").text.startswith('data: {"event": "message"')

@@ -1,4 +1,4 @@
-"""Starting, stopping, dying: nothing is left behind and nobody waits for ever."""
+"""Starting, stopping and killing: no process or memory is left, and no command waits for ever."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from support.server_process import ONE_THREAD, ROOT, free_ports, run_script, sha
 pytestmark = pytest.mark.end_to_end
 
 
-def test_two_replicas_serve_while_one_is_away_and_the_server_ends_when_told_to_without_any() -> None:
-    """Loading again fails, since the model is gone meanwhile."""
+def test_server_survives_one_lost_replica_and_can_exit_without_work_agents() -> None:
+    """The second replica cannot be restarted, because the model was removed."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         shutil.copytree(DEMO_FOLDER, model)
@@ -44,28 +44,29 @@ def test_two_replicas_serve_while_one_is_away_and_the_server_ends_when_told_to_w
 
             asyncio.run(run())
             assert not psutil.wait_procs(server.processes, timeout=60)[1]
-            server.stop()  # it has ended; its log is complete
+            server.stop()  # wait until the log is complete
             last = server.log.splitlines()[-1]
-            assert last.startswith("error: WorkAgent ")  # which of the two is told first, chance says
+            assert last.startswith("error: WorkAgent ")  # either failure may be reported first
             assert "WorkAgent 0 was started 0 times in a row without a step; trying on: " in last
         finally:
             server.stop()
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_server_with_that_message(tmp_path: Path) -> None:
+def test_server_exits_with_the_error_of_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     model = tmp_path / "model"
     shutil.copytree(DEMO_FOLDER, model)
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-    failed = run_script("start.sh", "--model", str(model), "--port", str(port))  # it ends as the server that it started
+    # exits with the code of the server that it started
+    failed = run_script("start.sh", "--model", str(model), "--port", str(port))
     assert failed.returncode == 2, failed.stderr
     last = failed.stderr.splitlines()[-1].strip()
     assert last.startswith("error: ") and "model.safetensors" in last
 
 
-def test_started_twice_a_port_in_use_and_the_master_killed() -> None:
-    """Neither start disturbs the server; when it is killed, its WorkAgent ends and no memory is left."""
+def test_second_starts_are_refused_and_a_killed_master_leaves_nothing() -> None:
+    """Neither start affects the running server. When it is killed, its WorkAgent ends and no memory is left."""
     before = shared_memory_names()
     server = start_server(by_script=True)
     try:
@@ -89,7 +90,7 @@ def test_started_twice_a_port_in_use_and_the_master_killed() -> None:
         server.stop()
 
 
-def test_errors_of_the_command_line_are_met_kindly(tmp_path: Path) -> None:
+def test_command_line_errors_are_explained_without_a_traceback(tmp_path: Path) -> None:
     typo = tmp_path / "typo.yaml"
     typo.write_text("model_config:\n    model_path: demo\n    decode_batchsize: 4\n")
     answer = run_script("start.sh", "--config", str(typo))
@@ -103,7 +104,7 @@ def test_errors_of_the_command_line_are_met_kindly(tmp_path: Path) -> None:
     assert "no server was running on port 1" in answer.stderr
 
 
-def test_ctrl_c_ends_a_server_in_the_foreground() -> None:
+def test_ctrl_c_stops_a_foreground_server() -> None:
     (port,) = free_ports(1)
     command = ["bash", str(ROOT / "scripts" / "start.sh"), "--foreground", "--port", str(port)]
     environment = dict(os.environ, LLM_SERVING_VENV=sys.prefix)

@@ -1,4 +1,4 @@
-"""Two real WorkAgent processes that compute one replica together: the same request gets the same bytes."""
+"""Two real WorkAgents that compute one replica together: answers are equal alone, preempted and after kills."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def alone(replica: RealReplica) -> list[str]:
 
 
 def requests(replica: RealReplica) -> list[Request]:
-    """Greedy and sampled ones, some in chunks, with log-probabilities of prompts too."""
+    """Return greedy and sampled requests, some in chunks, some with prompt logprobs."""
     texts = ("Count from 1 to 9.", "Name the days of the week.", "Repeat the word stone after me. " * 8)
     return [
         Request(
@@ -72,13 +72,13 @@ def requests(replica: RealReplica) -> list[Request]:
     ]
 
 
-def test_an_answer_is_the_same_in_a_crowd_that_takes_its_place(replica: RealReplica, alone: list[str]) -> None:
+def test_ranks_keep_the_answer_of_a_preempted_request(replica: RealReplica, alone: list[str]) -> None:
     crowd = requests(replica)
     assert [bytes_of(each) for each in replica.answer(crowd)] == alone
     assert any(request.num_preemptions for request in crowd)
 
 
-def test_a_step_that_fails_fails_at_all_ranks_and_the_next_one_does_not(replica: RealReplica, alone: list[str]) -> None:
+def test_failed_step_fails_on_all_ranks_and_the_next_one_succeeds(replica: RealReplica, alone: list[str]) -> None:
     culprit = Request("culprit", [5, UNKNOWN_TOKEN, 6], SamplingParams(max_tokens=4))
     restarts = replica.num_restarts
     *others, failed = replica.answer([*requests(replica), culprit])
@@ -88,7 +88,7 @@ def test_a_step_that_fails_fails_at_all_ranks_and_the_next_one_does_not(replica:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_answer_survives_the_death_of_either_rank(replica: RealReplica, alone: list[str], rank: int) -> None:
+def test_answer_survives_the_death_of_either_rank(replica: RealReplica, alone: list[str], rank: int) -> None:
     restarts = replica.num_restarts
     replica.begin(requests(replica))
     os.kill(processes(replica.agents[-1].process)[rank].pid, signal.SIGKILL)
@@ -96,9 +96,7 @@ def test_an_answer_survives_the_death_of_either_rank(replica: RealReplica, alone
     assert replica.num_restarts == restarts + 1
 
 
-def test_ranks_on_a_machine_of_a_cluster_give_the_same_bytes_and_are_lost_together(
-    alone: list[str], tmp_path: Path
-) -> None:
+def test_ranks_on_a_cluster_machine_give_the_same_bytes_and_die_together(alone: list[str], tmp_path: Path) -> None:
     secret_file = tmp_path / "secret"
     secret_file.touch(mode=0o600)
     secret_file.write_text(secrets.token_hex(32))

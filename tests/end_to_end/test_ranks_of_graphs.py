@@ -1,4 +1,4 @@
-"""Two processes whose graphs have collectives of MindSpore: as on Ascend, but that MCCL stands for HCCL."""
+"""Two processes whose graphs use MindSpore's collectives as on Ascend, with MCCL in place of HCCL."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def replica(folder: Path) -> Iterator[RealReplica]:
 
 
 def processes(replica: RealReplica) -> list[psutil.Process]:
-    """Both ranks, and the scheduler by which they found each other."""
+    """Return both ranks, and the scheduler process through which they found each other."""
     group = replica.agents[-1].process
     assert isinstance(group, RankProcesses)
     ranks = [psutil.Process(process.pid) for process in group.ranks]
@@ -67,7 +67,7 @@ def processes(replica: RealReplica) -> list[psutil.Process]:
 
 
 def requests() -> list[Request]:
-    """In chunks, in one step, and chosen by chance."""
+    """Return requests in chunks, in one step, and sampled ones."""
     prompts = models.golden(NAME).prompts
     prompt = prompts[max(prompts)].token_ids.tolist()
     sampling = SamplingParams(max_tokens=16, temperature=0.0, logprobs=2)
@@ -79,12 +79,12 @@ def answers(replica: RealReplica) -> list[str]:
     return [bytes_of(each) for each in replica.answer(requests())]
 
 
-def test_their_sums_have_the_bits_of_programs_alone_and_together(replica: RealReplica, by_programs: list[str]) -> None:
+def test_graph_ranks_give_the_bits_of_program_ranks(replica: RealReplica, by_programs: list[str]) -> None:
     assert [bytes_of(replica.answer([each])[0]) for each in requests()] == by_programs
     assert answers(replica) == by_programs
 
 
-def test_all_are_started_again_when_one_is_lost(replica: RealReplica, by_programs: list[str]) -> None:
+def test_graph_ranks_are_all_restarted_when_one_dies(replica: RealReplica, by_programs: list[str]) -> None:
     first, second, scheduler = processes(replica)
     replica.begin(requests())
     os.kill(second.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A recorded server under load, a WorkAgent killed in between: its recording is decided again on the command line."""
+"""The command line replays the recording of a server whose WorkAgent was killed under load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.end_to_end
 NUM_REQUESTS = 100
 
 
-def test_the_recording_of_a_server_is_decided_again(tmp_path: Path) -> None:
+def test_replay_repeats_the_decisions_of_a_recorded_server(tmp_path: Path) -> None:
     recorded = record(tmp_path, NUM_REQUESTS)
     path = recorded.path
     replayed = replay(path)

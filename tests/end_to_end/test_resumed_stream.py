@@ -1,4 +1,4 @@
-"""A stream whose master is killed goes on over a restart with the bytes that it would have had; its receipt holds."""
+"""A stream continues after its master was killed and restarted, with the same bytes, and its receipt verifies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BODY = {
     "receipt": True,
 }
 READ = 40
-"""Events that come before the master is killed."""
+"""Events that arrive before the master is killed."""
 
 
 def start(folder: Path) -> Server:
@@ -29,7 +29,7 @@ def start(folder: Path) -> Server:
 
 
 def read_and_kill(server: Server) -> tuple[str, bytes]:
-    """The stream's id and its first bytes, up to a whole event."""
+    """Return the stream's id and its first bytes, up to a complete event."""
     while True:
         data = b""
         with httpx.stream("POST", f"{server.url}/v1/completions", json=BODY, timeout=120.0) as answer:
@@ -38,12 +38,12 @@ def read_and_kill(server: Server) -> tuple[str, bytes]:
                 data += piece
                 if data.count(b"\n\n") >= READ:
                     break
-            if b"[DONE]" not in data:  # on a busy machine all of it may come at once
+            if b"[DONE]" not in data:  # on a busy machine all events may arrive at once
                 server.processes[0].kill()
                 return answer.headers["x-stream-id"], data[: data.rindex(b"\n\n") + 2]
 
 
-def test_a_killed_master_costs_no_byte(tmp_path: Path) -> None:
+def test_resumed_stream_has_the_same_bytes_after_the_master_was_killed(tmp_path: Path) -> None:
     server = start(tmp_path / "log")
     try:
         stream_id, first = read_and_kill(server)

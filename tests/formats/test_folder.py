@@ -1,4 +1,4 @@
-"""Which files of a folder are read, and how other forms are refused."""
+"""Which weight files of a folder are read, and how other formats are refused."""
 
 import json
 import shlex
@@ -47,7 +47,7 @@ def test_meta_format_error_contains_its_own_conversion_command(tmp_path):
 
 
 class Tensor:
-    """What the command needs of a tensor of torch."""
+    """A fake of torch's tensor with the methods that the command uses."""
 
     def __init__(self, values):
         self.values = values

@@ -1,4 +1,4 @@
-"""GGUF files: blocks stand for what their definition says, and a header that lies is refused by its name."""
+"""GGUF files: blocks give the values of their definition, and an inconsistent header is refused with its field."""
 
 import struct
 
@@ -61,7 +61,7 @@ def test_gguf_blocks_equal_their_definition(tmp_path, kind, name, bits, group, n
     assert found.types == ("F32", name)
     tensor = found.tensors["w"]
     assert tensor.shape == shape
-    # Two products and a difference, rounded to float32 each.
+    # Two products and a difference, each rounded to float32.
     np.testing.assert_allclose(tensor.read(), values, rtol=1e-6, atol=1e-6)
     packed = tensor.read_packed()
     assert isinstance(packed, QuantizedTensor) == bool(bits)
@@ -74,7 +74,7 @@ def test_gguf_blocks_equal_their_definition(tmp_path, kind, name, bits, group, n
 def test_gguf_non_finite_scales_are_refused_by_tensor(tmp_path, kind, bits):
     stored, _ = random_matrix(kind, (2, ELEMENTS[kind]), np.random.default_rng(kind))
     content = bytearray(stored.data)
-    at = len(content) - 2 if kind == 14 else 0  # Q6_K ends with it
+    at = len(content) - 2 if kind == 14 else 0  # the last field of Q6_K
     content[at : at + 2] = bits.to_bytes(2, "little")
     tensor = read_gguf(write(tmp_path / "a.gguf", gguf_bytes({}, {"w": Stored(stored.shape, kind, bytes(content))})))
     with pytest.raises(ModelError, match=r"a\.gguf: w: scales must be finite numbers"):

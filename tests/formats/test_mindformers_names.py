@@ -1,4 +1,4 @@
-"""Names of MindFormers both ways, and joined projections taken apart as its own network does."""
+"""MindFormers' tensor names in both directions, and fused projections split as its network does."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ AT = "model.layers.0"
 
 
 def grouped_qkv(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """As MindFormers' network reads it: [key heads, (heads of a group + 2) * size]."""
+    """Return a fused projection in the order of MindFormers: [key heads, (heads of a group + 2) * size]."""
     parts = []
     group = HEADS // KV_HEADS * SIZE
     for index in range(KV_HEADS):

@@ -1,4 +1,4 @@
-"""Checkpoints of MindSpore: read and written byte for byte as MindSpore does, and refused where they are damaged."""
+"""MindSpore checkpoints: read and written byte for byte as MindSpore does, and refused if damaged."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def test_checkpoint_with_cut_or_changed_bytes_fails_or_differs(tmp_path):
     path = write(tmp_path / "a.ckpt")
     content = path.read_bytes()
     ends = [0]
-    for _ in ARRAYS:  # a file that ends behind a value is a whole one
+    for _ in ARRAYS:  # a file that ends after a value is complete
         length, used = content[ends[-1] + 1], 2
         if length >= 0x80:
             length, used = (length & 0x7F) | content[ends[-1] + 2] << 7, 3

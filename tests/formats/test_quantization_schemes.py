@@ -1,4 +1,4 @@
-"""Quantised folders: each layout stands for the values of its definition, and what is not read is refused by name."""
+"""Quantized folders: each layout gives the values of its definition, and unsupported ones are refused by name."""
 
 import json
 
@@ -50,7 +50,7 @@ def test_schemes_return_stored_quantized_values(tmp_path, name, expected):
 
 
 NO_NUMBERS = (127, 255)
-"""Codes of e4m3."""
+"""Encodings of NaN in e4m3."""
 
 
 def write_fp8(folder, bits, scale):
@@ -88,7 +88,7 @@ def test_schemes_refuse_scales_with_infinite_values(tmp_path, layout, scale):
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("scale", [-1.0, 0.0, 6e-8])
 def test_schemes_accept_negative_and_zero_scales(tmp_path, layout, scale):
-    """Tools write scales of 0 for rows of nothing, and some the sign of the largest element with them."""
+    """Tools write scale 0 for rows of zeros; some give a scale the sign of the largest element."""
     scheme = check_folder_of(tmp_path, layout, scaled(scale))
     found = WeightReader(tmp_path, scheme).read(PROJECTION, (64, 96))
     ones = WeightReader(tmp_path, check_folder_of(tmp_path, layout, scaled(1.0)))
@@ -110,7 +110,7 @@ def test_schemes_refuse_8_bit_zeros_with_infinite_values(tmp_path):
 def test_schemes_dequantize_8_bits_with_asymmetric_zeros(tmp_path):
     tensor = quantize_w8(np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32))
     parts, values = gptq(tensor)
-    parts["qzeros"] = parts["qzeros"] + 1  # that of the first row of every four
+    parts["qzeros"] = parts["qzeros"] + 1  # zeros of the first of every four rows
     write_safetensors(tmp_path / "model.safetensors", {f"a.{ending}": each for ending, each in parts.items()})
     reader = WeightReader(tmp_path, scheme_of({"quantization_config": of_gptq(bits=8, group_size=-1)}, "config.json"))
     found = reader.read_packed("a.weight", (8, 32))
@@ -190,7 +190,7 @@ def other(ending, dtype):
 
 
 def zeros_like_scales(dtype):
-    """As many as there are scales, each in a number of its own."""
+    """As many zeros as scales, each a number of its own."""
     return lambda parts: {**parts, "weight_zero_point": np.zeros(parts["weight_scale"].shape, dtype)}
 
 
@@ -231,7 +231,7 @@ def test_schemes_refuse_mismatched_parts_before_reading(tmp_path, layout, change
 
 
 def check_folder_of(folder, layout, change):
-    """One projection, changed; its scheme."""
+    """Return the scheme of a folder with one projection whose parts are changed."""
     parts, _ = layout.write(np.random.default_rng(0).normal(size=(64, 96)).astype(np.float32))
     name = PROJECTION.removesuffix("weight")
     write_safetensors(folder / "model.safetensors", {f"{name}{key}": each for key, each in change(parts).items()})
@@ -263,7 +263,7 @@ def test_schemes_refuse_other_tensors_of_packed_types(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         (of_gptq(bits=3), "GPTQ, 3 bits, groups of 32, .* must have `bits` 4 or 8. Given: 3"),
         (of_gptq(bits=True), "must have `bits` 4 or 8. Given: True"),
@@ -294,8 +294,8 @@ def test_schemes_refuse_other_tensors_of_packed_types(tmp_path):
         ([], r"\[\], which cannot be served"),
     ],
 )
-def test_scheme_of_lists_the_supported_schemes(given, told):
-    with pytest.raises(ModelError, match=rf"^config.json: the weights are quantised by .*{told}") as caught:
+def test_scheme_of_lists_the_supported_schemes(given, message):
+    with pytest.raises(ModelError, match=rf"^config.json: the weights are quantised by .*{message}") as caught:
         scheme_of({"quantization_config": json.loads(json.dumps(given))}, "config.json")
     assert "Read are compressed-tensors (W8A8, W8A16, W4A16, W4A8, FP8), GPTQ of 4" in str(caught.value)
 

@@ -1,4 +1,4 @@
-"""Codes and scales: what they stand for, how far rounding may move an element, and what does not fit is refused."""
+"""Quantized values and scales: the represented values, the rounding error, and refused arrays."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def matrix(rows=5, columns=64, seed=0):
 
 
 def one_by_one(tensor: QuantizedTensor) -> np.ndarray:
-    """The definition."""
+    """Compute the definition element by element."""
     values = np.empty(tensor.shape, np.float32)
     for i, j in np.ndindex(*tensor.shape):
         group = j // tensor.group_size if tensor.g_idx is None else tensor.g_idx[j]

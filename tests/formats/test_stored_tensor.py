@@ -1,4 +1,4 @@
-"""Which elements of stored tensors are finite numbers, told from their bits."""
+"""Finite elements of stored tensors, determined from their bits."""
 
 import numpy as np
 import pytest

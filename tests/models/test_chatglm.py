@@ -1,4 +1,4 @@
-"""The older layout of GLM-4 is GLM under other names."""
+"""The older layout of GLM-4 is the GLM network with other names."""
 
 import pytest
 from families import models
@@ -31,7 +31,7 @@ OLDER = {
 
 
 def shape_of(spec: ModelSpec) -> list[object]:
-    """All that a network says but the names of tensors."""
+    """Return everything of a network except the names of tensors."""
     operations = spec.network.operations
     weights = [
         (role, each.shape, each.rows, each.columns, each.dtype)
@@ -55,8 +55,8 @@ def test_chatglm_network_equals_that_of_glm() -> None:
 
 def test_chatglm_norms_have_the_default_epsilon_of_the_class() -> None:
     nothing = {key: value for key, value in OLDER.items() if key != "layernorm_epsilon"}
-    of_nothing, told, other = map(ModelSpec.from_hugging_face, (nothing, OLDER | {"layernorm_epsilon": 1e-5}, GLM))
-    assert shape_of(of_nothing) == shape_of(told) != shape_of(other)
+    default, explicit, other = map(ModelSpec.from_hugging_face, (nothing, OLDER | {"layernorm_epsilon": 1e-5}, GLM))
+    assert shape_of(default) == shape_of(explicit) != shape_of(other)
 
 
 def test_chatglm_tensors_have_the_published_names() -> None:

@@ -1,4 +1,4 @@
-"""What a folder lacks of its model is told all at once, by `config check`, by a start and by a WorkAgent alike."""
+"""All defects of a model folder are reported together, by `config check`, at start and by a WorkAgent."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The shipped model, as a user's folder would be read."""
+"""The shipped model, read like a user's folder."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def exact():
     return reference_logits(spec, weights, TOKENS)
 
 
-# Five layers: 2.5 times as many roundings as the tiny models have, in the size of each the same.
+# Five layers have 2.5 times as many roundings as the tiny models, each of the same relative size.
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-5), ("bfloat16", 0.05)])
 def test_logits_equal_the_reference(exact, dtype, tolerance):
     model = GraphModel(ModelSpec.from_folder(FOLDER), FOLDER, backend("cpu", dtype))

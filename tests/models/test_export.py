@@ -1,4 +1,4 @@
-"""The graphs out of Ascend's primitives: what a device reads in them, and that they run as they were exported."""
+"""Exported graphs of Ascend's primitives: their content for a device, and equal results after loading."""
 
 import mindspore as ms
 import numpy as np
@@ -16,22 +16,23 @@ pytestmark = pytest.mark.mindspore
 
 ATTENTION = {"states": "PagedAttention", "of_prompts": "FlashAttentionScore"}
 LENGTHS = {"PagedAttention": {4: "batch_valid_length", 8: "q_seq_lens"}}
-"""Input of an attention -> the length it is. Ascend's kernels look lengths up by these names of parameters as well."""
+"""Attention input -> the length it contains. Ascend's kernels find lengths by these parameter names."""
 
 MASK = {"PagedAttention": 7, "FlashAttentionScore": 6}
-"""Input that is the mask; the one before it is absent."""
+"""Index of the mask input; the input before it is absent."""
 
 MODES = {"PagedAttention": {13: 0, 14: 0, 15: 0}, "FlashAttentionScore": {15: 0, 16: 5, 17: 0}}
-"""Input -> its value: no codes in caches, the default mode of masks, heads as wide in values as in keys; no shortcut in
-precision, layout TH, the default mode of masks."""
+"""Input -> its value: unquantized caches, the default mask mode, equal head widths of values and keys; high precision,
+layout TH, the default mask mode.
+"""
 
 TWO_LAYERS = {"num_hidden_layers": 2}
-"""All are of one kind, and what they share must be one for both."""
+"""Two layers of the same kind, which must share their common inputs."""
 
 
 @pytest.fixture(scope="module", params=[("qwen3-moe", "bfloat16")], ids="-".join)
 def exported(request, tmp_path_factory):
-    """(spec, networks, folder, graph -> what was written)"""
+    """Return (spec, networks, folder, graph -> written nodes)."""
     folder = tmp_path_factory.mktemp("model")
     spec, networks = networks_of(request.param[0], folder, request.param[1], changes=TWO_LAYERS)
     return spec, networks, folder, export_all(spec, networks, folder)
@@ -87,7 +88,7 @@ def test_exported_rank_graphs_all_reduce_partial_sums(monkeypatch, tmp_path, asc
 
 
 def constants_of(written, operator):
-    """Of each node of this operator: input -> the constant that it is."""
+    """Return input -> constant of each node of this operator."""
     nodes = {node.output[0]: node for node in written.node if node.output}
     constants = {name: node.attribute[0] for name, node in nodes.items() if kind(node) == "Constant"}
     for node in nodes.values():

@@ -1,4 +1,4 @@
-"""ConfigReader of GGUF files as those of a config.json: what a folder with the same values would be."""
+"""ConfigReader of GGUF files: it gives the same values as an equivalent config.json."""
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ def test_gguf_special_token_ids(tmp_path):
 
 
 def test_gguf_frequency_divisors_are_used_unchanged(tmp_path):
-    """llama.cpp's converter writes Llama 3's scaling as divisors; the frequencies must be those of the scaling."""
+    """llama.cpp's converter stores Llama 3's scaling as divisors, which must give the scaled frequencies."""
     scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
     config = SMALL | {"rope_scaling": scaling}
     (rotary,) = ModelSpec.from_hugging_face(config).network.rotaries
@@ -127,7 +127,7 @@ def test_gguf_config_refuses_numbers_beyond_single_precision(tmp_path):
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight", "blk.00.attn_norm.weight"])
 def test_gguf_tensors_have_unique_gguf_names(tmp_path, name):
-    """Under the names of other forms rows of queries would be taken as they are stored."""
+    """With the names of other formats, rows of queries would be used in their stored order."""
     write_model(tmp_path / "a.gguf", "llama", SMALL, 0, more_tensors={name: plain(np.zeros(64, np.float32))})
     with pytest.raises(ModelError, match=rf"tensor {name} (stands twice|is not named)"):
         check_folder(tmp_path / "a.gguf")

@@ -1,4 +1,4 @@
-"""The network against a float64 forward that shares no code with it, and against itself however a step is cut."""
+"""The network compared with a float64 implementation that shares no code, and with itself for any split into steps."""
 
 import itertools
 
@@ -46,18 +46,22 @@ VARIANTS = {
     "odd sizes": {"vocab_size": 131, "hidden_size": 80, "intermediate_size": 104, "num_hidden_layers": 1},
 }
 ONE_LAYER = {"num_hidden_layers": 1}
-"""For graphs of Cells, a layer of which takes MindSpore seconds: tests/families/test_networks.py has several."""
+"""One layer for graphs of Cells, which MindSpore compiles in seconds; tests/families/test_networks.py has several
+layers.
+"""
 PROMPT = np.random.default_rng(5).integers(0, 97, 45).tolist()
 
 
 @pytest.fixture(scope="module")
 def make_model(tmp_path_factory):
-    """(backend name, dtype, changes of the tiny spec) -> network; the weights are those of `random_weights`."""
+    """Return a function (backend name, dtype, changes of the tiny spec) -> network with the weights of
+    `random_weights`.
+    """
     made = {}
 
     def make(name, dtype, changes=None):
         changes = changes or {}
-        key = (name, dtype, str(changes), library.load().llm_isa())  # packed weights are of an instruction set
+        key = (name, dtype, str(changes), library.load().llm_isa())  # packed weights depend on the instruction set
         if key not in made:
             spec = tiny_spec(**changes)
             folder = tmp_path_factory.mktemp("model")
@@ -74,21 +78,21 @@ def reference(changes=None, token_ids=PROMPT):
 
 
 def largest_error(logits, changes=None):
-    """Largest difference from the reference, as a share of the largest logit."""
+    """Return the largest difference from the reference, relative to the largest logit."""
     exact = reference(changes)
     return np.abs(logits - exact).max() / np.abs(exact).max()
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_float32_logits_equal_the_reference(make_model, changes):
-    # About 40 roundings of 2^-24 of sums of at most 128 terms on the way: 3e-6 in the mean of errors, 2e-5 at most.
+    # About 40 roundings of 2^-24 of sums of at most 128 terms: a mean error of 3e-6, at most 2e-5.
     assert largest_error(make_model("cpu", "float32", changes).logits((PROMPT, 0, [4, 9, 2])), changes) < 2e-5
 
 
 @pytest.mark.parametrize("variant", ["grouped queries", "tied embeddings", "biases", "heads of 48"])
 def test_bfloat16_logits_are_near_the_reference(make_model, variant):
-    # The residual and what enters it are rounded to 8 bits some 18 times; errors of at most 2^-9 each add up like
-    # sqrt(18) * 2^-9 = 0.8 % of a typical value, and the largest of 4,000 logits errs by four times that.
+    # The residual and its inputs are rounded to 8 bits some 18 times. Errors of at most 2^-9 each add up to sqrt(18) *
+    # 2^-9 = 0.8 % of a typical value; the largest error of 4,000 logits is four times that.
     changes = VARIANTS[variant]
     assert largest_error(make_model("cpu", "bfloat16", changes).logits((PROMPT, 0, [4, 9, 2])), changes) < 0.033
 
@@ -100,7 +104,7 @@ def test_float16_logits_are_near_the_reference(make_model):
 
 @pytest.mark.plain
 @pytest.mark.parametrize("variant", ["grouped queries", "tied, biases, llama3 scaling"])
-def test_the_plain_backend_equals_the_reference(make_model, variant):
+def test_plain_backend_logits_equal_the_reference(make_model, variant):
     changes = VARIANTS[variant] | ONE_LAYER
     assert largest_error(make_model("plain", "float32", changes).logits((PROMPT, 0, [4, 9, 2])), changes) < 2e-5
 
@@ -120,14 +124,14 @@ def test_library_operators_equal_the_primitives_bit_for_bit(make_model, dtype, v
     # The graph of Ascend rounds once more in SwiGLU, by split, SiLU and multiply: tests/backends bounds its error.
     monkeypatch.setattr(AscendBackend, "swiglu", CpuBackend.swiglu)
     steps = [[(PROMPT[:30], 0, [4, 9]), (PROMPT[:1], 0, [7])], [(PROMPT[30:], 30, [4, 9, 2]), (PROMPT[1:2], 1, [7])]]
-    # Weights that are not packed, as those of Ascend, are multiplied in floating point on every instruction set.
+    # Unpacked weights, as on Ascend, are multiplied in floating point with every instruction set.
     isa = next(isa for isa in library.supported_isas() if isa != FIXED_POINT_ISA)
     with library.use_isa(isa):
         changes = VARIANTS[variant] | ONE_LAYER
         models = [make_model(name, dtype, changes) for name in ("cpu", "ascend")]
         for rows in steps:
             logits, of_primitives = (model.logits(*rows) for model in models)
-            # The head of Ascend rounds to the model dtype.
+            # Ascend's LM head rounds to the model dtype.
             assert np.array_equal(typed(logits, dtype).values, of_primitives)
 
 
@@ -220,7 +224,7 @@ def test_missing_tensor_is_refused(tmp_path, name):
     assert str(error.value).endswith(f"tensor {name} of shape {shape} is missing")
 
 
-def test_a_folder_with_biases_the_config_does_not_mention_is_refused(tmp_path):
+def test_folder_with_undeclared_biases_is_refused(tmp_path):
     spec = tiny_spec(num_hidden_layers=1)
     with pytest.raises(
         ModelError, match=r"has no place for tensor model\.layers\.0\.mlp\.down_proj\.bias, .* and 4 more"
@@ -228,7 +232,7 @@ def test_a_folder_with_biases_the_config_does_not_mention_is_refused(tmp_path):
         load(tmp_path, spec, random_weights(tiny_spec(num_hidden_layers=1, attention_bias=True, mlp_bias=True)))
 
 
-def test_a_folder_of_another_shape_is_refused(tmp_path):
+def test_folder_with_other_shapes_is_refused(tmp_path):
     with pytest.raises(
         ModelError, match=r"k_proj\.weight must have shape \[64, 64\] by config.json\. Found: \[32, 64\]"
     ):

@@ -1,4 +1,4 @@
-"""What MindFormers' classes compute, said of every family before a weight is read."""
+"""MindFormers' classes: support of every family, checked before a weight is read."""
 
 import pytest
 from families import models
@@ -47,13 +47,15 @@ def test_unsupported_by_mindformers_names_the_feature():
     assert told == "MindFormers' class has no parameter for model.layers.0.mlp.gate_proj.bias"
     windows = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
     spec = ModelSpec.from_hugging_face(models.model("qwen3").config | windows)
-    told = unsupported_by_mindformers(spec.architecture, spec.network, 256)
-    assert told == "MindFormers' class has no attention with a window of 32 tokens"
+    reason = unsupported_by_mindformers(spec.architecture, spec.network, 256)
+    assert reason == "MindFormers' class has no attention with a window of 32 tokens"
     assert unsupported_by_mindformers(spec.architecture, spec.network, 32) is None
 
 
 def test_unsupported_by_mindformers_refuses_padded_heads():
     spec = spec_of("qwen2")  # its heads have 12 elements
-    told = unsupported_by_mindformers(spec.architecture, spec.network, 256)
-    assert told is not None
-    assert told.startswith("MindFormers' class takes heads as they are stored, of a multiple of 16 elements: model.lay")
+    reason = unsupported_by_mindformers(spec.architecture, spec.network, 256)
+    assert reason is not None
+    assert reason.startswith(
+        "MindFormers' class takes heads as they are stored, of a multiple of 16 elements: model.lay"
+    )

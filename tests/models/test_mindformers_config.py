@@ -1,4 +1,4 @@
-"""`model_config` of MindFormers' YAML files: each family is known by what its file says."""
+"""`model_config` of MindFormers' YAML files: how each family is recognized."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def test_mindformers_config_reads_rope_scaling(
 ) -> None:
     config = LLAMA | {"extend_method": method, "scaling_factor": factor}
     spec = ModelSpec.from_mindformers(config, network="LlamaForCausalLM")
-    told = {**spec.config, "rope_theta": theta, "rope_scaling": scaling}
-    assert spec.network.rotaries == ModelSpec.from_hugging_face(told).network.rotaries
-    assert spec.max_position_embeddings == longest  # what `factor` stretches
+    scaled = {**spec.config, "rope_theta": theta, "rope_scaling": scaling}
+    assert spec.network.rotaries == ModelSpec.from_hugging_face(scaled).network.rotaries
+    assert spec.max_position_embeddings == longest  # the length that `factor` extends
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What folders of embedding models say of their vectors, and which of them are served."""
+"""Pooling settings of embedding model folders, and which of them are served."""
 
 from __future__ import annotations
 

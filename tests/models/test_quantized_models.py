@@ -1,4 +1,4 @@
-"""Models out of quantised folders: greedy tokens of a float32 run of the values that the folder stands for."""
+"""Models from quantized folders: greedy tokens of a float32 model with the represented values."""
 
 import json
 

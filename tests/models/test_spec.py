@@ -1,4 +1,4 @@
-"""ModelSpec: what is read of a config.json and of a MindFormers model_config, and what is refused."""
+"""ModelSpec: values read from a config.json and from a MindFormers model_config, and refused ones."""
 
 import json
 import math
@@ -53,7 +53,7 @@ LLAMA_2_7B = {
 
 
 def rotary_of_model(spec):
-    """The one rotary embedding of all layers."""
+    """Return the rotary embedding that all layers share."""
     (cos,) = {each.weights["cos"] for each in spec.network.operations if each.kind == "rope"}
     return cos.generate.__self__
 
@@ -318,7 +318,7 @@ def test_spec_has_a_quantization_scheme_or_refuses_it():
         ModelSpec.from_hugging_face({**LLAMA_2_7B, "quantization_config": {"quant_method": "gptq", "bits": 3}})
 
 
-LEFT_OUT = [
+CLASS_DEFAULTS = [
     ("mistral", "sliding_window", 4096),
     ("mixtral", "rope_theta", 1e6),
     ("mixtral", "rms_norm_eps", 1e-5),
@@ -331,21 +331,21 @@ LEFT_OUT = [
     ("qwen2", "sliding_window", 4096),
     ("qwen2", "max_window_layers", 28),
 ]
-"""Of the classes of `transformers`, what they put where a configuration says nothing, as far as families differ."""
+"""Defaults of `transformers` classes for missing configuration values, where families differ."""
 
 
-def told(config):
+def shape_of(config):
     network = ModelSpec.from_hugging_face(config).network
     return network.rotaries, [(each.kind, each.attributes) for each in network.operations]
 
 
-@pytest.mark.parametrize(("name", "key", "value"), LEFT_OUT)
+@pytest.mark.parametrize(("name", "key", "value"), CLASS_DEFAULTS)
 def test_spec_defaults_are_those_of_the_family_class(name, key, value):
     config = {**config_of(name), "num_hidden_layers": 30}
     changed = value + 1 if isinstance(value, int) else value * 2
-    assert told(config | {key: value}) != told(config | {key: changed})
+    assert shape_of(config | {key: value}) != shape_of(config | {key: changed})
     del config[key]
-    assert told(config) == told(config | {key: value})
+    assert shape_of(config) == shape_of(config | {key: value})
 
 
 @pytest.mark.parametrize(
@@ -354,6 +354,6 @@ def test_spec_defaults_are_those_of_the_family_class(name, key, value):
 )
 def test_spec_distinguishes_null_from_an_absent_key(name, key):
     config = config_of(name)
-    told_none = told(config | {key: None})
+    with_null = shape_of(config | {key: None})
     del config[key]
-    assert told_none != told(config)
+    assert with_null != shape_of(config)

@@ -1,4 +1,4 @@
-"""Models out of quantised folders whose very codes are multiplied: greedy tokens of the values they stand for."""
+"""Models whose stored quantized values are multiplied directly: greedy tokens of the represented values."""
 
 import json
 
@@ -53,6 +53,8 @@ def test_weights_that_cannot_be_quantized_are_named(tmp_path, kept):
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     write_safetensors(tmp_path / "model.safetensors", weights)
-    told = r"model\.layers\.1\.mlp\.gate_proj\.weight, model\.layers\.1\.mlp\.up_proj\.weight: .* finite numbers only"
-    with pytest.raises(ModelError, match=told):
+    message = (
+        r"model\.layers\.1\.mlp\.gate_proj\.weight, model\.layers\.1\.mlp\.up_proj\.weight: .* finite numbers only"
+    )
+    with pytest.raises(ModelError, match=message):
         greedy(tmp_path, Quantization(QuantizationName(kept), group_size=32))

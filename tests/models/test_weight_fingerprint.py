@@ -1,4 +1,4 @@
-"""A model is known from another of the same shape, wherever it lies."""
+"""Fingerprints distinguish models of the same shape, and do not depend on their path."""
 
 from __future__ import annotations
 

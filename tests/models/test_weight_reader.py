@@ -34,11 +34,11 @@ def test_weight_reader_returns_read_only_maps(folder):
 
 
 def test_weight_reader_reports_bytes_after_each_tensor(folder):
-    told = []
-    reader = WeightReader(folder, on_read=lambda *numbers: told.append(numbers))
+    progress = []
+    reader = WeightReader(folder, on_read=lambda *numbers: progress.append(numbers))
     reader.read("a", (2, 3))
     reader.read("b", (1, 3))
-    assert told == [(24, 30), (30, 30)]
+    assert progress == [(24, 30), (30, 30)]
 
 
 def test_weight_reader_reads_large_models_ahead_in_layer_order(tmp_path, monkeypatch):
@@ -79,7 +79,7 @@ def test_bfloat16_converts_to_float32_exactly(tmp_path, value, bits):
     stored = WeightReader(tmp_path).read("a", (1,))
     assert stored.tolist() == [bits]
     assert to_float32(stored).view(np.uint32).tolist() == [bits << 16]
-    # bfloat16 keeps 8 bits of a number; below 1e-38 fewer.
+    # bfloat16 has 8 significant bits, fewer below 1e-38.
     np.testing.assert_allclose(to_float32(stored)[0], value, rtol=2**-8, atol=1e-40)
 
 

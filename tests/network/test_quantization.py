@@ -1,4 +1,4 @@
-"""Which weights are kept in codes, in which, and what they take."""
+"""Which weights are quantized, in which format, and their size."""
 
 import numpy as np
 import pytest

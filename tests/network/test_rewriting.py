@@ -1,4 +1,4 @@
-"""Shorter lists of operations, and their form as integers, give the bits of what a family wrote."""
+"""Rewritten operations and their integer encoding give the bits of the family's description."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,8 @@ def test_rewriting_and_encoding_change_no_bit(name):
 )
 def test_rewritten_layer_has_the_expected_number_of_instructions(name, of_a_layer):
     program = build_program(network(name), "bfloat16")
-    assert len(program.instructions) - 1 == 3 * of_a_layer + 3 + 2  # and table, norm, head; rows are chosen twice
+    # plus embedding, norm and LM head; rows are selected twice
+    assert len(program.instructions) - 1 == 3 * of_a_layer + 3 + 2
 
 
 def test_select_rows_drops_unsampled_rows_after_the_last_attention():

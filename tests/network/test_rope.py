@@ -29,7 +29,7 @@ def test_rope_linear_scaling_divides_every_frequency():
     ],
 )
 def test_rope_llama3_scaling_equals_the_reference(pair, expected):
-    """theta 500,000, heads of 128; numbers by `bc` with 40 digits from the published case distinction."""
+    """theta 500,000, heads of 128; numbers computed by `bc` with 40 digits from the published case distinction."""
     frequencies = Rotary(128, 128, 500000.0, scaling=LLAMA_3_1).frequencies(1)
     assert frequencies[pair] == pytest.approx(expected, rel=1e-13)
 

@@ -1,4 +1,4 @@
-"""What ranks compute together is what one computes alone, but for the order of sums."""
+"""Ranks together compute the same logits as one process, except for the order of sums."""
 
 import math
 
@@ -57,7 +57,7 @@ def test_sharding_over_four_ranks_gives_each_a_kv_head() -> None:
 def test_sharding_adds_two_all_reduces_a_layer_and_one_for_the_embedding() -> None:
     kinds = [each.kind for each in sharded(network("llama"), 1, 2).operations]
     assert kinds.count("all_reduce") == 2 * 3 + 1
-    # The sum is added to what goes on in the norm behind it: no instruction more than that of the sum itself.
+    # The sum is added to the residual by the norm after it, so the all-reduce is the only additional instruction.
     assert len(build_program(sharded(network("llama"), 1, 2), "float32").instructions) - 1 == 3 * 9 + 3 + 3
 
 

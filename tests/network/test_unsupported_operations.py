@@ -1,4 +1,4 @@
-"""What graphs of Cells refuse, and that a network is asked before it is built."""
+"""Operations that graphs of Cells do not support are refused before a network is built."""
 
 import numpy as np
 import pytest

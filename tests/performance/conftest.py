@@ -11,9 +11,9 @@ import pytest
 
 
 class FakeServer:
-    """Answers from `answers`, one word a token; other prompts are answered with `ok`.
+    """A server that sends the texts in `answers`, one word per token; other prompts get `ok`.
 
-    Some prompts misbehave: `break` loses the connection inside the answer, `refuse` is refused twice with
+    Some prompts cause failures: `break` loses the connection inside the answer, `refuse` is refused twice with
     `Retry-After`, `silent` is never answered, `long` is out of range.
     """
 
@@ -44,8 +44,8 @@ class FakeServer:
         self._ready.set()
         await self._stopped.wait()
         # A server closed between accepting a connection and attaching its transport would leave the transport open.
-        while others := asyncio.all_tasks() - {asyncio.current_task()}:
-            await asyncio.wait(others)
+        while pending := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(pending)
         server.close()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -88,7 +88,7 @@ class FakeServer:
         else:
             text = self.answers.get(prompt, "ok")
             for event in _legacy_events(text) if legacy else _openai_events(text):
-                # Chunk borders inside an event, as a proxy may put them.
+                # Borders of chunks inside an event, as a proxy may set them.
                 _chunk(writer, event[:7])
                 _chunk(writer, event[7:])
                 await writer.drain()
@@ -107,8 +107,8 @@ def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 def _pieces(text: str) -> list[str]:
-    first, *others = text.split(" ")
-    return [first, *(f" {word}" for word in others)]
+    first, *pending = text.split(" ")
+    return [first, *(f" {word}" for word in pending)]
 
 
 def _legacy_events(text: str) -> Iterator[bytes]:

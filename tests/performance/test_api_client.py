@@ -49,12 +49,12 @@ def timed(parts: list[bytes]) -> list[TimedPiece]:
 
 
 def cut(data: bytes, cuts: list[int]) -> list[bytes]:
-    """Splits at every position of `cuts`, taken modulo the length."""
+    """Split at every position of `cuts`, modulo the length."""
     borders = sorted({c % len(data) for c in cuts} | {0, len(data)})
     return [data[a:b] for a, b in pairwise(borders)]
 
 
-def test_legacy_answer():
+def test_legacy_client_reads_an_answer():
     answer = parse_legacy_stream(timed(LEGACY))
     assert answer.text == "Ça 好"
     assert answer.token_times_s == (0.0, 1.0, 2.0)
@@ -62,7 +62,7 @@ def test_legacy_answer():
     assert answer.finish_reason == "eos"
 
 
-def test_openai_answer_counts_tokens_from_usage_and_times_only_events_with_a_token():
+def test_openai_client_takes_token_counts_from_usage_and_times_from_events_with_tokens():
     answer = parse_openai_stream(timed(OPENAI))
     assert answer.text == "Ça 好"
     assert answer.token_times_s == (0.0, 1.0, 2.0)
@@ -87,7 +87,7 @@ def test_openai_answer_does_not_depend_on_where_the_bytes_are_split_or_how_lines
     assert (answer.text, len(answer.token_times_s), answer.num_output_tokens) == ("Ça 好", 3, 4)
 
 
-def test_a_line_arrives_with_its_last_byte():
+def test_legacy_client_times_a_line_by_its_last_byte():
     assert list(split_lines(timed([b"ab", b"c\nd", b"e\n\nf"]))) == [(1.0, b"abc"), (2.0, b"de"), (2.0, b"f")]
 
 
@@ -113,18 +113,18 @@ def test_legacy_errors_come_with_status_200(parts):
         parse_legacy_stream(timed(parts))
 
 
-def test_text_that_only_mentions_an_error_is_an_answer():
+def test_legacy_client_accepts_text_that_mentions_an_error():
     line = legacy_line(generated_text="Error handling", finish_reason="eos")
     assert parse_legacy_stream(timed([line])).text == "Error handling"
 
 
 @pytest.mark.parametrize("parts", [[], LEGACY[:2], [*LEGACY[:2], LEGACY[3][:40]]])
-def test_a_legacy_stream_cut_short_is_no_answer(parts):
+def test_legacy_client_fails_for_an_incomplete_stream(parts):
     with pytest.raises(AnswerError):
         parse_legacy_stream(timed(parts))
 
 
-def test_an_openai_stream_cut_short_is_no_answer():
+def test_openai_client_fails_for_an_incomplete_stream():
     with pytest.raises(AnswerError, match=r"ended after 3 tokens without `\[DONE\]`"):
         parse_openai_stream(timed(OPENAI[:5]))
 
@@ -154,7 +154,7 @@ def test_openai_error_events(event, message):
         (b"", ""),
     ],
 )
-def test_error_text(body, text):
+def test_error_text_is_the_server_message(body, text):
     assert error_text(body) == text
 
 
@@ -201,12 +201,12 @@ def test_both_routes_give_the_same_answer(fake_server, api):
     assert result.end_s >= result.answer.token_times_s[-1]
 
 
-def test_refused_requests_are_retried_up_to_the_limit(fake_server):
+def test_client_retries_refused_requests_up_to_the_limit(fake_server):
     result = generate(fake_server, GenerationOptions("openai", "demo", max_retries=2), "refuse")
     assert (result.answer.text, result.num_retries) == ("ok", 2)
 
 
-def test_a_refusal_raises_the_servers_message(fake_server):
+def test_client_raises_the_message_of_a_refusal(fake_server):
     with pytest.raises(AnswerError, match=r"^HTTP 503: the queue is full$"):
         generate(fake_server, GenerationOptions("openai", "demo", max_retries=1), "refuse")
 
@@ -233,12 +233,12 @@ def test_retry_after_prefers_milliseconds():
     assert api_client.retry_after_s(HttpResponse(429, {"retry-after": "3", "retry-after-ms": "soon"}, ())) is None
 
 
-def test_the_served_model_is_the_default(fake_server):
+def test_client_uses_the_served_model_by_default(fake_server):
     assert resolve(fake_server, "openai", None) == "demo"
     assert resolve(fake_server, "legacy", None) == "demo"
 
 
-def test_the_legacy_names_stand_for_any_model_on_the_legacy_route_only(fake_server):
+def test_legacy_model_names_are_accepted_on_the_legacy_route_only(fake_server):
     assert resolve(fake_server, "legacy", "llama2") == "llama2"
     with pytest.raises(PreflightError, match=r"`--model` must be one of demo\. Given: llama2"):
         resolve(fake_server, "openai", "llama2")

@@ -1,4 +1,4 @@
-"""The parts of a decode step that the engine benchmark times."""
+"""The timed parts of a decode step in the engine benchmark."""
 
 from benchmarks import engine as benchmark
 from harness.figures import Stopwatch

@@ -47,13 +47,13 @@ def test_draw_groups_order_follows_the_seed():
     assert draw_groups(40, weights, random.Random(1)) != draw_groups(40, weights, random.Random(2))
 
 
-def test_long_prompts_differ_from_the_first_word_on():
+def test_long_prompts_differ_in_their_first_word():
     prompts = long_prompts(QUESTIONS, 4, 50, random.Random(3))
     assert [len(prompt.text.split()) for prompt in prompts] == [50] * 4
     assert len({prompt.text.split()[0] for prompt in prompts}) == 4
 
 
-def test_short_questions_are_those_with_short_right_answers():
+def test_short_questions_have_short_expected_answers():
     assert short_questions(QUESTIONS) == [QUESTIONS[1]]
 
 
@@ -69,19 +69,19 @@ def test_idle_share_counts_slots_without_a_token():
     assert measures.idle_share(80, 10, 8) == 0.0
 
 
-def test_the_rate_of_a_saturated_server_leaves_out_the_end_of_the_longest_answers():
+def test_saturated_rate_excludes_the_end_of_the_longest_answers():
     records = [make_record("t", 1.0, 2.0), make_record("t", 2.0, 3.0, 9.0, 10.0)]
     assert measures.saturated_rate(records) == pytest.approx(3 / 2.0 / 3)
 
 
-def test_goodput_measures_each_group_by_its_own_targets():
+def test_goodput_uses_the_targets_of_each_group():
     levels = {"interactive": ServiceLevel(ttft_ms=100), "batch": ServiceLevel()}
     records = [make_record("interactive", 0.05), make_record("interactive", 0.2), make_record("batch", 9.0)]
     assert measures.goodput_per_s(records, levels, 4.0) == 0.5
     assert measures.met_share(records[:2], levels["interactive"]) == 0.5
 
 
-def test_a_prompt_is_served_with_its_first_token():
+def test_prompt_counts_as_served_at_its_first_token():
     records = [make_record("t", 1.0, 3.0, prompt="long"), make_record("t", 2.0, prompt="short")]
     served = measures.served_tokens(records, {"long": 100, "short": 10})
     assert served == [(1.0, 101), (2.0, 112), (3.0, 113)]
@@ -94,7 +94,7 @@ def test_thinning_keeps_the_last_point():
     assert measures.thinned([], 3) == []
 
 
-def test_a_table_in_markdown():
+def test_table_is_markdown():
     table = Table(["", "ms", "count"], [["fast", 1.234, 1234], ["none", float("nan"), None]])
     assert table.markdown() == "|  | ms | count |\n| --- | --- | --- |\n| fast | 1.23 | 1,234 |\n| none | - | - |"
     assert [cell(value) for value in (12.34, 123.4, 7)] == ["12.3", "123", "7"]
@@ -105,7 +105,7 @@ def test_counters_are_summed_over_their_labels():
     assert parse_counters(text) == {"a_total": 3.0, "b_total": 5.0}
 
 
-def test_fields_of_a_job_are_only_in_its_own_body(fake_server):
+def test_job_fields_are_only_in_its_own_body(fake_server):
     jobs = [make_job(QUESTIONS[1], "interactive", 2, priority_class="interactive"), make_job(QUESTIONS[1], "none", 2)]
     options = GenerationOptions("openai", "demo")
     http = HttpClient("127.0.0.1", fake_server.port)
@@ -128,19 +128,19 @@ def test_reference_answers_are_generated_once_and_expected_under_load(served, fa
     assert [body["prompt"] for body in fake_server.bodies] == [question.text for question in QUESTIONS]
     assert [job.prompt.expected for job in jobs] == ["ok", "3", "ok", "3"]
     assert served.bench.known_right == [False, True]
-    fake_server.answers["Add 1 and 2."] = "4"  # under load it answers otherwise
+    fake_server.answers["Add 1 and 2."] = "4"  # another answer under load
     trial = served.run("load", jobs, [0.0] * len(jobs))
     assert [record.exact for record in trial.records] == [True, False, True, False]
     assert trial.counters == {"process_cpu_seconds_total": 1.5}  # the fake adds 0.5 at each of three further scrapes
     assert not served.bench.went_right
 
 
-def test_a_reference_that_fails_ends_the_experiment(served):
+def test_experiment_fails_if_a_reference_request_fails(served):
     with pytest.raises(ServerError, match="the reference run failed"):
         served.referenced([make_job(Prompt("break"), "g", 5)])
 
 
-def test_a_broken_bound_or_a_restart_fails_the_experiment():
+def test_experiment_fails_after_a_bound_violation_or_a_restart():
     def bench(violations: int, restarts: int) -> Bench:
         totals = {
             "llm_serving:bound_violations_total": float(violations),
@@ -155,7 +155,7 @@ def test_a_broken_bound_or_a_restart_fails_the_experiment():
     assert not bench(0, 1).went_right
 
 
-def test_the_document_is_json(served):
+def test_experiment_results_are_json(served):
     class Result:
         title, load, tables = "t", "l", {"x": Table(["a"], [[1]])}
 
@@ -209,7 +209,7 @@ def test_worst_predictions_name_the_phase_that_took_the_time():
     assert measures.worst_predictions([outside, inside, *[came(0.1, prefill=100)] * 198]) == [inside, outside]
 
 
-def test_a_prediction_errs_by_a_share_and_by_a_factor_either_way():
+def test_prediction_error_is_relative_and_prediction_factor_is_symmetric():
     accuracy = measures.Accuracy.of([(1.0, 1.0), (1.2, 1.0), (1.0, 3.0)])
     assert (accuracy.num, accuracy.median_error, accuracy.p99_factor) == (
         3,
@@ -219,18 +219,18 @@ def test_a_prediction_errs_by_a_share_and_by_a_factor_either_way():
     assert (accuracy.p99_later, accuracy.p99_sooner) == (pytest.approx(3.0, rel=0.05), pytest.approx(1.2, rel=0.05))
 
 
-def test_gaps_are_those_between_the_tokens_of_one_request():
+def test_gaps_are_between_tokens_of_one_request():
     records = [make_record("a", 0.5, 0.75, 1.5), make_record("a", 2.0)]
     assert measures.gaps_ms(records, 9.0) == [250.0, 750.0]
     assert measures.gaps_ms(records, 0.6) == [250.0]
 
 
-def test_requests_that_ended_are_counted_by_the_second():
+def test_completed_requests_are_counted_by_second():
     records = [make_record("a", end) for end in (0.1, 1.2, 1.9, 7.0)]
     assert measures.per_second(records, 3) == [1, 2, 0]
 
 
-def test_a_small_try_may_have_no_short_request_beside_the_long_ones():
+def test_small_experiment_may_lack_short_requests():
     pytest.importorskip("matplotlib")
     from experiments import inversion
 

@@ -1,4 +1,4 @@
-"""Time is told apart, and what was timed is left as it was found."""
+"""The stopwatch separates the times of nested functions and restores them."""
 
 import time
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ class Parts:
 
 @pytest.fixture
 def ticks(monkeypatch):
-    """A clock that moves on by one second whenever it is read."""
+    """Return a clock that advances by one second at each reading."""
     readings = iter(range(1000))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(readings)))
 
@@ -43,7 +43,7 @@ def test_stopwatch_restores_functions_even_after_an_error(ticks):
 
 def test_stopwatch_names_a_function_that_was_not_called(ticks):
     parts, watch = Parts(), Stopwatch()
-    inner = parts.inner  # as somebody keeps it who calls it by no attribute
+    inner = parts.inner  # a reference to the timed function that remains after the restore
     places = (parts, "outer", "outside"), (parts, "inner", "inside")
     with pytest.raises(RuntimeError, match="of what is to be timed as inside, outside"), watch.on(*places):
         inner()

@@ -11,7 +11,7 @@ from support.fake_runner import FakeRunner
 from support.fakes import DEMO_SPEC
 
 
-def test_the_table_has_times_and_shares_of_the_limit() -> None:
+def test_growth_table_has_times_and_shares_of_the_limit() -> None:
     points = [
         growth.Point(1, 128, 0.002, 0.001),
         growth.Point(1, 2048, 0.004, 0.003),
@@ -25,7 +25,7 @@ def test_the_table_has_times_and_shares_of_the_limit() -> None:
     ]
 
 
-def test_the_limit_is_reading_for_few_and_computing_for_many() -> None:
+def test_growth_limit_is_memory_for_few_rows_and_arithmetic_for_many() -> None:
     cost, limits = StepCost(DEMO_SPEC, "bfloat16"), Limits("isa", 2, "bfloat16", 1e9, 1e10)
     one, many = growth.judged({(1, 128): 1.0, (4096, 128): 2.0}, cost, limits)
     assert (one.running, one.context, one.seconds, many.seconds) == (1, 128, 1.0, 2.0)
@@ -34,7 +34,7 @@ def test_the_limit_is_reading_for_few_and_computing_for_many() -> None:
 
 
 @pytest.mark.parametrize(("running", "context"), [(1, 1), (3, 16), (2, 17)])
-def test_every_request_decodes_one_token_behind_its_context(running: int, context: int) -> None:
+def test_growth_requests_decode_one_token_after_their_context(running: int, context: int) -> None:
     num_blocks = running * math.ceil(context / growth.BLOCK_SIZE)
     runner = FakeRunner(num_blocks, growth.BLOCK_SIZE)
     runner._guard._cache.num_written[:] = growth.BLOCK_SIZE

@@ -26,26 +26,26 @@ def cut(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=60))
-def test_chunked_body_split_anywhere(cuts):
+def test_http_client_reads_a_chunked_body_split_anywhere(cuts):
     parser, body = parse(cut(CHUNKED, cuts))
     assert (parser.status, body, parser.complete) == (200, b"hello\r\n!0123456789", True)
     assert parser.headers["content-type"] == "text/event-stream"
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=60))
-def test_counted_body_split_anywhere(cuts):
+def test_http_client_reads_a_body_with_content_length_split_anywhere(cuts):
     parser, body = parse(cut(COUNTED, cuts))
     assert (parser.status, body, parser.complete) == (404, b"nope", True)
 
 
-def test_body_until_the_close():
+def test_http_client_reads_a_body_until_the_connection_closes():
     parser, body = parse([UNTIL_CLOSE])
     assert (body, parser.complete) == (b"all the rest", False)
     parser.feed_eof()
     assert parser.complete
 
 
-def test_body_bytes_are_returned_as_they_arrive():
+def test_http_client_returns_body_bytes_as_they_arrive():
     parser = ResponseParser()
     head, _, rest = CHUNKED.partition(b"5\r\n")
     assert parser.feed(head) == b""
@@ -54,12 +54,12 @@ def test_body_bytes_are_returned_as_they_arrive():
     assert parser.feed(rest[5:]) == b"\r\n!0123456789"
 
 
-def test_an_empty_counted_body_is_complete_with_its_head():
+def test_http_client_needs_no_body_if_content_length_is_0():
     parser, body = parse([b"HTTP/1.1 204 No Content\r\ncontent-length: 0\r\n\r\n"])
     assert (body, parser.complete) == (b"", True)
 
 
-def test_interim_responses_are_skipped():
+def test_http_client_skips_interim_responses():
     parser, body = parse([b"HTTP/1.1 100 Continue\r\n\r\n" + COUNTED])
     assert (parser.status, body) == (404, b"nope")
 
@@ -72,7 +72,7 @@ def test_interim_responses_are_skipped():
         (CHUNKED[:-2], "closed the connection inside the body"),
     ],
 )
-def test_an_early_close_is_an_error(data, message):
+def test_http_client_raises_if_the_connection_closes_early(data, message):
     parser, _ = parse([data])
     with pytest.raises(HttpError, match=message):
         parser.feed_eof()
@@ -87,12 +87,12 @@ def test_an_early_close_is_an_error(data, message):
         (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n", "not a length: 'xyz'"),
     ],
 )
-def test_bytes_that_are_not_http(data, message):
+def test_http_client_raises_for_bytes_that_are_not_http(data, message):
     with pytest.raises(HttpError, match=message):
         parse([data])
 
 
-def test_connection_refused_says_so():
+def test_http_client_reports_a_refused_connection():
     with socket.socket() as unused:  # bound but not listening
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -100,7 +100,7 @@ def test_connection_refused_says_so():
             asyncio.run(HttpClient("127.0.0.1", port).request("GET", "/"))
 
 
-def test_a_silent_server_fails_the_request_and_the_connection_is_closed():
+def test_http_client_times_out_and_closes_the_connection():
     class SilentTransport(asyncio.Transport):
         sent = b""
         closed = False
@@ -124,7 +124,7 @@ def test_a_silent_server_fails_the_request_and_the_connection_is_closed():
     assert transport.closed
 
 
-def test_pieces_are_stamped_in_order(fake_server):
+def test_http_client_pieces_have_increasing_times(fake_server):
     http = HttpClient("127.0.0.1", fake_server.port)
     response = asyncio.run(http.request("POST", "/v1/completions", b'{"prompt": "hello"}'))
     times = [piece.time_s for piece in response.pieces]
@@ -133,12 +133,12 @@ def test_pieces_are_stamped_in_order(fake_server):
     assert times == sorted(times)
 
 
-def test_url_forms():
+def test_http_client_accepts_urls_with_and_without_scheme():
     assert HttpClient.from_url("http://example.org:8000") == HttpClient("example.org", 8000)
     assert HttpClient.from_url("http://example.org/") == HttpClient("example.org", 80)
 
 
 @pytest.mark.parametrize("url", ["https://example.org", "example.org:8000", "http://", "http://example.org/v1"])
-def test_other_urls_are_refused(url):
+def test_http_client_refuses_other_urls(url):
     with pytest.raises(ValueError, match="`--url` must look like http://host:port"):
         HttpClient.from_url(url)

@@ -11,7 +11,7 @@ import test_serving_performance as command
 
 @pytest.fixture
 def run(fake_server, tmp_path, monkeypatch):
-    """Runs the command in an empty folder with a prompt set of the given items."""
+    """Run the command in an empty folder with a prompt set of these items."""
     monkeypatch.chdir(tmp_path)
 
     def run(items, *options):
@@ -31,7 +31,7 @@ def read_log(folder):
     return log.read_text().splitlines()
 
 
-def test_the_legacy_command_line_writes_the_legacy_files(run, tmp_path, capsys):
+def test_load_test_writes_the_legacy_files_for_the_legacy_command_line(run, tmp_path, capsys):
     assert run([item("Hello"), item("Good morning")], "-X", "200", "-T", "0.02", "-O", "./") == 0
     lines = read_log(tmp_path)
     assert len(lines) == 9
@@ -49,7 +49,7 @@ def test_the_legacy_command_line_writes_the_legacy_files(run, tmp_path, capsys):
     assert re.search(r"^client CPU +[\d.]+% of one core$", output, re.M)
 
 
-def test_wrong_answers_show_beside_the_speed(run, fake_server, capsys):
+def test_load_test_reports_wrong_answers(run, fake_server, capsys):
     fake_server.answers["Garbled"] = "ko"
     assert run([item("Hello"), item("Garbled", task="garble")], "--concurrency", "2") == 0
     output = capsys.readouterr().out
@@ -59,7 +59,7 @@ def test_wrong_answers_show_beside_the_speed(run, fake_server, capsys):
 
 
 @pytest.mark.parametrize("api", ["legacy", "openai"])
-def test_every_failed_request_is_counted_and_explained(run, tmp_path, capsys, api):
+def test_load_test_counts_and_explains_failed_requests(run, tmp_path, capsys, api):
     items = [item("Hello"), item("break", "not so"), item("long"), item("refuse")]
     assert run(items, "--concurrency", "4", "--api", api, "--json", "out/run.json") == 1
     captured = capsys.readouterr()
@@ -74,25 +74,25 @@ def test_every_failed_request_is_counted_and_explained(run, tmp_path, capsys, ap
     assert len(read_log(tmp_path)) == 9
 
 
-def test_the_length_asked_for_is_that_of_the_right_answer_and_its_end(run, fake_server):
+def test_load_test_requests_the_length_of_the_expected_answer_with_its_end(run, fake_server):
     run([item("Count", "one two three")], "--concurrency", "1", "--api", "openai")
     assert fake_server.bodies[0]["max_tokens"] == 4
 
 
-def test_ignoring_eos_asks_for_the_exact_length_and_compares_nothing(run, fake_server, capsys):
+def test_load_test_with_ignore_eos_requests_the_exact_length_and_compares_no_answers(run, fake_server, capsys):
     run([item("Count", "one two three")], "--concurrency", "1", "--api", "openai", "--ignore-eos")
     assert fake_server.bodies[0]["max_tokens"] == 3
     assert fake_server.bodies[0]["ignore_eos"] is True
     assert "exact match             - (no expected answers)" in capsys.readouterr().out
 
 
-def test_the_warm_up_is_sent_but_not_counted(run, fake_server, capsys):
+def test_load_test_does_not_count_the_warm_up(run, fake_server, capsys):
     assert run([item("Hello")], "-X", "100", "--num-requests", "3", "--warmup", "5") == 0
     assert len(fake_server.bodies) == 8
     assert re.search(r"^requests +3$", capsys.readouterr().out, re.M)
 
 
-def test_the_report_has_server_cpu_time_per_token(run, fake_server, capsys):
+def test_load_test_reports_server_cpu_time_per_token(run, fake_server, capsys):
     run([item("Count", "one two three")], "--concurrency", "1", "--api", "openai")
     assert "server CPU              - (no process_cpu_seconds_total in /metrics)" in capsys.readouterr().out
     fake_server.cpu_s = 7.0
@@ -101,14 +101,14 @@ def test_the_report_has_server_cpu_time_per_token(run, fake_server, capsys):
     assert "server CPU              125000 us per output token" in capsys.readouterr().out
 
 
-def test_goodput_at_given_targets(run, capsys):
+def test_load_test_reports_goodput_at_given_targets(run, capsys):
     assert run([item("Hello")], "--concurrency", "1", "--slo-ttft-ms", "60000", "--slo-tpot-ms", "60000") == 0
     output = capsys.readouterr().out
     requests_per_s = re.search(r"^requests/s +([\d.]+)$", output, re.M)[1]
     assert f"goodput                 {requests_per_s} requests/s with TTFT <= 60000 ms and TPOT <= 60000 ms" in output
 
 
-def test_a_generated_prompt_set_follows_its_seed(run, fake_server):
+def test_generated_prompt_set_depends_on_its_seed(run, fake_server):
     options = ("-X", "500", "--num-requests", "4", "--dataset", "alpaca-like", "--seed", "9")
     run([item("unused")], *options)
     run([item("unused")], *options)
@@ -117,7 +117,7 @@ def test_a_generated_prompt_set_follows_its_seed(run, fake_server):
     assert len(set(inputs[:4])) == 4
 
 
-def test_a_run_that_cannot_start(run, fake_server, capsys):
+def test_load_test_explains_why_it_cannot_start(run, fake_server, capsys):
     assert run([item("Hello")], "--concurrency", "1", "--model", "gpt") == 2
     assert "error: `--model` must be one of demo, llama2, internlm. Given: gpt" in capsys.readouterr().err
     assert run([], "--concurrency", "1") == 2
@@ -142,13 +142,13 @@ def test_a_run_that_cannot_start(run, fake_server, capsys):
         (["--concurrency", "1", "--priority", "0"], "--priority needs --api openai"),
     ],
 )
-def test_options_that_contradict_each_other(options, message, capsys):
+def test_load_test_refuses_contradictory_options(options, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.parse_args(options)
     assert message in capsys.readouterr().err
 
 
-def test_a_terminal_gets_a_progress_bar():
+def test_load_test_shows_a_progress_bar_on_a_terminal():
     import io
 
     from load_test.metrics import RequestRecord

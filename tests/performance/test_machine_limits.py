@@ -1,4 +1,4 @@
-"""What a step costs at least, worked out by hand for a small model, and the limits of the machine."""
+"""The least cost of a step, computed by hand for a small model, and the limits of the machine."""
 
 import pytest
 from harness import machine_limits
@@ -33,58 +33,58 @@ def limits(read_bytes_per_s, flop_per_s):
     return Limits("plain", 1, "bfloat16", read_bytes_per_s, flop_per_s)
 
 
-def test_a_step_reads_every_weight_but_the_embedding_and_every_context():
+def test_step_bytes_are_all_weights_except_the_embedding_and_all_contexts():
     assert COST.num_bytes(0) == 2 * (LAYERS + HEAD)
     assert COST.num_bytes(3) - COST.num_bytes(0) == 3 * 2 * 2 * 16 * 2  # keys and values, two layers
 
 
-def test_a_context_in_8_bits_is_read_with_its_scales():
+def test_step_bytes_of_an_8_bit_context_include_scales():
     coded = StepCost(SPEC, "bfloat16", coded_cache=True)
     assert coded.num_bytes(3) - COST.num_bytes(0) == 3 * 2 * (16 + 4) * 2
 
 
-def test_a_tied_table_is_read_once():
+def test_step_bytes_count_a_tied_embedding_once():
     tied = StepCost(ModelSpec.from_hugging_face({**CONFIG, "tie_word_embeddings": True}), "float32")
     assert tied.num_bytes(0) == 4 * (LAYERS + HEAD)
 
 
-def test_a_token_is_multiplied_with_every_weight_and_only_samples_with_the_head():
+def test_step_flop_multiplies_tokens_with_all_weights_and_samples_with_the_lm_head():
     assert COST.flop(5, 5, 0) == 2 * 5 * (LAYERS + HEAD)
     assert COST.flop(0, 0, 7) == 2 * 2 * 32 * 7 * 2  # scores and sums of 32 elements, two layers
 
 
-def test_the_last_layer_needs_only_keys_and_values_of_a_token_that_does_not_sample():
+def test_step_flop_of_the_last_layer_is_keys_and_values_without_a_sample():
     query_out_mlp = 32 * 32 + 32 * 32 + 3 * 32 * 16
     assert COST.flop(5, 3, 0) == 2 * (5 * LAYERS - 2 * query_out_mlp + 3 * HEAD)
 
 
-def test_of_experts_those_of_one_row_are_read_or_those_that_were_counted():
+def test_step_bytes_of_experts_are_those_of_one_row_or_those_counted():
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
     config = {**CONFIG, **experts, "architectures": ["Qwen3MoeForCausalLM"]}
     cost = StepCost(ModelSpec.from_hugging_face(config), "bfloat16")
-    # A router, two experts in place of one feed-forward half, and gains of queries and keys.
+    # A router, two experts in place of one feed-forward half, and norm weights of queries and keys.
     assert cost.num_bytes(0) == 2 * (LAYERS + HEAD + 2 * (8 * 32 + 3 * 32 * 16 + 2 * 16))
     assert cost.reading(12345).num_bytes(0) == 12345
     assert COST.reading(12345) == COST
 
 
-def test_the_higher_of_two_limits_counts():
+def test_machine_limit_is_the_higher_of_two_measurements():
     assert limits(3.0, 5.0).better_of(limits(4.0, 2.0)) == limits(4.0, 5.0)
 
 
-def test_the_longer_of_reading_and_computing_counts():
+def test_step_limit_is_the_longer_of_reading_and_computing():
     assert prompt_seconds(limits(10.0, 1e30), COST, 4, 3) == pytest.approx(COST.num_bytes(0) / 10)
     pairs = 4 * (1 + 2 + 3)
     assert prompt_seconds(limits(1e30, 10.0), COST, 4, 3) == pytest.approx(COST.flop(12, 4, pairs) / 10)
 
 
-def test_decoding_reads_a_growing_context():
+def test_decode_limit_includes_a_growing_context():
     seconds = decode_seconds(limits(10.0, 1e30), COST, 2, first=5, last=7)
     assert seconds == pytest.approx((COST.num_bytes(2 * 6) + COST.num_bytes(2 * 7)) / 10)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_arithmetic_peak_is_that_of_a_processor(dtype):
+def test_arithmetic_peak_is_that_of_the_processor(dtype):
     pytest.importorskip("llm_serving.kernels.library")
     assert 1e8 < arithmetic_peak(dtype) < 1e15
 

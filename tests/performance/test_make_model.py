@@ -5,7 +5,7 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 SHAPE = {**make_model.SHAPES["15m"], "num_hidden_layers": 1}
 
 
-def test_every_token_of_a_random_model_has_a_text_and_words_are_cut_as_before(tmp_path):
+def test_random_model_has_a_text_for_every_token_and_keeps_the_word_split(tmp_path):
     make_model.make_model(SHAPE, tmp_path)
     random, demo = Tokenizer.load(tmp_path), Tokenizer.load(make_model.DEMO_MODEL)
     text = "Count from 1 to 60. word31999"

@@ -18,7 +18,7 @@ from load_test.metrics import (
 
 
 def make_record(**fields: Any) -> RequestRecord:
-    """Due at 1 s, four tokens at 1.5, 1.6, 1.8, 2.0 s, complete at 2.0 s."""
+    """Return a request that is due at 1 s, with four tokens at 1.5, 1.6, 1.8 and 2.0 s, complete at 2.0 s."""
     defaults = {
         "index": 0,
         "prompt": "p",
@@ -34,7 +34,7 @@ def make_record(**fields: Any) -> RequestRecord:
     return RequestRecord(**(defaults | fields))
 
 
-def test_times_of_one_request_count_from_when_it_was_due():
+def test_request_times_start_at_its_due_time():
     record = make_record(sent_s=1.2)
     assert record.ttft_s == 0.5
     assert record.latency_s == 1.0
@@ -43,17 +43,17 @@ def test_times_of_one_request_count_from_when_it_was_due():
     assert record.lateness_s == pytest.approx(0.2)
 
 
-def test_tpot_counts_tokens_not_events():
+def test_tpot_is_per_token_not_per_event():
     assert make_record(num_output_tokens=11).tpot_s == pytest.approx(0.05)
 
 
-def test_one_token_has_no_tpot_and_an_answer_without_tokens_has_its_latency_as_ttft():
+def test_tpot_of_one_token_is_nan_and_ttft_without_tokens_is_the_latency():
     assert make_record(token_times_s=(1.5,), num_output_tokens=1).tpot_s is None
     assert make_record(token_times_s=(), num_output_tokens=0).ttft_s == 1.0
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0, 100))
-def test_percentile_is_numpys_linear_definition(values, q):
+def test_percentile_equals_numpy_linear_interpolation(values, q):
     assert percentile(sorted(values), q) == pytest.approx(np.percentile(values, q), rel=1e-9, abs=1e-6)
 
 
@@ -64,11 +64,11 @@ def test_percentile_interpolates_between_ranks():
     assert percentile([7], 99) == 7
 
 
-def test_no_values_give_nan():
+def test_statistics_of_no_values_are_nan():
     assert all(math.isnan(value) for value in vars(Distribution.of([])).values())
 
 
-def test_exact_match_ignores_white_space_around_and_requests_without_an_expected_answer():
+def test_exact_match_ignores_outer_white_space_and_requests_without_an_expected_answer():
     records = [
         make_record(text=" 42\n", expected="42"),
         make_record(text="4 2", expected="42"),
@@ -91,7 +91,7 @@ def test_exact_match_by_task():
     assert exact_match_by_task(records) == {"facts": ExactMatch(1, 1), "sums": ExactMatch(1, 2)}
 
 
-def test_service_level():
+def test_service_level_counts_requests_within_their_targets():
     record = make_record()  # TTFT 500 ms, TPOT 166.7 ms
     assert ServiceLevel().met_by(record)
     assert ServiceLevel(ttft_ms=500, tpot_ms=167).met_by(record)

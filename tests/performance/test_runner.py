@@ -12,7 +12,7 @@ from load_test.workload import Prompt
 OPTIONS = GenerationOptions("openai", "demo")
 
 
-def test_an_interrupted_run_records_what_was_not_answered(fake_server):
+def test_interrupted_run_records_unanswered_requests(fake_server):
     records: list[RequestRecord] = []
 
     async def main():
@@ -37,7 +37,7 @@ def test_an_interrupted_run_records_what_was_not_answered(fake_server):
     ]
 
 
-def test_each_distinct_reference_is_counted_once_and_not_at_all_where_the_server_cannot(fake_server):
+def test_reference_tokens_are_counted_once_for_each_text_if_the_server_can(fake_server):
     http = HttpClient("127.0.0.1", fake_server.port)
     prompts = [Prompt("a", "one two", "task"), Prompt("b", "one two", "task"), Prompt("c", "one"), Prompt("d")]
     assert [job.max_tokens for job in asyncio.run(plan(http, prompts, None))] == [3, 3, 1, 300]
@@ -46,16 +46,16 @@ def test_each_distinct_reference_is_counted_once_and_not_at_all_where_the_server
     assert [job.max_tokens for job in asyncio.run(plan(http, prompts, 5))] == [5, 5, 5, 5]
 
 
-def test_poisson_is_a_function_of_its_seed():
+def test_poisson_arrivals_depend_on_their_seed():
     assert runner.poisson(10, 50, seed=3) == runner.poisson(10, 50, seed=3)
     assert runner.poisson(10, 50, seed=3) != runner.poisson(10, 50, seed=4)
 
 
-def test_a_longer_poisson_schedule_begins_with_the_shorter_one():
+def test_longer_poisson_schedule_starts_with_the_shorter_one():
     assert runner.poisson(2, 100, seed=1)[:10] == runner.poisson(2, 10, seed=1)
 
 
-def test_poisson_gaps_have_the_mean_and_the_spread_of_an_exponential():
+def test_poisson_gaps_have_an_exponential_mean_and_deviation():
     gaps = [b - a for a, b in pairwise([0.0, *runner.poisson(10, 20_000, seed=1)])]
     assert all(gap >= 0 for gap in gaps)
     # The standard error of the mean of 20,000 exponential gaps is 0.7 %; of their deviation 1 %.
@@ -63,7 +63,7 @@ def test_poisson_gaps_have_the_mean_and_the_spread_of_an_exponential():
     assert abs(statistics.stdev(gaps) / 0.1 - 1) < 0.04
 
 
-def test_fixed_gaps():
+def test_fixed_arrivals_have_equal_gaps():
     assert runner.fixed(4, 5) == [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
@@ -81,7 +81,7 @@ def test_open_loop_sends_each_request_without_waiting_for_answers():
             sent.append(index)
             if len(sent) == 4:
                 all_sent.set()
-            await all_sent.wait()  # nobody is answered before everybody has sent
+            await all_sent.wait()  # no request is answered before all were sent
 
         await runner.open_loop([0.0, 0.0, 0.001, 0.002], send)
 

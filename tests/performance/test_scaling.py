@@ -1,4 +1,4 @@
-"""Scaling in simulation: a master has one interpreter, and tenants go where their names hash to."""
+"""Scaling in simulation: the interpreter of a master is shared, and tenants are hashed to masters."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from benchmarks.scaling import PUBLISHED, load, play, shares_of_masters, with_ma
 from llm_serving_simulator.profile import read_profile
 
 
-def test_a_master_that_takes_too_long_for_a_token_slows_all_its_replicas() -> None:
+def test_scaling_is_limited_by_the_time_of_the_master_per_token() -> None:
     published = read_profile(PUBLISHED)
     given = load(4, 12, 4, seed=1)
     quick, slow = (play(given, 4, with_master(published, 0.0, 0.0, token_s)) for token_s in (1e-5, 0.02))
@@ -17,7 +17,7 @@ def test_a_master_that_takes_too_long_for_a_token_slows_all_its_replicas() -> No
     assert ends[1] > 1.5 * ends[0]
 
 
-def test_threads_of_one_interpreter_wait_for_each_other() -> None:
+def test_scaling_includes_waiting_for_the_interpreter() -> None:
     published = read_profile(PUBLISHED)
     given = load(4, 12, 4, seed=1)
     shared = with_master(published, 0.0, 0.05, 0.0)
@@ -27,13 +27,13 @@ def test_threads_of_one_interpreter_wait_for_each_other() -> None:
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0])
-def test_masters_share_the_whole_load(exponent: float) -> None:
+def test_scaling_distributes_the_workload_over_masters(exponent: float) -> None:
     shares = shares_of_masters(16, exponent)
     assert len(shares) == 16
     assert sum(shares) == pytest.approx(16)
     assert shares == sorted(shares)
 
 
-def test_a_large_tenant_overloads_one_of_many_masters() -> None:
+def test_scaling_shows_a_master_overloaded_by_a_large_tenant() -> None:
     assert shares_of_masters(64, 0.0)[-1] < 1.6
     assert shares_of_masters(64, 1.0)[-1] > 5

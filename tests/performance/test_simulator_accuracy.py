@@ -26,7 +26,7 @@ from support.simulator_workloads import STEP_S, config_with, create_load, create
 SHAPE = StepShape(rows=1, tokens=1, samples=1, context=8, pairs=0, moves=0)
 
 
-def test_a_light_load_lasts_longer_so_that_medians_are_of_many_requests(tmp_path):
+def test_light_workloads_last_longer(tmp_path):
     path = tmp_path / "light.yaml"
     path.write_text(workload("light", 4, 10.0, 10.0, 1))
     requests = read_workload(path).streams[0].requests
@@ -34,7 +34,7 @@ def test_a_light_load_lasts_longer_so_that_medians_are_of_many_requests(tmp_path
     assert len(requests) == pytest.approx(LIGHT * 10.0 * LIGHT_TIMES * 10.0, rel=0.3)
 
 
-def test_a_load_is_simulated_with_recorded_answers(tmp_path):
+def test_workload_is_simulated_with_recorded_answers(tmp_path):
     (tmp_path / "a.rec").write_bytes(record_steps(5))
     asked = create_load(0.0).streams[0].requests[0]
     both = [replace(asked, prompt_token_ids=[100, 101, 102, 103]), asked]
@@ -42,7 +42,7 @@ def test_a_load_is_simulated_with_recorded_answers(tmp_path):
     assert [list(each.answer_token_ids) for each in load.streams[0].requests] == [[7] * 5, []]
 
 
-def test_slowness_is_of_the_steps_of_the_last_time_a_load_was_played():
+def test_slowness_is_measured_in_the_last_run_of_a_workload():
     profile = create_profile(
         step=CostModel((CostTerm("step", STEP_S),)), form=CostModel((CostTerm("step", STEP_S / 2),))
     )
@@ -62,7 +62,7 @@ def test_slowness_is_of_the_steps_of_the_last_time_a_load_was_played():
     assert slowed(profile, 1.2).form == profile.form
 
 
-def test_a_prediction_is_the_median_of_several_simulations():
+def test_prediction_is_the_median_of_several_simulations():
     profile, load = create_profile(spread=(0.5, 1.0, 2.0)), create_load(*(0.01 * number for number in range(20)))
     runs = [figures_of(Simulation(config_with(), load, profile, seed).run()) for seed in range(3, 3 + SIMULATIONS)]
     values = sorted(each["ttft_p50_ms"] for each in runs)

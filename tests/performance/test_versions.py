@@ -11,12 +11,12 @@ from benchmarks.versions import parse, settings_of, sign_test, summary
 @pytest.mark.parametrize(
     ("wins", "pairs", "chance"), [(5, 10, 1.0), (8, 10, 0.109375), (2, 10, 0.109375), (10, 10, 2 / 1024), (1, 1, 1.0)]
 )
-def test_the_sign_test(wins, pairs, chance):
+def test_sign_test_probabilities(wins, pairs, chance):
     assert sign_test(wins, pairs) == pytest.approx(chance)
 
 
-def test_the_ratio_is_that_within_pairs():
-    # The machine became four times as fast meanwhile; within each pair this version is faster by a tenth.
+def test_version_ratio_is_computed_within_pairs():
+    # The machine became four times as fast in the middle; within each pair this version is faster by a tenth.
     line = summary("C", [(110.0, 100.0), (220.0, 200.0), (440.0, 400.0)])
     assert line.startswith("C         220.0 tok/s, other     200.0; ratio 1.100 (1.100-1.100); faster in 3 of 3 pairs")
 

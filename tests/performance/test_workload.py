@@ -6,7 +6,7 @@ from load_test import workload
 from load_test.workload import DatasetError, Prompt
 
 
-def test_a_prompt_is_the_instruction_then_the_input(tmp_path):
+def test_prompt_is_the_instruction_then_the_input(tmp_path):
     path = tmp_path / "prompts.json"
     items = [
         {"instruction": "Sort these words:", "input": "b a.", "output": "a b", "task": "sort"},
@@ -21,7 +21,7 @@ def test_a_prompt_is_the_instruction_then_the_input(tmp_path):
     ]
 
 
-def test_only_a_task_makes_the_output_the_right_answer():
+def test_output_is_the_expected_answer_only_with_a_task():
     assert Prompt("p", "42", "sums").expected == "42"
     assert Prompt("p", "something like it").expected is None
 
@@ -37,7 +37,7 @@ def test_only_a_task_makes_the_output_the_right_answer():
         ('[{"instruction": " "}]', "item 0: `instruction` and `input` must not both be empty"),
     ],
 )
-def test_a_bad_prompt_set_names_file_item_and_rule(tmp_path, content, message):
+def test_invalid_prompt_set_error_names_file_item_and_rule(tmp_path, content, message):
     path = tmp_path / "prompts.json"
     path.write_text(content)
     with pytest.raises(DatasetError, match=message) as error:
@@ -45,12 +45,12 @@ def test_a_bad_prompt_set_names_file_item_and_rule(tmp_path, content, message):
     assert str(path) in str(error.value)
 
 
-def test_a_missing_prompt_set_says_how_to_make_one(tmp_path):
+def test_missing_prompt_set_error_has_the_command_that_creates_one(tmp_path):
     with pytest.raises(DatasetError, match=r"No such file or directory. `--dataset alpaca-like` generates one"):
         workload.load(tmp_path / "none.json")
 
 
-def test_choice_is_seeded_and_uses_every_prompt_before_any_again():
+def test_prompt_choice_is_seeded_and_repeats_only_after_all_prompts():
     prompts = [Prompt(str(number)) for number in range(10)]
     chosen = workload.choose(prompts, 25, seed=1)
     assert chosen == workload.choose(prompts, 25, seed=1)
@@ -74,7 +74,7 @@ def test_max_tokens(prompt, num_reference_tokens, expected):
     assert workload.max_tokens(prompt, num_reference_tokens) == expected
 
 
-def test_alpaca_like_prompts_are_a_function_of_their_seed():
+def test_alpaca_like_prompts_depend_on_their_seed():
     assert workload.generate_alpaca_like(20, seed=1) == workload.generate_alpaca_like(20, seed=1)
     assert workload.generate_alpaca_like(20, seed=1) != workload.generate_alpaca_like(20, seed=2)
 

@@ -1,4 +1,4 @@
-"""What is compared of an answer that has its receipt with it."""
+"""Comparison of an answer's text with its receipt."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from llm_serving_receipts.digest import has_hash, response_texts
         ("nonsense", {}),
     ],
 )
-def test_texts_in_one_piece_are_found(choices: Any, texts: dict[int, str]) -> None:
+def test_digest_of_a_complete_text(choices: Any, texts: dict[int, str]) -> None:
     assert response_texts({"choices": choices}) == texts
 
 
 @pytest.mark.parametrize(
     ("text", "is_one"), [("ab", True), ("x yab", True), ("yab", True), ("xab", False), ("a", False)]
 )
-def test_a_text_may_stand_behind_an_end_of_its_prompt(text: str, is_one: bool) -> None:
+def test_digest_accepts_a_text_after_the_end_of_its_prompt(text: str, is_one: bool) -> None:
     assert has_hash(text, "x y", sha256(b"ab").hexdigest()) == is_one

@@ -1,4 +1,4 @@
-"""Receipts as JSON: what is written is read again, and whatever was altered is named."""
+"""Receipts as JSON: they round-trip, and every alteration is named."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def read(data: bytes):
 
 
 @pytest.mark.parametrize("beams", [None, BeamSearchParams(width=3, length_penalty=1.0)])
-def test_what_is_written_is_read_again(beams):
+def test_receipt_round_trip(beams):
     receipt = a_receipt(beam_search=beams, best_of=3 if beams else 1)
     found = read(seal(receipt))
     assert (found.receipt, found.altered) == (receipt, ())
 
 
-def test_it_survives_whoever_rewrites_its_json():
+def test_receipt_is_independent_of_its_json_formatting():
     content = json.loads(seal(a_receipt()))
     pretty = json.dumps(dict(reversed(content.items())), indent=2, ensure_ascii=True)
     assert open_receipt(json.loads(pretty)).altered == ()
-    content["sampling"]["top_p"] = 1.0  # where another language writes 1
+    content["sampling"]["top_p"] = 1.0  # as other languages write 1
     content["sampling"]["logit_bias"][1][1] = 2
     assert open_receipt(content).altered == ()
 
@@ -83,7 +83,7 @@ def test_it_survives_whoever_rewrites_its_json():
         (("checks", "weights"), "0123456789abcdef"),
     ],
 )
-def test_an_altered_field_is_named(path, value):
+def test_receipt_error_names_an_altered_field(path, value):
     content = json.loads(seal(a_receipt()))
     place = content
     for name in path[:-1]:
@@ -93,14 +93,14 @@ def test_an_altered_field_is_named(path, value):
     assert open_receipt(content).altered == (named.removeprefix("checks."),)
 
 
-def test_an_altered_hash_is_named():
+def test_receipt_error_names_an_altered_hash():
     content = json.loads(seal(a_receipt()))
     content["hash"] = "0" * 64
     assert open_receipt(content).altered == ("hash",)
 
 
-def test_no_bit_can_be_flipped_unseen():
-    """A flipped bit is found, or what was read is what was written, such as 1e-05 for 1E-05."""
+def test_receipt_detects_every_flipped_bit():
+    """A flipped bit is detected, unless the parsed receipt is equal, as for 1e-05 and 1E-05."""
     whole = seal(a_receipt())
     original, unseen = a_receipt(), []
     for place in range(len(whole)):
@@ -116,7 +116,7 @@ def test_no_bit_can_be_flipped_unseen():
     assert unseen == []
 
 
-def test_whoever_seals_it_anew_is_not_found_by_the_seal():
+def test_receipt_seal_does_not_detect_a_forger_who_seals_again():
     altered = a_receipt(prompts=[[1, 2, 4]])
     assert read(seal(altered)).altered == ()
 
@@ -133,13 +133,13 @@ def test_whoever_seals_it_anew_is_not_found_by_the_seal():
         {"hash": "x", "checks": {}, "version": 2},
     ],
 )
-def test_what_is_no_receipt_is_refused(content):
+def test_receipt_reader_refuses_other_json(content):
     with pytest.raises(ReceiptError):
         open_receipt(content)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value", "message"),
     [
         ("unheard_of", 1, "unheard_of"),
         ("prompts", "x", "prompts"),
@@ -152,26 +152,26 @@ def test_what_is_no_receipt_is_refused(content):
         ("sampling", 5, "sampling"),
     ],
 )
-def test_errors_name_what_is_wrong_even_when_sealed_anew(field, value, told):
+def test_receipt_errors_name_the_field_of_a_resealed_receipt(field, value, message):
     content = json.loads(seal(a_receipt()))
     del content["hash"]
     content[field] = value
     content["hash"] = hash_of(content)
-    with pytest.raises(ReceiptError, match=told):
+    with pytest.raises(ReceiptError, match=message):
         open_receipt(content)
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("seed", 5), ("seed", "-1"), ("seed", "9" * 30), ("temperature", -1), ("warmth", 1)]
 )
-def test_parameters_are_checked_as_those_of_a_request(name, value):
+def test_receipt_parameters_are_checked_like_those_of_a_request(name, value):
     content = json.loads(seal(a_receipt()))
     content["sampling"][name] = value
     with pytest.raises(ReceiptError, match=f"{name}"):
         open_receipt(content)
 
 
-def test_a_parameter_that_is_newer_than_the_receipt_was_not_asked_for():
+def test_receipt_without_a_newer_parameter_has_its_default():
     content = json.loads(seal(a_receipt()))
     del content["hash"], content["sampling"]["prompt_logprobs"], content["checks"]["sampling.prompt_logprobs"]
     content["hash"] = hash_of(content)
@@ -179,5 +179,5 @@ def test_a_parameter_that_is_newer_than_the_receipt_was_not_asked_for():
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_versions_that_were_written_before_are_read(version):
+def test_receipts_of_older_versions_are_read(version):
     assert read(seal(a_receipt(version=version))).receipt.version == version

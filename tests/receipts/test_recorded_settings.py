@@ -1,4 +1,4 @@
-"""Settings that the verifier reads from a receipt of this or another version."""
+"""Settings that the verifier reads from receipts of this version and of others."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from llm_serving.config.schema import SECTIONS, ServingConfig
 from llm_serving_receipts.verifier import _recorded_settings
 
 
-def test_a_key_that_a_receipt_lacks_has_the_value_from_before_the_key():
+def test_missing_setting_has_the_value_from_before_the_key():
     settings = output_settings(ServingConfig())
     del settings["quant_config.kv_cache_dtype"]
     assert _recorded_settings(settings) == settings | {"quant_config.kv_cache_dtype": "auto"}
 
 
 @pytest.mark.parametrize("key", ["model_config.pooling", "device_config.kernels", "scheduler_config.policy"])
-def test_keys_that_cannot_change_a_byte_are_not_compared(key):
+def test_settings_that_change_no_byte_are_not_compared(key):
     assert key not in _recorded_settings({key: "x"})
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_an_unknown_key_is_compared(section):
+def test_unknown_setting_is_compared(section):
     assert _recorded_settings({f"{section}.unheard_of": 1})[f"{section}.unheard_of"] == 1

@@ -1,4 +1,4 @@
-"""Receipts of the shipped model, computed again alone."""
+"""The verifier recomputes receipts of the shipped model one at a time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def verify(hashes):
 
 @pytest.fixture(scope="module")
 def receipt_of(llm, hashes):
-    """A receipt as a server gives it that computes everything at once."""
+    """Return a receipt of a server that computes all requests in one batch."""
 
     def receipt_of(prompts, sampling, choices=ONE_CHOICE) -> dict:
         ids = [llm.tokenizer.encode(prompt) for prompt in prompts]
@@ -111,7 +111,7 @@ def _receipt(llm, hashes, ids, sampling, choices, digest) -> Receipt:
 
 
 def resealed(content: dict, **fields) -> dict:
-    """A forger's work."""
+    """Return the receipt with a valid seal, as a forger would."""
     receipt = open_receipt(content).receipt
     return json.loads(seal(msgspec.structs.replace(receipt, **fields)))
 
@@ -133,7 +133,7 @@ def resealed(content: dict, **fields) -> dict:
         ),
     ],
 )
-def test_what_a_server_computed_at_once_is_the_same_alone(receipt_of, verify, sampling, choices):
+def test_verifier_repeats_answers_of_a_batch_alone(receipt_of, verify, sampling, choices):
     verdict = verify(receipt_of(["Add 17 and 25.", "Count from 1 to 30."], sampling, choices))
     assert (verdict.differences, verdict.notes) == ([], [])
     assert verdict.num_tokens > 0
@@ -149,7 +149,7 @@ def only(verdict: Verdict) -> str:
     return verdict.differences[0]
 
 
-def test_an_answer_that_was_bound_to_a_form_is_bound_to_it_again(receipt_of, verify):
+def test_verifier_applies_the_response_format(receipt_of, verify):
     form = SamplingParams(temperature=1.5, seed=11, max_tokens=20, constraint=regex_grammar("[0-9]{3}(ab|cd)").text)
     receipt = receipt_of(["Add 17 and 25."], form)
     assert verify(receipt).differences == []
@@ -157,28 +157,28 @@ def test_an_answer_that_was_bound_to_a_form_is_bound_to_it_again(receipt_of, ver
     assert "differ at position 0" in verify(resealed(receipt, sampling=other)).differences[0]
 
 
-def test_an_altered_token_is_found_by_its_place_even_when_sealed_anew(whole, verify):
+def test_verifier_names_the_position_of_an_altered_token(whole, verify):
     ids = list(open_receipt(whole).receipt.choices[0].token_ids)
     ids[7] ^= 1
     choice = msgspec.structs.replace(open_receipt(whole).receipt.choices[0], token_ids=ids)
     assert "choices[0].token_ids: differ at position 7" in only(verify(resealed(whole, choices=[choice])))
 
 
-@pytest.mark.parametrize(("cut", "told"), [(-3, "its end in the receipt"), (None, "its end computed alone")])
-def test_too_few_or_too_many_tokens_are_found(whole, verify, cut, told):
+@pytest.mark.parametrize(("cut", "message"), [(-3, "its end in the receipt"), (None, "its end computed alone")])
+def test_verifier_detects_missing_and_additional_tokens(whole, verify, cut, message):
     ids = open_receipt(whole).receipt.choices[0].token_ids
     choice = msgspec.structs.replace(open_receipt(whole).receipt.choices[0], token_ids=ids[:cut] if cut else [*ids, 9])
-    assert told in only(verify(resealed(whole, choices=[choice])))
+    assert message in only(verify(resealed(whole, choices=[choice])))
 
 
 @pytest.mark.parametrize("name", ["text", "logprobs", "finish_reason"])
-def test_an_altered_end_of_an_answer_is_named(whole, verify, name):
+def test_verifier_names_an_altered_finish_reason(whole, verify, name):
     choice = msgspec.structs.replace(open_receipt(whole).receipt.choices[0], **{name: "x"})
     assert f"choices[0].{name}: x in the receipt" in only(verify(resealed(whole, choices=[choice])))
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "message"),
     [
         ("weights", "0" * 64, "weights: 000"),
         ("tokenizer", "0" * 64, "tokenizer: 000"),
@@ -187,11 +187,11 @@ def test_an_altered_end_of_an_answer_is_named(whole, verify, name):
         ("best_of", 10**9, "`best_of` must be"),
     ],
 )
-def test_what_it_was_computed_from_is_compared(whole, verify, name, value, told):
-    assert told in only(verify(resealed(whole, **{name: value})))
+def test_verifier_compares_model_tokenizer_and_settings(whole, verify, name, value, message):
+    assert message in only(verify(resealed(whole, **{name: value})))
 
 
-def test_another_seed_or_prompt_gives_another_answer(whole, verify):
+def test_verifier_detects_another_seed_or_prompt(whole, verify):
     receipt = open_receipt(whole).receipt
     other = resealed(whole, sampling=replace(receipt.sampling, seed=1))
     assert "differ at position" in verify(other).differences[0]
@@ -199,7 +199,7 @@ def test_another_seed_or_prompt_gives_another_answer(whole, verify):
     assert "differ at position" in verify(other).differences[0]
 
 
-def test_a_value_that_a_key_cannot_have_is_named(whole, verify):
+def test_verifier_names_an_invalid_setting(whole, verify):
     settings = open_receipt(whole).receipt.configuration
     assert "model_dtype" in only(verify(resealed(whole, configuration=settings | {"model_config.model_dtype": "int1"})))
     flags = settings | {"device_config.graph_kernel_flags": "--dump_as_text"}
@@ -208,7 +208,7 @@ def test_a_value_that_a_key_cannot_have_is_named(whole, verify):
     )
 
 
-def test_weights_of_fewer_bits_are_told_and_computed_with(whole, verify):
+def test_verifier_uses_and_reports_quantized_weights(whole, verify):
     settings = open_receipt(whole).receipt.configuration
     assert settings["quant_config.quantization"] is None
     fewer = verify(resealed(whole, configuration=settings | {"quant_config.quantization": "w8a16"}))
@@ -217,24 +217,24 @@ def test_weights_of_fewer_bits_are_told_and_computed_with(whole, verify):
     assert "configuration.model_config.model_dtype: None in the receipt" in none.differences[0]
 
 
-def test_keys_of_fewer_bits_are_told_and_computed_with(whole, verify):
+def test_verifier_uses_and_reports_a_quantized_cache(whole, verify):
     settings = open_receipt(whole).receipt.configuration
     assert settings["quant_config.kv_cache_dtype"] == "auto"
     fewer = verify(resealed(whole, configuration=settings | {"quant_config.kv_cache_dtype": "int8"}))
     assert fewer.differences and not any(line.startswith(("configuration", "cannot")) for line in fewer.differences)
 
 
-def test_receipts_of_older_servers_are_verified_whatever_keys_they_have(whole, verify):
+def test_verifier_accepts_receipts_of_older_servers(whole, verify):
     settings = dict(open_receipt(whole).receipt.configuration)
     del settings["quant_config.kv_cache_dtype"], settings["device_config.exactness"]  # newer than the receipt
-    settings |= {"model_config.pooling": "last", "model_config.mindir_path": None}  # which change no byte
+    settings |= {"model_config.pooling": "last", "model_config.mindir_path": None}  # without effect on any byte
     older = verify(resealed(whole, version=1, configuration=settings))
     assert (older.differences, older.notes) == ([], [])
     newer = verify(resealed(whole, configuration=settings | {"quant_config.unheard_of": 8}))
     assert only(newer) == "configuration.quant_config.unheard_of: 8 in the receipt, a key that is not known here"
 
 
-def test_the_cache_is_as_large_as_what_is_verified(whole, receipt_of, hashes):
+def test_verifier_cache_fits_the_receipts(whole, receipt_of, hashes):
     short = receipt_of(["Add 17 and 25."], SamplingParams(temperature=0.0, max_tokens=3))
     receipts = [open_receipt(each) for each in (short, whole)]
     num_loads: list[str] = []
@@ -249,7 +249,7 @@ def test_the_cache_is_as_large_as_what_is_verified(whole, receipt_of, hashes):
         assert len(num_loads) == (1 if known else 2)
 
 
-def test_another_instruction_set_is_told_and_computed_with_if_this_processor_has_it(whole, verify):
+def test_verifier_uses_and_reports_another_instruction_set_if_supported(whole, verify):
     by = open_receipt(whole).receipt.computed_by
     plain = verify(resealed(whole, computed_by=msgspec.structs.replace(by, instruction_set="plain")))
     assert plain.notes == []
@@ -258,7 +258,7 @@ def test_another_instruction_set_is_told_and_computed_with_if_this_processor_has
     assert unknown.notes[0].startswith("computed_by.instruction_set: sve2 in the receipt")
 
 
-def test_an_answer_that_was_cancelled_is_compared_as_far_as_it_went(whole, verify):
+def test_verifier_compares_the_prefix_of_a_cancelled_answer(whole, verify):
     choice = open_receipt(whole).receipt.choices[0]
     cut = msgspec.structs.replace(
         choice, token_ids=choice.token_ids[:5], finish_reason=FinishReason.ABORT.value, text="x", logprobs="x"
@@ -268,7 +268,7 @@ def test_an_answer_that_was_cancelled_is_compared_as_far_as_it_went(whole, verif
     assert "differ at position 4" in only(verify(resealed(whole, choices=[cut])))
 
 
-def test_an_altered_text_beside_a_receipt_is_found(llm, receipt_of, verify):
+def test_verifier_detects_an_altered_text_beside_a_receipt(llm, receipt_of, verify):
     prompts, greedy = ["Count from 1 to 9.", "Add 17 and 25."], SamplingParams(temperature=0.0, max_tokens=20)
     receipt, texts = receipt_of(prompts, greedy), [each.text for each in llm.generate(prompts, greedy)]
     echoed = "Add 17 and 25." + texts[1]
@@ -276,33 +276,33 @@ def test_an_altered_text_beside_a_receipt_is_found(llm, receipt_of, verify):
     assert verify(replace(open_receipt(receipt), texts={0: texts[0] + "!", 1: "No: " + echoed, 2: ""})).differences == [
         "the answer: the text of choice 0 is not that of the receipt",
         "the answer: the text of choice 1 is not that of the receipt",
-        "the answer: has choice 2, of which the receipt tells nothing",
+        "the answer: has choice 2, which the receipt does not have",
     ]
 
 
-def test_an_audit_counts_and_says_what_is_wrong(whole, tmp_path):
-    told: list[str] = []
+def test_verify_counts_receipts_and_prints_differences(whole, tmp_path):
+    lines: list[str] = []
     file = tmp_path / "audit.jsonl"
 
     def audit(*contents) -> int:
-        told.clear()
+        lines.clear()
         file.write_bytes(b"\n".join(c if isinstance(c, bytes) else json.dumps(c).encode() for c in contents))
-        return verify_file(file, load, lambda text: None, told.append)
+        return verify_file(file, load, lambda text: None, lines.append)
 
     altered = json.loads(json.dumps(whole))
     altered["choices"][0]["token_ids"][3] ^= 1
     assert audit(whole, {"choices": [], "receipt": whole}) == EQUAL
     assert audit({"choices": [{"index": 0, "text": "another"}], "receipt": whole}) == DIFFERENT
-    assert told[1:] == ["    the answer: the text of choice 0 is not that of the receipt"]
+    assert lines[1:] == ["    the answer: the text of choice 0 is not that of the receipt"]
     assert audit(whole, {"choices": [], "receipt": whole}) == EQUAL
-    assert told[-1] == "2 receipts: 2 equal, 0 different, 0 unreadable"
+    assert lines[-1] == "2 receipts: 2 equal, 0 different, 0 unreadable"
     assert audit(altered, whole) == DIFFERENT
-    assert "choices[0].token_ids: does not fit the receipt's own hash" in told[1]
-    assert told[-1] == "2 receipts: 1 equal, 1 different, 0 unreadable"
+    assert "choices[0].token_ids: does not fit the receipt's own hash" in lines[1]
+    assert lines[-1] == "2 receipts: 1 equal, 1 different, 0 unreadable"
     assert audit(whole, b"{nonsense", altered) == UNREADABLE
-    assert told[0].startswith(f"{file}:2: unreadable: is no JSON")
+    assert lines[0].startswith(f"{file}:2: unreadable: is no JSON")
     assert audit(b"{torn", whole) == UNREADABLE
-    assert told[-1] == "2 receipts: 1 equal, 0 different, 1 unreadable"
+    assert lines[-1] == "2 receipts: 1 equal, 0 different, 1 unreadable"
     assert audit(json.dumps(whole, indent=2).encode()) == EQUAL
-    assert len(told) == 1
+    assert len(lines) == 1
     assert audit(b"") == UNREADABLE

@@ -1,4 +1,4 @@
-"""scripts/acceptance.sh: what goes wrong with one client is told in the table, and the others still run."""
+"""scripts/acceptance.sh: the table reports failures of one client, and the other clients still run."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ LINES = "import sys; [print(line, file=sys.stderr) for line in ('first', 'one', 
 
 @pytest.fixture
 def clients(tmp_path, monkeypatch):
-    """Makes clients `one`, `two`, ... of these files, each with this interpreter's environment."""
+    """Create clients `one`, `two`, ... with these files and this interpreter's environment."""
 
     def make(*files):
         folder, envs = tmp_path / "clients", tmp_path / "envs"
@@ -36,7 +36,7 @@ def clients(tmp_path, monkeypatch):
 
 @pytest.fixture
 def pip(monkeypatch):
-    """New environments whose interpreter is this shell script."""
+    """Create environments whose interpreter is this shell script."""
 
     def make(script):
         def create(folder, **_):
@@ -53,7 +53,7 @@ def check(name, result, own_fault=""):
     return f"@check({name!r}, {own_fault!r})\ndef _():\n    {result}"
 
 
-def test_a_clients_own_fault_is_named_and_does_not_fail_the_run(clients, capsys):
+def test_acceptance_names_a_known_client_fault_and_passes(clients, capsys):
     clients(check("good", "return 1"), check("its stream", "int('[DONE]')", "ValueError: invalid"))
     assert run.main() == 0
     lines = capsys.readouterr().out.splitlines()
@@ -64,19 +64,19 @@ def test_a_clients_own_fault_is_named_and_does_not_fail_the_run(clients, capsys)
     assert lines[-1] == "1 of 2 ran, 1 not, by the client's own fault"
 
 
-def test_another_error_in_its_place_fails_the_run(clients, capsys):
+def test_acceptance_fails_for_another_error_than_the_known_fault(clients, capsys):
     clients(check("its stream", "raise OSError('no route')", "ValueError"))
     assert run.main() == 1
     assert "| one | ? | its stream | OSError: no route |" in capsys.readouterr().out
 
 
-def test_a_mended_client_is_well(clients, capsys):
+def test_acceptance_passes_if_the_known_fault_is_fixed(clients, capsys):
     clients(check("its stream", "return 1", "ValueError"))
     assert run.main() == 0
     assert "| one | ? | its stream | ok |" in capsys.readouterr().out
 
 
-def test_the_last_lines_of_a_failed_tool_stand_in_the_table(clients, capsys):
+def test_acceptance_table_has_the_last_lines_of_a_failed_tool(clients, capsys):
     tool = f"return subprocess.run([sys.executable, '-c', {LINES!r}], check=True, capture_output=True)"
     clients(check("bench", tool), LINES)
     assert run.main() == 1
@@ -85,10 +85,10 @@ def test_the_last_lines_of_a_failed_tool_stand_in_the_table(clients, capsys):
     assert "| two | ? | its file | ends with 2: one / two / three |" in out
 
 
-def test_what_ran_before_the_time_limit_is_told_and_the_next_client_runs(clients, capsys, monkeypatch):
+def test_acceptance_reports_checks_before_a_timeout_and_continues(clients, capsys, monkeypatch):
     waits = "subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
     clients(check("first", "return 1") + "\n" + waits, check("other", "return 1"))
-    for limit_s in (2, 20, 200):  # on a busy machine a client may not have begun by then
+    for limit_s in (2, 20, 200):  # on a busy machine a client may not have started earlier
         monkeypatch.setattr(run, "TIMEOUT_S", float(limit_s))
         assert run.main() == 1
         lines = capsys.readouterr().out.splitlines()
@@ -105,7 +105,7 @@ def test_what_ran_before_the_time_limit_is_told_and_the_next_client_runs(clients
         ("sleep 600", "took longer than 1 s: no output"),
     ],
 )
-def test_a_failed_installation_leaves_the_rest_running(clients, capsys, monkeypatch, pip, script, error):
+def test_acceptance_continues_after_a_failed_installation(clients, capsys, monkeypatch, pip, script, error):
     envs = clients("", check("other", "return 1"))
     (envs / "one").unlink()
     pip(script)
@@ -117,7 +117,7 @@ def test_a_failed_installation_leaves_the_rest_running(clients, capsys, monkeypa
     assert not (envs / "one" / "done").exists()
 
 
-def test_any_exception_leaves_the_rest_running(clients, capsys, monkeypatch):
+def test_acceptance_continues_after_any_exception(clients, capsys, monkeypatch):
     envs = clients("", check("other", "return 1"))
     (envs / "one").unlink()
 
@@ -131,7 +131,7 @@ def test_any_exception_leaves_the_rest_running(clients, capsys, monkeypatch):
     assert "| two | ? | other | ok |" in lines
 
 
-def test_an_installation_keeps_to_the_constraints(clients, pip):
+def test_acceptance_installs_with_the_constraints(clients, pip):
     envs = clients("")
     (envs / "one").unlink()
     pip('echo "$@" > "$(dirname "$0")/../said"')
@@ -142,7 +142,7 @@ def test_an_installation_keeps_to_the_constraints(clients, pip):
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_client_of_several_gb_runs_unnamed_where_its_environment_is(clients, capsys, monkeypatch, is_there):
+def test_acceptance_runs_a_large_client_unnamed_if_its_environment_exists(clients, capsys, monkeypatch, is_there):
     envs = clients(check("bench", "return 1"))
     monkeypatch.setattr(run, "CLIENTS", (run.Client("one", (), only_by_name=True),))
     if not is_there:
@@ -151,6 +151,6 @@ def test_a_client_of_several_gb_runs_unnamed_where_its_environment_is(clients, c
     assert ("| one | ? | bench | ok |" in capsys.readouterr().out) == is_there
 
 
-def test_the_script_is_a_shell_script():
+def test_acceptance_script_runs_the_command():
     script = Path(run.__file__).parents[2] / "scripts" / "acceptance.sh"
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0

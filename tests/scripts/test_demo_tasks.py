@@ -161,7 +161,7 @@ RECOMPUTED: dict[str, Callable[[Question], str]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("held_out", [True, False])
-def test_answer_equals_the_one_recomputed_from_the_prompt(kind: str, held_out: bool) -> None:
+def test_demo_answer_equals_the_one_recomputed_from_the_prompt(kind: str, held_out: bool) -> None:
     for question in generate_questions(7, 60, held_out=held_out, kinds=[kind]):
         assert question.kind == kind
         assert question.is_held_out == held_out
@@ -179,12 +179,12 @@ def test_answer_equals_the_one_recomputed_from_the_prompt(kind: str, held_out: b
         (facts.OPPOSITES, "hot", "cold"),
     ],
 )
-def test_facts_known_to_everybody(table: dict[str, str], subject: str, answer: str) -> None:
+def test_demo_facts_are_correct(table: dict[str, str], subject: str, answer: str) -> None:
     assert table[subject] == answer
 
 
 def sides_of(kind: str, name: Callable[[Question], Any]) -> dict[Any, set[bool]]:
-    """On which sides of the split questions of a kind lie that have the same name."""
+    """Return the parts of the split that contain questions of a kind with the same key."""
     rng = random.Random(1)
     sides: dict[Any, set[bool]] = {}
     for _ in range(3000):
@@ -195,57 +195,57 @@ def sides_of(kind: str, name: Callable[[Question], Any]) -> dict[Any, set[bool]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_trained_prompt_is_held_out(kind: str) -> None:
+def test_demo_training_and_held_out_prompts_are_disjoint(kind: str) -> None:
     assert all(len(sides) == 1 for sides in sides_of(kind, lambda question: question.prompt).values())
 
 
 @pytest.mark.parametrize("kind", ["addition", "subtraction", "comparison", "count_up", "count_down"])
-def test_no_operands_of_a_trained_question_are_held_out_in_another_phrasing(kind: str) -> None:
+def test_demo_held_out_questions_have_operands_not_used_in_training(kind: str) -> None:
     sides = sides_of(kind, lambda question: tuple(sorted(numbers(question.prompt))))
     assert all(len(each) == 1 for each in sides.values())
 
 
-def test_generation_is_repeatable_and_kinds_take_turns() -> None:
+def test_demo_generation_is_repeatable_and_alternates_kinds() -> None:
     questions = generate_questions(3, 2 * len(KINDS))
     assert questions == generate_questions(3, 2 * len(KINDS))
     assert [question.kind for question in questions] == [*KINDS, *KINDS]
 
 
-def test_unknown_kind_lists_the_known_ones() -> None:
+def test_demo_unknown_kind_error_lists_known_kinds() -> None:
     with pytest.raises(ValueError, match=r"`kinds` must be among addition, .* Given: poetry"):
         generate_questions(0, 1, kinds=["poetry"])
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581\0")))
-def test_tokenizer_gives_back_any_text(text: str) -> None:
+def test_demo_tokenizer_round_trips_any_text(text: str) -> None:
     processor = sentencepiece.SentencePieceProcessor(model_file=str(FOLDER / "tokenizer.model"))
     assert processor.decode(processor.encode(text)) == text
 
 
-def test_tokenizer_keeps_newlines_and_splits_digits(processor: sentencepiece.SentencePieceProcessor) -> None:
+def test_demo_tokenizer_keeps_newlines_and_splits_digits(processor: sentencepiece.SentencePieceProcessor) -> None:
     assert processor.encode("cat 42\n\ndog", out_type=str)[:6] == ["▁cat", "▁", "4", "2", "\n", "\n"]
     assert processor.decode(processor.encode("two\n\nlines\n")) == "two\n\nlines\n"
 
 
-def test_every_word_is_one_token(processor: sentencepiece.SentencePieceProcessor) -> None:
+def test_demo_words_are_one_token_each(processor: sentencepiece.SentencePieceProcessor) -> None:
     words = [*WORDS, *ADJECTIVES, *VERBS, *DAYS, *MONTHS]
     assert [word for word in words if len(processor.encode(word)) != 1] == []
 
 
-def test_answer_tokens_follow_prompt_tokens(processor: sentencepiece.SentencePieceProcessor) -> None:
+def test_demo_answer_tokens_follow_prompt_tokens(processor: sentencepiece.SentencePieceProcessor) -> None:
     for question in generate_questions(4, 4 * len(KINDS)):
         prompt_ids = processor.encode(question.prompt)
         assert processor.encode(f"{question.prompt} {question.output}")[: len(prompt_ids)] == prompt_ids
 
 
-def test_questions_file_is_the_question_set() -> None:
+def test_demo_questions_file_equals_the_question_set() -> None:
     written = json.loads((FOLDER / "questions.json").read_text(encoding="utf-8"))
     assert written == [
         {"task": q.kind, "instruction": q.instruction, "input": q.input, "output": q.output} for q in question_set()
     ]
 
 
-def test_question_set_is_held_out_distinct_and_covers_every_kind() -> None:
+def test_demo_question_set_is_held_out_distinct_and_has_every_kind() -> None:
     questions = question_set()
     assert all(question.is_held_out for question in questions)
     assert len({question.prompt for question in questions}) == len(questions)
@@ -253,7 +253,7 @@ def test_question_set_is_held_out_distinct_and_covers_every_kind() -> None:
     assert counts == {kind: 12 if kind in LONG_KINDS else 28 for kind in KINDS}
 
 
-def test_chat_template_gives_the_question_alone() -> None:
+def test_demo_chat_template_renders_the_question_alone() -> None:
     config = json.loads((FOLDER / "tokenizer_config.json").read_text(encoding="utf-8"))
     template = jinja2.Template(config["chat_template"])
     user = {"role": "user", "content": "What is 1 + 2?"}
@@ -263,7 +263,7 @@ def test_chat_template_gives_the_question_alone() -> None:
         assert rendered == "<s>What is 1 + 2?"
 
 
-def test_weights_have_the_shapes_of_the_configuration() -> None:
+def test_demo_weights_have_the_shapes_of_the_configuration() -> None:
     config = json.loads((FOLDER / "config.json").read_text(encoding="utf-8"))
     hidden, intermediate = config["hidden_size"], config["intermediate_size"]
     q_size = config["num_attention_heads"] * config["head_dim"]

@@ -1,4 +1,4 @@
-"""The parts of scripts/ascend_acceptance.sh: what each says when something is wrong, seen once by making it so."""
+"""The parts of scripts/ascend_acceptance.sh: the report of each part for each failure."""
 
 import argparse
 import json
@@ -18,12 +18,12 @@ EXACT = "exact: the same request gets the same bytes, whatever runs beside it"
 
 
 def fails(*lines):
-    """A program that says something and fails."""
+    """Return a program that prints a text and fails."""
     return [sys.executable, "-c", f"import sys; sys.exit({json.dumps(chr(10).join(lines))})"]
 
 
 def program(folder, script, name="npu-smi"):
-    """Path of a shell script."""
+    """Return the path of a shell script."""
     path = folder / name
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -31,7 +31,7 @@ def program(folder, script, name="npu-smi"):
 
 
 class TestEnvironment:
-    def test_a_machine_without_devices_fails_as_ascend_only(self, tmp_path, monkeypatch):
+    def test_environment_without_devices_fails_on_ascend_only(self, tmp_path, monkeypatch):
         monkeypatch.delenv("ASCEND_TOOLKIT_HOME", raising=False)
         assert environment.examine("cpu", tmp_path, "no-such-program").verdict == "passed"
         found = environment.examine("ascend", tmp_path, "no-such-program")
@@ -47,7 +47,7 @@ class TestEnvironment:
         assert found.faults[-1].startswith("no device: ")
         assert "npu-smi info does not end within 0 s; this user" in found.faults[-1]
 
-    def test_what_a_machine_with_a_device_has(self, tmp_path, monkeypatch):
+    def test_environment_of_a_machine_with_a_device(self, tmp_path, monkeypatch):
         (tmp_path / "driver").mkdir()
         (tmp_path / "driver" / "version.info").write_text("Version=24.1.rc3\n")
         (tmp_path / "toolkit").mkdir()
@@ -59,21 +59,21 @@ class TestEnvironment:
 
 
 class TestPrecision:
-    def test_more_than_the_gate_is_a_fault(self):
-        told = [
+    def test_precision_above_the_limit_fails(self):
+        results = [
             {"name": "qwen3", "error": 0.0049, "equal": 48, "of": 48},
             {"name": "llama2", "error": 0.0123, "equal": 9, "of": 48},
             {"name": "glm4", "error": float("nan"), "equal": 0, "of": 48},
             {"name": "gemma2", "refused": "no windows"},
         ]
-        found = precision.judge(told)
+        found = precision.judge(results)
         assert found.faults == [
             "llama2: an error of 1.23% of the largest logit; 0.5% are allowed",
             "glm4: an error of nan% of the largest logit; 0.5% are allowed",
         ]
         assert {"| qwen3 | 0.49% | 48 of 48 |", "| gemma2 | no windows |  |"} <= set(found.lines)
 
-    def test_a_device_that_takes_the_process_along_is_named(self):
+    def test_precision_names_the_model_that_crashed_the_process(self):
         places = "", "- C++ Call Stack: (For framework developers)", "mindspore/core/utils/ms_context.cc:291 Set"
         found = precision.examine("ascend", [], fails("loading", "RuntimeError: no kernel", *places))
         assert found.faults == ["ended with 1: RuntimeError: no kernel", "no model was computed"]
@@ -84,8 +84,8 @@ class TestPrecision:
         assert found.faults == ("the models took longer than 0 s",)
 
 
-class Pretended:
-    """A server that answers as it likes."""
+class FakeServer:
+    """A fake server with given answers."""
 
     url = "http://127.0.0.1:9"
     killed = 0
@@ -104,7 +104,7 @@ class Pretended:
 
 
 def answering(different=()):
-    """As `ask`: under load some requests answer otherwise."""
+    """Return a function like `ask` whose answers differ for some requests under load."""
 
     def ask(url, bodies, when_begun=None):
         if when_begun:
@@ -120,55 +120,55 @@ def breaking(url, bodies, when_begun=None):
 
 
 class TestAnswers:
-    def test_answers_that_are_the_same(self):
-        server = Pretended()
+    def test_equal_answers_pass(self):
+        server = FakeServer()
         alone = []
         found = answers.same_bytes(server, 5, alone, answering())
         assert found.lines == [f"5 of 5 answers are the same. The server promises: {EXACT}"]
         assert answers.killed(server, alone, answering()).verdict == "passed"
 
-    def test_an_answer_that_differs_under_load_is_a_fault_where_it_is_promised(self):
-        found = answers.same_bytes(Pretended(), 3, [], answering({1}))
+    def test_different_answer_under_load_fails_if_equality_is_guaranteed(self):
+        found = answers.same_bytes(FakeServer(), 3, [], answering({1}))
         assert found.faults == [
             "request 1 answers otherwise: " + "Add 17 and 25. " * 1 + "Add 17 and 25. alone, wrong then"
         ]
-        found = answers.same_bytes(Pretended("fast: the last bits depend"), 3, [], answering({1}))
+        found = answers.same_bytes(FakeServer("fast: the last bits depend"), 3, [], answering({1}))
         assert found.verdict == "passed"
         assert found.lines[0].startswith("2 of 3 answers are the same")
         assert found.lines[-1].startswith("- request 1 answers otherwise")
 
-    def test_a_refusal_ends_a_part(self):
+    def test_refused_request_ends_a_part(self):
         with pytest.raises(PartError, match="a request is refused with 500: no kernel"):
-            answers.same_bytes(Pretended(), 3, [], breaking)
+            answers.same_bytes(FakeServer(), 3, [], breaking)
         with pytest.raises(PartError, match="a request is refused with 500: no kernel"):
-            answers.killed(Pretended(), ["a"], breaking)
+            answers.killed(FakeServer(), ["a"], breaking)
         with pytest.raises(PartError, match="there are no answers to compare with: the part before failed"):
-            answers.killed(Pretended(), [], answering())
+            answers.killed(FakeServer(), [], answering())
 
-    def test_other_bytes_after_a_kill_and_no_restart(self):
+    def test_other_bytes_after_a_kill_or_a_missing_restart_fail(self):
         alone = answering()("", answers.bodies(3))
-        found = answers.killed(Pretended(restarts=0), alone, answering({2}))
+        found = answers.killed(FakeServer(restarts=0), alone, answering({2}))
         assert found.faults[0] == "no WorkAgent was started again: it was not killed, or too late"
         assert found.faults[1].startswith("request 2 answers otherwise")
 
-    def test_nobody_answers(self):
+    def test_ask_reports_an_unreachable_server(self):
         with pytest.raises(PartError, match="the server is gone: ConnectError"):
-            ask(Pretended.url, answers.bodies(1))
+            ask(FakeServer.url, answers.bodies(1))
 
     @pytest.mark.parametrize(
-        ("status", "text", "told"),
+        ("status", "text", "message"),
         [
             (500, "no kernel", "a request is refused with 500: no kernel"),
             (200, 'data: {"error": "the WorkAgent is gone"}\n\n', "an answer breaks off: the WorkAgent is gone"),
         ],
     )
-    def test_what_a_server_refuses_or_breaks_off(self, monkeypatch, status, text, told):
+    def test_ask_reports_refused_and_incomplete_answers(self, monkeypatch, status, text, message):
         answer = httpx.MockTransport(lambda request: httpx.Response(status, text=text))
         monkeypatch.setattr(device_server.httpx, "AsyncClient", partial(httpx.AsyncClient, transport=answer))
-        with pytest.raises(PartError, match=told):
-            ask(Pretended.url, answers.bodies(1))
+        with pytest.raises(PartError, match=message):
+            ask(FakeServer.url, answers.bodies(1))
 
-    def test_the_promise_is_that_of_the_work_agent(self, tmp_path):
+    def test_guarantee_is_read_from_the_log_of_the_work_agent(self, tmp_path):
         log = tmp_path / "server.log"
         log.write_text("INFO started\n")
         assert Server(9, tmp_path).promise == "nothing is said"
@@ -176,14 +176,14 @@ class TestAnswers:
         log.write_text(f"WARNING {notice}\nINFO device_config.exactness: fast: the same request\nINFO ready\n")
         assert Server(9, tmp_path).promise == "fast: the same request"
 
-    def test_nothing_to_kill(self, tmp_path, monkeypatch):
+    def test_killer_reports_a_missing_work_agent(self, tmp_path, monkeypatch):
         monkeypatch.setattr(Server, "work_agents", lambda server: [])
         with pytest.raises(PartError, match="no WorkAgent is running"):
             Server(9, tmp_path).killer()
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "message"),
     [
         (
             "[ $1 = stop ] && exit 0; echo 'error: no kernel' >&2; exit 2",
@@ -192,12 +192,12 @@ class TestAnswers:
         ("exec sleep 600", "does not answer within 0 s"),
     ],
 )
-def test_a_server_that_does_not_start(tmp_path, monkeypatch, script, told):
+def test_server_that_does_not_start_is_reported(tmp_path, monkeypatch, script, message):
     if "sleep" in script:
         monkeypatch.setattr(device_server, "START_S", 0.1)
         monkeypatch.setattr(device_server, "STOP_S", 0.1)
     with (
-        pytest.raises(PartError, match=f"the server {told}"),
+        pytest.raises(PartError, match=f"the server {message}"),
         serving([], program(tmp_path, script, "llm-serving")),
     ):
         pytest.fail("it goes on")
@@ -209,20 +209,20 @@ class TestLoad:
         script.write_text(body)
         return load.examine(1, 10.0, 150.0, folder, script)
 
-    def test_the_time_stands_beside_the_contests(self, tmp_path):
+    def test_load_report_compares_with_the_contest(self, tmp_path):
         log = "import pathlib; p = pathlib.Path('testLog'); p.mkdir(exist_ok=True)\n"
         found = self.examine(tmp_path, log + "(p / 'a.log').write_text('All Tasks Done; Exec Time is 401.25')")
         assert found.verdict == "passed"
         assert "| this server, 1500 requests at 10 a second | 401.2 |" in found.lines
         assert "| packed prompts, delayed insertion: the best found | 437 |" in found.lines
 
-    def test_it_fails_or_hangs(self, tmp_path, monkeypatch):
+    def test_load_reports_a_failed_or_hanging_load_test(self, tmp_path, monkeypatch):
         assert self.examine(tmp_path, "raise SystemExit('3 failed')").faults == ("the load test ends with 1: 3 failed",)
         monkeypatch.setattr(load, "LIMIT_S", 0.1)
         hangs = self.examine(tmp_path, "import signal; signal.pause()")
         assert hangs.faults == ("the load test took longer than 0 s",)
 
-    def test_it_says_nothing(self, tmp_path):
+    def test_load_reports_a_load_test_without_output(self, tmp_path):
         assert self.examine(tmp_path, "").faults == (f"the log in {tmp_path}/testLog has no line `All Tasks Done`",)
 
 
@@ -231,7 +231,7 @@ def arguments_of(**changes):
     return argparse.Namespace(**(given | changes))
 
 
-def test_the_parts_in_their_order_and_a_server_that_is_missing(monkeypatch):
+def test_parts_run_in_order_without_a_server(monkeypatch):
     monkeypatch.setattr(precision, "examine", lambda device, names: Outcome(precision.TITLE))
 
     @contextmanager
@@ -246,7 +246,7 @@ def test_the_parts_in_their_order_and_a_server_that_is_missing(monkeypatch):
     assert found[-1].faults == ("the server does not start, exit code 2: no kernel",)
 
 
-def test_what_ends_a_part_is_its_fault_alone(monkeypatch, tmp_path):
+def test_failing_part_does_not_stop_the_next_one(monkeypatch, tmp_path):
     def breaks(*given):
         raise OSError("npu-smi cannot be run")
 
@@ -268,7 +268,7 @@ def test_what_ends_a_part_is_its_fault_alone(monkeypatch, tmp_path):
     assert "| Load | passed |" in text
 
 
-def test_a_report_names_every_verdict_and_fault(tmp_path, monkeypatch):
+def test_report_has_every_verdict_and_fault(tmp_path, monkeypatch):
     outcomes = [Outcome("Environment", ["all there"]), Outcome.failed("Load", "it ends with 1")]
     monkeypatch.setattr(run, "parts", lambda arguments: iter(outcomes))
     assert run.main(["--device", "cpu", "--report", str(tmp_path / "report.md")]) == 1
@@ -278,6 +278,6 @@ def test_a_report_names_every_verdict_and_fault(tmp_path, monkeypatch):
         assert line in text.splitlines()
 
 
-def test_the_command_tells_what_it_takes():
+def test_device_acceptance_command_has_a_help():
     script = run.__file__.split("/tests/")[0] + "/scripts/ascend_acceptance.sh"
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0

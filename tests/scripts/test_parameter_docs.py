@@ -1,4 +1,4 @@
-"""The document of parameters is what the tables of the code say."""
+"""The parameter document equals the tables of the code."""
 
 import runpy
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "scripts" / "write_parameter_docs.py"
 
 
-def test_the_document_is_what_the_tables_say():
+def test_parameter_document_equals_the_tables():
     script = runpy.run_path(str(SCRIPT))
     written = script["FILE"].read_text()
     assert written == script["document"](), "run .venv/bin/python scripts/write_parameter_docs.py"

@@ -1,4 +1,4 @@
-"""What scripts/setup.sh says and finds."""
+"""Messages of scripts/setup.sh, and the interpreters and installations it finds."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", **environment})
 
 
-def test_progress_reaches_a_captured_output_while_it_lasts() -> None:
-    """`SECONDS` is bash's own clock; setting it stands for waiting."""
+def test_setup_prints_progress_to_a_captured_output() -> None:
+    """The script measures time with bash's `SECONDS`, which the test sets instead of waiting."""
     lines = "echo ' Collecting this'; echo ' Downloading that (800 MB)'"
     done = run(
         f'SECONDS=0; read() {{ builtin read "$@" && SECONDS=$((SECONDS + 20)); }}; '
@@ -33,7 +33,7 @@ def test_progress_reaches_a_captured_output_while_it_lasts() -> None:
 
 
 @pytest.mark.parametrize(("version", "is_found"), [("3.11", True), ("3.12", True), ("3.10", False), ("3.13", False)])
-def test_a_python_that_the_packages_exist_for_is_found(tmp_path: Path, version: str, is_found: bool) -> None:
+def test_setup_finds_a_supported_python(tmp_path: Path, version: str, is_found: bool) -> None:
     major, minor = version.split(".")
     pretend = f"import sys; sys.version_info = ({major}, {minor}, 0); exec(sys.argv.pop(1))"
     python = tmp_path / "python3"
@@ -46,7 +46,7 @@ def test_a_python_that_the_packages_exist_for_is_found(tmp_path: Path, version: 
     assert ("Python 3.11 or 3.12 is needed" in done.stderr) == (not is_found)
 
 
-def test_the_folder_is_found_whatever_cdpath_says_and_under_one_name(tmp_path: Path) -> None:
+def test_setup_finds_its_folder_in_spite_of_cdpath(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(SETUP.parents[1])
     script = 'source scripts/setup.sh; echo "$root"'
     done = subprocess.run(
@@ -59,7 +59,7 @@ def test_the_folder_is_found_whatever_cdpath_says_and_under_one_name(tmp_path: P
 
 
 def fake_venv(folder: Path, pip: str) -> Path:
-    """A virtual environment whose `python` is a shell script that finds pip, and runs `pip` where that installs."""
+    """Create a virtual environment whose `python` is a shell script: it finds pip, and runs `pip` to install."""
     (folder / "bin").mkdir(parents=True)
     python = folder / "bin" / "python"
     python.write_text(f'#!/bin/sh\ncase "$*" in *--version) exit 0;; *install*) {pip};; esac\n')
@@ -67,8 +67,8 @@ def fake_venv(folder: Path, pip: str) -> Path:
     return folder
 
 
-def test_an_install_that_failed_is_not_taken_for_done_by_whoever_asks(tmp_path: Path) -> None:
-    """Also of a caller that does not ask bash to look at every part of a pipe."""
+def test_setup_reports_a_failed_installation(tmp_path: Path) -> None:
+    """Also for a caller without bash's `pipefail`."""
     venv = fake_venv(tmp_path / "venv", "echo no network; exit 1")
     command = ["/bin/bash", "-c", f'set -e; source {SETUP}; install ""']
     environment = {"PATH": "/usr/bin:/bin", "LLM_SERVING_VENV": str(venv)}
@@ -78,7 +78,7 @@ def test_an_install_that_failed_is_not_taken_for_done_by_whoever_asks(tmp_path: 
     assert not (venv / "installed").exists()
 
 
-def test_what_is_installed_is_not_installed_again_unless_its_python_is_gone(tmp_path: Path) -> None:
+def test_setup_installs_again_only_without_a_working_python(tmp_path: Path) -> None:
     venv = fake_venv(tmp_path / "venv", "exit 0")
     assert "installing into" in run('install ""', LLM_SERVING_VENV=str(venv)).stderr
     assert run('install ""', LLM_SERVING_VENV=str(venv)).stderr == ""
@@ -89,11 +89,11 @@ def test_what_is_installed_is_not_installed_again_unless_its_python_is_gone(tmp_
     assert not (venv / "bin" / "python").is_symlink()
 
 
-def test_whoever_may_only_read_what_is_installed_needs_no_more(tmp_path: Path) -> None:
+def test_setup_accepts_a_read_only_installation(tmp_path: Path) -> None:
     venv = fake_venv(tmp_path / "venv", "exit 0")
     assert run('install ""', LLM_SERVING_VENV=str(venv)).returncode == 0
     (venv / "install.lock").unlink()
-    (venv / "install.lock").mkdir()  # nobody can write there, not even root
+    (venv / "install.lock").mkdir()  # cannot be created by any user, not even root
     done = run('install ""', LLM_SERVING_VENV=str(venv))
     assert (done.returncode, done.stderr) == (0, "")
     done = run('install "[dev]"', LLM_SERVING_VENV=str(venv))
@@ -101,7 +101,7 @@ def test_whoever_may_only_read_what_is_installed_needs_no_more(tmp_path: Path) -
     assert f"cannot write to {venv}" in done.stderr
 
 
-def test_a_script_is_run_by_a_link_to_it_too(tmp_path: Path) -> None:
+def test_scripts_run_through_a_symbolic_link(tmp_path: Path) -> None:
     for name in ("start.sh", "stop.sh"):
         (tmp_path / name).symlink_to(SETUP.parent / name)
     environment = {"PATH": "/usr/bin:/bin", "LLM_SERVING_VENV": str(tmp_path / "venv")}

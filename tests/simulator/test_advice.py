@@ -1,4 +1,4 @@
-"""What neighbours of a configuration would have made of a recorded load, and who works that out."""
+"""Advice from a recorded workload, and the process that computes it."""
 
 from __future__ import annotations
 
@@ -31,23 +31,24 @@ def configure(**overrides: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def slots_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each neighbour takes a simulation."""
+    """Limit the search to the running slots, because each neighbour takes a simulation."""
     every = advice_module.neighbours
     monkeypatch.setattr(
         advice_module, "neighbours", lambda *asked: [each for each in every(*asked) if each[0].key == SLOTS]
     )
 
 
-def test_more_slots_would_have_been_better() -> None:
+def test_advice_recommends_more_slots() -> None:
     load = create_load(*[0.001 * number for number in range(40)], num_output_tokens=8, max_tokens=8)
     few = configure(model_config__decode_batch_size=4)
     advice = advise(few, load, create_profile(num_blocks=400), 0.07, budget_s=60.0)
     assert advice.played > 3 and (advice.not_played, advice.refused) == (0, 0)
     (found,) = advice.otherwise
     assert (found.was, found.source) == ("4", "--set")
-    assert int(found.value) >= 16  # nobody waits for a slot then; the values up to it were played one by one
+    # no request waits for a slot then; the values up to it were simulated one after the other
+    assert int(found.value) >= 16
     assert found.line == f"model_config: {{decode_batch_size: {found.value}}}"
-    assert found.needs_restart  # WorkAgents were loaded for four
+    assert found.needs_restart  # WorkAgents were loaded for four slots
     assert {"output_tokens_per_s", "ttft_p99_ms"} <= {each.figure for each in found.better}
     assert "tpot_p99_ms" in {each.figure for each in found.worse} and not advice.advised
     lines = list(described(to_builtins(advice)))
@@ -56,7 +57,7 @@ def test_more_slots_would_have_been_better() -> None:
 
 
 @pytest.mark.parametrize(("own", "takes_restart"), [("fcfs", True), ("mixed", False)])
-def test_a_policy_takes_a_restart_where_a_reload_would_refuse_it(own: str, takes_restart: bool) -> None:
+def test_advice_marks_a_policy_that_needs_a_restart(own: str, takes_restart: bool) -> None:
     values = ("prefill_first", "throughput", own)
     knob = SearchParameter("scheduler_config.policy", values, 2, ordered=False)
     assert advice_module._needs_restart(knob, "throughput") is takes_restart
@@ -75,46 +76,44 @@ OWN_CLASSES = "request_classes: {people: {rank: 0, weight: 2}, machines: {rank: 
 
 @pytest.mark.parametrize(("text", "row"), [("{}\n", "standard"), (OWN_CLASSES, "people")])
 @pytest.mark.parametrize(("name", "value"), [("weight", 32), ("max_kv_share", 0.5)])
-def test_the_line_for_a_class_is_one_that_the_yaml_can_have(
-    tmp_path: Path, text: str, row: str, name: str, value: object
-) -> None:
-    """A section of rows that is given takes the place of all rows there are by default."""
+def test_advice_line_for_a_class_is_valid_yaml(tmp_path: Path, text: str, row: str, name: str, value: object) -> None:
+    """A given section of rows replaces all default rows."""
     path, key = tmp_path / "my.yaml", f"request_classes.{row}.{name}"
     path.write_text(text)
     line = line_for(load_config(path), key, value)
     if text == OWN_CLASSES:
-        assert line == f"request_classes: {{people: {{{name}: {value}}}}}"  # a row that is there gets the key
+        assert line == f"request_classes: {{people: {{{name}: {value}}}}}"  # an existing row gets the key
         return
     wanted = load_config(path, [f"{key}={value}"]).request_classes
     path.write_text(line)
     assert load_config(path).request_classes == wanted
 
 
-def test_where_time_is_short_some_are_not_played() -> None:
+def test_advice_lists_neighbours_without_simulation_time() -> None:
     load = create_load(*[0.001 * number for number in range(40)])
     advice = advise(configure(), load, create_profile(num_blocks=400), 0.0, budget_s=0.0)
     assert (advice.played, advice.not_played) == (0, 2)
-    assert list(described(to_builtins(advice)))[1].startswith("there was no time to play any")
+    assert list(described(to_builtins(advice)))[1].startswith("there was no time for any simulation")
 
 
-def test_too_few_requests_are_no_load() -> None:
+def test_advice_needs_enough_requests() -> None:
     with pytest.raises(RecordingError, match=r"at least 20 requests\. Given: 3"):
         advise(configure(), create_load(0.0, 1.0, 2.0), create_profile(), 0.0, budget_s=9.0)
 
 
-def test_enough_requests_that_take_too_long_to_play_are_not_called_too_few() -> None:
+def test_advice_distinguishes_too_little_time_from_too_few_requests() -> None:
     load = create_load(*[float(number) for number in range(100)])
-    with pytest.raises(RecordingError, match=r"^to play the newest 25 requests takes more than -0\.0333 s$"):
+    with pytest.raises(RecordingError, match=r"^simulating the newest 25 requests takes more than -0\.0333 s$"):
         advise(configure(), load, create_profile(num_blocks=400), 0.0, budget_s=-1.0)
 
 
-def test_the_newest_begin_anew() -> None:
+def test_newest_requests_start_at_0() -> None:
     kept = newest(create_load(0.0, 1.0, 2.0, 3.0), 0.5)
     assert [each.due_s for stream in kept.streams for each in stream.requests] == [0.0, 1.0]
 
 
 def recorded(folder: Path, num_requests: int) -> float:
-    """Requests one after the other; when the first of them came."""
+    """Record requests one after the other; return the arrival of the first."""
     files, times = MemoryFiles(), iter(range(10**6))
     began = time.monotonic() - 10.0
     scheduler = create_recorded(files, clock=lambda: began + 0.01 * next(times))
@@ -129,7 +128,7 @@ def recorded(folder: Path, num_requests: int) -> float:
     return began
 
 
-def test_a_question_is_answered_from_the_recording(tmp_path: Path) -> None:
+def test_advice_answers_from_the_recording(tmp_path: Path) -> None:
     since = recorded(tmp_path / "records", 30)
     config = config_with(model_config__decode_batch_size=4)
     sources = {**config.sources, SLOTS: "my.yaml:3"}
@@ -144,13 +143,13 @@ def test_a_question_is_answered_from_the_recording(tmp_path: Path) -> None:
     assert next(iter(described(to_builtins(both)))).startswith("54 requests (24 of them refused) of 1 s")
     question.refused = []
     question.since = since + 0.4
-    assert answer(question).requests < 30  # who came before is left out
+    assert answer(question).requests < 30  # earlier requests are excluded
     question.folder = str(tmp_path)
     with pytest.raises(RecordingError, match="nothing was recorded in that time"):
         answer(question)
 
 
-def test_who_was_refused_is_played_with_answers_of_others(tmp_path: Path) -> None:
+def test_advice_gives_refused_requests_answers_of_other_requests(tmp_path: Path) -> None:
     since = recorded(tmp_path / "records", 30)
     files = sorted((tmp_path / "records").glob("*.rec"))
     load = read_recorded_files(files, "n", since, [RefusedRequests(since - 1.0, (5, 40), 7, "b")])

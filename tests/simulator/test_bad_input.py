@@ -1,4 +1,4 @@
-"""Whatever is wrong with a file or an argument of `whatif`, `tune` and `profile` is told in a line, and fails."""
+"""`whatif`, `tune` and `profile` report every error in a file or an argument in one line, and fail."""
 
 import io
 import json
@@ -28,7 +28,7 @@ LOAD = "streams: {chat: {rate: 20, requests: 30, prompt_tokens: 12, answer_token
 
 
 def load_with(**keys):
-    """LOAD with keys in place of its own; None: without it."""
+    """Return the workload with changed keys; None removes a key."""
     stream = {"rate": 20, "requests": 30, "prompt_tokens": 12, "answer_tokens": 8} | keys
     stream = {key: value for key, value in stream.items() if value is not None}
     return f"streams:\n    chat: {json.dumps(stream)}\n"
@@ -39,7 +39,7 @@ def profile_with(**keys):
 
 
 def forged(kind, **fields):
-    """Sealed as a recording is, with other fields in each record of a kind."""
+    """Return the recording with other fields in each record of a kind and valid checksums."""
 
     def forge(good):
         reader, chain = Reader(io.BytesIO(good)), Chain()
@@ -60,7 +60,7 @@ def flipped(good):
     return good[:middle] + bytes([good[middle] ^ 255]) + good[middle + 1 :]
 
 
-FILES = [  # of every YAML
+FILES = [  # every kind of YAML
     ("", "is empty; "),
     ("null\n", "is empty; "),
     ("- 1\n", ":1: must be a mapping of sections. Given: [1]"),
@@ -88,14 +88,14 @@ STREAMS = [
 ]
 LOADS = [
     *((load_with(**{key: value}), f"load.yaml:2: `streams.chat.{key}` must be ") for key, value in STREAMS),
-    (load_with(rate=1e-300), "`streams.chat` must have its last request within 1e+09 seconds. Given: it comes after"),
+    (load_with(rate=1e-300), "`streams.chat` must have its last request within 1e+09 seconds. Given: a request after"),
     (load_with(prompt_tokens=10**9), "`streams.chat` must have at most 100000000 tokens in its prompts and"),
     (load_with(prefix_tokens=10**9), "`streams.chat` must have at most 100000000 tokens in its prompts and"),
     (
         load_with(answer_tokens=10**9, recited=0.5),
         "`streams.chat` must have at most 100000000 tokens in its prompts and",
     ),
-    (load_with(requests=None, rate=1e-9, ends_s=1), "`streams` must have at least one request. Given: none comes"),
+    (load_with(requests=None, rate=1e-9, ends_s=1), "`streams` must have at least one request. Given: none"),
     (load_with(foo=1), "load.yaml:2: unknown key `streams.chat.foo`; the nearest known one is"),
     (load_with(**{"class": "nobody"}), "load.yaml:2: `streams.chat.class` must be one of the configuration: batch, in"),
     (load_with(prompt_tokens=10**5), "can never serve any of the 30 requests of {folder}/load.yaml: `prompt` must"),
@@ -199,8 +199,8 @@ FORGED = [
 ARGUMENTS = [
     ("whatif", ["--find-rate", "--load", "{folder}/at_once.yaml"], "at_once.yaml: --find-rate must have requests that"),
     *(
-        ("whatif", ["--need", f"{figure}={limit}"], told)
-        for figure, limit, told in [
+        ("whatif", ["--need", f"{figure}={limit}"], message)
+        for figure, limit, message in [
             ("goodput_share", "99", "--need: `goodput_share` must be a share of at most 1. Given: 99"),
             ("ttft_p99_ms", "nan", "--need: `ttft_p99_ms` must be a number >= 0. Given: nan"),
             ("ttft_p99_ms", "soon", "--need must be FIGURE=LIMIT with a number >= 0. Given: 'ttft_p99_ms=soon'"),
@@ -208,7 +208,7 @@ ARGUMENTS = [
         ]
     ),
     *(
-        (command, ["--load", "{folder}/a.rec", "--load-seed", "4"], "--load-seed must stand beside a workload (*.yaml)")
+        (command, ["--load", "{folder}/a.rec", "--load-seed", "4"], "--load-seed needs a workload (*.yaml)")
         for command in ("whatif", "tune")
     ),
     ("whatif", ["--kept", "nan"], "--kept must be above 0 and at most 1. Given: nan"),
@@ -266,7 +266,7 @@ def folder(good, tmp_path):
 
 
 def run(command, folder, changed, *more):
-    """Runs a command on the files of a folder, with `changed` in place of some."""
+    """Run a command on the files of a folder, with some of them changed."""
     paths = {"load": "load.yaml", "profile": "profile.json", "config": "my.yaml", "goal": "goal.yaml"}
     paths = {key: str(folder / name) for key, name in paths.items()} | changed
     simulated = ["--load", paths["load"], "--profile", paths["profile"]]
@@ -279,48 +279,48 @@ def run(command, folder, changed, *more):
     return main([command, str(folder / "out.json"), "--recording", str(folder / "a.rec"), *more])
 
 
-def check_refused(exit_code, told, folder, capsys):
+def check_refused(exit_code, message, folder, capsys):
     error = capsys.readouterr().err
     (line,) = (each for each in error.splitlines() if each.startswith("error: "))
     assert exit_code in (1, 2)
-    assert told.replace("{folder}", str(folder)) in line
+    assert message.replace("{folder}", str(folder)) in line
     assert len(line) < 700 + len(str(folder))
 
 
-@pytest.mark.parametrize(("command", "name", "content", "told"), CASES)
-def test_a_bad_file_is_refused(folder, capsys, command, name, content, told):
+@pytest.mark.parametrize(("command", "name", "content", "message"), CASES)
+def test_commands_refuse_an_invalid_file(folder, capsys, command, name, content, message):
     path = folder / name
     if callable(content):
         content = content(path.read_bytes() if name.endswith(".rec") else path.read_text())
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     changed = {"load": str(path)} if name.endswith(".rec") else {}
-    check_refused(run(command, folder, changed), told, folder, capsys)
+    check_refused(run(command, folder, changed), message, folder, capsys)
 
 
 @pytest.mark.parametrize("what", ["load", "profile", "config", "goal"])
 @pytest.mark.parametrize("path", NOT_FILES)
-def test_what_is_no_file_is_refused(folder, capsys, what, path):
+def test_commands_refuse_a_path_that_is_no_file(folder, capsys, what, path):
     (folder / "loop.yaml").symlink_to("loop.yaml")
     (folder / "a.rec").unlink()
     path = path.replace("{folder}", str(folder))
     check_refused(run("tune" if what == "goal" else "whatif", folder, {what: path}), path, folder, capsys)
 
 
-@pytest.mark.parametrize(("command", "more", "told"), ARGUMENTS)
-def test_a_bad_argument_is_refused(folder, capsys, command, more, told):
+@pytest.mark.parametrize(("command", "more", "message"), ARGUMENTS)
+def test_commands_refuse_an_invalid_argument(folder, capsys, command, more, message):
     more = [each.replace("{folder}", str(folder)) for each in more]
-    check_refused(run(command, folder, {}, *more), told, folder, capsys)
+    check_refused(run(command, folder, {}, *more), message, folder, capsys)
 
 
 @pytest.mark.parametrize("command", ["whatif", "tune", "profile"])
 @pytest.mark.parametrize("seed", ["-1", "x", "4294967296"])
-def test_a_bad_seed_is_refused(folder, capsys, command, seed):
+def test_commands_refuse_an_invalid_seed(folder, capsys, command, seed):
     with pytest.raises(SystemExit, match="2"):
         run(command, folder, {}, "--seed", seed)
     assert f"--seed: must be an integer from 0 to 4294967295. Given: '{seed}'" in capsys.readouterr().err
 
 
-def test_a_recording_that_was_cut_off_is_used_up_to_there_and_told(folder, capsys):
+def test_truncated_recording_is_used_and_reported(folder, capsys):
     path = folder / "a.rec"
     path.write_bytes(path.read_bytes()[:-3])
     assert run("whatif", folder, {"load": str(path)}) == 0
@@ -329,7 +329,7 @@ def test_a_recording_that_was_cut_off_is_used_up_to_there_and_told(folder, capsy
     assert f"{path}: ends within a record, at byte" in capsys.readouterr().err
 
 
-def test_requests_that_can_never_be_served_are_told_beside_those_that_can(folder, capsys):
+def test_whatif_reports_requests_that_can_never_be_served(folder, capsys):
     long = LOAD.rstrip()[:-1] + ", long: {rate: 1, requests: 2, prompt_tokens: 5000, answer_tokens: 1}}\n"
     (folder / "load.yaml").write_text(long)
     assert run("whatif", folder, {}) == 0

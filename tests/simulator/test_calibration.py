@@ -12,7 +12,7 @@ TAKE_S, FORM_S, WAKE_S, REQUEST_S, TOKEN_S, CLIENT_S = 0.0003, 0.0008, 0.0001, 0
 
 @pytest.fixture
 def timings():
-    """Of a server that keeps exactly to these figures: every tenth step is formed while nothing is computed."""
+    """Return timings of a server with exactly these costs; every tenth step is scheduled on an idle device."""
     timings, before = Timings(num_blocks=7), 10.0
     for number in range(400):
         rows = 1 + number % 7
@@ -40,7 +40,7 @@ def seen(timings):
     ]
 
 
-def test_the_figures_of_a_server_are_found(timings, seen):
+def test_calibration_finds_the_costs_of_a_server(timings, seen):
     profile = calibrate(timings, [seen], name="n", source="s").profile
     shape = StepShape(5, 5, 5, 99, 0, 0)
     assert profile.step.seconds(shape) == pytest.approx(STEP.seconds(shape), rel=1e-3)
@@ -52,7 +52,7 @@ def test_the_figures_of_a_server_are_found(timings, seen):
     assert profile.notes["step_error_p95"] < 0.01
 
 
-def test_of_steps_behind_which_nobody_went_on_at_once_a_profile_is_made(timings):
+def test_calibration_accepts_steps_without_immediate_successors(timings):
     for step in timings.steps:
         step.next_schedule_s = None
     profile = calibrate(timings, name="n", source="s").profile
@@ -61,8 +61,8 @@ def test_of_steps_behind_which_nobody_went_on_at_once_a_profile_is_made(timings)
     assert profile.step.seconds(shape) == pytest.approx(STEP.seconds(shape), rel=0.01)
 
 
-def test_the_cost_of_draft_tokens_in_a_step_is_measured():
-    """Steps of two rows that verify up to eight draft tokens each, beside steps of more rows without drafts."""
+def test_calibration_measures_the_cost_of_draft_tokens():
+    """Steps of two rows that verify up to eight draft tokens each, and steps of more rows without drafts."""
     true = CostModel((CostTerm("step", 0.01), CostTerm("rows", 0.0005), CostTerm("tokens", 0.00002)))
     rng, timings, before = np.random.default_rng(1), Timings(num_blocks=7), 10.0
     for number in range(600):
@@ -83,7 +83,7 @@ def test_the_cost_of_draft_tokens_in_a_step_is_measured():
     assert profile.notes["draft_steps_error_median"] < 0.01
 
 
-def test_of_a_server_that_forms_nothing_ahead_steps_have_their_forming_in_them(timings):
+def test_calibration_without_scheduling_ahead_includes_scheduling_in_steps(timings):
     timings.steps = [each for each in timings.steps if each.arrival_s is None]
     for step in timings.steps:
         step.scheduled_s = step.previous_reply_s + TAKE_S
@@ -93,16 +93,16 @@ def test_of_a_server_that_forms_nothing_ahead_steps_have_their_forming_in_them(t
     assert profile.step.seconds(shape) == pytest.approx(STEP.seconds(shape) - TAKE_S, rel=0.05)
 
 
-def test_how_much_later_an_idle_server_answers_is_told_by_its_clients(timings, seen):
+def test_calibration_takes_the_idle_delay_from_clients(timings, seen):
     later = [each._replace(token_times_s=[time + 0.002 for time in each.token_times_s]) for each in seen[::10]]
     usual = calibrate(timings, [[each] for each in seen], name="n", source="s").profile.idle_s
-    others = [each for number, each in enumerate(seen) if number % 10]
-    found = calibrate(timings, [[each] for each in [*others, *later]], name="n", source="s").profile.idle_s
+    ahead = [each for number, each in enumerate(seen) if number % 10]
+    found = calibrate(timings, [[each] for each in [*ahead, *later]], name="n", source="s").profile.idle_s
     assert found > usual + 0.001
 
 
-def test_what_is_done_beside_steps_is_told_from_steps():
-    """Requests come and tokens go out by chance; both take of the time of the step that is computed meanwhile."""
+def test_calibration_separates_event_loop_work_from_steps():
+    """Requests arrive and tokens are sent at random times; both slow the running step down."""
     true = CostModel((*STEP.terms, CostTerm("sent", 0.00005), CostTerm("read", 0.001)))
     rng, timings, before = np.random.default_rng(1), Timings(num_blocks=7), 10.0
     for _ in range(600):
@@ -114,11 +114,11 @@ def test_what_is_done_beside_steps_is_told_from_steps():
     assert (found["sent"], found["read"]) == pytest.approx((0.00005, 0.001), rel=0.01)
 
 
-def test_without_clients_the_event_loop_takes_nothing(timings):
+def test_calibration_without_clients_has_no_event_loop_costs(timings):
     profile = calibrate(timings, name="n", source="s").profile
     assert (profile.request_s, profile.token_s, profile.client_s) == (0.0, 0.0, 0.0)
 
 
-def test_too_few_steps_are_an_error():
+def test_calibration_needs_enough_steps():
     with pytest.raises(RecordingError, match="at least 50 steps"):
         calibrate(Timings(), name="n", source="s")

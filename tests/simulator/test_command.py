@@ -34,7 +34,7 @@ def arguments(tmp_path):
     return ["whatif", config, f"{config}+model_config.decode_batch_size=2", *files]
 
 
-def test_configurations_stand_side_by_side(arguments, capsys):
+def test_whatif_compares_configurations(arguments, capsys):
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     assert "my  my+decode_batch_size=2" in shown.splitlines()[0]
@@ -45,7 +45,7 @@ def test_configurations_stand_side_by_side(arguments, capsys):
     assert float(rows["output_tokens_per_s"][0]) > float(rows["output_tokens_per_s"][1])
 
 
-def test_configurations_of_one_name_are_told_apart(arguments, tmp_path, capsys):
+def test_whatif_distinguishes_configurations_of_the_same_name(arguments, tmp_path, capsys):
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "my.yaml").write_text("{}\n")
     arguments[2] = str(tmp_path / "new" / "my.yaml")
@@ -53,7 +53,7 @@ def test_configurations_of_one_name_are_told_apart(arguments, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[0].split() == arguments[1:3]
 
 
-def test_speculation_makes_a_difference_that_suffices(arguments, tmp_path, capsys, monkeypatch):
+def test_whatif_accepts_speculation_as_the_only_difference(arguments, tmp_path, capsys, monkeypatch):
     load = "streams: {chat: {concurrency: 1, requests: 4, prompt_tokens: 30, answer_tokens: 90, recited: 0.95}}\n"
     (tmp_path / "load.yaml").write_text(load)
     key = "scheduler_config.speculative_method"
@@ -68,37 +68,38 @@ def test_speculation_makes_a_difference_that_suffices(arguments, tmp_path, capsy
     limit = 0.7 * without["tpot_p50_ms"]
     assert main(["whatif", plain, *arguments[3:], "--need", f"tpot_p50_ms={limit}"]) == 0
     (line,) = (each for each in capsys.readouterr().out.splitlines() if key in each)
-    assert "none -> ngram" in line and "(is enough)" in line
+    assert "none -> ngram" in line and "(sufficient)" in line
 
 
-def test_what_would_have_to_change_is_told(arguments, capsys, monkeypatch):
+def test_whatif_prints_needed_changes(arguments, capsys, monkeypatch):
     every = limits.neighbours
-    monkeypatch.setattr(limits, "neighbours", lambda *asked: list(every(*asked))[:2])  # each takes a simulation
+    # each neighbour takes a simulation
+    monkeypatch.setattr(limits, "neighbours", lambda *asked: list(every(*asked))[:2])
     few = [arguments[0], f"{arguments[1]}+model_config.decode_batch_size=4", *arguments[3:]]
     assert main([*few, "--need", "tenant tenant-0.ttft_p99_ms=1e9"]) == 0
     assert "tenant tenant-0.ttft_p99_ms <= 1,000,000,000: it is" in capsys.readouterr().out
     assert main([*few, "--need", "interactive.ttft_p99_ms=60"]) == 0
     shown = capsys.readouterr().out.split("my+decode_batch_size=4:")[-1]
-    assert "interactive.ttft_p99_ms <= 60: it is" in shown and "NOT KEPT" in shown
+    assert "interactive.ttft_p99_ms <= 60: it is" in shown and "NOT MET" in shown
     assert "model_config.decode_batch_size: 4 -> 8: interactive.ttft_p99_ms" in shown
     assert "2 replicas in place of 1: interactive.ttft_p99_ms" in shown
 
 
 @pytest.mark.parametrize(
-    ("need", "told"),
+    ("need", "message"),
     [
         ("ttft_p99", "--need must be FIGURE=LIMIT with a number >= 0. Given: 'ttft_p99'"),
         ("ttft_p99_ms=x", "--need must be FIGURE=LIMIT with a number >= 0. Given: 'ttft_p99_ms=x'"),
         ("ttft_p98_ms=4", "the nearest known figure is `ttft_p99_ms`. Given: 'ttft_p98_ms'"),
-        ("tenant nobody.ttft_p99_ms=4", "must be of a class or a tenant that the load has requests of"),
+        ("tenant unknown.ttft_p99_ms=4", "must be of a class or a tenant that the load has requests of"),
     ],
 )
-def test_a_need_that_is_none_is_refused(arguments, capsys, need, told):
+def test_whatif_refuses_an_invalid_need(arguments, capsys, need, message):
     assert main([*arguments, "--need", need]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_numbers_come_as_json(arguments, capsys):
+def test_whatif_writes_json(arguments, capsys):
     assert main([*arguments, "--json", "-"]) == 0
     first, second = json.loads(capsys.readouterr().out)
     assert first["profile"]["measured"] is False
@@ -106,7 +107,7 @@ def test_numbers_come_as_json(arguments, capsys):
     assert first["figures"]["bound_violations"] == second["figures"]["bound_violations"] == 0
 
 
-def test_json_on_standard_output_has_rates_and_needs_and_nothing_beside(arguments, capsys, monkeypatch):
+def test_whatif_json_on_standard_output_has_rates_and_needs_only(arguments, capsys, monkeypatch):
     monkeypatch.setattr(limits, "neighbours", lambda *asked: [])
     arguments[1] += "+request_classes.interactive.ttft_slo_s=0.1"
     asked = ["--find-rate", "--need", "interactive.ttft_p99_ms=60"]
@@ -118,7 +119,7 @@ def test_json_on_standard_output_has_rates_and_needs_and_nothing_beside(argument
     assert only["needs"][0].startswith("interactive.ttft_p99_ms <= 60: it is")
 
 
-def test_a_rate_is_that_of_the_time_in_which_requests_come(arguments, tmp_path, capsys):
+def test_rate_is_over_the_time_of_arrivals(arguments, tmp_path, capsys):
     late = "rate: 10, arrivals: fixed, requests: 31, begins_s: 90, prompt_tokens: 4, answer_tokens: 1"
     (tmp_path / "load.yaml").write_text(f"streams: {{chat: {{{late}}}}}\n")
     arguments[1] += "+request_classes.standard.ttft_slo_s=0.1"
@@ -127,18 +128,18 @@ def test_a_rate_is_that_of_the_time_in_which_requests_come(arguments, tmp_path, 
     assert only["highest_rate"]["requests_per_s"] == pytest.approx(10 * only["highest_rate"]["factor"])
 
 
-def test_steps_beyond_what_was_measured_are_told_of_rates_and_needs_too(arguments, tmp_path, capsys, monkeypatch):
+def test_whatif_reports_extrapolated_steps_of_rates_and_needs(arguments, tmp_path, capsys, monkeypatch):
     every = limits.neighbours
     monkeypatch.setattr(limits, "neighbours", lambda *asked: list(every(*asked))[:2])
     write_profile(create_profile(measured_to={"rows": 1.0}), tmp_path / "profile.json")
     few = [arguments[0], f"{arguments[1]}+model_config.decode_batch_size=4", *arguments[3:]]
     assert main([*few, "--find-rate", "--need", "interactive.ttft_p99_ms=60"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    for words in ("x the first", "(is enough)", "2 replicas in place of 1"):
+    for words in ("x the first", "(sufficient)", "2 replicas in place of 1"):
         assert any("BEYOND WHAT WAS MEASURED" in line for line in shown if words in line), words
 
 
-def test_the_highest_rate_is_found(arguments, capsys):
+def test_whatif_finds_the_highest_rate(arguments, capsys):
     arguments[1] += "+request_classes.interactive.ttft_slo_s=0.1"
     assert main([*arguments[:2], *arguments[3:], "--find-rate"]) == 0
     shown = capsys.readouterr().out
@@ -148,15 +149,15 @@ def test_the_highest_rate_is_found(arguments, capsys):
     )
 
 
-def test_a_load_that_is_over_too_soon_does_not_tell_the_highest_rate(arguments, tmp_path, capsys):
+def test_whatif_refuses_a_workload_too_short_for_the_highest_rate(arguments, tmp_path, capsys):
     few = "streams: {chat: {rate: 1, requests: 2, prompt_tokens: 4, answer_tokens: 1}}\n"
     (tmp_path / "load.yaml").write_text(few)
     assert main([*arguments[:2], *arguments[3:], "--find-rate"]) == 0
     shown = capsys.readouterr().out
-    assert "  my: at least " in shown and "(256 x the load's" in shown and "more `requests` would tell more" in shown
+    assert "  my: at least " in shown and "(256 x the load's" in shown and "add more `requests`" in shown
 
 
-def test_hardware_of_another_profile_stands_beside(arguments, tmp_path, capsys):
+def test_whatif_compares_hardware_profiles(arguments, tmp_path, capsys):
     pieces = CostModel((CostTerm("step", STEP_S / 2), CostTerm("tokens", 0.00005)))
     write_profile(create_profile(step=pieces, name="int8", source="an estimate"), tmp_path / "int8.json")
     arguments[1] += "+request_classes.interactive.ttft_slo_s=0.03"
@@ -173,13 +174,13 @@ def test_hardware_of_another_profile_stands_beside(arguments, tmp_path, capsys):
     assert "int8.json: must differ from the files that are read" in capsys.readouterr().err
 
 
-def test_a_load_of_another_kind_is_refused(arguments, tmp_path, capsys):
+def test_whatif_refuses_another_kind_of_workload(arguments, tmp_path, capsys):
     arguments[arguments.index("--load") + 1] = str(tmp_path / "load.csv")
     assert main(arguments) == 2
     assert "must be a workload (*.yaml), or a recording" in capsys.readouterr().err
 
 
-def test_a_profile_is_made_of_a_recording(arguments, tmp_path, capsys):
+def test_profile_is_made_from_a_recording(arguments, tmp_path, capsys):
     recorded(tmp_path / "recordings")
     assert main(["profile", str(tmp_path / "mine.json"), "--recording", str(tmp_path / "recordings")]) == 0
     assert "held out: error median" in capsys.readouterr().out
@@ -188,7 +189,7 @@ def test_a_profile_is_made_of_a_recording(arguments, tmp_path, capsys):
     assert "times of recordings: llm-serving profile --recording recordings" in capsys.readouterr().out
 
 
-def test_a_profile_is_not_measured_for_a_folder_that_is_not_there(tmp_path, capsys):
+def test_profile_refuses_a_missing_output_folder(tmp_path, capsys):
     assert main(["profile", str(tmp_path / "no" / "mine.json"), "--model", "demo"]) == 2
     assert "mine.json: must be a file in an existing folder" in capsys.readouterr().err
     assert main(["profile", str(tmp_path), "--model", "demo"]) == 2
@@ -200,7 +201,7 @@ def test_a_profile_is_not_measured_for_a_folder_that_is_not_there(tmp_path, caps
     assert "no.rec: must be a recording (*.rec) or a folder of them" in capsys.readouterr().err
 
 
-def test_a_recording_that_ended_before_its_clients_did_makes_no_profile():
+def test_profile_refuses_a_recording_without_all_answers():
     seen = [[ClientTiming("a", 0.0, [1.0]), ClientTiming("b", 0.0, [])], [ClientTiming("c", 2.0, [3.0])]]
     timings = Timings(arrivals={"a-0": 0.0, "c-0": 2.0})
     profile.check_recorded(timings, seen)
@@ -211,40 +212,42 @@ def test_a_recording_that_ended_before_its_clients_did_makes_no_profile():
         profile.check_recorded(Timings(arrivals={"a-0": 0.0}), seen)
 
 
-def test_of_two_that_measure_at_once_one_has_the_folder(tmp_path):
+def test_profile_refuses_a_folder_in_use(tmp_path):
     with profile._folder(tmp_path / "kept") as folder:
         with pytest.raises(ConfigError, match="--keep must be a folder that is new or empty"):
             profile._folder(folder).__enter__()
         assert profile._read_clients(folder) == [], "as of one that is interrupted"
 
 
-def test_what_is_wrong_with_a_change_is_told_of_its_configuration(arguments, capsys):
+def test_whatif_error_names_the_configuration_of_a_change(arguments, capsys):
     arguments[2] = f"{arguments[1]}+scheduler_config.max_prefill_tokens=4"
     assert main(arguments) == 2
-    told = f"error: {arguments[2]}: --set: `scheduler_config.max_prefill_tokens` must be at least model_config.decode_"
-    assert told in capsys.readouterr().err
+    message = (
+        f"error: {arguments[2]}: --set: `scheduler_config.max_prefill_tokens` must be at least model_config.decode_"
+    )
+    assert message in capsys.readouterr().err
 
 
-def test_a_recording_of_a_model_with_more_tokens_is_refused(arguments, tmp_path, capsys):
+def test_whatif_refuses_a_recording_of_a_larger_vocabulary(arguments, tmp_path, capsys):
     recorded(tmp_path / "recordings")
     arguments[arguments.index("--load") + 1] = str(tmp_path / "recordings")
     (tmp_path / "my.yaml").write_text("model_config: {vocab_size: 30}\n")
     assert main(arguments) == 2
-    told = (
+    message = (
         "recordings: must be a recording of the model that is simulated, which has 30 tokens; `--model none` simulates"
     )
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("config", ["", "my.yaml+@profile="])
-def test_a_configuration_without_a_file_is_refused(arguments, capsys, config):
+def test_whatif_refuses_a_configuration_without_file(arguments, capsys, config):
     arguments[2] = config
     assert main(arguments) == 2
-    told = f"CONFIG must be FILE, FILE+SECTION.KEY=VALUE or FILE+@profile=FILE. Given: '{config}'"
-    assert told in capsys.readouterr().err
+    message = f"CONFIG must be FILE, FILE+SECTION.KEY=VALUE or FILE+@profile=FILE. Given: '{config}'"
+    assert message in capsys.readouterr().err
 
 
-def test_a_plot_names_configurations_and_classes(arguments, tmp_path):
+def test_plot_names_configurations_and_classes(arguments, tmp_path):
     pytest.importorskip("matplotlib")
     write_profile(create_profile(name="int8"), tmp_path / "int8.json")
     arguments.insert(3, f"{arguments[1]}+@profile={tmp_path / 'int8.json'}")

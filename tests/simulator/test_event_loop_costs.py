@@ -11,7 +11,7 @@ TAKE_S = 0.0003
 
 
 def measured(seed=1):
-    """Steps of 10 ms for up to 60 rows while requests come by chance: now and then the loop is behind."""
+    """Return steps of 10 ms for up to 60 rows while requests arrive at random; sometimes the loop is late."""
     rng = random.Random(seed)
     timings, seen, free = Timings(), {}, 0.0
     due, events = 0.0, []
@@ -37,11 +37,11 @@ def measured(seed=1):
     return timings, list(seen.values())
 
 
-def test_the_fit_separates_the_costs_though_the_loop_is_often_behind():
+def test_event_loop_fit_separates_costs_of_a_busy_loop():
     timings, seen = measured()
     found = fit_event_loop(timings, seen, lambda step: TAKE_S, EventLoopCosts(0.0008, 0.00003, 0.002))
     assert found == pytest.approx(TRUE, rel=0.1)
 
 
-def test_without_client_timings_there_are_no_costs():
+def test_event_loop_fit_needs_client_timings():
     assert fit_event_loop(Timings(), [], lambda step: 0.0, TRUE) is None

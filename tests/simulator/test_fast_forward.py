@@ -1,4 +1,4 @@
-"""Steps that are decided at once for all requests are what they are when each request is looked at."""
+"""Fast-forwarded decode steps equal steps that are scheduled request by request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPECULATION: dict[str, dict[str, Any]] = {
     "two replicas": {"cluster_config__replicas": 2},
     "audits": {"serving_config__audit_every": 3},
 }
-"""Loads with some predictable answers."""
+"""Workloads with some predictable answers."""
 CASES: dict[str, dict[str, Any]] = {
     "as they come": {},
     "one step at a time": {"scheduler_config__async_scheduling": False},
@@ -53,9 +53,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def create(seed: int, timeout_s: float | None, *, recites: bool) -> Workload:
-    """Requests that come and end at any time; some stop before they must, one client asks again and again.
+    """Return requests that arrive and end at random times; some stop early, one client is a closed loop.
 
-    With `recites`, some of the answers are predictable.
+    With `recites`, some answers are predictable.
     """
     rng = random.Random(seed)
 
@@ -116,10 +116,10 @@ def play(
         result: SimulationResult = Simulation(
             config_with(**settings), load, profile, 1, fast_forward=fast_forward
         ).run()
-    told = [replace(each, request_class=None) for each in result.outcomes]  # type: ignore[arg-type]
+    outcomes = [replace(each, request_class=None) for each in result.outcomes]  # type: ignore[arg-type]
     counts = result.num_steps, result.num_tokens, result.preemptions, result.bound_violations
     drafts = result.num_draft_tokens, result.num_accepted_tokens
-    return (told, result.block_use, counts, drafts, result.busy_share), known
+    return (outcomes, result.block_use, counts, drafts, result.busy_share), known
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -144,7 +144,7 @@ def test_fast_forwarded_steps_equal_steps_decided_request_by_request(case, monke
     monkeypatch.setattr(FastForwardEngine, "_step", counted)
     monkeypatch.setattr(FastForwardEngine, "advance", noted)
     monkeypatch.setattr(Metrics, "audited", lambda self, *, differs: differ.append(differs))
-    if case == "drafts, many":  # three already count as many
+    if case == "drafts, many":  # already three requests count as many
         monkeypatch.setattr("llm_serving.speculation.controller.MIN_CHECKED", 3)
     for seed, timeout_s in enumerate((None, 0.7)):
         load = create(10 * seed + len(case), timeout_s, recites=case.startswith("drafts"))

@@ -1,4 +1,4 @@
-"""What `profile`, `whatif` and `tune` write is whole, whatever happens to the disk, to them and beside them."""
+"""Output files of `profile`, `whatif` and `tune` are complete in spite of full disks, kills and concurrent writers."""
 
 import resource
 import signal
@@ -12,7 +12,7 @@ TEXT = "a: 1\n" * 1000
 
 @pytest.fixture
 def full_disk():
-    """No file may grow beyond a page, as if there were no more room."""
+    """Limit files to one page, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
@@ -25,7 +25,7 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_stood_there_is_replaced_and_keeps_its_rights(tmp_path):
+def test_output_replaces_a_file_and_keeps_its_permissions(tmp_path):
     path = tmp_path / "tuned.yaml"
     write_file(path, "b: 2\n")
     path.chmod(0o640)
@@ -35,7 +35,7 @@ def test_what_stood_there_is_replaced_and_keeps_its_rights(tmp_path):
     assert names_in(tmp_path) == ["tuned.yaml"]
 
 
-def test_on_a_full_disk_what_stood_there_still_does(tmp_path, full_disk):
+def test_output_keeps_the_existing_file_on_a_full_disk(tmp_path, full_disk):
     path = tmp_path / "tuned.yaml"
     write_file(path, "b: 2\n")
     with pytest.raises(ConfigError, match=r"tuned\.yaml: cannot be written: File too large"):
@@ -44,7 +44,7 @@ def test_on_a_full_disk_what_stood_there_still_does(tmp_path, full_disk):
     assert names_in(tmp_path) == ["tuned.yaml"]
 
 
-def test_who_reads_meanwhile_gets_a_whole_file(tmp_path):
+def test_output_is_complete_for_concurrent_readers(tmp_path):
     path = tmp_path / "tuned.yaml"
     write_file(path, TEXT)
     with path.open() as file:
@@ -52,7 +52,7 @@ def test_who_reads_meanwhile_gets_a_whole_file(tmp_path):
         assert file.read() == TEXT
 
 
-def test_links_and_devices_stay_what_they_are(tmp_path):
+def test_output_keeps_links_and_devices(tmp_path):
     (tmp_path / "tuned.yaml").symlink_to("here.yaml")
     write_file(tmp_path / "tuned.yaml", TEXT)
     assert (tmp_path / "tuned.yaml").is_symlink()

@@ -49,13 +49,13 @@ def test_play_sends_the_temperature():
     assert [each.sampling.temperature for each in engine.submitted] == [1.5, 0.0]
 
 
-def test_a_closed_loop_sends_the_next_request_after_an_answer():
+def test_play_in_a_closed_loop_sends_after_an_answer():
     result = play_on(FakeEngine(script=ANSWER), create_load(*[0.0] * 5, concurrency=2))
     assert len(result.outcomes) == 5
     assert result.outcomes[2].due_s >= min(each.end_s for each in result.outcomes[:2])
 
 
-def test_a_refused_request_is_sent_again_as_often_as_the_workload_says():
+def test_play_retries_refused_requests_as_the_workload_says():
     engine = FakeEngine(script=ANSWER, refusal=CapacityError("too much waits", 0.01), refuse_from=1)
     load = create_load(0.0, 0.01)
     answered, refused = play_on(engine, replace(load, retries=2)).outcomes
@@ -64,18 +64,18 @@ def test_a_refused_request_is_sent_again_as_often_as_the_workload_says():
     assert "too much waits" in refused.error
 
 
-def test_an_unfinished_request_is_aborted_at_the_end_and_keeps_its_token_times():
+def test_play_aborts_unfinished_requests_and_keeps_their_token_times():
     for until_s in (0.1, 1.0, 10.0):  # a busy machine takes longer for the first tokens
         engine = FakeEngine(script=replace(ANSWER, hold_after=2))
         result = play_on(engine, create_load(0.0), until_s=until_s)
         (broken,), (timing,) = result.outcomes, result.timings
         assert broken.finish == ""
         assert not broken.ok
-        if len(timing.token_times_s) == 2:  # what had come of it tells until when something was measured
+        if len(timing.token_times_s) == 2:  # partial results give the end of a measurement
             return
     raise AssertionError(timing)
 
 
-def test_no_server_is_an_error():
+def test_play_without_a_server_is_an_error():
     with pytest.raises(UnavailableError, match="no server answers at 127"):
         uvloop.run(play("http://127.0.0.1:1", create_load(0.0), CLASSES))

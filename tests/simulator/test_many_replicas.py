@@ -1,4 +1,4 @@
-"""A cluster of many replicas is simulated step by step and request by request as one of few is."""
+"""The cost of a step and of a request in a simulation does not depend on the number of replicas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREFIX = [7] * 64
 
 
 def create() -> Workload:
-    """First one client alone, so that somebody has measured something; then requests that are few at a time."""
+    """Return one client alone, for the first measurement; then few requests at a time."""
     rng = random.Random(0)
 
     def asked(name: str, due_s: float) -> WorkloadRequest:
@@ -36,7 +36,7 @@ CLASSES = ("interactive", "batch", None)
 
 
 def num_calls(num_replicas: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Of functions, from when somebody has measured something until all have been answered."""
+    """Return the number of function calls from the first measurement to the last answer."""
     count, counts = 0, False
 
     def called(frame: FrameType, event: str, argument: Any) -> None:
@@ -58,13 +58,13 @@ def num_calls(num_replicas: int, monkeypatch: pytest.MonkeyPatch) -> int:
     return count
 
 
-def test_a_step_and_a_request_take_no_more_calls_with_many_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulation_calls_per_step_are_independent_of_the_number_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = (num_calls(number, monkeypatch) for number in (20, 200))
     assert few > 10_000
     assert many < 1.05 * few
 
 
-def test_all_replicas_share_the_lengths_of_requests() -> None:
+def test_replicas_share_the_lengths_of_requests() -> None:
     simulation = Simulation(config_with(cluster_config__replicas=2), create(), create_profile())
     first, second = (vars(replica.agent) for replica in simulation._replicas)
     for name in ("_num_prompt", "_num_output", "_end_positions"):

@@ -1,4 +1,4 @@
-"""What lies beyond the steps that a profile was made of is told, and not looked for."""
+"""Steps outside of a profile's measured range are reported, and the tuner avoids them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from support.simulator_workloads import config_with, create_load, create_profile
 BUDGET, SLOTS = "scheduler_config.max_prefill_tokens", "model_config.decode_batch_size"
 
 
-def test_a_profile_reaches_what_several_steps_have_reached():
+def test_measured_range_needs_several_steps():
     shapes = [StepShape(rows, 10 * rows, rows, 0, 0, 0) for rows in (1, 2, 3, 4, 50)]
     assert measured_maxima(shapes) == {"rows": 3, "tokens": 30, "context": 0, "pairs": 0}
     assert measured_maxima(shapes[:1])["rows"] == 1
     assert measured_maxima([]) == {}
 
 
-def test_steps_beyond_what_was_measured_are_counted_and_named():
+def test_extrapolated_steps_are_counted_and_named():
     load = create_load(*[0.0] * 8, num_prompt=100)
     result = simulate(load, create_profile(measured_to={"tokens": 128, "rows": 8}))
     figures = figures_of(result)
@@ -32,10 +32,10 @@ def test_steps_beyond_what_was_measured_are_counted_and_named():
     within = simulate(load, create_profile(measured_to={"tokens": 800, "rows": 8}))
     assert figures_of(within)["extrapolated_steps"] == 0
     assert "BEYOND WHAT WAS MEASURED" not in table([(within, figures_of(within))])
-    assert figures_of(simulate(load, create_profile()))["extrapolated_steps"] == 0  # made by hand: nothing is watched
+    assert figures_of(simulate(load, create_profile()))["extrapolated_steps"] == 0  # a handwritten profile has no range
 
 
-def test_a_search_keeps_to_steps_that_were_measured():
+def test_search_space_stays_in_the_measured_range():
     config, reach = (
         config_with(**{BUDGET.replace(".", "__"): 512, SLOTS.replace(".", "__"): 8}),
         MeasuredRange({"rows": 60, "tokens": 1000}),
@@ -51,11 +51,11 @@ def test_a_search_keeps_to_steps_that_were_measured():
         each.key: each.values
         for each in search_space(small, create_load(0.0), goal, measured=MeasuredRange({"tokens": 300}))
     }
-    assert values[BUDGET][-1] == 700  # its own stays
+    assert values[BUDGET][-1] == 700  # its current value stays
     assert largest_steps(config_with(scheduler_config__max_prefill_tokens=8192))[1] == 8192
 
 
-def test_what_a_profile_reaches_is_kept(tmp_path):
+def test_profile_stores_its_measured_range(tmp_path):
     profile = create_profile(measured_to={"rows": 8.0, "pairs": 0.0})
     path = tmp_path / "profile.json"
     write_profile(profile, path)

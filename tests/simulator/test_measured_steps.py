@@ -17,7 +17,7 @@ class Clock:
 
 @pytest.fixture
 def recorded():
-    """A prompt alone, then two steps of which the second was formed ahead."""
+    """Return a recording of a prompt alone, and two steps of which the second was scheduled ahead."""
     files, clock = MemoryFiles(), Clock()
     scheduler = create_recorded(files, clock=clock)
     scheduler.add(create_request(6, request_id="a", arrival_time=1.0))
@@ -38,7 +38,7 @@ def written(data: bytes, folder: Path) -> Path:
     return folder / "a.rec"
 
 
-def test_steps_have_their_shapes_and_times(recorded, tmp_path):
+def test_measured_steps_have_shapes_and_times(recorded, tmp_path):
     timings = read_timings([written(recorded, tmp_path)])
     prompt, first, ahead = timings.steps
     assert prompt.shape == StepShape(rows=1, tokens=6, samples=1, context=6, pairs=21, moves=0)
@@ -48,8 +48,8 @@ def test_steps_have_their_shapes_and_times(recorded, tmp_path):
     assert (ahead.ahead, ahead.seconds) == (True, 0.75)
 
 
-def test_a_step_that_is_formed_late_tells_nothing_of_taking_replies(tmp_path):
-    """Behind a long step, while the next is under way, the master waits; behind short ones it does not."""
+def test_measured_reply_time_excludes_steps_scheduled_late(tmp_path):
+    """The master waits after a long step, while the next one runs; it does not after short ones."""
     files, clock = MemoryFiles(), Clock()
     scheduler = create_recorded(files, clock=clock)
     scheduler.add(create_request(6, request_id="a", max_tokens=20, arrival_time=1.0))
@@ -63,7 +63,7 @@ def test_a_step_that_is_formed_late_tells_nothing_of_taking_replies(tmp_path):
     assert [each.next_schedule_s for each in steps] == [None, None, 1.522, 1.531]
 
 
-def test_a_step_has_the_requests_that_came_beside_it(tmp_path):
+def test_measured_step_counts_requests_read_during_it(tmp_path):
     files, clock = MemoryFiles(), Clock()
     scheduler = create_recorded(files, clock=clock)
     scheduler.add(create_request(6, request_id="a", arrival_time=1.0))
@@ -73,10 +73,10 @@ def test_a_step_has_the_requests_that_came_beside_it(tmp_path):
     clock.now = 2.0
     scheduler.update(prompt, [7])
     (step,) = read_timings([written(files.files[0], tmp_path)]).steps
-    assert step.shape.read == 2  # c and d
+    assert step.shape.read == 2  # requests c and d
 
 
-def test_requests_have_their_arrival_and_the_times_of_their_tokens(recorded, tmp_path):
+def test_measured_requests_have_arrival_and_token_times(recorded, tmp_path):
     timings = read_timings([written(recorded, tmp_path)])
     assert timings.arrivals == {"a": 1.0}
     assert timings.replies == {"a": [2.0, 3.0, 3.75]}
@@ -95,7 +95,7 @@ def test_accepted_drafts_are_tokens_of_their_reply(tmp_path):
     assert [step.shape.samples for step in timings.steps] == [1, 4, 1]
 
 
-def test_requests_of_a_later_file_keep_their_names(tmp_path):
+def test_measured_requests_keep_their_names_in_later_files(tmp_path):
     files, clock = MemoryFiles(), Clock()
     scheduler = create_recorded(files, max_file_bytes=200, clock=clock)
     for number in range(100):
@@ -107,9 +107,9 @@ def test_requests_of_a_later_file_keep_their_names(tmp_path):
         (tmp_path / f"{number}.rec").write_bytes(data)
     timings = read_timings(sorted(tmp_path.glob("*.rec")))
     assert timings.replies.items() <= {str(number): [float(number)] for number in range(100)}.items()
-    assert len(timings.replies) > 95  # a step that is under way at the end of a file is in none
+    assert len(timings.replies) > 95  # a step in flight at the end of a file belongs to no file
 
 
-def test_a_damaged_recording_is_named(recorded, tmp_path):
+def test_damaged_recording_error_names_the_file(recorded, tmp_path):
     with pytest.raises(RecordingError, match=r"a\.rec: record \d+ at byte \d+ is damaged"):
         read_timings([written(recorded[:-20] + b"\0" + recorded[-19:], tmp_path)])

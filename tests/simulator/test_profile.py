@@ -17,7 +17,7 @@ step:
 """
 
 
-def test_a_profile_is_read_as_it_was_written(tmp_path):
+def test_profile_round_trip(tmp_path):
     pieces = CostModel((CostTerm("step", 0.25), CostTerm("tokens", 0.5, 4, 8)))
     numbers = {"latency_s": 5e-05, "spread": (0.5, 1.5), "block_size": 32}
     profile = create_profile(step=pieces, form=pieces, **numbers, notes={"machine": "m"})
@@ -25,7 +25,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
     assert read_profile(tmp_path / "profile.json") == profile
 
 
-def test_a_profile_written_by_hand_is_marked_in_what_is_printed(tmp_path):
+def test_results_of_a_handwritten_profile_are_marked(tmp_path):
     (tmp_path / "npu.yaml").write_text(WRITTEN)
     profile = read_profile(tmp_path / "npu.yaml")
     assert profile_source(profile) == "NOT MEASURED: times of NPU are figures of a data sheet, 2023"
@@ -34,7 +34,7 @@ def test_a_profile_written_by_hand_is_marked_in_what_is_printed(tmp_path):
 
 
 @pytest.mark.parametrize("written", ["1e-2", "1.0e-2", "1.0E-02", "0.01"])
-def test_numbers_may_have_exponents(tmp_path, written):
+def test_profile_numbers_may_have_exponents(tmp_path, written):
     (tmp_path / "npu.yaml").write_text(WRITTEN.replace("0.01}", f"{written}}}"))
     assert read_profile(tmp_path / "npu.yaml").step.terms[0].seconds == 0.01
     (tmp_path / "npu.yaml").write_text(WRITTEN.replace("0.01}", "1.5e2}"))
@@ -52,17 +52,17 @@ def test_numbers_may_have_exponents(tmp_path, written):
         ("name: NPU", "nam: NPU", "`name` must be given"),
     ],
 )
-def test_bad_profiles_are_named_with_their_line(tmp_path, before, after, error):
+def test_invalid_profile_error_has_a_line(tmp_path, before, after, error):
     (tmp_path / "npu.yaml").write_text(WRITTEN.replace(before, after, 1))
     with pytest.raises(ConfigError, match=error):
         read_profile(tmp_path / "npu.yaml")
 
 
-def test_segments_meet():
+def test_cost_segments_must_be_contiguous():
     model = CostModel(tuple(segments("tokens", (16, 64))))
     assert [model.seconds(StepShape(1, tokens, 1, 0, 0, 0)) for tokens in (3, 16, 40, 64, 100)] == [3, 16, 40, 64, 100]
 
 
-def test_the_shape_of_a_step_counts_keys_and_pairs():
+def test_step_shape_counts_keys_and_pairs():
     shape = shape_of_rows(np.array([1, 4], np.int32), np.array([10, 2], np.int32), 2, 3)
     assert shape == StepShape(rows=2, tokens=5, samples=2, context=17, pairs=4 * 2 + 10, moves=3)

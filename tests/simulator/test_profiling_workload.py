@@ -1,7 +1,7 @@
 from llm_serving_simulator.profiling_workload import ServerLimits, larger_phases, phases
 
 
-def test_every_request_fits_the_server():
+def test_profiling_requests_fit_the_server():
     limits = ServerLimits(num_slots=12, max_len=200, num_cached=640, vocab_size=50)
     found = phases(limits)
     assert [each.name for each in found][3:7] == ["2 clients", "4 clients", "8 clients", "12 clients"]
@@ -12,18 +12,18 @@ def test_every_request_fits_the_server():
             assert all(3 <= token < 50 for token in asked.prompt_token_ids)
 
 
-def test_the_smallest_server_has_phases_too():
+def test_profiling_has_phases_for_the_smallest_server():
     for phase in phases(ServerLimits(1, 8, 8, 16)):
         assert phase.workload.streams[0].requests[0].num_output_tokens >= 1
 
 
-def test_the_same_seed_asks_for_the_same():
+def test_profiling_requests_depend_on_the_seed():
     limits = ServerLimits(2, 64, 640, 50)
     first, again, other = (phases(limits, seed)[3].workload.streams[0].requests[:9] for seed in (1, 1, 2))
     assert first == again != other
 
 
-def test_larger_steps_are_asked_for_up_to_the_largest():
+def test_profiling_includes_larger_steps_up_to_the_largest():
     limits = ServerLimits(num_slots=256, max_len=1024, num_cached=16384, vocab_size=50)
     found = larger_phases(limits, 4096, limits._replace(num_slots=128), 512)
     names = [each.name for each in found[1:]]
@@ -42,8 +42,8 @@ def test_larger_steps_are_asked_for_up_to_the_largest():
     ]
 
 
-def test_many_clients_are_asked_for_steps_that_only_decode_too():
-    """Whose prompts all fit one step, and whose answers go on together."""
+def test_profiling_of_many_clients_includes_decode_only_steps():
+    """Their prompts fit one step, and their answers are decoded together."""
     limits = ServerLimits(num_slots=64, max_len=1024, num_cached=16384, vocab_size=50)
     found = [each for each in phases(limits) if each.name.endswith("short prompts")]
     assert [each.name for each in found] == [f"{count} clients, short prompts" for count in (16, 32, 64)] * 2
@@ -53,7 +53,7 @@ def test_many_clients_are_asked_for_steps_that_only_decode_too():
         assert {each.num_output_tokens for each in stream.requests} == {128}
 
 
-def test_few_clients_repeat_their_requests_so_that_answers_are_drafted():
+def test_profiling_of_few_clients_repeats_requests_for_drafts():
     found = [each for each in phases(ServerLimits(4, 256, 1024, 50)) if each.name.endswith("the same again")]
     assert [each.name.split()[0] for each in found] == ["1", "2", "4"] * 2
     for phase in found:

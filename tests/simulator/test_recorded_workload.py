@@ -1,4 +1,4 @@
-"""What was asked during a recording, and what came of it."""
+"""The requests of a recording, and their outcomes."""
 
 from pathlib import Path
 
@@ -11,12 +11,12 @@ from support.recordings import MemoryFiles, create_recorded
 
 
 def asked(folder: Path) -> dict[int, WorkloadRequest]:
-    """By the number of prompt tokens."""
+    """Return the requests by number of prompt tokens."""
     return {len(each.prompt_token_ids): each for each in read_recorded(folder).streams[0].requests}
 
 
-def test_who_waited_until_it_was_given_up_belongs_to_the_load(tmp_path: Path) -> None:
-    """One that was never scheduled, and one that the recording does not see the end of."""
+def test_recorded_workload_includes_aborted_and_unfinished_requests(tmp_path: Path) -> None:
+    """One request was never scheduled, another one is unfinished at the end of the recording."""
     files = MemoryFiles()
     scheduler = create_recorded(files, max_num_seqs=1)
     for num_prompt, name in ((4, "answered"), (5, "late"), (6, "waiting")):
@@ -35,21 +35,21 @@ def test_who_waited_until_it_was_given_up_belongs_to_the_load(tmp_path: Path) ->
     assert (found[5].max_tokens, found[5].timeout_s) == (9, 1.5)
 
 
-def test_who_asks_for_no_answer_is_given_none(tmp_path: Path) -> None:
+def test_recorded_workload_has_requests_without_output(tmp_path: Path) -> None:
     files = MemoryFiles()
     scheduler = create_recorded(files)
     scheduler.add(create_request(4, request_id="answered", max_tokens=9))
-    told = create_request(5, request_id="vector")
-    told.sampling, told.wants_vector = SamplingParams(max_tokens=0), True
-    scheduler.add(told)
+    embedding = create_request(5, request_id="vector")
+    embedding.sampling, embedding.wants_vector = SamplingParams(max_tokens=0), True
+    scheduler.add(embedding)
     while (step := scheduler.schedule(0.0)) is not None:
         scheduler.update(step, [7] * step.num_samples)
     (tmp_path / "a.rec").write_bytes(files.files[0])
     assert [each.num_output_tokens for each in asked(tmp_path).values()] == [9, 1]
 
 
-def test_a_request_of_two_files_is_as_it_is_where_it_got_farthest(tmp_path: Path) -> None:
-    """Whatever the files are called: replica 1 may have begun what replica 0 goes on with."""
+def test_recorded_workload_merges_a_request_of_two_files(tmp_path: Path) -> None:
+    """Whatever the names of the files: replica 1 may have started a request that replica 0 continues."""
     for name, num_tokens in (("replica-0", 9), ("replica-1", 2)):
         files = MemoryFiles()
         scheduler = create_recorded(files)

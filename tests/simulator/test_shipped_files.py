@@ -1,4 +1,4 @@
-"""Files that docs/guides/tuning.md tells of: loads, and a plot with the command that draws it."""
+"""Files described in docs/guides/tuning.md: workloads, and a plot with its command."""
 
 import argparse
 import re
@@ -25,17 +25,17 @@ def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def told_with(option: str) -> argparse.Namespace:
-    """The arguments of the command of docs/guides/tuning.md that has an option."""
+def arguments_with(option: str) -> argparse.Namespace:
+    """Return the arguments of the command in docs/guides/tuning.md that has an option."""
     text = Path("docs/guides/tuning.md").read_text().replace("\\\n", " ")
     (line,) = (each for each in text.splitlines() if each.startswith(".venv/bin/llm-serving") and option in each)
     return main._parser().parse_args(shlex.split(line)[1:])
 
 
-def test_the_plot_is_that_of_the_command_that_is_told():
-    told = told_with(f"--svg {PLOT}")
-    profile, load = read_profile(told.profile), load_workload(told.load)
-    variants = [read_variant(each, told.model, profile, told.seed) for each in told.configs]
+def test_shipped_plot_equals_that_of_the_documented_command():
+    arguments = arguments_with(f"--svg {PLOT}")
+    profile, load = read_profile(arguments.profile), load_workload(arguments.load)
+    variants = [read_variant(each, arguments.model, profile, arguments.seed) for each in arguments.configs]
     plot = (ROOT / PLOT).read_text()
     assert len(plot) < MOST_BYTES
     shown = re.findall("<!-- (.*) -->", plot)
@@ -48,6 +48,6 @@ def test_the_plot_is_that_of_the_command_that_is_told():
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "performance" / "loads").iterdir()), ids=lambda path: path.name)
-def test_loads_can_be_played(path):
+def test_shipped_workloads_can_be_simulated(path):
     load = load_workload(path)
     assert classes_in(load_config(CONFIG), load)

@@ -5,7 +5,7 @@ from llm_serving_simulator.measured_steps import MeasuredStep
 
 
 def measured(factor_at, count=2000):
-    """Steps of one to four rows in turn, one behind the other."""
+    """Return consecutive steps of one to four rows in turn."""
     steps, before = [], 0.0
     for number in range(count):
         rows = 1 + number % 4
@@ -15,7 +15,7 @@ def measured(factor_at, count=2000):
     return steps
 
 
-def test_a_slow_interval_is_found_with_its_factor_and_the_mean_factor():
+def test_slow_intervals_have_a_factor_and_a_mean():
     steps = measured(lambda time: 2.0 if 2 * INTERVAL_S <= time < 4 * INTERVAL_S else 1.0)
     slow = find_slow_intervals(steps)
     assert sorted(slow.factors) == [2, 3]
@@ -24,7 +24,7 @@ def test_a_slow_interval_is_found_with_its_factor_and_the_mean_factor():
     assert slow.mean == pytest.approx(1 + 2 / slow.num_intervals, rel=0.02)
 
 
-def test_an_interval_slower_by_a_third_is_found_though_most_steps_of_some_shapes_lie_in_it():
+def test_slow_interval_is_found_if_it_has_most_steps_of_some_shapes():
     steps, before = [], 0.0
     for number in range(1200):
         is_slow = 400 <= number < 600
@@ -37,6 +37,6 @@ def test_an_interval_slower_by_a_third_is_found_though_most_steps_of_some_shapes
     assert slow.factor(steps[100].reply_s) == slow.factor(steps[900].reply_s) == 1.0
 
 
-def test_steps_that_are_slow_by_their_shape_are_not_a_slow_interval():
+def test_slow_intervals_exclude_steps_with_slow_shapes():
     slow = find_slow_intervals(measured(lambda time: 1.0))
     assert (slow.factors, slow.mean) == ({}, 1.0)

@@ -1,4 +1,4 @@
-"""Speculative decoding in a simulation: the shipping controller on the texts of the load."""
+"""Speculative decoding in a simulation: the shipping controller on the answers of the workload."""
 
 import os
 import random
@@ -22,7 +22,7 @@ from support.simulator_workloads import STEP_S, config_with, create_profile
 
 NUM_TOKENS = 120
 FLAT = CostModel((CostTerm("step", STEP_S),))
-"""A step takes the same whatever it computes, so that every draft that may be accepted pays."""
+"""A step takes the same time for any number of tokens, so every acceptable draft token is worth it."""
 DEAR = CostModel((CostTerm("tokens", STEP_S),))
 
 
@@ -37,7 +37,7 @@ def create(share, num=4, seed=1):
 
 
 def create_again(num):
-    """So many answers, one after the other, and then all of them again."""
+    """Return requests one after the other, and then all of them a second time."""
     rng = random.Random(1)
     texts = 2 * [rng.choices(range(3, 1000), k=NUM_TOKENS) for _ in range(num)]
     requests = [
@@ -79,8 +79,8 @@ def test_more_recited_tokens_give_more_accepted_drafts():
 
 
 def test_unknown_answers_have_no_drafts():
-    told = [[each.token_times_s for each in play(create(0.0), method).outcomes] for method in ("ngram", "none")]
-    assert told[0] == told[1]
+    token_times = [[each.token_times_s for each in play(create(0.0), method).outcomes] for method in ("ngram", "none")]
+    assert token_times[0] == token_times[1]
     rng = random.Random(2)
     load = create(0.9, num=1)
     noise = WorkloadRequest("s", 0.0, rng.choices(range(3, 1000), k=40), 2000, 2000, answer_token_ids=[5])
@@ -90,8 +90,8 @@ def test_unknown_answers_have_no_drafts():
 
 
 @pytest.mark.parametrize(("step_s", "every"), [(0.01, 1), (1e-4, 12)])
-def test_updates_are_rarer_in_shorter_steps_where_drafts_do_not_pay(monkeypatch, step_s, every):
-    """As in a server, by the time of an update."""
+def test_draft_updates_are_rarer_in_shorter_steps_without_gain(monkeypatch, step_s, every):
+    """The interval depends on the time of an update, as in a server."""
     num_asked, follow = [], VirtualSpeculationController._update
     monkeypatch.setattr(VirtualSpeculationController, "_update", lambda *given: num_asked.append(1) or follow(*given))
     prompt = random.Random(2).choices(range(3, 1000), k=40)
@@ -103,14 +103,14 @@ def test_updates_are_rarer_in_shorter_steps_where_drafts_do_not_pay(monkeypatch,
     assert result.num_steps / len(num_asked) == pytest.approx(every, rel=0.2)
 
 
-def test_drafts_that_cost_their_gain_are_not_proposed():
+def test_drafts_without_net_gain_are_not_proposed():
     load = create(0.9, num=8)
     drafted, plain = play(load, step=DEAR), play(load, "none", DEAR)
     assert drafted.num_draft_tokens < 0.1 * 8 * NUM_TOKENS
     assert figures_of(drafted)["duration_s"] == pytest.approx(figures_of(plain)["duration_s"], rel=0.02)
 
 
-def test_a_recited_answer_of_one_is_found_in_that_of_another():
+def test_drafts_come_from_finished_answers_of_the_same_tenant():
     rng = random.Random(3)
     text = rng.choices(range(3, 1000), k=NUM_TOKENS)
     prompts = [rng.choices(range(3, 1000), k=40) for _ in range(3)]
@@ -122,10 +122,10 @@ def test_a_recited_answer_of_one_is_found_in_that_of_another():
     ]
     first, other, again = play(Workload("tests", (WorkloadStream("s", requests),), vocab_size=1000)).outcomes
     assert again.tpot_s < 0.5 * first.tpot_s
-    assert other.tpot_s == pytest.approx(first.tpot_s)  # another tenant's answers are not looked in
+    assert other.tpot_s == pytest.approx(first.tpot_s)  # answers of another tenant are not used
 
 
-def test_a_replica_takes_memory_only_for_its_own_answers():
+def test_simulated_replica_allocates_slots_of_its_own_answers_only():
     few = play(create(0.9))
     tracemalloc.start()
     try:
@@ -137,15 +137,15 @@ def test_a_replica_takes_memory_only_for_its_own_answers():
     assert peak < 40 * 2**20
 
 
-def test_a_seed_gives_the_same_draft_tokens_in_every_process():
-    """So many answers that some of their tokens share a slot of the table, by a hash that must not differ."""
+def test_draft_tokens_of_a_seed_are_equal_in_every_process():
+    """Some tokens of so many answers share a slot of the table, by a hash that must not vary."""
     code = (
         "import test_speculation as t; from llm_serving_simulator import virtual_work_agent as v;"
         "v.FINISHED_TOKENS = 2048;"
         "r = t.play(t.create_again(16)); print(r.num_draft_tokens, r.num_accepted_tokens, r.num_steps)"
     )
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    told = {
+    drafts = {
         subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
@@ -155,11 +155,11 @@ def test_a_seed_gives_the_same_draft_tokens_in_every_process():
         ).stdout
         for seed in ("1", "2")
     }
-    assert len(told) == 1
+    assert len(drafts) == 1
 
 
-def test_a_recording_has_the_answers_that_draft_tokens_come_from(tmp_path):
-    """A recording without speculation: a text that repeats itself, and one that does not."""
+def test_recorded_workload_has_answers_for_drafts(tmp_path):
+    """A recording without speculation has an answer that repeats itself, and one that does not."""
     files, rng = MemoryFiles(), random.Random(1)
     scheduler = create_recorded(files, num_blocks=256)
     for number, text in enumerate((list(range(50, 70)) * 4, rng.sample(range(200, 999), 80))):
@@ -178,7 +178,7 @@ def test_a_recording_has_the_answers_that_draft_tokens_come_from(tmp_path):
     assert play(load, "none").num_draft_tokens == 0
 
 
-def test_the_search_space_has_speculation_where_answers_are_known():
+def test_search_space_includes_speculation_with_known_answers():
     goal = TuningObjective(Figure("", "goodput_per_s"), maximize=True)
     has_parameter = [
         "scheduler_config.speculative_method" in [each.key for each in search_space(config_with(), create(share), goal)]

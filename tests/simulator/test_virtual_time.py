@@ -1,4 +1,4 @@
-"""Threads that share an interpreter: whoever asks for a time gets what is free from then on."""
+"""Threads that share an interpreter: a reservation gets the free time from its start on."""
 
 import itertools
 import random
@@ -7,7 +7,7 @@ import pytest
 from llm_serving_simulator.virtual_time import SharedInterpreter
 
 
-def test_work_waits_for_what_was_there_before() -> None:
+def test_interpreter_reservations_wait_for_earlier_ones() -> None:
     interpreter = SharedInterpreter()
     assert interpreter.reserve(0.0, 2.0) == 2.0
     assert interpreter.reserve(1.0, 1.0) == 3.0
@@ -15,22 +15,22 @@ def test_work_waits_for_what_was_there_before() -> None:
     assert interpreter.busy_s == 4.0
 
 
-def test_free_time_before_others_work_is_used_in_pieces() -> None:
+def test_interpreter_reservations_fill_free_time_in_pieces() -> None:
     interpreter = SharedInterpreter()
     interpreter.reserve(2.0, 1.0)
     interpreter.reserve(4.0, 1.0)
     assert interpreter.reserve(0.0, 1.0) == 1.0
-    assert interpreter.reserve(1.5, 2.0) == 5.5  # half a second before 2, one before 4, half behind 5
-    assert interpreter.reserve(0.0, 0.75) == 5.75  # from 1 to 1.5, and then behind all
+    assert interpreter.reserve(1.5, 2.0) == 5.5  # half a second before 2, one before 4, half after 5
+    assert interpreter.reserve(0.0, 0.75) == 5.75  # from 1 to 1.5, and then after all others
 
 
-def test_nothing_takes_no_time() -> None:
+def test_interpreter_reservation_of_0_s_ends_at_once() -> None:
     interpreter = SharedInterpreter()
     interpreter.reserve(0.0, 3.0)
     assert interpreter.reserve(1.0, 0.0) == 1.0
 
 
-def test_what_is_past_is_forgotten_and_changes_nothing_later() -> None:
+def test_interpreter_forgets_past_reservations_without_effect() -> None:
     kept, forgetful = SharedInterpreter(), SharedInterpreter()
     rng = random.Random(1)
     for step in range(500):
@@ -40,7 +40,7 @@ def test_what_is_past_is_forgotten_and_changes_nothing_later() -> None:
         assert forgetful.reserve(time, seconds) == pytest.approx(kept.reserve(time, seconds))
 
 
-def test_no_moment_is_given_twice() -> None:
+def test_interpreter_reservations_do_not_overlap() -> None:
     interpreter, rng, total, latest = SharedInterpreter(), random.Random(2), 0.0, 0.0
     for _ in range(300):
         time, seconds = rng.random() * 40, rng.random()

@@ -1,4 +1,4 @@
-"""What a simulation makes of a step in place of its arrays tells the same of it."""
+"""The virtual step of a simulation has the same shape and samples as the arrays of a real one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from support.scheduler_loads import arrivals, create_load, scheduler_options
 
 @settings(max_examples=40)
 @given(arrivals=arrivals, options=scheduler_options())
-def test_shape_and_samples_are_those_of_the_arrays(arrivals: list[tuple[Any, ...]], options: dict[str, Any]) -> None:
+def test_virtual_step_has_the_shape_and_samples_of_the_arrays(
+    arrivals: list[tuple[Any, ...]], options: dict[str, Any]
+) -> None:
     scheduler = create_scheduler(**options | {"max_steps_in_flight": 1})
     builder = StepBuilder(scheduler.blocks)
     for _, _, request in create_load(arrivals):

@@ -39,7 +39,7 @@ def load(tmp_path):
     return read_workload(write(tmp_path / "load.yaml", WORKLOAD))
 
 
-def test_rates_lengths_and_tenants_are_those_of_the_file(load):
+def test_workload_has_the_rates_lengths_and_tenants_of_the_file(load):
     chat, nightly = load.streams
     assert 420 < len(chat.requests) < 580
     assert all(20 <= len(each.prompt_token_ids) <= 40 for each in chat.requests)
@@ -51,12 +51,12 @@ def test_rates_lengths_and_tenants_are_those_of_the_file(load):
     assert (nightly.requests[0].priority, nightly.requests[0].timeout_s) == (1, 60)
 
 
-def test_prompts_share_their_prefixes(load):
+def test_workload_prompts_share_prefixes(load):
     assert len({tuple(each.prompt_token_ids[:16]) for each in load.streams[0].requests}) == 2
 
 
 @pytest.mark.parametrize(("share", "run"), [(0.25, 8), (0.6, 32), (0.97, 32), (1.0, 1)])
-def test_a_share_of_an_answer_repeats_what_stands_before_it(share, run):
+def test_workload_answers_repeat_earlier_text(share, run):
     prompt, vocab_size = list(range(3, 203)), 2**20
     text = repetitive_answer(random.Random(1), prompt, 20_000, share, run, vocab_size)
     known, num_repeated = set(prompt), 0
@@ -66,7 +66,7 @@ def test_a_share_of_an_answer_repeats_what_stands_before_it(share, run):
     assert num_repeated / len(text) == pytest.approx(share, abs=0.04)
 
 
-def test_streams_without_recitations_are_drawn_as_ever(tmp_path, load):
+def test_workload_without_repetition_is_unchanged(tmp_path, load):
     changed = WORKLOAD.replace("    prefixes: 2\n", "    prefixes: 2\n    recited: 0.5\n    recited_run: 16\n")
     recited = read_workload(write(tmp_path / "load.yaml", changed))
     assert recited.streams[1] == load.streams[1]
@@ -75,13 +75,13 @@ def test_streams_without_recitations_are_drawn_as_ever(tmp_path, load):
         assert len(each.answer_token_ids) == min(each.num_output_tokens, each.max_tokens)
 
 
-def test_the_seed_decides(tmp_path, load):
+def test_workload_depends_on_the_seed(tmp_path, load):
     path = tmp_path / "load.yaml"
     assert read_workload(path) == load
     assert read_workload(path, seed=4) != load
 
 
-def test_a_load_comes_faster(load):
+def test_workload_faster_scales_arrivals(load):
     faster = load.faster(2.0)
     assert faster.streams[0].requests[-1].due_s == load.streams[0].requests[-1].due_s / 2
     assert faster.streams[1] == load.streams[1]
@@ -100,7 +100,7 @@ def test_a_load_comes_faster(load):
         ("duration_s: 100\n", "", "must have `requests`, `ends_s`, or `duration_s`"),
     ],
 )
-def test_bad_input_is_named_with_its_line(tmp_path, before, after, error):
+def test_invalid_workload_error_has_a_line(tmp_path, before, after, error):
     assert before in WORKLOAD
     with pytest.raises(ConfigError, match=error):
         read_workload(write(tmp_path / "load.yaml", WORKLOAD.replace(before, after, 1)))

@@ -70,7 +70,7 @@ def test_a_deadline_in_the_middle_of_a_frame_loses_nothing(ends) -> None:
 
 
 def test_receive_copies_a_large_frame_once(ends) -> None:
-    """Each copy would delay the steps of this process."""
+    """Each additional copy would delay the steps of this process."""
     left, channel = ends
     sent = BlockContents([1], [2], [3], bytes(2**23))
     thread = threading.Thread(target=Channel(left, MasterMessage).send, args=(sent,))

@@ -75,7 +75,7 @@ def test_the_largest_step_fits_its_buffer() -> None:
         scheduler.add(create_request(7, repetition_penalty=1.5, logit_bias=bias))
     schedule = scheduler.schedule(0.0)
     assert schedule is not None
-    # 8 rows of 4 blocks: all of them out, others in, and a copy a row.
+    # 8 rows of 4 blocks: all swapped out, others swapped in, and one copy per row.
     moves = np.zeros((8 * 4 * 2 + 8, 6), np.int32)
     # A score of every token, and of each row a token and a vector.
     result_tokens, scoring = np.zeros((64 + 2 * 8, 3), np.int32), scoring_input(*(([0], 20) for _ in range(64)))
@@ -85,7 +85,7 @@ def test_the_largest_step_fits_its_buffer() -> None:
 
 
 def a_step_of_drafts(num_rows: int, num_draft_tokens: int, num_prompt_tokens: int) -> StepInput:
-    """Rows with penalties and biases, which decode, each with so many draft tokens."""
+    """Return a step of decode rows with penalties and biases and this many draft tokens each."""
     scheduler = create_scheduler(
         max_num_seqs=num_rows, num_blocks=400, block_size=64, max_num_batched_tokens=13_000, max_model_len=4000
     )

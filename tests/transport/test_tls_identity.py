@@ -18,7 +18,7 @@ SECRET = "0123456789abcdef" * 2
 
 
 def meet(master: ssl.SSLContext, agent: ssl.SSLContext) -> bytes:
-    """What the master reads of an agent that sends "in"."""
+    """Return what the master reads from a WorkAgent that sends "in"."""
     left, right = socket.socketpair()
     with left, right, ThreadPoolExecutor(1) as pool:
         left.settimeout(10.0)
@@ -103,14 +103,14 @@ def test_a_secret_of_several_words_is_rejected(tmp_path: Path, content: str) -> 
 
 
 def test_a_secret_is_only_read_from_regular_files(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe", 0o600)  # which nobody ever writes to
+    os.mkfifo(tmp_path / "pipe", 0o600)  # no process ever writes to it
     for path in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(ConfigError, match="must be a regular file"):
             read_secret(path)
 
 
 def test_certificates_are_accepted_at_any_date(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended_long_ago = datetime.datetime(2021, 1, 1, tzinfo=datetime.UTC)  # as for a machine that is years ahead
+    ended_long_ago = datetime.datetime(2021, 1, 1, tzinfo=datetime.UTC)  # as on a machine whose clock is years ahead
     monkeypatch.setattr(tls_identity, "_VALID_UNTIL", ended_long_ago)
     assert meet(ClusterIdentity(SECRET).server_context(), ClusterIdentity(SECRET).client_context()) == b"in"
 

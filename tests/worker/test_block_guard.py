@@ -1,4 +1,4 @@
-"""Every way in which a fault of the master could garble a text is an error instead."""
+"""Every fault of the master that could garble a text is detected as an error."""
 
 import pytest
 from llm_serving.core.step import NO_BLOCK, BlockMoveKind
@@ -12,7 +12,7 @@ INSIDE = (BlockMoveKind.COPY, BlockMoveKind.SWAP_OUT, BlockMoveKind.SWAP_IN)
 
 @pytest.fixture
 def guard():
-    """Block 1 is full and block 2 has two tokens, both of epoch 7."""
+    """Return a guard with block 1 full and two tokens in block 2, both of epoch 7."""
     guard = BlockGuard(num_blocks=8, num_swap_blocks=2, block_size=4)
     guard.check(a_row(6, 0, [1, 2], [7, 7]))
     return guard
@@ -123,7 +123,7 @@ def test_swapping_in_a_reused_host_block_is_an_error(guard):
 
 
 class TestTransferPool:
-    """Two WorkAgents with caches of their own, and a pool of 3 blocks that both see."""
+    """Two WorkAgents with caches of their own and a shared transfer pool of 3 blocks."""
 
     @pytest.fixture
     def pool(self):
@@ -131,7 +131,7 @@ class TestTransferPool:
 
     @pytest.fixture
     def first(self, pool):
-        """Block 1 is full and block 2 has two tokens, both of epoch 7."""
+        """Return a guard with block 1 full and two tokens in block 2, both of epoch 7."""
         guard = BlockGuard(8, 0, 4, transfer=pool)
         guard.check(a_row(6, 0, [1, 2], [7, 7]))
         return guard
@@ -182,7 +182,9 @@ class TestTransferPool:
 
 
 class TestWindow:
-    """Blocks of 4 tokens, of which a token sees 6: one at position 9 sees from 4 on, at position 12 from 7 on."""
+    """Blocks of 4 tokens and a window of 6: the token at position 9 attends to positions from 4 on, that at 12 from 7
+    on.
+    """
 
     @pytest.fixture
     def guard(self):

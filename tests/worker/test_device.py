@@ -15,7 +15,7 @@ MISSING = {"cpu": "no C++ compiler found", "ascend_invariant": "no ms_custom_ops
 
 @pytest.fixture
 def made(monkeypatch):
-    """Backends made, in order; those that need a library cannot be made."""
+    """Return the created backends in order; those that need a library cannot be created."""
     made = []
 
     def create(name, dtype):
@@ -121,6 +121,6 @@ def test_an_npu_with_another_cache_format_is_rejected(monkeypatch):
 def test_graph_kernel_flags_are_passed_to_mindspore(monkeypatch):
     monkeypatch.setattr(device.ms, "set_context", lambda **given: None)
     monkeypatch.setattr(device.ms, "set_device", lambda *given: None)
-    monkeypatch.setenv("MS_DEV_GRAPH_KERNEL_FLAGS", "")  # so that it is put back afterwards
+    monkeypatch.setenv("MS_DEV_GRAPH_KERNEL_FLAGS", "")  # so that it is restored afterwards
     configure_device(DeviceConfig(graph_kernel_flags="--enable_parallel_fusion=true"))
     assert os.environ["MS_DEV_GRAPH_KERNEL_FLAGS"] == "--enable_parallel_fusion=true"

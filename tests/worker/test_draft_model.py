@@ -1,4 +1,4 @@
-"""A small model that proposes: what it says of a text it computed before, and of one it did not."""
+"""A small draft model: its proposals after cached, new and rejected tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def model(draft_runner):
 
 @pytest.fixture(scope="module")
 def answer(folder, cpu):
-    """What the same weights say as the large model, greedily and with temperature, token by token."""
+    """Return the answer of the same weights as served model, greedily and with temperature, token by token."""
     answers = {}
     for temperature in (0.0, 1.0):
         runner = ModelRunner(SPEC, folder, cpu, num_blocks=8, block_size=16, max_model_len=64)
@@ -70,21 +70,21 @@ def asked(token_ids, count=4, key=1, start=0, temperature=0.0):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_model_with_equal_weights_proposes_the_same_tokens(model, answer, temperature) -> None:
-    """Sampled too: the draft model has the random number of each position."""
-    said = answer[temperature]
-    assert len(set(said)) > 3
+    """Also for sampled answers, because the draft model uses the random number of each position."""
+    generated = answer[temperature]
+    assert len(set(generated)) > 3
     for num_known in (0, 1, 3, 7, 8, 12):
-        text = PROMPT + said[:num_known]
-        assert model.propose([asked(text, 5, temperature=temperature)]) == [said[num_known : num_known + 5]]
+        text = PROMPT + generated[:num_known]
+        assert model.propose([asked(text, 5, temperature=temperature)]) == [generated[num_known : num_known + 5]]
 
 
 def test_rejected_draft_tokens_are_recomputed(model, answer) -> None:
-    said = answer[0.0]
+    generated = answer[0.0]
     (proposed,) = model.propose([asked(PROMPT, 6)])
-    other = [*PROMPT, *said[:2], (said[2] + 1) % SPEC.vocab_size]
+    other = [*PROMPT, *generated[:2], (generated[2] + 1) % SPEC.vocab_size]
     (after_other,) = model.propose([asked(other, 3)])
     assert after_other == proposed_alone(model, other, 3)
-    assert model.propose([asked(PROMPT, 6)]) == [proposed] == [said[:6]]
+    assert model.propose([asked(PROMPT, 6)]) == [proposed] == [generated[:6]]
 
 
 def proposed_alone(model, token_ids, count):
@@ -98,17 +98,17 @@ def test_proposals_in_a_batch_equal_those_alone(model) -> None:
     together = [asked(text, 1 + index % 5, key=index) for index, text in enumerate(texts)]
     for _ in range(2):
         assert model.propose(together) == alone
-    assert model.propose([asked(texts[3], 1 + 3, key=77)]) == [alone[3]]  # in the place of another one
+    assert model.propose([asked(texts[3], 1 + 3, key=77)]) == [alone[3]]  # in the slot of another request
 
 
 def test_draft_model_only_computes_new_tokens(model, answer, monkeypatch) -> None:
-    said, computed = answer[0.0], []
+    generated, computed = answer[0.0], []
     execute = model._runner.execute
     monkeypatch.setattr(model._runner, "execute", lambda step: computed.append(step.num_tokens) or execute(step))
     model.propose([asked(PROMPT, 4)])
     assert computed == [len(PROMPT), 1, 1, 1]
     computed.clear()
-    model.propose([asked(PROMPT + said[:4], 2)])  # all were right; the last of them has not been computed
+    model.propose([asked(PROMPT + generated[:4], 2)])  # all draft tokens were right; the last one has not been computed
     assert computed == [1, 1]
 
 
@@ -131,10 +131,10 @@ def test_continuations_above_the_limits_get_no_proposal(model) -> None:
 
 
 def test_tokens_outside_the_large_vocabulary_are_not_proposed(draft_runner, answer) -> None:
-    said = answer[0.0]
-    model = DraftModel(draft_runner, vocab_size=max(said[:3]))
+    generated = answer[0.0]
+    model = DraftModel(draft_runner, vocab_size=max(generated[:3]))
     model._step = draft_runner._next_step
-    assert model.propose([asked(PROMPT, 3)]) == [said[: said.index(max(said[:3]))]]
+    assert model.propose([asked(PROMPT, 3)]) == [generated[: generated.index(max(generated[:3]))]]
 
 
 def test_a_failure_drops_all_cached_tokens(model, answer, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""What is promised of answers, for everything that can compute them."""
+"""Guarantees about answers for every backend and exactness."""
 
 import pytest
 from llm_serving.backends import BACKENDS
@@ -13,7 +13,9 @@ REFUSED = {
     (ExactnessName.FAST, "ascend_invariant"),
     (ExactnessName.EXACT, "ascend_fast"),
 }
-"""Impossible: `config check` rejects the first, and `backend_for` creates the others for one exactness only."""
+"""Impossible combinations: `config check` refuses the first, and `backend_for` creates the others for one exactness
+only.
+"""
 
 
 def test_every_backend_has_a_guarantee():

@@ -14,7 +14,7 @@ from support.step_factories import block_moves
 
 pytestmark = pytest.mark.mindspore
 
-# Two layers, keys and values, two heads of 16: 128 elements a token.
+# Two layers, keys and values, two heads of 16: 128 elements per token.
 SPEC = tiny_spec()
 
 
@@ -65,7 +65,7 @@ def test_no_room_for_one_block_is_an_error():
 
 
 def numbered(tensors):
-    """Every element of every tensor its own; the tensors, as arrays of the bytes they should have."""
+    """Fill every element of every tensor with a different value; return the tensors as arrays of the expected bytes."""
     expected = []
     for index, (cache, host) in enumerate(memories(tensors)):
         for part, memory in enumerate((cache.storage, host)):
@@ -80,7 +80,7 @@ def memories(tensors):
         yield from zip(caches, hosts, strict=True)
 
 
-# On a CPU the primitive that writes blocks for Ascend takes float16 only.
+# On a CPU, Ascend's primitive that writes blocks supports float16 only.
 @pytest.mark.parametrize(
     ("name", "dtype"), [("cpu", "bfloat16"), ("cpu", "float32"), ("plain", "bfloat16"), ("ascend", "float16")]
 )
@@ -88,7 +88,7 @@ def memories(tensors):
 def test_blocks_move_in_the_order_given(name, dtype, seed):
     tensors = KVTensors.allocate(SPEC, backend(name, dtype), num_blocks=6, block_size=16, num_swap_blocks=4)
     expected = numbered(tensors)
-    # Few blocks and many moves: most sources are targets of an earlier move, most targets are written again.
+    # With few blocks and many moves most sources are targets of an earlier move, and most targets are written again.
     rng = np.random.default_rng(seed)
     kinds = np.repeat(rng.integers(0, 3, 8), 5)
     sizes = {BlockMoveKind.COPY: (6, 6), BlockMoveKind.SWAP_OUT: (6, 4), BlockMoveKind.SWAP_IN: (4, 6)}
@@ -134,7 +134,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def make_model(folder):
-    """(backend name, dtype) -> a model, compiled once, whose blocks are all zero."""
+    """Return a function (backend name, dtype) -> model, compiled once, with zero blocks."""
     compiled = functools.cache(lambda *kind: GraphModel(SPEC, folder, backend(*kind), num_swap_blocks=4))
 
     def make(name, dtype):
@@ -151,12 +151,12 @@ PROMPT, OTHER = (np.random.default_rng(seed).integers(0, 97, 41).tolist() for se
 
 
 def decode(model, computed, blocks, count=8):
-    """Logits of `count` tokens, one a step, behind `computed` ones that the cache has."""
+    """Return the logits of `count` tokens, one per step, after `computed` cached tokens."""
     return [model.logits(([token], computed + index, blocks)) for index, token in enumerate(range(40, 40 + count))]
 
 
 @BACKENDS
-def test_a_request_swapped_out_and_in_continues_as_if_undisturbed(make_model, name, dtype):
+def test_swapped_request_continues_with_the_same_logits(make_model, name, dtype):
     undisturbed = make_model(name, dtype)
     undisturbed.logits((PROMPT, 0, [3, 1, 7]))
     expected = decode(undisturbed, 41, [3, 1, 7, 0])
@@ -184,7 +184,7 @@ def test_two_sequences_continue_from_a_copied_partial_block(make_model, name, dt
     model.logits((PROMPT, 0, [3, 1, 7]))
     model.kv_tensors.move_blocks(block_moves((BlockMoveKind.COPY, 7, 2)))
     for index, tokens in enumerate(zip(first, second, strict=True)):
-        # One after the other, so that the products of stock operations have the shape they have alone.
+        # One request at a time, so that stock products have the same shapes as without preemption.
         for token, blocks, logits in zip(tokens, ([3, 1, 7], [3, 1, 2]), next(expected), strict=True):
             np.testing.assert_array_equal(model.logits(([token], 41 + index, blocks)), logits)
 

@@ -150,7 +150,7 @@ def test_throttle_ignores_a_failed_step(beside: BackgroundThrottle, pauses: list
 
 
 class Channel:
-    """Asks for the same block again and again, as often as said."""
+    """A channel that requests the same block `count` times."""
 
     def __init__(self, count: int) -> None:
         self._left = count

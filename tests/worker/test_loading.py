@@ -1,4 +1,4 @@
-"""From settings to a runner: what is allocated."""
+"""Loading of a runner from settings: the allocated memory."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ from support.quantized_folders import LAYOUTS, write_quantized
 pytestmark = pytest.mark.mindspore
 
 SPEC = tiny_spec()
-BLOCK_BYTES = 4096  # of 16 tokens: two layers, keys and values, two heads of 16 bfloat16
+BLOCK_BYTES = 4096  # 16 tokens: two layers, keys and values, two heads of 16 bfloat16
 
 
 def settings(folder=None, max_device_memory=None, **cache):
@@ -34,7 +34,7 @@ def settings(folder=None, max_device_memory=None, **cache):
 
 
 TAKEN_BYTES = PROCESS_BYTES + working_bytes(SPEC, 2, settings().max_num_batched_tokens, 100) + 2 * SPEC.num_parameters
-"""By everything but the cache."""
+"""Bytes of everything except the KV cache."""
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def load(folder, monkeypatch):
-    """The cache of a runner that was not compiled, with this much memory."""
+    """Return the cache of a runner that is not compiled, with this much memory."""
     monkeypatch.setattr(loading.ModelRunner, "warm_up", lambda runner: None)
-    monkeypatch.setenv("LLM_SERVING_THREADS", "2")  # or loading would set it for every later test
+    monkeypatch.setenv("LLM_SERVING_THREADS", "2")  # otherwise loading would set it for later tests
 
     def load(max_device_memory=None, **cache):
         runner, _ = load_runner(settings(folder, max_device_memory, **cache), lambda text: None)
@@ -96,7 +96,7 @@ LLAMA_2_7B = {
 
 
 def blocks_of_llama(folder, monkeypatch, free, limit):
-    """Blocks of a Llama-2-7B in float16 for 128 requests, and the bytes of the cache and of the weights together."""
+    """Return the blocks of Llama-2-7B in float16 for 128 requests, and the bytes of the cache and with weights."""
     (folder / "config.json").write_text(json.dumps(LLAMA_2_7B))
     monkeypatch.setattr(loading, "free_npu_memory", lambda: free)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: pytest.fail("the host's memory says nothing of an NPU's"))
@@ -158,8 +158,9 @@ def test_quantised_weights_are_served_in_the_model_dtype_and_the_log_says_so(tmp
     with caplog.at_level("INFO"):
         load_runner(settings(tmp_path, num_blocks=9), lambda text: None)
     assert "the weights are quantised by GPTQ, 4 bits, groups of 32: they are served in bfloat16" in caplog.messages
-    on_its_way = working_bytes(ModelSpec.from_folder(tmp_path), 2, 1, 1)
-    assert on_its_way == 12 * SPEC.max_weight_elements  # two of float32, the codes of one, and what it becomes
+    loading_bytes = working_bytes(ModelSpec.from_folder(tmp_path), 2, 1, 1)
+    # two float32 copies, the quantized values of one, and the result
+    assert loading_bytes == 12 * SPEC.max_weight_elements
 
 
 def test_the_log_reports_weights_that_stay_quantized(tmp_path, monkeypatch, caplog):
@@ -168,8 +169,8 @@ def test_the_log_reports_weights_that_stay_quantized(tmp_path, monkeypatch, capl
     monkeypatch.setenv("LLM_SERVING_THREADS", "2")
     with caplog.at_level("INFO"):
         load_runner(msgspec.structs.replace(settings(tmp_path, num_blocks=9), quantization="w8a8"), lambda text: None)
-    told = "the weights are quantised by FP8, 8 bits: they are served in w8a8, others in bfloat16"
-    assert told in caplog.messages
+    message = "the weights are quantised by FP8, 8 bits: they are served in w8a8, others in bfloat16"
+    assert message in caplog.messages
 
 
 def test_a_missing_mindformers_is_reported_with_the_install_command(monkeypatch):

@@ -25,8 +25,8 @@ def normalizers(logits):
 def test_log_normalizers_match_float64():
     logits = np.random.default_rng(0).normal(scale=8, size=(5, 1000)).astype(np.float32)
     exact = np.log(np.exp(logits.astype(np.float64)).sum(axis=1))
-    # The tokens that hold the weight have exponents of a few units, hence weights within some 2^-22 of themselves;
-    # each of 1,000 is rounded by at most 2^-34. The logarithm errs by as much absolutely.
+    # Tokens with most of the weight have exponents of a few units, so their weights have an error of some 2^-22; each
+    # of 1,000 is rounded by at most 2^-34. The logarithm has the same absolute error.
     np.testing.assert_allclose(normalizers(logits), exact, rtol=0, atol=1e-6)
 
 
@@ -61,8 +61,9 @@ def weights_of(values, temperature=1.0):
 def test_weights_are_the_exponential_rounded_to_the_quantum(temperature):
     values = np.linspace(-30 * temperature, 0, 10_007).astype(np.float32)
     exact = np.exp(values.astype(np.float64) / np.float64(np.float32(temperature)))
-    # The exponent y errs by 3 roundings of 2^-24, that is by |y| * 3 * 2^-24 * ln 2 of the weight; the polynomial and
-    # its Horner steps by less than 4 * 2^-24; the quantum by half of 2^-33.
+    # The exponent y has an error of 3 roundings of 2^-24, that is |y| * 3 * 2^-24 * ln 2 of the weight; the polynomial
+    # and
+    # its Horner steps of less than 4 * 2^-24; the quantum of half of 2^-33.
     exponent = np.abs(values / temperature) / np.log(2)
     bound = exact * 2.0**-24 * (4 + 3 * np.log(2) * exponent) + 2.0**-34
     assert (np.abs(weights_of(values, temperature) - exact) <= bound).all()
@@ -76,7 +77,7 @@ def test_weights_are_multiples_of_the_quantum_from_0_to_1():
 
 
 def test_sums_of_the_largest_vocabulary_are_exact_in_every_order():
-    # No weight but those of the largest logit has more bits than its sum leaves for it.
+    # Only weights of the largest logit have more bits than their sum can hold.
     values = np.random.default_rng(0).normal(scale=0.01, size=MAX_VOCAB_SIZE)
     weights = weights_of(values)
     exact = sum(map(Fraction, weights[:1000].tolist()), Fraction(0)) + Fraction(weights[1000:].sum(dtype=np.float64))
@@ -101,13 +102,13 @@ def test_filters_apply_one_after_the_other():
     weights = np.array([1, 0.5, 0.25, 0.125, 0.125], np.float32)
     assert filter_weights(weights, 0, 1.0, np.float32(0.25)).tolist() == [1, 0.5, 0.25, 0, 0]
     assert filter_weights(weights, 2, 1.0, np.float32(0.25)).tolist() == [1, 0.5, 0, 0, 0]
-    # 1 / 1.5 is less than 0.7 of what top_k left, but more than 0.6 of it.
+    # 1 / 1.5 is less than 0.7 of the weight left by top_k, but more than 0.6 of it.
     assert filter_weights(weights, 2, 0.7, np.float32(0)).tolist() == [1, 0.5, 0, 0, 0]
     assert filter_weights(weights, 2, 0.6, np.float32(0)).tolist() == [1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("last", [5, 200, 255])
-def test_no_number_draws_a_token_without_weight(last):
+def test_tokens_without_weight_are_never_drawn(last):
     weights = np.zeros(256, np.float32)
     weights[[3, last]] = 1 / 3, 1
     assert draw_token(weights, 0.0) == 3

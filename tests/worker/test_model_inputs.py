@@ -196,7 +196,9 @@ def test_indices_equal_those_of_a_loop_over_tokens(lengths, block_size, random):
 
 
 def test_blocks_behind_the_window_may_be_missing():
-    """A token at position 9 sees 6 tokens, from 4 on; one at position 12 from 7 on, which is in the same block."""
+    """With a window of 6, the token at position 9 attends to positions from 4 on, and that at 12 from 7 on, in the same
+    block.
+    """
     limits = dataclasses.replace(LIMITS, window=6)
     rows = [([5], 9, [NO_BLOCK, 3, 6]), ([7, 8], 12, [NO_BLOCK, 5, 1, 2])]
     inputs = build(step_input(rows), limits=limits)
@@ -214,18 +216,18 @@ INT32 = st.integers(-(2**31), 2**31 - 1)
 
 
 @given(st.lists(st.integers(-3, 6) | INT32, max_size=5), st.sampled_from([1, 4, 6, 2**31 - 1, 2**31]))
-def test_numbers_are_below_an_end(values, end):
+def test_rule_for_numbers_below_an_end(values, end):
     assert all_in_range(np.array(values, np.int32), end) == all(0 <= each < end for each in values)
 
 
 @pytest.mark.parametrize("values", [[[0, 3], [1, 2]], [[0, 3], [-1, 2]], [[4, 0], [0, 0]]])
-def test_so_are_those_of_a_column(values):
+def test_rule_for_numbers_of_a_column(values):
     found = [all_in_range(column, 4) for column in np.array(values, np.int32).T]
     assert found == [all(0 <= each < 4 for each in column) for column in zip(*values, strict=True)]
 
 
 @given(st.lists(st.integers(-2, 4), max_size=5), st.integers(0, 4), st.integers(0, 4))
-def test_offsets_cut_a_list(offsets, num_entries, num_parts):
+def test_rule_for_offsets(offsets, num_entries, num_parts):
     ends = len(offsets) == num_parts + 1 and offsets[0] == 0 and offsets[-1] == num_entries
     assert is_partition(np.array(offsets, np.int32), num_entries, num_parts) == (ends and sorted(offsets) == offsets)
 

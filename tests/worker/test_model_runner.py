@@ -30,7 +30,7 @@ def runner(folder):
 
 @pytest.fixture(scope="module")
 def greedy_tokens(folder):
-    """Twelve tokens after `PROMPT`, each from the logits of the whole text so far."""
+    """Return twelve tokens after `PROMPT`, each from the logits of the whole text so far."""
     model = GraphModel(SPEC, folder, backend("cpu", "bfloat16"))
     text = list(PROMPT)
     for _ in range(12):
@@ -53,7 +53,7 @@ def test_decode_steps_continue_a_prompt(runner, greedy_tokens):
 def test_a_step_may_refer_to_tokens_the_master_has_not_seen(runner, greedy_tokens):
     other = (PROMPT[:5], 0, [2])
     outputs = [runner.execute(step_input([other, (PROMPT, 0, [8, 1, 3])]))]
-    # The first sample of step 0 was the other request's, the second ours; in later steps ours is the first.
+    # In step 0 the first sample belongs to the other request and the second to ours; later, the first is ours.
     for step in range(1, 12):
         token = -2 if step == 1 else -1
         outputs.append(runner.execute(step_input([([token], len(PROMPT) + step - 1, [8, 1, 3])], step=step)))
@@ -76,11 +76,11 @@ def test_warm_up_compiles_and_changes_no_answer(runner, greedy_tokens):
     assert runner.num_compilations == 3
 
 
-def test_steps_of_whole_prompts_use_their_own_graph_up_to_its_rows(folder, greedy_tokens):
+def test_whole_prompt_steps_use_their_own_graph_up_to_its_rows(folder, greedy_tokens):
     settings = {"num_blocks": 16, "block_size": 16, "max_model_len": 64}
     runner = ModelRunner(SPEC, folder, backend("cpu", "bfloat16"), **settings, as_program=False, num_prompt_rows=2)
     runner.warm_up()
-    assert runner.num_compilations == 3  # states of whole prompts, of any step, the head
+    assert runner.num_compilations == 3  # hidden states of whole prompts, hidden states of any step, LM head
     prompts = [(PROMPT, 0, [0, 1, 3]), (PROMPT[:7], 0, [2]), (PROMPT, 0, [5, 6])]
     beside_a_decode = [(PROMPT, 0, [7, 8]), (PROMPT[:1], 21, [0, 1, 3])]
     with library.profiling():
@@ -172,7 +172,7 @@ def test_blocks_move_before_the_step_computes(swapping_runner, greedy_tokens):
 
     first, second, third = greedy_tokens[:3]
     assert run(0, [(PROMPT, 0, [8, 1])]) == [first]
-    # The blocks of the request go out in the very step that gives them to another one.
+    # The request's blocks are swapped out in the same step in which they are allocated to another request.
     run(
         1,
         [(PROMPT[::-1], 0, [1, 8])],

@@ -17,7 +17,7 @@ NAN, INF = math.nan, math.inf
 
 
 def choose(logits, previous=NO_TOKENS, choose_tokens=sampling_reference.choose_tokens, **fields):
-    """The output of step 3 for rows of logits."""
+    """Return the output of step 3 for rows of logits."""
     logits = np.array(logits, np.float32)
     sampling = fields.pop("sampling", None) or sampling_input(len(logits), **fields)
     check_sampling(sampling, logits.shape[1])
@@ -29,10 +29,9 @@ def tokens(logits, **fields):
 
 
 def frequencies(logits, draws=20_000, **fields):
-    """How often each token of one row of logits is chosen over as many positions.
+    """Return how often each token of one row of logits is sampled, over as many positions.
 
-    By the library if there is one: in NumPy so many rows take seconds, and tests/kernels/test_sampling.py holds the two
-    equal.
+    Uses the library if possible: NumPy would take seconds, and tests/kernels/test_sampling.py compares the two.
     """
     try:
         library.load()
@@ -92,7 +91,7 @@ def test_frequencies_follow_the_softmax_of_logits_over_temperature():
     logits = np.array([1.0, 0.0, -1.0, 2.5])
     for temperature in (0.5, 1.0, 2.0):
         expected = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
-        # Four standard deviations of a share over 20,000 draws are at most 0.0142.
+        # Four standard deviations of a frequency over 20,000 samples are at most 0.0142.
         np.testing.assert_allclose(frequencies(logits, temperature=temperature), expected, atol=0.0142)
 
 
@@ -124,7 +123,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
 
 
 def test_top_p_counts_only_what_top_k_left():
-    # Of 0.4 and 0.3 the first alone holds 0.57.
+    # Of 0.4 and 0.3, the first has 0.57 of the weight.
     logits = np.log([0.4, 0.1, 0.3, 0.2])
     assert (frequencies(logits, top_k=2, top_p=0.55) > 0).tolist() == [True, False, False, False]
     np.testing.assert_allclose(frequencies(logits, top_k=2, top_p=0.6), [4 / 7, 0, 3 / 7, 0], atol=0.0142)
@@ -153,7 +152,7 @@ def test_the_same_seed_and_position_give_the_same_token():
 
 
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
-    # Token 0: 3 / 2 = 1.5. Token 1: -1 * 2 = -2. Tokens once or often in the history are treated alike.
+    # Token 0: 3 / 2 = 1.5. Token 1: -1 * 2 = -2. The number of occurrences in the history does not matter.
     assert tokens([[3, -1, 1.6]], repetition_penalty=2, history={0: [0, 0, 1]}) == [2]
     assert tokens([[3, -1, 1.4]], repetition_penalty=2, history={0: [0, 0, 1]}) == [0]
     assert tokens([[-9, -1, -1.9]], repetition_penalty=2, history={0: [1]}) == [2]
@@ -210,7 +209,7 @@ def test_more_logprobs_than_tokens_give_all_tokens():
 
 @st.composite
 def batches(draw):
-    """Logits of an odd shape and a mixture of every kind of sampling."""
+    """Return logits of an odd shape, and parameters of every kind mixed."""
     num_samples, vocab_size = draw(st.integers(2, 9)), draw(st.sampled_from([3, 128, 257, 1000]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     logits = rng.normal(scale=rng.choice([0.1, 3.0]), size=(num_samples, vocab_size)).astype(np.float32)
@@ -253,14 +252,14 @@ def test_a_row_is_bitwise_the_same_alone_and_in_a_batch(batch):
 @settings(max_examples=100)
 @given(batches())
 def test_a_random_row_obeys_its_filters(batch):
-    """A slow and obvious twin: sort everything, keep prefixes, invert the cumulative sum in float64."""
+    """Reference implementation: sort everything, keep prefixes, invert the cumulative sum in float64."""
     logits, sampling = batch
     chosen = sample(0, logits, sampling, NO_TOKENS).token_ids
     for row in np.flatnonzero(sampling.temperature > 0):
         values = _adjusted(logits[row].astype(np.float64), sampling, row)
         order = np.lexsort((np.arange(len(values)), -values))
         weights = np.exp((values[order] - values[order[0]]) / sampling.temperature[row])
-        # A share of one millionth either way absorbs the float32 arithmetic of the sampler at the borders.
+        # A tolerance of one millionth covers the float32 arithmetic of the sampler at the limits.
         keep = max(1, (weights >= sampling.min_p[row] * (1 - 1e-6)).sum())
         if sampling.top_k[row] > 0:
             keep = min(keep, sampling.top_k[row])

@@ -34,7 +34,7 @@ def test_a_number_depends_on_seed_and_position_alone():
     assert len(set(alone)) == 4
 
 
-def test_the_upper_half_of_a_seed_counts():
+def test_random_numbers_depend_on_the_upper_half_of_a_seed():
     position = np.array([0, 0], np.int32)
     low, high = uniform(np.array([1, 1 + 2**32], np.uint64), position)
     assert low != high
@@ -44,6 +44,6 @@ def test_numbers_fill_the_unit_interval_evenly():
     numbers = uniform(np.full(64_000, 3, np.uint64), np.arange(64_000))
     assert 0 <= numbers.min() < 0.001
     assert 0.999 < numbers.max() < 1
-    # 64 bins of 1,000: chi-square of 63 degrees of freedom stays below 114 with probability 0.9999.
+    # 64 bins of 1,000: chi-square with 63 degrees of freedom is below 114 with probability 0.9999.
     counts = np.bincount((numbers * 64).astype(int), minlength=64)
     assert ((counts - 1000) ** 2 / 1000).sum() < 114

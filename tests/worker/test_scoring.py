@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens and vectors, from the runner and from logits by hand."""
+"""Prompt logprobs and vectors of the runner, compared with logits computed by the test."""
 
 from operator import attrgetter
 
@@ -37,12 +37,12 @@ def runner(folder):
 
 
 def scores_of_prompt(start=0, end=20, count=2, row=0):
-    """The log-probability of each token of `PROMPT` after those in [start, end), in a row that begins at `start`."""
+    """Return the logprob of each token of `PROMPT` after those in [start, end), in a row that starts at `start`."""
     return [(row, token - start, [PROMPT[token + 1]], count) for token in range(start, end)]
 
 
 def expected(logits, token_id):
-    """Its log-probability and rank in float64."""
+    """Return logprob and rank in float64."""
     logits = logits.astype(np.float64)
     logprobs = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
     return logprobs[token_id], 1 + int((logits > logits[token_id]).sum())
@@ -84,8 +84,8 @@ def test_vectors_and_log_probabilities_are_those_of_the_reference(folder):
     weights = random_weights(SPEC)
     np.testing.assert_allclose(output.vectors[0], reference_states(SPEC, weights, PROMPT)[-1], atol=2e-5)
     logits = reference_logits(SPEC, weights, PROMPT)
-    told = [expected(logits[index], token_id)[0] for index, token_id in enumerate(PROMPT[1:])]
-    np.testing.assert_allclose(output.scores.logprobs, told, atol=2e-5)
+    expected_logprobs = [expected(logits[index], token_id)[0] for index, token_id in enumerate(PROMPT[1:])]
+    np.testing.assert_allclose(output.scores.logprobs, expected_logprobs, atol=2e-5)
     assert output.vectors.dtype == output.scores.logprobs.dtype == np.float32
 
 
@@ -122,7 +122,7 @@ def test_scoring_computes_a_bounded_number_of_logits_at_a_time(monkeypatch):
 
     def head(rows):
         counts.append(len(rows))
-        return np.array([table @ row for row in rows])  # each row by itself: no sum depends on the others
+        return np.array([table @ row for row in rows])  # one row at a time: no sum depends on other rows
 
     def scored():
         return score(states, wanted, head, 50, sampling_reference.choose_tokens)
@@ -141,7 +141,7 @@ def test_ranks_count_ties_with_a_lower_id():
     wanted = scoring_input(([0, 1, 2, 3, 4], 9))
     scores, errors = score(np.zeros((1, 2), np.float32), wanted, lambda _: logits, 5, sampling_reference.choose_tokens)
     assert scores.ranks.tolist() == [4, 1, 2, 5, 3]
-    assert scores.top.token_ids.tolist() == [1, 2, 4, 0, 3]  # there are no more
+    assert scores.top.token_ids.tolist() == [1, 2, 4, 0, 3]  # there are only five tokens
     assert scores.logprobs[[1, 2, 4, 0, 3]].tobytes() == scores.top.logprobs.tobytes()
     assert not errors
 

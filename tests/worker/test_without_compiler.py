@@ -1,4 +1,4 @@
-"""A machine without a compiler: MindSpore's own operations serve, and the operator library is never loaded."""
+"""Without a compiler MindSpore's own operations serve, and the operator library is not loaded."""
 
 import os
 import subprocess

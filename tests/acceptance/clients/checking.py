@@ -1,4 +1,4 @@
-"""What every client's file uses: it runs in an environment of its own, with the standard library alone."""
+"""Helpers of the files for each client, which run in environments of their own with the standard library only."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ WEATHER = {
     "type": "object",
     "properties": {"city": {"type": "string", "enum": CITIES}},
     "required": ["city"],
-    "additionalProperties": False,  # the shipped model would think of others without end
+    "additionalProperties": False,  # otherwise the shipped model would generate properties without end
 }
 
 
 def package(*names: str) -> None:
-    """Tells which version of the client runs; it may be distributed by any of these names."""
+    """Print the version of the client, which may be installed under any of these names."""
     version = next(each.version for name in names for each in distributions(name=name))
     print(json.dumps({"version": version}), flush=True)
 
 
 def check(what: str, own_fault: str = "") -> Callable[[Callable[[], object]], None]:
-    """Runs a function at once, and tells whether it went well and gave something.
+    """Run a function at once, and print whether it succeeded and returned a true value.
 
-    An error that begins with `own_fault` is one that the client makes with every server; it may also be mended there.
+    An error that starts with `own_fault` is a fault of the client with every server; the client may also have fixed it.
     """
 
     def run(function: Callable[[], object]) -> None:
         try:
             result = function()
             error = "" if result else f"gave {result!r}"
-        except Exception as caught:  # noqa: BLE001  whatever a client raises is what it comes to
+        except Exception as caught:  # noqa: BLE001  any exception of a client is its result
             error = f"{type(caught).__name__}: {' '.join(str(caught).split())[:300]}{last_lines(caught)}"
         excused = bool(own_fault) and error.startswith(own_fault)
         print(json.dumps({"what": what, "error": error, "excused": excused}), flush=True)
@@ -44,7 +44,7 @@ def check(what: str, own_fault: str = "") -> Callable[[Callable[[], object]], No
 
 
 def last_lines(error: Exception) -> str:
-    """What a tool that failed wrote last, or nothing."""
+    """Return the last lines that a failed tool wrote, if any."""
     if not isinstance(error, subprocess.CalledProcessError) or not error.stderr:
         return ""
     text = error.stderr if isinstance(error.stderr, str) else error.stderr.decode(errors="replace")

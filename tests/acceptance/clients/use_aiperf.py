@@ -12,14 +12,14 @@ package("aiperf")
 FOLDER = Path(tempfile.mkdtemp())
 PROMPTS = FOLDER / "prompts.jsonl"
 PROMPTS.write_text("".join(json.dumps({"text": f"Add {n} and 25."}) + "\n" for n in range(8)))
-# It wants a tokenizer even where the server's counts are used.
+# aiperf needs a tokenizer even if it uses the server's counts.
 Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(FOLDER / "tokenizer.json"))
 (FOLDER / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 (FOLDER / "config.json").write_text('{"model_type": "llama"}')
 
 
 def profile(kind: str) -> bool:
-    """Whether all of eight streamed requests were answered."""
+    """Return whether all of eight streamed requests were answered."""
     results = FOLDER / kind
     subprocess.run(
         [

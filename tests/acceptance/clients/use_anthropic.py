@@ -36,7 +36,8 @@ def _():
 
 @check("messages with any tool")
 def _():
-    choice = {"type": "any", "disable_parallel_tool_use": True}  # the shipped model would call without end
+    # otherwise the shipped model would call the tool without end
+    choice = {"type": "any", "disable_parallel_tool_use": True}
     answer = client.messages.create(model=MODEL, max_tokens=400, messages=MESSAGES, tools=[TOOL], tool_choice=choice)
     return answer.stop_reason == "tool_use"
 

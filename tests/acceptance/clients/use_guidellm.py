@@ -14,7 +14,7 @@ PROMPTS.write_text("".join(json.dumps({"prompt": f"Add {n} and 25."}) + "\n" for
 
 
 def benchmark(profile: str) -> bool:
-    """Whether all of eight requests were answered."""
+    """Return whether all of eight requests were answered."""
     report = FOLDER / "report.json"
     subprocess.run(
         [

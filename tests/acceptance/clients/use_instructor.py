@@ -9,7 +9,7 @@ package("instructor")
 
 
 class Weather(BaseModel):
-    model_config = ConfigDict(extra="forbid")  # the shipped model would think of others without end
+    model_config = ConfigDict(extra="forbid")  # otherwise the shipped model would generate fields without end
     city: Literal["Zurich", "Oslo"]
 
 

@@ -46,7 +46,7 @@ for name, task in TASKS.items():
 
 
 def evaluated(task: str) -> dict[str, float]:
-    """The figures of a task."""
+    """Return the figures of a task."""
     results = FOLDER / f"of_{task}"
     given = f"model={MODEL},base_url={URL}/v1/completions,tokenizer_backend=remote,tokenized_requests=True"
     subprocess.run(

@@ -20,7 +20,7 @@ def _():
     return client.chat([{"role": "user", "content": "Add 17 and 25."}], max_tokens=16).choices[0].message.content
 
 
-# It wants `role` and `tool_calls` in every piece, as the protocol does not, and then fails on its own error.
+# It requires `role` and `tool_calls` in every event, which the protocol does not, and fails in its own error handling.
 @check("chat, streamed", own_fault="AttributeError: 'Response' object has no attribute 'status'")
 def _():
     pieces = client.chat([{"role": "user", "content": "Add 17 and 25."}], max_tokens=16, stream=True)

@@ -16,11 +16,11 @@ parser = argparse.ArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
-"""What `vllm bench serve` runs; the command itself imports all of the engine."""
+"""The module behind `vllm bench serve`, because the command itself imports the whole engine."""
 
 
 def benchmark(backend: str, path: str) -> bool:
-    """Whether all of eight requests were answered, with all their tokens."""
+    """Return whether all of eight requests were answered with all their tokens."""
     subprocess.run(
         [
             *(sys.executable, "-c", BENCH, "--backend", backend, "--base-url", URL, "--endpoint", path),

@@ -1,4 +1,4 @@
-"""Same bytes alone and under load, and when a WorkAgent is killed."""
+"""Check that answers are equal alone and under load, and after a WorkAgent was killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Ask = Callable[..., list[str]]
 
 
 def bodies(count: int) -> list[dict[str, object]]:
-    """Short and long, greedy and sampled."""
+    """Return short and long requests, greedy and sampled ones."""
     made: list[dict[str, object]] = []
     for index in range(count):
         prompt = " ".join([TASKS[index % len(TASKS)]] * (1 + index % 4))
@@ -32,7 +32,7 @@ def bodies(count: int) -> list[dict[str, object]]:
 
 
 def compare(alone: Sequence[str], together: Sequence[str]) -> list[str]:
-    """What differs."""
+    """Return the differences between answers."""
     return [
         f"request {index} answers otherwise: {one[:60]} alone, {other[:60]} then"
         for index, (one, other) in enumerate(zip(alone, together, strict=True))
@@ -41,18 +41,18 @@ def compare(alone: Sequence[str], together: Sequence[str]) -> list[str]:
 
 
 def same_bytes(server: Server, count: int, alone: list[str], ask: Ask = ask) -> Outcome:
-    """Each request alone, then all at once.
+    """Send each request alone, then all at once.
 
-    What differs is a fault where the server promises that nothing does, and is told otherwise.
+    Differences are faults if the server guarantees equality; otherwise they are only reported.
 
     Args:
-        server: Who is asked.
-        count: Of requests.
-        alone: Filled with the answers given alone.
-        ask: Asks it.
+        server: The server under test.
+        count: Number of requests.
+        alone: Filled with the reference answers.
+        ask: Sends requests.
 
     Raises:
-        PartError: It cannot be asked.
+        PartError: The server cannot answer.
     """
     asked = bodies(count)
     alone += [ask(server.url, [body])[0] for body in asked]
@@ -65,10 +65,10 @@ def same_bytes(server: Server, count: int, alone: list[str], ask: Ask = ask) -> 
 
 
 def killed(server: Server, alone: Sequence[str], ask: Ask = ask) -> Outcome:
-    """All requests at once while the WorkAgent is killed: every stream goes on with the bytes it would have had.
+    """Send all requests at once and kill the WorkAgent: every stream must continue with the same bytes.
 
     Raises:
-        PartError: The server cannot be asked.
+        PartError: The server cannot answer.
     """
     if not alone:
         raise PartError("there are no answers to compare with: the part before failed")

@@ -1,4 +1,4 @@
-"""What the machine has: the software of its device, MindSpore, and what is optional."""
+"""Report the machine's device software, MindSpore, and optional packages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LIST_S = 60.0
 
 
 def examine(device: str, ascend: Path = ASCEND, npu_smi: str = "npu-smi") -> Outcome:
-    """The report; on Ascend it fails where driver, CANN or a device is missing.
+    """Return the report; on Ascend it fails without driver, CANN or device.
 
     Args:
         device: cpu or ascend.
-        ascend: Where the software of devices is installed.
+        ascend: Installation folder of the device software.
         npu_smi: The program that lists devices.
     """
     driver = version(ascend / "driver" / "version.info")
@@ -45,13 +45,13 @@ def examine(device: str, ascend: Path = ASCEND, npu_smi: str = "npu-smi") -> Out
         if cann is None:
             faults.append(f"no CANN: {toolkit} has no version; install the toolkit and source its set_env.sh")
         if not devices:
-            told = "lists none" if devices is not None else f"does not end within {LIST_S:.0f} s"
-            faults.append(f"no device: {npu_smi} info {told}; this user may lack access to /dev/davinci*")
+            result = "lists none" if devices is not None else f"does not end within {LIST_S:.0f} s"
+            faults.append(f"no device: {npu_smi} info {result}; this user may lack access to /dev/davinci*")
     return Outcome(TITLE, lines, faults)
 
 
 def version(path: Path) -> str | None:
-    """What a file of versions says; None: there is none."""
+    """Return the version in a file; None if the file is missing."""
     if not path.is_file():
         return None
     found = re.search(r"(?im)^\s*(?:version|.*_installed_version)\s*=\s*(\S+)", path.read_text(errors="replace"))
@@ -71,7 +71,7 @@ def processor() -> str:
 
 
 def listed(npu_smi: str) -> list[str] | None:
-    """What lists devices; nothing where it is missing or fails, None where it hangs."""
+    """Return the list of devices; empty if the program is missing or fails, None if it hangs."""
     program = shutil.which(npu_smi)
     if program is None:
         return []

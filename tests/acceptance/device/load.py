@@ -1,4 +1,4 @@
-"""The contest's load test, beside its figures."""
+"""Run the contest's load test and compare its figures."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ CONTEST = (
     ("decode batch 128, as submitted", "674"),
     ("packed prompts, delayed insertion: the best found", "437"),
 )
-"""Seconds for 1,500 prompts of alpaca on one NPU, Llama-2-7B in float16."""
+"""Seconds for 1,500 alpaca prompts on one NPU, Llama-2-7B in float16."""
 WARM_UP_S = 3.0
 LIMIT_S = 7200.0
 DONE = re.compile(r"All Tasks Done; Exec Time is ([\d.]+)")
 
 
 def examine(port: int, rate: float, seconds: float, folder: Path, script: Path = SCRIPT) -> Outcome:
-    """Warms up by a short run, then measures.
+    """Do a short warm-up run, then measure.
 
     Args:
-        port: Of the server.
-        rate: Requests a second.
-        seconds: Of arrivals.
-        folder: Where the load test writes.
+        port: Port of the server.
+        rate: Requests per second.
+        seconds: Duration of the arrivals.
+        folder: Output folder of the load test.
         script: The load test.
     """
     for span in (WARM_UP_S, seconds):
@@ -40,13 +40,13 @@ def examine(port: int, rate: float, seconds: float, folder: Path, script: Path =
         except subprocess.TimeoutExpired:
             return Outcome.failed(TITLE, f"the load test took longer than {LIMIT_S:.0f} s")
         if done.returncode != 0:
-            told = reason(done.stderr or done.stdout)
-            return Outcome.failed(TITLE, f"the load test ends with {done.returncode}: {told}")
+            error = reason(done.stderr or done.stdout)
+            return Outcome.failed(TITLE, f"the load test ends with {done.returncode}: {error}")
     logs = sorted((folder / "testLog").glob("*.log"), key=lambda path: path.stat().st_mtime)
     found = DONE.findall(logs[-1].read_text()) if logs else []
     if not found:
         return Outcome.failed(TITLE, f"the log in {folder}/testLog has no line `All Tasks Done`")
-    told = f"this server, {rate * seconds:.0f} requests at {rate:g} a second"
-    rows = [*CONTEST, (told, f"{float(found[-1]):.1f}")]
+    name = f"this server, {rate * seconds:.0f} requests at {rate:g} a second"
+    rows = [*CONTEST, (name, f"{float(found[-1]):.1f}")]
     note = ["", "The contest's rows are 1,500 prompts at 10 a second (`-X 10 -T 150`); others do not compare."]
     return Outcome(TITLE, [*table(("setting", "seconds"), rows), *note, "", "```", *done.stdout.splitlines(), "```"])

@@ -1,4 +1,4 @@
-"""What came of one part of an acceptance, and the report of all of them."""
+"""The outcome of a part of an acceptance, and the report of all parts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Self
 
 
 class PartError(Exception):
-    """A part cannot go on; its text says what is to be done."""
+    """A part cannot continue; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """
-    Attributes:
-        title: Of the part.
-        lines: What was found, in Markdown.
-        faults: Why it failed; none: it passed.
+    """Attributes:
+    title: Title of the part.
+    lines: Results in Markdown.
+    faults: Why the part failed; empty: it passed.
     """
 
     title: str
@@ -35,20 +34,20 @@ class Outcome:
 
 
 def reason(said: str) -> str:
-    """Why a program failed, by what it said: its last error, behind which MindSpore lists its own places."""
+    """Return why a program failed: the last error in its output, without MindSpore's source locations after it."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(\w*Error|\w*Exception|error): ", line)]
     return (errors or lines or ["no output"])[-1]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """In Markdown."""
+    """Return a table in Markdown."""
     lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
     return lines + [f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in rows]
 
 
 def report(title: str, outcomes: Sequence[Outcome]) -> str:
-    """All of it in Markdown: the verdicts first, then what was found."""
+    """Return the report in Markdown: the verdicts, then the results."""
     lines = [f"# {title}", "", *table(("part", "verdict"), [(each.title, each.verdict) for each in outcomes])]
     for each in outcomes:
         lines += ["", f"## {each.title}: {each.verdict}", ""]

@@ -1,8 +1,8 @@
-"""The logits of small models of every family against the committed golden ones, by the graph of primitives in float16.
+"""Compare logits of small models of every family with the committed golden ones, by the graph of primitives in float16.
 
     PYTHONPATH=tests python -m acceptance.device.precision --device ascend [NAME ...]
 
-One line of JSON a model. In a process of its own: a device that fails takes it along.
+Prints one line of JSON for each model. It runs in a process of its own, because a failing device crashes it.
 """
 
 from __future__ import annotations
@@ -20,46 +20,47 @@ from acceptance.device.outcome import Outcome, reason, table
 
 TITLE = "Precision"
 GATE = 0.005
-"""Of the largest logit: what the contest allowed."""
+"""Maximum error relative to the largest logit: the limit of the contest."""
 TIMEOUT_S = 3600.0
 
 
 def examine(device: str, names: Sequence[str], command: Sequence[str] | None = None) -> Outcome:
-    """Runs this file, and judges what it says.
+    """Run this file and judge its output.
 
     Args:
         device: cpu or ascend.
-        names: Of models; none: all.
-        command: In its place.
+        names: Names of models; empty: all models.
+        command: Command to run in place of this file.
     """
     command = command or [sys.executable, "-m", "acceptance.device.precision", "--device", device, *names]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         return Outcome.failed(TITLE, f"the models took longer than {TIMEOUT_S:.0f} s")
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     ending = [] if done.returncode == 0 else [f"ended with {done.returncode}: {reason(done.stderr)}"]
-    return judge(told, ending)
+    return judge(results, ending)
 
 
-def judge(told: Sequence[dict[str, object]], ending: Sequence[str] = ()) -> Outcome:
-    """
+def judge(results: Sequence[dict[str, object]], ending: Sequence[str] = ()) -> Outcome:
+    """Return the outcome.
+
     Args:
-        told: Of each model its name, and `refused` or its `error` and greedy tokens: `equal` of `of`.
-        ending: What went wrong besides.
+        results: Name of each model with `refused`, or with its `error` and greedy tokens: `equal` of `of`.
+        ending: Errors of the process itself.
     """
     faults = list(ending)
     rows: list[tuple[object, ...]] = []
-    for each in told:
+    for each in results:
         if "refused" in each:
             rows.append((each["name"], each["refused"], ""))
             continue
         error = each["error"]
         assert isinstance(error, float)
         rows.append((each["name"], f"{error:.2%}", f"{each['equal']} of {each['of']}"))
-        if not error <= GATE:  # NaN is too much as well
+        if not error <= GATE:  # also true for NaN
             faults.append(f"{each['name']}: an error of {error:.2%} of the largest logit; {GATE:.1%} are allowed")
-    if not any("error" in each for each in told):
+    if not any("error" in each for each in results):
         faults.append("no model was computed")
     lines = ["Largest error as a share of the largest logit, and greedy tokens up to the first that differs:", ""]
     return Outcome(TITLE, lines + table(("model", "error", "tokens"), rows), faults)

@@ -1,9 +1,9 @@
-"""Accepts a device: environment, precision, same bytes, kill and restart, load; one Markdown report of it all.
+"""Accept a device: environment, precision, equal bytes, kill and restart, load; write one Markdown report.
 
     scripts/ascend_acceptance.sh --model FOLDER            on a machine with an NPU
     scripts/ascend_acceptance.sh --device cpu --rate 3 --seconds 5 --families llama2 qwen3      a rehearsal
 
-Exit status: 0 when every part passed, 1 otherwise.
+Exit status: 0 if every part passed, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for fault in outcome.faults:
             print(f"  {fault}", file=sys.stderr, flush=True)
         outcomes.append(outcome)
-        arguments.report.write_text(report(title, outcomes))  # each time: a device may end everything
+        arguments.report.write_text(report(title, outcomes))  # after each part, because a device may crash the process
     print(f"report: {arguments.report}", file=sys.stderr)
     return int(any(each.faults for each in outcomes))
 
 
 def parts(arguments: argparse.Namespace) -> Iterator[Outcome]:
-    """One after the other; a part that fails does not keep the next one."""
+    """Yield the outcomes of the parts in order; a failed part does not stop the next one."""
     yield attempt(environment.TITLE, lambda: environment.examine(arguments.device))
     yield attempt(precision.TITLE, lambda: precision.examine(arguments.device, arguments.families))
     settings = [
@@ -68,12 +68,12 @@ def parts(arguments: argparse.Namespace) -> Iterator[Outcome]:
 
 
 def attempt(title: str, part: Callable[[], Outcome]) -> Outcome:
-    """What comes of a part; whatever ends it is its fault alone."""
+    """Return the outcome of a part; any error is a fault of that part."""
     try:
         return part()
     except PartError as failure:
         return Outcome.failed(title, str(failure))
-    except Exception as error:  # noqa: BLE001  the next part is to run
+    except Exception as error:  # noqa: BLE001  the next part must run
         return Outcome.failed(title, f"{type(error).__name__}: {error}")
 
 

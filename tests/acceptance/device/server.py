@@ -1,4 +1,4 @@
-"""A server with the device, and what is asked of it."""
+"""A server with the device, and requests to it."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ START_S = 1800.0
 STOP_S = 120.0
 ANSWER_S = 600.0
 PROMISE = re.compile(r"device_config\.exactness: ((?:exact|fast): .*)")
-"""A WorkAgent's, not a notice of the configuration."""
+"""Log line with the WorkAgent's guarantee, as opposed to a notice about the configuration."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """One that answers."""
+    """A running server."""
 
     port: int
     folder: Path
-    """Its log and its record."""
+    """Folder of its log and its record."""
 
     @property
     def url(self) -> str:
@@ -43,17 +43,17 @@ class Server:
 
     @property
     def promise(self) -> str:
-        """What its log says of exactness."""
+        """Return the guarantee of exactness in the server's log."""
         found = PROMISE.search((self.folder / "server.log").read_text(errors="replace"))
         return "nothing is said" if found is None else found[1]
 
     def work_agents(self) -> list[int]:
-        """Ids of the processes with the model."""
+        """Return the ids of the processes with the model."""
         master = psutil.Process(json.loads((self.folder / "server.json").read_text())["pid"])
         return [each.pid for each in master.children(recursive=True) if "llm_serving.work_agent" in each.cmdline()]
 
     def killer(self) -> Callable[[], None]:
-        """What kills a WorkAgent at once: whoever looks for one first may come too late."""
+        """Return a function that kills a WorkAgent, whose process it finds in advance so that the kill is immediate."""
         found = self.work_agents()
         if not found:
             raise PartError("no WorkAgent is running")
@@ -67,14 +67,14 @@ class Server:
 
 @contextmanager
 def serving(arguments: Sequence[str], command: str | Path = COMMAND) -> Iterator[Server]:
-    """A server for as long as the block lasts.
+    """Run a server during the context.
 
     Args:
-        arguments: Of `llm-serving start`.
+        arguments: Arguments of `llm-serving start`.
         command: The program.
 
     Raises:
-        PartError: It does not start.
+        PartError: The server does not start.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -91,18 +91,18 @@ def serving(arguments: Sequence[str], command: str | Path = COMMAND) -> Iterator
     except subprocess.TimeoutExpired:
         raise PartError(f"the server does not answer within {START_S:.0f} s") from None
     finally:
-        with suppress(subprocess.TimeoutExpired):  # a device that hangs keeps its processes
+        with suppress(subprocess.TimeoutExpired):  # a hanging device keeps its processes
             subprocess.run([command, "stop", *place], capture_output=True, timeout=STOP_S, check=False)
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def ask(url: str, bodies: Sequence[dict[str, object]], when_begun: Callable[[], None] | None = None) -> list[str]:
-    """Answers of requests that are sent at once; the tokens and the text of each as one text.
+    """Send requests at once; return tokens and text of each answer as one text.
 
     Args:
-        url: Of the server.
-        bodies: Of `/v1/completions`.
-        when_begun: Called once, when the first of them has begun to answer.
+        url: URL of the server.
+        bodies: Bodies for `/v1/completions`.
+        when_begun: Called once, at the first event of any answer.
 
     Raises:
         PartError: A request is refused or breaks off.

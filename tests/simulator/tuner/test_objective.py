@@ -18,20 +18,20 @@ def goal(tmp_path):
     return read_objective(tmp_path / "goal.yaml")
 
 
-def test_a_goal_reads_as_it_was_meant(goal):
+def test_objective_describes_itself(goal):
     assert str(goal) == "interactive.ttft_p99_ms <= 500; tenant alice.goodput_share >= 90.0%; most output_tokens_per_s"
     assert goal.fixed == ("scheduler_config.policy",)
 
 
-def test_keeping_constraints_comes_before_the_objective(goal):
+def test_objective_ranks_constraints_before_the_figure(goal):
     better = KEPT | {"output_tokens_per_s": 200.0}
     assert goal.score(KEPT, KEPT) == 0.5 < goal.score(better, KEPT) < 1
     broken = better | {"interactive.ttft_p99_ms": 900.0}
     assert goal.score(broken, KEPT) == pytest.approx(-(900 - 450) / 450)
-    assert goal.score({"output_tokens_per_s": 200.0}, KEPT) == -2  # nothing measured of either
+    assert goal.score({"output_tokens_per_s": 200.0}, KEPT) == -2  # no figure was measured
 
 
-def test_a_margin_is_kept_within_each_kind_of_limit():
+def test_objective_margin_applies_to_each_kind_of_limit():
     aims = [
         FigureConstraint(Figure("", name), limit, 0.1).target
         for name, limit in (("ttft_p99_ms", 500), ("goodput_share", 0.9), ("output_tokens_per_s", 100), ("refused", 0))
@@ -55,18 +55,18 @@ def test_a_margin_is_kept_within_each_kind_of_limit():
         ("fixed: [scheduler_config.policy]", "margin: 2", r"goal.yaml:5: `margin` must be a number of at least 0"),
     ],
 )
-def test_bad_goals_are_named_with_their_line(tmp_path, before, after, error):
+def test_invalid_objective_error_has_a_line(tmp_path, before, after, error):
     (tmp_path / "goal.yaml").write_text(GOAL.replace(before, after, 1))
     with pytest.raises(ConfigError, match=error):
         read_objective(tmp_path / "goal.yaml")
 
 
-def test_a_class_or_tenant_that_the_load_has_not_is_named_with_its_line(goal):
+def test_objective_error_names_an_unknown_class_or_tenant_with_its_line(goal):
     goal.check_groups(["interactive"], ["alice", "bob"])
     with pytest.raises(ConfigError, match=r"goal.yaml:3: `tenant alice.goodput_share` .*: interactive, tenant bob"):
         goal.check_groups(["interactive"], ["bob"])
 
 
-def test_an_old_name_of_a_figure_is_accepted_with_a_log_line(caplog):
+def test_objective_accepts_an_old_figure_name_with_a_log_line(caplog):
     assert parse_constraint("guesses_right=5", "--need").figure.key == "accepted_draft_tokens"
     assert "guesses_right is renamed to accepted_draft_tokens" in caplog.text

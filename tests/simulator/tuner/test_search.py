@@ -83,7 +83,7 @@ def test_an_invalid_configuration_has_the_lowest_score_and_is_not_simulated():
 def test_trials_that_violate_a_constraint_stop_early_once_a_feasible_one_is_known():
     goal = replace(MOST, constraints=(replace(FIRST_TOKENS, limit=400.0),))
     trials = create_trials(goal, crowd(200))
-    assert trials.run({SLOTS: 2}).result.complete  # the nearest may be this one
+    assert trials.run({SLOTS: 2}).result.complete  # the baseline may be the nearest value
     assert trials.run({SLOTS: 128}).feasible
     stopped = trials.run({SLOTS: 8})
     assert not stopped.result.complete
@@ -156,5 +156,5 @@ def test_an_effect_reports_what_the_change_costs_the_objective():
     effect = Effect(SLOTS, 4, 8, without)
     assert effect.benefit(goal, tuned) == "ttft_p99_ms would be 1,100, above 1,000"
     refused = Effect(SLOTS, 4, 8, Trial({}, INVALID_SCORE, {}))
-    assert refused.benefit(goal, tuned) == "it would be refused beside the other changes"
+    assert refused.benefit(goal, tuned) == "without it the other changes are invalid"
     assert effect.cost(goal, tuned) == "output_tokens_per_s 100 -> 80"

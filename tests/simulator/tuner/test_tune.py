@@ -28,7 +28,7 @@ def arguments(tmp_path):
     return ["tune", *(text for name, file in names.items() for text in (f"--{name}", str(tmp_path / file)))]
 
 
-def test_a_yaml_that_says_the_same_elsewhere_does_not_differ(tmp_path):
+def test_differences_ignore_the_position_of_keys(tmp_path):
     for name in ("one", "other"):
         (tmp_path / f"{name}.yaml").write_text("model_config: {decode_batch_size: 2}\n")
     one, other = (load_config(tmp_path / f"{name}.yaml") for name in ("one", "other"))
@@ -37,13 +37,13 @@ def test_a_yaml_that_says_the_same_elsewhere_does_not_differ(tmp_path):
     assert differences(one, changed) == ["model.decode_batch_size"]
 
 
-def test_tuning_wants_optuna(arguments, monkeypatch, capsys):
+def test_tune_needs_optuna(arguments, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     assert main(arguments) == 2
     assert "pip install -e 'llm-serving[tune]'" in capsys.readouterr().err
 
 
-def test_a_tuned_yaml_says_what_changed_and_is_the_same_for_the_same_seed(arguments, tmp_path, capsys):
+def test_tuned_yaml_has_comments_and_depends_on_the_seed(arguments, tmp_path, capsys):
     pytest.importorskip("optuna")
     assert main([*arguments, "--trials", "6"]) == 0
     text = (tmp_path / "out.yaml").read_text()
@@ -55,7 +55,7 @@ def test_a_tuned_yaml_says_what_changed_and_is_the_same_for_the_same_seed(argume
     assert (tmp_path / "out.yaml").read_text() == text
 
 
-def test_a_goal_out_of_reach_gives_the_nearest_and_what_limits(arguments, tmp_path, capsys):
+def test_tune_reports_limits_of_an_infeasible_objective(arguments, tmp_path, capsys):
     pytest.importorskip("optuna")
     (tmp_path / "goal.yaml").write_text("constraints: {batch.latency_p99_ms: 20}\nmost: output_tokens\n")
     assert main([*arguments, "--trials", "5"]) == 1

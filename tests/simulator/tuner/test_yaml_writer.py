@@ -5,20 +5,20 @@ from llm_serving_simulator.tuner.yaml_writer import Edit, edited
 SLOTS, POLICY = "model_config.decode_batch_size", "scheduler_config.policy"
 
 
-def test_a_key_keeps_its_place_and_what_stands_behind_it():
+def test_edited_key_keeps_its_position_and_comment():
     text = "# mine\nmodel_config:\n    decode_batch_size: 128   # many\n    model_name: m\n\n# the end\n"
     assert edited(text, [Edit(SLOTS, 32, "was 128")]) == (
         "# mine\nmodel_config:\n    # was 128\n    decode_batch_size: 32   # many\n    model_name: m\n\n# the end\n"
     )
 
 
-def test_a_comment_stays_one_whatever_it_says():
+def test_comment_is_one_for_any_text():
     text = edited("a: {b: 1}\n", [Edit("a.b", 2, "of x\u2028c: 3\x85d: 4\x1be: 5")])
     assert yaml.safe_load(text) == {"a": {"b": 2}}
     assert text.splitlines() == ["# of x c: 3 d: 4 e: 5", "a: {b: 2}"]
 
 
-def test_a_new_key_comes_at_the_end_of_its_section():
+def test_new_key_is_added_at_the_end_of_its_section():
     rest = "\n# next\npa_config:\n  block_size: 16\n"
     text = f"model_config:\n  model_name: m  # mine\n{rest}"
     assert edited(text, [Edit(SLOTS, 32, "new")]) == (
@@ -41,7 +41,7 @@ def test_a_new_key_comes_at_the_end_of_its_section():
         "---\nmodel_config:\n    model_name: 'a: b'\n...\n",
     ],
 )
-def test_whatever_the_form_the_values_are_those_wanted_and_all_others_stay(text):
+def test_edit_sets_values_in_any_yaml_style_and_keeps_the_rest(text):
     before = yaml.safe_load(text)
     changes = [Edit(SLOTS, 32, "one " * 60), Edit(POLICY, "mixed", "two"), Edit("request_classes.batch.weight", 3, "3")]
     after = yaml.safe_load(edited(text, changes))
@@ -54,7 +54,7 @@ def test_whatever_the_form_the_values_are_those_wanted_and_all_others_stay(text)
     }
 
 
-def test_an_older_name_of_a_key_is_changed_where_it_stands():
+def test_edit_changes_a_key_under_its_older_name():
     text = "serving_config:\n    batch_waiting_time: 0.5\n"
     assert edited(text, [Edit("model_config.batch_waiting_time", 0.0, "c")]) == (
         "serving_config:\n    # c\n    batch_waiting_time: 0.0\n"
