@@ -65,19 +65,19 @@ class Verifier:
         self,
         load: Callable[[Sequence[str]], ServingConfig],
         hashes: ContentHashes,
-        say: Callable[[str], None],
+        on_progress: Callable[[str], None],
         receipts: Sequence[Receipt] = (),
     ) -> None:
         """
         Args:
             load: Returns the configuration with further overrides, "section.key=value".
             hashes: Hashes of the model's files.
-            say: Called with a line of text before an operation that takes long.
+            on_progress: Called with a line of text before an operation that takes long.
             receipts: Receipts that will be verified, if known: the KV cache is then allocated for the largest one.
         """
         self._load_config = load
         self._hashes = hashes
-        self._say = say
+        self._on_progress = on_progress
         self._num_blocks: dict[_LoadOptions, int] = {}
         for receipt in receipts:
             options = _load_options(receipt)
@@ -117,7 +117,7 @@ class Verifier:
         if config.device.device_target == "CPU" and options.instruction_set:
             with contextlib.suppress(KernelError):  # without that instruction set or library, the default is used
                 self._in_use.enter_context(library.use_isa(options.instruction_set))
-        self._say("loading the model")
+        self._on_progress("loading the model")
         self._loaded = options, LLM(config)
         return self._loaded[1]
 
@@ -258,7 +258,7 @@ def _compare_texts(verdict: Verdict, opened: OpenedReceipt, llm: LLM) -> None:
     receipt = opened.receipt
     for index, text in opened.texts.items():
         if not 0 <= index < len(receipt.choices):
-            verdict.differences.append(f"the answer: has choice {index}, of which the receipt tells nothing")
+            verdict.differences.append(f"the answer: has choice {index}, which the receipt does not have")
             continue
         prompt = llm.tokenizer.decode(receipt.prompts[index // receipt.n])
         if not has_hash(text, prompt, receipt.choices[index].text):

@@ -136,7 +136,7 @@ def read_items(path: Path) -> Iterator[Item]:
         raise ConfigError(f"{name}: {error.strerror or error}") from None
     lines = [(number, line) for number, line in enumerate(data.splitlines(), start=1) if line.strip()]
     if not lines:
-        yield Item(name, ReceiptError("there is no receipt in it"))
+        yield Item(name, ReceiptError("contains no receipt"))
     elif len(lines) == 1 or not any(_is_object(line) for _, line in lines):  # one JSON value over several lines
         yield Item(name, _item(data))
     else:

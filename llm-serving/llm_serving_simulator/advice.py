@@ -205,7 +205,7 @@ def _baseline(
 ) -> tuple[Workload, Figures, float]:
     """Simulate the own configuration; return the newest part of the workload that fits, its figures and the time."""
     if workload.num_requests < MIN_REQUESTS:
-        raise RecordingError(f"advice wants at least {MIN_REQUESTS} requests. Given: {workload.num_requests}")
+        raise RecordingError(f"advice needs at least {MIN_REQUESTS} requests. Given: {workload.num_requests}")
     while True:
         start = time.monotonic()
         result = Simulation(config, workload, profile).run(_until(start + max_s))
@@ -213,7 +213,9 @@ def _baseline(
             return workload, figures_of(result), time.monotonic() - start
         fewer = newest(workload, 0.5)
         if fewer.num_requests < MIN_REQUESTS:
-            raise RecordingError(f"to play the newest {workload.num_requests} requests takes more than {max_s:.3g} s")
+            raise RecordingError(
+                f"simulating the newest {workload.num_requests} requests takes more than {max_s:.3g} s"
+            )
         workload = fewer
 
 

@@ -70,7 +70,7 @@ def calibrate(
     timings, clients = _within(timings, phases), [each for phase in phases for each in phase]
     steps = [each for each in timings.steps if each.previous_reply_s > float("-inf")]
     if len(steps) < MIN_STEPS:
-        raise RecordingError(f"a profile wants at least {MIN_STEPS} steps. Given: {len(steps)}")
+        raise RecordingError(f"a profile needs at least {MIN_STEPS} steps. Given: {len(steps)}")
     usable = usable_steps(steps)
     slow = find_slow_intervals(usable)
     step = fit_steps(usable, [each.seconds / slow.factor(each.reply_s) for each in usable], seed)

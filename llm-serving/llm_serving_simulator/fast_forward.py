@@ -113,7 +113,7 @@ EngineOutput = RequestOutput | TokenCounter
 class FastForwardScheduler:
     """Does what `schedule` and `update` of a scheduler would do while steps are uniform.
 
-    Between calls, everything of the scheduler except its running requests is up to date; after `settle` all of it is.
+    Between calls, the scheduler is up to date except for its running requests; after `settle` these are too.
 
     Args:
         scheduler: A scheduler for which `is_uniform` is true.

@@ -176,7 +176,7 @@ class Capacity(NamedTuple):
     """Result at that rate."""
     figures: Figures
     is_highest: bool
-    """False if the search reached its end, so that a workload of more requests would tell more."""
+    """False if the search reached its end: a workload of more requests would give a higher rate."""
 
 
 def highest_rate(

@@ -52,11 +52,11 @@ async def play(
 ) -> Playback:
     """Send the requests of a workload at their times and read the answers.
 
-    Each request asks for the number of tokens that the workload says, without an earlier end.
+    Each request asks for the number of tokens in the workload, without an earlier end.
 
     Args:
         url: http://HOST:PORT.
-        workload: The requests; refused ones are sent again as the workload says.
+        workload: The requests; refused ones are sent again as the workload specifies.
         classes: Request classes of the server.
         name: Prefix of the request ids.
         until_s: Stop sending, and abort unfinished requests, after this time; None: wait for all answers.

@@ -43,7 +43,7 @@ def temporary_server(
         settings += [f"scheduler_config.record_path={recordings}", "scheduler_config.record_file_bytes=4GB"]
     config = load_config(path, settings, model)
     if config.api_keys or config.serving.scheme != "http":
-        raise ConfigError("a server that is measured must want no API key and speak plain HTTP")
+        raise ConfigError("a measured server must have no API keys and no TLS")
     arguments = [text for each in settings for text in ("--set", each)]
     for name, value in (("--config", path), ("--model", model)):
         arguments += [] if value is None else [name, str(value)]
@@ -65,8 +65,8 @@ class CpuInterference:
     def share(self) -> float:
         """Return the share of all cores used by programs other than this process and its descendants."""
         elapsed = (time.monotonic() - self._start_s) * (psutil.cpu_count() or 1)
-        others = _all_s() - self._all_s - max(0.0, _own_s() - self._own_s)
-        return max(0.0, others / elapsed) if elapsed > 0 else 0.0
+        other_s = _all_s() - self._all_s - max(0.0, _own_s() - self._own_s)
+        return max(0.0, other_s / elapsed) if elapsed > 0 else 0.0
 
 
 def _all_s() -> float:

@@ -1,4 +1,4 @@
-"""The profile: how long the hardware, the model and the server take for what; `llm-serving profile` writes it.
+"""The profile: times of the hardware, the model and the server; `llm-serving profile` writes it.
 
 A profile is JSON, or YAML written by hand for hardware that is not available. The latter has `measured: false`, which
 every output repeats with the source.
@@ -137,7 +137,7 @@ class Profile:
         return MeasuredRange(self.measured_to)
 
     def blocks_of(self, block_size: int) -> int | None:
-        """Return how many blocks of this size the profile's cache memory holds; None: unknown."""
+        """Return the number of blocks of this size in the profile's cache memory; None: unknown."""
         if self.num_blocks is None or self.block_size is None:
             return self.num_blocks
         return max(1, self.num_blocks * self.block_size // block_size)

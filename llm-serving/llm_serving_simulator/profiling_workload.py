@@ -14,7 +14,7 @@ from llm_serving_simulator.workload import FIRST_TOKEN, Workload, WorkloadReques
 MAX_REQUESTS: Final = 2048
 """Requests of a phase; no server answers more in its time."""
 NUM_ROUNDS: Final = 2
-"""Every phase runs this often, so that a slow minute of the machine does not affect one kind of steps only."""
+"""Number of rounds of all phases, so that a slow minute of the machine affects more than one kind of steps."""
 SECONDS_PER_CONCURRENCY: Final = 2.5
 PAUSED_RATE: Final = 2.5
 """Requests per second of the phase with pauses."""
@@ -32,7 +32,7 @@ LARGER_S: Final = 4.0
 
 
 class ProfilingPhase(NamedTuple):
-    """A workload that is played for some seconds."""
+    """A workload that runs for some seconds."""
 
     name: str
     seconds: float
@@ -46,7 +46,7 @@ class ServerLimits(NamedTuple):
     max_len: int
     """Tokens of a prompt and its answer."""
     num_cached: int
-    """Tokens that the KV cache holds."""
+    """Tokens in the KV cache."""
     vocab_size: int
 
     def tokens_each(self, count: int) -> int:
@@ -59,7 +59,7 @@ Span = tuple[int, int]
 
 
 def phases(limits: ServerLimits, seed: int = 1, scale: float = 1.0) -> list[ProfilingPhase]:
-    """Return the phases in the order in which they are played.
+    """Return the phases in their order.
 
     In each round: one request after the other; the same with pauses; 2, 4, ... clients up to the number of slots, with
     mixed lengths, and for many clients with short prompts, so that steps decode only; long contexts; more prompts than

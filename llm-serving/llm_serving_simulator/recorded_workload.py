@@ -44,9 +44,7 @@ def load_workload(path: Path, seed: int | None = None) -> Workload:
         return read_workload(path, seed)
     if path.suffix == ".rec" or path.is_dir():
         if seed is not None:
-            raise ConfigError(
-                f"--load-seed must stand beside a workload (*.yaml): {path} is a recording. Given: {seed}"
-            )
+            raise ConfigError(f"--load-seed needs a workload (*.yaml): {path} is a recording. Given: {seed}")
         return read_recorded(path)
     raise ConfigError(f"{path}: must be a workload (*.yaml), or a recording (*.rec, or a folder of them)")
 
@@ -194,14 +192,14 @@ def _with_lengths(requests: Sequence[WorkloadRequest], unanswered: Sequence[bool
 
 
 def _refused(
-    refused: Sequence[RefusedRequests], origin: float, others: Sequence[WorkloadRequest]
+    refused: Sequence[RefusedRequests], origin: float, answered: Sequence[WorkloadRequest]
 ) -> Iterator[WorkloadRequest]:
     """Yield the refused requests, each with a random prompt and the answer length of a random other request."""
     rng = random.Random(len(refused))
     for each in refused:
         for length in each.prompt_lens:
             yield replace(
-                rng.choice(others),
+                rng.choice(answered),
                 stream=REFUSED,
                 due_s=each.time - origin,
                 prompt_token_ids=rng.choices(range(FIRST_TOKEN, 16), k=max(1, length)),

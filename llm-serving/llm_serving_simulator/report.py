@@ -70,7 +70,7 @@ def as_json(results: Results, capacities: Sequence[Capacity] = (), needs: Sequen
     Args:
         results: Result of each configuration.
         capacities: Highest rate of each configuration, if requested.
-        needs: For each configuration the lines that say what would meet the constraints, if requested.
+        needs: For each configuration the lines with changes that meet the constraints, if requested.
     """
     document: list[dict[str, Any]] = [
         {
@@ -204,7 +204,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("a plot wants matplotlib: pip install -e 'llm-serving[bench]'") from None
+        raise ConfigError("a plot needs matplotlib: pip install -e 'llm-serving[bench]'") from None
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "llm-serving"
     matplotlib.rcParams["text.parse_math"] = False  # names may contain "$"

@@ -52,8 +52,8 @@ OUTCOMES_PER_STEP: Final = 16
 """Outcomes that these calls may read per step on average: with many requests there are fewer calls."""
 
 
-class ContradictionError(LLMServingError):
-    """The simulation breaks a law of the scheduler; the text has the seed that reproduces it."""
+class InconsistencyError(LLMServingError):
+    """The simulation breaks an invariant of the scheduler; the text has the seed that reproduces it."""
 
 
 class Simulation:
@@ -131,7 +131,7 @@ class Simulation:
         """Simulate the workload to its end, or until `stop_early` returns True.
 
         Raises:
-            ContradictionError: A law of the scheduler is broken.
+            InconsistencyError: An invariant of the scheduler is broken.
         """
         num_unchecked = 0
         for stream in self._workload.streams:
@@ -147,7 +147,7 @@ class Simulation:
                         return self._finish()
             self._check_end()
         except AssertionError as error:
-            raise ContradictionError(f"seed {self._seed}: {error or 'blocks or slots are not conserved'}") from error
+            raise InconsistencyError(f"seed {self._seed}: {error or 'blocks or slots are not conserved'}") from error
         return self._finish()
 
     @property

@@ -62,7 +62,7 @@ class ReplicaOptions:
 
 
 class World(Protocol):
-    """What a replica needs of the simulation."""
+    """The parts of the simulation that a replica uses."""
 
     def drive(self, index: int, make: Callable[[Publish], Engine]) -> Engine:
         """Add an engine to the master."""
@@ -74,13 +74,13 @@ class World(Protocol):
         """Attribute calls of the event loop from now on to the engine with this clock."""
 
     def master_work(self, index: int) -> MasterWork:
-        """Return the event loop's work until now, as it concerns a replica."""
+        """Return the event loop's work until now that affects a replica."""
 
     def mark_pending(self, index: int) -> None:
-        """Remember that a replica may have to wake: its inbox has a message, or a request waits."""
+        """Mark a replica that may have to wake: its inbox has a message, or a request waits."""
 
     def reschedule(self, time: float, index: int) -> None:
-        """Set when a replica runs next; infinite: when it is woken."""
+        """Set the time at which a replica runs next; infinite: when it is woken."""
 
     def outcome_of(self, request_id: str) -> Outcome:
         """Return the outcome of an open request."""
@@ -93,7 +93,7 @@ class World(Protocol):
 
 
 class VirtualReplica:
-    """An engine that runs when the simulation calls `step`; `wake_time` says from when on."""
+    """An engine that runs when the simulation calls `step`, from `wake_time` on."""
 
     def __init__(self, world: World, options: ReplicaOptions, index: int) -> None:
         self.clock = EngineClock(options.master)
@@ -116,7 +116,7 @@ class VirtualReplica:
         )
         num_blocks = config.pa.num_blocks or profile.blocks_of(config.pa.block_size)
         if num_blocks is None:
-            raise ConfigError("pa_config.num_blocks must be given: the profile does not tell how many blocks there are")
+            raise ConfigError("pa_config.num_blocks must be given: the profile has no number of blocks")
         if num_blocks > MAX_BLOCKS:
             rule = f"must be at most {MAX_BLOCKS} in a simulation"
             raise ConfigError(f"pa_config.num_blocks, or `num_blocks` of the profile, {rule}. Given: {num_blocks}")

@@ -136,7 +136,7 @@ class EngineClock:
 
 
 class VirtualEventLoop:
-    """The event loop as far as engines call it from their threads."""
+    """The event loop with the methods that engines call from their threads."""
 
     def __init__(self, events: EventQueue) -> None:
         self.clock = EngineClock(SeparateCores())

@@ -29,7 +29,7 @@ END_TOKEN: Final = MAX_INTEGER
 
 
 class VirtualStep(NamedTuple):
-    """What the virtual WorkAgent needs of a step."""
+    """The parts of a step that the virtual WorkAgent uses."""
 
     number: int
     shape: StepShape
@@ -38,7 +38,7 @@ class VirtualStep(NamedTuple):
 
 
 def virtual_step(schedule: Schedule, number: int) -> Any:
-    """Build a `VirtualStep`; takes the place of `StepBuilder.build`."""
+    """Build a `VirtualStep`, in place of `StepBuilder.build`."""
     tokens = context = pairs = 0
     samples = []
     for request, num_computed, query_len, num_samples, _ in schedule.rows:

@@ -134,7 +134,7 @@ def parse_workload(root: Located, name: str, seed: int | None = None) -> Workloa
     if not streams:
         raise ConfigError(f"{keys.where}: `streams` must have at least one stream")
     if not any(stream.requests for stream in streams):
-        raise ConfigError(f"{keys.where_of('streams')}: `streams` must have at least one request. Given: none comes")
+        raise ConfigError(f"{keys.where_of('streams')}: `streams` must have at least one request. Given: none")
     return Workload(name, tuple(streams), retries, vocab_size)
 
 
@@ -151,7 +151,7 @@ def _stream(name: str, keys: YamlMapping, rng: random.Random, duration_s: float,
     ends_s = keys.read("ends_s", number(begins_s, exclusive=True), f"must be seconds > {begins_s:g}", duration_s)
     count = keys.read("requests", integer(1, MAX_REQUESTS), count_rule, 0)
     if not count and (concurrency is not None or ends_s == math.inf):
-        rule = "`requests`" if concurrency is not None else "`requests`, `ends_s`, or `duration_s` beside `streams`"
+        rule = "`requests`" if concurrency is not None else "`requests`, `ends_s`, or `duration_s` of the workload"
         raise ConfigError(f"{where} must have {rule}")
     prompt = keys.read("prompt_tokens", _lengths, LENGTH_RULE)
     answer = keys.read("answer_tokens", _lengths, LENGTH_RULE)
@@ -183,7 +183,7 @@ def _stream(name: str, keys: YamlMapping, rng: random.Random, duration_s: float,
         raise ConfigError(f"{where} must be at most {MAX_REQUESTS} requests")
     if due and due[-1] > MAX_SECONDS:
         rule = f"must have its last request within {MAX_SECONDS:g} seconds"
-        raise ConfigError(f"{where} {rule}. Given: it comes after {due[-1]:g}")
+        raise ConfigError(f"{where} {rule}. Given: a request after {due[-1]:g}")
     requests, num_tokens = [], 0
     for time in due:
         num_prompt, num_output = prompt(rng), answer(rng)
@@ -209,14 +209,14 @@ def _stream(name: str, keys: YamlMapping, rng: random.Random, duration_s: float,
 
 def _check_combinations(name: str, keys: YamlMapping, *, bursts: bool) -> None:
     """Raise ConfigError for a key that has no effect beside, or without, another key."""
-    needs_rate = "rate" in keys, "must stand beside `rate`: a closed loop asks when it has been answered"
+    needs_rate = "rate" in keys, "needs `rate`: a closed loop sends a request after each answer"
     for key, (is_valid, rule) in {
         "arrivals": needs_rate,
         "ends_s": needs_rate,
-        "burst_size": (bursts, "must stand beside `arrivals: burst`"),
-        "priority": ("class" not in keys, "must not stand beside `class`, which has one"),
-        "prefixes": ("prefix_tokens" in keys, "must stand beside `prefix_tokens`"),
-        "recited_run": ("recited" in keys, "must stand beside `recited`"),
+        "burst_size": (bursts, "needs `arrivals: burst`"),
+        "priority": ("class" not in keys, "must be absent if `class` is set, which has a priority"),
+        "prefixes": ("prefix_tokens" in keys, "needs `prefix_tokens`"),
+        "recited_run": ("recited" in keys, "needs `recited`"),
     }.items():
         if key in keys and not is_valid:
             raise ConfigError(f"{keys.where_of(key)}: `streams.{name}.{key}` {rule}")
@@ -227,7 +227,7 @@ def repetitive_answer(
 ) -> list[int]:
     """Draw an answer that alternates between copies of earlier text and random tokens.
 
-    The lengths of both are geometric, so a copied run goes on with the same probability after every token.
+    The lengths of both are geometric, so a copied run continues with the same probability after every token.
 
     Args:
         rng: The generator.

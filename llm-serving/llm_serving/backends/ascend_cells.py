@@ -105,7 +105,7 @@ class AscendQuantizedEmbedding(nn.Cell):
 
 
 class AscendRotary(nn.Cell):
-    """Cosines and sines have one row for each token, so the lengths the primitive also takes say nothing."""
+    """Cosines and sines have one row for each token, so the lengths that the primitive requires have no effect."""
 
     def __init__(self) -> None:
         super().__init__()

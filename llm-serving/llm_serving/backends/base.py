@@ -124,7 +124,7 @@ class Backend(Protocol):
         """(int32[B]) -> the same lengths in the memory from which attention reads them"""
 
     def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
-        """(positions int32[T], block_tables int32[B, W]) -> what tells attention which keys each row attends to
+        """(positions int32[T], block_tables int32[B, W]) -> a mask or positions that select the keys of each row
 
         A row attends to the keys of its request up to its own position. One result serves all layers.
         """

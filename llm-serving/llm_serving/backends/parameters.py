@@ -68,7 +68,7 @@ def resident_zeros(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def zeroed_parameter(shape: tuple[int, ...], dtype: str, name: str | None = None) -> ms.Parameter:
-    """Return a Parameter of zeros. On an NPU the host never holds them."""
+    """Return a Parameter of zeros; on an NPU they are created in device memory."""
     if _is_on_npu():
         return _parameter_of(mint.zeros(shape, dtype=getattr(ms, dtype)), name)
     return parameter_over(resident_zeros(shape, dtype), dtype, name)

@@ -253,7 +253,7 @@ class PlainStoreKV(nn.Cell):
 
 
 class PlainVisiblePositions(nn.Cell):
-    """Returns the positions of rows, which say how many keys each row attends to."""
+    """Returns the positions of rows, from which attention computes how many keys each row attends to."""
 
     def construct(self, positions: ms.Tensor, block_tables: ms.Tensor) -> ms.Tensor:
         return positions

@@ -45,10 +45,10 @@ class PlainRouter(nn.Cell):
         if self.groups > 1:
             of_groups = choice_scores.reshape(choice_scores.shape[0], self.groups, -1)
             best = ops.topk(of_groups, 2)[0].sum(-1) if self.has_correction else of_groups.max(-1)
-            kept = self.rank(best, self.group_numbers) < self.top_groups
+            selected = self.rank(best, self.group_numbers) < self.top_groups
             lowest = ops.full_like(of_groups, -1e30)
-            kept = ops.logical_and(kept.expand_dims(-1), ops.ones_like(of_groups).astype(ms.bool_))
-            choice_scores = ops.select(kept, of_groups, lowest).reshape(choice_scores.shape[0], -1)
+            selected = ops.logical_and(selected.expand_dims(-1), ops.ones_like(of_groups).astype(ms.bool_))
+            choice_scores = ops.select(selected, of_groups, lowest).reshape(choice_scores.shape[0], -1)
         topk_ids = self.rank(choice_scores, self.numbers) < self.top_k
         topk_weights = ops.select(topk_ids, scores, ops.zeros_like(scores))
         topk_weights = topk_weights / topk_weights.sum(-1, keepdims=True) if self.normalise else topk_weights

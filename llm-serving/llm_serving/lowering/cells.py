@@ -135,8 +135,8 @@ class RegisterStep(nn.Cell):
         self.cell = cell
         self.r, self.s, self.t, self.u = (*reads, *(0,) * (MAX_READS - len(reads)))
         # Indices into the registers followed by the values that the Cell returns.
-        places = [NUM_REGISTERS + writes[at] if at in writes else at for at in range(NUM_REGISTERS)]
-        self.a, self.b, self.c, self.d, self.e, self.f, self.g, self.h = places
+        sources = [NUM_REGISTERS + writes[at] if at in writes else at for at in range(NUM_REGISTERS)]
+        self.a, self.b, self.c, self.d, self.e, self.f, self.g, self.h = sources
 
     def construct(self, registers: Registers, arguments: Registers) -> Registers:
         read = registers[self.r], registers[self.s], registers[self.t], registers[self.u]

@@ -85,7 +85,7 @@ class _StubModule(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        # A capitalised name is a class, from which others may inherit.
+        # A capitalized name is a class, which other classes may inherit.
         return type(name, (_StubAttribute,), {"__module__": self.__name__}) if name[0].isupper() else _StubAttribute()
 
 
@@ -276,19 +276,19 @@ def _set_weights(model: nn.Cell, network: Network, parameters: Parameters) -> No
             assert path is not None  # guaranteed by `unsupported_by_mindformers`
             set_parameter(model, path, parameter)
     (model.output_layer.weight,) = parameters[network.head.weights["weight"]]
-    check_no_others(model, [each for made in parameters.values() for each in made])
+    check_no_own_parameters(model, [each for made in parameters.values() for each in made])
 
 
-def check_no_others(model: nn.Cell, ours: Iterable[ms.Parameter]) -> None:
+def check_no_own_parameters(model: nn.Cell, ours: Iterable[ms.Parameter]) -> None:
     """Refuse a network of MindFormers that computes with Parameters of its own.
 
     Raises:
         ModelError: It has some.
     """
     known = {id(each) for each in ours}
-    others = [each.name for each in model.get_parameters() if id(each) not in known]
-    if others:
-        raise ModelError(f"MindFormers' network has weights that the model lacks: {', '.join(others[:4])}")
+    unknown = [each.name for each in model.get_parameters() if id(each) not in known]
+    if unknown:
+        raise ModelError(f"MindFormers' network has weights that the model lacks: {', '.join(unknown[:4])}")
 
 
 _CACHES = "layers.{}.attention.infer_attention.paged_attention_mgr.{}_cache"
@@ -412,4 +412,4 @@ def _set_legacy_weights(model: nn.Cell, network: Network, parameters: Parameters
         for part, cache in zip(("key", "value"), pair, strict=True):
             set_parameter(model, _CACHES.format(layer, part), cache)
     made = [each for parameters_of_weight in parameters.values() for each in parameters_of_weight]
-    check_no_others(model, [*made, *(cache for pair in kv_caches for cache in pair)])
+    check_no_own_parameters(model, [*made, *(cache for pair in kv_caches for cache in pair)])

@@ -22,7 +22,7 @@ from llm_serving.network.quantization import Quantization
 
 GRAPHS: Final = ("states", "head")
 """Names of the fields of `Lowered`; `graph_file` returns their paths."""
-FACTS: Final = "mindir.json"
+SETTINGS_FILE: Final = "mindir.json"
 
 
 def inputs_of(spec: ModelSpec, graph: str) -> list[ms.Tensor]:
@@ -54,7 +54,7 @@ def export(
     max_positions: int,
     quantization: Quantization | None = None,
 ) -> None:
-    """Write the graphs with their weights and caches, and a JSON file that says what they were made for.
+    """Write the graphs with their weights and caches, and a JSON file of the settings that they were made for.
 
     Args:
         spec: The model.
@@ -73,12 +73,12 @@ def export(
     for graph in GRAPHS:
         write_mindir(getattr(lowered, graph), folder / f"{graph}.mindir", inputs_of(spec, graph))
     num_blocks, block_size = kv_caches[0][0].shape[:2]
-    kept = None if quantization is None else str(quantization.name)
-    facts = facts_of(spec, backend.dtype, kept, num_blocks, block_size, max_positions)
-    (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+    quantization_name = None if quantization is None else str(quantization.name)
+    settings = graph_settings(spec, backend.dtype, quantization_name, num_blocks, block_size, max_positions)
+    (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def facts_of(
+def graph_settings(
     spec: ModelSpec, dtype: str, quantization: str | None, num_blocks: int, block_size: int, max_positions: int
 ) -> dict[str, Any]:
     """Return what a graph was made for; a graph serves only a configuration with equal values."""
@@ -94,13 +94,13 @@ def facts_of(
     }
 
 
-def check_facts(folder: Path, wanted: Mapping[str, Any]) -> None:
+def check_graph_settings(folder: Path, wanted: Mapping[str, Any]) -> None:
     """Refuse graphs of another model, dtype or cache.
 
     Raises:
         ConfigError: The folder has no graphs, or they were made for another configuration.
     """
-    path = folder / FACTS
+    path = folder / SETTINGS_FILE
     missing = [each.name for each in (path, *(graph_file(folder, graph) for graph in GRAPHS)) if not each.is_file()]
     if missing:
         raise ConfigError(

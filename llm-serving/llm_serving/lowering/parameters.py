@@ -62,10 +62,10 @@ def parameters_of(
     for index, weight in enumerate(network.weights):
         name = f"weights.{index}"
         if quantization is not None and weight in quantized:
-            kept = quantized[weight]
-            qvalues = _quantized_values(weight, reader, kept, quantization.group_size)
+            format_name = quantized[weight]
+            qvalues = _quantized_values(weight, reader, format_name, quantization.group_size)
             if not as_cells:
-                made[weight] = [backend.packed_quantized_weight(qvalues, kept in WEIGHT_ONLY, name)]
+                made[weight] = [backend.packed_quantized_weight(qvalues, format_name in WEIGHT_ONLY, name)]
             elif weight in experts:
                 made[weight] = list(backend.quantized_expert_weights(qvalues, experts[weight], name))
             else:
@@ -91,16 +91,18 @@ def parameters_of(
     return made
 
 
-def _quantized_values(weight: Weight, reader: WeightReader, kept: QuantizationName, group_size: int) -> QuantizedTensor:
+def _quantized_values(
+    weight: Weight, reader: WeightReader, format_name: QuantizationName, group_size: int
+) -> QuantizedTensor:
     """Return the stored quantized values where products take them, else quantize the weight anew."""
     parts = [reader.read_packed(name, shape) for name, shape in zip(weight.names, weight.stored_shapes, strict=True)]
-    if (stored := stored_qvalues(weight, parts, kept)) is not None:
+    if (stored := stored_qvalues(weight, parts, format_name)) is not None:
         return stored
     values = assemble_weight(
         weight, [part.dequantized() if isinstance(part, QuantizedTensor) else part for part in parts]
     )
     try:
-        return quantize(values, BITS[kept], group_size if BITS[kept] == 4 else None)
+        return quantize(values, BITS[format_name], group_size if BITS[format_name] == 4 else None)
     except ModelError as error:
         raise ModelError(f"{', '.join(weight.names[:3])}: {error}") from None
 

@@ -25,7 +25,7 @@ from llm_serving.kernels.compiler import library_path
 from llm_serving.kernels.ranks import Ranks
 from llm_serving.log import get_logger
 from llm_serving.lowering.mindformers import mindformers_version
-from llm_serving.lowering.mindir import check_facts, facts_of
+from llm_serving.lowering.mindir import check_graph_settings, graph_settings
 from llm_serving.models.memory import (
     FREE_MEMORY_FRACTION,
     FREE_NPU_MEMORY_FRACTION,
@@ -187,7 +187,7 @@ def _load_exported(settings: LoadModel, folder: Path, on_progress: Callable[[str
     assert settings.num_blocks is not None  # `config.sections.model` checks it
     spec = check_folder(Path(settings.model_path))
     sizes = settings.num_blocks, settings.block_size, settings.max_model_len
-    check_facts(folder, facts_of(spec, settings.dtype, settings.quantization, *sizes))
+    check_graph_settings(folder, graph_settings(spec, settings.dtype, settings.quantization, *sizes))
     on_progress(f"reading the graphs of {folder.name}")
     ini = None if settings.mindir_ini is None else Path(settings.mindir_ini)
     networks = load_networks(spec, folder, ini, settings.device_id)

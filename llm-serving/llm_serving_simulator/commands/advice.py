@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from llm_serving.cli.server_call import ServerRefusal, opened
 
-    say("playing the last minutes; this takes up to four minutes")
+    say("simulating the last minutes; this takes up to four minutes")
     path = f"/v1/scheduler/advice?minutes={arguments.minutes}"
     with opened(arguments.url, path, api_key_of(arguments)) as response:
         try:
@@ -50,6 +50,6 @@ def described(advice: Mapping[str, Any]) -> Iterable[str]:
             if each["beyond"]:
                 yield f"    {each['beyond']}"
     if not advice["played"]:
-        yield "there was no time to play any: ask again when the server has less to do, or of fewer --minutes"
+        yield "there was no time for any simulation: repeat it when the server is less busy, or with fewer --minutes"
     elif not advice["advised"] and not advice["otherwise"]:
-        yield "no neighbour would have been better"
+        yield "no neighbouring value would have been better"

@@ -31,10 +31,10 @@ from llm_serving_simulator.recorded_workload import recording_files
 from llm_serving_simulator.tuner.search_space import largest_steps
 
 CLIENTS_FILE: Final = "clients.json"
-"""What clients measured, beside the recordings of the same requests."""
+"""File of the clients' measurements, beside the recordings of the same requests."""
 MAX_EFFORT: Final = 1000
 MAX_ATTEMPTS: Final = 3
-"""How often a phase is played until other programs are idle."""
+"""Maximum number of attempts of a phase until other programs are idle."""
 PAUSE_S: Final = 0.2
 """Pause between two phases, in which aborted requests end."""
 
@@ -167,7 +167,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 
 def _read_clients(path: Path) -> list[list[ClientTiming]]:
-    """Return what clients measured, if it was kept beside the recordings."""
+    """Return the clients' measurements, if the folder of the recordings has them."""
     try:
         return msgspec.json.decode((path / CLIENTS_FILE).read_bytes(), type=list[list[ClientTiming]])
     except (FileNotFoundError, NotADirectoryError):
@@ -177,7 +177,7 @@ def _read_clients(path: Path) -> list[list[ClientTiming]]:
 
 
 def _play_all(arguments: argparse.Namespace, config: ServingConfig, folder: Path) -> list[list[ClientTiming]]:
-    """Play the phases on a server of the configuration, and on one that allows the largest steps of the tuner."""
+    """Run the phases on a server of the configuration, and on one that allows the largest steps of the tuner."""
     num_rows, num_tokens = largest_steps(config)
     own_tokens = config.scheduler.max_prefill_tokens
     settings = [
@@ -196,11 +196,11 @@ def _play_all(arguments: argparse.Namespace, config: ServingConfig, folder: Path
     say("starting a server to measure")
     clients = _play(arguments, [], folder, "profile", usual)
     if num_tokens > own_tokens or num_rows > config.model.decode_batch_size:
-        say(f"starting one with steps of up to {num_rows} requests and {num_tokens} tokens")
+        say(f"starting a server with steps of up to {num_rows} requests and {num_tokens} tokens")
         try:
             clients += _play(arguments, settings, folder, "larger", larger)
         except (ConfigError, StartError) as error:
-            say(f"it does not start, so larger steps than those of {arguments.config} are not in the profile: {error}")
+            say(f"it does not start, so steps larger than those of {arguments.config} are not in the profile: {error}")
     return clients
 
 
@@ -211,7 +211,7 @@ def _play(
     name: str,
     plan: Callable[[ServerLimits], list[ProfilingPhase]],
 ) -> list[list[ClientTiming]]:
-    """Play all phases, again where other programs used the machine; return what clients measured the last time."""
+    """Run all phases, again if other programs used the machine; return the clients' last measurements."""
     import uvloop
 
     measured: list[list[ClientTiming]] = []

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--goal", type=Path, required=True, metavar="FILE", help="the objective (docs/guides/tuning.md)"
     )
     add_workload_arguments(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="YAML", help="where the tuned configuration goes")
+    parser.add_argument("--out", type=Path, required=True, metavar="YAML", help="file for the tuned configuration")
     parser.add_argument("--trials", type=int, default=NUM_TRIALS, metavar="N", help=f"default {NUM_TRIALS}")
     parser.set_defaults(run=run)
 
@@ -105,7 +105,7 @@ class _Bar(DownloadProgress):
         violated = [each.figure.key for each in self._objective.constraints if not each.is_met(best.figures)]
         keys = violated or [self._objective.figure.key]
         shown = ", ".join(f"{key} {format_figure(key, best.figures.get(key, float('nan')))}" for key in keys)
-        self.set_postfix_str(f"best {shown}{' (not kept yet)' if violated else ''}", refresh=False)
+        self.set_postfix_str(f"best {shown}{' (not met yet)' if violated else ''}", refresh=False)
         self.update()
 
 
@@ -116,8 +116,8 @@ def _write(
     write_file(out, tuned_yaml(source, trials.configure({}), trials, tuned, effects))
     if found := differences(read_with(out, [], model), trials.configure(tuned.changes)):
         raise ConfigError(
-            f"{out}: does not say what was simulated of {', '.join(found)}: write it into the folder of {source}, "
-            f"whose paths it has, or write the keys without anchors"
+            f"{out}: differs from the simulated configuration in {', '.join(found)}: write it into the folder of "
+            f"{source}, whose relative paths it has, or write the keys without anchors"
         )
 
 

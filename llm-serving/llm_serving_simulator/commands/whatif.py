@@ -211,7 +211,7 @@ def _answer_needs(
     needs: Sequence[FigureConstraint],
     show: Callable[[str], object],
 ) -> list[str]:
-    """Return the lines that say what would meet the constraints; show each line as soon as it is known."""
+    """Return the lines with changes that meet the constraints; show each line as soon as it is known."""
     path, own_changes, _ = _parts(variant.argument)
     assert path is not None
 
@@ -232,7 +232,7 @@ def _capacities(found: Sequence[tuple[Variant, Capacity]], min_share: float) -> 
     lines = [f"requests/s that meet the objectives of {min_share:.0%}:"]
     first = found[0][1].requests_per_s
     if not all(capacity.is_highest for _, capacity in found):
-        lines.append("  (where it says `at least`, the load is over too soon: more `requests` would tell more)")
+        lines.append("  (`at least`: the workload is too short to find the highest rate; add more `requests`)")
     for variant, capacity in found:
         ttft = format_figure("ttft_p99_ms", capacity.figures["ttft_p99_ms"])
         ratio = f"{capacity.requests_per_s / first:.2f} x the first" if first > 0 else "the first keeps none"

@@ -1,4 +1,4 @@
-"""What limits a configuration, and what would meet the constraints: one key, or something beyond the configuration."""
+"""Limits of a configuration, and changes that would meet the constraints: of one key, or beyond the configuration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Improvement(NamedTuple):
 
 
 def limits(trial: Trial, parameters: Sequence[SearchParameter]) -> Iterator[str]:
-    """Yield what the trial exhausts: the WorkAgents, the blocks, the values of a parameter."""
+    """Yield what the trial uses completely: the WorkAgents, the blocks, the values of a parameter."""
     figures = trial.figures
     if figures.get("busy_share", 0.0) >= FULL:
         yield f"the WorkAgents compute {figures['busy_share']:.0%} of the time: the hardware limits"
@@ -76,7 +76,7 @@ def what_would_meet(trials: TrialRunner) -> Iterator[str]:
     objective, baseline = trials.objective, trials.baseline
     for each in objective.constraints:
         value = format_figure(each.figure.key, baseline.figures[each.figure.key])
-        yield f"{each}: it is {value}, {'kept' if each.is_met(baseline.figures) else 'NOT KEPT'}"
+        yield f"{each}: it is {value}, {'met' if each.is_met(baseline.figures) else 'NOT MET'}"
     if objective.violation(baseline.figures) == 0:
         return
     num_tried = 0
@@ -91,8 +91,8 @@ def what_would_meet(trials: TrialRunner) -> Iterator[str]:
             )
             notice = extrapolation_notices(trial.result.notices)
             change = f"{yaml_text(parameter.current_value)} -> {yaml_text(other)}"
-            yield f"  {parameter.key}: {change}: {shown} (is enough){f'; {notice}' if notice else ''}"
-    yield f"  the others of {num_tried} are not enough alone; `llm-serving tune` looks for several together"
+            yield f"  {parameter.key}: {change}: {shown} (sufficient){f'; {notice}' if notice else ''}"
+    yield f"  the other values of {num_tried} are not sufficient alone; `llm-serving tune` combines several"
     yield from limits(baseline, ())
     yield "beyond the YAML, one thing at a time:"
     for improvement in improvements(trials, baseline):

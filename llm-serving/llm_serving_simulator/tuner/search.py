@@ -58,7 +58,7 @@ class TreeParzen:
         try:
             import optuna
         except ImportError:
-            raise ConfigError("tuning wants Optuna: pip install -e 'llm-serving[tune]'") from None
+            raise ConfigError("tuning needs Optuna: pip install -e 'llm-serving[tune]'") from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._parameters = parameters
         num_random = max(MIN_RANDOM, round(RANDOM_SHARE * num_trials))
@@ -93,7 +93,7 @@ def search(
         trials: Runs the simulations.
         parameters: The search space.
         sampler: A sampler of the same search space.
-        num_trials: Number of trials beside the baseline.
+        num_trials: Number of trials without the baseline.
         on_trial: Called for each trial.
     """
     best = trials.baseline
@@ -116,7 +116,7 @@ def changes_of(parameters: Sequence[SearchParameter], indices: Indices) -> Chang
 
 @dataclass(frozen=True)
 class Effect:
-    """The effect of one change beside the other changes of the tuned configuration."""
+    """The effect of one change in addition to the other changes of the tuned configuration."""
 
     key: str
     was: Any
@@ -125,9 +125,9 @@ class Effect:
     """The tuned configuration without this change."""
 
     def benefit(self, objective: TuningObjective, tuned: Trial) -> str:
-        """Return what of the objective would be worse without the change; constraints count with their margin."""
+        """Return which parts of the objective would be worse without the change; constraints include their margin."""
         if not self.without.figures:
-            return "it would be refused beside the other changes"
+            return "without it the other changes are invalid"
         losses = [
             f"{each.figure} would be {_shown(self.without, each.figure.key)}, "
             f"{'above' if each.figure.less_is_better else 'below'} {format_figure(each.figure.key, each.target)}"
@@ -138,7 +138,7 @@ class Effect:
         before, after = (each.figures.get(name, math.nan) for each in (self.without, tuned))
         if not _is_similar(before, after) and (after > before) == objective.maximize:
             losses.append(f"{name} would be {format_figure(name, before)}, not {format_figure(name, after)}")
-        return "; ".join(losses) or "little would be worse: it goes with the other changes"
+        return "; ".join(losses) or "small effect alone, in combination with the other changes"
 
     def cost(self, objective: TuningObjective, tuned: Trial) -> str:
         """Return which other figures the change makes worse; empty if none."""
@@ -159,15 +159,15 @@ def revert_useless_changes(trials: TrialRunner, best: Trial) -> Trial:
     """Return the best trial without the changes that have no effect, the least useful ones reverted first."""
     while best.changes:
         without = [trials.run(_less(best.changes, key)) for key in best.changes]
-        kept = best
+        best_so_far = best
         for each in sorted(without, key=lambda each: -each.score):
             (key,) = best.changes.keys() - each.changes.keys()
-            candidate = trials.run(_less(kept.changes, key))
+            candidate = trials.run(_less(best_so_far.changes, key))
             if is_as_good(trials.objective, candidate, best):
-                kept = candidate
-        if kept is best:
+                best_so_far = candidate
+        if best_so_far is best:
             return best
-        best = kept
+        best = best_so_far
     return best
 
 

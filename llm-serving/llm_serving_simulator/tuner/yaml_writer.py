@@ -38,7 +38,7 @@ def tuned_yaml(
     """
     text = source.read_text(encoding="utf-8")
     if any(each.key.startswith(f"{CLASSES}.") for each in effects) and not _has_classes(text):
-        text = f"{text.rstrip()}\n\n# As they are by default, but for what is said.\n{_classes(config)}"
+        text = f"{text.rstrip()}\n\n# The defaults, with the changes marked below.\n{_classes(config)}"
     edits = [Edit(each.key, each.value, _comment(trials.objective, tuned, each)) for each in effects]
     return _header(trials, tuned) + edited(text, edits)
 
@@ -117,7 +117,7 @@ class Edit:
 def edited(text: str, edits: Sequence[Edit]) -> str:
     """Return the YAML text with these keys changed.
 
-    An existing key keeps its place and the comment behind it. A new key is added at the end of its section, a new
+    An existing key keeps its position and the comment after it. A new key is added at the end of its section, a new
     section at the end of the file. A value that comes from an anchor or a merge is overridden, not changed at its
     origin.
     """
@@ -156,7 +156,7 @@ def _pair(node: yaml.Node | None, name: str) -> Pair | None:
 
 
 def _is_alias(pair: Pair) -> bool:
-    """Return whether the value stands elsewhere, before its key."""
+    """Return whether the value is defined before its key."""
     return pair[1].start_mark.index < pair[0].end_mark.index
 
 
@@ -177,7 +177,8 @@ def _with_comment(text: str, index: int, remark: str) -> str:
 
 def comment(text: str, indent: int) -> str:
     """Return the text as comment lines, wrapped at `WIDTH`."""
-    printable = "".join(each if each.isprintable() else " " for each in text)  # YAML breaks lines at others, too
+    # YAML breaks lines at other characters, too
+    printable = "".join(each if each.isprintable() else " " for each in text)
     lines = textwrap.wrap(printable, WIDTH - indent - 2)
     return "".join(f"{' ' * indent}# {line}\n" for line in lines)
 
@@ -205,7 +206,7 @@ def _inserted(text: str, root: yaml.Node | None, names: Sequence[str], edit: Edi
 
 
 def _content_end(node: yaml.Node) -> int:
-    """Return the end of a block's last value; the end mark of a block is behind the comments that follow it."""
+    """Return the end of a block's last value; the end mark of a block is after the comments that follow it."""
     while isinstance(node, yaml.MappingNode) and not node.flow_style and node.value:
         key, value = node.value[-1]
         if _is_alias((key, value)) or value.end_mark.index == value.start_mark.index:
@@ -217,7 +218,7 @@ def _content_end(node: yaml.Node) -> int:
 
 
 def _insert_after_line(text: str, index: int, lines: str) -> str:
-    """Return the text with lines inserted behind the line of an index."""
+    """Return the text with lines inserted after the line of an index."""
     found = text.find("\n", index)
     at = len(text) if found < 0 else found + 1
     separator = "" if not at or text[at - 1] == "\n" else "\n"
