@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Runs real clients against a real server of the shipped model and prints what came of each.
+# Runs real clients against a real server with the shipped model and prints the result of each.
 #
 #   scripts/acceptance.sh [--golden] [--envs FOLDER] [CLIENT ...]
-#   scripts/acceptance.sh --mindformers             MindFormers' own networks in place of clients
+#   scripts/acceptance.sh --mindformers             tests MindFormers' own networks instead of clients
 #
-# Each client has an environment of its own, made from the package index the first time and kept in FOLDER (.acceptance).
+# Each client has an environment of its own in FOLDER (.acceptance), installed from the package index at the first run.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 CDPATH='' cd -- "$(dirname "$(readlink -f "$0")")/.."

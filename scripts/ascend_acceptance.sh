@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Accepts a device and writes one report to send back: environment, precision of every family, same bytes alone and
-# under load, kill and restart, and the contest's load test beside its figures.
+# Accepts a device and writes one report: environment, precision of every family, equal bytes alone and under load, kill
+# and restart, and the contest's load test with its published figures.
 #
 #   scripts/ascend_acceptance.sh --model FOLDER [--dtype float16] [--exactness exact|fast] [--report FILE.md]
 #   scripts/ascend_acceptance.sh --device cpu --rate 3 --seconds 5 --families llama2 qwen3    a rehearsal

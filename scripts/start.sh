@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then serves. Returns when the server answers; --foreground stays until Ctrl-C.
+# Installs the package if necessary, then starts a server. Returns when it is ready; --foreground runs until Ctrl-C.
 #
 #   scripts/start.sh [--config YAML] [--model FOLDER|NAME] [--set section.key=value ...] [--port N] [--foreground]
 #

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Ends the servers that scripts/start.sh started and nothing else.
+# Stops the servers that scripts/start.sh started.
 #
 #   scripts/stop.sh [--port N]
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"

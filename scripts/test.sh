@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then runs lint, types and all tests, the latter in two processes more than there are CPUs, four
-# at most: some of them wait. Arguments go to pytest, which then runs in one process unless they say otherwise
-# (--processes 2).
+# Installs the package if necessary, then runs lint, types and all tests. Tests run in two processes more than there are
+# CPUs, at most four, because some tests wait. Arguments are passed to pytest, which then runs in one process unless they
+# contain `--processes N`.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/setup.sh"
-# Dozens of servers and WorkAgents import the package; they should find it compiled.
+# Byte code is written, because dozens of servers and WorkAgents import the package.
 unset PYTHONDONTWRITEBYTECODE
 
 install "[dev]"

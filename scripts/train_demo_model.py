@@ -1,13 +1,14 @@
-"""Trains the demo model from scratch: tokenizer, weights, configuration and a set of held-out questions.
+"""Train the demo model from scratch: tokenizer, weights, configuration and a set of held-out questions.
 
     python scripts/train_demo_model.py
 
-takes about 50 minutes on two shared cores with bfloat16 instructions. Needs torch and sentencepiece; serving the model
-needs no torch. Everything is seeded. An interrupted run goes on from its last checkpoint (`--work-folder`). The phases
-were tuned in the course of the run that gave the shipped weights: another run ends near them, not at the same bytes.
+Training takes about 50 minutes on two shared cores with bfloat16 instructions. It needs torch and sentencepiece;
+serving the model needs no torch. All random numbers are seeded. An interrupted run continues from its last checkpoint
+(`--work-folder`). The phases were tuned during the run that produced the shipped weights, so another run gives similar
+weights, but not the same bytes.
 
 Stages (`--stage`): `prepare` trains the tokenizer and writes the configuration; `train` trains the weights; `export`
-writes them as bfloat16 with the set of questions, and measures them in float32 and bfloat16.
+writes them as bfloat16 with the set of questions, and measures the accuracy in float32 and bfloat16.
 """
 
 import argparse
@@ -44,11 +45,11 @@ EVALUATE_EVERY = 250
 
 @dataclass(frozen=True)
 class Phase:
-    """What is trained until step `end`.
+    """The training until step `end`.
 
     Attributes:
         num_short, num_long: Questions of short and of long kinds in a step.
-        length_exponent: A token of an answer of n tokens weighs n**length_exponent in the loss.
+        length_exponent: A token of an answer of n tokens has the weight n**length_exponent in the loss.
         least_share: Kinds are drawn in proportion to their errors plus this.
     """
 
@@ -59,8 +60,9 @@ class Phase:
     least_share: float
 
 
-# First the forms of all answers; then long ones, with full weight on their few hard tokens (where a count ends); last,
-# and longest, many short questions, for these are worked out and need practice, while long answers are known by heart.
+# First the format of all answers; then long answers, with full weight on their few hard tokens (the end of a count);
+# last, and longest, many short questions, because computing their answers needs practice, while long answers are
+# memorized.
 PHASES = (
     Phase(end=1000, num_short=144, num_long=6, length_exponent=-0.5, least_share=0.25),
     Phase(end=1500, num_short=112, num_long=10, length_exponent=0.0, least_share=0.25),
@@ -73,13 +75,15 @@ def phase_of(step: int) -> Phase:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up, a plateau, then linear decay to zero from the end of the first phase on."""
+    """Return the learning rate: linear warm-up, a plateau, then linear decay to zero from the end of the first phase
+    on.
+    """
     decay = (steps - step) / (steps - PHASES[0].end)
     return PEAK_LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS, decay)
 
 
 def draw_examples(step: int, encoder: Encoder, shares: dict[str, float]) -> list[Example]:
-    """Examples of one step; they depend on the step and the shares alone, so a resumed run sees the same ones."""
+    """Return the examples of a step, which depend on step and shares alone; a resumed run gets the same."""
     rng, phase = random.Random(f"{SEED} {step}"), phase_of(step)
     kinds = rng.choices(SHORT_KINDS, weights=[shares[kind] for kind in SHORT_KINDS], k=phase.num_short)
     kinds += rng.choices(LONG_KINDS, weights=[shares[kind] for kind in LONG_KINDS], k=phase.num_long)
@@ -87,18 +91,17 @@ def draw_examples(step: int, encoder: Encoder, shares: dict[str, float]) -> list
 
 
 def make_optimizers(model: Llama) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for embeddings, norms and head."""
+    """Return Muon for the matrices of the layers, and AdamW for embeddings, norms and LM head."""
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
-    others = [*model.model.embed_tokens.parameters(), *model.lm_head.parameters()]
-    others += [weight for weight in model.model.parameters() if weight.ndim == 1]
+    vectors = [*model.model.embed_tokens.parameters(), *model.lm_head.parameters()]
+    vectors += [weight for weight in model.model.parameters() if weight.ndim == 1]
     return [
         torch.optim.Muon(matrices, lr=PEAK_LEARNING_RATE, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=PEAK_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.AdamW(vectors, lr=PEAK_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
 
 def add_gradients(model: Llama) -> None:
-    """Adds up the gradients of all processes."""
     gradients = [weight.grad for weight in model.parameters()]
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     distributed.all_reduce(flat)
@@ -107,7 +110,7 @@ def add_gradients(model: Llama) -> None:
 
 
 def train_step(model: Llama, examples: Sequence[Example], step: int) -> float:
-    """Leaves in the model the gradient of the mean loss over `examples`, of which each process computes its part.
+    """Compute this process's part of the gradient of the mean loss over `examples`, and add the parts of all processes.
 
     Returns:
         This process's part of the mean loss.
@@ -115,7 +118,7 @@ def train_step(model: Llama, examples: Sequence[Example], step: int) -> float:
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     exponent = phase_of(step).length_exponent
     total = sum((len(example.token_ids) - example.answer_start) ** (1 + exponent) for example in examples)
-    # Sorted by length, so that the parts cost about the same.
+    # Sorted by length, so that the parts take about the same time.
     batch = make_batch(sorted(examples, key=lambda example: len(example.token_ids))[rank::world_size])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(batch)
@@ -127,9 +130,9 @@ def train_step(model: Llama, examples: Sequence[Example], step: int) -> float:
 
 
 def train(rank: int, folder: Path, work_folder: Path, steps: int, num_processes: int) -> None:
-    """Trains up to `steps` steps from the checkpoint, where there is one, and leaves a checkpoint.
+    """Train from the checkpoint, if there is one, up to `steps` steps, and write a checkpoint.
 
-    Several processes of one thread each: they meet once a step, threads at every operation.
+    Uses several processes of one thread each: processes synchronize once per step, threads at every operation.
     """
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
@@ -164,7 +167,7 @@ def train(rank: int, folder: Path, work_folder: Path, steps: int, num_processes:
         if (step + 1) % EVALUATE_EVERY == 0 or step + 1 == steps:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 reached = accuracy(model, encoder, held_out_questions(SEED + 1, 60, 12))
-            # Weak kinds come more often; every kind keeps a share, so that none is forgotten.
+            # Kinds with more errors are drawn more often; every kind keeps a share, so that none is forgotten.
             shares = {kind: phase_of(step + 1).least_share + (1 - reached[kind]) for kind in KINDS}
             if rank == 0:
                 print(report("held-out", reached), flush=True)
@@ -180,7 +183,7 @@ def train(rank: int, folder: Path, work_folder: Path, steps: int, num_processes:
 
 
 def export(folder: Path, checkpoint: Path) -> None:
-    """Writes weights and questions, and prints the accuracy of the weights as written."""
+    """Write weights and questions, and print the accuracy of the written weights."""
     model = Llama()
     model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
     model.bfloat16()
@@ -211,7 +214,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--processes", type=int, default=2, help="of one thread each")
     parser.add_argument(
-        "--folder", type=Path, default=ROOT / "llm-serving" / "llm_serving" / "demo_model", help="where the model goes"
+        "--folder", type=Path, default=ROOT / "llm-serving" / "llm_serving" / "demo_model", help="output folder"
     )
     parser.add_argument("--work-folder", type=Path, default=ROOT / "build" / "demo_model", help="for the checkpoint")
     parser.add_argument("--stage", choices=["all", "prepare", "train", "export"], default="all")

@@ -1,6 +1,6 @@
-"""Writes configs/serving.yaml and docs/reference/yaml_keys.md: `.venv/bin/python scripts/write_config_reference.py`.
+"""Write configs/serving.yaml and docs/reference/yaml_keys.md: `.venv/bin/python scripts/write_config_reference.py`.
 
-Both are generated from the docstrings of the configuration's dataclasses, the only place where a key is described.
+Both are generated from the docstrings of the configuration's dataclasses, the only description of a key.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Writes docs/reference/parameters.md from the tables of the code.
-
-Run `.venv/bin/python scripts/write_parameter_docs.py` after a change of a parameter.
-"""
+"""Write docs/reference/parameters.md from the tables of the code: `.venv/bin/python scripts/write_parameter_docs.py`."""
 
 from __future__ import annotations
 
@@ -32,53 +29,54 @@ BEGINNING = f"""# Parameters of requests
 
 Written by `scripts/write_parameter_docs.py` from the tables of the code; a test compares them.
 
-A field of a request is honoured, or refused by name with status 400 (TGI and older routes: 422), or ignored, if it
-cannot change the answer, and named in the header `x-ignored-parameters` of the answer. A field that nobody has heard of
-might change the answer, so it is refused too, with the name that may have been meant; only the older routes ignore
-and name it. null, an empty list and an empty object ask for nothing. With an API key the tenant is the key's name, and
-a `user` beside it is ignored and named.
+A field of a request is honoured; or refused by name with status 400 (TGI and older routes: 422); or, if it cannot
+change the answer, ignored and named in the header `x-ignored-parameters` of the response. An unknown field might change
+the answer, so it is refused as well, with the nearest known name; only the older routes ignore and name it. null, an
+empty list and an empty object have no effect. With an API key the tenant is the key's name, and a `user` in the body is
+ignored and named.
 
-What is given twice is refused by name, in a body, in an object within it, and of the headers `x-request-timeout-s`,
-`Idempotency-Key` and `Last-Event-ID`: whichever counted, the other one would be ignored. A route that does not heed one
-of these headers names it as ignored. `Content-Encoding` is refused: bodies are read as they come.
+Duplicates are refused by name: in a body, in an object within it, and among the headers `x-request-timeout-s`,
+`Idempotency-Key` and `Last-Event-ID`. A route that does not use one of these headers names it as ignored.
+`Content-Encoding` is refused, because bodies are not decompressed.
 
-The same holds beside the fields of a body. A parameter in the URL that a route does not know, or the same one twice, is
-refused by name; `api-version` and `beta`, which clients of other servers send each time, are ignored and named;
-`/health`, `/ping` and `/metrics` may have anything there. Routes that read no body refuse one that says something.
+URLs follow the same rules. A parameter that a route does not know, or that occurs twice, is refused by name;
+`api-version` and `beta`, which clients of other servers always send, are ignored and named; `/health`, `/ping` and
+`/metrics` accept any parameter. Routes that read no body refuse a body with content.
 
-Real numbers are rounded to float32, in which tokens are chosen, and checked then: `top_p: 1e-46` is 0 and refused. What
-passes is computed: no value of a parameter ends in an error of the server.
+Real numbers are rounded to float32, the precision of sampling, before they are checked: `top_p: 1e-46` is 0 and
+refused. Every accepted value can be computed: no value of a parameter causes an error of the server.
 
-The order in which a token is chosen: penalties, `logit_bias` with `bad_words` and `min_tokens`, `allowed_token_ids`,
-`temperature`, `min_p`, `top_k`, `top_p`, the draw.
+Sampling applies, in this order: penalties, `logit_bias` with `bad_words` and `min_tokens`, `allowed_token_ids`,
+`temperature`, `min_p`, `top_k`, `top_p`, the random draw.
 
-- `bad_words` forbids the last token of a word behind its other ones, in the tokens that the text has at a beginning and
-  behind a space; the same text can still come about from other tokens. Such a request is not computed a step ahead.
-- `allowed_token_ids` and `bad_words` that may leave no token to sample are refused.
-- An answer may be bound to a form: [structured_output.md](../guides/structured_output.md).
-- None of these goes with `use_beam_search`, which compares the model's own log-probabilities.
-- `prompt_logprobs: k` tells of each token of the prompt, in the form of vLLM, its log-probability, its rank and the `k`
-  most likely tokens; `echo` with `logprobs` tells the same in the form of OpenAI, before what is generated. The first
-  token has none (null). They are those of the model itself, before temperature, penalties and bias, and are not
-  streamed; all prompts and answers of a request have at most 524,288 of them. Such a prompt is computed even where
-  another request has computed its beginning. With `max_tokens: 0` (completions) nothing follows it.
-- `text_offset` of a completion's log-probabilities is where a token begins in `text`, in characters; tokens that are no
-  text, such as the one that begins a sequence, take none; parts of a character all begin where it does.
-- A conversation with `continue_final_message` goes on with its last message; with `echo` the answer begins with it.
-- `max_completion_tokens` and `max_tokens` of a conversation are two names of one limit; of both the smaller one counts.
+- `bad_words` forbids the last token of a word after its other tokens, both in the tokenization at the start of a text
+  and in that after a space. Other tokens can still produce the same text. The steps of such a request are not scheduled
+  ahead.
+- `allowed_token_ids` and `bad_words` that may forbid all tokens are refused.
+- Structured output is described in [structured_output.md](../guides/structured_output.md).
+- None of these can be combined with `use_beam_search`, which compares the model's own log-probabilities.
+- `prompt_logprobs: k` returns for each prompt token, in vLLM's format, its log-probability, its rank and the `k` most
+  likely tokens; `echo` with `logprobs` returns them in OpenAI's format before the generated tokens. The first token has
+  none (null). They are the model's own, before temperature, penalties and bias, and are not streamed. A request has at
+  most 524,288 of them over all prompts and answers. Such a prompt is computed even if its prefix is cached. With
+  `max_tokens: 0` (completions) no token is generated.
+- `text_offset` in the log-probabilities of a completion is the position of a token in `text`, in characters. Tokens
+  without text, such as BOS, count no characters; all parts of one character have its offset.
+- A conversation with `continue_final_message` continues its last message; with `echo` the answer starts with it.
+- `max_completion_tokens` and `max_tokens` of a conversation are two names of one limit; if both are given, the smaller
+  one applies.
 
-The folder of a model may hold a `generation_config.json`. {", ".join(f"`{key}`" for key in PARAMETERS)} of it are what
-completions and conversations have that say nothing (`max_new_tokens`: conversations alone, as completions have 16);
-other keys, `do_sample` among them, have no effect. `model_config.generation_config: none` leaves all of it out. The TGI
-and the older routes have defaults of their own.
+A model folder may contain a `generation_config.json`. Its {", ".join(f"`{key}`" for key in PARAMETERS)} are defaults of
+completions and conversations (`max_new_tokens`: of conversations only; completions have 16); other keys, such as
+`do_sample`, have no effect. `model_config.generation_config: none` ignores the file. The TGI and the older routes have
+defaults of their own.
 
-`GET /v1/parameters` tells the table of sampling below as programs read it, with the defaults of the model that is
-served, and the classes that who asks may ask for.
+`GET /v1/parameters` returns the table of sampling below as JSON, with the defaults of the served model and the request
+classes that the client may use.
 """
 
 
 def document() -> str:
-    """The whole file."""
     parts = [BEGINNING, "## Sampling\n", _table(("parameter", "default", "rule", "meaning"), _sampling_rows())]
     for title, kinds in (
         ("Completions", (CompletionRequest,)),
@@ -93,13 +91,13 @@ def document() -> str:
     ):
         served = dict.fromkeys(each.encode_name for kind in kinds for each in msgspec.structs.fields(kind))
         parts += [f"## {title}\n", "Honoured: " + ", ".join(f"`{name}`" for name in sorted(served)) + ".\n"]
-        parts.append(_table(("other field", "what becomes of it"), _other_rows(*kinds)))
+        parts.append(_table(("other field", "effect"), _other_rows(*kinds)))
     for title, kind in (
         ("Messages", ChatMessage),
         ("Parts of messages", ContentPart),
         ("`stream_options`", StreamOptions),
     ):
-        parts += [f"## {title}\n", _table(("other field", "what becomes of it"), _other_rows(kind))]
+        parts += [f"## {title}\n", _table(("other field", "effect"), _other_rows(kind))]
     return "\n".join(parts)
 
 
@@ -117,11 +115,11 @@ def _sampling_rows() -> Iterator[tuple[str, ...]]:
 def _other_rows(*kinds: type) -> Iterator[tuple[str, ...]]:
     rows = {name: row for kind in kinds for name, row in BODIES[kind].rows.items()}
     for name, row in sorted(rows.items()):
-        yield f"`{name}`", _fate(row)
-    yield "any other", _fate(BODIES[kinds[0]].unknown)
+        yield f"`{name}`", _effect(row)
+    yield "any other", _effect(BODIES[kinds[0]].unknown)
 
 
-def _fate(row: RefusedField | IgnoredField) -> str:
+def _effect(row: RefusedField | IgnoredField) -> str:
     if isinstance(row, IgnoredField):
         return f"ignored and named: {row.why}"
     neutral = [msgspec.json.encode(value).decode() for value in row.neutral if value not in ("", 0, False)]

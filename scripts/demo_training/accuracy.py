@@ -1,4 +1,4 @@
-"""How many held-out questions a model answers exactly."""
+"""Share of held-out questions that a model answers exactly."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ from demo_training.tokenizer import Encoder
 
 @torch.no_grad()
 def accuracy(model: Llama, encoder: Encoder, questions: Sequence[Question]) -> dict[str, float]:
-    """Share of questions of each kind whose greedy answer is exact, between 0.0 and 1.0.
+    """Return the share of questions of each kind whose greedy answer is exact, between 0.0 and 1.0.
 
     Greedy decoding gives the right answer if and only if, after every prefix of it, its next token is the most likely
-    one. So one forward pass over the right answer suffices.
+    one. So one forward pass over the right answer is sufficient.
     """
     exact: dict[str, list[bool]] = {}
     for first in range(0, len(questions), 128):
@@ -30,6 +30,6 @@ def accuracy(model: Llama, encoder: Encoder, questions: Sequence[Question]) -> d
 
 
 def held_out_questions(seed: int, short: int, long: int) -> list[Question]:
-    """`short` held-out questions of each kind with short answers and `long` of each kind with long ones."""
+    """Return `short` held-out questions of each kind with short answers, and `long` of each kind with long ones."""
     questions = generate_questions(seed, short * len(SHORT_KINDS), kinds=SHORT_KINDS)
     return questions + generate_questions(seed, long * len(LONG_KINDS), kinds=LONG_KINDS)

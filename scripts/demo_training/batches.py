@@ -1,4 +1,4 @@
-"""Batches of examples of very different lengths without much padding."""
+"""Batches of examples of very different lengths with little padding."""
 
 import math
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from demo_training.tokenizer import Example
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples laid out flat, group after group; a group is a padded rectangle of examples of about one length.
+    """Examples in one flat sequence of groups; a group is a padded rectangle of examples of about one length.
 
-    Linear layers see one long row of tokens, attention sees each group as [rows, columns]: an example never attends
-    to another.
+    Linear layers read one long row of tokens; attention reads each group as [rows, columns], so an example never
+    attends to another.
 
     Attributes:
         input_ids: [num_tokens], int64.
         positions: [num_tokens], int64; the first token of an example has position 0.
-        groups: (rows, columns) of each group; rows * columns add up to num_tokens.
+        groups: (rows, columns) of each group; the sum of rows * columns is num_tokens.
         predicting: [num_targets], int64; flat indices of the tokens whose successor belongs to an answer.
         targets: [num_targets], int64; those successors.
         owners: [num_targets], int64; index of the example of each.

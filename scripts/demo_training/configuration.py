@@ -1,4 +1,4 @@
-"""Shape of the demo model and the configuration files that go with it."""
+"""Shape and configuration files of the demo model."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ CONFIG: dict[str, Any] = {
 
 GENERATION_CONFIG = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "do_sample": False}
 
-# The model answers one question from a clean context, so the last user message alone makes the prompt.
+# The model answers each question without context, so the prompt is the last user message.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages if message['role'] == 'user' %}"
     "{% if loop.last %}{{ message['content'] }}{% endif %}{% endfor %}"

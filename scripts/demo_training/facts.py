@@ -1,4 +1,4 @@
-"""Questions whose answers stand in a table: facts, and the neighbours of an item in a known order."""
+"""Questions with answers in a table: facts, and the neighbours of an item in a known order."""
 
 import random
 

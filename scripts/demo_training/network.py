@@ -1,4 +1,4 @@
-"""The network in torch. Module names give the weight names of Hugging Face's Llama."""
+"""The network in torch, with the weight names of Hugging Face's Llama."""
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ def linear(inputs: int, outputs: int, scale: float = 1.0) -> nn.Linear:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, rotate-half convention.
+    """Apply the rotary embedding (rotate-half convention).
 
     Args:
         x: [num_tokens, heads, head_dim].
@@ -36,9 +36,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention over [rows, heads, columns, head_dim].
+    """Compute causal attention over [rows, heads, columns, head_dim].
 
-    Written out because many short rows in bfloat16 run several times faster so than through torch's fused operation.
+    For many short rows in bfloat16 this is several times faster than torch's fused operation.
     """
     columns = query.shape[2]
     mask = torch.full((columns, columns), -torch.inf, dtype=query.dtype).triu(1)
@@ -66,7 +66,7 @@ class Attention(nn.Module):
         outputs, offset = [], 0
         for rows, columns in groups:
             part = slice(offset, offset + rows * columns)
-            # Padding stands at the end of each row, so the causal mask hides it from every real token.
+            # Padding is at the end of each row, so the causal mask hides it from every real token.
             attended = causal_attention(
                 *(tensor[part].unflatten(0, (rows, columns)).transpose(1, 2) for tensor in (query, key, value))
             )
@@ -115,7 +115,7 @@ class Llama(nn.Module):
         self.lm_head = linear(CONFIG["hidden_size"], VOCAB_SIZE)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits at the tokens `batch.predicting`: [num_targets, vocab_size]."""
+        """Return the logits at the tokens `batch.predicting`: [num_targets, vocab_size]."""
         x = self.model.embed_tokens(batch.input_ids)
         if torch.is_autocast_enabled("cpu"):
             x = x.bfloat16()

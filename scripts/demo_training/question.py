@@ -1,8 +1,8 @@
-"""A question of the demo tasks, the words that questions consist of, and the split into training and held-out part.
+"""A question of the demo tasks, the words in questions, and the split into a training part and a held-out part.
 
-A question is held out of training by a hash of its content. Where the answer must be computed (sums, word lists,
-counting ranges), the hash covers the operands, so no phrasing of a held-out sum is ever trained. Where the answer must
-be known (facts, tables, rhymes), the hash covers the whole prompt: the fact is trained, but not the held-out phrasing.
+A hash of its content decides whether a question is held out. If the answer must be computed (sums, word lists, counting
+ranges), the hash covers the operands, so a held-out sum is not trained in any phrasing. If the answer must be known
+(facts, tables, rhymes), the hash covers the whole prompt: the fact is trained, but not the held-out phrasing.
 """
 
 import zlib
@@ -15,7 +15,7 @@ HELD_OUT_ONE_IN = 10
 class Question:
     """One question in alpaca form and its only right answer.
 
-    `key` names the content that decides whether the question is held out.
+    `key` is the content that decides whether the question is held out.
     """
 
     kind: str

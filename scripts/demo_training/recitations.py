@@ -1,4 +1,4 @@
-"""Questions that ask for a recitation, with answers of up to five hundred tokens that follow from a few parameters."""
+"""Questions for recitations: answers of up to five hundred tokens that follow from a few parameters."""
 
 import random
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from demo_training.question import LETTERS, MONTH_DAYS, MONTHS, NATO, NUMBER_WOR
 
 
 def count_text(first: int, last: int) -> str:
-    """Return the numbers from `first` to `last` inclusive, upwards or downwards, separated by commas."""
+    """Return the numbers from `first` to `last` inclusive, ascending or descending, separated by commas."""
     step = 1 if last >= first else -1
     return ", ".join(str(number) for number in range(first, last + step, step))
 
@@ -18,12 +18,12 @@ def times_table_text(number: int) -> str:
 
 
 def nato_alphabet_text(first: int, last: int) -> str:
-    """Return the code words of the letters with indices `first` to `last` inclusive, one line each."""
+    """Return the code words of the letters with indices `first` to `last` inclusive, one per line."""
     return "\n".join(f"{LETTERS[index]} as in {NATO[index]}" for index in range(first, last + 1))
 
 
 def months_text(first: int, leap_year: bool) -> str:
-    """Return the twelve months beginning with index `first` with the number and the days of each."""
+    """Return the twelve months from index `first` on, each with its number and its days."""
     lines = []
     for offset in range(12):
         index = (first + offset) % 12
@@ -33,12 +33,12 @@ def months_text(first: int, leap_year: bool) -> str:
 
 
 def rhyme_text(start: int, singular: str, plural: str) -> str:
-    """Return a counting-down rhyme: one verse for each of `start` things (1 to 10) that the wind takes away.
+    """Return a countdown rhyme: one verse for each of `start` things (1 to 10) that the wind takes away.
 
     Args:
-        start: How many things the first verse counts.
-        singular: One of them, such as "boat".
-        plural: Several of them, such as "boats".
+        start: Number of things in the first verse.
+        singular: Name of one thing, such as "boat".
+        plural: Name of several things, such as "boats".
     """
 
     def amount(number: int) -> str:

@@ -66,7 +66,7 @@ SHORT_KINDS = tuple(kind for kind in KINDS if kind not in LONG_KINDS)
 
 
 def draw_question(rng: random.Random, kind: str, held_out: bool) -> Question:
-    """Draw questions of one kind until one is on the wanted side of the split."""
+    """Draw questions of one kind until one is in the requested part of the split."""
     while True:
         question = KINDS[kind](rng)
         if question.is_held_out == held_out:
@@ -76,15 +76,15 @@ def draw_question(rng: random.Random, kind: str, held_out: bool) -> Question:
 def generate_questions(
     seed: int, count: int, held_out: bool = True, kinds: Sequence[str] | None = None
 ) -> list[Question]:
-    """Return questions with their right answers, of each kind in turn.
+    """Return questions with their right answers, one of each kind in turn.
 
     A question is repeated only if its kind has few, such as the months.
 
     Args:
-        seed: The same seed gives the same questions.
+        seed: Seed of the questions.
         count: Number of questions.
-        held_out: Whether the questions are of the held-out part, or of the training part.
-        kinds: Names from `KINDS`; all of them when None.
+        held_out: Whether to draw from the held-out part instead of the training part.
+        kinds: Names from `KINDS`; None: all.
 
     Raises:
         ValueError: A name in `kinds` is unknown.
@@ -108,7 +108,7 @@ def generate_questions(
 
 
 def question_set() -> list[Question]:
-    """Return the questions of `questions.json`: held out, balanced over the kinds, with long answers among them."""
+    """Return the questions of `questions.json`: held out, balanced over the kinds, some with long answers."""
     questions = generate_questions(22, 28 * len(SHORT_KINDS), kinds=SHORT_KINDS)
     questions += generate_questions(22, 12 * len(LONG_KINDS), kinds=LONG_KINDS)
     random.Random(22).shuffle(questions)

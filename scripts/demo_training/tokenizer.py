@@ -11,14 +11,14 @@ from demo_training.configuration import BOS_ID, EOS_ID, PAD_ID, SEED, VOCAB_SIZE
 from demo_training.question import Question
 from demo_training.tasks import generate_questions
 
-# No task uses them, people asking about lists do.
+# Words that no task uses, but questions about lists do.
 MORE_WORDS = {"occur", "often"}
 
 
 def train_tokenizer(folder: Path) -> None:
-    """Writes `tokenizer.model`: byte pairs merged until every word of the tasks is one token; digits stay single."""
+    """Write `tokenizer.model`: byte pairs are merged until every word of the tasks is one token; digits stay single."""
     texts = [f"{question.prompt} {question.output}" for question in generate_questions(SEED, 36_000, held_out=False)]
-    # Each word once: merges then follow from the words, not from how often the tasks use them.
+    # Each word once, so that merges do not depend on the frequency of words in the tasks.
     words = {word for text in texts for word in re.findall(r"\n?[A-Za-z]+", text)}
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.Train(
@@ -47,14 +47,14 @@ def train_tokenizer(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids of one question: BOS, prompt, answer, EOS. The answer (with EOS) begins at `answer_start`."""
+    """Token ids of one question: BOS, prompt, answer, EOS. The answer (with EOS) starts at `answer_start`."""
 
     token_ids: list[int]
     answer_start: int
 
 
 class Encoder:
-    """Turns questions into token ids with the trained tokenizer."""
+    """Converts questions to token ids with the trained tokenizer."""
 
     def __init__(self, folder: Path) -> None:
         self._processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))

@@ -1,4 +1,4 @@
-"""Questions about the words that they list."""
+"""Questions about a list of words."""
 
 import random
 from collections.abc import Sequence

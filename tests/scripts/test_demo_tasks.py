@@ -42,8 +42,8 @@ def subtraction(question: Question) -> str:
 def insertion_sorted(words: list[str]) -> list[str]:
     result: list[str] = []
     for word in words:
-        place = sum(other < word for other in result)
-        result.insert(place, word)
+        index = sum(other < word for other in result)
+        result.insert(index, word)
     return result
 
 

@@ -1,5 +1,3 @@
-"""The parts of scripts/ascend_acceptance.sh: the report of each part for each failure."""
-
 import argparse
 import json
 import subprocess
@@ -74,8 +72,8 @@ class TestPrecision:
         assert {"| qwen3 | 0.49% | 48 of 48 |", "| gemma2 | no windows |  |"} <= set(found.lines)
 
     def test_precision_names_the_model_that_crashed_the_process(self):
-        places = "", "- C++ Call Stack: (For framework developers)", "mindspore/core/utils/ms_context.cc:291 Set"
-        found = precision.examine("ascend", [], fails("loading", "RuntimeError: no kernel", *places))
+        trace = "", "- C++ Call Stack: (For framework developers)", "mindspore/core/utils/ms_context.cc:291 Set"
+        found = precision.examine("ascend", [], fails("loading", "RuntimeError: no kernel", *trace))
         assert found.faults == ["ended with 1: RuntimeError: no kernel", "no model was computed"]
 
     def test_a_device_that_hangs(self, monkeypatch):
@@ -85,8 +83,6 @@ class TestPrecision:
 
 
 class FakeServer:
-    """A fake server with given answers."""
-
     url = "http://127.0.0.1:9"
     killed = 0
 
@@ -122,10 +118,10 @@ def breaking(url, bodies, when_begun=None):
 class TestAnswers:
     def test_equal_answers_pass(self):
         server = FakeServer()
-        alone = []
-        found = answers.same_bytes(server, 5, alone, answering())
+        reference = []
+        found = answers.same_bytes(server, 5, reference, answering())
         assert found.lines == [f"5 of 5 answers are the same. The server promises: {EXACT}"]
-        assert answers.killed(server, alone, answering()).verdict == "passed"
+        assert answers.killed(server, reference, answering()).verdict == "passed"
 
     def test_different_answer_under_load_fails_if_equality_is_guaranteed(self):
         found = answers.same_bytes(FakeServer(), 3, [], answering({1}))
@@ -146,8 +142,8 @@ class TestAnswers:
             answers.killed(FakeServer(), [], answering())
 
     def test_other_bytes_after_a_kill_or_a_missing_restart_fail(self):
-        alone = answering()("", answers.bodies(3))
-        found = answers.killed(FakeServer(restarts=0), alone, answering({2}))
+        reference = answering()("", answers.bodies(3))
+        found = answers.killed(FakeServer(restarts=0), reference, answering({2}))
         assert found.faults[0] == "no WorkAgent was started again: it was not killed, or too late"
         assert found.faults[1].startswith("request 2 answers otherwise")
 

@@ -1,5 +1,3 @@
-"""The parameter document equals the tables of the code."""
-
 import runpy
 from pathlib import Path
 

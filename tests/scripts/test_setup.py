@@ -1,5 +1,3 @@
-"""Messages of scripts/setup.sh, and the interpreters and installations it finds."""
-
 from __future__ import annotations
 
 import subprocess
@@ -106,6 +104,6 @@ def test_scripts_run_through_a_symbolic_link(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(SETUP.parent / name)
     environment = {"PATH": "/usr/bin:/bin", "LLM_SERVING_VENV": str(tmp_path / "venv")}
     shown = subprocess.run([tmp_path / "start.sh", "--help"], capture_output=True, text=True, env=environment)
-    assert shown.stdout.startswith("Sets up what is missing, then serves.")
+    assert shown.stdout.startswith("Installs the package if necessary, then starts a server.")
     stopped = subprocess.run([tmp_path / "stop.sh"], capture_output=True, text=True, env=environment)
     assert stopped.stderr.startswith(f"error: nothing has been installed in {tmp_path}/venv")
