@@ -70,7 +70,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     prompts.add_argument("--priority", type=int, help="smaller runs first (with --api openai)")
 
     report = parser.add_argument_group("report")
-    report.add_argument("-O", "--out", type=Path, default=Path(), metavar="FOLDER", help="where result_<X>_x.json goes")
+    report.add_argument("-O", "--out", type=Path, default=Path(), metavar="FOLDER", help="folder for result_<X>_x.json")
     report.add_argument("--json", type=Path, metavar="FILE", help="settings, summary and raw timestamps")
     report.add_argument("--slo-ttft-ms", type=_positive(float), help="target of goodput")
     report.add_argument("--slo-tpot-ms", type=_positive(float))
@@ -81,7 +81,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.rate is not None and (args.time is None) == (args.num_requests is None):
         parser.error("with -X give either -T (seconds) or --num-requests")
     if args.concurrency is not None and args.time is not None:
-        parser.error("-T goes with -X; a closed loop takes --num-requests")
+        parser.error("-T needs -X; a closed loop needs --num-requests")
     if args.ignore_eos and args.api != "openai":
         parser.error("--ignore-eos needs --api openai; the legacy route has no such parameter")
     if args.priority is not None and args.api != "openai":

@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     highest: dict[str, Limits] = {}
 
-    def run(test: str, measure: Callable[[LimitsBeside], list[Figure]]) -> None:
-        limits = LimitsBeside(partial(Limits.measure, arguments.dtype, config.quant.quantization))
+    def run(test: str, measure: Callable[[SurroundingLimits], list[Figure]]) -> None:
+        limits = SurroundingLimits(partial(Limits.measure, arguments.dtype, config.quant.quantization))
         meter = LostCoresMeter()
         found = measure(limits)
         lost = meter.read()
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-class LimitsBeside:
+class SurroundingLimits:
     """Limits of the machine right before and right after each run of a test; they change within minutes."""
 
     def __init__(self, measure: Callable[[], Limits]) -> None:
@@ -124,7 +124,7 @@ def of_runs(test: str, quantity: str, unit: str, runs: Sequence[tuple[float, flo
     return Figure(test, quantity, value, unit, value * share if less else value / share, less_is_better=less)
 
 
-def single_stream(llm: LLM, runs: int, length: int, cost: StepCost, limits: LimitsBeside) -> list[Figure]:
+def single_stream(llm: LLM, runs: int, length: int, cost: StepCost, limits: SurroundingLimits) -> list[Figure]:
     """Run test A."""
     first, rates, read = [], [], 0
     for run in range(runs):
@@ -145,7 +145,7 @@ def single_stream(llm: LLM, runs: int, length: int, cost: StepCost, limits: Limi
     ]
 
 
-def batch(llm: LLM, count: int, length: int, cost: StepCost, limits: LimitsBeside) -> list[Figure]:
+def batch(llm: LLM, count: int, length: int, cost: StepCost, limits: SurroundingLimits) -> list[Figure]:
     """Run test B."""
     start = time.perf_counter()
     prompts = random_prompts(llm, count, length, count)
@@ -159,7 +159,7 @@ def batch(llm: LLM, count: int, length: int, cost: StepCost, limits: LimitsBesid
     return [Figure(f"B{count}", "output", num_tokens / elapsed, "tok/s", num_tokens / least)]
 
 
-def prefill(llm: LLM, runs: int, length: int, cost: StepCost, limits: LimitsBeside) -> list[Figure]:
+def prefill(llm: LLM, runs: int, length: int, cost: StepCost, limits: SurroundingLimits) -> list[Figure]:
     """Run test C."""
     rates = []
     for run in range(runs):
@@ -209,7 +209,7 @@ def step_breakdown(llm: LLM, counts: Sequence[int], prompt_len: int, output_len:
     figures, local_step = [], {}
     for count in counts:
         watch = Stopwatch()
-        with watch.on(*_places(llm.engine)):
+        with watch.on(*_timed_functions(llm.engine)):
             total, num_steps = _decode(llm, count, prompt_len, output_len, watch, profiled=True)
         operators = {each.name: each.seconds for each in library.operator_times() if each.calls}
         operators.pop(SAMPLING_OPERATOR, None)  # called by Python and not by the graph, so it is part of sampling
@@ -253,7 +253,7 @@ def _behind_a_work_agent(llm: LLM, local_step: dict[int, float], prompt_len: int
     return figures
 
 
-def _places(engine: engine_loop.Engine) -> list[tuple[Any, str, str]]:
+def _timed_functions(engine: engine_loop.Engine) -> list[tuple[Any, str, str]]:
     """Return (owner, attribute, name) of the timed parts of a step."""
     runner = engine._executor._runner  # type: ignore[attr-defined]
     return [

@@ -40,14 +40,14 @@ DTYPE: Final = "bfloat16"
 
 
 class Point(NamedTuple):
-    """Time of a step with so many requests of one context length."""
+    """Time of a step with this number of requests of one context length."""
 
     running: int
     context: int
     seconds: float
     """Median of the measured steps."""
     least_s: float
-    """Least possible seconds at the measured limits."""
+    """Minimum seconds at the measured limits."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,7 +110,6 @@ def decode_step(number: int, running: int, context: int) -> StepInput:
 
 
 def judged(medians: Mapping[tuple[int, int], float], cost: StepCost, limits: Limits) -> Iterable[Point]:
-    """Yield each measured step with its limit."""
     for (running, context), seconds in medians.items():
         pairs = running * context
         least_s = limits.seconds(cost.num_bytes(pairs), cost.flop(running, running, pairs))
@@ -119,11 +118,11 @@ def judged(medians: Mapping[tuple[int, int], float], cost: StepCost, limits: Lim
 
 def table(points: Sequence[Point], contexts: Sequence[int]) -> list[str]:
     """Return a Markdown table of milliseconds and shares of the limit: running requests by context length."""
-    by_place = {(point.running, point.context): point for point in points}
+    by_size = {(point.running, point.context): point for point in points}
     lines = ["| running | " + " | ".join(f"{context:,} tokens each" for context in contexts) + " |"]
     lines.append("| --- " * (1 + len(contexts)) + "|")
     for running in sorted({point.running for point in points}):
-        found = [by_place.get((running, context)) for context in contexts]
+        found = [by_size.get((running, context)) for context in contexts]
         cells = [f"{1e3 * each.seconds:.2f} ms ({each.least_s / each.seconds:.0%})" if each else "-" for each in found]
         lines.append(f"| {running} | " + " | ".join(cells) + " |")
     return lines

@@ -145,10 +145,10 @@ def products(
     """y [M, N] = x [M, K] * weight.T on packed weights."""
     kernels, size = library.load(), ELEMENT_BYTES[dtype]
     for n, k in weights:
-        copies = _packed_weights(n, k, dtype) if quantization is None else _packed_codes(n, k, dtype, quantization)
+        copies = _packed_weights(n, k, dtype) if quantization is None else _packed_qvalues(n, k, dtype, quantization)
         for rows in all_rows:
             x, y = _random((rows, k), dtype), _random((rows, n), dtype)
-            run = _in_turn([_operator("MatMul", x, copy, np.False_, np.True_, y) for copy in copies])
+            run = _cycle([_operator("MatMul", x, copy, np.False_, np.True_, y) for copy in copies])
             num_bytes = copies[0].nbytes + size * rows * (n + k)
             yield Case("MatMul", f"{n} x {k}", rows, num_bytes, 2.0 * rows * n * k, run)
         for copy in copies:
@@ -163,16 +163,16 @@ def _packed_weights(n: int, k: int, dtype: str) -> list[Array]:
     return copies
 
 
-def _packed_codes(n: int, k: int, dtype: str, quantization: str) -> list[Array]:
+def _packed_qvalues(n: int, k: int, dtype: str, quantization: str) -> list[Array]:
     kernels, name = library.load(), QuantizationName(quantization)
     widened, bits = name in WEIGHT_ONLY, BITS[name]
     rng, group = np.random.default_rng(1), GROUP_SIZE if bits == 4 else k
-    codes = rng.integers(0, 16, (n, k), np.uint8) if bits == 4 else rng.integers(-127, 128, (n, k), np.int8)
+    qvalues = rng.integers(0, 16, (n, k), np.uint8) if bits == 4 else rng.integers(-127, 128, (n, k), np.int8)
     scales = np.full((n, k // group), 0.01, np.float32)
     num_bytes, shown = kernels.llm_packed_qvalues_bytes(widened, bits, n, k), k * bits // 8
     memories = [zeroed_bytes(num_bytes) for _ in range(_num_copies(num_bytes))]
     for memory in memories:
-        arrays = codes.ctypes.data, scales.ctypes.data, None, group, memory.ctypes.data
+        arrays = qvalues.ctypes.data, scales.ctypes.data, None, group, memory.ctypes.data
         kernels.llm_pack_qvalues(widened, bits, *arrays, dtype.encode(), n, k, shown)
     return [memory[: n * shown].view(np.int8).reshape(n, shown) for memory in memories]
 
@@ -197,14 +197,16 @@ def others(shape: Shape, all_rows: Sequence[int], dtype: str) -> Iterator[Case]:
     table = _random((shape.vocab, hidden), dtype)
     cache_shape = (2 * max(all_rows) // BLOCK_SIZE + 1, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
     keys, values = _random(cache_shape, dtype), _random(cache_shape, dtype)
-    gain, eps = _random((hidden,), dtype), np.float32(1e-5)
+    norm_weight, eps = _random((hidden,), dtype), np.float32(1e-5)
     rng = np.random.default_rng(3)
     for rows in all_rows:
         x, y, z = (_random((rows, hidden), dtype) for _ in range(3))
         rstd = np.empty(rows, np.float32)
         width = size * rows * hidden
-        yield Case("RmsNorm", f"{hidden}", rows, 2 * width, 4.0 * x.size, _operator("RmsNorm", x, gain, eps, y, rstd))
-        run = _operator("AddRmsNorm", x, y, gain, eps, y, rstd, z)
+        yield Case(
+            "RmsNorm", f"{hidden}", rows, 2 * width, 4.0 * x.size, _operator("RmsNorm", x, norm_weight, eps, y, rstd)
+        )
+        run = _operator("AddRmsNorm", x, y, norm_weight, eps, y, rstd, z)
         yield Case("AddRmsNorm", f"{hidden}", rows, 4 * width, 5.0 * x.size, run)
 
         gate_up, product = _random((rows, 2 * inner), dtype), _random((rows, inner), dtype)
@@ -224,7 +226,7 @@ def others(shape: Shape, all_rows: Sequence[int], dtype: str) -> Iterator[Case]:
 
         ids = [rng.integers(0, shape.vocab, rows).astype(np.int32) for _ in range(64)]
         zero = np.int64(0)
-        run = _in_turn([_operator("Gather", table, each, zero, zero, x) for each in ids])
+        run = _cycle([_operator("Gather", table, each, zero, zero, x) for each in ids])
         yield Case("Gather", f"of {shape.vocab} x {hidden}", rows, 2 * width, 0.0, run)
 
 
@@ -234,7 +236,7 @@ def _attention_case(shape: Shape, dtype: str, batch: int, query_len: int, contex
     num_bytes = 2 * batch * context * shape.num_kv_heads * head_bytes
     layers = max(1, UNCACHED_BYTES // num_bytes)
     cache_shape = (batch * blocks * layers, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
-    keys, values = (_codes(cache_shape) if coded else _random(cache_shape, dtype) for _ in range(2))
+    keys, values = (_int8_cache(cache_shape) if coded else _random(cache_shape, dtype) for _ in range(2))
     q = _random((batch * query_len, shape.q), dtype)
     y, contexts = np.empty_like(q), np.full(batch, context, np.int32)
     queries, scale = np.full(batch, query_len, np.int32), np.float32(shape.head_dim**-0.5)
@@ -248,7 +250,7 @@ def _attention_case(shape: Shape, dtype: str, batch: int, query_len: int, contex
             *(heads, scale, kv_heads, mode, trapezoidal, mode, y),
         )
 
-    run = _in_turn([operator(table) for table in tables])
+    run = _cycle([operator(table) for table in tables])
     pairs = batch * sum(range(context - query_len + 1, context + 1))
     kind = "decode" if query_len == 1 else "prompt" if query_len == context else "chunk"
     detail = f"{kind} {batch} x {query_len} in {context}"
@@ -274,10 +276,10 @@ def _operator(name: str, *parameters: Any) -> Callable[[], None]:
     return run
 
 
-def _in_turn(runs: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    """Return a function that calls these functions in turn."""
-    turns = itertools.cycle(runs)
-    return lambda: next(turns)()
+def _cycle(runs: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """Return a function that calls the next of these functions each time."""
+    calls = itertools.cycle(runs)
+    return lambda: next(calls)()
 
 
 def _dtype_name(array: Array | None) -> str:
@@ -296,7 +298,7 @@ def _random(shape: tuple[int, ...], dtype: str) -> Array:
     return array
 
 
-def _codes(shape: tuple[int, int, int, int]) -> Array:
+def _int8_cache(shape: tuple[int, int, int, int]) -> Array:
     """Return blocks of an int8 KV cache: quantized values of a group, followed by their scales."""
     num_blocks, block_size, heads, head_dim = shape
     array: Array = zeroed_bytes(math.prod(shape) + math.prod(shape[:3]) * INT8_SCALE_BYTES)

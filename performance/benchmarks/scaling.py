@@ -6,9 +6,9 @@ No device computes. Admission, router, schedulers and caches are the shipped one
 long as published for Llama-2-7B in float16 on one NPU (profiles/contest_npu.yaml). All threads of a master share one
 interpreter; its CPU time for a request, a step and a token comes from `run.py scheduler` and is given by arguments.
 
-    one      one master with more and more replicas under the same load each, until the master has no time left
-    several  several masters; each tenant goes to the master that its name hashes to. Masters share no state, so each is
-             a simulation of its own: the busiest one, the median one and the least busy one
+    one      one master with an increasing number of replicas and the same load for each, until the master is saturated
+    several  several masters; each tenant belongs to the master that its name hashes to. Masters share no state, so each
+             is a simulation of its own: the busiest one, the median one and the least busy one
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ streams:
 RATE: Final = 3.2
 """Requests per second of a replica: about two thirds of its capacity."""
 MIN_REQUESTS: Final = 320
-"""Least requests of a workload."""
+"""Minimum number of requests of a workload."""
 TENANTS_PER_MASTER: Final = 64
 SETTINGS: Final = (
     "model_config.decode_batch_size=128",
@@ -56,7 +56,7 @@ SETTINGS: Final = (
 
 
 def with_master(profile: Profile, request_s: float, step_s: float, token_s: float) -> Profile:
-    """The profile with what one interpreter takes for a request, a step and a token."""
+    """Return the profile with the CPU time of one interpreter for a request, a step and a token."""
     step, tokens = CostModel((CostTerm("step", step_s),)), CostModel()
     return replace(
         profile, form=step, take=tokens, request_s=request_s, token_s=token_s, client_s=0.0, one_interpreter=True
@@ -64,7 +64,6 @@ def with_master(profile: Profile, request_s: float, step_s: float, token_s: floa
 
 
 def load(num_replicas: float, num_requests: int, num_tenants: int, seed: int) -> Workload:
-    """What comes to so many replicas."""
     numbers = {"RATE": RATE * num_replicas, "COUNT": num_requests, "TENANTS": num_tenants}
     text = STREAM
     for word, number in numbers.items():
@@ -79,7 +78,7 @@ def play(
     seed: int = 1,
     samples: list[tuple[float, float]] | None = None,
 ) -> SimulationResult:
-    """The load on one master; samples get (time, seconds that the master has computed until then)."""
+    """Simulate the workload on one master; append (time, CPU seconds of the master until then) to `samples`."""
     config = load_config(None, [*SETTINGS, f"cluster_config.replicas={num_replicas}"])
     simulation = Simulation(config, given, profile, seed)
 
@@ -111,23 +110,25 @@ def shares_of_masters(num_masters: int, exponent: float) -> list[float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=_numbers, default=[1, 2, 4, 8, 16, 32, 48, 64], help="of one master")
-    parser.add_argument("--masters", type=_numbers, default=[1, 4, 16, 64, 128], help="side by side")
+    parser.add_argument(
+        "--replicas", type=_numbers, default=[1, 2, 4, 8, 16, 32, 48, 64], help="numbers of replicas of one master"
+    )
+    parser.add_argument("--masters", type=_numbers, default=[1, 4, 16, 64, 128], help="numbers of masters")
     parser.add_argument("--replicas-per-master", type=int, default=32)
-    parser.add_argument("--requests", type=int, default=60, help="for each replica")
-    parser.add_argument("--profile", type=Path, default=PUBLISHED, help="of a replica, without its master")
-    parser.add_argument("--request-us", type=float, default=900.0, help="CPU time of the master")
+    parser.add_argument("--requests", type=int, default=60, help="requests of each replica")
+    parser.add_argument("--profile", type=Path, default=PUBLISHED, help="profile of a replica without its master")
+    parser.add_argument("--request-us", type=float, default=900.0, help="CPU time of the master for a request")
     parser.add_argument("--step-us", type=float, default=700.0)
     parser.add_argument("--token-us", type=float, default=35.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--plot", type=Path, metavar="SVG", help="of the replicas of one master; wants matplotlib")
+    parser.add_argument("--plot", type=Path, metavar="SVG", help="plot of the replicas of one master; needs matplotlib")
     arguments = parser.parse_args(argv)
     costs = (arguments.request_us / 1e6, arguments.step_us / 1e6, arguments.token_us / 1e6)
     profile = with_master(read_profile(arguments.profile), *costs)
     write = sys.stdout.write
     write(
         f"Simulated, seed {arguments.seed}: {RATE:g} requests/s a replica, {arguments.requests} requests each; "
-        f"{profile}; a master takes {arguments.request_us:g} us a request, {arguments.step_us:g} a step, "
+        f"{profile}; CPU time of a master: {arguments.request_us:g} us a request, {arguments.step_us:g} a step, "
         f"{arguments.token_us:g} a token\n\n"
         "| replicas | tokens/s | a replica | in time | TTFT p50, ms | p99 | TPOT p50, ms | p99 | master busy "
         "| fairness | simulated in, s |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
@@ -155,8 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if key not in played:
                     played[key] = figures_of(_play_share(size, key, profile, arguments))
                 cells.append(f"{played[key]['goodput_share']:.1%}")
-            law = "the same" if exponent == 0 else f"by Zipf's law, {exponent:g}"
-            write(f"| {num_masters * size:,} | {law} | {chosen[0]:.2f} | {' | '.join(cells)} |\n")
+            demand = "the same" if exponent == 0 else f"by Zipf's law, {exponent:g}"
+            write(f"| {num_masters * size:,} | {demand} | {chosen[0]:.2f} | {' | '.join(cells)} |\n")
             sys.stdout.flush()
     return 0
 

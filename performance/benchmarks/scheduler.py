@@ -101,7 +101,7 @@ def step_parts(config: ServingConfig, num_blocks: int, num_waiting: int, num_ste
         load.step()
     watch = Stopwatch()
     parts: dict[str, list[float]] = defaultdict(list)
-    with watch.on(*_places(engine, agent)):
+    with watch.on(*_timed_functions(engine, agent)):
         for _ in range(num_steps):
             watch.seconds.clear()
             load.step()
@@ -163,7 +163,7 @@ class _Load:
         )
 
 
-def _places(engine: Engine, agent: RandomAgent) -> list[tuple[Any, str, str]]:
+def _timed_functions(engine: Engine, agent: RandomAgent) -> list[tuple[Any, str, str]]:
     """Return (owner, attribute, name) of the timed parts of the loop."""
     executor = engine._executor
     assert isinstance(executor, RemoteExecutor)
@@ -267,7 +267,7 @@ def _read_elsewhere(*arguments: int) -> None:
     reader.start()
     reader.join()
     if reader.exitcode != 0:
-        raise RuntimeError("the reader of the streams failed; its error stands above")
+        raise RuntimeError("the reader of the streams failed; its error is above")
 
 
 def _read_streams(port: int, num_streams: int, output_len: int, repeats: int) -> None:

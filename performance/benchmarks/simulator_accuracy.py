@@ -189,7 +189,7 @@ def measure(name: str, arguments: argparse.Namespace, profile: Profile) -> None:
                 share = watch.share()
                 if share <= MAX_INTERFERENCE:
                     break
-                sys.stderr.write(f"{cell.load}: other programs took {share:.0%} of the processors\n")
+                sys.stderr.write(f"{cell.load}: other programs used {share:.0%} of the processors\n")
             rows = [{**asdict(each), "request_class": each.request_class.name} for each in played.outcomes]
             path_of(folder, cell, "json").write_text(json.dumps(rows))
 
@@ -211,7 +211,7 @@ def compare(cell: Cell, folders: Sequence[Path], arguments: argparse.Namespace, 
 
 
 def predict(config: ServingConfig, load: Workload, profile: Profile, seed: int) -> Figures:
-    """Medians of several simulations: by how much each step differs from its kind is left to chance."""
+    """Return the medians of several simulations, whose step times vary at random."""
     runs = [figures_of(Simulation(config, load, profile, each).run()) for each in range(seed, seed + SIMULATIONS)]
     return {name: statistics.median(each[name] for each in runs) for name in runs[0]}
 
@@ -256,7 +256,6 @@ def predicted_s(step: MeasuredStep, profile: Profile) -> float:
 
 
 def slowed(profile: Profile, factor: float) -> Profile:
-    """With steps that take so much longer."""
     pieces = tuple(replace(each, seconds=factor * each.seconds) for each in profile.step.terms)
     return replace(profile, step=CostModel(pieces))
 
@@ -302,17 +301,22 @@ def table(rows: Sequence[Row]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile", type=Path, required=True, help="of `llm-serving profile` on this machine")
-    parser.add_argument("--config", type=Path, default=Path("configs/demo_cpu.yaml"), help="serving YAML to vary")
-    parser.add_argument("--only", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="of the configurations")
-    parser.add_argument("--loads", nargs="+", choices=LOADS, default=LOADS, help="of the loads")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of a load (default: 6)")
-    parser.add_argument("--seed", type=int, default=1, help="of loads and simulation (default: 1)")
     parser.add_argument(
-        "--attempts", type=int, default=3, help="to play a load while no other programs take processors (default: 3)"
+        "--profile", type=Path, required=True, help="profile of this machine, from `llm-serving profile`"
     )
-    parser.add_argument("--keep", type=Path, default=Path("scorecard"), help="folder for what was measured")
-    parser.add_argument("--measure-only", action="store_true", help="keep what was measured; compare it later")
+    parser.add_argument("--config", type=Path, default=Path("configs/demo_cpu.yaml"), help="serving YAML to vary")
+    parser.add_argument("--only", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="configurations to measure")
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=LOADS, help="loads to measure")
+    parser.add_argument("--seconds", type=float, default=6.0, help="duration of a load (default: 6)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of loads and simulations (default: 1)")
+    parser.add_argument(
+        "--attempts",
+        type=int,
+        default=3,
+        help="attempts to measure a load without interference of other programs (default: 3)",
+    )
+    parser.add_argument("--keep", type=Path, default=Path("scorecard"), help="folder for the measurements")
+    parser.add_argument("--measure-only", action="store_true", help="only measure; compare later")
     parser.add_argument(
         "--against", type=Path, nargs="+", help="folders of earlier runs of the same loads: nothing is measured"
     )

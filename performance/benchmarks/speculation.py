@@ -41,7 +41,7 @@ NUM_BLOCKS: Final = 4608
 QUESTIONS: Final = 24
 """Questions of one stream, which are served twice."""
 LEAST_PAIRS: Final = 6
-"""Least pairs of each kind and size without the first one, however long they take."""
+"""Minimum number of pairs of each kind and size, without the first one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,14 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells: dict[tuple[str, int], str] = {}
         for count in arguments.rows:
             shifted = (
-                [questions[(3 * turn + row) % len(questions)] for row in range(count)]
-                for turn in range(arguments.pairs)
+                [questions[(3 * pair + row) % len(questions)] for row in range(count)]
+                for pair in range(arguments.pairs)
             )
             work: Iterable[Work] = ((prompts, greedy) for prompts in shifted)
             cells["predictable", count] = _measure(f"predictable {count}", engines, work, arguments.seconds)
         for count in arguments.rows:
             noise = SamplingParams(temperature=2.0, seed=count, max_tokens=NOISE_TOKENS, ignore_eos=True)
-            texts = (_noise(engines[0], count, turn) for turn in range(arguments.pairs))
+            texts = (_noise(engines[0], count, pair) for pair in range(arguments.pairs))
             work = ((prompts, noise) for prompts in texts)
             cells["noise", count] = _measure(f"noise {count}", engines, work, arguments.seconds)
     print("| tokens/s with draft tokens over without, at once | " + " | ".join(map(str, arguments.rows)) + " |")
@@ -111,8 +111,8 @@ def _measure(name: str, engines: Sequence[LLM], work: Iterable[Work], most: floa
     """Measure pairs of runs, print their summary without the first pair, and return the ratio for the table."""
     pairs = []
     started = time.perf_counter()
-    for turn, (prompts, params) in enumerate(work):
-        pairs.append(_compare(engines, prompts, params, turn))
+    for pair, (prompts, params) in enumerate(work):
+        pairs.append(_compare(engines, prompts, params, pair))
         if len(pairs) > LEAST_PAIRS and time.perf_counter() - started > most:
             break
     return _show(name, pairs[1:], engines)
@@ -124,11 +124,11 @@ def _noise(llm: LLM, count: int, seed: int) -> list[list[int]]:
     return [[int(token_id) for token_id in prompt] for prompt in drawn]
 
 
-def _compare(engines: Sequence[LLM], prompts: Sequence[Any], params: SamplingParams, turn: int) -> list[Run]:
+def _compare(engines: Sequence[LLM], prompts: Sequence[Any], params: SamplingParams, pair: int) -> list[Run]:
     """Run one piece of work without and with draft tokens; the order alternates."""
     runs: dict[int, Run] = {}
     answers = {}
-    for index in (0, 1) if turn % 2 == 0 else (1, 0):
+    for index in (0, 1) if pair % 2 == 0 else (1, 0):
         engine = engines[index].engine
         num_steps, started, started_cpu = engine.num_steps, time.perf_counter(), time.thread_time()
         outputs = engines[index].generate(list(prompts), params)

@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for version in versions:
                 version.measure(test)  # a warm-up: graphs are compiled, memory is touched
             pairs = []
-            for turn in range(arguments.pairs):
-                order = versions if turn % 2 == 0 else versions[::-1]
+            for pair in range(arguments.pairs):
+                order = versions if pair % 2 == 0 else versions[::-1]
                 rates = {version: version.measure(test) for version in order}
                 pairs.append((rates[versions[0]], rates[versions[1]]))
             print(summary(test, pairs), flush=True)

@@ -25,7 +25,7 @@ from load_test.workload import Prompt
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 LESS_URGENT = ("nice", "-n", "5")
-"""Priority command of the server: its clients share its cores, which remote clients would not do."""
+"""Command that lowers the priority of the server: its clients share its cores, which remote clients would not do."""
 
 
 class ServerError(Exception):
@@ -126,7 +126,7 @@ def merge_schedules(*streams: tuple[Sequence[Job], Sequence[float]]) -> tuple[li
 
 NUM_WARMUP_JOBS = 16
 MIN_REQUESTS = 10
-"""Least requests, so that every group of a small try has some."""
+"""Minimum number of requests, so that every group of a small experiment has some."""
 
 
 @dataclass(frozen=True)
@@ -237,9 +237,9 @@ class Served:
 
     def run(self, load: str, jobs: Sequence[Job], due_times_s: Sequence[float]) -> Trial:
         """Send jobs with reference answers at ascending due times, after a warm-up."""
-        return self.run_beside(load, (jobs, Load(due_times_s)))
+        return self.run_concurrently(load, (jobs, Load(due_times_s)))
 
-    def run_beside(self, load: str, *streams: tuple[Sequence[Job], Load]) -> Trial:
+    def run_concurrently(self, load: str, *streams: tuple[Sequence[Job], Load]) -> Trial:
         """Send several streams of jobs at once, each with its own arrivals, after a warm-up."""
         jobs = [job for stream, _ in streams for job in stream]
         assert all(_key(job) in self.bench.references for job in jobs)

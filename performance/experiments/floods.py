@@ -43,7 +43,7 @@ def run(bench: Bench) -> Result:
         )
         with bench.serve(variant, *common, *settings) as server:
             streams, prompts = (server.referenced(jobs) for jobs in _jobs(bench))
-            server.run_beside(
+            server.run_concurrently(
                 "flood", (streams, Load(concurrency=NUM_STREAMS)), (prompts, Load(concurrency=NUM_SENDERS))
             )
     return _result(bench)

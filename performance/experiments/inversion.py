@@ -24,7 +24,9 @@ NUM_QUESTIONS = 60
 def run(bench: Bench) -> Result:
     with bench.serve("weights", f"model_config.decode_batch_size={NUM_SLOTS}") as server:
         short, long = (server.referenced(jobs) for jobs in _jobs(bench))
-        server.run_beside("inversion", (short, Load(concurrency=NUM_CLIENTS)), (long, Load([LONG_AT_S] * len(long))))
+        server.run_concurrently(
+            "inversion", (short, Load(concurrency=NUM_CLIENTS)), (long, Load([LONG_AT_S] * len(long)))
+        )
     return _result(bench)
 
 

@@ -194,7 +194,6 @@ async def first_tokens(http: HttpClient, records: Sequence[RequestRecord]) -> li
 
 
 def parse(record: RequestRecord, explanation: Mapping[str, Any]) -> FirstToken:
-    """Parse one of the `requests` of an explanation."""
     attempt = record.attempts[-1]
     assert attempt.predicted_s is not None
     spent_s = dict.fromkeys(PHASES, 0.0)

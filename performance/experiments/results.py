@@ -134,7 +134,6 @@ WIDTH_INCHES = 9.0
 
 
 def panels(num_rows: int, num_columns: int, height_inches: float) -> tuple[Figure, list[Axes]]:
-    """Return a figure and its panels, row by row."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

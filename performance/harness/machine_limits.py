@@ -109,7 +109,6 @@ class StepCost:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of the weights that a step reads."""
         if self.counted_bytes is not None:
             return self.counted_bytes
         return self._element_bytes * (self._layers + self._head)

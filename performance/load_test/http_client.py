@@ -179,13 +179,13 @@ class Exchange(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._last_heard_s = self._loop.time()
+        self._last_received_s = self._loop.time()
         self._timer = self._loop.call_later(self._idle_timeout_s, self._check_idle)
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
-        self._last_heard_s = self._loop.time()
+        self._last_received_s = self._loop.time()
         try:
             body = self._parser.feed(data)
         except HttpError as error:
@@ -212,11 +212,11 @@ class Exchange(asyncio.Protocol):
 
     def _check_idle(self) -> None:
         """Fail a silent request. The timer re-arms itself, because moving it at every part would cost more."""
-        left = self._last_heard_s + self._idle_timeout_s - self._loop.time()
+        left = self._last_received_s + self._idle_timeout_s - self._loop.time()
         if left > 0:
             self._timer = self._loop.call_later(left, self._check_idle)
         else:
-            self._fail(HttpError(f"nothing heard from the server for {self._idle_timeout_s:g} s"))
+            self._fail(HttpError(f"no data from the server for {self._idle_timeout_s:g} s"))
 
     def _succeed(self) -> None:
         if not self.response.done():

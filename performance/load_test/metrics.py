@@ -72,7 +72,6 @@ class RequestRecord:
 
     @property
     def latency_s(self) -> float:
-        """End-to-end latency."""
         return self.end_s - self.due_s
 
     @property

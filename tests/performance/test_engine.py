@@ -1,5 +1,3 @@
-"""The timed parts of a decode step in the engine benchmark."""
-
 from benchmarks import engine as benchmark
 from harness.figures import Stopwatch
 from llm_serving.worker import model_runner
@@ -12,10 +10,10 @@ def test_timed_functions_exist_and_are_called_by_the_loop():
     harness = Harness(ahead=False)
     engine = harness.engine
     engine._executor._runner = ModelRunner
-    places = benchmark._places(engine)
+    functions = benchmark._timed_functions(engine)
     engine._executor._runner = harness.runner
-    assert [(owner, attribute) for owner, attribute, _ in places if not hasattr(owner, attribute)] == []
-    of_the_loop = [place for place in places if place[0] not in (ModelRunner, model_runner)]
+    assert [(owner, attribute) for owner, attribute, _ in functions if not hasattr(owner, attribute)] == []
+    of_the_loop = [function for function in functions if function[0] not in (ModelRunner, model_runner)]
     assert len(of_the_loop) > 3
     with Stopwatch().on(*of_the_loop):
         engine.submit(create_request(max_tokens=2))

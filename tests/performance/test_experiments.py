@@ -188,10 +188,10 @@ def test_worst_predictions_name_the_phase_that_took_the_time():
         first = {"predicted_ms": 100.0, "real_ms": sum(ms.values())}
         return {"first_token": first, "parts": [{"what": what, "ms": each} for what, each in ms.items()]}
 
-    def came(first_token_s: float, **ms: float) -> measures.FirstToken:
+    def first_token(first_token_s: float, **ms: float) -> measures.FirstToken:
         return measures.parse(make_refused(0.1, (1.0, None), first_token_s=1.0 + first_token_s), parts(**ms))
 
-    inside = came(0.5, tokenizing=1, inbox=40, queued=350, device=10, prefill=50, decode=7000)
+    inside = first_token(0.5, tokenizing=1, inbox=40, queued=350, device=10, prefill=50, decode=7000)
     assert (inside.seen_s, inside.factor) == (pytest.approx(0.5), pytest.approx(5.0))
     assert inside.spent_s == {
         "admission": pytest.approx(0.001),
@@ -199,14 +199,14 @@ def test_worst_predictions_name_the_phase_that_took_the_time():
         "queue": pytest.approx(0.35),
         "own step": pytest.approx(0.05),
     }
-    outside = came(0.4, inbox=40, prefill=50)
+    outside = first_token(0.4, inbox=40, prefill=50)
     assert outside.real_s == pytest.approx(0.09)
-    assert [each.cause for each in (inside, outside, came(0.05, prefill=50))] == [
+    assert [each.cause for each in (inside, outside, first_token(0.05, prefill=50))] == [
         "queue",
         measures.OUTSIDE,
         measures.SOONER,
     ]
-    assert measures.worst_predictions([outside, inside, *[came(0.1, prefill=100)] * 198]) == [inside, outside]
+    assert measures.worst_predictions([outside, inside, *[first_token(0.1, prefill=100)] * 198]) == [inside, outside]
 
 
 def test_prediction_error_is_relative_and_prediction_factor_is_symmetric():

@@ -1,5 +1,3 @@
-"""The stopwatch separates the times of nested functions and restores them."""
-
 import time
 from types import SimpleNamespace
 
@@ -44,8 +42,8 @@ def test_stopwatch_restores_functions_even_after_an_error(ticks):
 def test_stopwatch_names_a_function_that_was_not_called(ticks):
     parts, watch = Parts(), Stopwatch()
     inner = parts.inner  # a reference to the timed function that remains after the restore
-    places = (parts, "outer", "outside"), (parts, "inner", "inside")
-    with pytest.raises(RuntimeError, match="of what is to be timed as inside, outside"), watch.on(*places):
+    functions = (parts, "outer", "outside"), (parts, "inner", "inside")
+    with pytest.raises(RuntimeError, match="of what is to be timed as inside, outside"), watch.on(*functions):
         inner()
     assert vars(parts) == {}
     with pytest.raises(AttributeError, match="middle"), watch.on((parts, "middle", "between")):

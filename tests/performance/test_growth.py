@@ -1,5 +1,3 @@
-"""Steps and limits of the growth benchmark."""
-
 from __future__ import annotations
 
 import math

@@ -115,7 +115,7 @@ def test_http_client_times_out_and_closes_the_connection():
         transport = SilentTransport()
         exchange = Exchange(b"GET / HTTP/1.1\r\n\r\n", idle_timeout_s=0.0)
         exchange.connection_made(transport)
-        with pytest.raises(HttpError, match="nothing heard from the server for 0 s"):
+        with pytest.raises(HttpError, match="no data from the server for 0 s"):
             await exchange.response
         return transport
 

@@ -1,5 +1,3 @@
-"""The load test from end to end, against a fake server."""
-
 import ast
 import json
 import re
@@ -137,7 +135,7 @@ def test_load_test_explains_why_it_cannot_start(run, fake_server, capsys):
         (["-X", "1", "--concurrency", "1"], "give either -X"),
         (["-X", "1"], "with -X give either -T (seconds) or --num-requests"),
         (["-X", "0", "-T", "1"], "must be > 0. Given: 0"),
-        (["--concurrency", "1", "-T", "1"], "-T goes with -X"),
+        (["--concurrency", "1", "-T", "1"], "-T needs -X"),
         (["--concurrency", "1", "--ignore-eos"], "--ignore-eos needs --api openai"),
         (["--concurrency", "1", "--priority", "0"], "--priority needs --api openai"),
     ],

@@ -1,5 +1,3 @@
-"""`performance/run.py`: the list of benchmarks and how one is run."""
-
 import sys
 
 import pytest

@@ -21,8 +21,8 @@ def test_scaling_includes_waiting_for_the_interpreter() -> None:
     published = read_profile(PUBLISHED)
     given = load(4, 12, 4, seed=1)
     shared = with_master(published, 0.0, 0.05, 0.0)
-    alone = replace(shared, one_interpreter=False)
-    ends = [max(each.end_s for each in play(given, 4, profile).outcomes) for profile in (shared, alone)]
+    separate = replace(shared, one_interpreter=False)
+    ends = [max(each.end_s for each in play(given, 4, profile).outcomes) for profile in (shared, separate)]
     assert ends[0] > 1.2 * ends[1]
 
 

@@ -1,5 +1,3 @@
-"""The timed parts of the scheduler benchmark are called by the engine's loop."""
-
 from pathlib import Path
 
 from benchmarks import scheduler

@@ -1,5 +1,3 @@
-"""Workloads, predictions and step speed of the simulator's accuracy benchmark."""
-
 from dataclasses import replace
 
 import pytest

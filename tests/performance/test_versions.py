@@ -1,5 +1,3 @@
-"""Two versions in turns: the summary of a test, and the settings of both processes."""
-
 from __future__ import annotations
 
 import sys
