@@ -31,8 +31,6 @@ _encode: Final = msgspec.json.Encoder(order="sorted").encode
 
 
 class ReceiptChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One choice of a response."""
-
     token_ids: list[int]
     finish_reason: str
     stop_reason: int | str | None
@@ -50,7 +48,6 @@ class Receipt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     version: int
     id: str
-    """Id of the response."""
     created: int
     """Seconds since 1970."""
     model: str

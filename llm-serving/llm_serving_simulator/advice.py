@@ -92,7 +92,6 @@ class Neighbour(Struct):
     line: str
     """Line for the YAML."""
     needs_restart: bool
-    """Whether the value needs a restart of the server."""
     better: list[Difference]
     worse: list[Difference]
     beyond: str = ""
@@ -319,7 +318,6 @@ class AdviceQuestion(Struct):
     sources: dict[str, str]
     """Where each of its values is set."""
     folder: str
-    """Folder of the recordings."""
     since: float
     """Monotonic time from which requests count."""
     budget_s: float

@@ -193,7 +193,6 @@ class SlowIntervals:
 
     @property
     def mean(self) -> float:
-        """Mean factor of all intervals."""
         return 1 + sum(each - 1 for each in self.factors.values()) / self.num_intervals
 
 

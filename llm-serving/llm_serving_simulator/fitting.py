@@ -50,7 +50,6 @@ class Fit(NamedTuple):
 
     model: CostModel
     conditional: CostModel
-    """Model of the conditional terms."""
     num_fitted: int
     num_held_out: int
     median_error: float

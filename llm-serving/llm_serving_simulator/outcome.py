@@ -63,7 +63,6 @@ class SimulationResult:
     """The outcomes and counts of one simulation."""
 
     name: str
-    """Name of the configuration."""
     load: str
     """Name of the workload."""
     profile: Profile
@@ -86,7 +85,6 @@ class SimulationResult:
     block_use: list[tuple[float, float]] = field(default_factory=list)
     """(time, share of a replica's blocks in use) after each step."""
     num_blocks: int = 0
-    """Blocks of each replica."""
     notices: tuple[str, ...] = ()
     complete: bool = True
     """False if the simulation was stopped early."""

@@ -64,8 +64,7 @@ class ReplicaOptions:
 class World(Protocol):
     """The parts of the simulation that a replica uses."""
 
-    def drive(self, index: int, make: Callable[[Publish], Engine]) -> Engine:
-        """Add an engine to the master."""
+    def drive(self, index: int, make: Callable[[Publish], Engine]) -> Engine: ...
 
     def run_until(self, time: float, clock: EngineClock) -> None:
         """Run the rest of the simulation up to a time, as far as other engines have come."""
@@ -82,8 +81,7 @@ class World(Protocol):
     def reschedule(self, time: float, index: int) -> None:
         """Set the time at which a replica runs next; infinite: when it is woken."""
 
-    def outcome_of(self, request_id: str) -> Outcome:
-        """Return the outcome of an open request."""
+    def outcome_of(self, request_id: str) -> Outcome: ...
 
     def send_tokens(self, time: float, count: int, index: int) -> list[float] | None:
         """Send tokens to clients now and return when each arrives; None if another event comes first."""

@@ -63,7 +63,6 @@ def _no_logprobs(count: int) -> tuple[Float32Array, TopTokens]:
 
 
 def step_output(number: int, token_ids: Sequence[int]) -> StepOutput:
-    """Return the output of a step that sampled these tokens."""
     return StepOutput(number, np.array(token_ids, np.int32), *_no_logprobs(len(token_ids)))
 
 
@@ -154,7 +153,6 @@ class VirtualWorkAgent(Executor):
         """Work of the event loop until then."""
 
     def submit(self, step: Any, announce_ending: bool = False) -> None:
-        """Accept a `VirtualStep`."""
         profile, clock = self._profile, self._clock
         self._range_monitor.check(step.shape)
         clock.work(profile.form.seconds(step.shape))

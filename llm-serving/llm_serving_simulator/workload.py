@@ -35,8 +35,6 @@ DrawLength = Callable[[random.Random], int]
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """One request of a workload."""
-
     stream: str
     due_s: float
     """Arrival time since the start of the workload; in a closed loop, the start of the stream."""

@@ -96,7 +96,6 @@ def storage_dtype(parameter: ms.Parameter) -> np.dtype[Any]:
 
 
 def bytes_of_block(cache: ms.Parameter) -> int:
-    """Return the bytes of one block of `cache`, [blocks, ...]."""
     shape: tuple[int, ...] = cache.shape
     return math.prod(shape[1:]) * storage_dtype(cache).itemsize
 
@@ -115,7 +114,6 @@ def _parameter_of(tensor: ms.Tensor, name: str | None) -> ms.Parameter:
 
 
 def float32_parameter(array: Array, name: str | None = None) -> ms.Parameter:
-    """Return a Parameter with a copy in float32."""
     memory = zeroed_array(array.shape, "float32")
     memory[...] = from_bfloat16(array) if array.dtype == np.uint16 else array
     return parameter_over(memory, "float32", name)

@@ -113,5 +113,4 @@ def _experts(operations: Iterable[Operation]) -> dict[Weight, int]:
 
 
 def products(operations: Iterable[Operation]) -> set[Weight]:
-    """Return the weights that are factors of a product."""
     return {each.weights[role] for each in operations for role in _PRODUCTS.get(each.kind, ())}

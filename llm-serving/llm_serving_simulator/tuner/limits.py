@@ -61,7 +61,6 @@ def improvements(trials: TrialRunner, trial: Trial) -> Iterator[Improvement]:
 
 
 def described(trials: TrialRunner, improvement: Improvement) -> str:
-    """Return an improvement as a line."""
     values = ", ".join(
         f"{each.figure} {format_figure(each.figure.key, improvement.figures.get(each.figure.key, math.nan))}"
         for each in trials.objective.constraints

@@ -226,7 +226,6 @@ def _current(config: ServingConfig, key: str, num_blocks: int | None) -> Any:
 
 
 def as_overrides(changes: Changes) -> list[str]:
-    """Return the changes as overrides of `load_config`."""
     return [f"{key}={yaml_text(value)}" for key, value in changes.items()]
 
 

@@ -169,7 +169,6 @@ def _replaced(text: str, key: yaml.Node, value: yaml.Node, edit: Edit) -> str:
 
 
 def _with_comment(text: str, index: int, remark: str) -> str:
-    """Return the text with a comment above the line of an index."""
     line = text.rfind("\n", 0, index) + 1
     indent = len(text[line:]) - len(text[line:].lstrip(" "))
     return text[:line] + comment(remark, indent) + text[line:]
@@ -218,7 +217,6 @@ def _content_end(node: yaml.Node) -> int:
 
 
 def _insert_after_line(text: str, index: int, lines: str) -> str:
-    """Return the text with lines inserted after the line of an index."""
     found = text.find("\n", index)
     at = len(text) if found < 0 else found + 1
     separator = "" if not at or text[at - 1] == "\n" else "\n"
