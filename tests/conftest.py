@@ -87,7 +87,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @cache  # of a file's tests all ask
 def lateness(path: Path) -> int:
     """Return the position in `LATE`, from 1 on; 0 for other files."""
-    return next((place for place, late in enumerate(LATE, start=1) if path.is_relative_to(TESTS / late)), 0)
+    return next((position for position, late in enumerate(LATE, start=1) if path.is_relative_to(TESTS / late)), 0)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

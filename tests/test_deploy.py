@@ -198,10 +198,10 @@ def test_expression_without_matching_series_is_detected(text, problem, series):
 
 def test_every_series_is_documented_for_operators(series):
     table = (ROOT / "docs" / "guides" / "operations.md").read_text().split("## Metrics")[1].split("## Traces")[0]
-    told = {name.partition(":")[2] or name for name in re.findall(r"`([a-z0-9_:]+)`", table)}
+    documented = {name.partition(":")[2] or name for name in re.findall(r"`([a-z0-9_:]+)`", table)}
     names = {re.sub(r"_(bucket|sum|count|created)$", "", name.partition(":")[2]) for name in series if ":" in name}
-    ends = tuple(each for each in told if each.startswith("_"))
-    assert sorted(name for name in names if name not in told and not name.endswith(ends)) == []
+    ends = tuple(each for each in documented if each.startswith("_"))
+    assert sorted(name for name in names if name not in documented and not name.endswith(ends)) == []
 
 
 def test_invalid_promql_is_detected(series):
@@ -298,13 +298,13 @@ def test_systemd_unit_starts_a_server_and_waits_for_its_end(tmp_path):
 
 def test_every_exit_code_is_documented_for_operators():
     table = (ROOT / "docs" / "guides" / "operations.md").read_text().split("## Exit codes")[1].split("##")[0]
-    told = {
+    documented = {
         int(code)
         for line in table.splitlines()
         for code in re.findall(r"\d+", line.split("|")[1] if "|" in line else "")
     }
     ours = {getattr(main, name) for name in dir(main) if name.startswith("EXIT_") and name != "EXIT_CODES"}
-    assert ours | {0} == told - {137, 143}
+    assert ours | {0} == documented - {137, 143}
 
 
 def test_docker_image_starts_a_server():
@@ -397,7 +397,7 @@ def test_nginx_configuration_passes_streams_and_fits_the_server():
     assert directives["proxy_http_version"] == "1.1"
     assert int(directives["client_max_body_size"].removesuffix("m")) * 2**20 == ServerConfig().max_request_body_bytes
     assert f"127.0.0.1:{ServerConfig().server_port}" in text
-    places = re.findall(r"location [^{]*\{([^}]*)\}", text)
-    assert len(places) == 2
-    for place in places:  # otherwise the server gets the name of the upstream as host, which it refuses
-        assert re.search(r"^\s*proxy_set_header Host \$host;", place, re.M)
+    locations = re.findall(r"location [^{]*\{([^}]*)\}", text)
+    assert len(locations) == 2
+    for location in locations:  # otherwise the server gets the name of the upstream as host, which it refuses
+        assert re.search(r"^\s*proxy_set_header Host \$host;", location, re.M)

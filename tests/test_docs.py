@@ -27,7 +27,7 @@ DOCUMENTS = (
 WRITTEN = (*DOCUMENTS, *sorted((ROOT / "docs" / "deploy").iterdir()), *sorted((ROOT / "configs").glob("*.yaml")))
 ROOTS = (ROOT, ROOT / "docs", ROOT / "llm-serving", PACKAGE)
 """Folders that paths in documents are relative to."""
-FOLDERS = {path.name for place in ROOTS for path in place.iterdir() if path.is_dir()}
+FOLDERS = {path.name for root in ROOTS for path in root.iterdir() if path.is_dir()}
 NAMES = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
 
@@ -62,7 +62,7 @@ def paths_in(text: str) -> Iterator[str]:
 def exists(path: str) -> bool:
     if "/" not in path:
         return any((ROOT / "tests").rglob(path))
-    return any((place / path).exists() for place in ROOTS)
+    return any((root / path).exists() for root in ROOTS)
 
 
 @NAMES
@@ -216,9 +216,9 @@ def script_in(words: list[str], folder: Path) -> tuple[Path, list[str]] | None:
         if word.endswith("performance/run.py") and len(words) > index + 1 and words[index + 1] in BENCHMARKS:
             return BENCHMARKS[words[index + 1]], words[index + 2 :]
         if word.endswith(".py"):
-            for place in (ROOT, folder, ROOT / "performance"):
-                if (place / word).is_file():
-                    return place / word, words[index + 1 :]
+            for root in (ROOT, folder, ROOT / "performance"):
+                if (root / word).is_file():
+                    return root / word, words[index + 1 :]
     return None
 
 

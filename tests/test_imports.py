@@ -43,7 +43,7 @@ class Layer(NamedTuple):
 
 
 BOTH, MASTER, WORKER, TOP = "both", "master", "worker", "top"
-PLACES = {
+LAYERS = {
     "errors": Layer(0.0, BOTH),
     "demo_model": Layer(0.0, BOTH),
     "log": Layer(0.1, BOTH),
@@ -78,7 +78,7 @@ PLACES = {
 LEAVES = {"kernels": {"errors", "log"}, "demo_model": set()}
 """Parts that may import only the listed parts, whatever their row."""
 
-NO_MINDSPORE_ANYWHERE = {part for part, place in PLACES.items() if place.column in (BOTH, MASTER)} | {"kernels"}
+NO_MINDSPORE_ANYWHERE = {part for part, layer in LAYERS.items() if layer.column in (BOTH, MASTER)} | {"kernels"}
 MEASURE_IN_PROCESS = {"benchmarks", "harness"}
 """Folders of performance/ that import the package; the other folders contain clients of a running server."""
 UNSAFE = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
@@ -148,7 +148,7 @@ def may_import(importer: str, imported: str) -> bool:
         return True
     if importer in LEAVES:
         return imported in LEAVES[importer]
-    own, other = PLACES[importer], PLACES[imported]
+    own, other = LAYERS[importer], LAYERS[imported]
     return other.row < own.row and (other.column in (own.column, BOTH) or own.column == TOP)
 
 
@@ -200,7 +200,7 @@ def reaches(root: Path, start: str, target: str, at_top_only: bool = False) -> l
 
 def test_every_part_has_a_layer():
     parts = {part_of(module_name(path, PACKAGE), PACKAGE) for path in sources(PACKAGE)} - {None}
-    assert parts - set(PLACES) == set()
+    assert parts - set(LAYERS) == set()
 
 
 def test_files_import_only_from_rows_below_in_their_column():
@@ -235,7 +235,7 @@ def test_receipt_issuer_imports_no_computing_part():
     issuing = [RECEIPTS / f"{name}.py" for name in ("__init__", "receipt", "digest", "issuer")]
     parts = {part_of(found.module, PACKAGE) for path in issuing for found in imports_of(path, RECEIPTS)} - {None}
     assert "engine" in parts
-    assert [part for part in parts if PLACES[part].column not in (BOTH, MASTER) or PLACES[part].row > 6] == []
+    assert [part for part in parts if LAYERS[part].column not in (BOTH, MASTER) or LAYERS[part].row > 6] == []
     assert {
         each.module for path in issuing for each in imports_of(path, RECEIPTS) if each.module.startswith("mind")
     } == set()
@@ -251,8 +251,8 @@ def test_simulator_imports_only_parts_below_the_commands():
             part = part_of(found.module, PACKAGE)
             if part is None:
                 continue
-            place = PLACES[part]
-            if place.row >= own.row or place.column not in ((MASTER, BOTH, TOP) if is_command else (MASTER, BOTH)):
+            layer = LAYERS[part]
+            if layer.row >= own.row or layer.column not in ((MASTER, BOTH, TOP) if is_command else (MASTER, BOTH)):
                 wrong.append(f"{path.relative_to(SIMULATOR)}:{found.line} imports {found.module}")
     assert wrong == []
 

@@ -1,5 +1,3 @@
-"""State that tests inherit from a shell changes no test."""
-
 import json
 import os
 import subprocess

@@ -29,7 +29,7 @@ from support.server_process import free_ports
 
 @contextmanager
 def a_process(script="echo ready; exec sleep 600"):
-    """Start a process in place of a server; return once it has printed that it is ready."""
+    """Start a process in blocked of a server; return once it has printed that it is ready."""
     process = subprocess.Popen(["/bin/sh", "-c", script], stdout=subprocess.PIPE, text=True)
     with process:
         try:
@@ -196,14 +196,14 @@ class TestStart:
         assert subprocess.run([program, "version"], capture_output=True, check=True).stdout.startswith(b"llm-serving ")
         assert arguments == ["stop", "--run-dir", str(tmp_path), "--port", "8835"]
 
-    @pytest.mark.parametrize("place", ["run", "run/{port}/server.log"])
-    def test_start_reports_an_unwritable_folder(self, tmp_path, place):
+    @pytest.mark.parametrize("blocked", ["run", "run/{port}/server.log"])
+    def test_start_reports_an_unwritable_folder(self, tmp_path, blocked):
         (port,) = free_ports(1)
-        (tmp_path / place.format(port=port)).parent.mkdir(parents=True, exist_ok=True)
-        if place == "run":
+        (tmp_path / blocked.format(port=port)).parent.mkdir(parents=True, exist_ok=True)
+        if blocked == "run":
             (tmp_path / "run").write_text("no folder")
         else:
-            (tmp_path / place.format(port=port)).mkdir()
+            (tmp_path / blocked.format(port=port)).mkdir()
         with pytest.raises(ConfigError, match=f"--run-dir must be a folder that can be written; .*{tmp_path}/run"):
             start(a_config(port), [], tmp_path / "run")
 

@@ -1,5 +1,3 @@
-"""The licence, where people and package indexes look for it."""
-
 from __future__ import annotations
 
 import tomllib

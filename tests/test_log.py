@@ -1,5 +1,3 @@
-"""Log lines and the background writer of log files."""
-
 from __future__ import annotations
 
 import logging
@@ -73,17 +71,17 @@ class Messages(list[str]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._said = threading.Semaphore(0)
-        self._num_heard = 0
+        self._available = threading.Semaphore(0)
+        self._num_read = 0
 
     def say(self, text: str) -> None:
         self.append(text)
-        self._said.release()
+        self._available.release()
 
     def wait(self) -> str:
-        self._said.acquire()
-        self._num_heard += 1
-        return self[self._num_heard - 1]
+        self._available.acquire()
+        self._num_read += 1
+        return self[self._num_read - 1]
 
 
 def test_log_writer_keeps_the_order_of_each_thread():

@@ -61,12 +61,11 @@ def model() -> LLM:
 
 
 @pytest.fixture(scope="module")
-def alone(model: LLM) -> list[Answer]:
+def reference(model: LLM) -> list[Answer]:
     return [answer(model.generate([prompt], sampling)[0]) for prompt, sampling in REQUESTS]
 
 
 def test_prompt_logprobs_equal_the_logprobs_of_the_same_output(model: LLM) -> None:
-    """The logprobs of an answer equal those of the same tokens in a prompt, bit for bit."""
     prompt = model.tokenizer.encode(PROMPTS[1])
     given = model.generate([prompt], GREEDY)[0]
     whole = [*prompt, *given.token_ids]
@@ -79,36 +78,36 @@ def test_prompt_logprobs_equal_the_logprobs_of_the_same_output(model: LLM) -> No
 
 def test_vectors_do_not_depend_on_what_is_computed_beside_them(model: LLM) -> None:
     together = model.embed(PROMPTS)
-    alone = [model.embed([prompt])[0] for prompt in PROMPTS]
-    assert [vector.shape for vector in alone] == [(model.model_spec.network.hidden,)] * len(PROMPTS)
-    assert [vector.tobytes() for vector in together] == [vector.tobytes() for vector in alone]
-    assert len({vector.tobytes() for vector in alone}) == len(PROMPTS)
+    reference = [model.embed([prompt])[0] for prompt in PROMPTS]
+    assert [vector.shape for vector in reference] == [(model.model_spec.network.hidden,)] * len(PROMPTS)
+    assert [vector.tobytes() for vector in together] == [vector.tobytes() for vector in reference]
+    assert len({vector.tobytes() for vector in reference}) == len(PROMPTS)
 
 
-def test_a_batch_gives_the_answers_given_alone(model: LLM, alone: list[Answer]) -> None:
-    assert together(model) == alone
+def test_a_batch_gives_the_answers_given_alone(model: LLM, reference: list[Answer]) -> None:
+    assert together(model) == reference
 
 
-def test_finished_answers_fit_their_schema(alone: list[Answer]) -> None:
+def test_finished_answers_fit_their_schema(reference: list[Answer]) -> None:
     """Constrained answers must fit whatever the model would generate; the batches and caches of other tests change
     none.
     """
-    constrained = [text for (text, _, _, reason), (_, sampling) in zip(alone, REQUESTS, strict=True)
+    constrained = [text for (text, _, _, reason), (_, sampling) in zip(reference, REQUESTS, strict=True)
                    if sampling is CONSTRAINED and reason == "stop"]  # fmt: skip
     assert constrained
     assert all(fault_of(SCHEMA, text) is None for text in constrained)
 
 
-def test_small_chunks_give_the_same_answers(alone: list[Answer]) -> None:
-    assert together(llm("scheduler_config.max_prefill_tokens=16", "model_config.decode_batch_size=16")) == alone
+def test_small_chunks_give_the_same_answers(reference: list[Answer]) -> None:
+    assert together(llm("scheduler_config.max_prefill_tokens=16", "model_config.decode_batch_size=16")) == reference
 
 
 @pytest.mark.parametrize("num_swap_blocks", [0, 24])
-def test_preemption_gives_the_same_answers(alone: list[Answer], num_swap_blocks: int) -> None:
+def test_preemption_gives_the_same_answers(reference: list[Answer], num_swap_blocks: int) -> None:
     host_pool = (f"pa_config.num_swap_blocks={num_swap_blocks}", "scheduler_config.preemption_mode=auto")
     small = llm("pa_config.num_blocks=24", *(host_pool if num_swap_blocks else ()))
     assert small.engine.scheduler.blocks.host_pool.num_blocks == num_swap_blocks
-    assert together(small) == alone
+    assert together(small) == reference
     preemptions = next(
         sample.value
         for family in small.metrics.registry.collect()
@@ -118,26 +117,26 @@ def test_preemption_gives_the_same_answers(alone: list[Answer], num_swap_blocks:
     assert preemptions > 0, "the cache is meant to be too small"
 
 
-def test_static_batching_and_fcfs_give_the_same_answers(alone: list[Answer]) -> None:
+def test_static_batching_and_fcfs_give_the_same_answers(reference: list[Answer]) -> None:
     static = ("model_config.batching_strategy=static", "model_config.decode_batch_size=5")
     model = llm("scheduler_config.policy=fcfs", *static)
-    assert together(model) == alone
+    assert together(model) == reference
     with pytest.raises(RequestError, match="is not served with model_config"):
         model.beam_search(PROMPTS[:1], BeamSearchParams(width=2), GREEDY)
     assert not model.engine.has_unfinished_requests
 
 
-def test_a_draft_model_gives_the_same_answers(alone: list[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_gives_the_same_answers(reference: list[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is its own draft model, so nearly all draft tokens are right, also for sampled answers."""
     monkeypatch.setattr(
         SpeculationController, "pays", property(lambda self: True, lambda self, value: None), raising=False
     )
     model = llm("scheduler_config.speculative_method=draft_model", "scheduler_config.draft_model_path=demo")
     monkeypatch.setattr(DraftModelProposer, "pass_s", property(lambda self: 0.0), raising=False)
-    assert together(model) == alone
+    assert together(model) == reference
     for index in (0, 1, 5):  # in a batch of one request most tokens are proposed
         prompt, sampling = REQUESTS[index]
-        assert answer(model.generate([prompt], sampling)[0]) == alone[index]
+        assert answer(model.generate([prompt], sampling)[0]) == reference[index]
     received = model.metrics.render()[0].decode()
     counts = [
         float(line.rsplit(" ", 1)[1])
@@ -157,14 +156,14 @@ def test_beam_search_of_width_1_is_greedy(model: LLM) -> None:
 
 def test_beam_search_gives_the_same_answers_alone_and_in_a_small_cache(model: LLM) -> None:
     search, sampling = BeamSearchParams(width=3, num_returned=2), replace(GREEDY, max_tokens=24)
-    alone = [model.beam_search([prompt], search, sampling)[0] for prompt in PROMPTS]
+    reference = [model.beam_search([prompt], search, sampling)[0] for prompt in PROMPTS]
     chunks = ("scheduler_config.max_prefill_tokens=16", "model_config.decode_batch_size=16")
     small = llm("pa_config.num_blocks=16", *chunks)
     together = small.beam_search(PROMPTS, search, sampling)
     assert [[answer(output) for output in best] for best in together] == [
-        [answer(output) for output in best] for best in alone
+        [answer(output) for output in best] for best in reference
     ]
-    for best in alone:
+    for best in reference:
         scores = [sum(token.logprob for token in output.logprobs) / len(output.logprobs) for output in best]
         assert len(scores) == 2
         assert scores == sorted(scores, reverse=True)

@@ -55,7 +55,7 @@ def model(kept: str) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def alone(model: LLM) -> list[object]:
+def reference(model: LLM) -> list[object]:
     return [answers(model, [each])[0] for each in REQUESTS]
 
 
@@ -66,8 +66,8 @@ def test_answers_are_right(model: LLM) -> None:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_answers_are_those_given_alone(alone: list[object], kept: str, load: str) -> None:
-    assert answers(llm(kept, *LOADS[load]), REQUESTS) == alone
+def test_answers_are_those_given_alone(reference: list[object], kept: str, load: str) -> None:
+    assert answers(llm(kept, *LOADS[load]), REQUESTS) == reference
 
 
 def test_quantized_weights_read_the_expected_bytes(model: LLM, kept: str) -> None:

@@ -1,5 +1,3 @@
-"""Names of the package: standard terms, and one class for each public name."""
-
 from __future__ import annotations
 
 import ast

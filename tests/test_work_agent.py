@@ -57,9 +57,9 @@ DEADLINE_S = 10.0
 class Runner(FakeRunner):
     """A fake runner that fails on given steps."""
 
-    def __init__(self, failing=(), tells_the_end=False):
+    def __init__(self, failing=(), announces_end=False):
         super().__init__(NUM_BLOCKS, 4, NUM_SWAP_BLOCKS)
-        self._tells_the_end = tells_the_end
+        self._announces_end = announces_end
         self._announcement = None
         self.kv_tensors = SimpleNamespace(num_blocks=NUM_BLOCKS, num_swap_blocks=NUM_SWAP_BLOCKS, block_bytes=0)
         self.num_compilations = 1
@@ -82,9 +82,9 @@ class Runner(FakeRunner):
         return super().execute(step, take)
 
     def announce_ending(self, tell):
-        if self._tells_the_end:
+        if self._announces_end:
             self._announcement = tell
-        return self._tells_the_end
+        return self._announces_end
 
 
 class Master:
@@ -277,13 +277,13 @@ class TestSteps:
         master.run(a_step(1, 0, 5))
         assert master.receive().num_compilations == 2
 
-    @pytest.mark.parametrize("tells_the_end", [True, False])
-    def test_the_end_of_a_step_is_announced_if_requested(self, start, tells_the_end):
-        master = start(lambda settings, on_progress: (Runner(failing={2}, tells_the_end=tells_the_end), ""))
+    @pytest.mark.parametrize("announces_end", [True, False])
+    def test_the_end_of_a_step_is_announced_if_requested(self, start, announces_end):
+        master = start(lambda settings, on_progress: (Runner(failing={2}, announces_end=announces_end), ""))
         master.load()
         for number, asked in enumerate((False, True, True, False)):
             master.run(a_step(number, 0, 5), announce_ending=asked)
-            if asked and not (tells_the_end and number == 2):
+            if asked and not (announces_end and number == 2):
                 assert master.receive() == StepEnding(number)
             assert master.receive().step == number
 
@@ -444,12 +444,12 @@ def test_background_work_is_throttled_during_a_step(start, monkeypatch) -> None:
     beside = BackgroundThrottle(pauses.append)
     monkeypatch.setattr(work_agent, "BackgroundThrottle", lambda: beside)
 
-    class Beside(Runner):
+    class BackgroundRunner(Runner):
         def execute(self, step, await_allowed=None):
             beside.pause_after(1.0)
             return super().execute(step, await_allowed)
 
-    master = start(lambda settings, on_progress: (Beside(), ""))
+    master = start(lambda settings, on_progress: (BackgroundRunner(), ""))
     master.load()
     master.run(a_step(0, 0, 5, 6, 7))
     assert isinstance(master.receive(), StepDone)

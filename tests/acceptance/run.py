@@ -100,7 +100,6 @@ def main() -> int:
 
 
 def run(client: Client, arguments: argparse.Namespace) -> list[Result]:
-    """Return the results of all checks of a client."""
     try:
         python = environment(arguments.envs.resolve() / client.name, client.packages)
     except (OSError, subprocess.SubprocessError) as error:
@@ -150,8 +149,11 @@ class Ended(NamedTuple):
 
 def call(command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None) -> Ended:
     """Run a program; after `timeout_s` seconds kill it with all its children."""
-    with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as said:
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=said, start_new_session=True)
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as out,
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+    ):
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=errors, start_new_session=True)
         how = ""
         try:
             if process.wait(timeout_s):
@@ -163,7 +165,7 @@ def call(command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         texts = []
-        for file in (out, said):
+        for file in (out, errors):
             file.seek(0)
             texts.append(file.read())
     last = " / ".join(line.strip() for line in texts[1].strip().splitlines()[-LAST_LINES:])
@@ -174,8 +176,8 @@ def keep(name: str, version: str, asked: list[dict[str, Any]]) -> None:
     """Store the responses that can be requested again, without the ids of this run."""
     requests = []
     for each in asked:
-        is_alone = each["method"] == "POST" and "previous_response_id" not in each["body"]
-        if is_alone and each["status"] == HTTPStatus.OK and each not in requests:
+        is_repeatable = each["method"] == "POST" and "previous_response_id" not in each["body"]
+        if is_repeatable and each["status"] == HTTPStatus.OK and each not in requests:
             requests.append(each)
     GOLDEN.mkdir(exist_ok=True)
     content = {"client": name, "version": version, "requests": requests}
@@ -183,7 +185,6 @@ def keep(name: str, version: str, asked: list[dict[str, Any]]) -> None:
 
 
 def table(results: list[Result]) -> str:
-    """Return a table for documents."""
     lines = ["| client | version | what ran | result |", "| --- | --- | --- | --- |"]
     for each in results:
         error = ("the client's own fault: " if each.excused else "") + " ".join(each.error.split()).replace("|", "\\|")

@@ -1,5 +1,3 @@
-"""Every operation of every backend as a graph with dynamic first dimensions, compared with the reference."""
-
 from collections.abc import Callable
 from typing import Any
 

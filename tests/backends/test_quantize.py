@@ -1,5 +1,3 @@
-"""Quantization on all cores: its values and scales equal NumPy's, bit for bit."""
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

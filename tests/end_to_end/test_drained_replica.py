@@ -1,5 +1,3 @@
-"""Two real replicas, one of which leaves and joins under load: the answers are the reference answers."""
-
 from __future__ import annotations
 
 import asyncio
@@ -42,7 +40,7 @@ def test_drained_replica_loses_no_request_under_load() -> None:
 
         async def run() -> None:
             async with asyncio.timeout(300), server.client() as client:
-                alone = [await ask(client, number) for number in range(NUM_REQUESTS)]
+                reference = [await ask(client, number) for number in range(NUM_REQUESTS)]
                 loaded = [asyncio.create_task(ask(client, number)) for number in range(NUM_REQUESTS)]
                 assert (await client.post("/v1/replicas/1/drain")).status_code == 200
                 loaded += [asyncio.create_task(ask(client, number)) for number in range(NUM_REQUESTS)]
@@ -51,7 +49,7 @@ def test_drained_replica_loses_no_request_under_load() -> None:
                 assert (await client.post("/v1/replicas/1/join")).status_code == 200
                 await reach(client, "serving")
                 loaded += [asyncio.create_task(ask(client, number)) for number in range(NUM_REQUESTS)]
-                assert await asyncio.gather(*loaded) == alone * 3
+                assert await asyncio.gather(*loaded) == reference * 3
                 assert len(server.work_agents()) == 2
 
         asyncio.run(run())

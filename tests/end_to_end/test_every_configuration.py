@@ -131,7 +131,7 @@ def first() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def alone(first: Server) -> dict[bool, list[str]]:
+def reference(first: Server) -> dict[bool, list[str]]:
     """Return the answer to each request when no other request runs."""
     wanted = {static: requests(static=static) for static in (False, True)}
 
@@ -147,14 +147,14 @@ def alone(first: Server) -> dict[bool, list[str]]:
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_answers_are_those_given_alone(name: str, first: Server, alone: dict[bool, list[str]]) -> None:
+def test_answers_are_those_given_alone(name: str, first: Server, reference: dict[bool, list[str]]) -> None:
     settings = CONFIGURATIONS[name]
     static = settings.get("model_config.batching_strategy") == "static"
     is_tight = TIGHT.items() <= settings.items()
     with nullcontext(first) if name == ALONE else serving(name) as server:
         for _ in range(MAX_ROUNDS if is_tight else 1):
             together, num_preemptions = all_at_once(server, static=static)
-            for request, given, expected in zip(requests(static=static), together, alone[static], strict=True):
+            for request, given, expected in zip(requests(static=static), together, reference[static], strict=True):
                 assert given == expected, request
             if num_preemptions:
                 break

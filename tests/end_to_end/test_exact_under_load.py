@@ -33,8 +33,8 @@ def server() -> Iterator[Server]:
     server = start_server(*settings, by_script=True)
     yield server
     server.stop()
-    gone, alive = psutil.wait_procs(server.processes, timeout=60)
-    assert len(gone) == 2 and not alive
+    ended, alive = psutil.wait_procs(server.processes, timeout=60)
+    assert len(ended) == 2 and not alive
     assert shared_memory_names() == before
 
 
@@ -82,7 +82,7 @@ async def stream(client: httpx.AsyncClient, request: dict[str, Any]) -> tuple[st
 
 
 @pytest.fixture(scope="module")
-def alone(server: Server) -> list[bytes]:
+def reference(server: Server) -> list[bytes]:
     """Return the answers to `REQUESTS`, each computed when no other request runs."""
 
     async def run() -> list[bytes]:
@@ -92,17 +92,17 @@ def alone(server: Server) -> list[bytes]:
     return asyncio.run(run())
 
 
-def test_64_concurrent_answers_equal_the_answers_given_alone(server: Server, alone: list[bytes]) -> None:
+def test_64_concurrent_answers_equal_the_answers_given_alone(server: Server, reference: list[bytes]) -> None:
     async def run() -> list[bytes]:
         async with server.client() as client:
             return list(await asyncio.gather(*(complete(client, request) for request in REQUESTS)))
 
-    assert asyncio.run(run()) == alone
-    assert len(set(alone)) > 40, "the requests are meant to differ"
+    assert asyncio.run(run()) == reference
+    assert len(set(reference)) > 40, "the requests are meant to differ"
 
 
-def test_streams_under_load_carry_the_same_answer(server: Server, alone: list[bytes]) -> None:
-    whole = [json.loads(answer)[0] for answer in alone[:24]]
+def test_streams_under_load_carry_the_same_answer(server: Server, reference: list[bytes]) -> None:
+    whole = [json.loads(answer)[0] for answer in reference[:24]]
 
     async def run() -> None:
         async with server.client() as client:
@@ -178,8 +178,8 @@ def test_preempted_requests_are_completed(server: Server) -> None:
         async with server.client() as client:
             together = await asyncio.gather(*(complete(client, request) for request in requests))
             assert await metric(client, "vllm:num_preemptions_total") > 0
-            alone = [await complete(client, request) for request in requests[-6:]]
-        assert together[-6:] == alone
+            reference = [await complete(client, request) for request in requests[-6:]]
+        assert together[-6:] == reference
 
     asyncio.run(run())
 

@@ -67,19 +67,19 @@ def bytes_of(output: RequestOutput) -> Any:
     return [(part.text, part.token_ids, part.logprobs, part.finish_reason) for part in parts]
 
 
-def failing_request(token_id: int, place: int) -> Request:
+def failing_request(token_id: int, position: int) -> Request:
     """Return a request of three chunks whose second or third chunk has the token."""
     request = create_request(80, max_tokens=40)
-    request.prompt_token_ids[place] = token_id
+    request.prompt_token_ids[position] = token_id
     return request
 
 
 @pytest.fixture(scope="module")
-def alone(replica: RealReplica) -> list[Any]:
+def reference(replica: RealReplica) -> list[Any]:
     return [bytes_of(replica.answer([each])[0]) for each in other_requests(replica)]
 
 
-@pytest.mark.parametrize("place", [40, 70])
+@pytest.mark.parametrize("position", [40, 70])
 @pytest.mark.parametrize(
     ("token_id", "error"),
     [
@@ -89,24 +89,24 @@ def alone(replica: RealReplica) -> list[Any]:
     ids=["refused", "computed"],
 )
 def test_step_exception_ends_only_the_request_that_caused_it(
-    replica: RealReplica, alone: list[Any], token_id: int, error: str, place: int
+    replica: RealReplica, reference: list[Any], token_id: int, error: str, position: int
 ) -> None:
-    guilty, others = failing_request(token_id, place), other_requests(replica)
-    failed, *answers = replica.answer([guilty, *others])
+    failing, others = failing_request(token_id, position), other_requests(replica)
+    failed, *answers = replica.answer([failing, *others])
     assert failed.finish_reason is FinishReason.ERROR
     assert failed.error is not None and failed.error.startswith(error)
     assert failed.token_ids == ()
-    assert [bytes_of(answer) for answer in answers] == alone
+    assert [bytes_of(answer) for answer in answers] == reference
     assert replica.num_restarts == 0, "the process lives on"
     assert replica.engine.scheduler.blocks.pool.num_used_blocks == 0
 
 
 @pytest.mark.parametrize("token_id", [UNKNOWN_TOKEN, POISON], ids=["refused", "computed"])
 def test_step_exceptions_end_only_the_two_requests_that_caused_them(
-    replica: RealReplica, alone: list[Any], token_id: int
+    replica: RealReplica, reference: list[Any], token_id: int
 ) -> None:
     first, *others, last = replica.answer(
         [failing_request(token_id, 3), *other_requests(replica), failing_request(token_id, 79)]
     )
     assert first.finish_reason is last.finish_reason is FinishReason.ERROR
-    assert [bytes_of(output) for output in others] == alone
+    assert [bytes_of(output) for output in others] == reference

@@ -43,9 +43,9 @@ def test_late_scheduling_keeps_answers_and_every_step_announces_its_end(monkeypa
 
     try:
         with patch.object(RemoteExecutor, "await_ending", lambda self: None):
-            alone = [replica.answer([each])[0].token_ids for each in requests()]
+            reference = [replica.answer([each])[0].token_ids for each in requests()]
         monkeypatch.setattr(replica.executor._executor._channel, "receive", listen)
-        assert [answer.token_ids for answer in replica.answer(requests())] == alone
+        assert [answer.token_ids for answer in replica.answer(requests())] == reference
     finally:
         replica.close()
     ended = [message.step for message in received if isinstance(message, StepDone)]

@@ -71,13 +71,13 @@ async def generate(client: httpx.AsyncClient, prompt: str, **parameters: Any) ->
 def test_legacy_pair_answers_legacy_clients_alone_and_concurrently(server: Server) -> None:
     async def run() -> None:
         async with server.client() as client:
-            alone = {prompt: await generate(client, prompt) for prompt in QUESTIONS}
+            reference = {prompt: await generate(client, prompt) for prompt in QUESTIONS}
             for prompt, right in QUESTIONS.items():
-                assert alone[prompt]["generated_text"].strip() == right
-                assert alone[prompt]["finish_reason"] == "eos"
+                assert reference[prompt]["generated_text"].strip() == right
+                assert reference[prompt]["finish_reason"] == "eos"
             prompts = [prompt for prompt in QUESTIONS for _ in range(8)]
             together = await asyncio.gather(*(generate(client, prompt) for prompt in prompts))
-        assert [each["tokens"] for each in together] == [alone[prompt]["tokens"] for prompt in prompts]
+        assert [each["tokens"] for each in together] == [reference[prompt]["tokens"] for prompt in prompts]
 
     asyncio.run(run())
 

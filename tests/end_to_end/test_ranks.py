@@ -48,7 +48,7 @@ def processes(process: object) -> list[psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def alone(replica: RealReplica) -> list[str]:
+def reference(replica: RealReplica) -> list[str]:
     return [bytes_of(replica.answer([request])[0]) for request in requests(replica)]
 
 
@@ -72,31 +72,31 @@ def requests(replica: RealReplica) -> list[Request]:
     ]
 
 
-def test_ranks_keep_the_answer_of_a_preempted_request(replica: RealReplica, alone: list[str]) -> None:
+def test_ranks_keep_the_answer_of_a_preempted_request(replica: RealReplica, reference: list[str]) -> None:
     crowd = requests(replica)
-    assert [bytes_of(each) for each in replica.answer(crowd)] == alone
+    assert [bytes_of(each) for each in replica.answer(crowd)] == reference
     assert any(request.num_preemptions for request in crowd)
 
 
-def test_failed_step_fails_on_all_ranks_and_the_next_one_succeeds(replica: RealReplica, alone: list[str]) -> None:
-    culprit = Request("culprit", [5, UNKNOWN_TOKEN, 6], SamplingParams(max_tokens=4))
+def test_failed_step_fails_on_all_ranks_and_the_next_one_succeeds(replica: RealReplica, reference: list[str]) -> None:
+    failing = Request("failing", [5, UNKNOWN_TOKEN, 6], SamplingParams(max_tokens=4))
     restarts = replica.num_restarts
-    *others, failed = replica.answer([*requests(replica), culprit])
-    assert [bytes_of(each) for each in others] == alone
+    *others, failed = replica.answer([*requests(replica), failing])
+    assert [bytes_of(each) for each in others] == reference
     assert failed.finish_reason is FinishReason.ERROR
     assert replica.num_restarts == restarts
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_answer_survives_the_death_of_either_rank(replica: RealReplica, alone: list[str], rank: int) -> None:
+def test_answer_survives_the_death_of_either_rank(replica: RealReplica, reference: list[str], rank: int) -> None:
     restarts = replica.num_restarts
     replica.begin(requests(replica))
     os.kill(processes(replica.agents[-1].process)[rank].pid, signal.SIGKILL)
-    assert [bytes_of(each) for each in replica.finish(requests(replica))] == alone
+    assert [bytes_of(each) for each in replica.finish(requests(replica))] == reference
     assert replica.num_restarts == restarts + 1
 
 
-def test_ranks_on_a_cluster_machine_give_the_same_bytes_and_die_together(alone: list[str], tmp_path: Path) -> None:
+def test_ranks_on_a_cluster_machine_give_the_same_bytes_and_die_together(reference: list[str], tmp_path: Path) -> None:
     secret_file = tmp_path / "secret"
     secret_file.touch(mode=0o600)
     secret_file.write_text(secrets.token_hex(32))
@@ -106,6 +106,6 @@ def test_ranks_on_a_cluster_machine_give_the_same_bytes_and_die_together(alone: 
         lost = starter.ranks()
         replica.begin(requests(replica))
         lost[1].kill()
-        assert [bytes_of(each) for each in replica.finish(requests(replica))] == alone
+        assert [bytes_of(each) for each in replica.finish(requests(replica))] == reference
         assert replica.num_restarts == 1
         assert not psutil.wait_procs(lost, timeout=60)[1]

@@ -1,5 +1,3 @@
-"""The command line replays the recording of a server whose WorkAgent was killed under load."""
-
 from __future__ import annotations
 
 import re

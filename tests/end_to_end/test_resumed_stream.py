@@ -1,5 +1,3 @@
-"""A stream continues after its master was killed and restarted, with the same bytes, and its receipt verifies."""
-
 from __future__ import annotations
 
 import json

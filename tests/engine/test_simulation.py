@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 from llm_serving.engine import replica
 from llm_serving.engine.fleet.accounting import FleetAccounting
-from support.simulated_agent import FATES
+from support.simulated_agent import FAULTS
 from support.simulated_client import STATES
 from support.simulated_network import EVENTS
 from tools.simulation import run_seeds
@@ -22,7 +22,7 @@ def test_simulated_faults_break_no_invariant() -> None:
     totals = run_seeds(0, NUM_SEEDS)
     assert totals.events["seeds"] == NUM_SEEDS
     assert min(totals.events.values()) > 10, f"something hardly happens:\n{totals}"
-    assert set(totals.faults) == set(FATES)
+    assert set(totals.faults) == set(FAULTS)
     assert {"drains with requests", "drains refused", "replicas that left", "replicas loaded again"} <= set(
         totals.events
     )

@@ -1,5 +1,3 @@
-"""MindFormers' tensor names in both directions, and fused projections split as its network does."""
-
 import numpy as np
 import pytest
 from llm_serving.formats.mindformers_names import (

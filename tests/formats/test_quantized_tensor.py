@@ -1,5 +1,3 @@
-"""Quantized values and scales: the represented values, the rounding error, and refused arrays."""
-
 import numpy as np
 import pytest
 from llm_serving.errors import ModelError

@@ -1,5 +1,3 @@
-"""Finite elements of stored tensors, determined from their bits."""
-
 import numpy as np
 import pytest
 from llm_serving.formats.stored_tensor import is_finite

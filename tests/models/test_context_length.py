@@ -1,5 +1,3 @@
-"""The longest context of a model folder."""
-
 from __future__ import annotations
 
 import json

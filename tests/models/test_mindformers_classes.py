@@ -1,5 +1,3 @@
-"""MindFormers' classes: support of every family, checked before a weight is read."""
-
 import pytest
 from families import models
 from llm_serving.models.mindformers import mindformers_parameter, unsupported_by_mindformers
@@ -16,9 +14,9 @@ def spec_of(name):
 def test_mindformers_parameters_are_unique_for_each_weight(name):
     spec = spec_of(name)
     assert unsupported_by_mindformers(spec.architecture, spec.network, 256) is None
-    places = [mindformers_parameter(weight) for weight in spec.network.weights if weight.generate is None]
-    assert None not in places
-    assert len(set(places)) == len(places)
+    names = [mindformers_parameter(weight) for weight in spec.network.weights if weight.generate is None]
+    assert None not in names
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(

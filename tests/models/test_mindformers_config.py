@@ -1,5 +1,3 @@
-"""`model_config` of MindFormers' YAML files: how each family is recognized."""
-
 from __future__ import annotations
 
 from pathlib import Path

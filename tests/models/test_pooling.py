@@ -1,5 +1,3 @@
-"""Pooling settings of embedding model folders, and which of them are served."""
-
 from __future__ import annotations
 
 import json

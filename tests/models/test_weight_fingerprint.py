@@ -1,5 +1,3 @@
-"""Fingerprints distinguish models of the same shape, and do not depend on their path."""
-
 from __future__ import annotations
 
 import shutil

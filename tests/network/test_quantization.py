@@ -1,5 +1,3 @@
-"""Which weights are quantized, in which format, and their size."""
-
 import numpy as np
 import pytest
 from llm_serving.core.enums import QuantizationName

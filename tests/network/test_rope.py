@@ -1,5 +1,3 @@
-"""Frequencies and tables of the rotary embedding."""
-
 import numpy as np
 import pytest
 from llm_serving.network.rope import Rotary, Scaling

@@ -1,5 +1,3 @@
-"""Operations that graphs of Cells do not support are refused before a network is built."""
-
 import numpy as np
 import pytest
 from families import models

@@ -1,5 +1,3 @@
-"""Comparison of an answer's text with its receipt."""
-
 from __future__ import annotations
 
 from hashlib import sha256

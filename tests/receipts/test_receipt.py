@@ -85,10 +85,10 @@ def test_receipt_is_independent_of_its_json_formatting():
 )
 def test_receipt_error_names_an_altered_field(path, value):
     content = json.loads(seal(a_receipt()))
-    place = content
+    parent = content
     for name in path[:-1]:
-        place = place[name]
-    place[path[-1]] = value
+        parent = parent[name]
+    parent[path[-1]] = value
     named = ".".join(each if isinstance(each, str) else f"[{each}]" for each in path).replace(".[", "[")
     assert open_receipt(content).altered == (named.removeprefix("checks."),)
 
@@ -103,16 +103,16 @@ def test_receipt_detects_every_flipped_bit():
     """A flipped bit is detected, unless the parsed receipt is equal, as for 1e-05 and 1E-05."""
     whole = seal(a_receipt())
     original, unseen = a_receipt(), []
-    for place in range(len(whole)):
+    for index in range(len(whole)):
         for bit in range(8):
             altered = bytearray(whole)
-            altered[place] ^= 1 << bit
+            altered[index] ^= 1 << bit
             try:
                 found = read(bytes(altered))
             except (msgspec.DecodeError, UnicodeDecodeError, ReceiptError):
                 continue
             if not found.altered and found.receipt != original:
-                unseen.append((place, bit))
+                unseen.append((index, bit))
     assert unseen == []
 
 

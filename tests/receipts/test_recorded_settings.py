@@ -1,5 +1,3 @@
-"""Settings that the verifier reads from receipts of this version and of others."""
-
 from __future__ import annotations
 
 import pytest

@@ -70,7 +70,7 @@ def _served(llm, ids, sampling, choices) -> list[tuple[int, RequestOutput]]:
     if choices.beams is not None:
         found = llm.beam_search(ids, choices.beams, samplings[0])
         return [
-            (number * choices.n + place, each) for number, row in enumerate(found) for place, each in enumerate(row)
+            (number * choices.n + index, each) for number, row in enumerate(found) for index, each in enumerate(row)
         ]
     pairs = [(prompt, each) for prompt in ids for each in samplings]
     outputs = llm.generate([prompt for prompt, _ in pairs], [each for _, each in pairs])

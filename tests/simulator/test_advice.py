@@ -56,19 +56,19 @@ def test_advice_recommends_more_slots() -> None:
     assert f"    # {SLOTS} is 4 (--set); takes a restart" in "\n".join(lines)
 
 
-@pytest.mark.parametrize(("own", "takes_restart"), [("fcfs", True), ("mixed", False)])
-def test_advice_marks_a_policy_that_needs_a_restart(own: str, takes_restart: bool) -> None:
+@pytest.mark.parametrize(("own", "needs_restart"), [("fcfs", True), ("mixed", False)])
+def test_advice_marks_a_policy_that_needs_a_restart(own: str, needs_restart: bool) -> None:
     values = ("prefill_first", "throughput", own)
     knob = SearchParameter("scheduler_config.policy", values, 2, ordered=False)
-    assert advice_module._needs_restart(knob, "throughput") is takes_restart
+    assert advice_module._needs_restart(knob, "throughput") is needs_restart
     running = config_with(scheduler_config__policy=own)
     read = config_with(scheduler_config__policy="throughput")
     try:
         check_reload(running, running, read)
     except ConfigError:
-        assert takes_restart
+        assert needs_restart
     else:
-        assert not takes_restart
+        assert not needs_restart
 
 
 OWN_CLASSES = "request_classes: {people: {rank: 0, weight: 2}, machines: {rank: 1}}\n"

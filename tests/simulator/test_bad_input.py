@@ -101,14 +101,14 @@ LOADS = [
     (load_with(prompt_tokens=10**5), "can never serve any of the 30 requests of {folder}/load.yaml: `prompt` must"),
     (load_with(answer_tokens=2**31 - 1), "can never serve any of the 30 requests of {folder}/load.yaml: `max_tokens`"),
     *(
-        (load_with(**changes), f"load.yaml:2: `streams.chat.{key}` must {rule}")
+        (load_with(**changes), f"load.yaml:2: `streams.chat.{key}` {rule}")
         for key, rule, changes in [
-            ("arrivals", "stand beside `rate`", {"rate": None, "concurrency": 2, "arrivals": "fixed"}),
-            ("ends_s", "stand beside `rate`", {"rate": None, "concurrency": 2, "ends_s": 5}),
-            ("burst_size", "stand beside `arrivals: burst`", {"burst_size": 4}),
-            ("priority", "not stand beside `class`", {"class": "batch", "priority": 1}),
-            ("prefixes", "stand beside `prefix_tokens`", {"prefixes": 4}),
-            ("recited_run", "stand beside `recited`", {"recited_run": 4}),
+            ("arrivals", "needs `rate`", {"rate": None, "concurrency": 2, "arrivals": "fixed"}),
+            ("ends_s", "needs `rate`", {"rate": None, "concurrency": 2, "ends_s": 5}),
+            ("burst_size", "needs `arrivals: burst`", {"burst_size": 4}),
+            ("priority", "must be absent if `class` is set", {"class": "batch", "priority": 1}),
+            ("prefixes", "needs `prefix_tokens`", {"prefixes": 4}),
+            ("recited_run", "needs `recited`", {"recited_run": 4}),
         ]
     ),
     ("streams: [1]\n", "load.yaml:1: must be a mapping of keys to values. Given: [1]"),
@@ -266,7 +266,6 @@ def folder(good, tmp_path):
 
 
 def run(command, folder, changed, *more):
-    """Run a command on the files of a folder, with some of them changed."""
     paths = {"load": "load.yaml", "profile": "profile.json", "config": "my.yaml", "goal": "goal.yaml"}
     paths = {key: str(folder / name) for key, name in paths.items()} | changed
     simulated = ["--load", paths["load"], "--profile", paths["profile"]]

@@ -16,10 +16,10 @@ def timings():
     timings, before = Timings(num_blocks=7), 10.0
     for number in range(400):
         rows = 1 + number % 7
-        alone = number % 10 == 0
-        asked = before + 1.0 if alone else before - 0.001
-        replied = (asked + FORM_S if alone else before) + STEP.seconds(shape := StepShape(rows, rows, rows, 99, 0, 0))
-        step = MeasuredStep(shape, asked, asked - WAKE_S if alone else None, before, replied, replied + TAKE_S)
+        is_idle = number % 10 == 0
+        asked = before + 1.0 if is_idle else before - 0.001
+        replied = (asked + FORM_S if is_idle else before) + STEP.seconds(shape := StepShape(rows, rows, rows, 99, 0, 0))
+        step = MeasuredStep(shape, asked, asked - WAKE_S if is_idle else None, before, replied, replied + TAKE_S)
         timings.steps.append(step)
         before = replied
         name = f"play-{number}-abcd"

@@ -1,5 +1,3 @@
-"""Fast-forwarded decode steps equal steps that are scheduled request by request."""
-
 from __future__ import annotations
 
 import itertools
@@ -130,10 +128,10 @@ def test_fast_forwarded_steps_equal_steps_decided_request_by_request(case, monke
 
     def counted(self: FastForwardEngine) -> bool:
         nonlocal num_uniform, num_audited
-        took = step(self)
-        num_uniform += took
-        num_audited += took and not self._all_counted
-        return took
+        progressed = step(self)
+        num_uniform += progressed
+        num_audited += progressed and not self._all_counted
+        return progressed
 
     def noted(self: FastForwardEngine) -> int:
         nonlocal num_at_once

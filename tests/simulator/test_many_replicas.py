@@ -1,5 +1,3 @@
-"""The cost of a step and of a request in a simulation does not depend on the number of replicas."""
-
 from __future__ import annotations
 
 import random

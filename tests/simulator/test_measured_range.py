@@ -1,5 +1,3 @@
-"""Steps outside of a profile's measured range are reported, and the tuner avoids them."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""The requests of a recording, and their outcomes."""
-
 from pathlib import Path
 
 from llm_serving.core.request import FinishReason

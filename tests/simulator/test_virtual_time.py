@@ -1,5 +1,3 @@
-"""Threads that share an interpreter: a reservation gets the free time from its start on."""
-
 import itertools
 import random
 

@@ -1,5 +1,3 @@
-"""The virtual step of a simulation has the same shape and samples as the arrays of a real one."""
-
 from __future__ import annotations
 
 import random

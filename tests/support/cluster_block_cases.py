@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import psutil
-from support.cluster_cases import MACHINES, Disturb, Proof
+from support.cluster_cases import MACHINES, ClusterUnderTest, Disturb
 from support.server_process import metric
 from support.virtual_network import CUT, Break, Link
 
@@ -27,10 +27,10 @@ MID_FRAME: Final = 20_000
 """Bytes after which a connection breaks; a frame has at least 41 KB."""
 
 
-async def break_blocks(proof: Proof, index: int, planned: Break, seconds: float | None = None) -> None:
+async def break_blocks(cluster: ClusterUnderTest, index: int, planned: Break, seconds: float | None = None) -> None:
     """Return a case that breaks the connection of a replica in its next frame, for some seconds or permanently."""
-    network, host = proof.machines.network, _machine_of(proof, index)
-    port = _blocks_port(proof, host, index)
+    network, host = cluster.machines.network, _machine_of(cluster, index)
+    port = _blocks_port(cluster, host, index)
     network.set_break(host, port, replace(planned))
     while network.bytes_before_break(host, port) > 0:
         await asyncio.sleep(0.01)
@@ -39,30 +39,30 @@ async def break_blocks(proof: Proof, index: int, planned: Break, seconds: float 
         network.restore_connection(host, port)
 
 
-async def no_block_is_leaked(proof: Proof) -> bool:
+async def no_block_is_leaked(cluster: ClusterUnderTest) -> bool:
     """Return whether a request that needs the whole transfer pool can migrate."""
-    before = await metric(proof.client, "llm_serving:moved_blocks_total")
+    before = await metric(cluster.client, "llm_serving:moved_blocks_total")
     prompt = list(range(300, 300 + POOL_BLOCKS * BLOCK_SIZE - 3))
     body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-    (await proof.client.post("/v1/completions", json=body)).raise_for_status()
-    return await metric(proof.client, "llm_serving:moved_blocks_total") == before + POOL_BLOCKS
+    (await cluster.client.post("/v1/completions", json=body)).raise_for_status()
+    return await metric(cluster.client, "llm_serving:moved_blocks_total") == before + POOL_BLOCKS
 
 
-def _machine_of(proof: Proof, index: int) -> str:
-    return next(name for name in MACHINES if _agent(proof, name, index) is not None)
+def _machine_of(cluster: ClusterUnderTest, index: int) -> str:
+    return next(name for name in MACHINES if _agent(cluster, name, index) is not None)
 
 
-def _agent(proof: Proof, name: str, index: int) -> psutil.Process | None:
-    for pid in proof.machines.work_agents(name):
+def _agent(cluster: ClusterUnderTest, name: str, index: int) -> psutil.Process | None:
+    for pid in cluster.machines.work_agents(name):
         process = psutil.Process(pid)
         if (command := process.cmdline())[command.index("--index") + 1] == str(index):
             return process
     return None
 
 
-def _blocks_port(proof: Proof, name: str, index: int) -> int:
+def _blocks_port(cluster: ClusterUnderTest, name: str, index: int) -> int:
     """Return the port of the WorkAgent's later connection to the master, which carries blocks."""
-    process = _agent(proof, name, index)
+    process = _agent(cluster, name, index)
     assert process is not None
     command = process.cmdline()
     master = int(command[command.index("--connect") + 1].rpartition(":")[2])

@@ -40,7 +40,7 @@ sys.stdin.read()
 
 
 @dataclass
-class Proof:
+class ClusterUnderTest:
     """The cluster, its server, and the streams of the current case."""
 
     machines: RayMachines
@@ -98,76 +98,76 @@ class Proof:
         await asyncio.to_thread(self.machines.start, name, CORES[name])
 
 
-Disturb = Callable[[Proof], Awaitable[None]]
-Meanwhile = Callable[[Proof], contextlib.AbstractAsyncContextManager[None]]
+Disturb = Callable[[ClusterUnderTest], Awaitable[None]]
+Meanwhile = Callable[[ClusterUnderTest], contextlib.AbstractAsyncContextManager[None]]
 """A condition that holds from before the streams start until they have ended."""
 
 
 # --- processes and machines -------------------------------------------------------------------------------------------
 
 
-async def kill_agent(proof: Proof) -> None:
-    os.kill(proof.agent_of(proof.victim()), signal.SIGKILL)
+async def kill_agent(cluster: ClusterUnderTest) -> None:
+    os.kill(cluster.agent_of(cluster.victim()), signal.SIGKILL)
 
 
-async def hang_agent(proof: Proof) -> None:
+async def hang_agent(cluster: ClusterUnderTest) -> None:
     """Stop a WorkAgent until it has been replaced; then it continues, and its results arrive late."""
-    pid, before = proof.agent_of(proof.victim()), await proof.restarts()
+    pid, before = cluster.agent_of(cluster.victim()), await cluster.restarts()
     os.kill(pid, signal.SIGSTOP)
-    await proof.until_restarted(before)
+    await cluster.until_restarted(before)
     _send(signal.SIGCONT, pid)
 
 
-async def stop_machine(proof: Proof) -> None:
+async def stop_machine(cluster: ClusterUnderTest) -> None:
     """Stop all processes of a machine for 2 s; its kernel still answers."""
-    pids = proof.machines.network.hosts[proof.victim()].pids()
+    pids = cluster.machines.network.hosts[cluster.victim()].pids()
     _send(signal.SIGSTOP, *pids)
     await asyncio.sleep(2.0)
     _send(signal.SIGCONT, *pids)
 
 
-async def slow_machine(proof: Proof) -> None:
+async def slow_machine(cluster: ClusterUnderTest) -> None:
     """Give a WorkAgent a tenth of its time until all streams have ended."""
-    pid = proof.agent_of(proof.victim())
-    assert proof.reading is not None
-    while not proof.reading.done():
+    pid = cluster.agent_of(cluster.victim())
+    assert cluster.reading is not None
+    while not cluster.reading.done():
         _send(signal.SIGSTOP, pid)
         await asyncio.sleep(0.18)
         _send(signal.SIGCONT, pid)
         await asyncio.sleep(0.02)
 
 
-async def kill_machine(proof: Proof) -> None:
+async def kill_machine(cluster: ClusterUnderTest) -> None:
     """Kill all processes of a machine; its kernel closes the connections."""
-    await _lose(proof, proof.victim())
+    await _lose(cluster, cluster.victim())
 
 
-async def lose_power(proof: Proof) -> None:
+async def lose_power(cluster: ClusterUnderTest) -> None:
     """Cut a machine's network and kill its processes, so that nothing closes the connections."""
-    name = proof.victim()
-    proof.machines.network.cut(name, "to", "from")
-    await _lose(proof, name)
+    name = cluster.victim()
+    cluster.machines.network.cut(name, "to", "from")
+    await _lose(cluster, name)
 
 
-async def _lose(proof: Proof, name: str) -> None:
-    before = await proof.restarts()
-    await asyncio.to_thread(proof.machines.kill, name)
-    await proof.until_restarted(before)
-    await proof.until(lambda: proof.num_agents == NUM_REPLICAS)
-    proof.machines.network.restore(name)
-    await asyncio.to_thread(proof.machines.start, name, CORES[name])
+async def _lose(cluster: ClusterUnderTest, name: str) -> None:
+    before = await cluster.restarts()
+    await asyncio.to_thread(cluster.machines.kill, name)
+    await cluster.until_restarted(before)
+    await cluster.until(lambda: cluster.num_agents == NUM_REPLICAS)
+    cluster.machines.network.restore(name)
+    await asyncio.to_thread(cluster.machines.start, name, CORES[name])
 
 
 @contextlib.asynccontextmanager
-async def clocks_differ(proof: Proof) -> AsyncIterator[None]:
+async def clocks_differ(cluster: ClusterUnderTest) -> AsyncIterator[None]:
     """Restart one machine after the other with the wrong time of day for its WorkAgents."""
     library = Path(tempfile.mkdtemp(prefix="shifted-clock-")) / "clock.so"
     source = Path(__file__).with_name("shifted_clock.c")
     command = ["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"]
     await asyncio.to_thread(subprocess.run, command, check=True)
     for name, shift_s in SHIFTS_S.items():
-        await proof.renew(name, LD_PRELOAD=str(library), SHIFTED_CLOCK_S=str(shift_s))
-        await proof.until_whole()
+        await cluster.renew(name, LD_PRELOAD=str(library), SHIFTED_CLOCK_S=str(shift_s))
+        await cluster.until_whole()
     yield
 
 
@@ -177,26 +177,26 @@ async def clocks_differ(proof: Proof) -> AsyncIterator[None]:
 def cut(*directions: Any, seconds: float | None = None) -> Disturb:
     """Cut the network of a machine for some seconds, or, if `seconds` is None, until another WorkAgent serves."""
 
-    async def disturb(proof: Proof) -> None:
-        name, before = proof.victim(), await proof.restarts()
-        proof.machines.network.cut(name, *directions)
+    async def disturb(cluster: ClusterUnderTest) -> None:
+        name, before = cluster.victim(), await cluster.restarts()
+        cluster.machines.network.cut(name, *directions)
         if seconds is not None:
             await asyncio.sleep(seconds)
         else:
-            await proof.until_restarted(before)
-        proof.machines.network.restore(name)
+            await cluster.until_restarted(before)
+        cluster.machines.network.restore(name)
         # Ray does not accept a machine again that it considers dead: it must be restarted.
         if seconds is None:
-            await proof.renew(name)
+            await cluster.renew(name)
 
     return disturb
 
 
 def slow(link: Link) -> Disturb:
-    async def disturb(proof: Proof) -> None:
-        name = proof.victim()
+    async def disturb(cluster: ClusterUnderTest) -> None:
+        name = cluster.victim()
         for direction in ("to", "from"):
-            proof.machines.network.set_link(name, direction, link)
+            cluster.machines.network.set_link(name, direction, link)
 
     return disturb
 
@@ -204,63 +204,63 @@ def slow(link: Link) -> Disturb:
 # --- Ray --------------------------------------------------------------------------------------------------------------
 
 
-async def lose_head(proof: Proof) -> None:
+async def lose_head(cluster: ClusterUnderTest) -> None:
     """Kill the head; head and machines are restarted when the streams have ended."""
-    await asyncio.to_thread(proof.machines.kill, HEAD)
-    assert proof.reading is not None
-    await asyncio.wait([proof.reading])
-    await _renew_all(proof)
+    await asyncio.to_thread(cluster.machines.kill, HEAD)
+    assert cluster.reading is not None
+    await asyncio.wait([cluster.reading])
+    await _renew_all(cluster)
 
 
-async def lose_head_and_agent(proof: Proof) -> None:
+async def lose_head_and_agent(cluster: ClusterUnderTest) -> None:
     """Kill the head and a WorkAgent, which cannot be restarted without a head; the other one serves, and the server
     reports the loss.
     """
-    await asyncio.to_thread(proof.machines.kill, HEAD)
-    before = await proof.generated()
-    await kill_agent(proof)
+    await asyncio.to_thread(cluster.machines.kill, HEAD)
+    before = await cluster.generated()
+    await kill_agent(cluster)
     await asyncio.sleep(10.0)
-    response = await proof.client.get("/health")
+    response = await cluster.client.get("/health")
     health = response.json()
     assert response.status_code == 200 and health["loading"], f"{response.status_code} {health}"
     assert re.fullmatch(r"WorkAgent \d .+", health["detail"]), health
-    assert await proof.generated() > before, "no stream continues"
+    assert await cluster.generated() > before, "no stream continues"
     sys.stderr.write(f"without a head /health returns: {health['detail']}\n")
-    await _renew_all(proof)
+    await _renew_all(cluster)
 
 
-async def lose_head_for_long(proof: Proof) -> None:
+async def lose_head_for_long(cluster: ClusterUnderTest) -> None:
     """Keep the head dead until Ray has stopped every machine because of that, a minute later."""
-    await asyncio.to_thread(proof.machines.kill, HEAD)
-    await kill_agent(proof)
-    await proof.until(lambda: not proof.num_agents and not any(map(proof.machines.raylets, MACHINES)))
-    await _renew_all(proof)
+    await asyncio.to_thread(cluster.machines.kill, HEAD)
+    await kill_agent(cluster)
+    await cluster.until(lambda: not cluster.num_agents and not any(map(cluster.machines.raylets, MACHINES)))
+    await _renew_all(cluster)
 
 
-async def move_head(proof: Proof) -> None:
+async def move_head(cluster: ClusterUnderTest) -> None:
     """Restart the head at another port, and the master with that address and its log of accepted requests."""
-    await asyncio.to_thread(proof.machines.kill, HEAD)
-    proof.machines.port += 1
-    await _renew_all(proof)
-    await kill_master(proof)
+    await asyncio.to_thread(cluster.machines.kill, HEAD)
+    cluster.machines.port += 1
+    await _renew_all(cluster)
+    await kill_master(cluster)
 
 
-async def _renew_all(proof: Proof) -> None:
+async def _renew_all(cluster: ClusterUnderTest) -> None:
     """Restart all machines: Ray starts no second head while machines of the first are visible."""
     for name in CORES:
-        await asyncio.to_thread(proof.machines.kill, name)
+        await asyncio.to_thread(cluster.machines.kill, name)
     for name in CORES:
-        await proof.renew(name)
+        await cluster.renew(name)
 
 
 @contextlib.asynccontextmanager
-async def stores_full(proof: Proof) -> AsyncIterator[None]:
+async def stores_full(cluster: ClusterUnderTest) -> AsyncIterator[None]:
     """Fill the object stores of the master's machine and of the WorkAgents' machines."""
     full = []
     try:
         for name in (HERE, *MACHINES):
-            host = proof.machines.network.hosts[name]
-            command = host.command([sys.executable, "-c", FILL_STORE, proof.machines.address, host.address])
+            host = cluster.machines.network.hosts[name]
+            command = host.command([sys.executable, "-c", FILL_STORE, cluster.machines.address, host.address])
             full.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         for process in full:
             assert process.stdout is not None
@@ -275,15 +275,15 @@ async def stores_full(proof: Proof) -> AsyncIterator[None]:
 # --- the master -------------------------------------------------------------------------------------------------------
 
 
-async def kill_master(proof: Proof) -> None:
+async def kill_master(cluster: ClusterUnderTest) -> None:
     """Kill the master and start another one with the same log of accepted requests; clients resume there."""
-    proof.server.processes[0].kill()
-    await asyncio.to_thread(proof.server.processes[0].wait)
-    proof.master_since = time.monotonic()
-    proof.server = await asyncio.to_thread(proof.start_server)
-    timeout, proof.client = proof.client.timeout, proof.server.client()
-    proof.client.timeout = timeout
-    proof.num_masters += 1
+    cluster.server.processes[0].kill()
+    await asyncio.to_thread(cluster.server.processes[0].wait)
+    cluster.master_since = time.monotonic()
+    cluster.server = await asyncio.to_thread(cluster.start_server)
+    timeout, cluster.client = cluster.client.timeout, cluster.server.client()
+    cluster.client.timeout = timeout
+    cluster.num_masters += 1
 
 
 def _send(sent: signal.Signals, *pids: int) -> None:

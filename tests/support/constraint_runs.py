@@ -12,7 +12,6 @@ END = DEMO_TOKENIZER.eos_token_ids[0]
 
 
 def allowed_ids(words: np.ndarray) -> list[int]:
-    """Return the token ids that a mask allows."""
     found: list[int] = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
     return found
 

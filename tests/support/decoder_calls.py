@@ -171,9 +171,9 @@ def by_operators(decoder: Decoder, step: Step, caches: list[Cache]) -> Typed:
         return y
 
     hidden = looked_up(decoder.table, step.token_ids)
-    turns = looked_up(decoder.cos, step.positions), looked_up(decoder.sin, step.positions)
+    rotation = looked_up(decoder.cos, step.positions), looked_up(decoder.sin, step.positions)
     for layer, cache in zip(decoder.layers, caches, strict=True):
-        hidden = _layer_by_operators(layer, hidden, *turns, step, cache)
+        hidden = _layer_by_operators(layer, hidden, *rotation, step, cache)
     normed = empty(hidden.array.shape, dtype)
     rstd = empty((len(hidden.array), 1), "float32")
     call("RmsNorm", hidden, decoder.gain, scalar(EPS, "float32"), normed, rstd)
@@ -196,10 +196,10 @@ def _layer_by_operators(layer: Layer, hidden: Typed, cos: Typed, sin: Typed, ste
     qkv = multiplied(normed, layer.qkv, layer.qkv_bias)
     ends = np.cumsum([NUM_HEADS, NUM_KV_HEADS]) * cache.head_dim
     q, k, v = (Typed(np.ascontiguousarray(part), dtype) for part in np.split(qkv.array, ends, axis=1))
-    turned_q, turned_k = empty(q.array.shape, dtype), empty(k.array.shape, dtype)
-    call("ApplyRotaryPosEmb", q, k, cos, sin, integers([1]), scalar(2, "int64"), turned_q, turned_k)
-    cache.store(turned_k, v, step.slots)
-    attended = cache.attend(turned_q, step.tables, step.query_lens, step.context_lens)
+    rotated_q, rotated_k = empty(q.array.shape, dtype), empty(k.array.shape, dtype)
+    call("ApplyRotaryPosEmb", q, k, cos, sin, integers([1]), scalar(2, "int64"), rotated_q, rotated_k)
+    cache.store(rotated_k, v, step.slots)
+    attended = cache.attend(rotated_q, step.tables, step.query_lens, step.context_lens)
     change = multiplied(attended, layer.out, layer.out_bias)
     call("AddRmsNorm", change, hidden, layer.mlp_gain, eps, normed, rstd, middle)
     gate_up = multiplied(normed, layer.gate_up, layer.gate_up_bias)

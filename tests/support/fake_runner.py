@@ -37,8 +37,6 @@ _LOGITS = 4 * np.random.default_rng(0).normal(size=1 << 18)
 
 
 class FakeTransferPool:
-    """A transfer pool of token ids."""
-
     def __init__(self, num_blocks: int) -> None:
         self.blocks: list[list[int]] = [[] for _ in range(num_blocks)]
         self.tags = BlockTags.of_empty(num_blocks)
@@ -128,10 +126,10 @@ class FakeRunner:
         tables, num_computed = step.block_tables.tolist(), step.num_computed.tolist()
         for table, computed, query_len in zip(tables, num_computed, step.query_lens.tolist(), strict=True):
             assert computed + query_len <= len(table) * block_size, "the block table is too short"
-            for place in range(computed, computed + query_len):
+            for position in range(computed, computed + query_len):
                 token_id = next(given)
                 token_id = token_id if token_id >= 0 else self._previous[-1 - token_id]
-                cache[table[place // block_size]][place % block_size] = token_id
+                cache[table[position // block_size]][position % block_size] = token_id
         return [
             self._context(tables[row], num_computed[row] + token + 1) for row, token, _ in step.result_tokens.tolist()
         ]

@@ -259,7 +259,6 @@ class FakeEngine:
         return self._ticks
 
     def vector_of(self, prompt_token_ids: list[int]) -> NDArray[np.float32]:
-        """Return a vector that depends on the prompt only."""
         vector = np.random.default_rng(prompt_token_ids).normal(size=DEMO_SPEC.network.hidden)
         return vector.astype(np.float32)
 

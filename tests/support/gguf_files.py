@@ -243,12 +243,12 @@ def write_model(
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, array in random_weights(spec, seed).items():
         role = name.split(".")[-2]
-        turned = architecture == "llama" and role in heads
-        theirs = neighbours(array, heads[role]) if turned else array
+        is_permuted = architecture == "llama" and role in heads
+        theirs = neighbours(array, heads[role]) if is_permuted else array
         if array.ndim == 2 and kind in ELEMENTS:
             stored, found = random_matrix(kind, array.shape, rng)
             found = found.astype(np.float32)
-            if turned:  # the opposite order
+            if is_permuted:  # the opposite order
                 size = array.shape[0] // heads[role]
                 found = np.ascontiguousarray(
                     found.reshape(heads[role], size // 2, 2, -1).swapaxes(1, 2).reshape(array.shape)

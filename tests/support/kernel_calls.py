@@ -50,7 +50,6 @@ class Typed:
 
 
 def typed(values: Any, dtype: str) -> Typed:
-    """Round float values to `dtype`."""
     values = np.asarray(values, dtype=np.float32)
     if dtype == "bfloat16":
         return Typed(round_to_bfloat16(values), dtype)
@@ -138,8 +137,8 @@ def quantized(
     memory = np.empty(library.load().llm_packed_qvalues_bytes(weight_only, bits, n, k) + 64, np.int8)
     arrays = qvalues.ctypes.data, scales.ctypes.data, None if zeros is None else zeros.ctypes.data
     group = group_size or max(k, 1)
-    place = memory.ctypes.data, dtype.encode(), n, k, shown
-    if library.load().llm_pack_qvalues(weight_only, bits, *arrays, group, *place) != 0:
+    memory_arguments = memory.ctypes.data, dtype.encode(), n, k, shown
+    if library.load().llm_pack_qvalues(weight_only, bits, *arrays, group, *memory_arguments) != 0:
         raise ValueError("no product supports such quantized values")
     return Typed(memory[: n * shown].reshape(n, shown), "int8")
 

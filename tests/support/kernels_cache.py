@@ -77,7 +77,6 @@ def causal_mask(query_lens: list[int], context_lens: list[int], width: int) -> A
 
 
 def padded(tables: list[list[int]]) -> Typed:
-    """Return the block tables padded to the longest."""
     width = max(map(len, tables))
     return integers([table + [0] * (width - len(table)) for table in tables])
 

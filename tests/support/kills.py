@@ -52,7 +52,6 @@ class Table:
         return self.num_equal == self.num_answers
 
     def __str__(self) -> str:
-        """Return the table in Markdown."""
         columns = [each for each in self.columns if any(column == each for _, column in self.num_answers)]
         lines = [f"**{self.title}**: {self.num_kills} kills, {self.num_restarts} restarts", ""]
         lines += [f"| stream | {' | '.join(columns)} |", f"| --- {'| ---: ' * len(columns)}|"]
@@ -190,12 +189,12 @@ def compare(
     table: Table,
     asked: dict[str, list[Request]],
     met: dict[str, set[str]],
-    alone: dict[str, list[str]],
+    reference: dict[str, list[str]],
     answer: Callable[[str], RequestOutput],
 ) -> None:
     """Add each answer to the table at the moments at which a kill affected its request."""
     for stream, requests in asked.items():
-        for request, expected in zip(requests, alone[stream], strict=True):
+        for request, expected in zip(requests, reference[stream], strict=True):
             equal = bytes_of(answer(request.request_id)) == expected
             for moment in met[request.request_id]:
                 table.add(stream, moment, equal)

@@ -56,7 +56,7 @@ class RayMachines:
         command += [f"--num-cpus={cores}", f"--object-store-memory={_STORE_BYTES}", "--block"]
         command += ["--disable-usage-stats"]
         log = self.log_folder / f"{name}.log"
-        told_before = len(log.read_text()) if log.exists() else 0
+        start = len(log.read_text()) if log.exists() else 0
         with log.open("ab") as output:
             process = self._started[name] = subprocess.Popen(
                 host.command(command),
@@ -66,7 +66,7 @@ class RayMachines:
                 start_new_session=True,
             )
         deadline = time.monotonic() + _START_S
-        while "Ray runtime started" not in log.read_text()[told_before:]:
+        while "Ray runtime started" not in log.read_text()[start:]:
             if time.monotonic() > deadline or process.poll() is not None:
                 return False
             time.sleep(0.1)

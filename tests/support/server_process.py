@@ -63,13 +63,13 @@ def undisturbed() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-        if came:
+        if received:
             signal.raise_signal(signal.SIGTERM)
 
 
@@ -93,8 +93,6 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @dataclass(frozen=True)
 class Server:
-    """A server that `start_server` started."""
-
     port: int
     processes: list[psutil.Process]
     """Processes of the server, the master first."""
@@ -109,7 +107,6 @@ class Server:
         return (RUN_DIR / str(self.port) / "server.log").read_text()
 
     def work_agents(self) -> list[psutil.Process]:
-        """Return the live WorkAgents."""
         return _work_agents(self.processes[0])
 
     def client(self) -> httpx.AsyncClient:

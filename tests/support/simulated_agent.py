@@ -40,7 +40,7 @@ from support.simulated_network import AgentLocation
 
 NUM_BUFFERS = 2
 BUFFER_BYTES = 1 << 17
-FATES = ("slow", "hang", "die before", "die after", "fail", "twice", "other step", "garbage", "lost", "bad row")
+FAULTS = ("slow", "hang", "die before", "die after", "fail", "twice", "other step", "garbage", "lost", "bad row")
 WITHOUT_ALLOWED = ("hang", "die before")
 """Faults for which the WorkAgent does not need the allowed tokens of the step."""
 BAD_ROW = "no token can be chosen: all logits are NaN"
@@ -65,9 +65,9 @@ class Faults:
         if self._since <= self.distance or self._rng.random() >= self.rate:
             return ""
         self._since = 0
-        fate = self._rng.choice(FATES)
-        self.counts[fate] += 1
-        return fate
+        fault = self._rng.choice(FAULTS)
+        self.counts[fault] += 1
+        return fault
 
 
 class SimulatedAgent:
@@ -118,7 +118,7 @@ class SimulatedAgent:
         self._runner = FakeRunner(*sizes, blocks.window.num_tokens, transfer)
         self._reads_at_once = rng.random() < 0.5
         self._unread: deque[RunStep | SetAllowedTokens] = deque()
-        self._fate: str | None = None
+        self._next_fault: str | None = None
         """The drawn fault of the next step."""
         self._answers = [] if answers is None else answers
         self._replies: deque[AgentMessage] = deque(self._answers)
@@ -194,13 +194,13 @@ class SimulatedAgent:
             if isinstance(message, SetAllowedTokens):  # belongs to a step that failed
                 self._unread.popleft()
                 continue
-            if self._fate is None:
-                self._fate = self._faults.draw()
-            if message.allowed_follow and len(self._unread) == 1 and self._fate not in WITHOUT_ALLOWED:
+            if self._next_fault is None:
+                self._next_fault = self._faults.draw()
+            if message.allowed_follow and len(self._unread) == 1 and self._next_fault not in WITHOUT_ALLOWED:
                 return
             self._unread.popleft()
-            fate, self._fate = self._fate, None
-            self._step(message, fate)
+            fault, self._next_fault = self._next_fault, None
+            self._step(message, fault)
 
     def _allowed(self, step: RunStep) -> AllowedTokens:
         message = self._unread.popleft()
@@ -209,16 +209,16 @@ class SimulatedAgent:
         arrays = self._mapping.read(step.buffer, message.layout, message.content, behind=step.layout)
         return allowed_from_arrays(step.step, arrays)
 
-    def _step(self, message: RunStep, fate: str) -> None:
+    def _step(self, message: RunStep, fault: str) -> None:
         rng, clock = self._rng, self._clock
         clock.now += rng.uniform(0.001, 2 * SHORT_STEP_S)
-        if fate == "slow":
+        if fault == "slow":
             clock.now += rng.uniform(0.1, 0.9)
-        if fate in ("hang", "lost"):
+        if fault in ("hang", "lost"):
             self._hangs = True
-            if fate == "hang":
+            if fault == "hang":
                 return
-        if fate == "die before":
+        if fault == "die before":
             self._dead = True
             return
         try:
@@ -239,25 +239,25 @@ class SimulatedAgent:
             self.block_moves.update(step.block_moves[:, 0].tolist())
         self.block_moves[BlockMoveKind.EXPORT] += len(step.exports)
         if POISON in step.token_ids.tolist():
-            fate = "die after" if self._faults.poison_kills else "fail"
-        if fate == "lost":
+            fault = "die after" if self._faults.poison_kills else "fail"
+        if fault == "lost":
             return
-        if fate == "die after":
+        if fault == "die after":
             self._dead = True
             return
-        if fate == "bad row" and len(output.token_ids):
+        if fault == "bad row" and len(output.token_ids):
             sample = rng.randrange(len(output.token_ids))
             output.token_ids[sample] = -1
             output = replace(output, row_errors={sample: BAD_ROW})
         reply: AgentMessage = encode_output(output)
-        if fate == "fail":
+        if fault == "fail":
             reply = StepFailed(message.step, "RuntimeError: out of luck")
-        if fate == "other step":
+        if fault == "other step":
             reply = StepFailed(message.step + rng.choice((-1, 1)), "")
-        if fate == "garbage":
+        if fault == "garbage":
             reply = _garbage(rng, encode_output(output))
         self._answer(reply)
-        if fate == "twice":
+        if fault == "twice":
             self._answer(reply)
 
     def _answer(self, message: AgentMessage) -> None:

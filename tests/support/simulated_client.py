@@ -31,8 +31,6 @@ STATES = (
 
 @dataclass(eq=False)
 class Client:
-    """A client with one request."""
-
     at_round: int
     prompt_token_ids: list[int]
     sampling: SamplingParams
@@ -99,16 +97,16 @@ class Client:
         ended_early = whole.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH)
         generated = list(whole.token_ids)
         if self.beam_search is None:
-            alone = self._reference[: len(generated)] if ended_early else self._reference
-            assert generated == alone, f"{whole.request_id} generated {generated}, expected {alone}"
+            reference = self._reference[: len(generated)] if ended_early else self._reference
+            assert generated == reference, f"{whole.request_id} generated {generated}, expected {reference}"
             self._check_logprobs(whole)
             self._check_prompt(whole, ended_early)
         elif ended_early:
             assert not generated and not whole.beams, f"{whole.request_id} returned beams of an unfinished search"
         else:
             beams = [beam.token_ids for beam in whole.beams]
-            alone = self._reference_beams()
-            assert beams == alone, f"{whole.request_id} returned the beams {beams}, expected {alone}"
+            reference = self._reference_beams()
+            assert beams == reference, f"{whole.request_id} returned the beams {beams}, expected {reference}"
 
     def _reference_beams(self) -> list[tuple[int, ...]]:
         assert self.beam_search is not None
@@ -134,24 +132,23 @@ class Client:
         if received is None:
             return False
         count = self.sampling.prompt_logprobs or 0
-        alone = [
+        reference = [
             _token_logprobs(seen(prompt[:index], self.window), prompt[index], count)
             for index in range(1, min(len(received) + 1, len(prompt)))
         ]
-        return received.tokens(count) != alone
+        return received.tokens(count) != reference
 
     def _check_logprobs(self, whole: RequestOutput) -> None:
         count = self.sampling.logprobs
         assert len(whole.logprobs) == (0 if count is None else len(whole.token_ids))
         for index, token in enumerate(whole.logprobs):
             context = seen(self.prompt_token_ids + list(whole.token_ids[:index]), self.window)
-            alone = _token_logprobs(context, whole.token_ids[index], count or 0)
-            assert token == alone, f"{whole.request_id} has {token}, expected {alone}"
+            reference = _token_logprobs(context, whole.token_ids[index], count or 0)
+            assert token == reference, f"{whole.request_id} has {token}, expected {reference}"
 
     # --- leaving ----------------------------------------------------------------------------------------------------
 
     def state(self) -> str:
-        """Return the state of the request."""
         assert self.stream is not None and self.engine is not None
         if self.has_ended:
             return "ended"

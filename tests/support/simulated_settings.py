@@ -74,8 +74,8 @@ def draw_network(rng: random.Random, clock: Clock, num_machines: int | None) -> 
     """Return a network, or None if all WorkAgents run on the master's machine, as in two of three seeds without
     `num_machines`.
     """
-    alone = rng.random() < 2 / 3
-    if num_machines == 0 or (alone and num_machines is None):
+    is_local = rng.random() < 2 / 3
+    if num_machines == 0 or (is_local and num_machines is None):
         return None
     silence_s = rng.choice((0.3, 3.0))  # shorter and longer than a step may take
     drawn = rng.choice((1, 2, 3))

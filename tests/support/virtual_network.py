@@ -298,7 +298,6 @@ def _reset_to_sender(frame: bytes) -> bytes:
 
 
 def _checksum(content: bytes) -> bytes:
-    """Return the Internet checksum."""
     total = sum(struct.unpack(f">{len(content) // 2}H", content))
     while total >> 16:
         total = (total & 0xFFFF) + (total >> 16)

@@ -78,7 +78,6 @@ class HostileClient:
     """A client that sends the same request repeatedly, so that some of its requests always wait."""
 
     rank: int
-    """Rank of its class."""
     last_first: bool
     """Whether each of its requests has a better priority than the one before it."""
     num_prompt_tokens: int
@@ -142,7 +141,7 @@ class Attack:
             self._fill()
         schedule = self._scheduler.schedule(0.0)
         if schedule is not None:
-            assert schedule.num_bound_violations == 0, f"a bound is broken by {self._strategy}"
+            assert schedule.num_bound_violations == 0, f"a bound is exceeded with {self._strategy}"
             self._scheduler.update(schedule, [7] * sum(row.num_samples for row in schedule.rows))
 
     def _fill(self) -> None:

@@ -269,7 +269,6 @@ class Outcome:
 
 
 def run(attack: Attack, port: int) -> Outcome:
-    """Attack the server on a port of 127.0.0.1."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard >= 0 else max(soft, 65536), hard))
     deadline = time.monotonic() + attack.seconds

@@ -7,7 +7,7 @@ that carry KV blocks break.
 
     python tests/tools/check_cluster.py                  # needs ray, root, `ip` and /dev/net/tun; about twenty minutes
     python tests/tools/check_cluster.py --only 'cut|slow'    # cases whose names match (`cluster_cases.py`,
-                                                       # `cluster_block_cases.py`)
+                                                             # `cluster_block_cases.py`)
 
 The machines are network namespaces of this machine, joined by a switch (`virtual_network.py`), so TCP, its timers and
 Ray are real. One machine has Ray's head, one the master, and three have room for one WorkAgent each; there are two
@@ -40,7 +40,7 @@ if __name__ == "__main__":
 
 import httpx
 from support.cluster_block_cases import BLOCK_CASES, ROLES, no_block_is_leaked
-from support.cluster_cases import CASES, CORES, MACHINES, MEANWHILE, NUM_REPLICAS, Disturb, Proof
+from support.cluster_cases import CASES, CORES, MACHINES, MEANWHILE, NUM_REPLICAS, ClusterUnderTest, Disturb
 from support.cluster_streams import Answer, bodies, read
 from support.ray_machines import HEAD, RayMachines, ray_machines
 from support.server_process import Server, metric, start_server
@@ -84,56 +84,56 @@ HEADER: Final = (
 
 
 async def play(
-    proof: Proof, case: str, disturb: Disturb, alone: Sequence[Answer], num_tokens: int, share: float
+    cluster: ClusterUnderTest, case: str, disturb: Disturb, reference: Sequence[Answer], num_tokens: int, share: float
 ) -> Row:
     """Run the streams, cause the failure at a share of their tokens, and wait until all replicas serve."""
-    generated, restarts = await proof.generated(), await proof.restarts()
-    proof.num_masters = 1
-    answers = [Answer() for _ in alone]
-    asked = zip(bodies(len(alone), num_tokens), answers, strict=True)
+    generated, restarts = await cluster.generated(), await cluster.restarts()
+    cluster.num_masters = 1
+    answers = [Answer() for _ in reference]
+    asked = zip(bodies(len(reference), num_tokens), answers, strict=True)
     async with asyncio.timeout(CASE_S):
-        proof.reading = asyncio.gather(*(read(lambda: proof.client, body, answer) for body, answer in asked))
-        while sum(len(answer.received_at) for answer in answers) < share * len(alone) * num_tokens:
+        cluster.reading = asyncio.gather(*(read(lambda: cluster.client, body, answer) for body, answer in asked))
+        while sum(len(answer.received_at) for answer in answers) < share * len(reference) * num_tokens:
             await asyncio.sleep(0.005)
         since = time.monotonic()
         open_then = sum(not answer.num_tokens for answer in answers)
-        watching = asyncio.create_task(_watch(proof))
-        await disturb(proof)
-        await proof.reading
+        watching = asyncio.create_task(_watch(cluster))
+        await disturb(cluster)
+        await cluster.reading
         for name in MACHINES:
-            proof.machines.network.restore(name)
+            cluster.machines.network.restore(name)
             # Ray has removed the node: on a busy machine a slow link is sufficient for that
-            if not proof.machines.raylets(name):
-                await proof.renew(name)
-        await proof.until_whole()
+            if not cluster.machines.raylets(name):
+                await cluster.renew(name)
+        await cluster.until_whole()
         watching.cancel()
-    assert open_then == len(alone), "a stream had ended when the case began"
-    served = [answer for answer in answers if proof.num_masters == 1 or answer.received_at[-1] > proof.master_since]
-    for answer, expected in zip(answers, alone, strict=True):
+    assert open_then == len(reference), "a stream ended before the failure"
+    served = [answer for answer in answers if cluster.num_masters == 1 or answer.received_at[-1] > cluster.master_since]
+    for answer, expected in zip(answers, reference, strict=True):
         if not answer.same_as(expected):
             sys.stderr.write(f"{case}: {answer.error or 'other bytes'}\n")
-    if proof.num_masters > 1:  # the newest master has computed all unfinished answers from the start
+    if cluster.num_masters > 1:  # the newest master has computed all unfinished answers from the start
         generated, restarts = 0, 0
     return Row(
         case,
         len(answers),
-        sum(answer.same_as(expected) for answer, expected in zip(answers, alone, strict=True)),
+        sum(answer.same_as(expected) for answer, expected in zip(answers, reference, strict=True)),
         max(answer.silence_s(since) for answer in answers),
-        max(proof.not_serving_at - since, 0.0),
-        await proof.restarts() - restarts + (proof.num_masters - 1) * NUM_REPLICAS,
-        await proof.generated() - generated - sum(answer.num_tokens for answer in served),
+        max(cluster.not_serving_at - since, 0.0),
+        await cluster.restarts() - restarts + (cluster.num_masters - 1) * NUM_REPLICAS,
+        await cluster.generated() - generated - sum(answer.num_tokens for answer in served),
     )
 
 
-async def _watch(proof: Proof) -> None:
+async def _watch(cluster: ClusterUnderTest) -> None:
     """Record when a replica was last seen not to serve, by any master."""
     while True:
         try:
-            whole = await proof.is_whole()
+            whole = await cluster.is_whole()
         except httpx.HTTPError:
             whole = False
         if not whole:
-            proof.not_serving_at = time.monotonic()
+            cluster.not_serving_at = time.monotonic()
         await asyncio.sleep(LOOK_EVERY_S)
 
 
@@ -155,51 +155,51 @@ def a_server(machines: RayMachines, folder: Path, more: Mapping[str, object]) ->
 
 
 @contextlib.contextmanager
-def a_proof(machines: RayMachines, folder: Path, more: Mapping[str, object]) -> Iterator[Proof]:
+def open_cluster(machines: RayMachines, folder: Path, more: Mapping[str, object]) -> Iterator[ClusterUnderTest]:
     def start() -> Server:
         return a_server(machines, folder, more)
 
     server = start()
     client = server.client()
     client.timeout = httpx.Timeout(CASE_S)
-    proof = Proof(machines, start, server, client)
+    cluster = ClusterUnderTest(machines, start, server, client)
     try:
-        yield proof
+        yield cluster
     finally:
-        proof.server.stop()
+        cluster.server.stop()
 
 
-async def prove(proof: Proof, cases: Mapping[str, Disturb], num_streams: int, num_tokens: int) -> bool:
+async def run_cases(cluster: ClusterUnderTest, cases: Mapping[str, Disturb], num_streams: int, num_tokens: int) -> bool:
     good, with_roles = True, cases.keys() <= BLOCK_CASES.keys()
-    alone = [Answer() for _ in range(num_streams)]
-    for body, answer in zip(bodies(num_streams, num_tokens), alone, strict=True):
-        await read(lambda: proof.client, body, answer)
+    reference = [Answer() for _ in range(num_streams)]
+    for body, answer in zip(bodies(num_streams, num_tokens), reference, strict=True):
+        await read(lambda: cluster.client, body, answer)
     sys.stdout.write(f"{HEADER}\n")
     for case, disturb in cases.items():
-        async with MEANWHILE.get(case, contextlib.nullcontext)(proof):
-            row = await play(proof, case, disturb, alone, num_tokens, 0.0 if with_roles else 0.2)
+        async with MEANWHILE.get(case, contextlib.nullcontext)(cluster):
+            row = await play(cluster, case, disturb, reference, num_tokens, 0.0 if with_roles else 0.2)
         sys.stdout.write(f"{row}\n")
         sys.stdout.flush()
         good &= row.num_equal == row.num_streams and row.num_twice == 0
-        if with_roles and not await no_block_is_leaked(proof):
-            sys.stderr.write(f"{case}: a block was kept\n")
+        if with_roles and not await no_block_is_leaked(cluster):
+            sys.stderr.write(f"{case}: a block was leaked\n")
             good = False
     for name in ("bound_violations", "audit_mismatch"):
-        good &= await metric(proof.client, f"llm_serving:{name}_total") == 0
-    await proof.client.aclose()
+        good &= await metric(cluster.client, f"llm_serving:{name}_total") == 0
+    await cluster.client.aclose()
     return good
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="REGEX", help="run only cases whose names match")
-    parser.add_argument("--streams", type=int, default=NUM_STREAMS, help=f"at once (default: {NUM_STREAMS})")
-    parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help=f"of each stream (default: {NUM_TOKENS})")
-    parser.add_argument("--log", type=Path, help="where the log of the newest master is kept")
+    parser.add_argument("--streams", type=int, default=NUM_STREAMS, help=f"number of streams (default: {NUM_STREAMS})")
+    parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help=f"tokens of each stream (default: {NUM_TOKENS})")
+    parser.add_argument("--log", type=Path, help="copy of the newest master's log")
     arguments = parser.parse_args()
     os.environ.update(ON_EVERY_MACHINE)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwind, so that started processes end
-    with tempfile.TemporaryDirectory(prefix="cluster-proof-") as name, virtual_network(*CORES) as network:
+    with tempfile.TemporaryDirectory(prefix="check-cluster-") as name, virtual_network(*CORES) as network:
         folder = Path(name)
         environments = {each: dict(QUICK) if each == HEAD else {} for each in CORES}
         (folder / "secret").write_text(secrets.token_hex(32))
@@ -210,12 +210,12 @@ def main() -> int:
                 chosen = {name: case for name, case in cases.items() if re.search(arguments.only, name)}
                 if not chosen:
                     continue
-                with a_proof(machines, folder, more) as proof:
+                with open_cluster(machines, folder, more) as cluster:
                     try:
-                        good &= asyncio.run(prove(proof, chosen, arguments.streams, arguments.tokens))
+                        good &= asyncio.run(run_cases(cluster, chosen, arguments.streams, arguments.tokens))
                     finally:
                         if arguments.log is not None:
-                            arguments.log.write_text(proof.server.log)
+                            arguments.log.write_text(cluster.server.log)
             return 0 if good else 1
 
 

@@ -84,7 +84,7 @@ async def leave(client: httpx.AsyncClient, index: int) -> None:
                 return
 
 
-async def alone(server: Server, count: int) -> list[Any]:
+async def reference(server: Server, count: int) -> list[Any]:
     async with server.client() as client:
         return [await ask(client, index) for index in range(count)]
 
@@ -149,7 +149,7 @@ def play(case: Case, expected: list[Any], folder: Path, engine: str) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--only", help="the case that begins so")
+    parser.add_argument("--only", help="only the case whose name starts with this")
     parser.add_argument("--engine", choices=tuple(EngineName), default=EngineName.LOCAL)
     args = parser.parse_args()
     columns = ["case", "requests", "equal bytes", "moved", "blocks", "ms a move", "restarts", "audits", "differ"]
@@ -164,7 +164,7 @@ def main() -> int:
         if settings not in expected:
             server = start((*SETTINGS, *settings), 1)
             try:
-                expected[settings] = asyncio.run(alone(server, args.requests))
+                expected[settings] = asyncio.run(reference(server, args.requests))
             finally:
                 server.stop()
         with tempfile.TemporaryDirectory() as folder:

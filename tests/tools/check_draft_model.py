@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for index in range(len(PROMPTS))
     ]
     llm = LLM(load_config(None, SETTINGS, Path("demo")))
-    alone = [fields_of(llm.generate([prompt], each)[0]) for prompt, each in zip(PROMPTS, params, strict=True)]
+    reference = [fields_of(llm.generate([prompt], each)[0]) for prompt, each in zip(PROMPTS, params, strict=True)]
     config = load_config(None, [*SETTINGS, *DRAFT], Path("demo"))
     # The controller would not use a draft model that is as large as the served model.
     SpeculationController.pays = property(lambda self: True, lambda self, value: None)
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rounds = 0
         while executor.kills_left or not rounds:
             together = [fields_of(output) for output in llm.generate(PROMPTS, params)]
-            num_equal += sum(each == other for each, other in zip(together, alone, strict=True))
+            num_equal += sum(each == other for each, other in zip(together, reference, strict=True))
             rounds += 1
     finally:
         executor.close()

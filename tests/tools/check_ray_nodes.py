@@ -39,7 +39,6 @@ ATTEMPTS: Final = 3
 
 
 def nodes_with_agents(nodes: Sequence[Any]) -> list[Any]:
-    """Return the nodes on which a WorkAgent runs."""
     raylets = {node: node.all_processes["raylet"][0].process.pid for node in nodes}
     return [node for node, pid in raylets.items() if num_agents_below(pid)]
 
@@ -63,12 +62,12 @@ def a_server(address: str, folder: Path) -> Server:
     return start_server(*itertools.chain.from_iterable(("--set", f"{key}={value}") for key, value in settings.items()))
 
 
-async def prove(server: Server, cluster: Any, nodes: list[Any], num_streams: int, num_tokens: int) -> bool:
+async def run_check(server: Server, cluster: Any, nodes: list[Any], num_streams: int, num_tokens: int) -> bool:
     client = server.client()
     client.timeout = httpx.Timeout(CASE_S)
     asked = bodies(num_streams, num_tokens)
-    alone = [Answer() for _ in asked]
-    for body, answer in zip(asked, alone, strict=True):
+    reference = [Answer() for _ in asked]
+    for body, answer in zip(asked, reference, strict=True):
         await read(lambda: client, body, answer)
     spread = len(nodes_with_agents(nodes))
     nodes.append(another_node(cluster, num_cpus=1))
@@ -86,7 +85,7 @@ async def prove(server: Server, cluster: Any, nodes: list[Any], num_streams: int
         await reading
         while len(nodes_with_agents(nodes)) < NUM_REPLICAS or (await client.get("/health")).json()["loading"]:
             await asyncio.sleep(0.1)
-    num_equal = sum(answer.same_as(expected) for answer, expected in zip(answers, alone, strict=True))
+    num_equal = sum(answer.same_as(expected) for answer, expected in zip(answers, reference, strict=True))
     for answer in answers:
         if answer.error is not None:
             sys.stderr.write(f"{answer.error}\n")
@@ -96,7 +95,7 @@ async def prove(server: Server, cluster: Any, nodes: list[Any], num_streams: int
     sys.stdout.write(
         f"{NUM_REPLICAS} replicas on {spread} nodes; {num_open} of {num_streams} streams open when a node was lost; "
         f"{num_equal} of {num_streams} equal; all replicas serve after {time.monotonic() - since:.1f} s; "
-        f"{restarts} WorkAgents started again; {violations} bounds broken\n"
+        f"{restarts} WorkAgent restarts; {violations} bound violations\n"
     )
     return num_equal == num_streams and spread == NUM_REPLICAS and restarts >= 1 and not violations and num_open > 0
 
@@ -108,14 +107,14 @@ def head_alone() -> Any:
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": 0, "object_store_memory": STORE_BYTES}
-    return come_up(lambda: Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=True))
+    return start_with_retries(lambda: Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=True))
 
 
 def another_node(cluster: Any, num_cpus: int) -> Any:
-    return come_up(lambda: cluster.add_node(num_cpus=num_cpus, object_store_memory=STORE_BYTES))
+    return start_with_retries(lambda: cluster.add_node(num_cpus=num_cpus, object_store_memory=STORE_BYTES))
 
 
-def come_up(start: Callable[[], Any]) -> Any:
+def start_with_retries(start: Callable[[], Any]) -> Any:
     """Retry until Ray has started: it allows its processes only 15 s, which is short on a busy machine."""
     for _ in range(ATTEMPTS - 1):
         with contextlib.suppress(Exception):
@@ -125,8 +124,8 @@ def come_up(start: Callable[[], Any]) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=12, help="at once (default: 12)")
-    parser.add_argument("--tokens", type=int, default=160, help="of each stream (default: 160)")
+    parser.add_argument("--streams", type=int, default=12, help="number of streams (default: 12)")
+    parser.add_argument("--tokens", type=int, default=160, help="tokens of each stream (default: 160)")
     arguments = parser.parse_args()
     cluster = head_alone()
     with tempfile.TemporaryDirectory(prefix="ray-nodes-proof-") as name:
@@ -137,11 +136,11 @@ def main() -> int:
             nodes = [another_node(cluster, num_cpus=1) for _ in range(NUM_REPLICAS)]
             server = a_server(cluster.address, folder)
             try:
-                good = asyncio.run(prove(server, cluster, nodes, arguments.streams, arguments.tokens))
+                good = asyncio.run(run_check(server, cluster, nodes, arguments.streams, arguments.tokens))
             finally:
                 server.stop()
             kept = [each for each in (folder / "kept").iterdir() if each.is_dir()]
-            sys.stdout.write(f"weights kept once by the machine: {len(kept) == 1}\n")
+            sys.stdout.write(f"weights stored once on the machine: {len(kept) == 1}\n")
         finally:
             cluster.shutdown()
     return 0 if good and len(kept) == 1 else 1

@@ -108,7 +108,7 @@ def a_client(server: Server) -> httpx.AsyncClient:
     return client
 
 
-async def alone(server: Server, asked: Sequence[dict[str, Any]]) -> list[Answer]:
+async def reference(server: Server, asked: Sequence[dict[str, Any]]) -> list[Answer]:
     """Return the answers to the prompts, computed one at a time."""
     answers = [Answer() for _ in asked]
     async with a_client(server) as client:
@@ -117,7 +117,7 @@ async def alone(server: Server, asked: Sequence[dict[str, Any]]) -> list[Answer]
     return answers
 
 
-async def prove(
+async def run_check(
     machines: Machines, kernels: str, server: Server, asked: Sequence[dict[str, Any]], expected: Sequence[Answer]
 ) -> bool:
     good = True
@@ -133,7 +133,7 @@ async def prove(
                     sum(len(answer.received_at) for answer in answers) < sum(body["max_tokens"] for body in asked) / 5
                 ):
                     await asyncio.sleep(0.005)
-                assert not any(answer.num_tokens for answer in answers), "a stream had ended when the case began"
+                assert not any(answer.num_tokens for answer in answers), "a stream produced tokens before the failure"
                 since, serves_at = time.monotonic(), time.monotonic()
                 strike(machines)  # in this thread, because Ray starts nodes only in the main thread
                 while not reading.done() or (struck and await metric(client, RESTARTS) == before):
@@ -155,10 +155,10 @@ async def prove(
     return good
 
 
-def proved(machines: Machines, kernels: str, folder: Path, asked: Sequence[dict[str, Any]]) -> bool:
+def run_checks(machines: Machines, kernels: str, folder: Path, asked: Sequence[dict[str, Any]]) -> bool:
     local = a_server(kernels, {})
     try:
-        expected = asyncio.run(alone(local, asked))
+        expected = asyncio.run(reference(local, asked))
     finally:
         local.stop()
     on_ray = {
@@ -169,16 +169,16 @@ def proved(machines: Machines, kernels: str, folder: Path, asked: Sequence[dict[
     }
     server = a_server(kernels, on_ray)
     try:
-        return asyncio.run(prove(machines, kernels, server, asked, expected))
+        return asyncio.run(run_check(machines, kernels, server, asked, expected))
     finally:
         server.stop()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernels", choices=KERNELS, help="one way to compute alone")
-    parser.add_argument("--streams", type=int, default=8, help="at once (default: 8)")
-    parser.add_argument("--tokens", type=int, default=100, help="of each stream (default: 100)")
+    parser.add_argument("--kernels", choices=KERNELS, help="only these kernels")
+    parser.add_argument("--streams", type=int, default=8, help="number of streams (default: 8)")
+    parser.add_argument("--tokens", type=int, default=100, help="tokens of each stream (default: 100)")
     arguments = parser.parse_args()
     cluster = head_alone()
     good = True
@@ -190,7 +190,7 @@ def main() -> int:
             machines = Machines(cluster)
             sys.stdout.write(f"{HEADER}\n")
             for kernels in (arguments.kernels,) if arguments.kernels else KERNELS:
-                good &= proved(machines, kernels, folder, bodies(arguments.streams, arguments.tokens))
+                good &= run_checks(machines, kernels, folder, bodies(arguments.streams, arguments.tokens))
         finally:
             cluster.shutdown()
     return 0 if good else 1

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 import httpx
 from support.server_process import ROOT, RUN_DIR, Server, free_ports, run_command, start_server
-from tools.check_ray_nodes import come_up
+from tools.check_ray_nodes import start_with_retries
 
 STORE_BYTES: Final = 80 * 2**20
 """Smallest object store that Ray accepts."""
@@ -72,7 +72,7 @@ def cluster(environment: Mapping[str, str]) -> Iterator[str]:
 
     os.environ.update(environment)
     head = {"num_cpus": 1, "object_store_memory": STORE_BYTES}
-    made = come_up(lambda: Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=True))
+    made = start_with_retries(lambda: Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=True))
     try:
         yield made.address
     finally:
@@ -90,7 +90,7 @@ def spills(folder: Path, expected: str) -> bool:
             same = answer(server) == expected
         finally:
             server.stop()
-    sys.stdout.write(f"it may spill to the disk: serves after {seconds:.1f} s; same answer: {same}\n")
+    sys.stdout.write(f"with spilling to disk: serves after {seconds:.1f} s; same answer: {same}\n")
     return same
 
 
@@ -102,10 +102,10 @@ def is_full(folder: Path) -> bool:
             "start", "--run-dir", str(RUN_DIR), "--config", str(CONFIG), "--port", str(port), *settings(address, folder)
         )
         seconds = time.monotonic() - began
-    said = [line for line in result.stderr.splitlines() if "object store has no room" in line]
-    message = said[-1] if said else result.stderr
-    sys.stdout.write(f"it may not: ends with {result.returncode} after {seconds:.1f} s and says: {message}\n")
-    return bool(said) and result.returncode != 0
+    lines = [line for line in result.stderr.splitlines() if "object store has no room" in line]
+    message = lines[-1] if lines else result.stderr
+    sys.stdout.write(f"without spilling: exit code {result.returncode} after {seconds:.1f} s: {message}\n")
+    return bool(lines) and result.returncode != 0
 
 
 def main() -> int:

@@ -51,9 +51,9 @@ def blindly(name: str, seconds: float, seed: int) -> int:
         except Exception as error:  # noqa: BLE001  every exception is a finding
             kept = Path(f"fuzz-{name}.bin")
             kept.write_bytes(data)
-            sys.stdout.write(f"{name}: {type(error).__name__}: {error} after {count:,} inputs; kept in {kept}\n")
+            sys.stdout.write(f"{name}: {type(error).__name__}: {error} after {count:,} inputs; written to {kept}\n")
             return 1
-    sys.stdout.write(f"{name}: {count:,} inputs by chance in {time.monotonic() - began:.0f} s, nothing found\n")
+    sys.stdout.write(f"{name}: {count:,} random inputs in {time.monotonic() - began:.0f} s, nothing found\n")
     return 0
 
 
@@ -81,7 +81,7 @@ def guided(name: str, seconds: float, seed: int) -> int:
     if finished.returncode == 0:
         sys.stdout.write(f"{name}: guided by coverage for {seconds:.0f} s, nothing found; {' '.join(stats.split())}\n")
         return 0
-    sys.stdout.write(f"{name}: FOUND something\n" + "\n".join(lines[-60:]) + "\n")
+    sys.stdout.write(f"{name}: FOUND a failure\n" + "\n".join(lines[-60:]) + "\n")
     return 1
 
 
@@ -102,9 +102,9 @@ def main() -> int:
     names = ("connections", "frames", "requests", "safetensors", "yaml")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", choices=(*names, "all"))
-    parser.add_argument("--minutes", type=float, default=1.0, help="for each target (default: 1)")
+    parser.add_argument("--minutes", type=float, default=1.0, help="duration for each target (default: 1)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--blind", action="store_true", help="by chance even where atheris is installed")
+    parser.add_argument("--blind", action="store_true", help="random inputs even if atheris is installed")
     parser.add_argument("--run_atheris", help=argparse.SUPPRESS)
     args, options = parser.parse_known_args()
     logging.disable(logging.CRITICAL)

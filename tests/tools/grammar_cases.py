@@ -34,8 +34,6 @@ AT_ONCE = 50
 
 
 class Answered(NamedTuple):
-    """The answer to one schema."""
-
     schema: Schema
     text: str
     finish_reason: str
@@ -43,8 +41,8 @@ class Answered(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schemas", type=int, default=1000, help="how many")
-    parser.add_argument("--seed", type=int, default=0, help="of the first")
+    parser.add_argument("--schemas", type=int, default=1000, help="number of schemas")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first schema")
     parser.add_argument("--model", choices=("random", "demo"), default="random", help="model that answers")
     options = parser.parse_args(arguments)
     answer = random_answers if options.model == "random" else demo_answers

@@ -51,7 +51,7 @@ DISTANCE = 17
 def simulated_table(offsets: range = range(DISTANCE)) -> Table:
     """Kill a fake WorkAgent in every `DISTANCE`-th step from each offset on; all offsets together cover each step."""
     table = Table("every step, simulated model", list(MOMENTS))
-    alone = {
+    reference = {
         name: [_reference_answer(index, name) for index in range(len(requests))]
         for name, requests in streams(8).items()
     }
@@ -79,7 +79,7 @@ def simulated_table(offsets: range = range(DISTANCE)) -> Table:
 
         asked = streams(8)
         met = play(harness.engine, asked, kill, range(offset, MANY, DISTANCE))
-        compare(table, asked, met, alone, harness.answer)
+        compare(table, asked, met, reference, harness.answer)
         harness.scheduler.check_integrity()
         assert harness.scheduler.blocks.pool.num_used_blocks == 0
         table.num_restarts += harness.executor.num_restarts
@@ -121,23 +121,23 @@ def model_tables(
     hangs = (HANGS,) if signal.SIGSTOP in signals else ()
     replica = RealReplica(*SETTINGS, *hangs, f"cluster_config.tensor_parallel={num_ranks}")
     try:
-        alone: dict[str, list[str]] = {}
+        reference: dict[str, list[str]] = {}
         for name, requests in streams(NUM_TOKENS).items():
-            alone[name] = []
+            reference[name] = []
             for request in requests:
                 request.fork_of = None
                 play(replica.engine, {name: [request]}, lambda: None, NEVER)
-                alone[name].append(bytes_of(replica.take_answer(request.request_id)))
-        yield from (_model_table(replica, alone, sent, offsets, most_kills) for sent, offsets in signals.items())
+                reference[name].append(bytes_of(replica.take_answer(request.request_id)))
+        yield from (_model_table(replica, reference, sent, offsets, most_kills) for sent, offsets in signals.items())
     finally:
         replica.close()
 
 
 def _model_table(
-    replica: RealReplica, alone: dict[str, list[str]], sent: signal.Signals, offsets: range, most_kills: int
+    replica: RealReplica, reference: dict[str, list[str]], sent: signal.Signals, offsets: range, most_kills: int
 ) -> Table:
     num_ranks = len(_processes(replica))
-    title = "real WorkAgent process" if num_ranks == 1 else f"{num_ranks} real WorkAgent processes in turns"
+    title = "real WorkAgent process" if num_ranks == 1 else f"{num_ranks} real WorkAgent processes, killed in turn"
     table = Table(f"{title}, {sent.name}", ["idle", *MOMENTS])
     num_restarts = replica.num_restarts
 
@@ -150,14 +150,14 @@ def _model_table(
         asked = streams(NUM_TOKENS)
         play(replica.engine, asked, lambda: None, NEVER)
         idle = {request.request_id: {"idle"} for requests in asked.values() for request in requests}
-        compare(table, asked, idle, alone, replica.take_answer)
+        compare(table, asked, idle, reference, replica.take_answer)
 
     send()
     run_without_kills()
     for offset in offsets:
         asked = streams(NUM_TOKENS)
         met = play(replica.engine, asked, send, range(offset, MANY, DISTANCE)[:most_kills])
-        compare(table, asked, met, alone, replica.take_answer)
+        compare(table, asked, met, reference, replica.take_answer)
         assert replica.engine.scheduler.blocks.pool.num_used_blocks == 0
     run_without_kills()  # the WorkAgent may have died after its last reply
     table.num_restarts = replica.num_restarts - num_restarts

@@ -202,6 +202,6 @@ def end_of_a_master(server: Server, sent: signal.Signals) -> str:
     assert not psutil.wait_procs([server.processes[0], *agents], timeout=60)[1]
     whole = sum(isinstance(each, dict) for each in ends)
     return (
-        f"{sent.name} to the master of {len(agents)} WorkAgents: {len(ends)} streams ended, {whole} whole and "
+        f"{sent.name} to the master of {len(agents)} WorkAgents: {len(ends)} streams ended, {whole} complete and "
         f"{len(ends) - whole} with an error; no process left"
     )

@@ -129,7 +129,6 @@ def swapped_out_late() -> Any:
 
 
 def moves_left_out(kind: BlockMoveKind) -> Any:
-    """Drop all block moves of one kind."""
     take = BlockManager.pop_block_moves
     return patch.object(
         BlockManager, "pop_block_moves", lambda self: [move for move in take(self) if move.kind != kind]

@@ -63,7 +63,7 @@ class Mutation:
     """Injects the fault; None if the fault is the missing guard itself."""
     unguarded: Patch
     """Injects the fault and switches off the guard."""
-    bad_luck: bool = False
+    with_faults: bool = False
     """Whether WorkAgents also die, fail and are late."""
     with_prompt_results: bool = False
     """Whether clients also request prompt logprobs and vectors."""
@@ -118,7 +118,7 @@ MUTATIONS = (
         "preemption count in every row",
         None,
         preempted_rows_confirmed,
-        bad_luck=True,
+        with_faults=True,
     ),
     Mutation(
         "a preempted request runs without its newest token",
@@ -131,7 +131,7 @@ MUTATIONS = (
         "cache reset after a WorkAgent's death",
         None,
         cache_not_reset,
-        bad_luck=True,
+        with_faults=True,
     ),
     Mutation(
         "a block of a prompt belongs to two requests",
@@ -244,7 +244,7 @@ def play(
                 one.operator.disable()
                 if mutation.with_prompt_results:
                     request_prompt_results(one.clients)
-                _play_seed(one, verdict, bad_luck=mutation.bad_luck)
+                _play_seed(one, verdict, with_faults=mutation.with_faults)
     finally:
         logging.disable(logging.NOTSET)
     return verdict
@@ -257,9 +257,9 @@ def request_prompt_results(clients: Sequence[Client]) -> None:
         client.wants_vector = True
 
 
-def _play_seed(one: Simulation, verdict: Verdict, *, bad_luck: bool) -> None:
+def _play_seed(one: Simulation, verdict: Verdict, *, with_faults: bool) -> None:
     for replica in one.replicas:
-        replica.faults.rate = 0.3 if bad_luck else 0.0
+        replica.faults.rate = 0.3 if with_faults else 0.0
         replica.engine._max_steps_in_flight = 2
     with patch.object(Scheduler, "reset_cache", autospec=True, side_effect=Scheduler.reset_cache) as lose_cache:
         try:

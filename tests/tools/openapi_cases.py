@@ -94,7 +94,7 @@ def check_answer(answer: httpx.Response, *, positive: bool) -> None:
     if answer.status_code == HTTPStatus.TOO_MANY_REQUESTS:
         return  # no capacity for that many choices now; the body is valid
     field = refused_field(answer)
-    assert field in LIMITS or field in OTHER_RANGES, f"refused, and the document does not say why: {answer.text}"
+    assert field in LIMITS or field in OTHER_RANGES, f"refused for a reason that is not in the document: {answer.text}"
 
 
 def refused_field(answer: httpx.Response) -> str:

@@ -110,7 +110,7 @@ MORE_ATTACKS: Final = (
 """Further attacks, which are run on one configuration only."""
 
 
-def alone(settings: tuple[str, ...]) -> dict[str, list[str]]:
+def reference(settings: tuple[str, ...]) -> dict[str, list[str]]:
     replica = RealReplica(*SETTINGS, *settings)
     answers: dict[str, list[str]] = {}
     try:
@@ -125,9 +125,9 @@ def alone(settings: tuple[str, ...]) -> dict[str, list[str]]:
     return answers
 
 
-def attacked(way: str, attack: Attack, expected: dict[str, list[str]]) -> bool:
+def attacked(configuration: str, attack: Attack, expected: dict[str, list[str]]) -> bool:
     """Print the row of an attack; return whether all answers are right."""
-    replica = RealReplica(*SETTINGS, *CONFIGURATIONS[way], *attack.settings)
+    replica = RealReplica(*SETTINGS, *CONFIGURATIONS[configuration], *attack.settings)
     num_strikes = 0
 
     def strike() -> None:
@@ -148,7 +148,7 @@ def attacked(way: str, attack: Attack, expected: dict[str, list[str]]) -> bool:
     finally:
         replica.close()
     num_equal = sum(got == answer for got, answer in pairs)
-    sys.stdout.write(f"| {way} | {attack.name} | {len(pairs)} | {num_equal} | {preempted} | {restarts} |\n")
+    sys.stdout.write(f"| {configuration} | {attack.name} | {len(pairs)} | {num_equal} | {preempted} | {restarts} |\n")
     sys.stdout.flush()
     return num_equal == len(pairs)
 
@@ -169,24 +169,24 @@ def _with_little_shared_memory() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="REGEX", help="of ways to compute")
-    parser.add_argument("--attack", default="", metavar="REGEX", help="of attacks")
+    parser.add_argument("--only", default="", metavar="REGEX", help="only matching configurations")
+    parser.add_argument("--attack", default="", metavar="REGEX", help="only matching attacks")
     args = parser.parse_args()
     if os.geteuid() == 0:
         _with_little_shared_memory()
     columns = ["computed", "attack", "answers", "equal bytes", "preemptions", "started again"]
     sys.stdout.write(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}\n")
     good = True
-    for way, settings in CONFIGURATIONS.items():
-        if not re.search(args.only, way):
+    for configuration, settings in CONFIGURATIONS.items():
+        if not re.search(args.only, configuration):
             continue
         try:
-            expected = alone(tuple(each for each in settings if not each.startswith("scheduler_config")))
-            for attack in (*ATTACKS, *(MORE_ATTACKS if way == "as it is" else ())):
+            expected = reference(tuple(each for each in settings if not each.startswith("scheduler_config")))
+            for attack in (*ATTACKS, *(MORE_ATTACKS if configuration == "as it is" else ())):
                 if re.search(args.attack, attack.name):
-                    good &= attacked(way, attack, expected)
+                    good &= attacked(configuration, attack, expected)
         except ConfigError as error:
-            sys.stdout.write(f"| {way} | refused: {error} | | | | |\n")
+            sys.stdout.write(f"| {configuration} | refused: {error} | | | | |\n")
     return 0 if good else 1
 
 

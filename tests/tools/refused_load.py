@@ -71,7 +71,6 @@ class Client:
     """The `max_tokens` of a request whose answer ends earlier by a stop token; None: the length of its answer."""
     caller: Caller = ANONYMOUS
     retry_afters_s: list[float] = field(default_factory=list)
-    """Seconds of each `Retry-After`."""
     predicted_at_refusal_s: float | None = None
     """Predicted seconds from its first refusal to its first token."""
     admitted: float | None = None
@@ -92,7 +91,7 @@ class World:
     Args:
         clients: The clients, in any order.
         slots: Running slots.
-        places: Queue limit.
+        max_waiting: Queue limit.
         noise: Spread of the factor that each step's time has, and of a slower one that changes every half second.
         attempt_s: Seconds of the event loop for each attempt, which delay the steps as well.
         schedule_s: Seconds in which the master schedules a step, while requests arrive.
@@ -105,7 +104,7 @@ class World:
         clients: Iterable[Client],
         *,
         slots: int = 32,
-        places: int = 64,
+        max_waiting: int = 64,
         seed: int = 1,
         noise: float = 0.1,
         attempt_s: float = 0.0,
@@ -129,7 +128,7 @@ class World:
         self._by_request: dict[str, Client] = {}
         served = ServingConfig(
             model=ModelConfig(max_generate_length=1024, decode_batch_size=slots),
-            scheduler=SchedulerConfig(max_waiting_queue=places, speculative_method="none", **scheduler),
+            scheduler=SchedulerConfig(max_waiting_queue=max_waiting, speculative_method="none", **scheduler),
             **(config or {}),
         )
         metrics = Metrics(classes=served.request_classes)
@@ -302,7 +301,7 @@ def capacity(seed: int = 1, num: int = 600, **world: Any) -> float:
     """Return requests a second while all slots are taken: tokens until the last first token, over tokens a request."""
     asked = itertools.cycle(shipped_questions(seed))
     clients = [Client(number, 0.0, *next(asked)) for number in range(num)]
-    full = World(clients, places=num, seed=seed, **world)
+    full = World(clients, max_waiting=num, seed=seed, **world)
     full.run()
     until = max(client.first_token or 0.0 for client in clients)
     num_tokens = sum(time <= until for time in full.token_times)
@@ -368,13 +367,15 @@ def outcome(clients: Sequence[Client]) -> Outcome:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0, help="duration of the arrivals")
-    parser.add_argument("--load", type=float, default=2.0, help="arrivals, times what the server can do")
+    parser.add_argument("--load", type=float, default=2.0, help="arrival rate relative to the capacity")
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--places", type=int, default=64)
     parser.add_argument("--noise", type=float, default=0.1)
-    parser.add_argument("--attempt-ms", type=float, default=0.0, help="of the event loop for each attempt")
-    parser.add_argument("--schedule-ms", type=float, default=0.0, help="of the master to schedule a step")
-    parser.add_argument("--stall-ms", type=float, default=0.0, help="of a stall of the event loop, about once a second")
+    parser.add_argument("--attempt-ms", type=float, default=0.0, help="event loop time of each attempt")
+    parser.add_argument("--schedule-ms", type=float, default=0.0, help="time of the master to schedule a step")
+    parser.add_argument(
+        "--stall-ms", type=float, default=0.0, help="mean duration of event loop stalls, about one a second"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cold", action="store_true", help="only 16 requests were served before")
     parser.add_argument("--unknown", action="store_true", help="all requests have max_tokens 500")
@@ -388,7 +389,7 @@ def main() -> None:
     world = World(
         [*warm, *clients],
         slots=args.slots,
-        places=args.places,
+        max_waiting=args.places,
         noise=args.noise,
         seed=args.seed,
         attempt_s=args.attempt_ms / 1000,

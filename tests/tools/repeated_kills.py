@@ -30,7 +30,7 @@ def kill_in_a_row(server: Server, num_kills: int) -> str:
         AssertionError: An answer differs, or the server does not serve again within two minutes.
     """
     killed: set[int] = set()
-    met: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     with httpx.Client(base_url=server.url, timeout=300.0) as client:
         expected = client.post("/v1/completions", json=BODY).json()["choices"]
         while len(killed) < num_kills:
@@ -40,7 +40,7 @@ def kill_in_a_row(server: Server, num_kills: int) -> str:
                     killed.add(agent.pid)
             if len(killed) > 2:  # earlier, a restart is near, and a request would wait for it
                 answer = client.post("/v1/completions", json=BODY)
-                met[f"{answer.status_code}, Retry-After {answer.headers.get('retry-after')}"] += 1
+                counts[f"{answer.status_code}, Retry-After {answer.headers.get('retry-after')}"] += 1
             time.sleep(0.02)
         began = time.monotonic()
         while client.get("/health").status_code != 200:
@@ -48,13 +48,13 @@ def kill_in_a_row(server: Server, num_kills: int) -> str:
             time.sleep(0.02)
         seconds = time.monotonic() - began
         assert client.post("/v1/completions", json=BODY).json()["choices"] == expected
-    lines = [f"{count} answers: {what}" for what, count in sorted(met.items())]
+    lines = [f"{count} answers: {what}" for what, count in sorted(counts.items())]
     return "\n".join([*lines, f"{len(killed)} kills in a row; served again {seconds:.1f} s after the last"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=20, help="how many (default: 20)")
+    parser.add_argument("--kills", type=int, default=20, help="number of kills (default: 20)")
     args = parser.parse_args()
     unwind_on_sigterm()
     server = start_server()

@@ -87,15 +87,15 @@ def copy_with_other_fingerprint(folder: Path) -> Path:
 
 async def upgrade(older: Server, settings: list[str], newer: Path, num_requests: int) -> bool:
     front, asked = Front([older.client()]), bodies(NUM_AT_ONCE, NUM_TOKENS)
-    alone = [await front.read(body) for body in asked]
+    reference = [await front.read(body) for body in asked]
     front.answered.clear()
     answers: list[tuple[Answer, Answer]] = []
     slots = itertools.cycle(range(len(asked)))
 
     async def ask() -> None:
         while front.answered["newer"] < num_requests:
-            place = next(slots)
-            answers.append((await front.read(asked[place]), alone[place]))
+            slot = next(slots)
+            answers.append((await front.read(asked[slot]), reference[slot]))
 
     began = time.monotonic()
     asking = asyncio.gather(*(ask() for _ in range(NUM_AT_ONCE)))
@@ -117,18 +117,20 @@ async def upgrade(older: Server, settings: list[str], newer: Path, num_requests:
         sys.stderr.write(f"{error}\n")
     by = front.answered
     sys.stdout.write(
-        f"{len(answers)} requests, {NUM_AT_ONCE} at once: {num_equal} with the bytes of the one given alone\n"
-        f"the newer server served after {ready_s:.1f} s, the older one had ended after {ended_s:.1f} s\n"
+        f"{len(answers)} requests, {NUM_AT_ONCE} at once: {num_equal} equal to the reference answers\n"
+        f"the newer server served after {ready_s:.1f} s, the old server ended after {ended_s:.1f} s\n"
         f"answered by the old server {by['older']}, {by['older'] - before} of them after SIGTERM; "
-        f"by the newer one {by['newer']}; not let in and passed on {front.num_passed_on}\n"
+        f"by the new server {by['newer']}; refused and passed on {front.num_passed_on}\n"
     )
     return num_equal == len(answers)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=100, help="of the newer server (default: 100)")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of both servers")
+    parser.add_argument("--requests", type=int, default=100, help="requests to the newer server (default: 100)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="setting of both servers"
+    )
     arguments = parser.parse_args()
     settings = list(itertools.chain.from_iterable(("--set", each) for each in arguments.set))
     with tempfile.TemporaryDirectory(prefix="rolling-upgrade-") as folder:

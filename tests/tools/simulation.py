@@ -210,7 +210,7 @@ class Replica:
         if self.engine.dead is None:
             assert blocks.transfer_pool.pool.num_used_blocks == 0, "exported blocks were not freed"
 
-    def is_unlucky(self, poisoned: bool) -> bool:
+    def may_have_failed_requests(self, poisoned: bool) -> bool:
         """Return whether a fault may have ended a request that did not cause it."""
         network = self._simulation.network
         lost_steps = network is not None and bool(network.counts)
@@ -532,7 +532,9 @@ class Simulation:
         failed = reason in (FinishReason.ERROR, FinishReason.UNAVAILABLE)
         if failed and not client.is_poisoned and error != BAD_ROW:
             waited = error is not None and "has not come back within" in error and self._a_start_failed(replica)
-            assert waited or replica.is_unlucky(poisoned), f"{name} ended with an error that it did not cause: {error}"
+            assert waited or replica.may_have_failed_requests(poisoned), (
+                f"{name} ended with an error that it did not cause: {error}"
+            )
         if client.is_poisoned:
             assert failed or reason in (FinishReason.ABORT, FinishReason.TIMEOUT), (
                 f"{name} ended without an error in spite of its poison token"

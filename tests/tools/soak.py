@@ -105,7 +105,7 @@ class Soak:
     """Checks that failed."""
     samples: list[tuple[float, float, float, int]] = field(default_factory=list)
     """(seconds, MB of the master, MB of all WorkAgents, open descriptors of the master) of each sample."""
-    alone: list[Answer] = field(default_factory=list)
+    reference: list[Answer] = field(default_factory=list)
     elapsed_s: float = 0.0
     """Seconds of load, without those in which the process was suspended."""
     is_cut_short: bool = False
@@ -133,7 +133,7 @@ class Soak:
     async def _load(self, client: httpx.AsyncClient) -> None:
         """Run all clients and kills for `seconds`; leave no task behind if cancelled."""
         for body in self.bodies:
-            self.alone.append(await whole_answer(client, body))
+            self.reference.append(await whole_answer(client, body))
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(self._keep_time()), group.create_task(self._watch())]
             clients = {"honest": self._honest, "hostile": self._hostile, "leaving": self._leaving, "slow": self._slow}
@@ -244,7 +244,7 @@ class Soak:
     async def _compare(self, response: httpx.Response, answer: Answer | None, index: int, kind: str) -> None:
         if answer is None:
             await self._refused(response, kind)
-        elif answer == self.alone[index]:
+        elif answer == self.reference[index]:
             self.counts[f"exact answers of {kind} clients"] += 1
         else:
             self.counts["different answers"] += 1
@@ -304,7 +304,7 @@ class Soak:
         if (health := await client.get("/health")).status_code != 200:
             self.wrong.append(f"/health returns {health.text}")
         for body in self.bodies[:4]:
-            if await whole_answer(client, body) != self.alone[self.bodies.index(body)]:
+            if await whole_answer(client, body) != self.reference[self.bodies.index(body)]:
                 self.wrong.append("an answer after the load differs")
 
     # --- the report ---------------------------------------------------------------------------------------------------
@@ -328,7 +328,6 @@ class Soak:
         return 3600 * sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
 
     def report(self) -> str:
-        """Return the report in Markdown."""
         cut = f", cut short of {self.seconds / 60:.1f}" if self.is_cut_short else ""
         lines = [f"## A soak of {self.elapsed_s / 60:.1f} minutes{cut}", "", "| event | count |", "| --- | ---: |"]
         lines += [f"| {name} | {count:,} |" for name, count in sorted(self.counts.items())]

@@ -79,7 +79,9 @@ def answer_streams_and_its_tokens_show_their_probabilities(page: Browser, save: 
         assert "ended: length" in page.text(".facts")
         page.hover(".token:nth-child(3)")
         page.wait_for("!document.querySelector('.tip').hidden")
-        assert page.run("document.querySelectorAll('.tip li').length") == 6, "the five likeliest and the chosen one"
+        assert page.run("document.querySelectorAll('.tip li').length") == 6, (
+            "the five most likely tokens and the chosen one"
+        )
         save("tokens")
         page.run("document.querySelector('.token').focus()")
         page.press("ArrowRight")
@@ -89,32 +91,32 @@ def answer_streams_and_its_tokens_show_their_probabilities(page: Browser, save: 
         page.click(".flip")
         assert page.run("!document.querySelector('.answer .text').hidden")
         page.look(width=390, height=800, dark=True)
-        assert page.run("document.documentElement.scrollWidth") <= 390, "it is wider than the screen"
+        assert page.run("document.documentElement.scrollWidth") <= 390, "the page is wider than the screen"
         save("narrow-dark")
 
 
 @scenario
 def parameters_keep_their_position(page: Browser, save: Callable[[str], None]) -> None:
-    place = "Math.round(document.querySelector('.composer').getBoundingClientRect().bottom + scrollY)"
+    position = "Math.round(document.querySelector('.composer').getBoundingClientRect().bottom + scrollY)"
     with PageServer(step_s=0.02).serving() as server:
         for width in (390, 1360):
             page.open("about:blank")
             start(page, server.url)
             page.look(width=width)
             page.run("(document.querySelector('.welcome')?.remove(), scrollTo(0, 0))")
-            before = page.run(place)
+            before = page.run(position)
             page.click("#clear")
             page.wait_for("document.querySelector('.welcome')")
-            assert page.run(place) == before, "the welcome moves it"
+            assert page.run(position) == before, "the welcome moves the composer"
             ask(page, "Count.", max_tokens=3)
             page.wait_for("document.querySelector('.facts a')")
-            assert page.run(place) == before, "an answer moves it"
+            assert page.run(position) == before, "an answer moves the composer"
             save(f"answered-{width}")
         ask(page, "Count from 1 to 60.", max_tokens=400)
         page.wait_for("document.querySelectorAll('.facts a').length === 2")
         page.run("scrollTo(0, 0)")
         assert page.run("document.documentElement.scrollHeight > innerHeight")
-        assert page.run(place) == before, "a long answer moves it"
+        assert page.run(position) == before, "a long answer moves the composer"
 
 
 @scenario
@@ -141,7 +143,7 @@ def unreachable_server_is_reported(page: Browser, save: Callable[[str], None]) -
     ask(page, "Are you there?")
     page.wait_for("document.querySelector('.talk > .error').innerText === 'the server does not answer'")
     page.wait_for("document.querySelector('#status').dataset.state === 'gone'")
-    assert page.run("document.querySelector('#prompt').value") == "Are you there?", "what was said is lost"
+    assert page.run("document.querySelector('#prompt').value") == "Are you there?", "the streamed text is lost"
     save("gone")
     page.problems.clear()  # the console reports a failed connection as an error
 
@@ -172,13 +174,13 @@ def invalid_parameter_is_explained(page: Browser, save: Callable[[str], None]) -
             const rows = [...document.querySelectorAll("details .parameter")].map((row) => row.getBoundingClientRect());
             return Math.min(...rows.slice(1).map((row, index) => row.top - rows[index].bottom));
         })()"""
-        assert page.run(between) > 4, "fields touch each other"
+        assert page.run(between) > 4, "fields overlap"
 
 
 @scenario
 def reasoning_is_shown_apart_from_the_answer(page: Browser, save: Callable[[str], None]) -> None:
-    said = (Piece("<think>"), Piece("Hmm."), Piece("</think>"), Piece("Yes."), Piece(""))
-    engine = FakeEngine(script=Script(said))
+    pieces = (Piece("<think>"), Piece("Hmm."), Piece("</think>"), Piece("Yes."), Piece(""))
+    engine = FakeEngine(script=Script(pieces))
     engine.tokenizer = tokenizer_with(HERMES)
     with serving(engine) as url:
         start(page, url)
@@ -318,7 +320,7 @@ def live_view_shows_a_preemption(page: Browser, save: Callable[[str], None]) -> 
         page.click("#freeze")
         page.wait_for("!document.querySelector('.group[data-phase=decode] .name')")
         page.look(width=390, height=900, dark=True)
-        assert page.run("document.documentElement.scrollWidth") <= 390, "it is wider than the screen"
+        assert page.run("document.documentElement.scrollWidth") <= 390, "the page is wider than the screen"
 
 
 @scenario
@@ -383,7 +385,7 @@ def advice_comes_from_recorded_requests(page: Browser, save: Callable[[str], Non
         save("advice")
         page.look(width=390, height=900, dark=True)
         page.run("document.querySelector('#advice').scrollIntoView()")
-        assert page.run("document.documentElement.scrollWidth") <= 390, "it is wider than the screen"
+        assert page.run("document.documentElement.scrollWidth") <= 390, "the page is wider than the screen"
         save("narrow-dark")
 
 
@@ -415,7 +417,7 @@ def waiting_time_of_an_answer_is_explained(page: Browser, save: Callable[[str], 
         assert page.text(".timeline + .legend") != shown
         save("explained")
         page.look(width=390, height=900, dark=True)
-        assert page.run("document.documentElement.scrollWidth") <= 390, "it is wider than the screen"
+        assert page.run("document.documentElement.scrollWidth") <= 390, "the page is wider than the screen"
         save("narrow-dark")
         page.run("location.hash = '#/why/unknown'")
         page.wait_for("document.querySelector('.why .error').innerText.includes('request_id')")
@@ -457,7 +459,7 @@ def recording_is_shown_step_by_step(page: Browser, save: Callable[[str], None]) 
         page.wait_for(f"Number(document.querySelector('#step').value) > {int(at) + 3}")
         assert page.run("[window.hit === undefined, document.images.length]") == [True, 0]
         page.look(width=390, height=900, dark=True)
-        assert page.run("document.documentElement.scrollWidth") <= 390, "it is wider than the screen"
+        assert page.run("document.documentElement.scrollWidth") <= 390, "the page is wider than the screen"
         save("narrow-dark")
 
 

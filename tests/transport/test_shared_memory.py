@@ -1,5 +1,3 @@
-"""Step arrays in shared memory and inside frames."""
-
 from __future__ import annotations
 
 from pathlib import Path

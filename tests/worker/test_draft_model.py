@@ -94,11 +94,11 @@ def proposed_alone(model, token_ids, count):
 
 def test_proposals_in_a_batch_equal_those_alone(model) -> None:
     texts = [PROMPT[: 1 + index % 6] + [index] * (index % 4) for index in range(MAX_DRAFT_REQUESTS)]
-    alone = [proposed_alone(model, text, 1 + index % 5) for index, text in enumerate(texts)]
+    reference = [proposed_alone(model, text, 1 + index % 5) for index, text in enumerate(texts)]
     together = [asked(text, 1 + index % 5, key=index) for index, text in enumerate(texts)]
     for _ in range(2):
-        assert model.propose(together) == alone
-    assert model.propose([asked(texts[3], 1 + 3, key=77)]) == [alone[3]]  # in the slot of another request
+        assert model.propose(together) == reference
+    assert model.propose([asked(texts[3], 1 + 3, key=77)]) == [reference[3]]  # in the slot of another request
 
 
 def test_draft_model_only_computes_new_tokens(model, answer, monkeypatch) -> None:

@@ -167,19 +167,19 @@ def test_swapped_request_continues_with_the_same_logits(make_model, name, dtype)
     move(block_moves(*((BlockMoveKind.SWAP_OUT, source, target) for source, target in ((3, 2), (1, 0), (7, 3)))))
     model.logits((OTHER, 0, [7, 3, 1]))
     move(block_moves(*((BlockMoveKind.SWAP_IN, source, target) for source, target in ((2, 5), (0, 4), (3, 9)))))
-    for logits, alone in zip(decode(model, 41, [5, 4, 9, 6]), expected, strict=True):
-        np.testing.assert_array_equal(logits, alone)
+    for logits, reference in zip(decode(model, 41, [5, 4, 9, 6]), expected, strict=True):
+        np.testing.assert_array_equal(logits, reference)
 
 
 @BACKENDS
 def test_two_sequences_continue_from_a_copied_partial_block(make_model, name, dtype):
-    def alone(tokens):
+    def reference(tokens):
         model = make_model(name, dtype)
         model.logits((PROMPT, 0, [3, 1, 7]))
         return [model.logits(([token], 41 + index, [3, 1, 7])) for index, token in enumerate(tokens)]
 
     first, second = [5, 6, 7, 8], [90, 80, 70, 60]
-    expected = zip(alone(first), alone(second), strict=True)
+    expected = zip(reference(first), reference(second), strict=True)
     model = make_model(name, dtype)
     model.logits((PROMPT, 0, [3, 1, 7]))
     model.kv_tensors.move_blocks(block_moves((BlockMoveKind.COPY, 7, 2)))

@@ -167,7 +167,7 @@ class Channel:
 
 def test_serve_blocks_passes_the_cpu_time_of_each_frame() -> None:
     times: Iterator[float] = iter([0.0, 1.0, 3.0, 6.0])
-    took: list[float] = []
+    durations: list[float] = []
     with pytest.raises(ChannelClosedError):
-        serve_blocks(Channel(3), FakeTransferPool(1), took.append, times.__next__)  # type: ignore[arg-type]
-    assert took == [1.0, 2.0, 3.0]
+        serve_blocks(Channel(3), FakeTransferPool(1), durations.append, times.__next__)  # type: ignore[arg-type]
+    assert durations == [1.0, 2.0, 3.0]

@@ -82,9 +82,9 @@ def test_whole_prompt_steps_use_their_own_graph_up_to_its_rows(folder, greedy_to
     runner.warm_up()
     assert runner.num_compilations == 3  # hidden states of whole prompts, hidden states of any step, LM head
     prompts = [(PROMPT, 0, [0, 1, 3]), (PROMPT[:7], 0, [2]), (PROMPT, 0, [5, 6])]
-    beside_a_decode = [(PROMPT, 0, [7, 8]), (PROMPT[:1], 21, [0, 1, 3])]
+    with_decode_row = [(PROMPT, 0, [7, 8]), (PROMPT[:1], 21, [0, 1, 3])]
     with library.profiling():
-        for step, rows in enumerate((prompts[:2], prompts, beside_a_decode)):
+        for step, rows in enumerate((prompts[:2], prompts, with_decode_row)):
             assert runner.execute(step_input(rows, step=step)).token_ids[0] == greedy_tokens[0]
     calls = {time.name: time.calls for time in library.operator_times()}
     assert calls["FlashAttentionScore"] == len(SPEC.caches)
@@ -118,10 +118,10 @@ def test_sampling_is_the_same_alone_and_in_a_batch(folder):
     together = run(rows, range(6))
     assert len(set(together.token_ids.tolist())) > 1
     for index, row in enumerate(rows):
-        alone = run([row], [index])
-        assert alone.token_ids[0] == together.token_ids[index]
-        assert alone.logprobs.tobytes() == together.logprobs[index : index + 1].tobytes()
-        assert alone.top.of(0) == together.top.of(index)
+        reference = run([row], [index])
+        assert reference.token_ids[0] == together.token_ids[index]
+        assert reference.logprobs.tobytes() == together.logprobs[index : index + 1].tobytes()
+        assert reference.top.of(0) == together.top.of(index)
 
 
 @pytest.mark.parametrize("number", [1, -1])

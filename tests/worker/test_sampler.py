@@ -239,14 +239,14 @@ def test_a_row_is_bitwise_the_same_alone_and_in_a_batch(batch):
     logits, sampling = batch
     together = sample(0, logits, sampling, NO_TOKENS)
     backwards = np.arange(len(logits))[::-1]
-    turned = sample(0, logits[backwards].copy(), select_samples(sampling, backwards), NO_TOKENS)
-    assert turned.token_ids[backwards].tolist() == together.token_ids.tolist()
-    assert turned.logprobs[backwards].tobytes() == together.logprobs.tobytes()
+    reversed_output = sample(0, logits[backwards].copy(), select_samples(sampling, backwards), NO_TOKENS)
+    assert reversed_output.token_ids[backwards].tolist() == together.token_ids.tolist()
+    assert reversed_output.logprobs[backwards].tobytes() == together.logprobs.tobytes()
     for row in range(len(logits)):
-        alone = sample(0, logits[row : row + 1].copy(), select_samples(sampling, [row]), NO_TOKENS)
-        assert alone.token_ids[0] == together.token_ids[row]
-        assert alone.logprobs[0].tobytes() == together.logprobs[row].tobytes()
-        assert alone.top.of(0) == together.top.of(row)
+        reference = sample(0, logits[row : row + 1].copy(), select_samples(sampling, [row]), NO_TOKENS)
+        assert reference.token_ids[0] == together.token_ids[row]
+        assert reference.logprobs[0].tobytes() == together.logprobs[row].tobytes()
+        assert reference.top.of(0) == together.top.of(row)
 
 
 @settings(max_examples=100)
@@ -277,8 +277,8 @@ def _adjusted(values, sampling, row):
     output = tokens[sampling.history_prompt_lens[row] :].tolist()
     for token_id in set(output):
         values[token_id] -= sampling.presence_penalty[row] + sampling.frequency_penalty[row] * output.count(token_id)
-    for place in range(sampling.bias_offsets[row], sampling.bias_offsets[row + 1]):
-        values[sampling.bias_token_ids[place]] += sampling.bias_values[place]
+    for index in range(sampling.bias_offsets[row], sampling.bias_offsets[row + 1]):
+        values[sampling.bias_token_ids[index]] += sampling.bias_values[index]
     return values
 
 

@@ -29,9 +29,9 @@ def test_a_number_depends_on_seed_and_position_alone():
     seeds = np.array([5, 2**64 - 1, 5, 0], np.uint64)
     positions = np.array([1, 7, 2, 1], np.int32)
     together = uniform(seeds, positions)
-    alone = [float(uniform(seeds[i : i + 1], positions[i : i + 1])[0]) for i in range(4)]
-    assert together.tolist() == alone
-    assert len(set(alone)) == 4
+    reference = [float(uniform(seeds[i : i + 1], positions[i : i + 1])[0]) for i in range(4)]
+    assert together.tolist() == reference
+    assert len(set(reference)) == 4
 
 
 def test_random_numbers_depend_on_the_upper_half_of_a_seed():

@@ -46,7 +46,6 @@ for name, task in TASKS.items():
 
 
 def evaluated(task: str) -> dict[str, float]:
-    """Return the figures of a task."""
     results = FOLDER / f"of_{task}"
     given = f"model={MODEL},base_url={URL}/v1/completions,tokenizer_backend=remote,tokenized_requests=True"
     subprocess.run(

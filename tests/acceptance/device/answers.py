@@ -31,16 +31,16 @@ def bodies(count: int) -> list[dict[str, object]]:
     return made
 
 
-def compare(alone: Sequence[str], together: Sequence[str]) -> list[str]:
+def compare(reference: Sequence[str], together: Sequence[str]) -> list[str]:
     """Return the differences between answers."""
     return [
         f"request {index} answers otherwise: {one[:60]} alone, {other[:60]} then"
-        for index, (one, other) in enumerate(zip(alone, together, strict=True))
+        for index, (one, other) in enumerate(zip(reference, together, strict=True))
         if one != other
     ]
 
 
-def same_bytes(server: Server, count: int, alone: list[str], ask: Ask = ask) -> Outcome:
+def same_bytes(server: Server, count: int, reference: list[str], ask: Ask = ask) -> Outcome:
     """Send each request alone, then all at once.
 
     Differences are faults if the server guarantees equality; otherwise they are only reported.
@@ -48,15 +48,15 @@ def same_bytes(server: Server, count: int, alone: list[str], ask: Ask = ask) -> 
     Args:
         server: The server under test.
         count: Number of requests.
-        alone: Filled with the reference answers.
+        reference: Filled with the reference answers.
         ask: Sends requests.
 
     Raises:
         PartError: The server cannot answer.
     """
     asked = bodies(count)
-    alone += [ask(server.url, [body])[0] for body in asked]
-    different = compare(alone, ask(server.url, asked))
+    reference += [ask(server.url, [body])[0] for body in asked]
+    different = compare(reference, ask(server.url, asked))
     promise = server.promise
     lines = [f"{count - len(different)} of {count} answers are the same. The server promises: {promise}"]
     if different and PROMISED not in promise:
@@ -64,18 +64,18 @@ def same_bytes(server: Server, count: int, alone: list[str], ask: Ask = ask) -> 
     return Outcome(SAME_BYTES, lines, different)
 
 
-def killed(server: Server, alone: Sequence[str], ask: Ask = ask) -> Outcome:
+def killed(server: Server, reference: Sequence[str], ask: Ask = ask) -> Outcome:
     """Send all requests at once and kill the WorkAgent: every stream must continue with the same bytes.
 
     Raises:
         PartError: The server cannot answer.
     """
-    if not alone:
+    if not reference:
         raise PartError("there are no answers to compare with: the part before failed")
     before = server.restarts()
-    together = ask(server.url, bodies(len(alone)), server.killer())
+    together = ask(server.url, bodies(len(reference)), server.killer())
     restarts = server.restarts() - before
-    different = compare(alone, together)
-    lines = [f"{len(alone) - len(different)} of {len(alone)} answers are the same; restarts: {restarts}"]
+    different = compare(reference, together)
+    lines = [f"{len(reference) - len(different)} of {len(reference)} answers are the same; restarts: {restarts}"]
     faults = [] if restarts else ["no WorkAgent was started again: it was not killed, or too late"]
     return Outcome(KILL, lines, [*faults, *(different if PROMISED in server.promise else ())])

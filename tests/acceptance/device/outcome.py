@@ -33,15 +33,14 @@ class Outcome:
         return "FAILED" if self.faults else "passed"
 
 
-def reason(said: str) -> str:
+def reason(output: str) -> str:
     """Return why a program failed: the last error in its output, without MindSpore's source locations after it."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(\w*Error|\w*Exception|error): ", line)]
     return (errors or lines or ["no output"])[-1]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Return a table in Markdown."""
     lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
     return lines + [f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in rows]
 

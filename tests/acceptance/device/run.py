@@ -57,9 +57,9 @@ def parts(arguments: argparse.Namespace) -> Iterator[Outcome]:
     ]
     try:
         with serving(["--model", arguments.model, *(text for each in settings for text in ("--set", each))]) as server:
-            alone: list[str] = []
-            yield attempt(answers.SAME_BYTES, lambda: answers.same_bytes(server, arguments.requests, alone))
-            yield attempt(answers.KILL, lambda: answers.killed(server, alone))
+            reference: list[str] = []
+            yield attempt(answers.SAME_BYTES, lambda: answers.same_bytes(server, arguments.requests, reference))
+            yield attempt(answers.KILL, lambda: answers.killed(server, reference))
             with tempfile.TemporaryDirectory() as folder:
                 options = server.port, arguments.rate, arguments.seconds, Path(folder)
                 yield attempt(load.TITLE, lambda: load.examine(*options))

@@ -31,8 +31,6 @@ PROMISE = re.compile(r"device_config\.exactness: ((?:exact|fast): .*)")
 
 @dataclass(frozen=True)
 class Server:
-    """A running server."""
-
     port: int
     folder: Path
     """Folder of its log and its record."""
@@ -80,10 +78,10 @@ def serving(arguments: Sequence[str], command: str | Path = COMMAND) -> Iterator
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     run_dir = tempfile.mkdtemp(prefix="acceptance-")
-    place = ["--run-dir", run_dir, "--port", str(port)]
+    options = ["--run-dir", run_dir, "--port", str(port)]
     try:
         done = subprocess.run(
-            [command, "start", *place, *arguments], capture_output=True, text=True, timeout=START_S, check=False
+            [command, "start", *options, *arguments], capture_output=True, text=True, timeout=START_S, check=False
         )
         if done.returncode != 0:
             raise PartError(f"the server does not start, exit code {done.returncode}: {reason(done.stderr)}")
@@ -92,7 +90,7 @@ def serving(arguments: Sequence[str], command: str | Path = COMMAND) -> Iterator
         raise PartError(f"the server does not answer within {START_S:.0f} s") from None
     finally:
         with suppress(subprocess.TimeoutExpired):  # a hanging device keeps its processes
-            subprocess.run([command, "stop", *place], capture_output=True, timeout=STOP_S, check=False)
+            subprocess.run([command, "stop", *options], capture_output=True, timeout=STOP_S, check=False)
         shutil.rmtree(run_dir, ignore_errors=True)
 
 

@@ -85,7 +85,7 @@ def test_block_link_returns_the_written_contents(serving: Ends) -> None:
 
 def test_a_refused_block_leaves_the_link_usable(serving: Ends) -> None:
     serving.link.write([BLOCKS])
-    with pytest.raises(WorkerError, match="somebody else's"):
+    with pytest.raises(WorkerError, match="belongs to another request"):
         read(serving.link, [(2, 7), (5, 9)], ASKED, ASKED)
     assert not serving.link.is_closed
     assert read(serving.link) == [BLOCKS]
