@@ -1,4 +1,4 @@
-"""What operators do to the replicas of a running server from a terminal."""
+"""`llm-serving cluster` with a running server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversation in the terminal, with a real server around an engine that only pretends."""
+"""`llm-serving chat` with a real server and a fake engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEY = "a-key-of-the-tests"
 
 
 def talk(client: ChatClient, lines: Sequence[str | BaseException]) -> str:
-    """What the terminal shows when these lines are typed; an exception is raised in place of a line."""
+    """Return the output of the terminal for these input lines; an exception is raised in place of a line."""
     left = iter([*lines, EOFError()])
 
     def read(prompt: str) -> str:

@@ -1,4 +1,4 @@
-"""`llm-serving convert`: both ways the same tensors, a result that is whole or not there."""
+"""`llm-serving convert`: conversions in both directions keep the tensors, and the output is complete or absent."""
 
 import json
 
@@ -62,7 +62,7 @@ def test_convert_keeps_dtypes_and_shards_large_models(source, tmp_path, monkeypa
 
 
 def join(tensors, order):
-    """As MindFormers joins them: 4 heads of 16, 2 of keys."""
+    """Fuse projections as MindFormers does: 4 query heads of 16 elements, 2 KV heads."""
     joined = dict(tensors)
     for layer in range(2):
         at = f"model.layers.{layer}"

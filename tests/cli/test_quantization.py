@@ -1,4 +1,4 @@
-"""`llm-serving quantize`: what is read is what was rounded, and a result is whole or not there."""
+"""`llm-serving quantize`: the output holds the quantized values, and is complete or absent."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Saving the timeline of a server that answers, refuses, or is not there."""
+"""`llm-serving timeline` with a server that answers, refuses or is not running."""
 
 from __future__ import annotations
 

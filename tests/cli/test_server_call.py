@@ -1,4 +1,4 @@
-"""What is wrong with an address or a key that commands take is told in a line."""
+"""Errors of an invalid URL or API key are one line."""
 
 import pytest
 from llm_serving.cli.main import main

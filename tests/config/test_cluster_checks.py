@@ -1,4 +1,4 @@
-"""What `cluster_config` must and must not have."""
+"""Checks of `cluster_config`."""
 
 from __future__ import annotations
 

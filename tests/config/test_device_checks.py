@@ -1,4 +1,4 @@
-"""What only a WorkAgent would find out otherwise is refused with the configuration."""
+"""Checks of the device, before a WorkAgent would fail."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a draft model must be: beside what, and of which vocabulary."""
+"""Checks of a draft model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DRAFT = [f"{METHOD}draft_model", f"{PATH}demo"]
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """The shipped model's files, to be changed."""
+    """A copy of the shipped model's files, to be changed."""
     folder = tmp_path / "other"
     shutil.copytree(DEMO_FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "*.json.orig"))
     return folder

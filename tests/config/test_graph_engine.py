@@ -1,4 +1,4 @@
-"""`model_config.backend: ge`: what it asks of the configuration, and older files that name it."""
+"""Checks of `model_config.backend: ge`, and older files that use it."""
 
 import pytest
 from llm_serving.config import load_config

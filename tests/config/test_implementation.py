@@ -1,4 +1,4 @@
-"""`model_config.implementation: mindformers`: what it asks of the rest of the configuration."""
+"""Checks of `model_config.implementation: mindformers`."""
 
 import json
 

@@ -443,7 +443,7 @@ def test_lists_of_batch_sizes_mean_their_largest(tmp_path):
 
 
 class TestDefaultContext:
-    """The model's own, as far as memory goes; a long one keeps no server from starting."""
+    """The default context length is the model's, limited by memory."""
 
     @pytest.fixture
     def long_model(self, tmp_path):

@@ -1,4 +1,4 @@
-"""The `config.json` of MindIE as a YAML of ours."""
+"""Conversion of MindIE's `config.json` to YAML."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ CONFIG: dict[str, Any] = {
 
 
 def write(folder: Path, place: str = "", value: Any = None) -> Path:
-    """`CONFIG`, with another value at a dotted place."""
+    """Write `CONFIG` with another value at a dotted name."""
     content = copy.deepcopy(CONFIG)
     inner: Any = content
     *parents, last = place.split(".")

@@ -1,4 +1,4 @@
-"""Every key that is a path says what may lie there, and one rule refuses what may not."""
+"""Every key that is a path has a kind, and one rule refuses other kinds."""
 
 import dataclasses
 import os
@@ -21,7 +21,7 @@ PATHS = [
 READ = [name for name in PATHS if RULES[name].kind in (Kind.FILE, Kind.FOLDER, Kind.FILE_OR_FOLDER)]
 MADE = [name for name in PATHS if name not in READ]
 OWN_WORDS = "model_config.model_path", "scheduler_config.draft_model_path"
-"""Keys of models: what is no folder and no GGUF file is refused before."""
+"""Keys of models, which are checked earlier."""
 
 
 def refusal(name, path):

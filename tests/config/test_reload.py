@@ -1,4 +1,4 @@
-"""Which keys a running server takes over, and that the others are refused by their names."""
+"""Reloadable keys, and refusals of all others."""
 
 from __future__ import annotations
 

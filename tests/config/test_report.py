@@ -42,7 +42,7 @@ def printed_and_loaded(config, folder):
 
 
 def plain(config):
-    """Its values alone."""
+    """The values without their places."""
     return dataclasses.replace(config, sources={}, notices=(), origin=None)
 
 

@@ -1,4 +1,4 @@
-"""Rules never let a value of another type, or beyond their range, through."""
+"""Rules refuse values of another type or out of range."""
 
 import math
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Baichuan2: query, key and value joined, rows of the head brought to length 1. 7B turns, 13B has ALiBi.
+"""Baichuan2: fused query, key and value; normalised rows of the LM head. The 7B has RoPE, the 13B ALiBi.
 
-The 13B says `model_max_length` and no `max_position_embeddings`; nothing else tells the two apart.
+The 13B has `model_max_length` and no `max_position_embeddings`; nothing else distinguishes the two.
 """
 
 from __future__ import annotations

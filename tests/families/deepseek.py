@@ -1,4 +1,4 @@
-"""DeepSeek-V2: keys and values of a token are one latent vector; experts of groups beside shared ones."""
+"""DeepSeek-V2: keys and values of a token are one latent vector; grouped experts beside shared ones."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def bits(key: str, count: int) -> np.ndarray:
 
 
 def integers(key: str, count: int, low: int, high: int) -> np.ndarray:
-    """[count] of low <= x < high, int32. A remainder is even enough for ranges of some hundred."""
+    """`key` -> [count] of low <= x < high, int32. The remainder is uniform enough for ranges of some hundred."""
     return (bits(key, count) % np.uint64(high - low)).astype(np.int32) + np.int32(low)
 
 

@@ -37,16 +37,16 @@ BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS = 16, 32, 12
 NEW_TOKENS = 10
 KERNELS: Final = ("program", "primitives", "plain")
 MINDFORMERS: Final = (ImplementationName.MINDFORMERS, ImplementationName.MINDFORMERS_LEGACY)
-"""Networks of MindFormers, where that is installed."""
+"""Networks of MindFormers, if it is installed."""
 CODED_CACHE: Final = "kv8"
-"""A program over keys and values in 8 bits."""
+"""A program with an int8 KV cache."""
 
 
 class Served:
-    """A small model, and engines around the one runner of it."""
+    """A small model, and engines that share one runner of it."""
 
     def __init__(self, name: str, folder: Path, kernels: str = "program", dtype: str = "bfloat16") -> None:
-        """Raises ModelError where the kernels lack something that the model needs."""
+        """Raise ModelError if the kernels lack something that the model needs."""
         models.write(name, folder)
         golden = models.golden(name)
         longest = golden.served_length or max(golden.prompts) + models.NEW_TOKENS
@@ -83,7 +83,7 @@ class Served:
         return Request(request_id or name, list(prompt), sampling, priority=priority)
 
     def harness(self, *, slides: bool = True, **scheduler: Any) -> FragileHarness:
-        """An engine over a cache that holds NaN."""
+        """An engine whose cache is filled with NaN."""
         options: dict[str, Any] = {
             "num_blocks": NUM_BLOCKS,
             "block_size": BLOCK_SIZE,
@@ -120,10 +120,10 @@ class Served:
         return self._displaced(preemption_mode="swap", num_swap_blocks=NUM_SWAP_BLOCKS)
 
     def after_deaths(self) -> dict[str, str]:
-        """The WorkAgent dies in a step with prompts, and twice among those that decode."""
+        """The WorkAgent dies in a prefill step, and twice during decoding."""
         harness = self.harness(max_num_batched_tokens=32)
         due = [0, 3, 7]
-        """Tokens that somebody has."""
+        """Requests that have output tokens."""
         poison = harness.executor.spoil
 
         def die(step: StepInput) -> None:
@@ -139,7 +139,7 @@ class Served:
         return found
 
     def _displaced(self, **scheduler: Any) -> dict[str, str]:
-        """Requests of a higher class take the only place."""
+        """Requests of a higher class take the only running slot."""
         found = {}
         for name in ("long", "sampled"):
             harness = self.harness(max_num_seqs=1, max_num_batched_tokens=40, max_preemptions=3, **scheduler)
@@ -165,13 +165,13 @@ class Served:
         return {request_id: bytes_of(harness.answer(request_id)) for _, request_id in ids}
 
     def _new_runner(self) -> ModelRunner:
-        """What a new WorkAgent begins with, but for the cache: it knows nothing."""
+        """The state of a new WorkAgent, except the cache."""
         self._poison(range(NUM_BLOCKS))
         self._runner._next_step = 0
         return self._runner
 
     def _poison_free_blocks(self, harness: FragileHarness, step: StepInput) -> None:
-        """Those that neither a request nor a name holds, nor a step that has been submitted."""
+        """Fill free blocks with NaN: those that no request, no cached prefix and no submitted step uses."""
         pool = harness.scheduler.blocks.pool
         used = {each for each in range(NUM_BLOCKS) if pool.ref_count(each) or pool._hashes[each] is not None}
         for submitted in (step, *harness.executor._submitted):
@@ -193,7 +193,7 @@ SCENARIOS: Final[dict[str, Callable[[Served], dict[str, str]]]] = {
 
 
 def differing(served: Served) -> list[str]:
-    """What changes an answer: `scenario (requests)`."""
+    """Return the scenarios that change an answer: `scenario (requests)`."""
     found = []
     for name, scenario in SCENARIOS.items():
         answers = scenario(served)

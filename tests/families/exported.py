@@ -42,7 +42,7 @@ from support.step_factories import step_input
 
 NUM_BLOCKS = 16
 ROWS = {"states": None, "of_prompts": 4}
-"""Requests of each graph, where they are fixed."""
+"""Requests of each graph, if their number is fixed."""
 
 POSITIONS = NUM_BLOCKS * BLOCK_SIZE
 KINDS: Mapping[str, tuple[str, Quantization | None]] = {
@@ -50,7 +50,7 @@ KINDS: Mapping[str, tuple[str, Quantization | None]] = {
     "float16": ("float16", None),
     "w8a8": ("bfloat16", Quantization(QuantizationName.W8A8)),
 }
-"""Name -> type of the model, and how its weights are kept."""
+"""Name -> dtype of the model, and format of its weights."""
 
 SAME = "same bits"
 
@@ -79,7 +79,7 @@ def networks_of(
 
 
 def export(network: nn.Cell, path: Path, inputs: Sequence[ms.Tensor]) -> ModelProto:
-    """Writes a graph of every shape to `path` (*.mindir); what was written."""
+    """Write a graph of every shape to `path` (*.mindir) and return what was written."""
     mindir.write_mindir(network, path, inputs)
     written = ModelProto()
     written.ParseFromString(path.read_bytes())
@@ -103,7 +103,7 @@ def read_again(spec: ModelSpec, folder: Path, graph: str) -> CompiledNetwork:
 
 
 def steps(spec: ModelSpec) -> Iterator[tuple[str, ModelInputs]]:
-    """A step of prompts and what decodes and chunks come after it: (graph that computes it, its inputs)."""
+    """A prefill step, decode steps and chunks: (graph that computes it, its inputs)."""
     limits = ModelLimits(spec.vocab_size, POSITIONS, NUM_BLOCKS, BLOCK_SIZE)
     tokens = np.random.default_rng(3).integers(0, spec.vocab_size, 150).tolist()
     prompts = [(tokens[:40], 0, [3, 9, 1]), (tokens[:1], 0, [5]), (tokens[50:150], 0, [2, 4, 6, 8, 10, 12, 14])]
@@ -113,7 +113,7 @@ def steps(spec: ModelSpec) -> Iterator[tuple[str, ModelInputs]]:
 
 
 def differences(spec: ModelSpec, networks: Lowered, folder: Path) -> list[str]:
-    """Steps for which what `export_all` wrote gives other bits; the logits are those of the last token of each row."""
+    """Steps for which the exported graphs give other bits; the logits are those of the last token of each row."""
     heads = CompiledNetwork(networks.head, inputs_of(spec, "head")), read_again(spec, folder, "head")
     different = []
     for graph, num_rows in ROWS.items():
@@ -138,7 +138,7 @@ def check(name: str, folder: Path, dtype: str = "bfloat16", quantization: Quanti
 
 
 def graph_of(network: Network) -> str:
-    """What two networks have in common whose graphs differ in the numbers of their weights and tables alone."""
+    """The common key of networks whose graphs differ in weights and tables only."""
     told = [
         (
             operation.kind,
@@ -152,10 +152,10 @@ def graph_of(network: Network) -> str:
 
 
 class Kept:
-    """What was found as expected, of which a later run asks no more.
+    """Results as expected, which a later run does not repeat.
 
     Args:
-        file: JSON, written anew with each result; None keeps nothing.
+        file: JSON, rewritten with each result; None: no file.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -163,10 +163,10 @@ class Kept:
         self._file = file
         self._found: dict[str, dict[str, str]] = read["found"]
         self.asked: dict[tuple[str, str], str] = {(graph, kind): told for graph, kind, told in read["asked"]}
-        """(graph, kind) -> what came of a model of that graph."""
+        """(graph, kind) -> result of a model with that graph."""
 
     def told(self, name: str, kind: str) -> str | None:
-        """What came of a model before; None where it is to be asked."""
+        """Return the earlier result of a model; None: it must be computed."""
         return self._found.get(name, {}).get(kind)
 
     def add(self, name: str, kind: str, told: str) -> None:
@@ -178,12 +178,12 @@ class Kept:
 
 
 def found_of(name: str, kind: str, asked: dict[tuple[str, str], str]) -> str:
-    """What came of a family: SAME, what the primitives lack, or which steps differ.
+    """Return the result of a model: SAME, what the primitives lack, or which steps differ.
 
     Args:
-        name: Of a model.
+        name: Name of the model.
         kind: One of KINDS.
-        asked: (graph, kind) -> what came of a model that was asked before, to which this one is added.
+        asked: (graph, kind) -> result of an earlier model; the new result is added.
     """
     dtype, quantization = KINDS[kind]
     with tempfile.TemporaryDirectory() as folder:
@@ -198,7 +198,7 @@ def found_of(name: str, kind: str, asked: dict[tuple[str, str], str]) -> str:
 
 
 def table_of(found: Mapping[str, Mapping[str, str]], kinds: Sequence[str]) -> str:
-    """Markdown, a line for each group of models of which the same was found."""
+    """Return Markdown with a line for each group of models that have the same result."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, of_kinds in found.items():
         groups.setdefault(tuple(of_kinds[kind] for kind in kinds), []).append(name)
@@ -242,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def is_expected(told: str) -> bool:
-    """The same bits, or a refusal that names what is lacking."""
+    """Whether the result is the same bits, or a refusal that names what is lacking."""
     return told == SAME or told.startswith("no ")
 
 

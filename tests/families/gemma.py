@@ -1,6 +1,6 @@
-"""Gemma 2 and 3: norms on both sides, gains stored less one, windows in turn, capped or with norms of heads.
+"""Gemma 2 and 3: norms on both sides, norm weights stored minus one, alternating windows, caps or norms of heads.
 
-The published configurations say nothing of the head, which is the table, and those of Gemma 2 nothing of its layers.
+The published configurations do not mention the tied LM head, and those of Gemma 2 not the kinds of layers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GLM-4: half of each head turns, in neighbouring pairs. GLM-4-0414 has norms behind each half too."""
+"""GLM-4: half of each head rotates, in adjacent pairs. GLM-4-0414 also has norms behind each sublayer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""InternLM2 and 2.5 (query, key and value joined by groups, names of their own) and InternLM3."""
+"""InternLM2 and 2.5 (grouped fused query, key and value, and other tensor names) and InternLM3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 2 and 3 with every way of stretching the rotary embedding, and Mistral."""
+"""Llama 2 and 3 with every RoPE scaling, and Mistral."""
 
 from __future__ import annotations
 

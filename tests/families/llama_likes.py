@@ -1,4 +1,4 @@
-"""Granite (factors in four places) and SmolLM3 (layers in which nothing turns)."""
+"""Granite (multipliers in four places) and SmolLM3 (layers without rotary embedding)."""
 
 from __future__ import annotations
 

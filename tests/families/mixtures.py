@@ -1,4 +1,4 @@
-"""Mixtral, Qwen2-MoE and Qwen3-MoE: each token takes a few of many experts."""
+"""Mixtral, Qwen2-MoE and Qwen3-MoE: each token uses a few of many experts."""
 
 from __future__ import annotations
 

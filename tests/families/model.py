@@ -1,4 +1,4 @@
-"""A small model: what its folder says, which tensors it has, and what is asked of it."""
+"""A small model: configuration, tensors and prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PUBLISHED: dict[str, Any] = {
     "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "torch_dtype": "bfloat16",
     "transformers_version": "4.51.3", "use_cache": True, **ENDS,
 }  # fmt: skip
-"""What published configurations say and a server has no use for, beside the ends."""
+"""Keys of published configurations that a server ignores."""
 
 SHORT, CROSSING, LONG = 5, 60, 200
 """Prompt lengths. With the 24 tokens that follow, `CROSSING` begins within a window or an original context of `NEAR`
@@ -32,20 +32,20 @@ class Model:
     """Tokens of the prompts for which there are golden values."""
 
     served_length: int | None = None
-    """If rotary factors depend on the length: the longest context the server is configured for, which chooses them."""
+    """If rotary factors depend on the length: the longest context of the server, which selects them."""
 
     matters: tuple[dict[str, Any], ...] = ()
     """Changes of the configuration (None removes a key) without which a reader gets other logits."""
 
     norm_offset: float = 0.0
-    """What the network adds to stored gains."""
+    """Value that the network adds to stored norm weights."""
 
     generation: dict[str, Any] = field(default_factory=lambda: {"_from_model_config": True, **ENDS})
     """generation_config.json."""
 
     @property
     def tied(self) -> bool:
-        """Whether the head is the table of embeddings."""
+        """Whether the LM head is the token embedding."""
         return not {"lm_head.weight", "output.weight"} & set(self.shapes)
 
     @property

@@ -45,22 +45,22 @@ class Prompt:
     """[num_tokens], int32."""
 
     positions: np.ndarray
-    """[k], int32, rising; the last one is the prompt's last."""
+    """[k], int32, ascending; the last one is the prompt's last position."""
 
     logits: np.ndarray
     """[k, vocab_size], float32: what follows each of `positions`."""
 
     generated: np.ndarray
-    """[NEW_TOKENS], int32: greedy; none of them an end."""
+    """[NEW_TOKENS], int32: greedy; none is an end token."""
 
 
 @dataclass(frozen=True)
 class Golden:
     digest: str
-    """Of the model these values belong to."""
+    """Digest of the model that the values belong to."""
 
     served_length: int | None
-    """The longest context the server must be configured for; None if nothing depends on it."""
+    """The longest context that the server must be configured for; None if it does not matter."""
 
     prompts: dict[int, Prompt]
     """By number of tokens."""

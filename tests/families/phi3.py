@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: query, key and value joined, gate and up too. A window, long factors, parts of heads."""
+"""Phi-3 and Phi-4: fused query, key and value, fused gate and up, windows, longrope, partial rotary embedding."""
 
 from __future__ import annotations
 

@@ -32,11 +32,11 @@ def served(
     changes: dict[str, Any] | None = None,
     quantization: Quantization | None = None,
 ) -> tuple[GraphModel, models.Golden, int]:
-    """The model as it is served, what it should answer, and the longest context it is served for.
+    """The model as it is served, its golden values, and the longest served context.
 
     Args:
-        changes: Of its config.json; what it answers is then another matter.
-        quantization: How weights are kept; likewise.
+        changes: Changes of its config.json; the golden values do not apply then.
+        quantization: Format of the weights; likewise.
     """
     models.write(name, folder, changes=changes)
     golden = models.golden(name)
@@ -50,7 +50,7 @@ def served(
 
 
 def greedy(model: GraphModel, prompt: models.Prompt, longest: int) -> tuple[np.ndarray, list[int]]:
-    """Logits of the prompt, and as many tokens as fit."""
+    """Logits of the prompt, and as many greedy tokens as fit."""
     token_ids = prompt.token_ids.tolist()
     blocks = list(range(min(-(-longest // BLOCK_SIZE), -(-(len(token_ids) + models.NEW_TOKENS) // BLOCK_SIZE))))
     logits = model.logits((token_ids, 0, blocks))

@@ -33,7 +33,7 @@ def stacked(qkv: Tensor, heads: int, kv_heads: int, size: int) -> tuple[Tensor, 
 
 @dataclass(frozen=True)
 class Names:
-    """Of tensors, without `.weight`."""
+    """Tensor names, without `.weight`."""
 
     table: str
     head: str
@@ -79,11 +79,11 @@ def decoded(
     c: dict[str, Any], tensors: Tensors, ids: Tensor, names: Names, split: Split, turns: Tensor | None,
     biases: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Hidden states behind the last norm.
+    """Hidden states after the last norm.
 
     Args:
-        turns: [num_tokens, size / 2], complex, or None if nothing turns.
-        biases: [heads, num_tokens, num_tokens] to be added to scores.
+        turns: [num_tokens, size / 2], complex, or None without rotary embedding.
+        biases: [heads, num_tokens, num_tokens], added to scores.
     """
     heads = c["num_attention_heads"]
     kv_heads, size = c.get("num_key_value_heads", heads), c["hidden_size"] // heads
@@ -113,7 +113,7 @@ def decoded(
 
 
 def rotary(c: dict[str, Any], length: int) -> Tensor:
-    """[length, size / 2]: by what each pair of each position is multiplied."""
+    """[length, size / 2]: complex factor of each pair at each position."""
     size, base = c["hidden_size"] // c["num_attention_heads"], float(c.get("rope_theta", 10000.0))
     scaling, most = c.get("rope_scaling") or {}, c["max_position_embeddings"]
     if scaling.get("type") == "dynamic" and length > most:
@@ -125,13 +125,13 @@ def rotary(c: dict[str, Any], length: int) -> Tensor:
 
 
 def turned(x: Tensor, turns: Tensor) -> Tensor:
-    """The first half of a head are real parts, the second imaginary ones."""
+    """The first half of a head has real parts, the second imaginary ones."""
     pairs = torch.complex(*x.chunk(2, dim=-1)) * turns
     return torch.cat([pairs.real, pairs.imag], dim=-1)
 
 
 def linear_biases(heads: int, length: int) -> Tensor:
-    """[heads, length, length]: distance times slope; nearer is larger."""
+    """[heads, length, length]: ALiBi biases, distance times slope; larger for closer tokens."""
     distance = torch.arange(length)[:, None] - torch.arange(length)
     return -torch.tensor(slopes(heads))[:, None, None] * distance
 

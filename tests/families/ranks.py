@@ -1,8 +1,8 @@
-"""Greedy answers of small models by two WorkAgents each, in float32, beside the golden ones.
+"""Greedy answers of small models by two ranks each, in float32, compared with the golden ones.
 
     PYTHONPATH=tests .venv/bin/python -m families.ranks [NAME ...]
 
-Says for each model whether all answers are those of the golden values, or why it cannot be dealt out. Some 10 s each.
+Prints for each model whether all answers equal the golden values, or why it cannot be sharded. Some 10 s each.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Names and shapes of the tensors in published folders, made of the parts that families share.
+"""Names and shapes of the tensors in published folders, composed of parts that families share.
 
-Every function returns name -> shape (rows, columns). Prefixes end in a point.
+Every function returns name -> shape (rows, columns). Prefixes end with a dot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def decoder(
     c: Config, layer: Callable[[int], Shapes], *, table: str = "model.embed_tokens", head: str = "lm_head",
     tied: bool | None = None,
 ) -> Shapes:  # fmt: skip
-    """Table, what `layer` says of each layer, last norm and, if it is not the table, the head."""
+    """Token embedding, the tensors of each layer from `layer`, last norm and, if it is not tied, the LM head."""
     shapes = {f"{table}.weight": (c["vocab_size"], c["hidden_size"])}
     for index in range(c["num_hidden_layers"]):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer(index).items()}
@@ -42,10 +42,10 @@ def attention(
     c: Config, *, bias: bool = False, out_bias: bool = False, joined: str = "", head_norms: bool = False,
     at: str = "self_attn.", out: str = "o_proj",
 ) -> Shapes:  # fmt: skip
-    """Query, key and value, apart or `joined` in one tensor of that name, and the output.
+    """Query, key and value, separate or fused in a tensor `joined`, and the output projection.
 
     Args:
-        head_norms: Queries and keys have a norm a head.
+        head_norms: Whether each head of queries and keys has a norm.
     """
     size = head_size(c)
     q = c["num_attention_heads"] * size
@@ -63,7 +63,7 @@ def mlp(
     c: Config, inner: int | None = None, *, at: str = "mlp.", bias: bool = False, joined: str = "",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Shapes:  # fmt: skip
-    """Gate and up, apart or `joined` in one tensor of that name, and down."""
+    """Gate and up, separate or fused in a tensor `joined`, and down."""
     hidden, inner = c["hidden_size"], inner or c["intermediate_size"]
     gate, up, down = names
     if joined:
@@ -77,7 +77,7 @@ def experts(
     c: Config, count: int, inner: int, *, at: str = "mlp.",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Shapes:  # fmt: skip
-    """The router, and of each expert gate, up and down."""
+    """The router, and gate, up and down of each expert."""
     shapes = linear(at + "gate", count, c["hidden_size"])
     for index in range(count):
         shapes |= mlp(c, inner, at=f"{at}experts.{index}.", names=names)

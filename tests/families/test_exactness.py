@@ -1,4 +1,4 @@
-"""Families of each kind answer the same bytes whatever happens; `families.exactness` asks all of them, more slowly."""
+"""Answers of one model of each kind of family are batch-invariant; `families.exactness` tests all models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def test_answer_survives_a_work_agent_restart(tmp_path: Path) -> None:
-    """Of a model with windows and experts; the others die in the tests above."""
+    """A model with windows and experts; the tests above cover the others."""
     name = "mixtral-window"
     models.write(name, tmp_path)
     write_tokenizer(tmp_path, models.model(name).config["vocab_size"])

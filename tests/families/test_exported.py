@@ -1,4 +1,4 @@
-"""The command that asks every family's exported graphs, without the graphs: what it keeps for a later run."""
+"""The command that compares exported graphs, without the graphs: its results file."""
 
 import pytest
 from families import exported

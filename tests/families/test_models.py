@@ -1,4 +1,4 @@
-"""The models are the same everywhere, and the golden values are theirs."""
+"""The small models are the same on every machine, and match the golden values."""
 
 import importlib
 import json
@@ -91,7 +91,7 @@ def test_configuration_changes_are_written_and_none_removes_a_key(tmp_path):
 
 
 def test_drawn_numbers_are_pinned():
-    """The first ones, should a NumPy ever change what the golden values stand on."""
+    """A change of NumPy's random bits would invalidate the golden values."""
     drawn = bell("a key", (20_000,))
     assert drawn[:3].tolist() == [-1.1217523876411961, 1.4631621827488432, -0.791892064623814]
     assert abs(drawn.mean()) < 0.03

@@ -1,4 +1,4 @@
-"""Every family as it is served, against what its references answer."""
+"""Every family as it is served, compared with its golden values."""
 
 from typing import Any
 
@@ -81,7 +81,7 @@ def test_ascend_graph_equals_the_program_bit_for_bit(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["llama3.1", "qwen2", "qwen2-moe"])
 def test_ascend_w8a8_graph_equals_the_program_bit_for_bit(tmp_path, name):
-    """A head that is the table of embeddings, biases, experts."""
+    """A tied LM head, biases, experts."""
     logits = []
     for kernels in ("program", "primitives"):
         folder = tmp_path / kernels

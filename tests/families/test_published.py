@@ -1,4 +1,4 @@
-"""Our own reading of InternLM2 and Baichuan2 against the Llama of `transformers`, which they are under other names."""
+"""Our implementations of InternLM2 and Baichuan2, compared with equivalent Llama models of `transformers`."""
 
 import json
 
@@ -19,7 +19,7 @@ RENAMED = {
 
 
 def as_llama(name):
-    """The model as a Llama of `transformers`, and its configuration and tensors as published."""
+    """The equivalent Llama of `transformers`, and its configuration and tensors as published."""
     config = models.model(name).config
     tensors = {key: torch.tensor(values) for key, values in models.weights(name).items()}
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
@@ -77,7 +77,7 @@ def test_baichuan_13b_equals_a_llama_with_alibi():
 
 @pytest.mark.parametrize(("heads", "last"), [(8, 2**-8), (32, 2**-8), (40, 2 ** (-15 / 8))])
 def test_alibi_slopes_of_usual_numbers_of_heads(heads, last):
-    """Of 40 heads, 32 take 2^(-k / 4), the others 2^(-1 / 8), 2^(-3 / 8) and so on."""
+    """Of 40 heads, 32 have 2^(-k / 4), the others 2^(-1 / 8), 2^(-3 / 8) and so on."""
     found = published.slopes(heads)
     assert len(found) == heads
     assert found[-1] == pytest.approx(last)

@@ -1,4 +1,4 @@
-"""Golden values against the reference, where torch and transformers are installed; and that faults show in them."""
+"""Golden values equal the reference, where torch and transformers are installed, and change with every fault."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = pytest.mark.parametrize("name", models.names())
 CHANGES = [(name, change) for name in models.names() for change in models.model(name).matters]
 TOLERANCE = 2e-5
-"""Between two machines' float32."""
+"""Difference between the float32 results of two machines."""
 MOVED = 2e-3
 
 
@@ -39,7 +39,7 @@ def test_every_configuration_key_changes_the_golden_values(name, change, tmp_pat
 
 @NAMES
 def test_every_norm_weight_and_bias_changes_the_golden_values(name, tmp_path):
-    """Each set to what leaves values as they are."""
+    """Each is set to the value that has no effect."""
     model, found = models.model(name), reference(name, tmp_path)
     vectors = found.vectors()
     assert vectors
@@ -58,7 +58,7 @@ def test_context_length_changes_the_golden_values(name, tmp_path):
 
 
 def moved(name, found):
-    """Largest difference between golden values and what `found` says."""
+    """Largest difference between golden values and the logits of `found`."""
     prompts = models.golden(name).prompts.values()
     return max(
         float(np.abs(found.logits(prompt.token_ids.tolist())[prompt.positions] - prompt.logits).max())

@@ -1,4 +1,4 @@
-"""A hub on loopback, caches of the test's own, and nothing of the machine's environment."""
+"""A fake hub on loopback, empty caches, and no variables of the machine's environment."""
 
 import json
 
@@ -27,7 +27,7 @@ def caches(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hub(caches, monkeypatch):
-    """One that has `Tiny/Llama`."""
+    """A hub that has `Tiny/Llama`."""
     with running_hub() as server:
         server.models["Tiny/Llama"] = StoredModel(tiny_files())
         for name in ("HF_ENDPOINT", "MODELSCOPE_ENDPOINT"):
@@ -36,7 +36,7 @@ def hub(caches, monkeypatch):
 
 
 def tiny_files(**changes: object) -> dict[str, bytes]:
-    """Some of a model is wanted; the rest is what repositories have besides."""
+    """Files of a model; some are wanted, the others are what repositories also contain."""
     return {
         "README.md": b"# Tiny",
         "config.json": json.dumps(CONFIG | changes).encode(),
@@ -51,7 +51,7 @@ def tiny_files(**changes: object) -> dict[str, bytes]:
 
 
 def _tokenizer() -> bytes:
-    """One that can be read."""
+    """A valid tokenizer."""
     tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer.decoder = decoders.Fuse()
     return tokenizer.to_str().encode()

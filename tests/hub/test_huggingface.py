@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: what is downloaded, gone on with, refused, and what an operator is told."""
+"""Models of the Hugging Face hub: downloads, resumption, refusals and errors."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Models of ModelScope: its own cache and its older layouts, downloads, and words for the operator."""
+"""Models of ModelScope: its cache, older cache layouts, downloads and errors."""
 
 import pytest
 from llm_serving import hub as hub_package

@@ -1,4 +1,4 @@
-"""What is a name, what is a path: an existing path always wins, and a folder is served without any network."""
+"""Names and paths of models: an existing path takes precedence, and a folder is served without network access."""
 
 import socket
 from pathlib import Path

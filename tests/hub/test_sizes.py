@@ -1,4 +1,4 @@
-"""What a model takes is told before a byte of its weights is asked for; what does not fit is not downloaded."""
+"""The memory of a model is reported before its weights are requested; a model that does not fit is not downloaded."""
 
 import dataclasses
 import sys
@@ -21,13 +21,13 @@ from .conftest import weight_requests
 
 @pytest.fixture(autouse=True)
 def free_memory(monkeypatch):
-    """As much at any look, whatever else runs on the machine."""
+    """The same free memory at each query, whatever else runs on the machine."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=8 * 10**9))
 
 
 @pytest.fixture
 def served(monkeypatch):
-    """Configurations that reached `master.run`, with the weights that were there then."""
+    """Configurations that reached `master.run`, with the weight files that existed then."""
     configs = []
     master = types.ModuleType("llm_serving.master")
     master.run = lambda config: configs.append((config, list(config.model.model_path.glob("*.safetensors")))) or 0

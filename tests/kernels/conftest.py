@@ -14,6 +14,6 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(params=isas_of_qvalues())
 def isa_of_codes(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every one that multiplies codes in a way of its own."""
+    """Every instruction set with its own products of qvalues."""
     with library.use_isa(request.param):
         yield request.param

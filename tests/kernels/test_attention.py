@@ -75,7 +75,7 @@ def test_attention_bits_are_independent_of_chunking(isa: str, dtype: str) -> Non
     q, k, v = (rows(rng, length, width, dtype) for width in widths.values())
 
     def computed(blocks: list[int], cuts: list[int], threads: int, noise: float) -> Array:
-        """The request in chunks that end at `cuts`, in a cache of old content, beside another request."""
+        """The request in chunks that end at `cuts`, in a cache with old content, beside another request."""
         cache = Cache(dtype)
         for tensor in (cache.key, cache.value):
             tensor.array[...] = typed(np.full(tensor.array.shape, noise), dtype).array

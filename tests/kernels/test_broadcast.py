@@ -1,4 +1,4 @@
-"""AddExt, Add, Mul, Greater, SiLU and Sigmoid: whatever MindSpore would compute by operators of these names."""
+"""AddExt, Add, Mul, Greater, SiLU and Sigmoid for all inputs that MindSpore supports."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Cast: whatever MindSpore would make of numbers by an operator of that name."""
+"""Cast for all types that MindSpore supports."""
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ def test_cast_refuses_unknown_types() -> None:
 
 
 def nearest(value: float, dtype: str) -> int:
-    """The integer of a type that a float becomes."""
+    """The integer that a float is cast to."""
     ends = np.iinfo(dtype)
     if np.isnan(value):
         return 0
@@ -68,7 +68,7 @@ def nearest(value: float, dtype: str) -> int:
 @pytest.mark.parametrize("source", [*FLOAT_TYPES, "float64"])
 @pytest.mark.parametrize("target", [name for name in PLAIN if "int" in name])
 def test_cast_saturates_floats_beyond_the_integer_range(source: str, target: str) -> None:
-    """Wherever they lie: what a loop of instructions leaves over is converted by others."""
+    """At every position: the remainder of a vectorised loop uses other instructions."""
     powers = [2.0**exponent for exponent in (7, 8, 15, 16, 31, 32, 63, 64, 100)]
     values = [np.nan, np.inf, 0.5, 1.0, 1.5, 126.75, 3e38, *powers, *(power * (1 - 2**-8) for power in powers)]
     numbers = np.array([sign * value for value in values for sign in (1, -1)] * 3)

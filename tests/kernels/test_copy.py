@@ -55,7 +55,7 @@ MASKS = ("begin", "end", "ellipsis", "new", "shrink")
 
 
 def sliced(x: Typed, shape: tuple[int, ...], *ranges: object, **masks: int) -> Typed:
-    """`ranges` are begin, end and strides; a mask has a bit for each of their numbers."""
+    """`ranges` are begin, end and strides; a mask has a bit for each entry."""
     y = empty(shape, x.dtype)
     given = [scalar(masks.get(name, 0), "int64") for name in MASKS]
     call("StridedSlice", x, *(integers(each, "int64") for each in ranges), *given, y)

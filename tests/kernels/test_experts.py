@@ -1,4 +1,4 @@
-"""Operators of experts against NumPy, bit by bit where it can be: choosing, sorting, multiplying and adding up."""
+"""Operators of experts compared with NumPy, bit by bit where possible: routing, sorting, products and sums."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ ROWS = (1, 5, 40)
 
 
 def chosen_by(rng: np.random.Generator, rows: int, k: int) -> Array:
-    """[rows, k], no expert twice in a row; the last expert is never chosen."""
+    """[rows, k], distinct experts in each row; the last expert is never chosen."""
     return np.argsort(rng.random((rows, EXPERTS - 1)), axis=1)[:, :k].astype(np.int32)
 
 
@@ -97,7 +97,7 @@ def test_expert_rows_equal_the_full_product_bit_for_bit(isa: str, dtype: str, is
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("size", [HIDDEN, 2311])
 def test_expert_sums_of_quantized_values_are_integers(isa: str, size: int, is_packed: bool) -> None:
-    """The longer ones are more than float32 tells apart."""
+    """The longer sums exceed the integers that float32 represents."""
     rng = np.random.default_rng(10)
     qvalues = rng.integers(100, 128, (EXPERTS, INNER, size)).astype(np.int8)
     counts = np.array([3, 0, 1, 9, 2, 0, 0])
@@ -134,7 +134,7 @@ def test_expert_results_are_summed_in_expert_order(isa: str, dtype: str) -> None
 
 
 def in_order(places: Array, shares: Array) -> tuple[Array, Array]:
-    """Places [k, rows] and their shares, as they lie behind one another."""
+    """Indices [k, rows] and their weights, in order."""
     order = np.argsort(places, axis=1)
     return np.take_along_axis(places, order, 1).T, np.take_along_axis(shares, order, 1).T
 

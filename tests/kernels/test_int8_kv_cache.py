@@ -1,4 +1,5 @@
-"""Keys and values in 8 bits: stored as the twin says, attended to as what they stand for, the same bits in any way."""
+"""The int8 KV cache: stored values equal NumPy's, attention equals that of the dequantized cache, bits are
+invariant."""
 
 import functools
 import itertools
@@ -58,7 +59,7 @@ def random(count: int, num_heads: int, head_dim: int, dtype: str, seed: int = 1)
 
 
 def step_of(table: list[int], first: int, last: int, **changes: Any) -> Step:
-    """Tokens of one request, each a row of the table, of which the cache has those before `first`."""
+    """Tokens of one request, each a row of the table; the cache has those before `first`."""
     tokens = list(range(first, last))
     slots = [table[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in tokens]
     step = Step(tokens, [0] * len(tokens), slots, [table], [last - first], [last], list(range(last - first)))
@@ -75,7 +76,7 @@ COUNT = 150
 
 
 def content(cache: Typed, *, keys: bool) -> tuple[Array, Array]:
-    """Codes [slots, heads, D] and scales [slots, heads] of a cache, as csrc/kv_layout.h orders them."""
+    """Qvalues [slots, heads, D] and scales [slots, heads] of a cache, in the order of csrc/kv_layout.h."""
     blocks, block_size, heads, width = cache.array.shape
     dim, groups = width - INT8_SCALE_BYTES, block_size // GROUP
     memory = cache.array.reshape(blocks, heads, groups, GROUP * width)
@@ -134,7 +135,7 @@ def test_int8_kv_cache_attention_equals_the_dequantized_reference(
 
 @functools.cache  # for all instruction sets
 def expected_attention(dtype: str, num_heads: int, head_dim: int, kind: str) -> tuple[Array, Array]:
-    """To what the codes stand for, and how far a result may be from it."""
+    """Attention to the dequantized values, and the largest error of a result."""
     options = KINDS[kind]
     q, k, v = parts(random(COUNT, num_heads, head_dim, dtype), num_heads, head_dim)
     q = int8_kv_cache.restored(q.astype(np.float32), num_heads)

@@ -29,7 +29,7 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def sum_bound(isa: str, x: Typed, weight: Typed) -> np.ndarray:
-    """How far the sums of an instruction set may be from the exact ones."""
+    """Largest difference of an instruction set's sums from the exact ones."""
     if isa == FIXED_POINT_ISA and x.dtype == "bfloat16":
         return fixed_point_bound(x, weight)
     return float32_sum_bound(x, weight)

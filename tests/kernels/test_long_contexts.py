@@ -1,4 +1,4 @@
-"""Contexts of several segments, whose sums threads may share: the same bits whoever computes which."""
+"""Contexts of several segments, which threads may share: bits are independent of the threads."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ NUM_HEADS, HEAD_DIM = 2, 16
 
 
 def long_cache(dtype: str) -> Cache:
-    """One head of keys, so that a decoded row is one tile; another request in the blocks behind."""
+    """One KV head, so that a decoded row is one tile; the blocks behind belong to another request."""
     cache = Cache(dtype, num_blocks=160, num_kv_heads=1, head_dim=HEAD_DIM)
     rng = np.random.default_rng(1)
     filled(rng, cache, BLOCKS, LENGTH)
@@ -25,7 +25,7 @@ def cache(request: pytest.FixtureRequest) -> Cache:
 
 
 def test_long_context_bits_are_independent_of_threads(isa: str, cache: Cache) -> None:
-    """Rows on both sides of the borders of segments: as one prompt, and each alone, beside another and in a company."""
+    """Rows on both sides of segment borders: as one prompt, and each alone, beside another and in a batch."""
     counts = {1030: 12, LENGTH: 60}
     q = rows(np.random.default_rng(2), 61, NUM_HEADS * HEAD_DIM, cache.dtype)
     for end, count in counts.items():
@@ -66,7 +66,7 @@ def test_long_context_equals_the_reference_up_to_rounding(isa: str, cache: Cache
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("decisive", [3, 1023, 1024, 1500, 2047, 2048, 2099])
 def test_long_context_with_one_dominant_key_at_any_position(isa: str, threads: int, decisive: int) -> None:
-    """Segments before it lose all weight, and those behind it add none; a segment of nothing but -inf is no number."""
+    """Segments before it lose all weight, and those behind it add none; a segment of only -inf would give NaN."""
     cache = Cache("float32", num_blocks=132, num_kv_heads=1, head_dim=16)
     k, v = np.zeros((LENGTH, 16)), np.random.default_rng(5).standard_normal((LENGTH, 16))
     k[:, 0] = -np.inf

@@ -1,4 +1,4 @@
-"""Attention sees what its mask says, in PagedAttention and in FlashAttentionScore, causal or not."""
+"""Attention follows its mask, in PagedAttention and in FlashAttentionScore, causal or not."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ TH = 5
 
 
 def tile(dtype: str, kept: Array) -> Typed:
-    """A mask of FlashAttentionScore, set where nothing is seen: 1 in bfloat16, -10,000 in other types."""
+    """A mask of FlashAttentionScore, set for hidden keys: 1 in bfloat16, -10,000 in other types."""
     return typed(np.where(kept, 0.0, 1.0 if dtype == "bfloat16" else MASKED), dtype)
 
 

@@ -1,4 +1,4 @@
-"""A Llama by the operator `program`: the bits of the operators it stands for."""
+"""A Llama computed by the operator `program`, bit-identical to the separate operators."""
 
 from dataclasses import replace
 

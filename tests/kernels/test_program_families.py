@@ -1,4 +1,4 @@
-"""What families are made of, by the operator `program`, beside the NumPy twin of the description."""
+"""Features of families in the operator `program`, compared with the NumPy reference of the description."""
 
 import functools
 import itertools
@@ -22,7 +22,7 @@ from support.program_calls import BLOCK_SIZE, Blocks, Runnable, create_caches, r
 
 PROMPT = 150
 ERROR = 1e-4
-"""Of logits about 1 in size: what sums of float32 in another order come to, many times over."""
+"""Bound for logits of magnitude 1, far above the effect of another order of float32 sums."""
 
 
 @functools.cache
@@ -59,7 +59,7 @@ def step_of(tokens: list[int], table: list[int], first: int, last: int) -> Step:
 
 
 def together(*steps: Step) -> Step:
-    """Steps of one request each as one step."""
+    """Steps of one request each, combined to one step."""
     starts = np.cumsum([0, *(len(step.token_ids) for step in steps)]).tolist()
     joined = {
         name: [each for step in steps for each in getattr(step, name)]
@@ -70,7 +70,7 @@ def together(*steps: Step) -> Step:
 
 
 def in_parts(runnable: Runnable, tokens: list[int], table: list[int], ends: list[int]) -> tuple[Array, list[Blocks]]:
-    """Bits of all logits of a prompt that is computed up to each end in turn."""
+    """Bits of all logits of a prompt that is computed in chunks with these ends."""
     caches = create_caches(runnable)
     parts = [
         run(runnable, step_of(tokens, table, first, last), caches).bits

@@ -1,4 +1,4 @@
-"""Operations of `program` by themselves: a table holds the input, and the unit matrix is the head."""
+"""Single operations of `program`: the embedding table holds the input, and the LM head is the identity."""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Body = Callable[[Network, Value], Value]
 
 
 def program_with(x: Typed, width: int, body: Body, arrays: dict[str, Any] | None = None) -> Runnable:
-    """A program whose result is body(x), in columns of `width`; values of weights by the first of their names."""
+    """A program whose result is body(x), in columns of `width`; weights have the values of their first name."""
     net = Network(x.array.shape[1], len(x.array), 1e-5)
     y = body(net, net.embedding("x"))
     net.lm_head(y, "one")
@@ -146,7 +146,7 @@ def test_program_attention_with_window_cap_and_alibi(isa: str, dtype: str, head_
 
 @functools.cache  # for all instruction sets
 def expected_attention(dtype: str, head_dim: int, kind: str) -> tuple[Array, Array]:
-    """Of random rows, and how far a result may be from it."""
+    """Reference attention of random rows, and the largest error of a result."""
     options = ATTENTION[kind]
     x = random(COUNT, 8 * head_dim, dtype).values.astype(np.float64)
     q, k, v = np.split(x, [4 * head_dim, 6 * head_dim], axis=1)
@@ -183,7 +183,8 @@ def test_program_ignores_tokens_before_the_window(isa: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("window", [100, 1100])
 def test_program_window_across_attention_segments(isa: str, window: int) -> None:
-    """Rows whose window begins before, at and behind position 1,024; blocks behind all windows may hold anything."""
+    """Rows whose window begins before, at and behind position 1,024; blocks before all windows have arbitrary
+    content."""
     head_dim, count, context = 16, 60, 1170
     x = random(context, 8 * head_dim, "float32")
     table = list(range(74))
@@ -215,7 +216,7 @@ ROUTING = [
 @pytest.mark.parametrize("options", ROUTING)
 @pytest.mark.parametrize("ties", [False, True])
 def test_program_routes_rows_to_top_k_experts(isa: str, options: dict[str, Any], ties: bool) -> None:
-    """Expert e makes one of column e alone: what a row becomes tells its shares."""
+    """Expert e uses column e only, so a row's result shows its expert weights."""
     count, num_experts, top_k = 50, 16, 3
     options = dict(options)
     rng = np.random.default_rng(5)
@@ -253,7 +254,7 @@ def test_program_routes_rows_to_top_k_experts(isa: str, options: dict[str, Any],
 
 
 def experts_of(dtype: str, x: Typed, unread: int | None = None) -> Runnable:
-    """Seven experts of which rows choose two; one may be nothing but NaN, and never chosen."""
+    """Seven experts of which rows choose two; one may consist of NaN and is never chosen."""
     rng = np.random.default_rng(6)
     hidden, inner, count = x.array.shape[1], 48, 7
     gate_up = rng.standard_normal((count, 2 * inner, hidden)) / np.sqrt(hidden)

@@ -1,4 +1,4 @@
-"""What the operator `program` refuses: no integers make it fail otherwise."""
+"""Invalid parameters of the operator `program` are refused; no integers make it crash."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,7 +18,7 @@ from support.network_reference import parameters as weights_of
 from support.program_calls import Runnable, create_caches, llama_of, parameters, runnable_of, status_of_program
 
 Change = Callable[[Program], dict[str, Typed]]
-"""Makes other parameters of a program."""
+"""Changes parameters of a program."""
 STEP = Step([5, 69], [0, 1], [0, 1], [[0]], [2], [2], [1])
 
 
@@ -28,7 +28,7 @@ def llama() -> tuple[Runnable, list[Cache]]:
 
 
 def refusal(of_table: Mapping[tuple[int, int], int] = {}, **changes: Typed) -> str:
-    """What `program` says of parameters of which some are changed; it must have written nothing."""
+    """Return the error of `program` for changed parameters; it must have written nothing."""
     runnable, caches = llama()
     given = parameters(runnable, STEP, caches) | changes
     before = given["result"].bits.copy()

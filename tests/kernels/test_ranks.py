@@ -1,4 +1,4 @@
-"""Sums over ranks: here threads, each with its own way into the memory; between processes it is the same memory."""
+"""Sums over ranks. The ranks are threads here, each with its own mapping of the memory that processes share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def random(count: int, width: int, dtype: str, seed: int = 1) -> Typed:
 
 @pytest.fixture
 def memory() -> Iterator[Callable[[int], int]]:
-    """Makes the memory of so many ranks."""
+    """Create the memory of so many ranks."""
     made: list[int] = []
 
     def create(count: int) -> int:
@@ -41,7 +41,7 @@ def memory() -> Iterator[Callable[[int], int]]:
 
 
 def together(fd: int, count: int, body: Callable[[Ranks], Any]) -> list[Any]:
-    """What each rank makes of it, in a thread of its own."""
+    """Run each rank in a thread of its own and return their results."""
 
     def one(rank: int) -> Any:
         ranks = Ranks(fd, rank, count, 60)

@@ -1,4 +1,4 @@
-"""The twins against numbers one can work out by hand."""
+"""The NumPy references, compared with results computed by hand."""
 
 import numpy as np
 from llm_serving.kernels import reference

@@ -22,7 +22,7 @@ CHUNK = 1 << 20
 
 @contextmanager
 def no_more_memory_than(num_bytes: int) -> Iterator[None]:
-    """Beside what the process has."""
+    """In addition to the memory that the process has."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + num_bytes, limits[1]))
     try:
@@ -102,7 +102,7 @@ def test_out_of_memory_fails_one_call_only() -> None:
 
 
 def test_out_of_memory_in_a_pool_thread_fails_one_call_only() -> None:
-    """Heads so long that nothing could hold one: each item of the loop asks for memory first."""
+    """Heads longer than any memory: each item of the loop first requests memory."""
     dim, batch = 2**43, 5
     cache, q = [1, 16, 1, dim], [batch, dim]
     one = np.zeros(4096, np.uint8)
@@ -124,7 +124,7 @@ def test_out_of_memory_in_a_pool_thread_fails_one_call_only() -> None:
 
 
 def test_out_of_memory_while_packing_is_reported() -> None:
-    """Rows so long that nothing could hold a panel of them."""
+    """Rows so long that no memory could hold a panel of them."""
     one, columns = np.zeros(64, np.uint8).ctypes.data, 2**44
     status = library.load().llm_pack_qvalues(1, 8, one, one, None, columns, one, b"float32", 1, columns, 1)
     with pytest.raises(KernelError, match="llm_pack_qvalues: there is no memory for what it computes on its way"):

@@ -1,4 +1,4 @@
-"""Products of 8-bit weights with rows brought to 8 bits: the bits of the twin, on every instruction set."""
+"""W8A8 products: bit-identical to NumPy on every instruction set."""
 
 import functools
 from collections.abc import Callable
@@ -30,7 +30,7 @@ SHAPES = [(1, 16, 32), (1, 1, 1), (2, 64, 300), (3, 50, 65), (5, 33, 18), (7, 20
 BATCHES = (1, 2, 6, 7, 18, 19, 64, 128, 300)
 MOST_INPUTS = 65536
 MOST_EMULATED = 50_000
-"""Weights of one shape that large batches meet where instructions are loops."""
+"""Weights of one shape that large batches use on instruction sets with vector loops."""
 
 
 def normal(rng: np.random.Generator, *shape: int) -> Array:
@@ -42,7 +42,7 @@ def random_weight(rng: np.random.Generator, n: int, k: int) -> tuple[Array, Arra
 
 
 def signed_scales(rng: np.random.Generator, *shape: int) -> Array:
-    """Files have some below zero and, for rows of nothing, of 0."""
+    """Files have some negative scales, and scales of 0 for rows of zeros."""
     return normal(rng, *shape) * (rng.random(shape, np.float32) > 0.05)
 
 
@@ -51,7 +51,7 @@ def with_zero_rows(rng: np.random.Generator, m: int, k: int) -> Array:
 
 
 def halves(rng: np.random.Generator, m: int, k: int) -> Array:
-    """The largest is 127, so that codes are the numbers, and half of them lie between two."""
+    """The largest is 127, so that qvalues equal the numbers, and half of the numbers are between two integers."""
     values = rng.integers(-126, 126, (m, k)) + np.float32(0.5)
     values[:, 0] = 127
     return values
@@ -79,7 +79,7 @@ def test_w8a8_bits_equal_numpy(isa_of_codes: str, kind: str, dtype: str) -> None
 
 @functools.cache  # for all instruction sets
 def products(kind: str, dtype: str) -> list[tuple[Typed, Array, Array, Array]]:
-    """Rows, codes and scales of each shape, and the bits that the twin makes of them."""
+    """Rows, qvalues and scales of each shape, and the bits of NumPy's results."""
     rng = np.random.default_rng(1)
     found = []
     for m, n, k in SHAPES:
@@ -151,7 +151,7 @@ def test_w8a8_row_with_infinity_or_nan_becomes_nan(isa_of_codes: str, value: flo
 
 
 def test_w8a8_product_equals_the_reference_up_to_half_a_step(isa_of_codes: str) -> None:
-    """Weights are off by half their scale, rows by half of theirs, and both by a little for the rounding of scales."""
+    """Weights have errors of half their scale, rows of half theirs, and both a little for the rounding of scales."""
     rng = np.random.default_rng(3)
     for m, n, k in SHAPES:
         x, weight = typed(normal(rng, m, k), "bfloat16"), normal(rng, n, k)

@@ -1,4 +1,4 @@
-"""Products of rows with weights of 8 and 4 bits that are widened to elements of the rows' type."""
+"""Products of rows with 8-bit and 4-bit weights that are widened to the element type of the rows."""
 
 import numpy as np
 import pytest
@@ -72,7 +72,7 @@ def test_weight_only_product_equals_the_reference_up_to_rounding(isa: str, kind:
 def test_weight_only_product_of_small_integers_is_exact(
     m: int, n: int, k: int, bits: int, group: int | None, dtype: str, isa: str, seed: int
 ) -> None:
-    """Whatever the last group is cut to."""
+    """For any length of the last group."""
     rng = np.random.default_rng(seed)
     groups = 1 if group is None else -(-k // group)
     qvalues = rng.integers(0, 16, (n, k), np.uint8) if bits == 4 else rng.integers(-128, 128, (n, k), np.int8)

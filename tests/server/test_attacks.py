@@ -1,4 +1,4 @@
-"""Bodies that were made to hurt: each is refused with a short error that names the field, and nothing runs."""
+"""Malicious bodies: each is refused with a short error that names the field, and nothing runs."""
 
 from __future__ import annotations
 

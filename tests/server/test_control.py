@@ -1,4 +1,4 @@
-"""Ending requests by their id, through the whole master: who may, what their clients see, what is left behind."""
+"""Cancelling requests by their id, through the whole master: permissions, client responses and cleanup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routes that tell where time went: who may see what, ids as clients know them, the notes of each HTTP request."""
+"""Routes that explain times: permissions, the ids of clients, and the timings of each HTTP request."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_timeline_can_be_limited():
 
 
 def test_lookups_use_one_thread():
-    """Each that works takes its share of Python's lock, and the engines need it."""
+    """Each lookup holds Python's lock, which the engines need."""
     threads = set()
 
     class Engine(FakeEngine):
@@ -123,7 +123,7 @@ def test_lookup_is_skipped_for_a_disconnected_client(path, monkeypatch):
     given = []
 
     class Occupied:
-        """Never comes to a piece of work."""
+        """Never runs a job."""
 
         def submit(self, owner, work):
             given.append(Future())

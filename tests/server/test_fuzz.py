@@ -1,4 +1,4 @@
-"""Whatever JSON arrives, no route fails by itself."""
+"""No route fails with an internal error for any JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What real clients sent (`scripts/acceptance.sh --golden`) is answered as it was then, with the same status."""
+"""Recorded requests of real clients (`scripts/acceptance.sh --golden`) get the recorded responses and status."""
 
 from __future__ import annotations
 

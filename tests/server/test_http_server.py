@@ -1,4 +1,4 @@
-"""A real server on a real port: clients of others, signals, the port."""
+"""A real server on a real port: third-party clients, signals, the port."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_ipv6_address_is_logged_in_brackets(caplog):
 
 @pytest.fixture(scope="module")
 def openai():
-    """Imported late: it takes a while, and each process collects all tests."""
+    """Imported late, because it is slow and each process collects all tests."""
     import openai
 
     return openai
@@ -191,7 +191,7 @@ class TestBind:
 
 @contextmanager
 def server_process(*arguments):
-    """A server whose streams wait after the first piece until a line comes on its standard input."""
+    """A server whose streams stop after the first piece until a line arrives on its standard input."""
     path = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE, *arguments],
@@ -273,7 +273,7 @@ def test_second_signal_aborts_requests_and_stops_the_engine():
 
 
 def test_socket_send_buffer_is_small():
-    """Of a connection within a machine it would take 2.5 MB."""
+    """By default a connection within a machine would buffer 2.5 MB."""
     with bind("127.0.0.1", 0) as listener, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(listener.getsockname())

@@ -1,4 +1,4 @@
-"""GET /v1/live through the whole master: what its stream is like, who sees what, and that it ends."""
+"""GET /v1/live through the whole master: the stream, its visibility, and its end."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LONG = {"prompt": list(range(5, 25)), "max_tokens": 400, "temperature": 0, "igno
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No engine counts as silent because its thread has to wait for a core."""
+    """No engine counts as silent because its thread waits for a core."""
     monkeypatch.setattr(live, "TIMEOUT_S", 60.0)
 
 
 class Watcher(RawClient):
-    """Reads events as they come, and leaves."""
+    """Reads events as they arrive, and disconnects."""
 
     def __init__(self, app: Any, key: str = "", method: str = "GET") -> None:
         super().__init__(FakeEngine(), "/v1/live", {})
@@ -40,14 +40,14 @@ class Watcher(RawClient):
         self.task = asyncio.create_task(self.run())
 
     async def events(self, count: int) -> list[tuple[str, Any]]:
-        """The first so many."""
+        """Return the first events."""
         async with asyncio.timeout(30):
             while len(self._read()) < count and not self.task.done():
                 await asyncio.sleep(0.001)  # a loop that never rests starves the thread of the engine
         return self._read()[:count]
 
     async def picture(self, holds: Any) -> dict[str, Any]:
-        """The first from here on for which something holds, with rows by names."""
+        """Return the next snapshot that meets a condition, with rows by names."""
         while True:
             found = await self.events(self._next + 1)
             assert len(found) == self._next + 1, self.messages

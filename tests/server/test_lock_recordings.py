@@ -1,4 +1,4 @@
-"""A folder of recordings is one server's at a time."""
+"""A folder of recordings belongs to one server at a time."""
 
 from __future__ import annotations
 

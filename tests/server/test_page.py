@@ -1,4 +1,4 @@
-"""The page at /ui: who gets it, with which headers, that nothing of it comes from elsewhere or makes code of text."""
+"""The page at /ui: access, headers, no external resources, and no text that becomes code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a recording: one file, whose policy allows its own code and style alone, and in which texts are data."""
+"""The page of a recording: one file whose policy allows its own code and style only, with texts as data."""
 
 from __future__ import annotations
 

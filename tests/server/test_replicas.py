@@ -1,4 +1,4 @@
-"""What operators do to replicas, over HTTP."""
+"""Replica routes over HTTP."""
 
 from __future__ import annotations
 

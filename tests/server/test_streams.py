@@ -1,4 +1,4 @@
-"""Streams that go on after a lost connection, or after a restart of the server."""
+"""Streams that resume after a lost connection, or after a restart of the server."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_stream_of_another_model_or_configuration_is_not_resumed():
 
 
 def test_stream_resume_while_loading_gets_retry_after():
-    """Not that its stream is gone, which would be for ever."""
+    """A 410 would tell the client that the stream is lost for ever."""
 
     async def run():
         gated = server()

@@ -1,4 +1,4 @@
-"""What is kept of several tenants, and whose oldest makes room."""
+"""Stores shared by several tenants, and evictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose word counts of which client asks, and over what."""
+"""Client address and scheme behind trusted proxies."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CLAIMED = "203.0.113.9"
 
 
 async def tell_client(scope, receive, send):
-    """Answers with what it was told of who asks."""
+    """Respond with the client address and scheme of the request."""
     text = f"{scope['client'][0]} {scope['scheme']}".encode()
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(text))]})
     await send({"type": "http.response.body", "body": text, "more_body": False})
 
 
 def client_told(limits, source, *claims, host="127.0.0.1"):
-    """Whom a server takes the client for that asks from an address of this machine, and its scheme."""
+    """Return the client that a server sees for a request from an address of this machine, and its scheme."""
 
     async def ask():
         with bind(host, 0) as listener:
@@ -64,7 +64,7 @@ def test_client_address_comes_from_a_trusted_proxy(proxies, source, claims, clie
 
 
 def test_ipv4_mapped_proxy_address_is_trusted():
-    """There its address is written as one of IPv6."""
+    """Such a socket has the address in IPv6 form."""
     assert client_told(ServerConfig(), "127.0.0.1", CLAIMED, host="::") == (CLAIMED, "https")
 
 

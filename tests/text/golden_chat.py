@@ -1,6 +1,6 @@
-"""Writes what the transformers library makes of the chat cases: `python golden_chat.py` where it is installed.
+"""Writes the prompts of the transformers library for the chat cases: `python golden_chat.py` where it is installed.
 
-The templates are of the same constructs as those of published families, the conversations of what clients send.
+The templates use the constructs of published families, and the conversations are like those of clients.
 """
 
 from __future__ import annotations

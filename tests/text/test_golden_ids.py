@@ -1,4 +1,4 @@
-"""Ids of an awkward corpus are those of the reference libraries; `golden_ids.py` writes the files and the ids."""
+"""Token ids of an awkward corpus equal those of the reference libraries; `golden_ids.py` writes files and ids."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_glm4_prefix_tokens_may_be_beyond_the_file():
 
 @pytest.fixture
 def pairs(tmp_path):
-    """A folder in the older form: a vocabulary, its merges and nothing else of a tokenizer.json."""
+    """A folder in the older form: vocabulary and merges, without a tokenizer.json."""
     source = FOLDER / "json_qwen2"
     model = json.loads((source / "tokenizer.json").read_text("utf-8"))["model"]
     merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]

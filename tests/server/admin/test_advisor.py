@@ -1,4 +1,4 @@
-"""Advice over HTTP: a process beside, one at a time; nothing of it can harm the server."""
+"""Advice over HTTP: one separate process at a time, which cannot harm the server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ADVISE = Advisor.advise
 
 
 def _comes(descriptor: int) -> bool:
-    """Whether there is something to read in time; the number may be one that `select` does not take."""
+    """Whether there is data to read in time; the descriptor may be one that `select` does not support."""
     watch = select.poll()
     watch.register(descriptor, select.POLLIN)
     return bool(watch.poll(1000 * TIMEOUT_S))

@@ -1,4 +1,6 @@
-"""Who watches gets pictures: taken once for all, only while somebody watches, and as seldom as they are dear."""
+"""The live feed: snapshots are taken once for all viewers, only while there are viewers, and less often if they cost
+more.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from support.factories import create_request, create_scheduler, run_step
 
 
 class Clock:
-    """Moves when it is told to."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -26,7 +28,7 @@ class Clock:
 
 
 class Engines:
-    """One, of which each look takes `cpu_s`."""
+    """An engine whose snapshots take `cpu_s`."""
 
     def __init__(self) -> None:
         self.scheduler = create_scheduler()
@@ -40,7 +42,7 @@ class Engines:
 
 
 class Pauses:
-    """Each lasts until it is let pass."""
+    """Pauses that last until a test ends them."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -52,7 +54,7 @@ class Pauses:
         await self._passed.wait()
 
     async def next(self) -> float:
-        """Lets one pass; how long the one after it is to be."""
+        """End one pause and return the length of the next."""
         count = len(self.seconds)
         self._passed.set()
         return await self.reach(count + 1)

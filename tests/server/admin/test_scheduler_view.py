@@ -1,4 +1,4 @@
-"""GET /v1/scheduler: who holds slots and blocks, who waits, and what of it other tenants learn."""
+"""GET /v1/scheduler: slots, blocks and queues, and what other tenants see of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 async def ask(server, client, **headers):
-    """The answer between two steps: the engine is busy with one until its gate opens."""
+    """Return the response between two steps: the engine is busy with one until its gate opens."""
     asking = asyncio.create_task(client.get("/v1/scheduler", headers=headers))
     await server.reach(lambda: bool(server.replica._inbox.messages))
     server.runner.gate.set()
@@ -37,7 +37,7 @@ async def ask(server, client, **headers):
 
 
 async def load(server, client, names, *, with_keys):
-    """One long request each, of which the first runs."""
+    """One long request each; the first runs."""
     server.runner.gate.clear()
     tasks = []
     for number, name in enumerate(names):

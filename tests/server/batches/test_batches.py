@@ -1,4 +1,4 @@
-"""A batch from its beginning to its end: what is kept is answered once, whatever ends in between."""
+"""Batches: each stored line is answered once, whatever ends in between."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_batch_waiting_for_the_store_is_cancelled_at_once(tmp_path, monkeypatch)
 
 
 async def all_ended(site, batch_ids):
-    """How the batches end."""
+    """Return the final states of the batches."""
     shown = [await site.show(each) for each in batch_ids]
     while any(each["status"] in ("validating", "in_progress", "cancelling") for each in shown):
         await asyncio.sleep(0)
@@ -205,7 +205,7 @@ def test_unfinished_batch_expires(tmp_path, monkeypatch):
 
 
 def _fill(store, num_pages=0):
-    """As if the disk had so many pages more than are used; all it wants with a negative number."""
+    """Limit the database to so many more pages than it uses; a negative number removes the limit."""
     used = store._db.execute("PRAGMA page_count").fetchone()[0]
     store._db.execute(f"PRAGMA max_page_count = {used + num_pages if num_pages >= 0 else 2**30}")
 

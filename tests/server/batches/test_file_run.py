@@ -1,4 +1,4 @@
-"""One file of requests answered into another, without a server."""
+"""Offline answers to one file of requests."""
 
 from __future__ import annotations
 

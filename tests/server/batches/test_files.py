@@ -1,4 +1,4 @@
-"""Files: how they come, how much room they have, and what is told of them."""
+"""Files: uploads, limits and descriptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines of a batch: what is one, and how each is asked for, again where it must be."""
+"""Lines of a batch: validation, requests and retries."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_batch_accepts_the_deepest_readable_line(tmp_path):
     ],
 )
 def test_batch_refuses_costly_lines_before_parsing(prompt, what):
-    """While one is read nothing else is, and a file has thousands of them."""
+    """A file has thousands of lines, and parsing one blocks all other work."""
     text = b'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": %s}}' % prompt
     [fault] = module.check_lines([text], "/v1/completions")
     assert fault.message.startswith("the line must hold")
@@ -105,7 +105,7 @@ def test_batch_refuses_costly_lines_before_parsing(prompt, what):
 
 
 def test_batch_reads_line_bodies_on_demand(tmp_path):
-    """Of a batch there are as many lines under way as requests run at once, and each may have megabytes."""
+    """A batch has as many lines in progress as requests run at once, and each may have megabytes."""
     asked, may_answer = [], asyncio.Event()
 
     async def ask(url, body, tenant):
@@ -203,7 +203,7 @@ def test_batch_line_is_retried_while_the_queue_is_full(tmp_path, monkeypatch):
     "refusal", [TooLateError("the first token is expected in 99 s", 60.0), CapacityError("the queue is full", 60.0)]
 )
 def test_batch_line_is_retried_within_its_timeout(tmp_path, refusal):
-    """One whose time can never suffice would be, until the batch expires."""
+    """A line whose timeout can never suffice would otherwise be retried until the batch expires."""
     engine = FakeEngine(refusal=refusal)
 
     async def talking():
@@ -219,7 +219,7 @@ def test_batch_line_is_retried_within_its_timeout(tmp_path, refusal):
 
 @pytest.mark.parametrize("timeout_s", [None, 3600, 0, -1, "soon", 2**70])
 def test_batch_line_with_a_longer_or_no_timeout_is_retried(tmp_path, monkeypatch, timeout_s):
-    """Also one that gives itself a wrong time: its route says so, once it reads it."""
+    """Also a line with an invalid timeout: its route reports the error."""
     monkeypatch.setattr(module, "LEAST_PAUSE_S", 0.0)
     answers = iter([Answered(429, b"{}", 0.0), Answered(503, b"{}", 0.0), Answered(200, b"{}")])
 

@@ -1,4 +1,4 @@
-"""Where files and batches are kept: how much, for how long, and by one process."""
+"""The database of files and batches: quotas, expiry and locking."""
 
 from __future__ import annotations
 

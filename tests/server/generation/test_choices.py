@@ -12,7 +12,7 @@ PATH = "/v1/completions"
 
 
 def script(submitted: Submitted) -> Script:
-    """A second choice that says less: its text tells its seed."""
+    """A shorter second choice; its text shows its seed."""
     return Script(pieces=(Piece(f"seed {submitted.sampling.seed}"), Piece("", 1)))
 
 

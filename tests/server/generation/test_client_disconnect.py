@@ -1,4 +1,4 @@
-"""Clients that leave at the worst of moments."""
+"""Clients that disconnect at critical moments."""
 
 from __future__ import annotations
 

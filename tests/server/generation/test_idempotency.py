@@ -1,4 +1,4 @@
-"""Idempotency-Key: the same request by the same key has the same answer, computed once."""
+"""Idempotency-Key: a repeated request with the same key gets the same response, computed once."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_evicted_response_is_recomputed_with_the_same_seed_and_id():
 
 @pytest.mark.parametrize("loses", [lambda server: server.site.routes.accepted, None])
 def test_evicted_key_recomputes_the_same_tokens(loses):
-    """In the same server, or in the next one, which has never heard of it."""
+    """In the same server, or in the next one, which has no record of it."""
 
     async def run():
         server = GatedServer()

@@ -1,4 +1,4 @@
-"""A refusal as the official client sees it, and what every answer tells of its first token."""
+"""Refusals as the official client sees them, and the predicted time to first token of every response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counting the tokens of what is thought."""
+"""Counting of reasoning tokens."""
 
 from __future__ import annotations
 

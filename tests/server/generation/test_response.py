@@ -1,4 +1,4 @@
-"""What answers in one piece hold while they are made is bounded."""
+"""The memory of non-streaming responses in progress is bounded."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_full_response_buffer_ends_the_largest_response_of_the_largest_tenant():
 
 
 def test_response_that_would_exceed_the_buffer_is_refused():
-    """More than all connections together may hold is never sent to its end."""
+    """A response larger than the buffers of all connections is never sent."""
     limits = {"max_buffered_bytes": 10_000}
     body = {key: value for key, value in LARGE["/v1/completions"].items() if key != "n"}
     with serving(FakeEngine(LONG, limits=limits)) as url:
@@ -147,7 +147,7 @@ def test_response_that_would_exceed_the_buffer_is_refused():
 
 
 def test_full_response_buffer_spares_other_tenants(caplog):
-    """The one that ends is told so on its own connection, at whatever it waits."""
+    """The aborted response is reported on its own connection, whatever it waits for."""
     served = engine()
     served.script_for = lambda submitted: LONG if submitted.sampling.logprobs else Script(hold_after=1)
 

@@ -1,4 +1,4 @@
-"""What is thought and said and called stands in the order of the model's text, streamed or not, however it is cut."""
+"""Reasoning, text and calls keep the order of the model's text, streamed or not, for any pieces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENIZER = tokenizer_with(HERMES)
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION: dict[str, Any] = {"name": "get", "parameters": SCHEMA}
 Blocks = list[tuple[str, str]]
-"""Kind and text of each block in turn; of a call the name and the arguments."""
+"""Kind and text of each block in order; for a call the name and the arguments."""
 
 
 def call(city: str) -> str:
@@ -77,7 +77,7 @@ def streamed(response: httpx.Response, kinds: dict[str, str], opening: str, open
 
 
 def more_of(delta: str | dict[str, str]) -> str:
-    """What a delta adds, which is a text or has one beside its type."""
+    """What a delta adds: a text, or a field beside its type."""
     return delta if isinstance(delta, str) else next(text for name, text in delta.items() if name != "type")
 
 
@@ -113,7 +113,7 @@ def responses(pieces: Sequence[str], *, stream: bool) -> Blocks:
 
 
 def chat(pieces: Sequence[str], *, stream: bool) -> Blocks:
-    """All that is thought, then all that is said, then the calls: this protocol has a field for each."""
+    """All reasoning, then all text, then the calls: this protocol has a field for each."""
     user = {"role": "user", "content": "hello"}
     body = {"messages": [user], "tools": [{"type": "function", "function": FUNCTION}]}
     response = ask("/v1/chat/completions", body, pieces, stream=stream)
@@ -137,7 +137,7 @@ def of_fields(blocks: Blocks) -> Blocks:
 
 
 def folded(pieces: Sequence[str]) -> tuple[Blocks, Blocks]:
-    """The blocks as they were told piece by piece, and as they are in the end."""
+    """The blocks as they were streamed, and as they are in the final response."""
     engine = FakeEngine()
     engine.tokenizer = TOKENIZER
     request = ChatCompletionRequest(messages=[], tools=[Tool(Function(**FUNCTION))])

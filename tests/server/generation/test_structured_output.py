@@ -1,4 +1,4 @@
-"""Forms of answers: the fields of all protocols come to the same grammars, errors name what was sent."""
+"""Structured output: the fields of all protocols lead to the same grammars, and errors name the given field."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_grammar_that_waits_too_long_is_refused_with_retry_after(monkeypatch: py
 
 
 def test_grammar_compilation_is_fair_between_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each source has its share of the threads that compile, whatever names its requests go by."""
+    """Each source has its share of the compiling threads, however its requests are named."""
     gate, order = threading.Event(), []
     monkeypatch.setattr(structured_output, "_COMPILING", FairThreads(1, "test"))
     monkeypatch.setattr(structured_output, "_compile", lambda compiler, form: (gate.wait(), order.append(form)))
@@ -65,7 +65,7 @@ def ask(path: str, **fields: Any) -> tuple[Any, FakeEngine]:
 
 
 def answers(path: str, **fields: Any) -> set[str | None]:
-    """What random models answer to a request."""
+    """Return random outputs for a request."""
     response, engine = ask(path, **fields)
     assert response.status_code == 200, response.text
     constraint = engine.submitted[0].constraint

@@ -1,4 +1,4 @@
-"""`timeout_s` and its header: who may say what, and what clients of each protocol see when the time is over."""
+"""`timeout_s` and its header: accepted values, and what clients of each protocol receive when it expires."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_timeout_field_and_header_must_agree():
 
 
 class StoppedClock:
-    """Stands still, and goes on from another time when it is told to."""
+    """A clock that stands still until a test sets it."""
 
     def __init__(self):
         self._now = 100.0
@@ -84,20 +84,20 @@ class StoppedClock:
         return self._now if self._since is None else self._now + monotonic() - self._since
 
     def go_on(self, seconds):
-        """As if so many had passed."""
+        """Advance by so many seconds."""
         self._now += seconds
         self._since = monotonic()
 
 
 class Late:
-    """A server whose requests wait for a batch that does not come, so that only their deadlines wake it."""
+    """A server whose requests wait for a batch that never fills, so that only their deadlines end them."""
 
     def __init__(self):
         self.clock = StoppedClock()
         self.server = GatedServer(max_num_seqs=4, batch_waiting_time=3600.0, clock=self.clock)
 
     def ask(self, path, body):
-        """The answer to who has 600 s, of which 0.05 are left once the engine has the request."""
+        """Return the response to a request with 600 s, of which 0.05 are left once the engine has it."""
 
         async def run():
             async with self.server.running() as client:
@@ -141,7 +141,7 @@ def test_timeout_on_legacy_routes_is_a_failure():
 
 
 class Occupied:
-    """Threads that never come to a piece of work."""
+    """Threads that never run a job."""
 
     def __init__(self):
         self.given = []
@@ -160,7 +160,7 @@ class Occupied:
     ],
 )
 def test_timeout_applies_before_the_engine_has_the_request(monkeypatch, path, fields):
-    """A template or a grammar may wait behind those of other clients."""
+    """Templates and grammars may wait behind those of other clients."""
     occupied, engine, engine_input = Occupied(), FakeEngine(), pipeline._engine_input
 
     def begin_late(request):

@@ -1,4 +1,4 @@
-"""Tools of chat: what the template is given, calls and reasoning in answers and streams, what is refused."""
+"""Tools of chat: input of the template, calls and reasoning in responses and streams, refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hermes() -> Tokenizer:
 def ask(
     tokenizer: Tokenizer, *pieces: str, limits: dict[str, Any] | None = None, **body: Any
 ) -> tuple[Any, FakeEngine]:
-    """The answer to a request, whose model says these pieces."""
+    """Return the response to a request whose model generates these pieces."""
     script = Script(tuple(Piece(text) for text in pieces), body.pop("ends", FinishReason.STOP))
     engine = FakeEngine(script, limits=limits or {}, max_body_bytes=2**16)
     engine.tokenizer, engine.max_model_len = tokenizer, 1024
@@ -206,7 +206,7 @@ def test_tools_without_a_parser_are_refused() -> None:
 
 
 def answers_to(hermes: Tokenizer, **body: Any) -> list[Any]:
-    """The calls in what random models answer to a request that must be answered by calls."""
+    """Return the calls in random outputs for a request that requires calls."""
     _, engine = ask(hermes, "x", max_tokens=100, **body)
     constraint = engine.submitted[0].constraint
     assert constraint is not None

@@ -1,4 +1,4 @@
-"""Accepting connections, also while the system has no file descriptor for them."""
+"""Accepting connections, also while the system has no file descriptors left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.attackers import client_hello
 
 
 class Exhausted:
-    """A listening socket for whose connections there are no file descriptors, `failures` times."""
+    """A listening socket whose accept fails `failures` times for lack of file descriptors."""
 
     def __init__(self, listener: socket.socket, failures: int) -> None:
         self._listener = listener
@@ -40,7 +40,7 @@ class Exhausted:
 
 
 class Greeting(asyncio.Protocol):
-    """A connection that says hello and ends."""
+    """A connection that sends a greeting and closes."""
 
     is_busy = has_unread = False
     weight = 0
@@ -126,7 +126,7 @@ def test_refused_connection_gets_a_reason():
 
 
 class CountingContext(ssl.SSLContext):
-    """Reports each handshake that begins."""
+    """Reports each handshake that starts."""
 
     def wrap_bio(self, *args, **kwargs):
         self.on_begin()
@@ -134,7 +134,7 @@ class CountingContext(ssl.SSLContext):
 
 
 class Silent(Greeting):
-    """A connection that says nothing."""
+    """A connection that sends nothing."""
 
     def is_closing(self):
         return False

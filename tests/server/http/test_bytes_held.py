@@ -1,4 +1,4 @@
-"""What waits in connections weighs, and does not grow with what is sent."""
+"""Buffered bytes of connections are counted, and memory does not grow with received bytes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_unread_response_counts_as_buffered():
 
 
 def test_pending_stream_chunks_count_as_buffered():
-    """An engine makes pieces of a stream as fast for whoever does not read them."""
+    """An engine generates chunks at the same speed for a client that does not read them."""
 
     async def run():
         async with connected(max_buffered_bytes=100_000) as (server, connection, transport):

@@ -1,4 +1,4 @@
-"""Files of a certificate: what can be used, and what is said of the rest."""
+"""Certificate files: valid ones, and errors of others."""
 
 from __future__ import annotations
 

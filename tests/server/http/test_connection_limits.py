@@ -1,4 +1,4 @@
-"""Which connections are admitted, which make room for others, and which are refused for the bytes they hold."""
+"""Connection limits: admission, closing of idle connections, and refusals because of buffered bytes."""
 
 from __future__ import annotations
 

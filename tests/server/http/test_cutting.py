@@ -1,4 +1,4 @@
-"""Bytes that arrive in any pieces become the same requests."""
+"""Requests are independent of how their bytes are received."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_empty_lines_before_a_request_are_ignored():
 
 @pytest.mark.parametrize("request_", [GET % 0, DECLARED % 0, CHUNKED % 0])
 def test_upgrade_header_is_ignored(request_):
-    """Java's client asks for HTTP/2 with every request, those with a body among them."""
+    """Java's client asks for HTTP/2 with every request, also with a body."""
     line, rest = request_.split(b"\r\n", 1)
     asking = b"\r\n".join(
         [line, b"Connection: Upgrade, HTTP2-Settings", b"upgrade: h2c", b"HTTP2-Settings: AAMA", rest]

@@ -1,4 +1,4 @@
-"""Pieces of a stream that are written at once, and those that go the usual way."""
+"""Chunks of a stream that are written directly, and those that are not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.connection_harness import GET, connected, settle
 
 
 class Stream:
-    """An application whose response is written piece by piece past it."""
+    """An application that bypasses its response object for chunks."""
 
     def __init__(self):
         self.scope = {}

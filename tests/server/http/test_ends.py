@@ -1,4 +1,4 @@
-"""How connections end: late bodies, refusals, readers that are slow or take nothing."""
+"""Ends of connections: late bodies, refusals, slow and stalled readers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_connection_with_a_late_body_times_out():
 
 @pytest.mark.parametrize("kind", [b"Content-Length: 2001", b"Transfer-Encoding: chunked"])
 def test_response_before_an_unread_body_closes_the_connection(kind):
-    """A client that keeps it would send its next request into a connection that is closed meanwhile."""
+    """Otherwise a client would send its next request into a connection that is being closed."""
 
     async def run():
         async with connected(max_request_body_bytes=2000) as (server, connection, transport):
@@ -140,7 +140,7 @@ def test_slow_reader_is_not_disconnected(ended):
 
 
 def test_tls_connection_closes_after_the_response_is_read():
-    """It cuts what is left of one two seconds after its end has begun."""
+    """Otherwise TLS drops unread data two seconds after the close has started."""
 
     async def run():
         async with connected() as (server, _, _):

@@ -1,4 +1,4 @@
-"""Where the body of a request ends, in the eyes of whoever reads it."""
+"""The end of a request's body is unambiguous for every reader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHUNKS = b"\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
 
 
 def answered(*pieces):
-    """Statuses, what was written, and the paths that the application was asked for."""
+    """Statuses, the written bytes, and the requested paths."""
 
     async def run():
         async with connected() as (server, connection, transport):
@@ -97,7 +97,7 @@ def test_no_response_follows_invalid_chunks(body, step):
 
 @pytest.mark.parametrize("expects", [True, False])
 def test_connection_closes_without_100_continue(expects):
-    """It may send no body, and what it sends instead would be taken for one."""
+    """The client may omit the body, and its next request would be read as one."""
 
     async def run():
         async with connected() as (server, connection, transport):

@@ -1,4 +1,4 @@
-"""What requests leave behind: nothing that refers to itself, which a search that holds the event loop has to find."""
+"""Requests leave no reference cycles, whose collection would block the event loop."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def ask(url, request):
 
 
 def left_behind(act, settle):
-    """Types of what twenty times leave to a search; `settle` returns when what was before has been seen."""
+    """Types of objects that twenty runs leave to the collector; `settle` returns when earlier ones are collected."""
     for _ in range(3):
         act()  # the first fill caches
     settle()

@@ -1,4 +1,4 @@
-"""The real server on a real port: what clients of bare sockets may do, and what they are told."""
+"""A real server on a real port: limits for clients of bare sockets, and the responses that they get."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def url():
 
 @pytest.fixture(scope="module")
 def hasty():
-    """A server whose patience is short, its streams held after their first piece; and its engine."""
+    """A server with short timeouts, whose streams stop after their first piece; and its engine."""
     limits = dict.fromkeys(("header_timeout_s", "idle_timeout_s", "body_timeout_s"), 0.05)
     engine = FakeEngine(Script(hold_after=1), limits=limits)
     with serving(engine) as url:
@@ -83,7 +83,7 @@ def test_trailers_and_chunk_extensions_are_ignored(url):
 
 
 def test_sequential_requests_are_answered_in_order(url):
-    """More than the server reads ahead."""
+    """More requests than the server reads ahead."""
     count = 500
     with connect(url) as client:
         requests = b"".join(post("/tokenize", b'{"prompt": "%d"}' % i) + get(f"/{i}") for i in range(count))

@@ -1,4 +1,4 @@
-"""Requests sent ahead of their answers."""
+"""Pipelined requests."""
 
 from __future__ import annotations
 

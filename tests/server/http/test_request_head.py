@@ -1,4 +1,4 @@
-"""The limits of a head, as rules over bytes."""
+"""Limits of a request head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which host a request is for, and which path."""
+"""Host and path of a request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HOST = b"Host: a\r\n"
 
 
 def answered(line, *heads):
-    """Status of the answer, what was written, and the path and hosts that the application was asked for."""
+    """Status, the written bytes, and the path and hosts of the request."""
     asked = []
 
     async def application(scope, receive, send):
@@ -74,7 +74,7 @@ def test_http_1_0_needs_no_host(hosts, status):
     ],
 )
 def test_host_in_the_url_replaces_the_header(url, path, query, host):
-    """What guards names of this machine goes by it (RFC 9112, 3.2.2)."""
+    """The check of host names uses it (RFC 9112, 3.2.2)."""
     assert answered(b"GET " + url + b" HTTP/1.1", b"Host: a")[2] == [(path, query, [host])]
 
 

@@ -1,4 +1,4 @@
-"""Hundreds of requests that come at once start a few in an iteration of the event loop."""
+"""Hundreds of simultaneous requests start a few in each iteration of the event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTPS on a real port: certificates, their renewal, handshakes that do not come."""
+"""HTTPS on a real port: certificates, their renewal, incomplete handshakes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def authority():
 
 
 def issue(authority, folder):
-    """Writes a certificate for 127.0.0.1 and its key; gives the keys of `serving_config`."""
+    """Write a certificate for 127.0.0.1 and its key; return the keys of `serving_config`."""
     certificate = authority.issue_cert("127.0.0.1")
     limits = {"ssl_certfile": folder / "cert.pem", "ssl_keyfile": folder / "key.pem"}
     certificate.cert_chain_pems[0].write_to_path(limits["ssl_certfile"])
@@ -51,7 +51,7 @@ def secured(authority, url, source="127.0.0.1"):
 
 
 def shown(authority, url):
-    """The certificate the server shows."""
+    """Return the certificate of the server."""
     with secured(authority, url) as client:
         return client.getpeercert(binary_form=True)
 
@@ -82,7 +82,7 @@ def test_tls_connection_limits_are_enforced(authority, tmp_path):
 
 
 def test_tls_unread_response_counts_as_buffered(authority, tmp_path, monkeypatch):
-    """TLS takes any answer whole; clients that wait to read theirs hold no more than the limit."""
+    """TLS buffers any response; clients that do not read theirs hold no more than the limit."""
     limits = issue(authority, tmp_path) | {"max_buffered_bytes": 40_000_000}
     long = "x" * 30_000_000  # more than the sockets hold
     engine = FakeEngine(Script(pieces=(Piece(long), Piece("", 1))), limits=limits)
@@ -104,7 +104,7 @@ def test_tls_long_response_is_complete(authority, tmp_path):
 
 
 def test_tls_close_needs_no_reply(authority, tmp_path, monkeypatch):
-    """Neither a connection's place nor the end of the server waits for a client that takes no leave."""
+    """Neither a connection slot nor the end of the server waits for a client that sends no close."""
     monkeypatch.setattr(acceptor, "TLS_SHUTDOWN_S", 0.01)
     with serving(FakeEngine(limits=issue(authority, tmp_path))) as url:
         client = secured(authority, url)
@@ -193,7 +193,7 @@ class TestHandshakes:
                 each.close()
 
     def test_tls_connection_beyond_the_limit_gets_no_response(self, authority, tmp_path):
-        """Not in plain text, and a handshake would cost more than the place."""
+        """A plain-text response would be invalid, and a handshake would cost more than the connection."""
         limits = issue(authority, tmp_path) | {"max_connections": 1}
         with serving(FakeEngine(Script(hold_after=1), limits=limits)) as url, secured(authority, url) as client:
             client.sendall(post("/v1/completions", STREAM))

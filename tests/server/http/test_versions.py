@@ -1,4 +1,4 @@
-"""Requests of other versions of HTTP than 1.1."""
+"""Requests of other HTTP versions than 1.1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OLD = b"GET / HTTP/1.0\r\n\r\n"
 
 
 async def stream(scope, receive, send):
-    """An answer whose length is not known before."""
+    """A response of unknown length."""
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
     for piece in (b"one", b"", b"two"):
         await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -19,7 +19,7 @@ async def stream(scope, receive, send):
 
 
 def answer(request, app=None):
-    """What is written, and whether the connection ends."""
+    """Return the written bytes, and whether the connection ends."""
 
     async def run():
         async with connected() as (server, connection, transport):
@@ -33,7 +33,7 @@ def answer(request, app=None):
 
 
 def test_http_1_0_response_of_unknown_length_ends_with_the_connection():
-    """Chunks came with HTTP/1.1: an older client takes them for text."""
+    """Chunked encoding came with HTTP/1.1: an older client reads chunk headers as text."""
     written, closed = answer(OLD, stream)
     head, body = written.split(b"\r\n\r\n", 1)
     assert body == b"onetwo"
@@ -50,7 +50,7 @@ def test_http_1_0_response_of_known_length_has_its_length():
 
 
 def test_http_1_0_chunked_body_is_refused():
-    """Who passed it on may see another end of it (RFC 9112, 6.1)."""
+    """A proxy may see another end of it (RFC 9112, 6.1)."""
     written, _ = answer(b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n\r\n")
     assert written.startswith(b"HTTP/1.1 400 ")
     assert written.endswith(b"}}")  # and nothing else

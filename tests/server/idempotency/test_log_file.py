@@ -1,4 +1,4 @@
-"""The log of accepted requests: whatever ends the process, what is whole is read again."""
+"""The log of accepted requests: complete records are read again after any crash."""
 
 from __future__ import annotations
 

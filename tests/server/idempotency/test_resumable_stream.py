@@ -1,4 +1,4 @@
-"""Ids of events, and streams that go on behind one."""
+"""Event ids, and streams that resume after one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llm_serving.server.idempotency.resumable_stream import NumberedPieces
 
 
 class Pieces:
-    """Two events of each piece; two at the end."""
+    """Two events for each piece; two at the end."""
 
     def chunk(self, index, output):
         return b"" if output is None else f"data: {index}{output}\n\ndata: {index}{output}'\n\n".encode()

@@ -1,4 +1,4 @@
-"""Accepted requests, and who may come back to them."""
+"""Accepted requests, and repeated requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line a request, counted by route and status: what it tells, and what it never tells."""
+"""The access log: one line a request, counted by route and status, without texts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECRET = "a word that no log may hold"
 
 
 class Site:
-    """An application with an access log in memory; every reading of the engine's clock is a second later."""
+    """An application with an access log in memory; each reading of the engine's clock is one second later."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine

@@ -1,4 +1,4 @@
-"""API keys: every route is closed without one, and what passes is as it was."""
+"""API keys: every route requires one, and accepted requests are unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong keys are slowed, counted and logged, within bounds; right ones are not."""
+"""Unknown API keys are limited, counted and logged within bounds; known keys are not affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests and tokens a minute for one key."""
+"""Rate limits of one key: requests and tokens a minute."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Clock:
 
 @pytest.fixture
 def limited(monkeypatch):
-    """Makes an engine and one application of it, for a key with limits."""
+    """Create an engine and its application, for a key with limits."""
 
     def make(**limits):
         engine = FakeEngine(api_keys=(ApiKey(name="team-a", key_sha256=hash_key(KEY), **limits),), num_waiting=0)

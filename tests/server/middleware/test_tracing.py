@@ -1,4 +1,4 @@
-"""Traces: contexts of W3C, the spans of a request, and a collector that is there, slow or gone."""
+"""Traces: W3C contexts, the spans of a request, and a collector that is available, slow or unreachable."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_embedding_request_has_no_decode_span() -> None:
 
 
 class Collector:
-    """Hands over what it was sent; fails while it is told to."""
+    """Records what it is sent; fails on request."""
 
     def __init__(self) -> None:
         self.messages: queue.Queue[dict[str, Any]] = queue.Queue()

@@ -1,4 +1,4 @@
-"""What is said of a body that is no JSON."""
+"""Errors of a body that is not JSON."""
 
 from __future__ import annotations
 

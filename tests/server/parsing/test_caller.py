@@ -1,4 +1,4 @@
-"""Priority, class, tenant and salt of a request, on every protocol, and the ceiling of its API key."""
+"""Priority, class, tenant and salt of a request in every protocol, and the class limit of its API key."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_caller_fields_may_be_in_parameters(path):
 
 
 def test_addresses_of_a_network_are_one_source():
-    """What is shared out by source would be somebody's alone that asks from another address each time."""
+    """Otherwise a client could get more than its share by using many addresses."""
     hosts = ["2001:db8:1:2::3", "2001:db8:1:2:3:4:5:6", "2001:db8:1:3::3", "10.0.0.1", "::ffff:10.0.0.1"]
     sources = [source_of(HttpRequest({"type": "http", "client": (host, 1)})) for host in hosts]
     assert sources[0] == sources[1] != sources[2]

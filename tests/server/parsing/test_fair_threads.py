@@ -1,4 +1,4 @@
-"""Threads that nobody can take for themselves."""
+"""Threads that are shared fairly between sources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llm_serving.server.parsing.offload import FairThreads
 
 
 class Work:
-    """Pieces of work on one thread, each of which takes so long on a clock; none begins before `gate` is open."""
+    """Jobs on one thread with given durations on a clock; none starts before `gate` is open."""
 
     def __init__(self) -> None:
         self.now = 0.0

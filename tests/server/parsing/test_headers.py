@@ -1,4 +1,4 @@
-"""What stands in the URL, or in a body where none is read: refused by name, or ignored and named."""
+"""Query parameters, headers and bodies that a route does not use: refused by name, or ignored and reported."""
 
 from __future__ import annotations
 

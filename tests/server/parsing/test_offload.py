@@ -1,4 +1,4 @@
-"""What a body consists of is bounded before it is read, and what may take long is done beside the event loop."""
+"""The number of values in a body is bounded before parsing, and slow work runs off the event loop."""
 
 from __future__ import annotations
 

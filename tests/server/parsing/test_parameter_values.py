@@ -1,4 +1,4 @@
-"""What passes the checks can be computed: no value of any parameter ends in an error of the server."""
+"""Accepted parameter values can be computed: none ends in an internal error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.server_client import error_of, post
 
 _names = (f"edge-{number}" for number in itertools.count())
 SMALLEST = 2.0**-149
-"""The smallest number above 0 of single precision; half of it rounds to 0."""
+"""The smallest positive single-precision number; half of it rounds to 0."""
 EDGES = [
     0.0, -0.0, 1e-300, 1e-46, SMALLEST / 2, SMALLEST, 1e-40, 2.0**-126, 1e-38, 1e-30, 1e-9, 0.0099, 0.01, 0.5, 0.999,
     1 - 2.0**-25, 1 - 2.0**-24, 1 - 2.0**-53, 1.0, 1 + 2.0**-52, 1 + 2.0**-23, 1.5, 2.0, 2.0000001, 99.9999999, 100.0,
@@ -57,7 +57,7 @@ def given_fields(**optional):
 
 
 def compute(sampling, scale):
-    """The end of a request that a real sampler chooses tokens for, and what it says of it."""
+    """Return the last output of a request that a real sampler samples, and its error."""
     harness = Harness(runner=SamplingRunner)
     harness.runner.scale = scale
     request = Request(next(_names), [7, 8, 9], sampling, stop_token_ids=frozenset({2, *sampling.stop_token_ids}))

@@ -1,4 +1,4 @@
-"""What becomes of fields that are not served: refused by name, or ignored and named in the answer; never in silence."""
+"""Unsupported fields are refused by name, or ignored and reported; never ignored silently."""
 
 from __future__ import annotations
 

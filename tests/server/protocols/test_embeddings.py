@@ -1,4 +1,4 @@
-"""Texts as vectors."""
+"""POST /v1/embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The older routes, byte for byte."""
+"""The older servers' routes, byte for byte."""
 
 from __future__ import annotations
 

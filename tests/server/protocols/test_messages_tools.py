@@ -1,4 +1,4 @@
-"""Tools and thoughts in Anthropic's messages."""
+"""Tools and reasoning in Anthropic's Messages API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GET /v1/parameters: what a request may say, as programs read it."""
+"""GET /v1/parameters: the parameters of requests, for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's responses."""
+"""OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def events(response):
 
 
 def talk(engine, talking):
-    """What `talking` does with a client of one application."""
+    """Run `talking` with a client of one application."""
 
     async def run():
         transport = httpx.ASGITransport(create_app(engine))
@@ -328,7 +328,7 @@ def _stored(name, tenant, text=""):
 
 
 class _Heard:
-    """A tokenizer that remembers the conversations it has written."""
+    """A tokenizer that records the conversations that it renders."""
 
     def __init__(self, tokenizer, said):
         self._tokenizer, self._said = tokenizer, said

@@ -1,4 +1,4 @@
-"""Functions and thoughts in OpenAI's responses."""
+"""Tools and reasoning in OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ask(*pieces: str, ends: FinishReason = FinishReason.STOP, **body: Any) -> tu
 
 
 def engine_that_thinks(*pieces: str) -> FakeEngine:
-    """Its first token opens a thought, its third closes it."""
+    """The first token opens the reasoning, the third closes it."""
     engine = engine_that_says(*pieces)
     engine.tokenizer.mark_id = {"<think>": 500, "</think>": 502}.get  # type: ignore[method-assign]
     return engine

@@ -1,4 +1,4 @@
-"""How near texts are: scores of pairs, and documents by their scores."""
+"""POST /v1/score and /v1/rerank."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_tgi_info():
 
 @pytest.mark.parametrize(("held", "special"), [("<", False), ("", True)])
 def test_tgi_token_texts_join_to_the_answer(held, special):
-    """What was held back, as it might have begun a stop string, comes with the token that ends the answer."""
+    """Text that was held back for a stop string arrives with the last token."""
     engine = FakeEngine(Script([Piece("Hello"), Piece(" world"), Piece(held)]))
     engine.tokenizer = copy.copy(DEMO_TOKENIZER)
     engine.tokenizer.special_token_ids = frozenset({502})

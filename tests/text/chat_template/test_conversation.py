@@ -1,4 +1,4 @@
-"""Conversations as prompt texts: the same as `apply_chat_template` of the transformers library makes of them."""
+"""Chat templates: prompts and errors equal those of `apply_chat_template` of the transformers library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ USER = [{"role": "user", "content": "x"}]
 
 
 class TestGolden:
-    """`golden_chat.py` writes what is expected."""
+    """The expected prompts are written by `golden_chat.py`."""
 
     @pytest.mark.parametrize("template", sorted(EXPECTED))
     def test_prompts_and_errors_equal_those_of_transformers(self, template):

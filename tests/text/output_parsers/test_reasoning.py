@@ -1,4 +1,4 @@
-"""What a model thinks is told apart from its answer, however the text comes."""
+"""Reasoning is separated from the answer, for any division of the text into pieces."""
 
 from __future__ import annotations
 

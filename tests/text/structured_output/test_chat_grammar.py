@@ -1,4 +1,4 @@
-"""Answers of random models that keep to the grammar of a conversation: thoughts, calls in every format, forms."""
+"""Random outputs match the grammar of a chat answer: reasoning, calls in every format, structured output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCHEMAS = {each.name: each.schema for each in TOOLS}
 
 
 def calls_in(form: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
-    """What a whole answer says and calls."""
+    """Return the text and the calls of a complete answer."""
     parser = TOOL_FORMATS[form].create(SCHEMAS)
     parts = [*parser.add(text), *parser.flush()]
     calls: list[Call] = []
@@ -42,7 +42,7 @@ def calls_in(form: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
 
 
 def answers(grammar: Grammar, count: int = 10, max_tokens: int = 200) -> list[str]:
-    """Those that have come to their end."""
+    """Return the answers that are complete."""
     constraint = DEMO_CONSTRAINTS.compiled(grammar)
     found = [random_answer(constraint, random.Random(seed), max_tokens) for seed in range(count)]
     return [each for each in found if each is not None]
@@ -115,7 +115,7 @@ def test_marks_that_are_special_tokens_are_named_by_their_ids() -> None:
 @pytest.mark.parametrize("budget", [0, 1, 5])
 @pytest.mark.parametrize("form", [None, json_grammar('{"const": 7}')])
 def test_reasoning_ends_at_its_budget(form: Grammar | None, budget: int) -> None:
-    """Whatever a model thinks, the middle of a letter included; the answer follows in its form."""
+    """Reasoning may end in the middle of a character; structured output follows."""
     opening, closing = 0, 1
     marks = Marks({"<think>": opening, "</think>": closing}.get)
     for thinks_open in (True, False):
@@ -154,6 +154,6 @@ def allowed_after(grammar: Grammar, text: str) -> list[int]:
 
 
 def tokens_of(text: str) -> list[int]:
-    """Tokens of single characters."""
+    """One token for each character."""
     table = [DEMO_TOKENIZER.token_bytes(token_id) for token_id in range(DEMO_TOKENIZER.vocab_size)]
     return [table.index(char.encode()) for char in text]

@@ -1,4 +1,4 @@
-"""Grammars made ready: what answers they allow, what cannot be compiled and where that is said to be."""
+"""Compiled grammars: which outputs they allow, and the errors of grammars that cannot be compiled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from support.fakes import DEMO_CONSTRAINTS, DEMO_TOKENIZER
 
 
 def answers(grammar: Grammar, count: int = 20) -> set[str | None]:
-    """What random models answer; None: they have come to no end."""
+    """Return random outputs; None: incomplete."""
     return {random_answer(DEMO_CONSTRAINTS.compiled(grammar), random.Random(seed), 60) for seed in range(count)}
 
 

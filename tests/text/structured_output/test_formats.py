@@ -1,4 +1,4 @@
-"""Formats of texts: what a form allows is what whoever checks the answer takes."""
+"""String formats of JSON schemas: a grammar allows exactly what a validator accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients ask for, in the language that is compiled."""
+"""Grammars of clients, translated for llguidance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_is_lark_agrees_with_llguidance(text: str) -> None:
 
 
 def test_is_lark_time_is_linear_in_blank_lines() -> None:
-    """The library's search takes the square of their number, and holds Python's lock meanwhile."""
+    """llguidance's own search takes time quadratic in their number while it holds Python's lock."""
     blank = "\n" * 60_000
     assert not is_lark(f'root ::= "a"{blank}')
     assert is_lark(f"{blank}start: /a/")

@@ -1,4 +1,4 @@
-"""Some of the schemas of `tests/tools/grammar_cases.py`: every answer that comes to its end is JSON of its schema."""
+"""Some of the schemas of `tests/tools/grammar_cases.py`: every complete output is JSON that matches its schema."""
 
 from __future__ import annotations
 

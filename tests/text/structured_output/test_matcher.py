@@ -1,4 +1,4 @@
-"""What may follow an output depends on the output alone."""
+"""The tokens allowed after an output depend on the output alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_output_outside_the_grammar_allows_no_token() -> None:
 
 
 def tokens_of(text: str) -> list[int]:
-    """A token a byte; of those for the same byte the last."""
+    """One token for each byte; of several for a byte the last."""
     known = {DEMO_TOKENIZER.token_bytes(token_id): token_id for token_id in range(DEMO_TOKENIZER.vocab_size)}
     return [known[bytes([byte])] for byte in text.encode()]
 
@@ -86,7 +86,7 @@ def test_no_token_is_forced_where_the_output_may_end() -> None:
 
 
 def test_lexer_limit_used_by_other_outputs_restarts_the_matcher() -> None:
-    """The automaton of a compiled grammar grows with every answer that is bound to it."""
+    """The lexer states of a compiled grammar are shared by all its outputs."""
     grammar = regex_grammar("[a-z]{1,8}(-[a-z0-9]{1,8}){0,40}")
     compiler = ConstraintCompiler(
         DEMO_TOKENIZER, frozenset({END}), DEMO_TOKENIZER.vocab_size, GrammarLimits(max_states=60)

@@ -1,4 +1,4 @@
-"""Finding tokens in a text as they are written."""
+"""`TokenSplitter` finds added tokens in a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token by token or all at once: the same text."""
+"""Incremental detokenization equals decoding all tokens at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: the ids of the tokenizer files that the same tokens make."""
+"""Tokenizers of GGUF files give the ids of tokenizer files with the same tokens."""
 
 import json
 
@@ -32,7 +32,7 @@ def write(path, template=None, **facts):
 
 
 def sentencepiece_facts():
-    """Those of the shipped tokenizer.model."""
+    """Metadata of the shipped tokenizer.model."""
     model = SentencePieceProcessor(model_file=str(DEMO_FOLDER / "tokenizer.model"))
     kinds = ((model.is_unknown, 2), (model.is_control, 3), (model.is_unused, 5), (model.is_byte, 6))
     ids = range(model.vocab_size())
@@ -72,7 +72,7 @@ def test_gguf_sentencepiece_without_prefix_space_and_bos(tmp_path):
 
 
 def byte_pair_facts(folder, pre="gpt-2"):
-    """Those of a tokenizer.json, which is written there too."""
+    """Metadata of a tokenizer.json, which is written too."""
     content = json.loads((byte_level_folder(folder) / "tokenizer.json").read_text())
     vocab = content["model"]["vocab"] | {each["content"]: each["id"] for each in content["added_tokens"]}
     special = {each["content"]: 3 if each["special"] else 4 for each in content["added_tokens"]}
@@ -114,7 +114,7 @@ def test_gguf_byte_pairs_equal_the_tokenizer_json(tmp_path, text):
     ],
 )
 def test_gguf_pre_tokenizer_name_selects_the_word_rule(tmp_path, pre, words):
-    """A vocabulary of which every one of those words is a token, whatever its pairs."""
+    """Every expected word is a token of the vocabulary, whatever the merges."""
     letters = [chr(code) for code in (*range(0x21, 0x7F), 0x120)]
     facts = {"model": "gpt2", "pre": pre, "tokens": letters, "merges": []}
     for word in dict.fromkeys(word.replace(" ", "Ġ") for word in words):

@@ -1,4 +1,4 @@
-"""Which tokens end a text and who says so, and which the model does not know."""
+"""End tokens and the files that name them, and tokens that the model lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings are found wherever the pieces happen to be cut."""
+"""Stop strings are found for any division of the text into pieces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(stop, pieces):
 
 
 def first_to_end(text, stop):
-    """The slow, obvious way: try every end, then the longest stop string."""
+    """Slow reference: try every end, then the longest stop string."""
     for end in range(1, len(text) + 1):
         for candidate in sorted(stop, key=len, reverse=True):
             if text[:end].endswith(candidate):

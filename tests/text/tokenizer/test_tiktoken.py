@@ -1,4 +1,4 @@
-"""Files of tiktoken and of tekken: what is read, what is refused."""
+"""Vocabulary files of tiktoken and tekken."""
 
 from __future__ import annotations
 
@@ -160,6 +160,6 @@ def test_tiktoken_cuts_long_white_space_at_fixed_positions(monkeypatch, text):
 
 
 def test_tiktoken_scans_white_space_runs_once():
-    """A search for a certain length begins anew at each of their places, and holds Python's lock meanwhile."""
+    """A search for a minimum length would restart at each position, while it holds Python's lock."""
     text = (" " * (MAX_WHITE_SPACE - 1) + "x") * 3
     assert tiktoken._cut(text) == [text]

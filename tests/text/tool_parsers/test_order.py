@@ -1,4 +1,4 @@
-"""The order of what is said and of calls, and the very text of arguments, wherever an answer is cut."""
+"""Texts and calls keep their order, and arguments their text, for any division of an answer into pieces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES: dict[str, dict[str, Any]] = {NAME: {}, "add": {}}
 ARGUMENTS = r'{"city": "Zürich 🚋 }{ \"[old]\" \\", "deep": {"a": ["]", "}", "é"]}}'
 ADD = '{"a": 1}'
 Told = list[tuple[str, str]]
-"""(name, arguments) of a call, ("", text) of what is said, in their order."""
+"""(name, arguments) of a call, or ("", text), in order."""
 
 
 def hermes(name: str, arguments: str) -> str:

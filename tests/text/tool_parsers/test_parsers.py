@@ -1,4 +1,4 @@
-"""Calls of tools out of answers: each format, garbage, and every way to cut a text into pieces."""
+"""Parsers of tool calls: each format, malformed calls, and every division of a text into pieces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def as_json(name: str, arguments: Any, key: str = "arguments", **options: Any) -
 
 
 def answer_of(form: str, text: str, cuts: Sequence[int] = ()) -> tuple[str, list[tuple[str, Any]]]:
-    """All that is said, and the calls with their arguments."""
+    """Return the text and the calls with their arguments."""
     parser = TOOL_FORMATS[form].create(NAMES)
     edges = [0, *sorted(cuts), len(text)]
     parts: list[Part] = []
@@ -39,7 +39,7 @@ def answer_of(form: str, text: str, cuts: Sequence[int] = ()) -> tuple[str, list
 
 
 def value_of(arguments: str) -> Any:
-    """Of JSON, or the text that a model took for it."""
+    """Return the value of a JSON text, or the text itself."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):
@@ -178,7 +178,7 @@ def test_arguments_keep_escaped_lone_surrogates() -> None:
     ],
 )
 def test_parser_returns_an_incomplete_call(form: str, text: str, arguments: Any, rest: str) -> None:
-    """Its name and the opening brace have been told."""
+    """Its name and the opening brace have been returned."""
     expected = (rest, [("add", arguments)])
     assert answer_of(form, text) == expected
     assert answer_of(form, text, range(len(text))) == expected
