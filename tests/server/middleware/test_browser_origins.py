@@ -118,7 +118,8 @@ def test_configured_origin_may_send_and_read(keys, origins):
     assert preflight.headers["access-control-allow-origin"] in (PAGE, "*")
     assert "POST" in preflight.headers["access-control-allow-methods"]
     assert preflight.headers["access-control-allow-headers"] == "content-type"
-    asked = post(engine, COMPLETIONS, {"prompt": "x"}, headers={"origin": PAGE, "authorization": f"Bearer {KEY}"})
+    sent = {"origin": PAGE, "authorization": f"Bearer {KEY}", "sec-fetch-site": "cross-site", "sec-fetch-dest": "empty"}
+    asked = post(engine, COMPLETIONS, {"prompt": "x"}, headers=sent)
     assert asked.status_code == 200
     assert asked.headers["access-control-allow-origin"] in (PAGE, "*")
     shown = asked.headers["access-control-expose-headers"].split(", ")

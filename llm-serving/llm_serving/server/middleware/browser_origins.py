@@ -89,7 +89,7 @@ class BrowserGuard:
             if origin is not None and not self._is_known(origin):
                 self._check_origin(origin, hosts)
                 origin = None
-            elif fetched:
+            elif origin is None and fetched:
                 self._check_site(fetched)
         except PermissionDeniedError as error:
             request_context_of(HTTPConnection(scope)).error = kind_of(error)
