@@ -161,7 +161,7 @@ def test_messages_disabled_thinking_without_a_parser_has_no_effect():
 def test_messages_thinking_without_a_closing_token_is_not_disabled():
     response, engine = ask("Yes.", thinking={"type": "disabled"})
     assert (response.status_code, engine.submitted) == (400, [])
-    assert response.json()["error"]["message"].startswith("`thinking.type` cannot be kept to")
+    assert response.json()["error"]["message"].startswith("`thinking.type` cannot be enforced")
 
 
 def test_messages_output_format_is_enforced():

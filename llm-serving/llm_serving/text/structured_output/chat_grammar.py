@@ -72,7 +72,7 @@ def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
 def _bounded_thought(budget: int, marks: Marks) -> str:
     """Return the rule of a reasoning text of at most `budget` tokens."""
     if not marks.are_special(CLOSING):
-        raise GrammarError(f"cannot be kept to: the model has no token for {CLOSING}")
+        raise GrammarError(f"cannot be enforced: the model has no token for {CLOSING}")
     thinking = f"thinking[max_tokens={budget}]: /(?s:.*)/\n" if budget else ""
     return f"thought: {'thinking' if budget else ''} {marks(CLOSING)}\n{thinking}"
 

@@ -160,6 +160,6 @@ def _value_rule(schema: Any, definitions: dict[str, Any], callee: Callee, whites
         return "(" + " | ".join(literal(each) for each in texts) + ")"
     if about.get("type", "string") == "string" and not _COMPOUND_KEYS & about.keys():
         if callee.strict and (others := sorted(_TEXT_KEYS & about.keys())):
-            raise GrammarError(f"cannot be kept to in calls of this model: texts with {', '.join(others)}")
+            raise GrammarError(f"cannot be enforced in calls of this model: texts with {', '.join(others)}")
         return "RAW"
     return "%json " + json.dumps({**definitions, **about, **json_options(whitespace)})
