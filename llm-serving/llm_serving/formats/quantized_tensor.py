@@ -145,7 +145,7 @@ def from_unsigned(
     group_size: int,
     columns: Array | None,
 ) -> QuantizedTensor | Array:
-    """Return a tensor of unsigned values. 8-bit tensors with other zero points than the middle are dequantized.
+    """Return a tensor of unsigned values. 8-bit tensors whose zero points are not 128 are dequantized.
 
     Args:
         qvalues: [out, in]
