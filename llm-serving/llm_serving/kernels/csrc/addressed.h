@@ -1,6 +1,6 @@
-// Parameters that a call names by their addresses, in a tensor whose shape is always the same: around an operator whose
-// shapes may change MindSpore takes twenty times as long, as it opens the library again to infer that of the result,
-// and it looks at every parameter of its own at every call.
+// Operator calls whose parameters are passed by their addresses, in a tensor of constant shape. Around an operator
+// whose shapes may change, MindSpore takes twenty times as long: it opens the library again to infer the shape of the
+// result, and it checks every parameter at every call.
 #pragma once
 
 #include <vector>
@@ -9,17 +9,17 @@
 
 namespace llm {
 
-// A call with all of its parameters in their places. They stand in the first one, a table int64 [n, 7], one a row: its
-// address, type (0 float32, 1 float16, 2 bfloat16, 3 int32, 4 int64, 5 int8), rank and dimensions, four at most. What
-// is behind the table tells MindSpore that the call is done. Addresses and dimensions are those of arrays: they cannot
-// be checked.
+// A call whose parameters are passed by address. Parameter 0 is a table int64 [n, 7] with one row for each parameter:
+// its address, type (0 float32, 1 float16, 2 bfloat16, 3 int32, 4 int64, 5 int8), rank and up to four dimensions. The
+// output behind the table tells MindSpore that the call is done. Addresses and dimensions are those of existing arrays
+// and cannot be checked.
 class AddressedCall {
  public:
   explicit AddressedCall(const Call& call) : call_(call) {}
 
-  // A status as operators return it.
+  // Reads the table; returns a status as operators do.
   int read();
-  // After `read`.
+  // The call with its parameters; valid after `read`.
   Call call() {
     return {call_.op(), static_cast<int>(data_.size()), data_.data(), ranks_.data(), shapes_.data(), dtypes_.data()};
   }

@@ -1,10 +1,10 @@
-// Products by AMX tiles of 16 rows x 64 bytes, of bfloat16 and of qvalues of 8 bits, behind the same `multiply` as the
+// Products by AMX tiles of 16 rows x 64 bytes, of bfloat16 and of 8-bit qvalues, behind the same `multiply` as the
 // other instruction sets.
 //
-//   tmm0-3  sums: rows 0-15 and 16-31 by two panels      tmm4-5  activations of those rows      tmm6-7  the two panels
+// tmm0-3  sums: rows 0-15 and 16-31 by two panels      tmm4-5  activations of those rows      tmm6-7  the two panels
 // tdpbf16ps sums the products of a step of 32 inputs (even and odd ones apart) from zero and then adds to the sums, so
-// the cut of the inputs into steps is part of the order: steps of 32 from the first input on, and one of 16 at the end.
-// tdpbusd adds products of 64 qvalues without and with sign in 32 bits: exact, so that any cut gives the same sums.
+// the division of the inputs into steps is part of the order: steps of 32 from the first input on, and one of 16 at the
+// end. tdpbusd adds products of 64 unsigned and signed qvalues in 32 bits exactly, so any division gives the same sums.
 //
 // LLM_AMX_EMULATED replaces the instructions by loops, so that the rest can be tested on a CPU without AMX.
 #pragma once
@@ -14,11 +14,11 @@
 
 namespace llm::LLM_ISA {
 
-// Elements of a row of a tile, and the least that is left of bfloat16 at the end of a row.
+// Elements of a row of a tile, and the smallest remainder of bfloat16 elements at the end of a row.
 template <class Element>
 constexpr size_t kStep = kTileBytes / sizeof(Element);
 constexpr size_t kHalfStep = 16;
-// Bytes of each column that lie together in a panel: pairs of bfloat16, fours of qvalues.
+// Bytes of each column that are adjacent in a panel: pairs of bfloat16, groups of four qvalues.
 constexpr size_t kColumnBytes = 4;
 
 // The operand of ldtilecfg.
@@ -87,7 +87,7 @@ __attribute__((optimize("O3"))) inline void emulated_multiply(int c, int a, int 
   }
 }
 
-// Of qvalues without sign and with: exact.
+// Products of unsigned and signed qvalues: exact.
 __attribute__((optimize("O3"))) inline void emulated_multiply_qvalues(int c, int a, int b) {
   for (size_t row = 0; row < emulated.config.rows[c]; row++) {
     int32_t sums[kPanelWidth];
@@ -119,7 +119,7 @@ __attribute__((optimize("O3"))) inline void emulated_multiply_qvalues(int c, int
 #define LLM_TILE_ADDRESS(memory, stride) "r"(memory), "r"(static_cast<int64_t>(stride))
 #define LLM_TILE_LOAD(tile, source, stride) \
   asm volatile("tileloadd (%0,%1,1), %%tmm" #tile::LLM_TILE_ADDRESS(source, stride) : "memory")
-// What is not to take the place of panels in the first-level cache.
+// Loads what must not evict panels from the first-level cache.
 #define LLM_TILE_STREAM(tile, source, stride) \
   asm volatile("tileloaddt1 (%0,%1,1), %%tmm" #tile::LLM_TILE_ADDRESS(source, stride) : "memory")
 #define LLM_TILE_STORE(tile, target, stride) \
@@ -144,21 +144,21 @@ struct TileProduct {
   size_t rows;
   bool two_panels;
   const Activation* a;
-  size_t a_stride;  // from a row to the next
+  size_t a_stride;  // elements from a row to the next
   size_t a_step;    // elements of `a` for each input, at whole steps: 16 in tiles, 1 in rows
   size_t a_high;    // to row 16
   const Element* const* panels;
-  const Element* const* next;  // what is read after the panels, to be prefetched; null for nothing
+  const Element* const* next;  // panels that are read afterwards, to be prefetched; may be null
   size_t panels_stride;        // from the panels of a segment to those of the next
   size_t segments, inputs;
   float* c;
   size_t c_stride;
   size_t c_panel;
   bool add_to_c;
-  bool streams_a;  // the panels are used by other rows too, and stay in the first-level cache
+  bool streams_a;  // the panels are also used by other rows, so keep them in the first-level cache
 };
 
-// What the tiles are configured for: loading a configuration takes about as long as a step of products.
+// Configuration of the tiles, cached because loading one takes about as long as a step of products.
 struct TileShape {
   size_t rows = 0;
   size_t step_bytes = 0;
@@ -242,7 +242,7 @@ void add_steps(const TileProduct<Element, Activation>& product, size_t first, si
   if (high && product.two_panels) LLM_TILE_STORE(3, high_c + product.c_panel, c_bytes);
 }
 
-// Several segments have the inputs of a part of a step each, or a multiple of a step.
+// For several segments with the inputs of a part of a step each, or of whole steps.
 template <class Element, class Activation>
 void multiply_by_tiles(const TileProduct<Element, Activation>& product, TileShape& shape) {
   const size_t whole = product.inputs / kStep<Element> * kStep<Element>;

@@ -1,12 +1,13 @@
-// Causal attention over a paged cache, FlashAttention style: keys in chunks of fixed places, softmax along the way.
+// Causal attention over a paged cache in the style of FlashAttention: keys in chunks at fixed positions, online
+// softmax.
 //
 // A row's chunks begin at absolute positions 0, 64, 128, ... of its own context, so its operations, and its bits, are
-// the same whether it is decoded, prefilled whole or in chunks, and wherever its blocks lie. Rows that share a head of
-// keys and are neighbours in position form a tile, which reads each key once. A row with a window begins at the group
-// of its first token: what lies before is neither looked up nor trusted. What a row makes of the tokens 0 to 1023, 1024
-// to 2047 and so on are sums of their own, added in this order whether one thread has computed all of them or each
-// another one, as threads share a tile that is long beside the rest. T. Dao et al., FlashAttention (2022), algorithm 1;
-// GQA: J. Ainslie et al. (2023); T. Dao et al., Flash-Decoding (2023).
+// the same whether it is decoded, prefilled whole or in chunks, and wherever its blocks are. Rows that share a KV head
+// and have adjacent positions form a tile, which reads each key once. A row with a window begins at the group of its
+// first visible token; earlier block table entries are not read. The tokens 0 to 1023, 1024 to 2047 and so on form
+// segments with separate sums. These are added in this order, whether one thread has computed all of them or, for a
+// tile much longer than the others, several threads share them. T. Dao et al., FlashAttention (2022), algorithm 1; GQA:
+// J. Ainslie et al. (2023); T. Dao et al., Flash-Decoding (2023).
 #pragma once
 
 #include "attention_items.h"
@@ -24,7 +25,7 @@ class AttentionTile {
  public:
   using Activation = ActivationOf<Element>;
 
-  // `following`: an item that this thread is likely to run next.
+  // `following`: the item that this thread is likely to run next.
   AttentionTile(const AttentionArgs& args, const AttentionItem& item, const AttentionItem& following)
       : args_(args),
         item_(item),
@@ -77,7 +78,7 @@ class AttentionTile {
     if (item_.part == nullptr) store_result(item_.num_segments() > 1 ? of_all_ : of_segment_);
   }
 
-  // Writes the result of a tile whose segments have left their sums one after the other at `parts`.
+  // Writes the result of a tile whose segments have stored their sums consecutively at `parts`.
   void join_parts(float* parts) {
     for (uint32_t segment = item_.first_segment; segment < item_.end_segment; segment++) {
       join(segment, {parts, rows_, dim_});
@@ -87,7 +88,7 @@ class AttentionTile {
   }
 
  private:
-  // Where the groups of a chunk that any row of an item sees begin in the caches.
+  // Offsets in the caches of the groups of a chunk that any row of an item sees.
   struct Groups {
     size_t count = 0;
     size_t offset[kChunkGroups];
@@ -103,20 +104,20 @@ class AttentionTile {
                 : rows_ * rope_dim_ * sizeof(Activation) + kChunkTokens * (dim_ + rope_dim_) * sizeof(Element));
   }
 
-  // Rows are ordered by position, so those that have reached a token are the last ones.
+  // Rows are ordered by position, so the rows that see a token are the last ones...
   size_t first_row_seeing(size_t token) const {
     return token <= item_.first_seen ? 0 : (token - item_.first_seen) * shared_;
   }
 
-  // And those whose window has not left it behind are the first ones.
+  // ...and the rows whose window still contains it are the first ones.
   size_t end_of_rows_seeing(size_t token) const {
     if (args_.window == 0) return rows_;
-    const size_t end = token + args_.window;  // the first position that does not see the token
+    const size_t end = token + args_.window;  // the first position whose window excludes the token
     const size_t count = end <= item_.first_seen ? 0 : end - item_.first_seen;
     return count < item_.count ? count * shared_ : rows_;
   }
 
-  // The last and the first token that a row sees.
+  // The index of the last and of the first token that a row sees.
   size_t seen_by(size_t row) const { return item_.first_seen + row / shared_; }
   size_t seen_from(size_t row) const { return first_of_window(args_, seen_by(row)); }
 
@@ -134,7 +135,7 @@ class AttentionTile {
 
   size_t head_of(size_t row) const { return item_.kv_head * shared_ + row % shared_; }
 
-  // Groups before the window of an item have the place of the first one in it: what is read there is not used.
+  // Groups before the item's window get the offset of the first group in it: what is read there is not used.
   Groups find_groups(const AttentionItem& item, size_t chunk) const {
     Groups groups;
     const size_t behind = first_of_window(args_, item.first_seen) / kGroupTokens;
@@ -157,9 +158,9 @@ class AttentionTile {
     return groups;
   }
 
-  // The keys and values of a chunk, and the keys of the next one or of the first one of the item that follows; where it
-  // has fewer groups, the last one again. The blocks they belong to lie anywhere, so they are prefetched while other
-  // groups are read: the hardware cannot guess where.
+  // Collects pointers to the keys and values of a chunk, and prefetches the keys of the next chunk, or of the first
+  // chunk of the following item; if that has fewer groups, its last group is repeated. Blocks have arbitrary addresses,
+  // so the hardware prefetcher cannot predict them.
   void gather_blocks(const Groups& groups, const Groups& next) {
     num_groups_ = groups.count;
     if (args_.quantized) {
@@ -178,8 +179,7 @@ class AttentionTile {
     }
   }
 
-  // Brings group i of latent keys into the order of values, which are returned, and their turned part into that of
-  // keys.
+  // Converts group i of latent keys to the layout of values, which is returned, and its rotary part to that of keys.
   const Element* transpose_latent(size_t offset, size_t i) {
     constexpr bool kPairs = Operand<Element>::kInputs == 2;
     const Element* keys = static_cast<const Element*>(args_.key_cache) + offset;
@@ -225,8 +225,8 @@ class AttentionTile {
     __builtin_memset(of_segment_.sums, 0, rows_ * dim_ * sizeof(float));
   }
 
-  // Adds the sums of a segment to those of the segments before it, for the rows that see any of it. The first one that
-  // a row sees is taken as it is.
+  // Adds the sums of a segment to those of earlier segments, for the rows that see any of it. The first segment that a
+  // row sees is copied.
   void join(size_t segment, const AttentionSums& of_segment) {
     const size_t begin = segment * kSegmentChunks * kChunkTokens;
     const size_t end = begin + kSegmentChunks * kChunkTokens;
@@ -272,7 +272,7 @@ class AttentionTile {
     multiply(rope);
   }
 
-  // Scales scores, caps them, and takes off what grows with the distance.
+  // Scales scores, applies the cap, and subtracts the ALiBi bias.
   void modify_scores(size_t chunk) {
     for (size_t row = first_row_; row < end_row_; row++) {
       const float slope = args_.slopes == nullptr ? 0.0f : args_.slopes[head_of(row)];
@@ -287,8 +287,8 @@ class AttentionTile {
     }
   }
 
-  // Turns the scores of rows into weights relative to their largest scores so far, and rescales what is summed already.
-  // Rows go through each part together, so that none waits for the sums and maxima over lanes of another.
+  // Turns the scores of rows into weights relative to the largest score so far, and rescales the sums. All rows go
+  // through each stage together, so that no row waits for the lane sums and maxima of another.
   void online_softmax(size_t chunk) {
     for_rows(chunk, [&](size_t row, const Seen& seen) {
       switch (seen.part()) {
@@ -323,10 +323,11 @@ class AttentionTile {
     });
   }
 
-  // What a row sees of a chunk. Without a window it is its beginning or all: loops that know this are unrolled.
+  // The part of a chunk that a row sees. Without a window it is the beginning or all of it: loops that know this are
+  // unrolled.
   enum class Part { kAll, kBeginning, kAny };
 
-  // Tokens of a chunk that a row sees.
+  // The tokens of a chunk that a row sees.
   struct Seen {
     size_t first, end;
 
@@ -340,7 +341,7 @@ class AttentionTile {
     size_t end_lane() const {
       return kPart == Part::kAll ? kChunkTokens : end;
     }
-    // Lanes from token `at` on that the row sees, `other` for the rest.
+    // Keeps the lanes from token `at` on that the row sees, and sets the others to `other`.
     template <Part kPart>
     LLM_INLINE Floats keep(Floats value, size_t at, float other) const {
       if (kPart != Part::kAll) value = keep_first(value, end - at, other);
@@ -355,7 +356,7 @@ class AttentionTile {
     return {from > begin ? from - begin : 0, end < kChunkTokens ? end : kChunkTokens};
   }
 
-  // Calls body(row, seen) for the rows that see the chunk at hand; those of one position see the same.
+  // Calls body(row, seen) for the rows that see the current chunk; rows of one position see the same tokens.
   template <class Body>
   LLM_INLINE void for_rows(size_t chunk, Body body) const {
     size_t position = seen_by(first_row_);
@@ -365,7 +366,7 @@ class AttentionTile {
     }
   }
 
-  // As `online_softmax`, once the largest scores are known.
+  // Like `online_softmax`, with the largest scores already known.
   void online_softmax_quantized(size_t chunk) {
     quantized_.find_shares(first_row_, end_row_);
     Seen told = {0, 0};
@@ -383,7 +384,7 @@ class AttentionTile {
     });
   }
 
-  // `is_new`: the row before saw other tokens.
+  // `is_new`: whether the previous row sees other tokens.
   template <Part kPart>
   void weigh_quantized(size_t row, const Seen seen, bool is_new) {
     auto keep = [&](Floats value, size_t at, float other) {
@@ -393,8 +394,8 @@ class AttentionTile {
     quantized_.weigh(row, scores_ + row * kChunkTokens, scale_, keep, factor_[row], of_segment_.total + row * kLanes);
   }
 
-  // Leaves the largest score of a row so far, and in `factor_` the exponent of what it makes of weights relative to the
-  // largest before. Scores count in units of log 2, as weights are powers of two.
+  // Updates the largest score of a row, and sets `factor_` to the exponent that rescales earlier weights. Scores are in
+  // units of log 2, because weights are powers of two.
   template <Part kPart>
   void find_largest(size_t row, const Seen seen) {
     const float* scores = scores_ + row * kChunkTokens;
@@ -408,14 +409,14 @@ class AttentionTile {
     const float found = max_lane(largest);
     const float before = of_segment_.max[row];
     const float next = found > before ? found : before;
-    // A row of nothing but -inf so far: any finite reference makes all its weights zero.
+    // If all scores so far are -inf, any finite reference makes all weights zero.
     reference_[row] = next == -__builtin_inff() ? 0.0f : next;
     factor_[row] = before - reference_[row];
     of_segment_.max[row] = next;
     if (args_.quantized) quantized_.set_largest(row, found, reference_[row]);
   }
 
-  // Weights of a row; zero for tokens that it does not see of groups of which it sees others.
+  // Computes the weights of a row; tokens that it does not see in partly visible groups get zero.
   template <Part kPart>
   void weigh(size_t row, const Seen seen) {
     const float* scores = scores_ + row * kChunkTokens;
@@ -444,7 +445,7 @@ class AttentionTile {
     for (size_t g = 0; g < num_groups_; g++) add_partly_seen_group(values_[g], begin + g * kGroupTokens, g);
   }
 
-  // Adds a group that begins with `token` to the rows that see any of it.
+  // Adds the group that begins with `token` for the rows that see any of it.
   void add_partly_seen_group(const Element* values, size_t token, size_t g) {
     const size_t last_token = token + kGroupTokens - 1;
     size_t row = first_row_seeing(token) > first_row_ ? first_row_seeing(token) : first_row_;
@@ -452,7 +453,7 @@ class AttentionTile {
     const size_t end = of_window < end_row_ ? of_window : end_row_;
     if (row >= end) return;
     auto sees_all = [&](size_t first, size_t last) { return seen_by(first) >= last_token && seen_from(last) <= token; };
-    // Weights of zero do not hide an infinity or NaN outside of what a row sees.
+    // A weight of zero does not hide an infinity or NaN outside of the visible tokens.
     if (!sees_all(row, end - 1) && !all_finite(values)) {
       for (; row < end; row++) {
         const size_t from = seen_from(row) > token ? seen_from(row) - token : 0;
@@ -463,8 +464,8 @@ class AttentionTile {
     if (row < end) add_groups(&values, 1, g, row, end);
   }
 
-  // Adds `count` groups of values, weighted by the columns from group `g` on, to the rows from `first` to `last`;
-  // as many groups of the next keys are prefetched.
+  // Adds `count` groups of values, weighted by the columns from group `g` on, to the rows from `first` to `last`, and
+  // prefetches as many groups of the next keys.
   void add_groups(const Element* const* groups, size_t count, size_t g, size_t first, size_t last) {
     const Element* panels[kChunkGroups * kPassPanels];
     const Element* next[kChunkGroups * kPassPanels];
@@ -491,14 +492,14 @@ class AttentionTile {
   }
 
   bool all_finite(const Element* values) const {
-    // Zero times a number is zero or, for infinity and NaN, NaN.
+    // Zero times a number is zero; times infinity or NaN it is NaN.
     Floats product = zeros();
     for (size_t i = 0; i < kGroupTokens * dim_; i += kLanes) product = product + load(values + i) * zeros();
     const float sum = sum_lanes(product);
     return sum == sum;
   }
 
-  // A copy of a group of values with zeros for all tokens but those from `first` to `end`.
+  // Returns a copy of a group of values in which all tokens outside of `first` to `end` are zero.
   const Element* clean(const Element* values, size_t first, size_t end) {
     constexpr bool kPairs = Operand<Element>::kInputs == 2;
     for (size_t token = 0; token < kGroupTokens; token++) {
@@ -535,34 +536,34 @@ class AttentionTile {
     }
   }
 
-  static constexpr size_t kPassPanels = 8;  // of values in one product
+  static constexpr size_t kPassPanels = 8;  // panels of values in one product
 
   const AttentionArgs& args_;
   const AttentionItem& item_;
   const AttentionItem& following_;
   const size_t shared_, rows_, dim_;
-  const size_t stored_dim_;            // of a head in the caches, its scales included
-  const size_t rope_dim_;              // 0: keys are no latents
-  const bool has_score_mod_;           // scores, before their softmax
-  const float scale_;                  // of scores, in units of log 2
+  const size_t stored_dim_;            // elements of a head in the caches, including its scales
+  const size_t rope_dim_;              // 0: keys are not latent
+  const bool has_score_mod_;           // whether scores are modified before the softmax
+  const float scale_;                  // factor of scores, in units of log 2
   Activation* q_;                      // [rows, dim]
   float* scores_;                      // [rows, kChunkTokens]
   Activation* weights_;                // [rows, kChunkTokens]
-  AttentionSums of_segment_;           // at hand
-  AttentionSums of_all_;               // segments before it, if there is more than one
-  float* reference_;                   // [rows], what the weights of the chunk at hand are relative to
-  float* factor_;                      // [rows], of what is summed already
+  AttentionSums of_segment_;           // the current segment
+  AttentionSums of_all_;               // earlier segments, if there is more than one segment
+  float* reference_;                   // [rows], reference of the weights of the current chunk
+  float* factor_;                      // [rows], factor that rescales the sums
   Element* cleaned_;                   // [kGroupTokens, dim]
-  const Element* keys_[kChunkGroups];  // of the chunk at hand
+  const Element* keys_[kChunkGroups];  // groups of the current chunk
   const Element* values_[kChunkGroups];
   const Element* next_keys_[kChunkGroups];
-  QuantizedTile quantized_;  // where keys and values are qvalues
-  // Of latents: turned queries [rows, rope_dim], and of the chunk at hand values and turned keys.
+  QuantizedTile quantized_;  // for a cache of qvalues
+  // For latent keys: rotary queries [rows, rope_dim], and the values and rotary keys of the current chunk.
   Activation* q_rope_ = nullptr;
   Element *latent_values_ = nullptr, *rope_keys_ = nullptr;
   const Element* rope_[kChunkGroups];
   size_t num_groups_ = 0;
-  size_t first_row_ = 0, end_row_ = 0;  // of those that see the chunk at hand
+  size_t first_row_ = 0, end_row_ = 0;  // rows that see the current chunk
 };
 
 inline void attention(const AttentionArgs& args) {

@@ -1,4 +1,4 @@
-// How the work of an attention is cut: into tiles of rows that share a head of keys, and a long tile into segments.
+// Division of the work of attention into tiles of rows that share a KV head, and of a long tile into segments.
 #pragma once
 
 #include "kernels.h"
@@ -8,35 +8,35 @@
 
 namespace llm::LLM_ISA {
 
-// Chunks whose sums are added up before they join those of others.
+// Chunks of a segment, whose sums are added before they join those of other segments.
 constexpr size_t kSegmentChunks = 16;
-// Rows of a tile: their scores, weights and sums stay in the first-level cache.
+// Rows of a tile: their scores, weights and sums fit the first-level cache.
 constexpr size_t kAttentionRows = 48;
 
-// Work of one tile: `count` query positions of one request, all heads that share head `kv_head`; and of the segments of
-// what they see those from `first_segment` to before `end_segment`.
+// Work of one tile: `count` query positions of one request and all heads that share KV head `kv_head`, for the segments
+// from `first_segment` to before `end_segment`.
 struct AttentionItem {
   uint32_t request, kv_head;
   size_t first_row;   // row of q of the first position
-  size_t first_seen;  // index of the last key that this position sees; the next sees one more
+  size_t first_seen;  // index of the last key that the first position sees; each further position sees one more
   size_t count;
   uint32_t first_segment, end_segment;
-  float* part = nullptr;  // where the sums of a single segment go; null: these are all segments, and y gets the result
+  float* part = nullptr;  // where the sums of a single segment go; null: the item has all segments and writes y
 
   size_t last_seen() const { return first_seen + count - 1; }
   size_t num_segments() const { return end_segment - first_segment; }
 };
 
-// Index of the first token that a position sees.
+// Returns the index of the first token that a position sees.
 inline size_t first_of_window(const AttentionArgs& args, size_t position) {
   return args.window == 0 || position < args.window ? 0 : position + 1 - args.window;
 }
 
-// Of each row of a tile: its largest score, sum of weights, and weighted sum of values. Weights are relative to the
+// For each row of a tile: its largest score, sum of weights, and weighted sum of values. Weights are relative to the
 // largest score.
 struct AttentionSums {
   float* max;    // [rows]
-  float* total;  // [rows][16], added up in the end
+  float* total;  // [rows][16], added at the end
   float* sums;   // [rows, dim]
 
   static size_t size(size_t rows, size_t dim) { return rows * (dim + kLanes) + (rows + kLanes - 1) / kLanes * kLanes; }
@@ -45,9 +45,9 @@ struct AttentionSums {
       : max(memory + rows * (dim + kLanes)), total(memory + rows * dim), sums(memory) {}
 };
 
-// How the work of all requests is cut: into tiles, of which all heads of the same positions come one after the other,
-// as they lie in a block, and those of a request with the longest contexts first, so that the threads end together.
-// Where a tile is long beside the rest, each of its segments is an item.
+// Division of the work of all requests into items. All heads of the same positions are consecutive, as they are in a
+// block, and requests with the longest contexts come first, so that all threads end together. A tile that is much
+// longer than the others becomes one item for each segment.
 class AttentionItems {
  public:
   explicit AttentionItems(const AttentionArgs& args) : args_(args) {
@@ -75,18 +75,18 @@ class AttentionItems {
 
   size_t count() const { return count_; }
   const AttentionItem& operator[](size_t i) const { return items_[i]; }
-  // An item that is likely to be next where item i has been computed.
+  // Returns an item that is likely to be computed after item i.
   const AttentionItem& after(size_t i) const { return items_[i + 1 < count_ ? i + 1 : i]; }
 
-  // Tiles of which items are parts, and where those are.
+  // Tiles that are divided into several items, and their locations.
   size_t num_shared() const { return num_shared_; }
   const AttentionItem& shared(size_t i) const { return items_[count_ + i]; }
 
  private:
-  // A tile is long that takes more than this part of a thread's work.
+  // A tile is divided if it is more than one part in so many of a thread's work.
   static constexpr size_t kItemsPerThread = 4;
 
-  // Calls body(tile), of the first head, for all tiles.
+  // Calls body(tile) for all tiles of the first head.
   template <class Body>
   void for_tiles(Body body) const {
     const size_t shared = args_.num_heads / args_.num_kv_heads;

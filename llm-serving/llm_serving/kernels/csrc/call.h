@@ -10,14 +10,14 @@
 
 namespace llm {
 
-// What functions return that threw.
+// Status of functions that threw an exception.
 constexpr int kThrown = -1;
 
 // Records and logs why the operator or function `name` failed.
 void record_failure(const char* name, const char* reason);
 
-// What `body` returns, a status; kThrown where it throws, with the reason recorded: nothing is thrown at MindSpore or
-// Python.
+// Returns the status that `body` returns, or kThrown with the reason recorded if it throws: no exception may reach
+// MindSpore or Python.
 template <class Body>
 int guarded(const char* name, Body body) {
   try {
@@ -60,10 +60,10 @@ class Call {
   float number(int i) const { return *data<const float>(i); }
   bool is_integer(int i) const { return dtype(i) == DType::kInt32 || dtype(i) == DType::kInt64; }
 
-  // Refuses integers of a parameter below `least` or from `count` on, as `fail` does; its type has been checked.
+  // Refuses integers of a parameter outside of `least` to before `count`, like `fail`; its type must have been checked.
   int check_within(int i, const char* name, int64_t least, size_t count, const char* of_what) const;
 
-  // Records and logs the reason; returns the non-zero status that MindSpore turns into an error.
+  // Records and logs the reason; returns a non-zero status, which MindSpore reports as an error.
   int fail(const char* format, ...) const __attribute__((format(printf, 2, 3)));
 
  private:
@@ -75,10 +75,10 @@ class Call {
   const char** dtypes_;
 };
 
-// Number of operators called so far: tells whether MindSpore knows of the library.
+// Number of operators called so far; it shows whether MindSpore uses the library.
 int64_t num_calls();
 
-// The latest reason for a failure in this process.
+// The latest failure in this process.
 const char* last_error();
 
 }  // namespace llm

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
-// Also for what files of several instruction sets share: of an instance that is called, the linker would keep one,
-// which another CPU cannot run.
+// Used also for code that files of several instruction sets share: of an ordinary inline function the linker would keep
+// one instance, which another CPU may be unable to run.
 #define LLM_INLINE inline __attribute__((always_inline))
 
 namespace llm {
@@ -23,10 +23,10 @@ struct Float16 {
 
 DType parse_dtype(const char* name);
 
-// Bytes of one element; 0 for a type the library does not know.
+// Returns the bytes of one element; 0 for an unknown type.
 size_t element_size(DType dtype, const char* name);
 
-// Elements as float32, which holds each exactly.
+// Converts elements to float32, exactly.
 void widen(const void* elements, size_t count, DType dtype, float* result);
 
 LLM_INLINE bool is_float(DType dtype) {

@@ -7,10 +7,10 @@
 
 namespace llm::LLM_ISA {
 
-// Elements below which one thread is quicker than waking another.
+// Fewer elements are processed by one thread, which is faster than waking another.
 constexpr size_t kElementsPerTask = 16384;
 
-// Calls body(first, last) for ranges that cover [0, rows); which rows share a range changes no row.
+// Calls body(first, last) for ranges that cover [0, rows); the division does not affect any row.
 template <class Body>
 void for_row_ranges(size_t rows, size_t row_size, Body body) {
   const size_t rows_per_task = row_size >= kElementsPerTask ? 1 : kElementsPerTask / (row_size + 1) + 1;
@@ -130,7 +130,7 @@ void add_scaled_row(const Element* a, const Element* b, float scale, Element* y,
   }
 }
 
-// Calls combine(a, b, y, size) for runs of elements that lie side by side; a may be null.
+// Calls combine(a, b, y, size) for runs of contiguous elements; a may be null.
 template <class Element, class Combine>
 void for_runs(const AddArgs& args, Combine combine) {
   const Element* a = static_cast<const Element*>(args.a);
@@ -218,7 +218,7 @@ void sigmoid_gate_rows(const SigmoidGateArgs& args) {
       const Element* x = static_cast<const Element*>(args.x) + row * args.x_stride;
       Element* y = static_cast<Element*>(args.y) + row * args.y_stride;
       const Floats gate = load_first(static_cast<const Element*>(args.gate) + row * args.gate_stride, 1);
-      // All lanes but the first one are of no use.
+      // Only the first lane is used.
       alignas(64) float weights[kLanes];
       store(weights, sigmoid_of(gate));
       for (size_t i = 0; i < args.size; i += kLanes) {

@@ -1,4 +1,4 @@
-// Tells that a step is about to end, so that the next one is formed as late as it can and yet nothing waits for it.
+// Announces that a step is about to end, so that the master builds the next step as late as possible without a gap.
 #pragma once
 
 #include <chrono>
@@ -6,15 +6,15 @@
 
 namespace llm {
 
-// Once the layers of the next step are nearly done, `tell` is called, once; null: nobody is told.
+// Requests one call of `tell` when the layers of the next step are nearly done; null: no call.
 void announce_ending(void (*tell)());
 
-// Follows the layers of one step, and calls what `announce_ending` was given when it is time.
+// Follows the layers of one step, and makes the requested call of `announce_ending` in time.
 class Ending {
  public:
   explicit Ending(size_t num_layers) : num_layers_(num_layers) {}
 
-  // To be called after each layer.
+  // Called after each layer.
   void layer_done();
 
  private:

@@ -3,27 +3,27 @@
 // A bfloat16 has eight significant bits. Numbers that are multiples of one power of two, their unit, keep all of them
 // in 16 bits unless they are much smaller than the largest; those are rounded to a whole number of units:
 //   weights      share a unit along a column: 2^-14 of the power of two of the largest, so that weights down to 2^-7 of
-//                that keep every bit; they are kept as multiples, in the place and order of the bfloat16
-//   activations  share one within a row and a block of 128 inputs: the smallest for which any sum of a block fits in
-//                32 bits. By Cauchy and Schwarz such a sum is at most the norm of the activations times that of the
-//                weights; the largest norm of any column and block is measured once for a weight
-// Sums of a block are exact, whatever their order; blocks are added in float32, in ascending order. That fixes the bits
-// of a row whatever is computed beside it. A row that holds infinity or NaN becomes NaN; a weight that does stays as it
-// is and is multiplied in float32. kernels/fixed_point.py says the same in NumPy, bit by bit.
+//   that keep every bit; they are stored as multiples, in the memory and order of the bfloat16
+//   activations  share a unit within a row and a block of 128 inputs: the smallest for which any sum of a block fits in
+//   32 bits. By Cauchy and Schwarz such a sum is at most the norm of the activations times that of the weights; the
+//   largest norm of any column and block is measured once for a weight
+// Sums of a block are exact in any order; blocks are added in float32, in ascending order. So the bits of a row do not
+// depend on the other rows. A row with infinity or NaN becomes NaN; a weight with one is left unchanged and multiplied
+// in float32. kernels/fixed_point.py defines the same in NumPy, bit by bit.
 #pragma once
 
 #include "linear.h"
 
-// CPUs with units for bfloat16 have no use for it.
+// Not used on CPUs with bfloat16 units.
 #if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
 #define LLM_FIXED_POINT
 namespace llm::LLM_ISA {
 
 constexpr size_t kBlockInputs = 128;
 constexpr int kUnitBits = 14;
-// Exponent of the largest number of a column, or of a row's block, from which on none is smaller.
+// Exponent of the largest number of a column, or of a row's block, below which units would be too small.
 constexpr int kMinExponent = -90;
-// Of the norms that are allowed, what rounding may add: half a unit to each of 128 activations, and a little more.
+// Part of the allowed norm reserved for rounding: half a unit for each of 128 activations, and a little more.
 constexpr float kRoundingNorm = 6.0f;
 
 // A multiple of a unit.
@@ -31,7 +31,7 @@ struct Fixed16 {
   int16_t multiple;
 };
 
-// Sums of products in integers, brought to float32 by the unit of their row.
+// Sums of products in integers, converted to float32 by the unit of their row.
 template <>
 struct Operand<Fixed16> {
   using Activation = Fixed16;
@@ -67,7 +67,7 @@ LLM_INLINE float power_of_two(int exponent) {
   return result;
 }
 
-// The largest power of two that is not above a positive normal number.
+// Returns the largest power of two that is not above a positive normal number.
 LLM_INLINE float floor_to_power_of_two(float value) {
   uint32_t bits;
   __builtin_memcpy(&bits, &value, sizeof(bits));
@@ -77,7 +77,7 @@ LLM_INLINE float floor_to_power_of_two(float value) {
   return result;
 }
 
-// The larger magnitude of each pair of bfloat16, as bits.
+// Returns the larger magnitude of each pair of bfloat16, as bits.
 LLM_INLINE __m512i larger_of_pairs(__m512i pairs) {
   const __m512i magnitudes = _mm512_and_si512(pairs, _mm512_set1_epi16(0x7fff));
   return _mm512_max_epu32(_mm512_srli_epi32(magnitudes, 16), _mm512_and_si512(magnitudes, _mm512_set1_epi32(0xffff)));
@@ -92,7 +92,7 @@ LLM_INLINE int exponent_of(uint32_t magnitude_bits) {
 
 // ---- Weights -------------------------------------------------------------------------------------------------------
 
-// Calls body(panel, inputs) with a whole panel of a packed weight, and puts what it leaves there back into the weight.
+// Calls body(panel, inputs) with each whole panel of a packed weight, and writes the changed panel back.
 template <class Body>
 void change_panel(const LinearArgs& args, size_t panel, Body body) {
   const size_t inputs = (args.k + 1) / 2 * 2;
@@ -107,7 +107,7 @@ void change_panel(const LinearArgs& args, size_t panel, Body body) {
   });
 }
 
-// Units of a panel's columns, times 2^14; false if a column holds infinity or NaN.
+// Measures the units of a panel's columns, times 2^14; returns false if a column has infinity or NaN.
 inline bool measure_columns(const BFloat16* panel, size_t inputs, float* unit) {
   __m512i largest = _mm512_setzero_si512();
   for (size_t k = 0; k < inputs; k += 2) {
@@ -123,7 +123,7 @@ inline bool measure_columns(const BFloat16* panel, size_t inputs, float* unit) {
   return finite;
 }
 
-// Turns a panel into multiples of its columns' units; returns the largest square of a norm of a column's block.
+// Converts a panel to multiples of its columns' units; returns the largest squared norm of a column's block.
 inline uint64_t to_fixed16(BFloat16* panel, size_t inputs, const float* unit) {
   const __m512 units = _mm512_div_ps(_mm512_set1_ps(power_of_two(kUnitBits)), _mm512_loadu_ps(unit));
   __m512i largest = _mm512_setzero_si512();
@@ -184,14 +184,14 @@ struct FixedActivations {
   using Packed = BFloat16;
 
   const Fixed16* data;
-  const float* unit;  // [blocks][rows], times 2^-14: of products with weights whose unit is the power of two alone
+  const float* unit;  // [blocks][rows], times 2^-14: for products with weights whose unit is the power of two alone
   size_t inputs;
   TiledLayout layout;
 
   const Fixed16* at(size_t row, size_t k) const { return data + layout.at(row, k); }
 };
 
-// A block of a row as multiples, zeros behind it up to an even number; returns the unit, NaN where there is none.
+// Converts a block of a row to multiples, padded with a zero to an even number; returns the unit, NaN if there is none.
 inline float to_fixed16(const BFloat16* x, size_t count, float max_norm, Fixed16* target) {
   __m512i largest = _mm512_setzero_si512();
   for (size_t k = 0; k < count; k += 32) {
@@ -200,7 +200,7 @@ inline float to_fixed16(const BFloat16* x, size_t count, float max_norm, Fixed16
   }
   const uint32_t magnitude = _mm512_reduce_max_epu32(largest);
   const int exponent = exponent_of(magnitude);
-  // Two factors: the reciprocal of the largest powers of two is subnormal.
+  // Two factors, because the reciprocal of the largest powers of two is subnormal.
   const Floats half_way = broadcast(power_of_two(-(exponent / 2)));
   const Floats rest = broadcast(power_of_two(exponent / 2 - exponent));
   Floats squares = zeros();
@@ -243,7 +243,7 @@ inline FixedActivations prepare_fixed_activations(const LinearArgs& args) {
 
 // ---- Products ------------------------------------------------------------------------------------------------------
 
-// Sums [count][rows][16] of a block of rows with the panels of a unit.
+// Computes the sums [count][rows][16] of a block of rows with the panels of a unit of work.
 inline void sum_products(const LinearArgs& args, const FixedActivations& x, size_t row, size_t rows,
                          const UnitPanels<BFloat16>& panels, float* sums) {
   if (x.inputs == 0) __builtin_memset(sums, 0, panels.count * rows * kPanelWidth * sizeof(float));

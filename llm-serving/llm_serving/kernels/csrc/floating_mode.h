@@ -7,13 +7,13 @@
 
 namespace llm {
 
-// Sets, for the life of an object, whether subnormal inputs and results count as zero. It is part of what fixes the
-// bits of a result: threads of other origin may come with either setting.
+// Sets whether subnormal inputs and results count as zero, for the lifetime of an object. The setting affects bits of
+// results, and threads that other code created may have either.
 template <bool kAsZero>
 class SubnormalMode {
  public:
 #if defined(__x86_64__)
-  // Inlined always: a copy compiled for one instruction set must not serve the others.
+  // Always inlined, because a copy compiled for one instruction set must not be used by another.
   __attribute__((always_inline)) SubnormalMode() : before_(_mm_getcsr()) {
     _mm_setcsr(kAsZero ? before_ | kZeroBits : before_ & ~kZeroBits);
   }
@@ -27,14 +27,14 @@ class SubnormalMode {
 
 #if defined(__x86_64__)
  private:
-  static constexpr unsigned kZeroBits = 0x8040;  // of results and of inputs
+  static constexpr unsigned kZeroBits = 0x8040;  // bits for results and for inputs
   unsigned before_;
 #endif
 };
 
-// Spares the microcode that subnormals need.
+// Avoids the slow microcode for subnormal numbers.
 using SubnormalsAsZero = SubnormalMode<true>;
-// As IEEE 754 and NumPy have it.
+// The behaviour of IEEE 754 and NumPy.
 using SubnormalsKept = SubnormalMode<false>;
 
 }  // namespace llm

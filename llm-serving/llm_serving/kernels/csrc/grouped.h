@@ -1,17 +1,18 @@
 // Products of rows with qvalues that have a scale for each column and group of inputs, read straight from memory.
 //
-//   y = sum over groups, in ascending order, of a term made of the sum over the group's inputs and the group's scale
+// y = sum over groups, in ascending order, of a term computed from the sum over the group's inputs and the group's
+// scale
 //
-// `Op` says how qvalues are multiplied and terms are added:
-//   Activation                 what rows consist of
-//   kInputs                    inputs of the sixteen columns of a panel that lie together
-//   kFactors                   factors they are multiplied as, one after the other
-//   kBits                      of a code
-//   kIsExact                   whether sums are integers, whose order is free; then Sum add(Sum, Sum)
-//   Sum begin(row sum)         the sum of no inputs
-//   Zero zero_of(zero)         what load_panel wants to know of the qvalues of 0 of a panel's columns
-//   Factor load_panel(qvalues, factor, Zero), load_activation(a, factor); Sum accumulate(a, panel, Sum)
-//   Floats finish(Sum, scale, before, zero, row sum)
+// `Op` defines how qvalues are multiplied and terms are added:
+// Activation                 type of the activations
+// kInputs                    inputs of the sixteen columns of a panel that are adjacent
+// kFactors                   factors they are multiplied as, one after the other
+// kBits                      bits of a qvalue
+// kIsExact                   whether sums are integers, whose order is free; then Sum add(Sum, Sum)
+// Sum begin(row sum)         the sum of no inputs
+// Zero zero_of(zero)         the form of the zero points of a panel's columns that load_panel uses
+// Factor load_panel(qvalues, factor, Zero), load_activation(a, factor); Sum accumulate(a, panel, Sum)
+// Floats finish(Sum, scale, before, zero, row sum)
 // The bits of an element depend on its own row and column alone.
 #pragma once
 
@@ -23,31 +24,31 @@ namespace llm::LLM_ISA {
 template <class Op>
 struct GroupedProduct {
   size_t rows;
-  const typename Op::Activation* a;  // of the first row and input
-  size_t a_stride;                   // from a row to the next
+  const typename Op::Activation* a;  // first row and input
+  size_t a_stride;                   // elements from a row to the next
   size_t inputs;                     // a multiple of Op::kInputs
   size_t group;                      // inputs with one scale; the last group may have fewer
-  size_t count;                      // of panels
+  size_t count;                      // number of panels
   const uint8_t* qvalues[kMaxPanels];
   const float* scale[kMaxPanels];   // [groups][16]
-  const uint8_t* zero[kMaxPanels];  // likewise; null: none is given
-  const int32_t* row_sums;          // [groups][row_sums_stride] of a, where Op wants them; may be null
+  const uint8_t* zero[kMaxPanels];  // likewise; null: no zero points
+  const int32_t* row_sums;          // [groups][row_sums_stride], sums of rows of `a` if Op uses them; may be null
   size_t row_sums_stride;
   float* totals;  // [count][rows][16]
   bool add_to_totals;
-  size_t panel_bytes;  // from a panel to the next in memory
-  size_t groups;       // of a whole panel
-  size_t after;        // inputs that panels have behind these
+  size_t panel_bytes;  // bytes from a panel to the next
+  size_t groups;       // groups of a whole panel
+  size_t after;        // inputs of the panels behind these
 
   const uint8_t* zero_of(size_t panel, size_t of_group) const {
     return zero[panel] == nullptr ? nullptr : zero[panel] + of_group * kPanelWidth;
   }
-  // Of rows from `row` on.
+  // Returns the sums of the rows from `row` on.
   const int32_t* row_sums_of(size_t row, size_t of_group) const {
     return row_sums == nullptr ? nullptr : row_sums + of_group * row_sums_stride + row;
   }
 
-  // Moves panels by a pass: inputs, and their groups.
+  // Advances the panels by a pass of inputs, and by its groups.
   void next_pass(size_t inputs_of_pass, size_t groups) {
     for (size_t p = 0; p < count; p++) {
       qvalues[p] += inputs_of_pass * kPanelWidth * Op::kBits / 8;
@@ -57,16 +58,17 @@ struct GroupedProduct {
   }
 };
 
-// Inputs between whose qvalues and the prefetches nothing changes.
+// Inputs for which the distance between qvalues and their prefetches is constant.
 constexpr size_t kPrefetchedInputs = 128;
 constexpr size_t kGroupedBytesAhead = 2048;
-// Groups between the scales that are used and those that are prefetched: each is a line of its own stream.
+// Groups between the scales in use and those that are prefetched: each is a cache line of a stream of its own.
 constexpr size_t kScalesAhead = 2;
 
 template <class Op, size_t kRows, size_t kPanels, bool kPrefetches>
 void grouped_tile(const GroupedProduct<Op>& product, size_t row, size_t panel) {
   constexpr size_t kInputBytes = kPanelWidth * Op::kBits / 8;
-  // So many sums of an element take turns, where their order is free and few would have to wait for each other.
+  // Number of accumulators of an element, used in rotation if the order is free and there would be too few to hide
+  // latency.
   constexpr size_t kRotary = Op::kIsExact && kRows * kPanels < kTilePanels ? Op::kFactors : 1;
   static_assert(kRotary <= 2, "two are added up in the end");
   static_assert(Op::kInputs * kInputBytes == 64, "a prefetch brings a line");
@@ -97,7 +99,7 @@ void grouped_tile(const GroupedProduct<Op>& product, size_t row, size_t panel) {
     }
     while (first < last) {
       const size_t until = last - first < kPrefetchedInputs ? last : first + kPrefetchedInputs;
-      // Behind the end of these panels begin the next ones.
+      // The next panels begin behind the end of these.
       size_t ahead = kGroupedBytesAhead;
       if (first * kInputBytes + ahead >= to_end) ahead += (kPanels - 1) * product.panel_bytes;
       for (; first < until; first += Op::kInputs) {
@@ -162,7 +164,7 @@ void grouped_tile_of(size_t height, const GroupedProduct<Op>& product, size_t ro
   }
 }
 
-// All rows of a few panels, in tiles of nearly equal height; the first of them prefetches what comes next.
+// Multiplies all rows by a few panels, in tiles of nearly equal height; the first tile prefetches what comes next.
 template <class Op, size_t kPanels>
 void grouped_rows(const GroupedProduct<Op>& product, size_t panel) {
   const size_t tiles = (product.rows + kTileRows - 1) / kTileRows;
@@ -177,7 +179,7 @@ void grouped_rows(const GroupedProduct<Op>& product, size_t panel) {
   }
 }
 
-// Few rows of exact sums are multiplied by one panel after the other: see is_stream in linear.h.
+// Multiplies few rows with exact sums by one panel after the other: see is_stream in linear.h.
 template <class Op>
 void multiply_grouped(const GroupedProduct<Op>& product) {
   const size_t at_once = Op::kIsExact && product.rows <= kTileRows ? 1 : kTilePanels;
@@ -193,12 +195,12 @@ void multiply_grouped(const GroupedProduct<Op>& product) {
   }
 }
 
-// Inputs of a group of a product with `inputs`, those that fill rows up included where it is the only one.
+// Returns the inputs of a group of a product with `inputs`, including padding if it is the only group.
 inline size_t inputs_of_group(const WeightQValues& qvalues, size_t inputs) {
   return qvalues.groups == 1 ? inputs : qvalues.group;
 }
 
-// What is the same in all passes over the panels of a unit.
+// What is the same in all passes over the panels of a unit of work.
 template <class Op, class Packed>
 GroupedProduct<Op> grouped_product(const LinearArgs& args, const UnitPanels<Packed>& panels, size_t rows,
                                    float* totals) {

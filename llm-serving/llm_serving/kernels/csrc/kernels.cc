@@ -47,7 +47,7 @@ namespace {
 constexpr size_t kMaxSets = 8;
 
 #if defined(__x86_64__)
-// Whether the CPU has tiles of bfloat16 and of 8 bits, and the system grants this process their registers.
+// Whether the CPU has AMX tiles of bfloat16 and int8, and the system grants this process their registers.
 bool has_amx() {
   constexpr unsigned kTiles = 1u << 24 | 1u << 22 | 1u << 25;  // amx_tile, amx_bf16, amx_int8
   constexpr long kRequestPermission = 0x1023;                  // ARCH_REQ_XCOMP_PERM
@@ -92,9 +92,9 @@ struct Supported {
       if (std::strcmp((*set)->isa, isa) == 0) return *set;
     }
 #if defined(__x86_64__)
-    // For tests: the code of amx with loops for its instructions.
+    // For tests: the AMX code with loops in place of its instructions.
     if (std::strcmp(isa, "amx_emulated") == 0 && find("avx512") != nullptr) return &amx_emulated::kKernels;
-    // And the code of avx_vnni with the instruction as AVX-512 encodes it.
+    // For tests: the AVX-VNNI code with the instruction in its AVX-512 encoding.
     if (std::strcmp(isa, "avx_vnni_evex") == 0 && find("avx512_vnni") != nullptr) return &avx_vnni_evex::kKernels;
 #endif
     return nullptr;

@@ -1,4 +1,4 @@
-// The kernels one instruction set offers, and the choice among them. Sizes are in elements; rows are contiguous.
+// The kernels of one instruction set, and the choice among the sets. Sizes are in elements; rows are contiguous.
 #pragma once
 
 #include "dtype.h"
@@ -10,40 +10,40 @@ namespace llm {
 // Columns of a packed panel: one AVX-512 register of float32, one AMX tile.
 constexpr size_t kPanelWidth = 16;
 
-// Inputs of whole panels of qvalues: a multiple of these.
+// Whole panels of qvalues have a multiple of this number of inputs.
 constexpr size_t kFourInputs = 4;      // kW8A8
-constexpr size_t kGroupMultiple = 32;  // others
+constexpr size_t kGroupMultiple = 32;  // other formats
 
-// How a packed weight is kept that is not elements of the model's type; a file each.
+// Formats of packed weights that are not elements of the model's type; each has a file of its own.
 enum class WeightFormat : uint8_t {
   kFixedPoint,  // bfloat16 as 16-bit multiples of a unit for each column (fixed_point.h)
   kW8A8,        // 8-bit qvalues with a scale for each column, times rows brought to 8 bits (w8a8.h)
-  kW4A8,        // 4-bit qvalues with a scale for each column and group of inputs, times the same (w4a8.h)
+  kW4A8,        // 4-bit qvalues with a scale for each column and group of inputs, times rows brought to 8 bits (w4a8.h)
   kWeightOnly,  // qvalues of 8 or 4 bits with a scale for each column and group of inputs, times rows (weight_only.h)
 };
 
-// What products know of such a weight beside its qvalues.
+// What products need of such a weight besides its qvalues.
 struct WeightQValues {
   WeightFormat format = WeightFormat::kFixedPoint;
-  const float* scale = nullptr;   // [panels][groups][16]; of multiples, units times 2^14; kW8A8: null asks for sums
-  const int32_t* sums = nullptr;  // kW8A8: of each column's qvalues
+  const float* scale = nullptr;   // [panels][groups][16]; kFixedPoint: units times 2^14; kW8A8: null to return sums
+  const int32_t* sums = nullptr;  // kW8A8: sums of each column's qvalues
   float activation_norm = 0.0f;   // kFixedPoint: norm of a block of activations, in their units, up to which sums fit
-  const uint8_t* zero = nullptr;  // of 4 bits: as scale; null: 8
+  const uint8_t* zero = nullptr;  // 4 bits: zero points, laid out like scale; null: 8
   size_t bits = 8;
   size_t group = 0;   // inputs with one scale
-  size_t groups = 1;  // of a row
+  size_t groups = 1;  // groups of a row
 
-  // Where the scales, or zeros, of a group of a panel begin.
+  // Returns the index of the scales, or zero points, of a group of a panel.
   LLM_INLINE size_t number_at(size_t panel, size_t of_group) const { return (panel * groups + of_group) * kPanelWidth; }
 };
 
-// What is made of the first half of a row before it is multiplied by the second: x * sigmoid(x), or x times the normal
-// distribution function of x by way of tanh.
+// Gate function, applied to the first half of a row before it is multiplied by the second: x * sigmoid(x), or GELU in
+// its tanh approximation.
 enum class Gate : uint8_t { kNone, kSilu, kGeluTanh };
 
 // y [m, n] = x [m, k] times the transpose of a packed weight [n, k] (packed_weights.h); y is of type `dtype` or
-// float32, or int32 of sums of products of qvalues. What may follow, `bias` and `residual`, rounds to the element type
-// as an operator of its own would.
+// float32, or int32 for sums of products of qvalues. `bias` and `residual` are rounded to the element type as separate
+// operators would round them.
 struct LinearArgs {
   const void* x;
   const void* weight;
@@ -51,23 +51,23 @@ struct LinearArgs {
   DType dtype;
   DType y_dtype;
   size_t m, n, k;
-  const WeightQValues* qvalues = nullptr;  // null: the weight is kept as elements
-  TiledLayout x_layout = {};               // how x lies: as rows, or as `Kernels::passes` says
-  const void* bias = nullptr;              // [n], added to each row; null: nothing is
-  const void* residual = nullptr;          // [m, n], to which the rest is added, times `scale`; may be y
+  const WeightQValues* qvalues = nullptr;  // null: the weight has elements
+  TiledLayout x_layout = {};               // layout of x: rows, or as `Kernels::layout` returns
+  const void* bias = nullptr;              // [n], added to each row; may be null
+  const void* residual = nullptr;          // [m, n], to which the product times `scale` is added; may be y
   Gate gate = Gate::kNone;                 // y [m, n / 2] = gate(first half of a row) * second half; n / 2 % 16 is 0
-  TiledLayout y_layout = {};               // how y lies
-  size_t residual_stride = 0;              // from a row to the next; 0: n
+  TiledLayout y_layout = {};               // layout of y
+  size_t residual_stride = 0;              // elements from a row to the next; 0: n
   float scale = 1.0f;
-  const float* x_scale = nullptr;  // kW8A8: x is qvalues already, int8 [m, k], with a scale for each row or for sums
+  const float* x_scale = nullptr;  // kW8A8: x is already int8 qvalues [m, k], with a scale for each row, or for sums
 };
 
-// y = x / sqrt(mean(x^2) + eps) * gamma; rstd [rows] may be null. With `residual`, x + residual takes the place of x,
-// rounded to the element type, and is written to `residual_out`. y lies as y_layout say. Each `group` of the columns of
-// a row is a row of its own to the mean and to gamma. Strides are from a row to the next; 0: size.
+// y = x / sqrt(mean(x^2) + eps) * gamma; rstd [rows] may be null. With `residual`, x + residual replaces x, rounded to
+// the element type, and is written to `residual_out`. y has layout y_layout. Each `group` columns of a row are
+// normalised separately. Strides are from a row to the next; 0: size.
 struct RmsNormArgs {
   const void* x;
-  const void* residual;  // null: nothing is added
+  const void* residual;  // may be null
   void* sum;
   const void* gamma;
   void* y;
@@ -102,7 +102,7 @@ struct SwigluArgs {
   DType dtype;
   size_t rows, size;
   Gate gate = Gate::kSilu;
-  size_t x_stride = 0, y_stride = 0;  // 0: as wide as the row
+  size_t x_stride = 0, y_stride = 0;  // 0: the width of the row
 };
 
 // y = a + scale * b, element by element, of rows that are `stride` elements apart.
@@ -145,42 +145,42 @@ struct SigmoidGateArgs {
   size_t x_stride, gate_stride, y_stride;
 };
 
-// Logits in place: x = cap * tanh(scale * x / cap), or scale * x with a cap of 0.
+// Caps logits in place: x = cap * tanh(scale * x / cap), or scale * x with a cap of 0.
 struct CapArgs {
   float* x;
   size_t size;
   float scale, cap;
 };
 
-// The `top_k` experts of each row and their shares, by falling score, the lower index first among equals.
+// The `top_k` experts of each row and their weights, by descending score; of equal scores the lower index first.
 struct RouteArgs {
-  float* logits;            // [rows, experts]; scores take their place
-  const float* correction;  // [experts], added to scores for choosing only; null: nothing is
+  float* logits;            // [rows, experts]; replaced by scores
+  const float* correction;  // [experts], added to scores for the choice only; may be null
   float* topk_weights;
   int32_t* topk_ids;
   size_t rows, experts, top_k;
   size_t topk_weights_stride, chosen_stride;
-  bool sigmoid;     // of each logit; otherwise softmax
-  bool normalises;  // shares of a row add up to `scale`
+  bool sigmoid;     // score is a sigmoid of each logit; otherwise a softmax
+  bool normalises;  // weights of a row sum to `scale`
   float scale;
-  // Experts are chosen from the `top_groups` best of so many groups: those with the largest score or, with a
-  // correction, with the largest sum of two.
+  // Experts are chosen from the `top_groups` best of `groups` groups: those with the largest score or, with a
+  // correction, with the largest sum of two scores.
   size_t groups, top_groups;
 };
 
-// sums [.., size] of row index[i] += share[i] * row from[i] of x [.., size], in float32, for each i below `count`; no
-// row twice.
+// sums [.., size] of row index[i] += share[i] * row from[i] of x [.., size], in float32, for each i below `count`; each
+// row of sums occurs at most once.
 struct GatherSumArgs {
   const void* x;
   const uint32_t* from;  // null: i
   const uint32_t* index;
   const float* share;
   float* sums;
-  DType dtype;  // of x
+  DType dtype;  // type of x
   size_t count, size;
 };
 
-// Rows brought to 8 bits with a scale each (quantized_rows.h).
+// Rows quantized to 8 bits with a scale each (quantized_rows.h).
 struct EncodeArgs {
   const void* x;
   int8_t* qvalues;
@@ -194,7 +194,7 @@ struct AttentionArgs {
   const void* q;  // [rows, num_heads * head_dim]
   const void* key_cache;
   const void* value_cache;
-  void* y;                      // [rows, num_heads * head_dim], as y_layout say
+  void* y;                      // [rows, num_heads * head_dim], with layout y_layout
   const int64_t* block_tables;  // [batch, table_width]
   const int64_t* query_lens;    // [batch]
   const int64_t* context_lens;  // [batch]
@@ -203,31 +203,32 @@ struct AttentionArgs {
   size_t num_heads, num_kv_heads, head_dim;
   float scale;
   TiledLayout y_layout = {};
-  bool quantized = false;         // the caches hold qvalues and scales; there are no latents then
-  size_t q_stride = 0;            // from a row of q to the next; 0: num_heads * head_dim
-  size_t window = 0;              // tokens a row sees, its own included; 0: all
+  bool quantized = false;         // the caches hold qvalues and scales; not with latent keys
+  size_t q_stride = 0;            // elements from a row of q to the next; 0: num_heads * head_dim
+  size_t window = 0;              // tokens that a row sees, including its own; 0: all
   float cap = 0.0f;               // c > 0: a score s becomes c * tanh(s / c)
-  const float* slopes = nullptr;  // [num_heads], times the distance in tokens taken off scores after that
-  // Latent attention: keys are values as well, and the other cache holds what of a key has been turned, `rope_dim`
-  // elements that belong to those of q_rope [rows, num_heads * rope_dim]; null: there is none.
+  // ALiBi slopes [num_heads]: slope times distance in tokens is subtracted from capped scores
+  const float* slopes = nullptr;
+  // Latent attention: keys are also the values, and the value cache has the rotary part of keys, `rope_dim` elements,
+  // which belong to q_rope [rows, num_heads * rope_dim]; null: no latent keys.
   const void* q_rope = nullptr;
-  size_t rope_stride = 0;  // from a row of q_rope to the next
+  size_t rope_stride = 0;  // elements from a row of q_rope to the next
   size_t rope_dim = 0;
 };
 
 struct Kernels {
   const char* isa;
   void (*linear)(const LinearArgs&);
-  // How x [m, k] must lie for `linear` to read it in its place; rows where it is converted in any case.
+  // Layout of x [m, k] that `linear` reads without conversion; rows if it is converted anyway.
   TiledLayout (*layout)(DType dtype, size_t m, size_t k, const WeightQValues* qvalues);
-  // Turns a packed bfloat16 weight [n, k] into multiples in its place and fills in what WeightQValues has of them;
-  // false if it has no units and stays as it is. Null where products are in floating point.
+  // Converts a packed bfloat16 weight [n, k] in place to multiples, and fills in the fields of WeightQValues; false if
+  // it has no units and is unchanged. Null if products are in floating point.
   bool (*to_fixed_point)(void* packed, size_t n, size_t k, float* unit, float* activation_norm);
   void (*rms_norm)(const RmsNormArgs&);
   void (*rotary)(const RotaryArgs&);
   void (*swiglu)(const SwigluArgs&);
   void (*add)(const AddArgs&);
-  void (*multiply)(const AddArgs&);  // y = a * b; a is there, and scale has no meaning
+  void (*multiply)(const AddArgs&);  // y = a * b; a must not be null, and scale is not used
   void (*silu)(const SigmoidArgs&);
   void (*sigmoid)(const SigmoidArgs&);
   void (*round)(const RoundArgs&);
@@ -240,23 +241,23 @@ struct Kernels {
   void (*sample)(const SampleArgs&);
 };
 
-// The kernels in use: the best this CPU runs, or what LLM_SERVING_ISA names.
+// The kernels in use: the best set that this CPU supports, or the one that LLM_SERVING_ISA names.
 const Kernels& kernels();
 
-// Whether the kernels in use can read the weight: one kept as multiples serves those only that multiply in integers.
+// Whether the kernels in use can read the weight: multiples can only be multiplied in integers.
 inline bool can_multiply(const WeightQValues* qvalues) {
   return qvalues == nullptr || qvalues->format != WeightFormat::kFixedPoint || kernels().to_fixed_point != nullptr;
 }
-// Whether a weight has qvalues in place of elements or of multiples of the same size.
+// Whether a weight has qvalues rather than elements or multiples of the same size.
 inline bool is_quantized(const WeightQValues* qvalues) {
   return qvalues != nullptr && qvalues->format != WeightFormat::kFixedPoint;
 }
 constexpr char kOtherKernels[] = "the weight was packed for another instruction set";
 
-// Selects by name; false when the name is unknown or this CPU cannot run it.
+// Selects a set by name; false if the name is unknown or this CPU does not support it.
 bool select_kernels(const char* isa);
 
-// Name of the i-th set this CPU can run, best first; null behind the last.
+// Returns the name of the i-th set that this CPU supports, best first; null behind the last.
 const char* supported_isa(size_t i);
 
 }  // namespace llm

@@ -1,4 +1,4 @@
-// The kernels of one instruction set: compiled once for each, with LLM_ISA its name and the compiler flags it needs.
+// The kernels of one instruction set: compiled once for each, with its name in LLM_ISA and the compiler flags it needs.
 #include "attention.h"
 #include "elementwise.h"
 #include "fixed_point.h"
@@ -78,7 +78,7 @@ void encode(const EncodeArgs& args) {
 
 TiledLayout layout(DType dtype, size_t m, size_t k, const WeightQValues* qvalues) {
   TiledLayout result = {m, k};
-  if (qvalues != nullptr) return result;  // made into qvalues first
+  if (qvalues != nullptr) return result;  // quantized first
   with_element(dtype, [&](auto tag) {
     const ActivationForm<typename decltype(tag)::Element> form(m, k);
     if (!form.converts) result = form.layout;

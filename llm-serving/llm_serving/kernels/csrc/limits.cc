@@ -1,4 +1,4 @@
-// What this machine can do at most, for benchmarks to compare with.
+// Measures the memory bandwidth of this machine, for benchmarks to compare with.
 #include <atomic>
 #include <cstdint>
 
@@ -11,11 +11,11 @@ namespace {
 constexpr size_t kChunkBytes = 1 << 20;
 constexpr size_t kLineBytes = 64;
 constexpr size_t kAheadBytes = 1024;
-// Parts of a chunk that are read side by side: one alone does not keep enough lines on their way.
+// Parts of a chunk that are read side by side: a single one does not keep enough lines in flight.
 constexpr size_t kStreams = 4;
 constexpr size_t kStreamBytes = kChunkBytes / kStreams;
 
-// Exclusive or of a word of each line of a chunk: nothing but loads. Lines are asked for as __builtin_prefetch says.
+// Exclusive or of a word of each line of a chunk: loads only. Lines are prefetched with this locality.
 template <int kLocality>
 uint64_t fold(const char* data) {
   uint64_t sums[kStreams] = {};
@@ -34,8 +34,8 @@ uint64_t fold(const char* data) {
 }  // namespace
 }  // namespace llm
 
-// Reads memory once with all threads of the kernels, by way of the first- or the second-level cache; the result keeps
-// the reads from being left out.
+// Reads memory once with all threads of the kernels, through the first- or the second-level cache; the result keeps the
+// compiler from removing the reads.
 LLM_EXPORT uint64_t llm_read_memory(const void* data, int64_t bytes, int64_t cache_level) {
   using namespace llm;
   std::atomic<uint64_t> result{0};

@@ -1,4 +1,4 @@
-// y = x * weight^T with packed weights: a unit of work is a few panels and a block of rows.
+// y = x * weight^T with packed weights. A unit of work is a few panels and a block of rows.
 #pragma once
 
 #include "elementwise.h"
@@ -9,12 +9,12 @@
 
 namespace llm::LLM_ISA {
 
-// Panels of a unit of work of any type, at most.
+// Most panels of a unit of work, for any type.
 constexpr size_t kMaxPanels = 16;
-// Inputs of one pass over the rows. Four panels of a pass (32 KB as they are multiplied) stay in the first-level cache;
-// of AMX tiles, which put sums back and take them again at the price of eight steps, two of twice as many inputs.
-// Where products are quick, the next four have to fit as well (16 KB each); with enough tiles to read them one by one
-// they are read into the second-level cache, which holds longer passes: sums are then put back and taken less often.
+// Inputs of one pass over the rows. Four panels of a pass (32 KB as multiplied) stay in the first-level cache; with AMX
+// tiles, for which storing and loading sums costs as much as eight steps, two panels of twice as many inputs. If
+// products are fast, the next four panels must fit as well (16 KB each). With enough tiles to read panels one by one,
+// they are read into the second-level cache, which holds longer passes, so sums are stored and loaded less often.
 template <class Element>
 constexpr size_t pass_inputs(size_t rows) {
   constexpr size_t kInput = 4 * kPanelWidth * sizeof(ActivationOf<Element>);
@@ -23,16 +23,16 @@ constexpr size_t pass_inputs(size_t rows) {
   return (rows > (kTilePanels - 1) * kTileRows ? 131072 : 16384) / kInput;
 }
 
-// Rows of one unit of work: so many that their sums and the inputs of a pass stay in the second-level cache, and so few
-// that each thread has several units, as long as the panels are used often enough to be worth unpacking.
+// Most rows of a unit of work: few enough that their sums and the inputs of a pass stay in the second-level cache and
+// each thread has several units, but enough that unpacking panels pays.
 constexpr size_t kMaxRows = 512;
 constexpr size_t kMinRows = 96;
 constexpr size_t kUnitsPerThread = 6;
 static_assert(kMaxPassWidth % pass_inputs<BFloat16>(1) == 0 && kMaxPassWidth % pass_inputs<BFloat16>(4096) == 0);
 
-// Panels of one unit of work, at most: so few that threads end together, and fewer where the next pass over them is
-// read meanwhile. Every unit reads all activations of its rows again, mostly from the last cache, which AMX is quick
-// enough to feel.
+// Most panels of a unit of work: few enough that threads end together, and fewer if the next pass is read meanwhile.
+// Every unit reads all activations of its rows again, mostly from the last-level cache, which matters for fast AMX
+// products.
 template <class Element>
 constexpr size_t unit_panels(size_t rows) {
   if (kMultipliesTiles<Element>) return kMaxPanels;
@@ -42,16 +42,15 @@ constexpr size_t unit_panels(size_t rows) {
 // Distance of the prefetches in a panel that is read beside others; 1-2 KB hides the latency of memory.
 constexpr size_t kBytesAhead = 1024;
 
-// Few rows of quick products are multiplied by one panel after the other, so that each thread reads memory from one
-// address on: up to 1.2 times as fast as several panels side by side, on Zen 5. As much is on its way then in one
-// place.
+// Few rows of fast products are multiplied by one panel after the other, so that each thread reads a single stream of
+// memory: up to 1.2 times as fast as several panels side by side, on Zen 5. The stream then has all prefetches.
 constexpr size_t kBytesAheadOfStream = 4096;
 template <class Element>
 constexpr bool is_stream(size_t rows) {
   return Operand<Element>::kQuick && !spreads_prefetches<Element>(rows);
 }
 
-// What x is multiplied as: a multiple of Operand::kMultiple inputs, with zeros as padding.
+// Form of x in the product: a multiple of Operand::kMultiple inputs, padded with zeros.
 template <class Element>
 struct ActivationForm {
   size_t inputs, pass;
@@ -62,13 +61,13 @@ struct ActivationForm {
     constexpr bool kTiles = kMultipliesTiles<Element>;
     const size_t most = spreads_prefetches<Element>(m) ? pass_inputs<Element>(m) : inputs;
     pass = inputs <= most ? inputs : most;
-    // One row is read as it is. The rows of a tile that are prefetched follow those of the tile before.
+    // A single row is read without conversion. The prefetched rows of a tile follow those of the previous tile.
     const bool in_place = kTiles ? m == 1 : !Operand<Element>::kQuick;
     layout = {m, in_place ? inputs : pass, kTiles && !in_place ? kTileBytes / sizeof(ActivationOf<Element>) : 0};
     converts = sizeof(ActivationOf<Element>) != sizeof(Element) || inputs != k;
   }
 
-  // That all rows take: tiles and the last pass as much as whole ones.
+  // Bytes of all rows: partial tiles and the last pass take as much as whole ones.
   size_t bytes(size_t m) const {
     if (inputs == 0) return 0;
     const size_t tile = layout.tile > 0 ? layout.tile : 1;
@@ -90,7 +89,7 @@ struct Activations : ActivationForm<Element> {
   const ActivationOf<Element>* at(size_t row, size_t k) const { return data + this->layout.at(row, k); }
 };
 
-// Calls convert(row) for every row of x, by one thread where that is quicker than waking another.
+// Calls convert(row) for every row of x, on one thread if that is faster than waking another.
 template <class Convert>
 void for_rows_of_x(const LinearArgs& args, Convert convert) {
   auto convert_range = [&](size_t first, size_t last) {
@@ -114,7 +113,7 @@ Activations<Element> prepare_activations(const LinearArgs& args, const Activatio
   auto* data = static_cast<Activation*>(scratch(Scratch::kActivations, form.bytes(args.m) + 1));
   for_rows_of_x(args, [&](size_t row) {
     const Element* x = static_cast<const Element*>(args.x) + row * given.width;
-    // No run begins behind the columns of x: only the last one has padding, and less than a run.
+    // No run begins behind the columns of x: only the last one has padding, shorter than a run.
     layout.for_runs(row, 0, form.inputs, [&](size_t first, size_t last, size_t at) {
       const size_t end = last < args.k ? last : args.k;
       to_activations(x + first, end - first, data + at);
@@ -124,7 +123,7 @@ Activations<Element> prepare_activations(const LinearArgs& args, const Activatio
   return {form, data};
 }
 
-// Calls body(at, packed_at, count) for elements that lie together in a packed panel as in one of 16 columns and a
+// Calls body(at, packed_at, count) for elements that are adjacent both in a packed panel and in one of 16 columns and a
 // multiple of kInputs inputs.
 template <class Element, class Body>
 void for_panel_runs(const LinearArgs& args, size_t panel, Body body) {
@@ -138,7 +137,7 @@ void for_panel_runs(const LinearArgs& args, size_t panel, Body body) {
   }
 }
 
-// A panel of 16 columns and `inputs` inputs, padded with zeros where the packed one is smaller.
+// Returns a panel of 16 columns and `inputs` inputs, padded with zeros if the packed one is smaller.
 template <class Element>
 const Element* whole_panel(const LinearArgs& args, size_t panel, size_t inputs, Element* padded) {
   const size_t first = panel * kPanelWidth;
@@ -151,16 +150,16 @@ const Element* whole_panel(const LinearArgs& args, size_t panel, size_t inputs, 
   return padded;
 }
 
-// Rows from which on whole lines of a result are written past the caches, without reading them first.
+// From this number of rows on, whole lines of a result are written past the caches without reading them first.
 constexpr size_t kStreamedRows = 64;
 
-// Columns of the weight that make one column of y.
+// Columns of the weight for one column of y.
 inline size_t halves(const LinearArgs& args) { return args.gate == Gate::kNone ? 1 : 2; }
 
-// How y is cut into units: blocks of rows times groups of panels. Which elements share a unit changes none of them.
+// Division of y into units: blocks of rows times groups of panels. The division does not affect any element.
 struct Units {
   size_t rows, row_blocks;
-  size_t panels, panel_groups;  // of columns of y
+  size_t panels, panel_groups;  // panels of columns of y
   size_t all_panels;
 
   Units(const LinearArgs& args, size_t max_panels)
@@ -188,15 +187,15 @@ struct Units {
   }
 };
 
-// The panels of a unit, whole: a few columns of y, or those of both halves that a gated y is made of.
+// The whole panels of a unit: a few columns of y, or those of both halves for a gated y.
 template <class Element>
 struct UnitPanels {
-  size_t first, each;  // columns of y, as panels
+  size_t first, each;  // columns of y, in panels
   size_t count;
-  size_t index[kMaxPanels];         // in the weight
-  const Element* data[kMaxPanels];  // each of `inputs` inputs
+  size_t index[kMaxPanels];         // indices in the weight
+  const Element* data[kMaxPanels];  // each with `inputs` inputs
   size_t inputs;
-  // From here to the next unit, which this thread is likely to take; 0 if there is none.
+  // Distance to the unit that this thread is likely to process next; 0: none.
   size_t following = 0;
 
   UnitPanels(const LinearArgs& args, const Units& units, size_t unit, size_t all_inputs) : inputs(all_inputs) {
@@ -219,8 +218,8 @@ struct PassPanels {
   const Element* now[kMaxPanels];
   const Element* next[kMaxPanels];
 
-  // `spreads`: the next pass is, or the first one of the unit that follows; otherwise it is what the same tile reads a
-  // little later.
+  // `spreads`: prefetch the next pass, or the first pass of the following unit; otherwise prefetch what the same tile
+  // reads a little later.
   template <class Packed>
   PassPanels(const UnitPanels<Packed>& panels, size_t k, size_t inputs, bool spreads,
              size_t bytes_ahead = kBytesAhead) {
@@ -234,7 +233,7 @@ struct PassPanels {
   }
 };
 
-// Sums [count][rows][16] of a block of rows with the panels of a unit, in passes over the inputs.
+// Computes the sums [count][rows][16] of a block of rows with the panels of a unit, in passes over the inputs.
 template <class Element>
 void add_products(const Activations<Element>& x, size_t row, size_t rows, const UnitPanels<Element>& panels,
                   float* sums) {
@@ -248,8 +247,8 @@ void add_products(const Activations<Element>& x, size_t row, size_t rows, const 
     product.a_stride = x.layout.width;
     product.a_tile = x.layout.tile;
     product.add_to_c = k > 0;
-    // Tiles take more from the second-level cache than leaves room for requests that wait for memory; what the CPU
-    // reads ahead by itself was quicker.
+    // AMX tiles use so much of the second-level cache that prefetched lines would be evicted; the hardware prefetcher
+    // was faster.
     product.next = kMultipliesTiles<Element> && rows > kRowMultiple ? nullptr : pass.next;
     multiply(product);
   }
@@ -261,7 +260,7 @@ void sum_products(const LinearArgs&, const Activations<Element>& x, size_t row, 
   add_products(x, row, rows, panels, sums);
 }
 
-// Sixteen columns of a row from their sums, with what follows the product.
+// Computes sixteen columns of a row from their sums, with the operations that follow the product.
 template <class Element>
 LLM_INLINE Floats finish(const LinearArgs& args, const float* sums, size_t row, size_t column) {
   Floats value = load(sums);
@@ -316,7 +315,7 @@ void write_rows(const LinearArgs& args, size_t row, size_t rows, const UnitPanel
   }
 }
 
-// x is `Prepared`, for a weight of panels of Prepared::Packed.
+// x is converted by `Prepared`, for a weight with panels of Prepared::Packed.
 template <class Element, class Result, class Prepared>
 void linear_unit(const LinearArgs& args, const Prepared& x, const Units& units, size_t unit) {
   const UnitPanels<typename Prepared::Packed> panels(args, units, unit, x.inputs);
@@ -347,7 +346,7 @@ void linear_into(const LinearArgs& args, const Prepared& x) {
 
 template <class Element, class Prepared>
 void linear_with(const LinearArgs& args, const Prepared& x) {
-  // Sums of qvalues pass through as they are: 32 bits, whatever they mean.
+  // Sums of qvalues are copied as they are: 32 bits of either type.
   if (args.y_dtype == DType::kFloat32 || args.y_dtype == DType::kInt32) {
     linear_into<Element, float>(args, x);
   } else {

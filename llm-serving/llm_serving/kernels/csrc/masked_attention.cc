@@ -16,10 +16,10 @@ namespace {
 
 using namespace masked;
 
-// A key whose score loses as much has no weight beside one that loses nothing: 10,000 as bfloat16 holds it.
+// A key whose score is reduced this much has no weight beside an unreduced one: 10,000 in bfloat16.
 constexpr float kHidden = -9984.0f;
 
-// A row of queries: whose it is, and the index of its own key.
+// A query row: its request, and the index of its own key.
 struct QueryRow {
   size_t request, row, position, context;
 };
@@ -35,7 +35,7 @@ std::vector<QueryRow> query_rows(const AttentionArgs& args) {
   return rows;
 }
 
-// What is added to the scores of the first `context` keys of a row.
+// Reads the mask values for the first `context` keys of a row.
 void read_mask(const AttentionMask& mask, const QueryRow& row, float* residual) {
   if (mask.values == nullptr) {
     std::fill_n(residual, row.context, 0.0f);
@@ -60,14 +60,14 @@ bool is_causal_row(const AttentionMask& mask, const QueryRow& row, std::vector<f
   if (mask.values == nullptr) return row.position + 1 == row.context;
   residual.resize(row.context);
   read_mask(mask, row, residual.data());
-  // Counted without an exit, so that the loops are of vectors.
+  // Counted without an early exit, so that the loops are vectorised.
   size_t others = 0;
   for (size_t i = 0; i <= row.position; i++) others += residual[i] != 0.0f;
   for (size_t i = row.position + 1; i < row.context; i++) others += !(residual[i] <= kHidden);
   return others == 0;
 }
 
-// Attention of one row in all heads that share a head of keys.
+// Computes the attention of one row in all heads that share a KV head.
 template <class Element>
 class MaskedRow {
  public:
@@ -98,7 +98,7 @@ class MaskedRow {
     for_keys(args_.value_cache, [&](size_t key, size_t lane) {
       for (size_t head = 0; head < shared_; head++) {
         const float weight = weights_[head * row_.context + key];
-        if (weight == 0.0f) continue;  // what is hidden may be no number
+        if (weight == 0.0f) continue;  // a hidden value may be NaN
         for (size_t i = 0; i < dim_; i++) sums_[head * dim_ + i] += weight * group_[value_offset(lane, i, kPairs)];
       }
     });
@@ -113,7 +113,7 @@ class MaskedRow {
     for (size_t i = 0; i < count; i += kLanes) store(target + i, load(source + i));
   }
 
-  // Calls body(key, its place in the group) with each group of a cache in `group_`, as long as any of it is seen.
+  // Calls body(key, its index in the group) with each group of a cache in `group_`, if any of it is visible.
   template <class Body>
   void for_keys(const void* cache, Body body) {
     const int64_t* table = args_.block_tables + row_.request * args_.table_width;
@@ -127,7 +127,7 @@ class MaskedRow {
     }
   }
 
-  // Scores to weights that add up to one; to zeros where all keys are hidden.
+  // Turns scores into weights that sum to one, or to zeros if all keys are hidden.
   void online_softmax(float* scores) const {
     const float largest = *std::max_element(scores, scores + row_.context);
     const float reference = largest == -std::numeric_limits<float>::infinity() ? 0.0f : largest;
@@ -145,13 +145,13 @@ class MaskedRow {
   const size_t head_;
   const float* residual_;  // [context]
   const size_t shared_, dim_;
-  std::vector<float> group_;    // of keys or values, in the order of the cache
+  std::vector<float> group_;    // keys or values, in the layout of the cache
   std::vector<float> queries_;  // [shared, dim]
   std::vector<float> weights_;  // [shared, context], scores first
   std::vector<float> sums_;     // [shared, dim]
 };
 
-// The rows that see other keys than all up to their own.
+// Returns the rows whose mask is not causal.
 std::vector<QueryRow> other_rows(const AttentionMask& mask, const AttentionArgs& args) {
   const std::vector<QueryRow> rows = query_rows(args);
   std::vector<char> is_other(rows.size());
@@ -185,7 +185,7 @@ void attend_by_rows(const AttentionMask& mask, const AttentionArgs& args, const 
 void attend_under(const AttentionMask& mask, const AttendArgs& args) {
   const AttentionArgs attention = plain_attention(args, args.q);
   const std::vector<QueryRow> others = other_rows(mask, attention);
-  if (others.size() < attention.rows) attend(args);  // of the others as well, whose results are replaced
+  if (others.size() < attention.rows) attend(args);  // also of the other rows, whose results are replaced
   attend_by_rows(mask, attention, others);
 }
 

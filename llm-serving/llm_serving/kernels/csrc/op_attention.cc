@@ -9,9 +9,9 @@
 namespace llm {
 namespace {
 
-constexpr int64_t kTrapezoidal = 1;  // mode of a mask: rows see all keys up to their own
+constexpr int64_t kTrapezoidal = 1;  // mask mode: rows see all keys up to their own
 
-// The integers of `slots` once they are known to be slots of the cache or -1; a status as operators return it.
+// Reads `slots` and checks that they are slots of the cache or -1; returns a status as operators do.
 int read_slots(const Call& call, const KvCache& cache, int parameter, std::vector<int64_t>& slots) {
   if (!call.is_integer(parameter)) return call.fail("slot_mapping must be int32 or int64");
   slots.resize(call.elements(parameter));
@@ -40,10 +40,10 @@ int reshape_and_cache(const Call& call) {
 }
 
 // q, key_cache, value_cache, block_tables, context_lens, 2 absent, mask, query_lens, 1 absent, heads, scale, kv_heads,
-// mode of a quantised cache, mode of the mask, width of latent values | y
+// mode of a quantized cache, mode of the mask, width of latent values | y
 //
-// Keys of a row are those of its request: the mask, or its mode, says which of them it sees. Caches of qvalues are
-// attended to without a mask only.
+// The mask, or its mode, says which keys of its request a row sees. Caches of qvalues are only supported without a
+// mask.
 int paged_attention(const Call& call) {
   if (call.count() < 17) return call.fail("expects 17 parameters, got %d", call.count());
   if (static_cast<size_t>(call.integer(12)) != call.dim(1, 2)) return call.fail("kv_head_num does not fit the cache");
@@ -62,7 +62,7 @@ int paged_attention(const Call& call) {
   if (const int status = read_requests(call, 3, 8, 4, rows, requests)) return status;
   if (const int status = check_blocks(call, requests, cache.num_blocks, cache.block_size, 0)) return status;
   AttentionMask mask;
-  if (call.present(7) && call.elements(7) > 1) {  // a single element stands for no mask
+  if (call.present(7) && call.elements(7) > 1) {  // a single element means no mask
     int64_t longest = 0;
     for (const int64_t length : requests.context_lens) longest = std::max(longest, length);
     if (is_trapezoidal) return call.fail("a mask and the mode TRAPEZOIDAL exclude each other");

@@ -1,7 +1,7 @@
-// AddExt, Add, Mul and Greater of any shapes that broadcast and of any type of numbers, SiLU and Sigmoid.
+// AddExt, Add, Mul and Greater of any shapes that broadcast and of any numeric type, SiLU and Sigmoid.
 //
-// An operator that this library claims comes here whatever calls it, so that none of these may leave anything out that
-// MindSpore's own would compute, complex numbers aside; and of bfloat16 MindSpore has none on a CPU.
+// MindSpore uses an operator that this library registers for every call, so each must support all that MindSpore's own
+// does, except complex numbers; MindSpore has none for bfloat16 on a CPU.
 #include <cmath>
 #include <cstring>
 #include <type_traits>
@@ -18,10 +18,10 @@ struct Binary {
   int y;
   bool multiplies;  // y = a * b; otherwise y = a + alpha * b
   double alpha;
-  int64_t of_integers;  // alpha, exactly
+  int64_t of_integers;  // alpha for integers, exactly
 };
 
-// An input beside the result: rows that are `stride` elements apart, 0 where one row is that of all.
+// An input of the result's rows, which are `stride` elements apart; 0 if all rows are the same.
 struct Operand {
   const char* data;
   size_t stride;
@@ -29,7 +29,7 @@ struct Operand {
 
 size_t columns_of(const Call& call, int i) { return call.rank(i) == 0 ? 1 : call.dim(i, -1); }
 
-// Every axis of input `i` is as long as that of the result, counted from the last, or 1.
+// Whether every axis of input `i`, counted from the last, is as long as that of the result, or 1.
 bool broadcasts(const Call& call, int i, int y) {
   if (call.rank(i) > call.rank(y)) return false;
   for (int axis = 1; axis <= call.rank(i); axis++) {
@@ -38,7 +38,7 @@ bool broadcasts(const Call& call, int i, int y) {
   return true;
 }
 
-// Copies input `i` as often as its axes repeat in the result.
+// Copies input `i`, repeating its axes as in the result.
 void repeat(const Call& call, int i, int y, size_t bytes, char* target) {
   std::vector<size_t> steps(static_cast<size_t>(call.rank(y)), 0);  // elements of `i` from one index to the next
   size_t step = 1;
@@ -79,7 +79,7 @@ template <class Number>
 Number combine(Number a, Number b, const Binary& binary) {
   if constexpr (std::is_same_v<Number, bool>) {
     return binary.multiplies ? a && b : a || (b && binary.of_integers != 0);
-  } else if constexpr (std::is_integral_v<Number>) {  // what overflows wraps
+  } else if constexpr (std::is_integral_v<Number>) {  // overflow wraps
     using Wide = uint64_t;
     const Wide product =
         static_cast<Wide>(b) * (binary.multiplies ? static_cast<Wide>(a) : static_cast<Wide>(binary.of_integers));
@@ -166,7 +166,7 @@ int compute(const Call& call, const Binary& binary) {
   return 0;
 }
 
-// What `operand` gave, in float32.
+// Returns `given` in float32.
 Operand weight_only(const Operand& given, DType dtype, size_t rows, size_t columns, std::vector<float>& room) {
   room.resize(given.stride == 0 ? columns : rows * columns);
   widen(given.data, room.size(), dtype, room.data());

@@ -1,7 +1,7 @@
-// Cast between any types of numbers, complex ones aside.
+// Cast between any numeric types except complex ones.
 //
-// MindSpore's own tells over, at every call, all pairs of types that it knows: for the few rows of a step that takes a
-// hundred times as long as the numbers do.
+// MindSpore's own operator compares all pairs of types at every call: for the few rows of a step that takes a hundred
+// times as long as the conversion.
 #include <array>
 #include <cstring>
 #include <limits>
@@ -15,13 +15,13 @@
 namespace llm {
 namespace {
 
-// Elements below which one thread is quicker than waking another.
+// Fewer elements are processed by one thread, which is faster than waking another.
 constexpr size_t kElementsPerTask = 16384;
 
 using Convert = void (*)(const void*, void*, size_t);
 
-// Fractions are cut off. A number beyond the integers of a type becomes the last of them, NaN becomes 0: C++ leaves
-// both open, and the instructions of a loop and of what it leaves over differ.
+// Truncates fractions. A number beyond the range of an integer type becomes its limit, NaN becomes 0: C++ leaves both
+// undefined, and vectorised loops differ from their remainders.
 template <class To, class From>
 To converted(From x) {
   if constexpr (std::is_floating_point_v<From> && std::is_integral_v<To> && !std::is_same_v<To, bool>) {
@@ -53,7 +53,7 @@ struct Conversions {
   static constexpr std::array<size_t, sizeof...(Types)> kSizes = {sizeof(Types)...};
 };
 
-// float16 and bfloat16 go by way of float32, which holds each exactly.
+// float16 and bfloat16 are converted through float32, which holds each exactly.
 constexpr const char* kNames[] = {"bool",   "int8",   "int16",  "int32",   "int64",  "uint8",
                                   "uint16", "uint32", "uint64", "float32", "float64"};
 using Numbers =
@@ -132,7 +132,7 @@ int cast(const Call& call, int y) {
 }  // namespace
 }  // namespace llm
 
-// x, perhaps the type | y
+// x, optional type | y
 LLM_OPERATOR(Cast) {
   if (call.count() < 2) return call.fail("expects at least 2 parameters, got %d", call.count());
   return llm::cast(call, call.count() - 1);

@@ -1,4 +1,4 @@
-// Gather, SplitWithSize, StridedSlice, Reshape and MoveTo: nothing is computed.
+// Gather, SplitWithSize, StridedSlice, Reshape and MoveTo: operators that only copy.
 #include <algorithm>
 #include <vector>
 
@@ -8,7 +8,7 @@
 namespace llm {
 namespace {
 
-// Copies below which one thread is quicker than waking another.
+// Smaller copies are done by one thread, which is faster than waking another.
 constexpr size_t kBytesPerTask = 65536;
 
 template <class Body>
@@ -30,7 +30,8 @@ int gather_rows(const Call& call, int table, int indices, char* y, size_t y_stri
   if (y_stride == 0) y_stride = bytes;
   if (const int status = check_indices(call, indices, whole == 0 ? rows : whole)) return status;
   for_copies(call.elements(indices), bytes, [&](size_t i) {
-    const size_t row = static_cast<size_t>(call.integer(indices, i)) - first;  // those before the first are beyond all
+    // those before the first become larger than all
+    const size_t row = static_cast<size_t>(call.integer(indices, i)) - first;
     if (row >= rows) {
       std::memset(y + i * y_stride, 0, bytes);
     } else if (weight.is_packed()) {
@@ -42,7 +43,7 @@ int gather_rows(const Call& call, int table, int indices, char* y, size_t y_stri
   return 0;
 }
 
-// The qvalues of a table of 8 bits that is packed.
+// Copies the qvalues of rows of a packed 8-bit table.
 int gather_qvalues(const Call& call, const PackedWeight& table, int indices, int8_t* y) {
   const size_t columns = table.columns();
   if (const int status = check_indices(call, indices, call.dim(0, 0))) return status;
@@ -74,8 +75,7 @@ int gather_blocks(const Call& call, int table, int indices, char* y, size_t y_st
 
 }  // namespace llm
 
-// table, indices, axis, batch_dims | y; the rows of a table that is a packed weight are unpacked, into qvalues if y has
-// them
+// table, indices, axis, batch_dims | y; rows of a packed table are unpacked, to qvalues if y has qvalues
 LLM_OPERATOR(Gather) {
   using namespace llm;
   if (call.count() < 5) return call.fail("expects 5 parameters, got %d", call.count());
@@ -152,19 +152,21 @@ LLM_OPERATOR(SplitWithSize) {
 namespace llm {
 namespace {
 
-// Indices of an axis that a slice takes.
+// Indices of an axis that a slice selects.
 struct Range {
   int64_t first, step;
   size_t count;
 };
 
-// The `number`-th of begin, end, step, parameters 1 to 3, of an axis of `size`; masks are parameters from 4 on.
+// Reads entry `number` of begin, end and step, parameters 1 to 3, for an axis of `size`; masks are parameters from 4
+// on.
 Range range_of(const Call& call, size_t number, size_t size) {
   const int64_t length = static_cast<int64_t>(size), furthest = std::max(length, int64_t{1});
-  const int64_t step = std::clamp(call.integer(3, number), -furthest, furthest);  // any further takes one index as well
+  // any larger step selects one index as well
+  const int64_t step = std::clamp(call.integer(3, number), -furthest, furthest);
   auto is_set = [&](int mask) { return (call.integer(mask) >> number & 1) != 0; };
   auto from_start = [&](int64_t index) { return index < 0 ? index + length : index; };
-  if (is_set(8)) return {from_start(call.integer(1, number)), 1, 1};  // one index, and the axis goes
+  if (is_set(8)) return {from_start(call.integer(1, number)), 1, 1};  // one index, and the axis is removed
   const int64_t least = step > 0 ? 0 : -1, most = step > 0 ? length : length - 1;
   auto within = [&](int64_t index) { return index < least ? least : index > most ? most : index; };
   const int64_t begin = is_set(4) ? (step > 0 ? least : most) : within(from_start(call.integer(1, number)));
@@ -173,13 +175,13 @@ Range range_of(const Call& call, size_t number, size_t size) {
   return {begin, step, span <= 0 ? 0 : static_cast<size_t>((span + stride - 1) / stride)};
 }
 
-// One for each axis of x; a status as operators return it.
+// Reads one range for each axis of x; returns a status as operators do.
 int read_ranges(const Call& call, std::vector<Range>& ranges) {
   const size_t given = call.elements(1), rank = static_cast<size_t>(call.rank(0));
   if (call.elements(2) != given || call.elements(3) != given)
     return call.fail("begin, end and strides must be as many");
   const int64_t ellipsis = call.integer(6), residual = call.integer(7);
-  size_t taken = 0;  // axes of x that are told one by one
+  size_t taken = 0;  // axes of x with an entry of their own
   for (size_t number = 0; number < given; number++) taken += ((ellipsis | residual) >> number & 1) == 0;
   if (taken > rank) return call.fail("%zu ranges are given for %zu axes", taken, rank);
   auto take_whole = [&](size_t count) {
@@ -188,7 +190,7 @@ int read_ranges(const Call& call, std::vector<Range>& ranges) {
   for (size_t number = 0; number < given; number++) {
     if ((ellipsis >> number & 1) != 0) {
       take_whole(rank - taken);
-      taken = rank;  // the first one stands for all that are not told
+      taken = rank;  // the ellipsis stands for all axes without an entry
     } else if ((residual >> number & 1) == 0) {
       const size_t size = call.dim(0, static_cast<int>(ranges.size()));
       if (call.integer(3, number) == 0) return call.fail("strides must not be 0");
@@ -203,7 +205,7 @@ int read_ranges(const Call& call, std::vector<Range>& ranges) {
   return 0;
 }
 
-// Copies the slice, all axes from `axis` on, and returns where the next one goes.
+// Copies the slice for all axes from `axis` on, and returns the end of the copy.
 char* copy_slice(const std::vector<Range>& ranges, const std::vector<size_t>& bytes, size_t axis, const char* x,
                  char* y) {
   if (axis == ranges.size()) {
@@ -225,13 +227,14 @@ char* copy_slice(const std::vector<Range>& ranges, const std::vector<size_t>& by
 }  // namespace
 }  // namespace llm
 
-// x, begin, end, strides, and masks of begin, end, ellipsis, new axes and axes that go | y
+// x, begin, end, strides, and masks of begin, end, ellipsis, new axes and removed axes | y
 LLM_OPERATOR(StridedSlice) {
   using namespace llm;
   if (call.count() < 10) return call.fail("expects 10 parameters, got %d", call.count());
   std::vector<Range> ranges;
   if (const int status = read_ranges(call, ranges)) return status;
-  std::vector<size_t> bytes(ranges.size() + 1, call.element_bytes(0));  // of an index of each axis, behind it
+  // bytes of an index of each axis, and of an element
+  std::vector<size_t> bytes(ranges.size() + 1, call.element_bytes(0));
   size_t count = 1;
   for (size_t axis = ranges.size(); axis-- > 0;) {
     bytes[axis] = bytes[axis + 1] * call.dim(0, static_cast<int>(axis));
@@ -246,7 +249,7 @@ LLM_OPERATOR(StridedSlice) {
 namespace llm {
 namespace {
 
-// The first parameter to the last, which has the same elements.
+// Copies the first parameter to the last, which has as many elements.
 int copy(const Call& call) {
   const int y = call.count() - 1;
   const size_t bytes = y < 1 ? 0 : call.element_bytes(0);
@@ -261,8 +264,8 @@ int copy(const Call& call) {
 }  // namespace
 }  // namespace llm
 
-// x, shape | y; MindSpore has none of bfloat16 on a CPU
+// x, shape | y; MindSpore has no Reshape of bfloat16 on a CPU
 LLM_OPERATOR(Reshape) { return llm::copy(call); }
 
-// x, device, whether to wait | y; all memory is this machine's
+// x, device, whether to wait | y; all memory is host memory
 LLM_OPERATOR(MoveTo) { return llm::copy(call); }

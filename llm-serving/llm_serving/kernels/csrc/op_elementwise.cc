@@ -7,7 +7,7 @@
 namespace llm {
 namespace {
 
-// Positions of what both norms have; -1 where one has it not.
+// Parameter indices of both norms; -1 if one lacks the parameter.
 struct NormParameters {
   int x, residual, gamma, eps, y, rstd, sum;
 };
@@ -65,10 +65,10 @@ namespace {
 
 constexpr int64_t kRotateHalf = 2;
 
-// Of a tensor whose last axis is all heads of a row.
+// Returns the rows of a tensor whose last axis is all heads of a row.
 size_t rows_of(const Call& call, int x) { return call.dim(x, -1) == 0 ? 0 : call.elements(x) / call.dim(x, -1); }
 
-// Rotates tensor `x` into `y`; null positions mean that row t uses row t of the tables.
+// Rotates tensor `x` into `y`; null positions mean that row t uses row t of cos and sin.
 int rotate(const Call& call, int x, int cos, int sin, int y, const int64_t* positions) {
   const DType dtype = call.dtype(x);
   const DType table = call.dtype(cos);
@@ -90,7 +90,7 @@ int rotate(const Call& call, int x, int cos, int sin, int y, const int64_t* posi
 }  // namespace
 }  // namespace llm
 
-// q, k, cos, sin, lengths, cos_format | q, k. The tables have a row for each token, or for each position, which then
+// q, k, cos, sin, lengths, cos_format | q, k. cos and sin have a row for each token, or for each position, which then
 // follows from the lengths of the packed prompts.
 LLM_OPERATOR(ApplyRotaryPosEmb) {
   using namespace llm;

@@ -1,5 +1,5 @@
-// MoeGatingTopKSoftmax, MoeInitRoutingV2, GroupedMatmulV4 and MoeTokenUnpermute: rows go to their experts, are
-// multiplied by the weights of those, and come back.
+// MoeGatingTopKSoftmax, MoeInitRoutingV2, GroupedMatmulV4 and MoeTokenUnpermute: route rows to their experts, multiply
+// them by the experts' weights, and sum the results.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -9,8 +9,8 @@
 #include "quantized_product.h"
 #include "thread_pool.h"
 
-// x, finished (absent), k | scores of the k best of each row, their experts, and where each stands if all rows' best
-// come first, then all rows' second, ..
+// x, finished (absent), k | the k largest scores of each row, their experts, and the index of each in the order of all
+// rows' best, then all rows' second, ..
 LLM_OPERATOR(MoeGatingTopKSoftmax) {
   using namespace llm;
   if (call.count() < 6) return call.fail("expects 6 parameters, got %d", call.count());
@@ -40,13 +40,13 @@ LLM_OPERATOR(MoeGatingTopKSoftmax) {
 namespace llm {
 namespace {
 
-constexpr int64_t kSums = 1, kCounts = 2;  // what is told of an expert: where its rows end, or how many there are
+constexpr int64_t kSums = 1, kCounts = 2;  // output for each expert: the end of its rows, or their number
 
 }  // namespace
 }  // namespace llm
 
-// x, experts, active_num, capacity, number of experts, drop_pad_mode, what is told of experts, before capacity | the
-// rows of each expert one after another, where each row went, what is told of experts, the same before dropping
+// x, experts, active_num, capacity, number of experts, drop_pad_mode, kind of output for experts, before capacity | the
+// rows of each expert one after another, the new index of each row, the output for experts, the same before dropping
 LLM_OPERATOR(MoeInitRoutingV2) {
   using namespace llm;
   if (call.count() < 12) return call.fail("expects 12 parameters, got %d", call.count());
@@ -83,7 +83,7 @@ LLM_OPERATOR(MoeInitRoutingV2) {
 namespace llm {
 namespace {
 
-// The weight [k, n] of an expert as [n, k].
+// Returns the weight [k, n] of an expert as [n, k].
 std::vector<char> transposed(const char* source, size_t bytes, size_t n, size_t k) {
   std::vector<char> rows(n * k * bytes);
   for (size_t input = 0; input < k; input++) {
@@ -94,7 +94,7 @@ std::vector<char> transposed(const char* source, size_t bytes, size_t n, size_t 
   return rows;
 }
 
-// The rows of an expert times its weight, packed or [k, n].
+// Multiplies the rows of an expert by its weight, packed or [k, n].
 void multiply_expert(const Weight& all, const char* weight, size_t expert, LinearArgs args) {
   const size_t n = args.n, k = args.k, bytes = element_size(args.dtype, nullptr);
   if (all.is_packed()) {
@@ -107,7 +107,7 @@ void multiply_expert(const Weight& all, const char* weight, size_t expert, Linea
   kernels().linear(args);
 }
 
-// The same of qvalues, to int32.
+// The same for qvalues, with int32 results.
 void sum_expert(const Weight& all, const char* weight, size_t expert, LinearArgs args) {
   const size_t n = args.n, k = args.k;
   const auto* x = static_cast<const int8_t*>(args.x);
@@ -186,8 +186,8 @@ LLM_OPERATOR(GroupedMatmulV4) {
   return 0;
 }
 
-// rows of experts, where each row went, shares, padded_mode, restore_shape (absent) | the sum of each row's, in the
-// order in which they lie
+// rows of experts, new index of each row, weights, padded_mode, restore_shape (absent) | the weighted sum of each row's
+// results, in the order of the rows of experts
 LLM_OPERATOR(InnerMoeTokenUnpermute) {
   using namespace llm;
   if (call.count() < 6) return call.fail("expects 6 parameters, got %d", call.count());

@@ -16,9 +16,9 @@ constexpr float kMaskedBFloat16 = -10000.0f;
 // q, k, v, 3 absent, mask, 1 absent, query lengths, key lengths, heads, keep_prob, scale, tokens before and behind,
 // precision, layout, sparse mode | maximum, sum, softmax, y
 //
-// Prompts one after another (layout TH): a row sees keys of its own prompt. The mask [n, n] lies along the diagonal of
-// each prompt; keys before its square are seen, those behind it are not. Keys and values are brought into the order of
-// a cache, so that the kernels and the bits are those of PagedAttention. Only y is written.
+// Prompts one after another (layout TH): a row sees keys of its own prompt. The mask [n, n] is applied along the
+// diagonal of each prompt; keys before its square are visible, those behind it are hidden. Keys and values are
+// converted to the layout of a cache, so that the kernels and the bits are those of PagedAttention. Only y is written.
 int flash_attention_score(const Call& call) {
   if (call.count() < 22) return call.fail("expects 22 parameters, got %d", call.count());
   for (const int absent : {3, 4, 5, 7}) {
@@ -64,11 +64,11 @@ int flash_attention_score(const Call& call) {
     if (!is_float(call.dtype(6)) || call.rank(6) != 2 || call.dim(6, 0) != call.dim(6, 1) || call.dim(6, 0) == 0) {
       return call.fail("attn_mask must be a square of floats");
     }
-    // As the device takes them: a mask of bfloat16 says where, one of float16 also how much.
+    // Like the device: a mask of bfloat16 is a flag, one of float16 is a value.
     const float factor = call.dtype(6) == DType::kBFloat16 ? kMaskedBFloat16 : 1.0f;
     mask = {call.data<void>(6), call.dtype(6), call.dim(6, 1), factor, true};
   }
-  // Every prompt in blocks of its own, one after another.
+  // Every prompt has blocks of its own, one after another.
   std::vector<int64_t> slots(tokens);
   requests.block_tables.assign(requests.query_lens.size() * requests.table_width, 0);
   size_t block = 0, token = 0;

@@ -10,7 +10,7 @@
 namespace llm {
 namespace {
 
-// Row-major copy of a matrix [rows, columns], or of its transpose.
+// Returns a row-major copy of a matrix [rows, columns], or of its transpose.
 std::vector<char> copy_of(const void* source, size_t rows, size_t columns, size_t bytes, bool transposed) {
   std::vector<char> copy(rows * columns * bytes);
   for (size_t row = 0; row < rows; row++) {
@@ -22,7 +22,7 @@ std::vector<char> copy_of(const void* source, size_t rows, size_t columns, size_
   return copy;
 }
 
-// Products that are none of our layers': brought into the form of those, so they are correct, and slow.
+// Computes products with unpacked or transposed operands by copying them: correct, but slow.
 void multiply_unpacked(const LinearArgs& args, size_t bytes, bool transpose_a, bool transpose_b) {
   const std::vector<char> x = copy_of(args.x, args.m, args.k, bytes, transpose_a);
   const std::vector<char> weight = copy_of(args.weight, args.n, args.k, bytes, !transpose_b);
@@ -37,7 +37,7 @@ void multiply_unpacked(const LinearArgs& args, size_t bytes, bool transpose_a, b
 }  // namespace
 }  // namespace llm
 
-// x, weight, transpose_a, transpose_b | y; of qvalues of 8 bits their exact sums, as float32
+// x, weight, transpose_a, transpose_b | y; for 8-bit qvalues the exact sums, as float32
 LLM_OPERATOR(MatMul) {
   using namespace llm;
   if (call.count() < 5) return call.fail("expects 5 parameters, got %d", call.count());

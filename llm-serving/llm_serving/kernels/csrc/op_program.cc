@@ -1,5 +1,5 @@
-// A whole network as one operator: MindSpore spends more on a step's operators than a small model computes in them, and
-// finds its own data gone from the caches after each layer of a large one.
+// A whole network as one operator: MindSpore spends more time on a step's operators than a small model computes, and
+// for a large one its own data evicts that of the kernels from the caches after each layer.
 #include "addressed.h"
 #include "ending.h"
 #include "program.h"
@@ -7,7 +7,7 @@
 namespace llm {
 namespace {
 
-// In the order of their numbers.
+// Operations in the order of their numbers.
 const Operation* const kOperations[] = {&kEmbedding, &kLinear,          &kRmsNorm,     &kRope,         &kStoreKv,
                                         &kAttention, &kGatedActivation, &kAdd,         &kRoute,        &kExperts,
                                         &kLmHead,    &kSelectRows,      &kSigmoidGate, &kHiddenStates, &kAllReduce};
@@ -45,7 +45,7 @@ int run_program(const Call& call) {
   size_t attended = 0;
   for (size_t i = 0; i < program.num_instructions(); i++) {
     const Operation* op = operation(program, i);
-    // A layer is done where the next one attends, and the last one before the result.
+    // A layer is done when the next one attends, the last one before the result.
     const bool next_layer = op == &kAttention && attended++ > 0;
     if (next_layer || op == &kLmHead || op == &kHiddenStates) ending.layer_done();
     if (const int status = op->run(Instruction(program, i, op->signature))) return status;
@@ -56,10 +56,10 @@ int run_program(const Call& call) {
 }  // namespace
 }  // namespace llm
 
-// A table of addresses: of instructions, operands, token_ids [T], positions [T], slot_mapping [T], block_tables [B, W],
-// query_lens [B], context_lens [B], sample_indices [S]; of weights, of which the first is that of the logits [V, H]; of
-// key_cache and value_cache of each layer; of the result, float32 [S, V] of the rows that give one, or [S, H] of a
-// program that ends in states. The bits of an operation do not depend on which others are part of it.
+// A table of addresses: instructions, operands, token_ids [T], positions [T], slot_mapping [T], block_tables [B, W],
+// query_lens [B], context_lens [B], sample_indices [S]; weights, of which the first is the LM head [V, H]; key_cache
+// and value_cache of each layer; the result, float32 [S, V] for the sampled rows, or [S, H] for a program that ends in
+// hidden states. The bits of an operation do not depend on the other operations.
 LLM_OPERATOR(program) {
   llm::AddressedCall addressed(call);
   if (const int status = addressed.read()) return status;

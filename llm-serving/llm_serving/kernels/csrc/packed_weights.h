@@ -1,10 +1,11 @@
-// Weights [n, k] in the order the products read them.
+// Weights [n, k] in the order in which products read them.
 //
 // Panels of 16 output features, each panel k-major: element (row, col) of panel p is feature 16 p + col, and
-//   float32, float16   [k][16]          one register of features for each input
-//   bfloat16           [k / 2][16][2]   pairs of inputs, as vdpbf16ps and the AMX tiles want them
-// A last panel of fewer features has that many columns in place of 16, and an odd last input of bfloat16 a row without
-// pairs, so a packed weight takes exactly the n * k elements of the original. Codes of fewer bits: packed_qvalues.h.
+// float32, float16   [k][16]          one register of features for each input
+// bfloat16           [k / 2][16][2]   pairs of inputs, for vdpbf16ps and the AMX tiles
+// A last panel of fewer features has that many columns instead of 16, and an odd last input of bfloat16 is a row
+// without pairs, so a packed weight has exactly the n * k elements of the original. Weights with fewer bits:
+// packed_qvalues.h.
 #pragma once
 
 #include "packed_qvalues.h"
@@ -14,30 +15,30 @@ namespace llm {
 // Packs `source` (row-major) into `target`, which must not overlap it.
 void pack_weight(const void* source, void* target, DType dtype, size_t n, size_t k);
 
-// Remembers that a tensor is packed: MindSpore hands the kernels a pointer and a shape only. Where the kernels in use
-// multiply in integers, bfloat16 elements become multiples of units (fixed_point.h), which other kernels cannot read.
+// Registers a tensor as packed: MindSpore passes the kernels a pointer and a shape only. If the kernels in use multiply
+// in integers, bfloat16 elements become multiples of units (fixed_point.h), which other kernels cannot read.
 void register_packed(void* data, DType dtype, size_t n, size_t k);
 void release_packed(const void* data);
 
-// The same for qvalues that `pack_qvalues` wrote to `data`, whose tensor is int8 [n, columns].
+// Registers qvalues that `pack_qvalues` wrote to `data`, whose tensor is int8 [n, columns].
 void register_qvalues(void* data, const QuantizedWeight& weight, size_t columns);
 
-// What is known of a tensor [n, k].
+// The registered properties of a tensor [n, k].
 class PackedWeight {
  public:
   PackedWeight(const void* data, DType tensor, size_t n, size_t k);
 
   bool is_packed() const { return is_packed_; }
-  // Inputs, which a tensor of qvalues does not tell.
+  // Inputs, which the shape of a tensor of qvalues does not show.
   size_t columns() const { return k_; }
-  // Of the rows it multiplies.
+  // Type of the rows it multiplies.
   DType dtype() const { return dtype_; }
-  // Null for a weight that is kept as elements.
+  // Null for a weight with elements.
   const WeightQValues* qvalues() const { return qvalues_; }
-  // Of a feature, in whole panels.
+  // Bytes of a feature, in whole panels.
   size_t row_bytes() const;
 
-  // Reads feature `row` of a packed tensor back as k contiguous elements.
+  // Reads feature `row` of a packed tensor as k contiguous elements.
   void unpack_row(size_t row, void* target) const;
 
  private:

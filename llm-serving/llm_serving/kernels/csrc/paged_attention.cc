@@ -13,7 +13,7 @@ const char kCacheRule[] =
 
 namespace {
 
-// Writes the key of one head into column `lane` of a group; `kInputs` of its dims stay together.
+// Writes the key of one head into column `lane` of a group; `kInputs` of its dims are adjacent.
 template <class Element, size_t kInputs>
 void store_key(const Element* key, size_t head_dim, size_t lane, Element* group) {
   for (size_t dim = 0; dim < head_dim; dim += kInputs) {
@@ -21,7 +21,7 @@ void store_key(const Element* key, size_t head_dim, size_t lane, Element* group)
   }
 }
 
-// Writes the value of one head into input `lane` of a group. `kInputs` tokens stay together in a panel of 16 dims.
+// Writes the value of one head into input `lane` of a group; `kInputs` tokens are adjacent in a panel of 16 dims.
 template <class Element, size_t kInputs>
 void store_value(const Element* value, size_t head_dim, size_t lane, Element* group) {
   for (size_t panel = 0; panel < head_dim; panel += kPanelWidth) {
@@ -30,13 +30,13 @@ void store_value(const Element* value, size_t head_dim, size_t lane, Element* gr
   }
 }
 
-// Neighbours in a sequence share cache lines of their group, so one thread stores a run of them.
+// Adjacent tokens of a sequence share cache lines of their group, so one thread stores a run of them.
 constexpr size_t kTokensPerTask = 64;
-// Tasks a thread, where there are tokens for them.
+// Tasks for each thread, if there are enough tokens.
 constexpr size_t kTasksPerThread = 4;
 
-// Calls body(head, token, lane, group) for the tokens from `first` to `last` that are stored: where in its group a
-// token is, and where groups begin whose heads have `dim` elements, group(dim).
+// Calls body(head, token, lane, group) for the tokens from `first` to `last` that are stored: `lane` is the index in
+// its group, and group(dim) the offset of the group for heads of `dim` elements.
 template <class Body>
 void for_stored(const KvCache& cache, const KvRows& rows, size_t first, size_t last, Body body) {
   for (size_t head = 0; head < cache.heads; head++) {
@@ -69,7 +69,7 @@ void store_tokens(const KvCache& cache, const KvRows& rows, size_t first, size_t
 void store_qvalues_of_tokens(const KvCache& cache, const KvRows& rows, size_t first, size_t last) {
   const size_t bytes = element_size(cache.dtype, nullptr);
   std::vector<int8_t> qvalues(std::max(cache.key_dim, cache.value_dim));
-  // The qvalues of one head; its scale goes to the place of its token.
+  // Stores the qvalues of one head, and its scale in the lane of its token.
   auto quantized = [&](const char* rows_of_heads, size_t stride, size_t head, size_t token, size_t dim, size_t lane,
                        char* group) {
     float scale;
@@ -97,7 +97,7 @@ void store_run(const KvCache& cache, const KvRows& rows, size_t first, size_t la
   store_tokens<uint16_t, 1>(cache, rows, first, last);
 }
 
-// Calls body(first, last) for runs of tokens that one thread has in its caches; a single run is for all threads.
+// Calls body(first, last) for runs of tokens that fit the caches of one thread; a single run is shared by all threads.
 template <class Body>
 void for_token_runs(size_t tokens, Body body) {
   const size_t wanted = tokens / (kTasksPerThread * num_threads());
@@ -113,13 +113,13 @@ std::vector<int64_t> integers(const Call& call, int i) {
   return values;
 }
 
-// Rows of heads on their way to the cache or to attention.
+// Rows of heads that go to the cache or to attention.
 struct Heads {
   const char* x;
-  size_t stride;  // elements
+  size_t stride;  // elements from a row to the next
 };
 
-// How heads of queries or of keys are prepared.
+// Arguments of the preparation of heads of queries or keys.
 struct Preparation {
   const AttendArgs& args;
   size_t count;

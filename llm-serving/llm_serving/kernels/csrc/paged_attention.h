@@ -1,4 +1,4 @@
-// Attention as larger operators are made of it: what it needs of a call, and the run from new rows to results.
+// Attention as a part of larger operators: reading its parameters, and the computation from new rows to results.
 #pragma once
 
 #include <cstdint>
@@ -9,36 +9,37 @@
 
 namespace llm {
 
-// The requests of a step: integers of a call.
+// The requests of a step, read from integer parameters.
 struct Requests {
   std::vector<int64_t> block_tables;  // [B, table_width]
   std::vector<int64_t> query_lens, context_lens;
   size_t table_width = 0;
 };
 
-// Reads the requests that own `rows` rows; without query_lens (-1 or absent), one each. Returns a status as operators.
+// Reads the requests that own `rows` rows; without query_lens (-1 or absent), each has one row. Returns a status as
+// operators do.
 int read_requests(const Call& call, int block_tables, int query_lens, int context_lens, size_t rows,
                   Requests& requests);
 
-// Refuses requests whose tables do not name a block of the cache for every token that a row sees.
+// Refuses requests whose block tables lack a block of the cache for a token that a row sees.
 int check_blocks(const Call& call, const Requests& requests, size_t num_blocks, size_t block_size, size_t window);
 
 // Keys and values of a layer (kv_layout.h).
 struct KvCache {
   char *keys, *values;
-  DType dtype;  // of the rows
+  DType dtype;  // type of the rows
   size_t num_blocks, block_size, heads, key_dim, value_dim;
   bool quantized;
 
   size_t slots() const { return num_blocks * block_size; }
 };
 
-// Reads a cache of two parameters; false if they are none of this type, nor of qvalues.
+// Reads a cache from two parameters; false if they have neither this type nor qvalues.
 bool read_cache(const Call& call, int keys, int values, DType dtype, KvCache& cache);
 
 extern const char kCacheRule[];
 
-// Rows of new keys and values, `stride` elements apart, and where each goes; -1 skips it.
+// Rows of new keys and values, `stride` elements apart, and their slots; -1 skips a row.
 struct KvRows {
   const char* k;
   size_t k_stride;
@@ -47,20 +48,20 @@ struct KvRows {
   const int64_t* slots;
 };
 
-// Stores all of `tokens` rows, by several threads.
+// Stores all of `tokens` rows, with several threads.
 void store_kv(const KvCache& cache, const KvRows& rows, size_t tokens);
 
-// What `attention` computes. Gains are [dim of a head], of the type of the cache or float32; tables have a row for each
-// position and are of either type.
+// Arguments of an attention. Norm weights are [dim of a head], of the type of the cache or float32; cos and sin have a
+// row for each position and are of either type.
 struct AttendArgs {
   const char* q;
   size_t q_stride;
-  KvRows rows;  // without k: all keys and values are stored
+  KvRows rows;  // without k: all keys and values are already stored
   KvCache cache;
   const Requests* requests;
   size_t tokens, num_heads;
   const int64_t* positions;
-  const void *cos = nullptr, *sin = nullptr;  // null: nothing is rotated
+  const void *cos = nullptr, *sin = nullptr;  // null: no rotary embedding
   DType table_dtype = DType::kNone;
   const void *q_gamma = nullptr, *k_gamma = nullptr;  // null: no norm of heads
   DType q_gamma_dtype = DType::kNone, k_gamma_dtype = DType::kNone;
@@ -69,16 +70,17 @@ struct AttendArgs {
   size_t window = 0;
   float cap = 0.0f;
   const float* slopes = nullptr;
-  const char* q_rope = nullptr;  // null: keys are no latents (see AttentionArgs)
+  const char* q_rope = nullptr;  // null: keys are not latent (see AttentionArgs)
   size_t rope_stride = 0;
   void* y = nullptr;
   TiledLayout y_layout = {};
 };
 
-// Norms and rotates heads of queries and keys, stores keys and values, attends: the bits of the operations one by one.
+// Normalises and rotates heads of queries and keys, stores keys and values, and attends; bit-identical to the separate
+// operations.
 void attend(const AttendArgs& args);
 
-// What rows `q` of `args` are to attend to, whatever windows, caps and the like say further.
+// Returns the arguments for the rows `q` of `args`, without window, cap and the like.
 AttentionArgs plain_attention(const AttendArgs& args, const void* q);
 
 }  // namespace llm

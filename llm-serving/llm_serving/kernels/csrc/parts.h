@@ -1,4 +1,4 @@
-// What larger operators are made of. Each part is timed as the operator it stands for.
+// Parts of larger operators. Each part is timed as the operator that it replaces.
 #pragma once
 
 #include "call.h"
@@ -9,24 +9,24 @@ namespace llm {
 
 void normalize(const RmsNormArgs& args);
 void multiply(const LinearArgs& args);
-// The same where somebody else takes the time.
+// The same without timing, for callers that do it themselves.
 void multiply_counted(const LinearArgs& args);
 void gate(const SwigluArgs& args);
 
-// Bytes of the weights of all products so far. Each product reads its weight once.
+// Bytes of the weights of all products so far; each product reads its weight once.
 int64_t num_weight_bytes();
 
-// y [count, columns]: the rows of a table [rows, columns], which may be a packed weight, that the integers of parameter
-// `indices` name. Rows of y begin `y_stride` bytes from each other; 0: they are contiguous. Returns a status as
-// operators do; nothing is written unless it is 0. The table has the rows from `first` on of `whole`, and others are
-// zeros; whole 0: it has them all.
+// Copies the rows of a table [rows, columns], which may be a packed weight, that parameter `indices` selects, to y
+// [count, columns]. Rows of y are `y_stride` bytes apart; 0: contiguous. Returns a status as operators do; on an error
+// nothing is written. If `whole` is not 0, the table has the rows from `first` on of `whole` rows, and other rows are
+// zeros.
 int gather_blocks(const Call& call, int table, int indices, char* y, size_t y_stride = 0, size_t first = 0,
                   size_t whole = 0);
 
-// Refuses integers of `indices` that name no row of a table.
+// Refuses integers of `indices` that are not rows of a table.
 int check_indices(const Call& call, int indices, size_t rows);
 
-// A parameter that products multiply by.
+// A parameter that is a weight of products.
 class Weight {
  public:
   Weight(const Call& call, int parameter)
@@ -45,14 +45,14 @@ class Weight {
 
   bool is_packed() const { return is_packed_; }
   const void* data() const { return data_; }
-  // Of the rows it multiplies.
+  // Type of the rows it multiplies.
   DType dtype() const { return dtype_; }
   size_t rows() const { return n_; }
   size_t columns() const { return k_; }
-  // Null for a weight that is kept as elements.
+  // Null for a weight with elements.
   const WeightQValues* qvalues() const { return has_qvalues_ ? &qvalues_ : nullptr; }
 
-  // `count` rows of a packed weight, from `first` on; both are whole panels.
+  // Returns `count` rows of a packed weight, from `first` on; both must be whole panels.
   Weight part(size_t first, size_t count) const {
     Weight result = *this;
     result.data_ = static_cast<const char*>(data_) + first * row_bytes_;
@@ -64,10 +64,10 @@ class Weight {
     return result;
   }
 
-  // How products want their `count` rows.
+  // Layout of `count` rows that products read without conversion.
   TiledLayout layout(size_t count) const { return kernels().layout(dtype_, count, k_, qvalues()); }
 
-  // y = x * weight^T, of which x has the rows `layout` say. Valid as long as this object.
+  // y = x * weight^T, where the rows of x have this layout. Valid as long as this object.
   LinearArgs product(const TiledLayout& layout, const void* x, void* y) const {
     LinearArgs args = {x, data_, y, dtype_, dtype_, layout.rows, n_, k_, qvalues()};
     args.x_layout = layout;

@@ -1,4 +1,4 @@
-// The most arithmetic that an instruction set does, for benchmarks to compare with: multiply-adds on registers alone.
+// Measures the peak arithmetic of an instruction set, for benchmarks to compare with: multiply-adds on registers only.
 #include <atomic>
 
 #include "call.h"
@@ -11,7 +11,7 @@
 namespace llm {
 namespace {
 
-// What one thread does in `rounds` rounds, in multiplications and additions.
+// Runs `rounds` rounds in one thread; returns the number of multiplications and additions.
 using Rounds = double (*)(size_t rounds, float* result);
 
 constexpr size_t kTasksPerThread = 8;
@@ -19,7 +19,7 @@ constexpr float kFactor = 0.999f;
 constexpr float kTerm = 0.37f;
 
 #if defined(__x86_64__)
-// Sums enough to hide the latency of an instruction, few enough to stay in registers.
+// Enough sums to hide the latency of an instruction, few enough to stay in registers.
 constexpr size_t kSums512 = 24;
 constexpr size_t kSums256 = 12;
 
@@ -112,8 +112,8 @@ __attribute__((target("avx2,avxvnni"))) double avx_vnni(size_t rounds, float* re
   return 2.0 * 32 * kSums256 * static_cast<double>(rounds);
 }
 
-// Four sums of 16 x 16 from two tiles of activations and two of weights, as the products arrange them. The tiles hold
-// uneven numbers: on zeros the units draw less power and run faster than they ever do in a product.
+// Four sums of 16 x 16 from two tiles of activations and two of weights, as in products. The tiles hold irregular
+// numbers: with zeros the units use less power and run faster than in any product.
 template <bool kQValues>
 double amx(size_t rounds, float* result) {
   struct alignas(64) {
@@ -151,7 +151,7 @@ double amx(size_t rounds, float* result) {
 }
 #endif
 
-// Four floats at a time, as the compiler makes of plain loops where nothing wider is allowed.
+// Four floats at a time, as the compiler vectorises plain loops on the baseline instruction set.
 double plain(size_t rounds, float* result) {
   typedef float Four __attribute__((vector_size(16)));
   constexpr size_t kSums = 8;
@@ -166,7 +166,7 @@ double plain(size_t rounds, float* result) {
   return 2.0 * 4 * kSums * static_cast<double>(rounds);
 }
 
-// The instruction that the products of `isa` use for elements of `dtype`.
+// Returns the instruction that the products of `isa` use for elements of `dtype`.
 Rounds rounds_of(const char* isa, DType dtype) {
 #if defined(__x86_64__)
   const bool is_vnni = std::strcmp(isa, "avx512_bf16") == 0 || std::strcmp(isa, "avx512_vnni") == 0;
@@ -187,14 +187,14 @@ Rounds rounds_of(const char* isa, DType dtype) {
 }  // namespace
 }  // namespace llm
 
-// Multiplies and adds with all threads of the kernels, in the instructions of a set that this CPU must have; returns
-// the number of multiplications and additions done.
+// Multiplies and adds with all threads of the kernels, with the instructions of a set that this CPU must support;
+// returns the number of multiplications and additions.
 LLM_EXPORT double llm_multiply_add(const char* isa, const char* dtype, int64_t rounds) {
   using namespace llm;
   const Rounds run = rounds_of(isa, parse_dtype(dtype));
   const size_t tasks = kTasksPerThread * num_threads();
   std::atomic<double> operations{0.0};
-  std::atomic<float> kept{0.0f};  // so that the arithmetic is not left out
+  std::atomic<float> kept{0.0f};  // keeps the compiler from removing the arithmetic
   auto task = [&](size_t) {
     float result;
     double seen = operations.load();

@@ -24,7 +24,7 @@ void adjust_logits(const SampleArgs& args, size_t row, float* values, int32_t* c
   const int32_t* const begin = args.history_token_ids + args.history_offsets[row];
   const int32_t* const end = args.history_token_ids + args.history_offsets[row + 1];
   const int32_t* const output = begin + std::min<ptrdiff_t>(args.history_prompt_lens[row], end - begin);
-  // Always from the untouched logit, so that a token may come any number of times.
+  // Always computed from the original logit, so that a token may occur any number of times.
   auto repeated = [&](int32_t token) {
     const float before = logits[token];
     if (repetition == 1 || std::isinf(before)) return before;

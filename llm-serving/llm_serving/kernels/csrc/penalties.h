@@ -7,10 +7,10 @@
 
 namespace llm {
 
-// Whether any of them may change the logits of a row.
+// Whether any parameter may change the logits of a row.
 bool is_adjusted(const SampleArgs& args, size_t row);
 
-// Writes the row's logits, changed, to `values` [V]; `counts` [V] is room to count in, its contents do not matter.
+// Writes the row's adjusted logits to `values` [V]; `counts` [V] is scratch memory.
 void adjust_logits(const SampleArgs& args, size_t row, float* values, int32_t* counts);
 
 }  // namespace llm

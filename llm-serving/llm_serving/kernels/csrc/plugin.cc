@@ -1,5 +1,5 @@
-// What MindSpore and Python look up in the library: the list of operators, and a few functions beside them, whose
-// status is kThrown where they threw.
+// Exports for MindSpore and Python: the list of operators, and functions that return a status (kThrown after an
+// exception).
 #include <cstring>
 
 #include "call.h"
@@ -57,7 +57,7 @@ LLM_EXPORT const char** GetAllRegisteredOps() { return kOperators; }
 LLM_EXPORT int GetComputeDependOpCount() { return 0; }
 LLM_EXPORT const char** GetAllComputeDependOps() { return kNone; }
 
-// Packs a row-major weight [n, k] into `target` and remembers that `target` is packed. Non-zero: unknown type.
+// Packs a row-major weight [n, k] into `target` and registers `target` as packed. Non-zero: unknown type.
 LLM_EXPORT int llm_pack_weight(const void* source, void* target, const char* dtype, int64_t n, int64_t k) {
   const llm::DType type = llm::parse_dtype(dtype);
   if (!llm::is_float(type) || n < 0 || k < 0) return 1;
@@ -68,13 +68,13 @@ LLM_EXPORT int llm_pack_weight(const void* source, void* target, const char* dty
   });
 }
 
-// `weight_only`: times rows as they are; otherwise times rows of 8 bits.
+// `weight_only`: for unquantized rows; otherwise for rows of 8 bits.
 static llm::WeightFormat format_of(int64_t weight_only, int64_t bits) {
   if (weight_only != 0) return llm::WeightFormat::kWeightOnly;
   return bits == 4 ? llm::WeightFormat::kW4A8 : llm::WeightFormat::kW8A8;
 }
 
-// Bytes of qvalues [n, k] when they are packed.
+// Bytes of packed qvalues [n, k].
 LLM_EXPORT int64_t llm_packed_qvalues_bytes(int64_t weight_only, int64_t bits, int64_t n, int64_t k) {
   const size_t bytes =
       llm::panel_bytes(format_of(weight_only, bits), static_cast<size_t>(bits), static_cast<size_t>(k));
@@ -82,8 +82,8 @@ LLM_EXPORT int64_t llm_packed_qvalues_bytes(int64_t weight_only, int64_t bits, i
                               bytes);
 }
 
-// Packs qvalues as `QuantizedWeight` has them into `target`, of which MindSpore sees int8 [n, columns]. Non-zero: an
-// unknown type, or a form that no product takes.
+// Packs qvalues as `QuantizedWeight` describes them into `target`, which MindSpore sees as int8 [n, columns]. Non-zero:
+// an unknown type, or a form that no product supports.
 LLM_EXPORT int llm_pack_qvalues(int64_t weight_only, int64_t bits, const uint8_t* qvalues, const float* scale,
                                 const uint8_t* zero, int64_t group, void* target, const char* dtype, int64_t n,
                                 int64_t k, int64_t columns) {
@@ -100,8 +100,8 @@ LLM_EXPORT int llm_pack_qvalues(int64_t weight_only, int64_t bits, const uint8_t
   });
 }
 
-// Rounds [n, k] elements to qvalues [n, k], a byte each, and scales [n, k / group]. Non-zero: an element is not finite,
-// 1, or such qvalues are made of nothing.
+// Rounds [n, k] elements to qvalues [n, k], a byte each, and scales [n, k / group]. Non-zero: 1 if an element is not
+// finite, or an error if such qvalues are not supported.
 LLM_EXPORT int llm_round_to_qvalues(const void* source, const char* dtype, int64_t n, int64_t k, int64_t bits,
                                     int64_t group, uint8_t* qvalues, float* scale) {
   auto size = [](int64_t number) { return static_cast<size_t>(number); };
@@ -112,7 +112,7 @@ LLM_EXPORT int llm_round_to_qvalues(const void* source, const char* dtype, int64
   });
 }
 
-// To be called before the memory of a packed weight is freed.
+// Must be called before the memory of a packed weight is freed.
 LLM_EXPORT void llm_release_weight(const void* target) { llm::release_packed(target); }
 
 LLM_EXPORT const char* llm_isa() { return llm::kernels().isa; }
@@ -132,6 +132,6 @@ LLM_EXPORT const char* llm_profile(int64_t i, int64_t* calls, int64_t* nanosecon
   *nanoseconds = clock->nanoseconds.load();
   return clock->name;
 }
-// Has `tell` called, once, when the layers of the next step are nearly done; null: nobody is told.
+// Requests one call of `tell` when the layers of the next step are nearly done; null: no call.
 LLM_EXPORT void llm_announce_ending(void (*tell)()) { llm::announce_ending(tell); }
 LLM_EXPORT const char* llm_last_error() { return llm::last_error(); }

@@ -5,7 +5,7 @@ namespace {
 
 std::atomic<OperatorClock*> first{nullptr};
 
-// Puts the clock at the head of the list; returns what was there before.
+// Inserts the clock at the head of the list; returns the previous head.
 OperatorClock* link(OperatorClock* clock) { return first.exchange(clock); }
 
 }  // namespace

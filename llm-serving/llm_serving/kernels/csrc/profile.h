@@ -1,4 +1,4 @@
-// Where the time of a step goes: calls and nanoseconds of every operator, counted while switched on.
+// Profile of a step: calls and nanoseconds of every operator, counted while switched on.
 #pragma once
 
 #include <atomic>
@@ -8,7 +8,7 @@
 
 namespace llm {
 
-// One for each operator, for the life of the process; they form a list.
+// The counter of one operator, in a list, for the lifetime of the process.
 struct OperatorClock {
   explicit OperatorClock(const char* name);
 
@@ -21,12 +21,12 @@ struct OperatorClock {
 // Starts counting from zero, or stops; the counts stay until the next start.
 void set_profiling(bool on);
 
-// The i-th operator that was ever called; null behind the last.
+// Returns the i-th operator that was ever called; null behind the last.
 const OperatorClock* operator_clock(size_t i);
 
 extern std::atomic<bool> profiling;
 
-// Adds the time until its end to a clock, without the time of those that begin and end meanwhile in the same thread.
+// Adds its lifetime to a clock, without the time of nested timers in the same thread.
 class Timed {
  public:
   explicit Timed(OperatorClock& clock) : clock_(profiling.load(std::memory_order_relaxed) ? &clock : nullptr) {
@@ -48,7 +48,7 @@ class Timed {
 
  private:
   using Duration = std::chrono::steady_clock::duration;
-  // What the innermost of those that have not ended has to leave out.
+  // Time of finished nested timers that the innermost active one excludes.
   static inline thread_local Duration inside{};
 
   OperatorClock* const clock_;

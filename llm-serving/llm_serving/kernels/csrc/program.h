@@ -1,14 +1,15 @@
-// A network as integers, and what its instructions see of a step.
+// A network encoded as integers, and the data of a step that its instructions use.
 //
 // `instructions` int32 [1 + n, L]: a header, then one operation a row: its number, outputs, inputs, weights and
-// attributes in the order that its file states; -1 is absent, floats are their bits. Outputs and inputs number
-// operands, weights number the weights of the call. What the numbers of operations mean stands in op_program.cc.
+// attributes in the order that its source file states; -1 is absent, floats are stored as their bits. Outputs and
+// inputs are indices of operands, weights indices of the weights of the call. op_program.cc lists the operation
+// numbers.
 //
-// The header: version, weights, layers, bytes of memory for each row, L, and the model's type: 0 float32, 1 float16,
-// 2 bfloat16. A weight that products multiply by may be int8, packed as qvalues.
+// The header: version, number of weights, number of layers, bytes of memory for each row, L, and the model's type: 0
+// float32, 1 float16, 2 bfloat16. A weight of products may be int8, packed as qvalues.
 //
-// `operands` int32 [m, 6]: columns of a buffer that has a row for each token of the step or, where it is `selected`,
-// for each that gives a result.
+// `operands` int32 [m, 6]: columns of a buffer that has a row for each token of the step or, if it is `selected`, for
+// each sampled row.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,7 @@
 
 namespace llm {
 
-// Parameters of the operator. Behind the weights come keys and values of each layer, then the result.
+// Parameters of the operator. The weights are followed by the keys and values of each layer, then the result.
 enum ProgramParameter {
   kInstructions,
   kOperands,
@@ -46,10 +47,10 @@ struct Operand {
 // An operand in a step: `count` rows of `width` elements.
 struct Rows {
   char* data;
-  size_t stride;  // elements
+  size_t stride;  // elements from a row to the next
   size_t count, width;
 
-  // As they lie. One row has no next one.
+  // The current layout. A single row has no stride.
   TiledLayout layout() const { return {count, count == 1 ? width : stride}; }
 };
 
@@ -57,9 +58,9 @@ class Program {
  public:
   explicit Program(const Call& call) : call_(call) {}
 
-  // Reads header, operands and the arguments of the step; a status as operators return it.
+  // Reads header, operands and the arguments of the step; returns a status as operators do.
   int read();
-  // Provides memory for the operands; a status as operators return it. To be called after the instructions have been
+  // Allocates memory for the operands; returns a status as operators do. Called after the instructions have been
   // checked.
   int begin();
 
@@ -75,14 +76,14 @@ class Program {
   int result() const { return call_.count() - 1; }
   size_t result_width() const { return call_.dim(result(), 1); }
 
-  // Null if it is no packed weight of the model's type.
+  // Null if it is not a packed weight of the model's type.
   const Weight* weight(size_t i) const { return weights_[i].has_value() ? &*weights_[i] : nullptr; }
 
   size_t tokens() const { return tokens_; }
   size_t samples() const { return call_.elements(kSampleIndices); }
   size_t count(bool selected) const { return selected ? samples() : tokens_; }
   Rows rows(const Operand& operand) const;
-  // Whether a buffer has room for `width` columns in the order of any reader.
+  // Whether a buffer has room for `width` columns in the layout of any reader.
   bool has_room(const Operand& operand) const;
 
   const int64_t* positions() const { return positions_.data(); }
@@ -90,7 +91,7 @@ class Program {
   const Requests& requests() const { return requests_; }
   int check_positions(size_t rows_of_tables) const;
   int check_slots(size_t slots) const;
-  // Refuses blocks that attention would read outside of a cache.
+  // Refuses blocks outside of the cache.
   int check_blocks(size_t num_blocks, size_t block_size, size_t window);
 
  private:
@@ -116,7 +117,7 @@ class Program {
   char* data_ = nullptr;
 };
 
-// How many numbers of each kind an operation takes.
+// Numbers of outputs, inputs, weights and attributes of an operation.
 struct Signature {
   const char* name;
   int outputs, inputs, weights, attributes;
@@ -128,19 +129,19 @@ class Instruction {
   Instruction(Program& program, size_t index, const Signature& signature)
       : program_(program), index_(index), signature_(signature), numbers_(program.instruction(index) + 1) {}
 
-  // Refuses operands and weights that there are not.
+  // Refuses operands and weights that do not exist.
   int check() const;
 
   Program& program() const { return program_; }
   const Call& call() const { return program_.call(); }
 
-  // Null where absent.
+  // Null if absent.
   const Operand* output(int i) const { return operand(numbers_[i]); }
   const Operand* input(int i) const { return operand(numbers_[signature_.outputs + i]); }
   Rows rows(const Operand* operand) const { return program_.rows(*operand); }
 
   bool has_weight(int i) const { return weight_number(i) >= 0; }
-  // Among the parameters of the call.
+  // Index among the parameters of the call.
   int parameter(int i) const { return kWeights + weight_number(i); }
   int weight_number(int i) const { return numbers_[signature_.outputs + signature_.inputs + i]; }
   const Weight& weight(int i) const { return *program_.weight(static_cast<size_t>(weight_number(i))); }
@@ -148,26 +149,26 @@ class Instruction {
 
   int32_t integer(int i) const { return numbers_[signature_.outputs + signature_.inputs + signature_.weights + i]; }
   float number(int i) const;
-  // The weight that attribute i numbers; null for -1. It has been checked.
+  // The weight that attribute i refers to; null for -1. It must have been checked.
   const Weight* consumer(int i) const {
     return integer(i) < 0 ? nullptr : program_.weight(static_cast<size_t>(integer(i)));
   }
 
-  // As Call::fail, of this instruction.
+  // Like Call::fail, for this instruction.
   int fail(const char* format, ...) const __attribute__((format(printf, 2, 3)));
 
-  // Checks that several operations share; statuses as operators return them.
-  // An operand is there, of the type, and has the rows of `like`.
+  // Checks that several operations share; they return a status as operators do.
+  // Checks that an operand exists, has the type, and has the rows of `like`.
   int check_rows(const char* name, const Operand* operand, DType dtype, bool selected) const;
   int check_rows(const char* name, const Operand* operand, bool selected) const {
     return check_rows(name, operand, program_.dtype(), selected);
   }
   int check_width(const char* name, const Operand& operand, size_t width) const;
-  // Weight i is packed, [n, k], and the kernels in use can read it.
+  // Checks that weight i is packed, [n, k], and that the kernels in use can read it.
   int check_product(const char* name, int i, size_t n, size_t k) const;
-  // Weight i, if it is there, has `size` elements of the model's type or, if `wide`, float32.
+  // Checks that weight i, if present, has `size` elements of the model's type or, if `wide`, float32.
   int check_vector(const char* name, int i, size_t size, bool wide) const;
-  // Attribute i numbers a packed weight that reads `y`, or is -1; y has room for its order.
+  // Checks that attribute i is -1 or a packed weight that reads `y`, and that y has room for its layout.
   int check_consumer(int i, const Operand& y) const;
 
  private:
@@ -181,14 +182,14 @@ class Instruction {
   const int32_t* const numbers_;
 };
 
-// An operation: what `check` lets pass `run` can compute, unless it says otherwise. Both return statuses as operators.
+// An operation. `run` can compute what `check` accepts, unless stated otherwise; both return a status as operators do.
 struct Operation {
   Signature signature;
   int (*check)(const Instruction&);
   int (*run)(const Instruction&);
 };
 
-// Each operation states its numbers where it is defined.
+// The numbers of an operation are listed where it is defined.
 extern const Operation kEmbedding, kRmsNorm, kGatedActivation, kAdd, kSelectRows, kSigmoidGate,
     kHiddenStates;                                   // program_rows.cc
 extern const Operation kLinear, kLmHead;             // program_products.cc
@@ -196,13 +197,13 @@ extern const Operation kRope, kStoreKv, kAttention;  // program_attention.cc
 extern const Operation kRoute, kExperts;             // program_experts.cc
 extern const Operation kAllReduce;                   // program_ranks.cc
 
-// What attribute `function` numbers: 0 none, 1 silu, 2 gelu_tanh.
+// Whether attribute `function` is a gate: 0 none, 1 silu, 2 gelu_tanh.
 inline bool is_gate(int32_t function) { return function == 1 || function == 2; }
 inline Gate gate_of(int32_t function) {
   return function == 1 ? Gate::kSilu : function == 2 ? Gate::kGeluTanh : Gate::kNone;
 }
 
-// How y lies: in the order of the weight that reads it, or as rows.
+// Returns the layout of y: that of the weight that reads it, or rows.
 inline TiledLayout passes_for(const Weight* consumer, const Rows& y) {
   return consumer == nullptr ? y.layout() : consumer->layout(y.count);
 }

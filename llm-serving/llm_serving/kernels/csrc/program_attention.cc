@@ -5,7 +5,7 @@
 namespace llm {
 namespace {
 
-// Heads of `columns` that tables cos and sin, weights i and i + 1, turn; a status as operators return it.
+// Checks the weights cos and sin, i and i + 1, for heads of `head_dim`; returns a status as operators do.
 int check_tables(const Instruction& in, int i, size_t head_dim) {
   const Call& call = in.call();
   const DType dtype = call.dtype(in.parameter(i));
@@ -21,7 +21,7 @@ int check_tables(const Instruction& in, int i, size_t head_dim) {
   return in.program().check_positions(call.dim(in.parameter(i), 0));
 }
 
-// rope: y | x | cos sin |. Element i of a head turns with element i + head_dim / 2.
+// rope: y | x | cos sin |. Rotates element i of a head with element i + head_dim / 2.
 
 int check_rope(const Instruction& in) {
   const Operand *y = in.output(0), *x = in.input(0);
@@ -55,7 +55,7 @@ int read_layer(const Instruction& in, int32_t layer, KvCache& cache) {
              : in.fail("%s; or int8 [.., head_dim + %zu] of codes and scales", kCacheRule, kScaleBytes);
 }
 
-// Operands that go to the cache.
+// Checks operands that are stored in the cache.
 int check_stored(const Instruction& in, const Operand* k, const Operand* v, const KvCache& cache) {
   if (const int status = in.check_rows("k", k, false)) return status;
   if (const int status = in.check_rows("v", v, false)) return status;
@@ -85,9 +85,9 @@ int run_store_kv(const Instruction& in) {
 }
 
 // attention: y | q q_rope k v | slopes cos sin q_gamma k_gamma | layer scale window cap eps consumer. With k and v:
-// norm of heads where there are norm weights, rotated where there are tables, stored, and attended to; without, they
-// are stored already. A row sees `window` tokens, its own included, or all. With q_rope, keys are values as well, and
-// what is stored as values is the turned part of keys, to which q_rope belongs (DeepSeek-V2, 2024, section 2.1).
+// heads are normalised if there are norm weights, rotated if there are tables, and stored, then attended to; without k
+// and v they are already stored. A row sees `window` tokens, including its own, or all. With q_rope, keys are also the
+// values, and the stored values are the rotary part of keys, which belongs to q_rope (DeepSeek-V2, 2024, section 2.1).
 
 enum AttendWeight { kSlopes, kCos, kSin, kQGain, kKGain };
 enum AttendAttribute { kLayer, kScale, kWindow, kCap, kEps, kConsumer };

@@ -10,7 +10,7 @@ namespace llm {
 namespace {
 
 // route: topk_weights topk_ids | x | weight correction | top_k score normalise scale groups top_groups. Logits are not
-// rounded; score 0 is their softmax, 1 a sigmoid of each.
+// rounded; score 0 is a softmax, 1 a sigmoid of each.
 
 enum RouteAttribute { kTopK, kScore, kNormalise, kRouteScale, kGroups, kTopGroups };
 
@@ -65,9 +65,9 @@ int run_route(const Instruction& in) {
 }
 
 // experts: y | x topk_weights topk_ids residual | gate_up down | function scale experts. Each row is the sum over its
-// experts, in ascending order and in float32, of share * down(function(gate) * up), whose products are rounded as those
-// of linear; then as `residual` of linear. Rows of an expert are multiplied together, and only experts that a row has
-// chosen are read.
+// experts, in ascending order and in float32, of topk_weight * down(function(gate) * up), whose products are rounded as
+// in linear; then `residual` as in linear. Rows of an expert are multiplied together, and only selected experts are
+// read.
 
 struct ExpertSizes {
   size_t experts, hidden, inner;
@@ -106,12 +106,12 @@ int check_experts(const Instruction& in) {
   return in.check_product("down", 1, experts * y->width, inner);
 }
 
-// Rows in the order of the experts they chose; those of expert e are the entries from first[e] to first[e + 1].
+// Rows in the order of their experts; entries first[e] to first[e + 1] belong to expert e.
 struct Assignment {
   std::vector<uint32_t> first, row;
   std::vector<float> share;
 
-  // Returns an expert that there is not, or -1.
+  // Sorts the rows; returns an expert id that does not exist, or -1.
   int64_t sort(const Rows& topk_weights, const Rows& topk_ids, size_t experts) {
     first.assign(experts + 1, 0);
     auto expert_of = [&](size_t i, size_t k) {
@@ -145,12 +145,12 @@ struct Assignment {
   }
 };
 
-// Memory for the sums of all rows, and for the rows of one expert on their way.
+// Memory for the sums of all rows, and for the intermediate rows of one expert.
 struct ExpertRows {
   float* sums;   // [rows, hidden]
   char* result;  // [most, hidden]
   char* x;       // [most, columns of x]
-  char* inner;   // as `down` reads it
+  char* inner;   // in the layout that `down` reads
 
   ExpertRows(const ExpertSizes& sizes, size_t rows, size_t most, size_t columns, size_t bytes) {
     auto whole_lines = [](size_t size) { return TiledLayout::padded(size, 64); };

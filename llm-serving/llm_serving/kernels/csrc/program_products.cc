@@ -1,4 +1,4 @@
-// Operations that multiply by a weight: linear, output.
+// Operations that multiply by a weight: linear, lm_head.
 #include "program.h"
 #include "ranks.h"
 
@@ -6,10 +6,10 @@ namespace llm {
 namespace {
 
 // linear: y | x residual | weight bias | function scale tiled consumer heads. z = x * weight^T + bias; y = z, or
-// function(first half of z) * second half, or added + scale * z. Each head of x has its own rows of the weight.
+// function(first half of z) * second half, or residual + scale * z. Each head of x has its own rows of the weight.
 
 struct LinearSizes {
-  size_t heads, n, k;  // of a head
+  size_t heads, n, k;  // sizes of a head
 
   explicit LinearSizes(const Instruction& in)
       : heads(static_cast<size_t>(in.integer(4))), n(in.weight(0).rows() / heads), k(in.weight(0).columns()) {}
@@ -79,11 +79,11 @@ int run_linear(const Instruction& in) {
   return 0;
 }
 
-// lm_head: | x | weight | scale cap tiled first rows. The result: scale * x * weight^T or, with a cap,
-// cap * tanh(that / cap). The weight has the rows from `first` on of `rows`, other ranks have the others, and the
-// result is made of what all have; rows 0: it has them all.
+// lm_head: | x | weight | scale cap tiled first rows. The result: scale * x * weight^T or, with a cap, cap * tanh(that
+// / cap). If rows is not 0, the weight has the rows from `first` on of `rows`, and the result is gathered from all
+// ranks.
 
-// The rows of the weight.
+// Checks the rows of the weight.
 int check_share(const Instruction& in, size_t here) {
   const int64_t first = in.integer(3), rows = in.integer(4);
   const auto width = static_cast<int64_t>(in.program().result_width());

@@ -1,11 +1,11 @@
-// Operations that several processes compute together: all_reduce.
+// Operations that several ranks compute together: all_reduce.
 #include "program.h"
 #include "ranks.h"
 
 namespace llm {
 namespace {
 
-// all_reduce: y | x | |. y = the sum of x of all ranks, in their order, rounded once.
+// all_reduce: y | x | |. y = the sum of x of all ranks, in rank order, rounded once.
 
 int check_all_reduce(const Instruction& in) {
   const Operand *y = in.output(0), *x = in.input(0);

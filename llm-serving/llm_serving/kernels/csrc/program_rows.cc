@@ -1,5 +1,4 @@
-// Operations on rows by themselves: embedding, rms_norm, gated_activation, add, select_rows, sigmoid_gate,
-// hidden_states.
+// Operations on single rows: embedding, rms_norm, gated_activation, add, select_rows, sigmoid_gate, hidden_states.
 #include <cstring>
 
 #include "program.h"
@@ -8,8 +7,8 @@
 namespace llm {
 namespace {
 
-// embedding: y | | table | scale first rows. y = scale * table[token_ids], rounded once. The table has the rows from
-// `first` on of `rows`, and other tokens have zeros; rows 0: it has them all.
+// embedding: y | | table | scale first rows. y = scale * table[token_ids], rounded once. If rows is not 0, the table
+// has the rows from `first` on of `rows`, and other tokens have zeros.
 
 int check_embedding(const Instruction& in) {
   const Operand* y = in.output(0);
@@ -134,7 +133,7 @@ int run_add(const Instruction& in) {
   return 0;
 }
 
-// select_rows: y | x | |. The rows of x that sample.
+// select_rows: y | x | |. The sampled rows of x.
 
 int check_select_rows(const Instruction& in) {
   const Operand *y = in.output(0), *x = in.input(0);

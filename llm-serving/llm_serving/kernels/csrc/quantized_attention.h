@@ -1,12 +1,10 @@
-// A tile of attention over keys and values that are qvalues: products of qvalues, as of weights and rows in qvalues.
+// A tile of attention over keys and values that are qvalues, as products of qvalues.
 //
-//   scores   queries brought to 8 bits with a scale for each head (quantized_rows.h), times qvalues of keys; the exact
-//   sums
-//            take the scales of both
-//   weights  of a chunk, relative to its largest, times the scales of values: brought to 16 bits with one scale, as
-//   high
-//            and low bytes; exact sums of both times qvalues of values join what is summed already
-// Nothing is widened, so that a chunk is read at half the bytes of bfloat16 and multiplied no slower.
+// scores   queries quantized to 8 bits with a scale for each head (quantized_rows.h), times qvalues of keys; exact
+//          sums, multiplied by both scales
+// weights  of a chunk, relative to its largest, times the scales of values: quantized to 16 bits with one scale, as
+//          high and low bytes; exact sums of both times qvalues of values are added to the sums so far
+// No qvalue is widened, so a chunk is read at half the bytes of bfloat16 and multiplied no slower.
 #pragma once
 
 #include "kv_layout.h"
@@ -14,7 +12,7 @@
 
 namespace llm::LLM_ISA {
 
-// The next `count` elements of memory, at the beginning of a line.
+// The next `count` elements of scratch memory, aligned to a cache line.
 template <class Type>
 Type* take(char*& memory, size_t count) {
   Type* result = reinterpret_cast<Type*>(memory);
@@ -48,7 +46,7 @@ class QuantizedTile {
     for (size_t i = 0; i < dim_; i += kLanes) {
       const Floats value = is_finite ? load(q + i) * factor : zeros();
       store_qvalues(reinterpret_cast<uint8_t*>(qvalues + i), value, 0);
-      // The code without its rounding to 8 bits: the low bits of a number above 1.5 * 2^23.
+      // The qvalue before its rounding to 8 bits: the low bits of a number above 1.5 * 2^23.
       LLM_FOR_PARTS sums[i] += (NativeInt)(value.part[i] + 12582912.0f) - 0x4b400000;
     }
     int32_t sum = 0;
@@ -58,7 +56,7 @@ class QuantizedTile {
     q_offset_[row] = Operand<KeyCode>::kOffset * sum;
   }
 
-  // The groups of a chunk, `count` of them, and of the next one, which are prefetched.
+  // Collects pointers to the `count` groups of a chunk, and to those of the next one, which are prefetched.
   void gather_blocks(const void* keys, const void* values, const size_t* groups, size_t count, const size_t* next,
                      size_t next_count) {
     constexpr int kLocality = kFirstLevelIsNarrow ? 2 : 3;
@@ -80,7 +78,7 @@ class QuantizedTile {
     }
   }
 
-  // Of the rows from `first` to `end`, [rows, kChunkTokens].
+  // Computes scores of the rows from `first` to `end`, [rows, kChunkTokens].
   void compute_scores(size_t first, size_t end, float* scores) {
     Product<KeyCode> product(end - first, q_ + first * dim_, keys_, num_groups_, dim_, scores + first * kChunkTokens);
     product.c_stride = kChunkTokens;
@@ -95,21 +93,22 @@ class QuantizedTile {
     }
   }
 
-  // To be told before weights are: of the chunk at hand, the largest score of a row, and that of the whole row so far.
+  // Sets the largest score of a row in the current chunk and the reference of its weights; called before weights are
+  // computed.
   void set_largest(size_t row, float of_chunk, float reference) {
     largest_[row] = of_chunk == -__builtin_inff() ? 0.0f : of_chunk;
     share_[row] = of_chunk - reference;
   }
 
-  // And after that, of all rows from `first` to `end`.
+  // Then called for all rows from `first` to `end`.
   void find_shares(size_t first, size_t end) {
     for (size_t row = first; row < end; row += kLanes) {
       store_first(share_ + row, exp2(load_first(share_ + row, end - row)), end - row);
     }
   }
 
-  // Before the weights of rows that see the same tokens; `keep(value, i, other)` leaves lanes from token i on of those
-  // they see, `other` for the rest.
+  // Called before the weights of rows that see the same tokens; `keep(value, i, other)` keeps the visible lanes from
+  // token i on and sets the others to `other`.
   template <class Keep>
   void see(Keep keep) {
     alignas(64) float seen[kChunkTokens];
@@ -124,8 +123,8 @@ class QuantizedTile {
     for (size_t i = 0; i < kChunkTokens; i += kLanes) store(relative_ + i, load(seen + i) * broadcast(factor));
   }
 
-  // Weights of a row from its scores of the chunk at hand, which count in units of log 2 after `scale`. `total`, added
-  // up from the weights so far, is multiplied by `factor` first.
+  // Computes the weights of a row from its scores of the current chunk, which are in units of log 2 after `scale`.
+  // `total`, the sum of the weights so far, is multiplied by `factor` first.
   template <class Keep>
   void weigh(size_t row, const float* scores, float scale, Keep keep, float factor, float* total) {
     uint8_t* high = weights_ + 2 * row * kChunkTokens;
@@ -142,7 +141,7 @@ class QuantizedTile {
     share_[row] *= unit_;
   }
 
-  // Adds the values, weighted, to the `sums` [rows, dim] of rows from `first` to `end`, which are multiplied by
+  // Adds the weighted values to the `sums` [rows, dim] of rows from `first` to `end`, which are multiplied by
   // factor[row] first. The keys of the next chunk are prefetched.
   void add_values(size_t first, size_t end, const float* factor, float* sums) {
     const Code8* panels[kChunkGroups * kPassPanels];
@@ -178,10 +177,10 @@ class QuantizedTile {
   }
 
  private:
-  static constexpr size_t kPassPanels = 8;  // of values in one product
+  static constexpr size_t kPassPanels = 8;  // panels of values in one product
   static constexpr float kMaxWeight = 65535.0f;
 
-  // Sixteen exact sums, less an offset.
+  // Sixteen exact sums minus an offset.
   static LLM_INLINE Floats integers(const float* sums, int32_t offset) {
     Floats result;
     LLM_FOR_PARTS {
@@ -195,21 +194,21 @@ class QuantizedTile {
   size_t rows_ = 0, dim_ = 0;
   int8_t* q_ = nullptr;          // [rows, dim]
   float* q_scale_ = nullptr;     // [rows]
-  int32_t* q_offset_ = nullptr;  // [rows], what products with keys add
+  int32_t* q_offset_ = nullptr;  // [rows], added by products with keys
   uint8_t* weights_ = nullptr;   // [rows, 2, kChunkTokens], high bytes and low ones
-  float* sums_ = nullptr;        // [rows, 2, dim], 32-bit integers in all but name
-  float* largest_ = nullptr;     // [rows], score of the chunk at hand
-  float* share_ = nullptr;       // [rows], of its weights among those of all; then what its sums are multiplied by
-  // Of the chunk at hand.
+  float* sums_ = nullptr;        // [rows, 2, dim], 32-bit integers with another type
+  float* largest_ = nullptr;     // [rows], largest score of the current chunk
+  float* share_ = nullptr;       // [rows], its weights relative to the reference; then the factor of its sums
+  // Groups of the current chunk.
   size_t num_groups_ = 0;
   const KeyCode* keys_[kChunkGroups];
   const Code8* values_[kChunkGroups];
-  const KeyCode* values_after_[kChunkGroups];  // the same, to be prefetched
+  const KeyCode* values_after_[kChunkGroups];  // groups to be prefetched
   const Code8* next_keys_[kChunkGroups];
-  float unit_ = 0.0f;  // of weights times scales of values
+  float unit_ = 0.0f;  // unit of weights times scales of values
   alignas(64) float key_scales_[kChunkTokens];
   alignas(64) float value_scales_[kChunkTokens];
-  alignas(64) float relative_[kChunkTokens];  // scales of values that are seen, in units
+  alignas(64) float relative_[kChunkTokens];  // scales of visible values, in units
 };
 
 }  // namespace llm::LLM_ISA

@@ -9,7 +9,7 @@
 namespace llm {
 namespace {
 
-// A weight as products read it, or what of one that is not packed is made for one call.
+// A weight as products read it: packed, or a packed copy made for one call.
 struct QValues {
   WeightQValues qvalues;
   const void* data;

@@ -1,7 +1,7 @@
-// Rows that are brought to 8 bits with a scale each, to be multiplied by weights of qvalues.
+// Rows quantized to 8 bits with a scale each, to be multiplied by weights of qvalues.
 //
-//   scale = largest magnitude / 127; code = x * (127 / largest), rounded to the nearest even integer
-// A row that holds infinity or NaN has qvalues of zero and a scale of NaN. The bits are those of `row_qvalues` in
+// scale = largest magnitude / 127; qvalue = x * (127 / largest), rounded to the nearest even integer
+// A row with infinity or NaN has qvalues of zero and a scale of NaN. The bits are those of `row_qvalues` in
 // kernels/w8a8.py on every instruction set.
 #pragma once
 
@@ -10,10 +10,10 @@
 
 namespace llm::LLM_ISA {
 
-// Rows without a larger number count as zeros: 127 / largest stays far from overflow.
+// Rows without a larger number count as zeros, so that 127 / largest cannot overflow.
 constexpr float kMinLargest = 0x1p-100f;
 
-// Rows as qvalues and their scales [rows], times a weight of qvalues of type `Code`: activations are the qvalues plus
+// Rows as qvalues and their scales [rows], for a weight of qvalues of type `Code`: activations are the qvalues plus
 // Operand<Code>::kOffset.
 template <class Code>
 struct QuantizedRows : Activations<Code> {
@@ -36,13 +36,13 @@ LLM_INLINE uint32_t largest_lane(const NativeInt (&lanes)[kParts]) {
 #endif
 }
 
-// Bits of the largest magnitude among `count` numbers, as float32; those of NaN are the largest.
+// Returns the bits of the largest magnitude among `count` numbers, as float32; NaN is larger than all numbers.
 template <class Element>
 LLM_INLINE uint32_t largest_bits(const Element* x, size_t count) {
   NativeInt largest[kParts] = {};
   size_t i = 0;
   if constexpr (sizeof(Element) == 2) {
-    // Magnitudes of two bytes are in the order of their bits: compared as they are, without being brought to float32.
+    // Magnitudes of two-byte types are ordered like their bits, so they are compared without conversion to float32.
     typedef int16_t Halves __attribute__((vector_size(kNative * 4)));
     Halves halves[kParts] = {};
     for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
@@ -72,7 +72,7 @@ LLM_INLINE uint32_t largest_bits(const Element* x, size_t count) {
   return largest_lane(largest);
 }
 
-// What a row is multiplied by to become qvalues; sets `scale` to what qvalues are multiplied by to become the row.
+// Returns the factor from a row to its qvalues; sets `scale` to the factor from qvalues to the row.
 LLM_INLINE float code_factor(uint32_t largest_bits, float* scale) {
   constexpr uint32_t kInfinity = 0x7f800000;
   float largest;
@@ -83,10 +83,10 @@ LLM_INLINE float code_factor(uint32_t largest_bits, float* scale) {
   return is_zero || !is_finite ? 0.0f : 127.0f / largest;
 }
 
-// Sixteen qvalues, moved by an offset.
+// Stores sixteen qvalues plus an offset.
 LLM_INLINE void store_qvalues(uint8_t* target, Floats value, int32_t offset) {
   typedef uint8_t NativeByte __attribute__((vector_size(kNative)));
-  // Adding 1.5 * 2^23 rounds to an integer, which the low bits of the sum are then.
+  // Adding 1.5 * 2^23 rounds to an integer in the low bits of the sum.
   const Floats rounded = value + broadcast(12582912.0f);
   LLM_FOR_PARTS {
     const NativeByte qvalues = __builtin_convertvector(((NativeUint)rounded.part[i] + offset) & 0xff, NativeByte);
@@ -94,7 +94,7 @@ LLM_INLINE void store_qvalues(uint8_t* target, Floats value, int32_t offset) {
   }
 }
 
-// Sixteen numbers from 0 to 65535, rounded to integers: their high bytes and their low ones.
+// Rounds sixteen numbers from 0 to 65535 to integers, and stores their high and low bytes.
 LLM_INLINE void store_wide_qvalues(uint8_t* high, uint8_t* low, Floats value) {
   typedef uint8_t NativeByte __attribute__((vector_size(kNative)));
   const Floats rounded = value + broadcast(12582912.0f);
@@ -107,7 +107,7 @@ LLM_INLINE void store_wide_qvalues(uint8_t* high, uint8_t* low, Floats value) {
   }
 }
 
-// Codes of `count` numbers of a row, moved by an offset; of a row that holds infinity or NaN they are those of zero.
+// Computes the qvalues of `count` numbers of a row, plus an offset; for a row with infinity or NaN those of zero.
 template <class Element>
 LLM_INLINE void encode(const Element* x, size_t count, Floats factor, bool is_finite, int32_t offset,
                        uint8_t* qvalues) {
@@ -123,7 +123,7 @@ LLM_INLINE void encode(const Element* x, size_t count, Floats factor, bool is_fi
   __builtin_memcpy(qvalues + i, sixteen, count - i);
 }
 
-// The qvalues of whole rows, as they lie, without an offset.
+// Computes the qvalues of whole rows, in row layout, without an offset.
 template <class Element>
 void encode_rows(const EncodeArgs& args) {
   for_row_ranges(args.rows, args.size, [&](size_t first, size_t last) {
@@ -137,7 +137,7 @@ void encode_rows(const EncodeArgs& args) {
   });
 }
 
-// `form`: how rows are to lie; `then(row, qvalues)` is called when a row of these is complete.
+// `form`: layout of the rows; `then(row, qvalues)` is called when a row is complete.
 template <class Element, class Code, class Then>
 QuantizedRows<Code> code_rows(const LinearArgs& args, const ActivationForm<Code>& form, Then then) {
   const size_t stride = args.x_layout.or_rows(args.m, args.k).width;
@@ -149,7 +149,7 @@ QuantizedRows<Code> code_rows(const LinearArgs& args, const ActivationForm<Code>
     const Floats factor = broadcast(code_factor(largest_bits(x, args.k), &scale[row]));
     const bool is_finite = scale[row] == scale[row];
     form.layout.for_runs(row, 0, form.inputs, [&](size_t first, size_t last, size_t at) {
-      // Inputs behind the last are zeros.
+      // Inputs behind the last one are zeros.
       const size_t end = last < args.k ? last : args.k;
       encode(x + first, end - first, factor, is_finite, Operand<Code>::kOffset, qvalues + at);
       for (size_t i = end; i < last; i++) qvalues[at + i - first] = static_cast<uint8_t>(Operand<Code>::kOffset);

@@ -1,25 +1,25 @@
-// Products of qvalues of 8 bits: four inputs at a time, added up in 32 bits, exact.
+// Products of 8-bit qvalues: four inputs at a time, added in 32 bits, exact.
 //
-// vpdpbusd takes one of its operands without sign, so that one of two signed ones is moved by 128, and what that adds
-// is taken off the sum. It adds in 32 bits without saturating, unlike vpmaddubsw in 16; where there is none, qvalues
-// are widened to 16 bits first. The sums are the same numbers.
+// vpdpbusd has one unsigned operand, so one of two signed ones is moved by 128, and the excess is subtracted from the
+// sum. It adds in 32 bits without saturation, unlike vpmaddubsw in 16. Without this instruction, qvalues are widened to
+// 16 bits first. The sums are the same numbers.
 #pragma once
 
 #include "tile.h"
 
 namespace llm::LLM_ISA {
 
-// Of a weight, of a value, or of a key.
+// A qvalue of a weight, a value or a key.
 struct Code8 {
   int8_t value;
 };
 
-// Of a key, times queries that are qvalues with their sign: products add kOffset times the sum of a query's qvalues.
+// A qvalue of a key, multiplied by signed queries: products add kOffset times the sum of a query's qvalues.
 struct KeyCode {
   int8_t value;
 };
 
-// What qvalues are moved by to lose their sign.
+// Offset that makes qvalues unsigned.
 constexpr int32_t kCodeOffset = 128;
 
 #if defined(__AVX512VNNI__)
@@ -33,8 +33,8 @@ struct CodeFactor {
   NativeInt part[kParts];
 };
 
-// Adds products of fours of qvalues without and with sign. Sums are 32-bit integers in all but name: gcc 12 puts some
-// of 24 vectors of integers on the stack.
+// Adds products of groups of four unsigned and signed qvalues. Sums are 32-bit integers with a float type, because gcc
+// 12 spills some of 24 integer vectors to the stack.
 LLM_INLINE Floats add_fours(const CodeFactor& unsigned_qvalues, const CodeFactor& qvalues, Floats sum) {
   LLM_FOR_PARTS {
     asm(LLM_ADD_FOURS " %2, %1, %0" : "+v"(sum.part[i]) : "v"(unsigned_qvalues.part[i]), "v"(qvalues.part[i]));
@@ -111,7 +111,7 @@ LLM_INLINE NativeInt multiply_pairs(NativeHalves a, NativeHalves b) {
 #endif
 }
 
-// Codes in 16 bits: of the even inputs, then of the odd ones.
+// Qvalues in 16 bits: even inputs, then odd ones.
 template <>
 struct Operand<Code8> {
   struct Factor {
@@ -180,7 +180,7 @@ struct Operand<KeyCode> : Operand<Code8> {
 template <>
 constexpr bool kMultipliesTiles<Code8> = true;
 
-// Few rows by parts of a step, as attention decodes, are quicker in vector registers; sums are the same.
+// For few rows in parts of a step, as in decode attention, vector registers are faster than tiles; sums are the same.
 template <>
 inline void multiply<Code8>(const Product<Code8>& product) {
   const bool is_small = product.rows <= kRowMultiple && product.inputs < kStep<Code8> && product.a_tile == 0;

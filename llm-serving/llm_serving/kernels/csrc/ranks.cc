@@ -21,11 +21,11 @@
 namespace llm {
 namespace {
 
-// Longer than ranks that have a core each differ in a layer.
+// Longer than the difference between ranks in a layer if each has a core of its own.
 constexpr std::chrono::microseconds kSpin{50};
-// A rank that sleeps looks so often whether the one it waits for is still there.
+// Interval at which a sleeping rank checks that the rank it waits for is alive.
 constexpr std::chrono::milliseconds kLook{20};
-constexpr size_t kChunkBytes = 1 << 15;  // of a piece that threads share
+constexpr size_t kChunkBytes = 1 << 15;  // bytes of a piece for each task of the threads
 
 std::atomic<Ranks*> in_use{nullptr};
 
@@ -48,7 +48,7 @@ struct flock lock_of(size_t rank) {
   return lock;
 }
 
-// Calls body(i) for rows of so many numbers, by one thread where that is quicker than waking another.
+// Calls body(i) for rows of so many numbers, on one thread if that is faster than waking another.
 template <class Body>
 void for_rows(size_t count, size_t width, Body body) {
   const size_t each = std::max(kChunkBytes / (width * sizeof(float)), size_t{1});
@@ -87,7 +87,8 @@ Ranks::Ranks(int fd, size_t rank, size_t count, double timeout_s) : rank_(rank),
     return;
   }
   size_ = kSeatsBytes + 2 * count * kPieceBytes;
-  // Opened anew: locks on it are let go when this rank closes it, not when any process does that has inherited it.
+  // Opened again: locks on this description are released when this rank closes it, not when a process that has
+  // inherited it does.
   char path[32];
   std::snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
   fd_ = open(path, O_RDWR | O_CLOEXEC);
@@ -153,7 +154,8 @@ bool Ranks::all_gather(float* rows, size_t count, size_t width) {
   for (size_t row = 0; row < count; row += height) {
     const size_t num_rows = std::min(height, count - row);
     for (size_t column = 0; column < most; column += columns) {
-      // Calls body(of the result, of the piece, bytes) for what a row of the piece of `rank` has.
+      // Calls body(address in the result, address in the piece, bytes) for the columns of a row from the piece of
+      // `rank`.
       auto copy = [&](size_t rank, size_t i, auto body) {
         const size_t first = first_column(rank, width) + column, last = first_column(rank + 1, width);
         if (first >= last) return;
@@ -188,7 +190,7 @@ bool Ranks::exchange(const void* mine, size_t bytes, void* all) {
   return !failed_;
 }
 
-// Waits until all have given their piece of the same round.
+// Waits until all ranks have contributed their piece of the same round.
 bool Ranks::meet(size_t bytes, bool joining) {
   Seat& own = seat(rank_);
   own.tags[round_ % 2] = tag_;
@@ -227,7 +229,8 @@ bool Ranks::await(size_t other, Clock::time_point deadline, bool joining) {
     if ((found = is_there(seen))) break;
     const bool slept = futex(round, FUTEX_WAIT, seen, &look) != 0 && errno == ETIMEDOUT;
     if (!slept) continue;
-    // Who has never come is not known to be gone. One that gave its piece and left before it was looked for is.
+    // A rank that has never joined is not known to be lost. One that contributed its piece and left before it was
+    // checked is not missing.
     if (!joining && has_left(other) && !is_there(round.load(std::memory_order_seq_cst))) {
       fail("rank %zu is gone", other);
     } else if (Clock::now() >= deadline) {

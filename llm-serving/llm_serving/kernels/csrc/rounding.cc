@@ -14,7 +14,7 @@ namespace {
 constexpr float kToInteger = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, as long as there are few bits
 constexpr size_t kAtOnce = 4096;           // elements
 
-// Numbers of which 2^31 - 1 are less than infinity have the bits of integers, without their sign.
+// Magnitudes of finite numbers are ordered like their bits without the sign.
 uint32_t largest_bits(const float* values, size_t count) {
   uint32_t largest = 0;
   for (size_t i = 0; i < count; i++) {
@@ -39,7 +39,7 @@ void round_values(const float* values, size_t count, float scale, size_t bits, u
   }
 }
 
-// One group of a row; `values` has room for kAtOnce. False as round_to_qvalues.
+// Rounds one group of a row; `values` has room for kAtOnce. Returns false as round_to_qvalues does.
 bool round_group(const char* elements, DType dtype, size_t count, size_t bits, float* values, uint8_t* qvalues,
                  float* scale) {
   const size_t bytes = element_size(dtype, nullptr);

@@ -1,4 +1,4 @@
-// Which experts rows go to, and the sums of what those make of them.
+// Routing of rows to experts, and the weighted sums of their results.
 #pragma once
 
 #include "elementwise.h"
@@ -7,7 +7,7 @@
 
 namespace llm::LLM_ISA {
 
-// Turns the logits of a row into scores: a sigmoid each, or their softmax.
+// Turns the logits of a row into scores: a sigmoid of each, or a softmax.
 inline void score_experts(float* logits, size_t count, bool sigmoid) {
   float largest = -__builtin_inff();
   for (size_t i = 0; i < count; i++) largest = logits[i] > largest ? logits[i] : largest;
@@ -26,8 +26,8 @@ inline void score_experts(float* logits, size_t count, bool sigmoid) {
     store_first(logits + i, load_first(logits + i, count - i) / sum, count - i);
 }
 
-// The largest of `count` numbers that are not taken, the lower index first among equals; one that is not, if all are
-// NaN.
+// Returns the index of the largest of `count` numbers that are not taken, the lower index for equal numbers; any that
+// is not taken if all are NaN.
 inline size_t find_best(const float* numbers, const bool* taken, size_t count) {
   size_t best = count;
   for (size_t i = 0; i < count; i++) {
@@ -37,7 +37,7 @@ inline size_t find_best(const float* numbers, const bool* taken, size_t count) {
   return best;
 }
 
-// What a group of experts is worth: its largest score, or the sum of two.
+// Score of a group of experts: its largest score, or the sum of its two largest.
 inline float worth_of_group(const float* wanted, size_t size, bool sums_two) {
   float first = -__builtin_inff();
   float second = -__builtin_inff();
@@ -52,7 +52,7 @@ inline float worth_of_group(const float* wanted, size_t size, bool sums_two) {
   return sums_two && size > 1 ? first + second : first;
 }
 
-// Marks the experts of all groups but the best as taken.
+// Marks the experts of all groups except the best as taken.
 inline void leave_groups_out(const RouteArgs& args, const float* wanted, float* worth, bool* taken_groups,
                              bool* taken) {
   const size_t size = args.experts / args.groups;

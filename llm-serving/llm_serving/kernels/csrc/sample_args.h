@@ -1,4 +1,4 @@
-// What choosing tokens takes and gives: the arrays of worker/sampler.py, which declares the same structure.
+// Inputs and outputs of the sampler: the arrays of worker/sampler.py, which declares the same structure.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace llm {
 // Why a row has no token (worker/sampling_reference.py, Failure).
 enum SampleFailure : int32_t { kNoFailure = 0, kLogitsFailure = 1, kAdjustedFailure = 2 };
 
-// S rows of V logits. Ids are below V, offsets cut their lists; the caller has checked it.
+// S rows of V logits. The caller has checked that ids are below V and offsets are valid.
 struct SampleArgs {
   int64_t num_samples;
   int64_t vocab_size;  // at most 2^20
@@ -30,7 +30,7 @@ struct SampleArgs {
   const int32_t* bias_token_ids;
   const float* bias_values;
   const int32_t* allowed_offsets;  // [S + 1]
-  const int32_t* allowed_words;    // a bit a token, lowest first
+  const int32_t* allowed_words;    // one bit a token, lowest first
   int64_t top_width;               // K: columns of top_token_ids
   // Results; see Choices of worker/sampling_reference.py.
   int32_t* token_ids;

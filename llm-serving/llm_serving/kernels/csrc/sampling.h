@@ -1,5 +1,5 @@
-// One token for each row of logits; worker/sampling_reference.py is the definition. Rows are independent and every sum
-// is exact, so the result is the same for every instruction set and number of threads, bit for bit.
+// Samples one token for each row of logits, as worker/sampling_reference.py defines. Rows are independent and every sum
+// is exact, so the result is bit-identical for all instruction sets and numbers of threads.
 #pragma once
 
 #include "floating_mode.h"
@@ -15,7 +15,7 @@ struct Largest {
   size_t index;
 };
 
-// The largest of `values` [size], among equals the first.
+// Returns the largest of `values` [size], the first of equal ones.
 LLM_INLINE Largest find_largest(const float* values, size_t size) {
   constexpr size_t kBlock = 1024;
   float best = -__builtin_inff();
@@ -54,7 +54,7 @@ LLM_INLINE Largest find_largest(const float* values, size_t size) {
 
 LLM_INLINE bool is_finite(float value) { return value - value == 0; }
 
-// Puts token `id` among the `count` largest found so far, in descending order; later ids come after equal ones.
+// Inserts token `id` into the `count` largest found so far, in descending order; later ids follow equal ones.
 LLM_INLINE void insert_token(float* largest, int32_t* ids, size_t count, float value, int32_t id) {
   size_t place = count;
   for (; place > 0 && largest[place - 1] < value; place--) {
@@ -65,8 +65,8 @@ LLM_INLINE void insert_token(float* largest, int32_t* ids, size_t count, float v
   ids[place] = id;
 }
 
-// The ids of the `count` largest of `values` [size], largest first, among equals the lowest first. `room` holds `count`
-// numbers; 0 < count <= size.
+// Writes the ids of the `count` largest of `values` [size], largest first, of equal ones the lowest id first. `room`
+// holds `count` numbers; 0 < count <= size.
 LLM_INLINE void max_likely(const float* values, size_t size, size_t count, int32_t* ids, float* room) {
   size_t i = 0;
   for (; i < count; i++) insert_token(room, ids, i, values[i], static_cast<int32_t>(i));
@@ -80,7 +80,7 @@ LLM_INLINE void max_likely(const float* values, size_t size, size_t count, int32
   for (; i < size; i++) consider(i);
 }
 
-// A token drawn from `values` with the largest `largest`.
+// Samples a token from `values` with the largest value `largest`.
 LLM_INLINE size_t draw(const SampleArgs& args, size_t row, const float* values, float largest, float* weights,
                        float* room) {
   const size_t size = static_cast<size_t>(args.vocab_size);
@@ -124,7 +124,7 @@ LLM_INLINE void sample_row(const SampleArgs& args, size_t row) {
     }
   }
   size_t token = best.index;
-  // top_k of 1 leaves nothing to chance.
+  // With top_k 1 the choice is greedy.
   if (args.temperature[row] > 0 && args.top_k[row] != 1) token = draw(args, row, values, best.value, weights, room);
   args.token_ids[row] = static_cast<int32_t>(token);
 

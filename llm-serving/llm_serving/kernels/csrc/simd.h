@@ -2,7 +2,8 @@
 //
 // Compiled once for each instruction set, in a namespace of its own (LLM_ISA), and without contraction of a * b + c: a
 // sum is fused exactly where `multiply_add` is written, so that every instance of a template rounds alike. Templates of
-// the standard library stay out of these files: the linker could pick an instance another CPU cannot run.
+// the standard library are not used in these files, because the linker could keep an instance that another CPU cannot
+// run.
 #pragma once
 
 #include "dtype.h"
@@ -38,7 +39,7 @@ struct Floats {
 
 #define LLM_FOR_PARTS _Pragma("GCC unroll 4") for (size_t i = 0; i < kParts; i++)
 
-// Not `NativeFloat{} + value`: that is an addition, as -0.0f makes a difference.
+// Not `NativeFloat{} + value`: an addition would change -0.0f.
 LLM_INLINE NativeFloat native_broadcast(float value) {
 #if defined(__AVX512F__)
   return _mm512_set1_ps(value);
@@ -67,7 +68,7 @@ LLM_INLINE NativeFloat native_multiply_add(NativeFloat a, NativeFloat b, NativeF
 #endif
 }
 
-// a * b + c; fused where the instruction set has it, rounded twice where not.
+// a * b + c; fused if the instruction set supports it, otherwise rounded twice.
 LLM_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
   LLM_FOR_PARTS c.part[i] = native_multiply_add(a.part[i], b.part[i], c.part[i]);
   return c;
@@ -99,7 +100,7 @@ LLM_INLINE Floats maximum(Floats a, Floats b) {
   return a;
 }
 
-// The number of each lane.
+// The index of each lane.
 LLM_INLINE Floats lane_numbers() {
   Floats result;
   LLM_FOR_PARTS {
@@ -108,7 +109,7 @@ LLM_INLINE Floats lane_numbers() {
   return result;
 }
 
-// Lanes of `value` from `count` on, `other` below.
+// Keeps the lanes of `value` from `count` on, and sets those below to `other`.
 LLM_INLINE Floats keep_from(Floats value, size_t count, float other) {
   const int32_t limit = static_cast<int32_t>(count < kLanes ? count : kLanes);
   LLM_FOR_PARTS {
@@ -119,7 +120,7 @@ LLM_INLINE Floats keep_from(Floats value, size_t count, float other) {
   return value;
 }
 
-// Lanes of `value` below `count`, `other` in the rest.
+// Keeps the lanes of `value` below `count`, and sets the rest to `other`.
 LLM_INLINE Floats keep_first(Floats value, size_t count, float other) {
   const int32_t limit = static_cast<int32_t>(count < kLanes ? count : kLanes);
   LLM_FOR_PARTS {
@@ -266,7 +267,7 @@ LLM_INLINE void stream_line(BFloat16* target, Floats low, Floats high) {
 }
 #endif
 
-// Two times sixteen elements, one behind the other.
+// Stores two times sixteen elements consecutively.
 template <class Element>
 LLM_INLINE void store_pair(Element* target, Floats low, Floats high) {
   store(target, low);
@@ -280,7 +281,7 @@ LLM_INLINE void store_pair(BFloat16* target, Floats low, Floats high) {
 }
 #endif
 
-// As an element in memory holds it.
+// Rounds values to the type in memory.
 template <class Element>
 LLM_INLINE Floats rounded(Floats value) {
   Element elements[kLanes];
@@ -295,7 +296,7 @@ LLM_INLINE NativeFloat native_load_first(const float* source, size_t count) {
   return _mm512_maskz_loadu_ps(first_lanes(count), source);
 }
 
-// Two-byte elements: those that are missing read as zero bits, whose value is zero.
+// Loads two-byte elements; missing ones have zero bits, whose value is zero.
 template <class Element>
 LLM_INLINE NativeFloat native_load_first(const Element* source, size_t count) {
   const __m256i bits = _mm256_maskz_loadu_epi16(first_lanes(count), source);
@@ -318,7 +319,7 @@ LLM_INLINE void native_store_first(Element* target, NativeFloat value, size_t co
 }
 #endif
 
-// The first `count` (at most 16) elements, zeros behind them.
+// Loads the first `count` (at most 16) elements, followed by zeros.
 template <class Element>
 LLM_INLINE Floats load_first(const Element* source, size_t count) {
   if (count >= kLanes) return load(source);
@@ -371,7 +372,7 @@ LLM_INLINE NativeFloat native_exp(NativeFloat x) {
 #if defined(__AVX512F__)
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, low, _CMP_NLT_UQ), p, n);
 #else
-  // n reaches 128 where 2^n alone would overflow: two factors.
+  // If n is 128, 2^n alone would overflow: use two factors.
   const NativeInt whole = __builtin_convertvector(n, NativeInt);
   const NativeInt part = whole >> 1;
   const NativeFloat scaled = p * (NativeFloat)((part + 127) << 23) * (NativeFloat)((whole - part + 127) << 23);

@@ -46,9 +46,9 @@ size_t default_threads() {
   return 1;
 }
 
-// Each thread takes the items of its own share one after the other, so that what it reads and writes lies together, and
-// whoever has done with it half of somebody else's. Workers enter a loop while it is open and the caller leaves when it
-// is closed and nobody is inside, so a worker that is slow to wake delays nobody.
+// Each thread processes the items of its own share in order, for locality, and then takes over half of another thread's
+// share. Workers enter a loop while it is open; the caller leaves when it is closed and no worker is inside, so a
+// worker that is slow to wake delays no other.
 class Pool {
  public:
   explicit Pool(size_t threads) { resize(threads); }
@@ -87,7 +87,7 @@ class Pool {
   }
 
  private:
-  // What is left to a thread, in one word: items from `first` up to, not including, `last`.
+  // The remaining items of a thread in one word: from `first` to before `last`.
   struct alignas(64) Share {
     std::atomic<uint64_t> left{0};
   };
@@ -95,7 +95,7 @@ class Pool {
   static uint64_t first(uint64_t left) { return left & UINT32_MAX; }
   static uint64_t last(uint64_t left) { return left >> 32; }
 
-  // False where the system gives no further thread.
+  // Returns false if the system cannot create a further thread.
   bool start(size_t id) {
     try {
       std::thread([this, id] { work(id); }).detach();
@@ -128,7 +128,7 @@ class Pool {
     return false;
   }
 
-  // Makes the latter half of what is left to the thread with most the share of this one, which has none.
+  // Moves the second half of the largest remaining share to this thread, whose share is empty.
   bool take_over(size_t id) {
     for (;;) {
       std::atomic<uint64_t>* longest = nullptr;
@@ -165,7 +165,7 @@ class Pool {
     }
   }
 
-  // Spins for a while, then sleeps, until the generation differs from `seen`.
+  // Spins for `kSpin`, then sleeps, until the generation differs from `seen`.
   uint32_t await_generation(uint32_t seen) {
     const auto deadline = std::chrono::steady_clock::now() + kSpin;
     for (uint32_t spins = 1;; spins++) {
@@ -182,13 +182,13 @@ class Pool {
 
   void futex(int operation, int value) { syscall(SYS_futex, &generation_, operation, value, nullptr, nullptr, 0); }
 
-  std::mutex owner_;  // of the pool: one loop at a time
+  std::mutex owner_;  // locked by the owner of the pool: one loop at a time
   size_t started_ = 0;
   std::atomic<size_t> limit_{1};
   void (*body_)(void*, size_t) = nullptr;
   void* context_ = nullptr;
   std::mutex failing_;
-  std::exception_ptr failure_;  // of an item; the loop is over for the thread that met it
+  std::exception_ptr failure_;  // exception of an item; its thread leaves the loop
   std::vector<Share> shares_;
   alignas(64) std::atomic<uint32_t> state_{0};  // kOpen, and the number of workers inside
   alignas(64) std::atomic<uint32_t> generation_{0};

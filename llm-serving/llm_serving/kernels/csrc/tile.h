@@ -1,8 +1,8 @@
-// The product at the heart of linear layers and attention: a few rows of activations times a few packed panels.
+// The inner product kernel of linear layers and attention: a few rows of activations times a few packed panels.
 //
-// Every element of the result is one accumulator that takes the inputs in ascending order, whatever the number of rows
-// and panels computed beside it. That fixes its bits: tiles of any shape, and sums continued from memory, agree. Sums
-// in integers are exact within a product, and float32 from one to the next.
+// Every element of the result is one accumulator that adds the inputs in ascending order, whatever the number of rows
+// and panels computed beside it. So its bits are the same in tiles of any shape, and when sums are continued from
+// memory. Sums in integers are exact within a product; sums in float32 also between products.
 #pragma once
 
 #include <type_traits>
@@ -15,7 +15,7 @@
 
 namespace llm::LLM_ISA {
 
-// Sums in float32, which take up where those in memory ended.
+// Sums in float32, which continue from those in memory.
 struct FloatSums {
   using Sum = Floats;
   static constexpr bool kQuick = false;
@@ -25,12 +25,12 @@ struct FloatSums {
 };
 
 // How an element type is multiplied.
-//   Activation   what rows of activations consist of (see `to_activations`)
-//   kInputs      inputs that are neighbours in a packed panel
-//   kFactors     factors they are multiplied as, one after the other
-//   kMultiple    number of inputs is a multiple of this
-//   Sum          what sixteen sums are kept in, from `begin` to `end`
-//   kQuick       products take less time than reading their panels, unless activations and long passes are read ahead
+// Activation   type of the activations (see `to_activations`)
+// kInputs      inputs that are adjacent in a packed panel
+// kFactors     factors they are multiplied as, one after the other
+// kMultiple    number of inputs is a multiple of this
+// Sum          form of sixteen sums between `begin` and `end`
+// kQuick       products are faster than reading their panels, unless activations and long passes are prefetched
 template <class Element>
 struct Operand : FloatSums {
   using Activation = float;
@@ -117,14 +117,14 @@ constexpr size_t kTileRows = 2;
 constexpr size_t kTilePanels = 1;
 #endif
 
-// Rows that a tile, or a pair of AMX tiles, computes at once.
+// Rows that a tile, or a pair of AMX tiles, computes together.
 #if defined(LLM_AMX)
 constexpr size_t kRowMultiple = 2 * kTileHeight;
 #else
 constexpr size_t kRowMultiple = kTileRows;
 #endif
 
-// Whether products of a type are made by AMX tiles.
+// Whether products of a type use AMX tiles.
 template <class Element>
 constexpr bool kMultipliesTiles = false;
 #if defined(LLM_AMX)
@@ -133,45 +133,45 @@ constexpr bool kMultipliesTiles<BFloat16> = true;
 #endif
 
 // c (+)= a [rows, segments * inputs] * panels. Strides are in elements; those of c are of [num_panels][rows][16] unless
-// said otherwise. `Packed` is what panels consist of in memory, where `Element` is what they were widened to.
+// stated otherwise. `Packed` is the type of panels in memory, `Element` the type to which they are widened.
 template <class Element, class Packed = Element>
 struct Product {
   static constexpr bool kWeightOnly = !std::is_same<Element, Packed>::value;
-  // Widened panels are in the first-level cache, so that they are as quick.
+  // Widened panels are in the first-level cache, so they are as fast.
   static constexpr bool kQuick = kWeightOnly || Operand<Element>::kQuick;
 
   size_t rows;
   const ActivationOf<Element>* a;
   const Element* const* panels;  // [segments][num_panels], each of `inputs` inputs
   size_t num_panels;
-  size_t inputs;  // of a segment; a multiple of Operand::kMultiple
+  size_t inputs;  // inputs of a segment; a multiple of Operand::kMultiple
   float* c;
   size_t segments = 1;
   size_t a_stride = inputs;
-  size_t a_tile = 0;  // columns of a tile where a is a pass of tiles, a_stride columns wide (see `TiledLayout`)
+  size_t a_tile = 0;  // columns of a tile if a is a pass of tiles, a_stride columns wide (see `TiledLayout`)
   size_t c_stride = kPanelWidth;
-  size_t c_panel = rows * kPanelWidth;  // from the sums of a panel to those of the next
+  size_t c_panel = rows * kPanelWidth;  // elements from the sums of a panel to those of the next
   bool add_to_c = false;
-  size_t panels_at_once = kTilePanels;  // side by side in registers
-  const Packed* const* next = nullptr;  // as panels: what is read after them, to be prefetched; null for nothing
-  const float* row_scales = nullptr;    // [rows], where Operand::end wants them
+  size_t panels_at_once = kTilePanels;  // panels side by side in registers
+  const Packed* const* next = nullptr;  // like panels: read afterwards, to be prefetched; may be null
+  const float* row_scales = nullptr;    // [rows], if Operand::end uses them
 
   Product(size_t rows, const ActivationOf<Element>* a, const Element* const* panels, size_t num_panels, size_t inputs,
           float* c)
       : rows(rows), a(a), panels(panels), num_panels(num_panels), inputs(inputs), c(c) {}
 };
 
-// Whether panels are prefetched into the second-level cache only, even by a tile that is about to read them. CPUs with
-// bfloat16 and no tiles, AMD's, can wait for more lines there than in the first: few rows are multiplied 1.2 to 1.6
-// times as fast on Zen 4.
+// Whether panels are prefetched into the second-level cache only, even by a tile that is about to read them. AMD CPUs
+// with bfloat16 and no tiles can have more outstanding lines there than in the first-level cache: few rows are
+// multiplied 1.2 to 1.6 times as fast on Zen 4.
 #if defined(__AVX512BF16__) && !defined(LLM_AMX)
 constexpr bool kFirstLevelIsNarrow = true;
 #else
 constexpr bool kFirstLevelIsNarrow = false;
 #endif
 
-// The part of a product that begins at `row` and `panel`. Of `next`, `kAhead` panels are prefetched from `ahead` on;
-// of quick products, so are the activations of the rows after these; a tile that prefetches all panels is the only one.
+// The part of a product that begins at `row` and `panel`. `kAhead` panels of `next` are prefetched from `ahead` on; for
+// fast products also the activations of the following rows; a tile that prefetches all panels is the only one.
 template <class Element, class Packed, size_t kRows, size_t kPanels, size_t kAhead>
 void tile(const Product<Element, Packed>& product, size_t row, size_t panel, size_t ahead) {
   using Op = Operand<Element>;
@@ -244,14 +244,15 @@ void tile_of(size_t height, const Product<Element, Packed>& product, size_t row,
   }
 }
 
-// Whether what comes next is prefetched by several tiles, so that it must not be what the first of them reads itself.
+// Whether several tiles share the prefetches of what comes next, so that the first tile must not read it itself.
 template <class Element>
 constexpr bool spreads_prefetches(size_t rows) {
   return rows > (kMultipliesTiles<Element> ? kRowMultiple : kTileRows);
 }
 
-// All rows of a few panels, in tiles of nearly equal height. The first tiles prefetch what comes next, as few panels
-// each as they can, so that reading memory takes as long as multiplying: many requests at once would stop the tile.
+// Multiplies all rows by a few panels, in tiles of nearly equal height. The first tiles prefetch what comes next, as
+// few panels each as possible, so that reading memory takes as long as multiplying: many requests at once would stall a
+// tile.
 template <class Element, class Packed, size_t kPanels>
 void tile_rows(const Product<Element, Packed>& product, size_t panel) {
   constexpr size_t kHalf = (kPanels + 1) / 2;
@@ -299,7 +300,8 @@ constexpr bool unpacks(size_t rows) {
 // Inputs of four panels whose float32 values fill 32 KB.
 constexpr size_t kUnpackedInputs = 128;
 
-// Columns of `count` panels from `panel` on, by way of their float32 values: the same products in the same order.
+// Computes the columns of `count` panels from `panel` on through their float32 values: the same products in the same
+// order.
 template <class Element>
 void tile_unpacked(const Product<Element>& product, size_t panel, size_t count) {
   using Op = Operand<Element>;
@@ -364,7 +366,7 @@ void multiply(const Product<Element>& product) {
 }
 
 #if defined(LLM_AMX)
-// In blocks of 32 rows and two panels.
+// With AMX tiles, in blocks of 32 rows and two panels.
 template <class Element>
 void multiply_tiles(const Product<Element>& product) {
   TileShape shape;

@@ -1,4 +1,4 @@
-// How rows lie that a product reads part by part.
+// Layout of rows that a product reads part by part.
 #pragma once
 
 #include "dtype.h"
@@ -9,13 +9,12 @@ namespace llm {
 constexpr size_t kTileHeight = 16;
 constexpr size_t kTileBytes = 64;
 
-// A multiple of every width of passes but that of all columns.
+// A multiple of every pass width except that of all columns.
 constexpr size_t kMaxPassWidth = 1024;
 
 // Rows in the order in which a product reads them: `width` columns of every row, then the next columns of every row.
-// With all columns as the width, rows as usual. `tile` above 0: within a pass, 16 rows x `tile` columns each lie
-// together, and those of the same rows behind one another; tiles that are not full take the memory of whole ones. {}:
-// rows as usual.
+// With all columns as the width, this is row-major. With `tile` above 0, 16 rows x `tile` columns within a pass are
+// contiguous, followed by the next tile of the same rows; partial tiles take the memory of whole ones. {}: row-major.
 struct TiledLayout {
   size_t rows = 0;
   size_t width = 0;
@@ -25,7 +24,7 @@ struct TiledLayout {
     return width > 0 ? *this : TiledLayout{count, columns};
   }
 
-  // Within a pass.
+  // Offset of a row within a pass.
   LLM_INLINE size_t row_offset(size_t row) const {
     if (tile == 0) return row * width;
     return row / kTileHeight * kTileHeight * padded(width, tile) + row % kTileHeight * tile;
@@ -34,13 +33,14 @@ struct TiledLayout {
     return tile > 0 ? column / tile * tile * kTileHeight + column % tile : column;
   }
 
-  // Where an element lies.
+  // Offset of an element.
   LLM_INLINE size_t at(size_t row, size_t column) const {
     const size_t pass = row_offset(tile > 0 ? padded(rows, kTileHeight) : rows);
     return column / width * pass + row_offset(row) + column_offset(column % width);
   }
 
-  // Calls body(first, last, at) for runs of the columns from `first` to `last` of a row, each of which begins at `at`.
+  // Calls body(first, last, at) for contiguous runs of the columns from `first` to `last` of a row, where `at` is the
+  // offset of a run.
   template <class Body>
   LLM_INLINE void for_runs(size_t row, size_t first, size_t last, Body body) const {
     if (first >= last) return;
@@ -59,7 +59,7 @@ struct TiledLayout {
     }
   }
 
-  // No order of rows takes more elements.
+  // Elements that the largest layout takes.
   LLM_INLINE static size_t max_elements(size_t count, size_t columns) {
     return padded(count, kTileHeight) * padded(columns, kMaxPassWidth);
   }

@@ -15,8 +15,8 @@ LLM_INLINE float float_of(uint32_t bits) {
   return value;
 }
 
-// Copies the weights from `low` to below `high` to `target`, which may be `source`; returns how many with the zeros
-// that make whole strides.
+// Copies the weights from `low` to below `high` to `target`, which may be `source`; returns their number, padded with
+// zeros to whole strides.
 LLM_INLINE size_t select_weights(const float* source, size_t size, float low, float high, float* target) {
   size_t count = 0;
 #if defined(__AVX512F__)
@@ -40,19 +40,19 @@ LLM_INLINE size_t select_weights(const float* source, size_t size, float low, fl
 }
 
 struct Threshold {
-  float weight;  // the least that is kept
-  double above;  // measure of what lies above it
+  float weight;  // smallest weight that is kept
+  double above;  // measure of the weights above it
 };
 
-// The largest threshold from which on the weights measure at least `wanted`; below every weight if they never do.
-// `candidates` is changed.
+// Finds the largest threshold from which on the weights measure at least `wanted`; below every weight if they never do.
+// Changes `candidates`.
 template <class Measure>
 LLM_INLINE Threshold find_threshold(float* candidates, size_t size, double wanted, Measure measure) {
   constexpr int kStepsBetweenSelections = 4;
   uint32_t low = kBelowWeights;
   uint32_t high = kAboveWeights;
   double above = 0;
-  double dropped = 0;  // measure of the candidates above `high` that are gone
+  double dropped = 0;  // measure of the removed candidates above `high`
   for (int step = 1; high - low > 1; step++) {
     const uint32_t middle = low + (high - low) / 2;
     const double reached = dropped + measure(candidates, size, float_of(middle));
@@ -70,7 +70,7 @@ LLM_INLINE Threshold find_threshold(float* candidates, size_t size, double wante
   return {float_of(low), above};
 }
 
-// Sets the weights below `threshold` to 0, and of those equal to it all but the first `num_equal`.
+// Sets the weights below `threshold` to 0, and all but the first `num_equal` equal to it.
 LLM_INLINE void keep_from(float* weights, size_t size, float threshold, size_t num_equal) {
   size_t equal = 0;
   NativeInt matches = {};
@@ -87,7 +87,7 @@ LLM_INLINE void keep_from(float* weights, size_t size, float threshold, size_t n
   }
 }
 
-// Keeps the `count` heaviest, among equals the lowest ids. `room` is as large as `weights`.
+// Keeps the `count` largest weights, of equal ones the lowest ids. `room` is as large as `weights`.
 LLM_INLINE void keep_top_k(float* weights, size_t size, size_t count, float* room) {
   if (count >= size) return;
   const size_t candidates = select_weights(weights, padded_size(size), float_of(kBelowWeights), 2.0f, room);
@@ -97,13 +97,13 @@ LLM_INLINE void keep_top_k(float* weights, size_t size, size_t count, float* roo
   keep_from(weights, size, found.weight, count - static_cast<size_t>(found.above));
 }
 
-// Keeps the fewest of the heaviest that hold at least `share` (below 1) of all weight.
+// Keeps the fewest of the largest weights whose sum is at least `share` (below 1) of the total.
 LLM_INLINE void keep_top_p(float* weights, size_t size, double share, float* room) {
   const size_t candidates = select_weights(weights, padded_size(size), float_of(kBelowWeights), 2.0f, room);
   const double wanted = share * sum_from(room, candidates, 0);
   auto measure = [](const float* from, size_t n, float least) { return sum_from(from, n, least); };
   const Threshold found = find_threshold(room, candidates, wanted, measure);
-  // The quotient may be off by its rounding: the products and sums are exact.
+  // The quotient may be off by its rounding; the products and sums are exact.
   const double each = found.weight;
   double num_equal = static_cast<double>(static_cast<int64_t>((wanted - found.above) / each));
   while (found.above + num_equal * each < wanted) num_equal += 1;

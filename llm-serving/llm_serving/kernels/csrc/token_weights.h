@@ -9,7 +9,7 @@
 
 namespace llm::LLM_ISA {
 
-// Weights a loop takes at once: enough sums side by side to hide the latency of additions.
+// Weights that a loop processes together: enough sums side by side to hide the latency of additions.
 constexpr size_t kStride = 4 * kLanes;
 
 LLM_INLINE size_t padded_size(size_t size) { return (size + kStride - 1) / kStride * kStride; }
@@ -30,7 +30,7 @@ LLM_INLINE NativeFloat native_weight(NativeFloat y) {
   const NativeFloat to_integer = native_broadcast(12582912.0f);  // 1.5 * 2^23
   const NativeFloat to_quantum = native_broadcast(0x1p-10f);
   y = y > lowest ? y : lowest;
-  // The integer is in the low bits of the sum: among the exponent's bits it multiplies by 2^integer.
+  // The integer is in the low bits of the sum: shifted to the bits of the exponent it multiplies by 2^integer.
   const NativeFloat rounded = y + to_integer;
   const NativeUint exponent = (NativeUint)rounded << 23;
   const NativeFloat f = y - (rounded - to_integer);
@@ -47,7 +47,7 @@ LLM_INLINE NativeFloat native_weight(NativeFloat y) {
   return power < to_quantum ? (power + to_quantum) - to_quantum : power;
 }
 
-// What a difference of logits is multiplied with to be the exponent of a weight.
+// Factor from a difference of logits to the exponent of a weight.
 LLM_INLINE float weight_scale(float temperature) {
   const float scale = 1.44269504088896340736f / temperature;
   return scale < __FLT_MAX__ ? scale : __FLT_MAX__;
@@ -66,7 +66,7 @@ LLM_INLINE void weigh(const float* values, size_t size, float largest, float sca
   }
 }
 
-// Sum of the weights that are at least `threshold`; `size` in whole strides.
+// Returns the sum of the weights that are at least `threshold`; `size` in whole strides.
 LLM_INLINE double sum_from(const float* weights, size_t size, float threshold) {
   constexpr size_t kSums = 8;
   const NativeDouble limit = NativeDouble{} + static_cast<double>(threshold);
@@ -84,7 +84,7 @@ LLM_INLINE double sum_from(const float* weights, size_t size, float threshold) {
   return sum;
 }
 
-// Number of the weights that are at least `threshold`; `size` in whole strides, `threshold` above 0.
+// Returns the number of weights that are at least `threshold`; `size` in whole strides, `threshold` above 0.
 LLM_INLINE double count_from(const float* weights, size_t size, float threshold) {
   NativeInt counts[4] = {};
   for (size_t i = 0; i < size; i += 4 * kNative) {
@@ -97,7 +97,8 @@ LLM_INLINE double count_from(const float* weights, size_t size, float threshold)
   return count;
 }
 
-// The first token at which the cumulative weight passes `number` (in [0, 1)) times the whole, which is above 0.
+// Returns the first token at which the cumulative weight exceeds `number` (in [0, 1)) times the total, which is above
+// 0.
 LLM_INLINE size_t draw_token(const float* weights, size_t size, double number) {
   constexpr size_t kBlock = 2 * kStride;
   const double target = number * sum_from(weights, padded_size(size), 0);

@@ -1,15 +1,15 @@
-// W4A8: weights of 4 bits with a scale for each column and group of inputs, times rows that are brought to 8 bits with
-// a scale each.
+// W4A8: weights of 4 bits with a scale for each column and group of inputs, times rows quantized to 8 bits with a scale
+// each.
 //
-//   rows     quantized_rows.h
-//   sums     of products of qvalues, of a group's inputs, in 32 bits: exact, so their order is free
-//   results  (sum over groups, in ascending order, of group's sum * scale of the column and group) * scale of the row,
-//            each product and each sum rounded to float32
+// rows     quantized_rows.h
+// sums     of products of qvalues, of a group's inputs, in 32 bits: exact, so their order is free
+// results  (sum over groups, in ascending order, of group's sum * scale of the column and group) * scale of the row,
+//          each product and each sum rounded to float32
 // The bits of a row are those of kernels/w4a8.py on every instruction set: nothing is fused.
 //
-// Codes of weights have no sign, as vpdpbusd wants one of its operands: a group's sum is that of their products with
-// the qvalues of the row less the code of 0 times the sum of the row's qvalues, which is known beforehand. Elsewhere
-// vpmaddubsw adds pairs of products in 16 bits, which hold twice 15 * 127.
+// Qvalues of weights are unsigned, as vpdpbusd requires for one operand: a group's sum is that of their products with
+// the qvalues of the row, minus the zero point times the sum of the row's qvalues, which is computed in advance.
+// Without vpdpbusd, vpmaddubsw adds pairs of products in 16 bits, which hold twice 15 * 127.
 #pragma once
 
 #include "grouped.h"
@@ -22,7 +22,7 @@ struct Code4 {
   uint8_t pair;
 };
 
-// How rows are to lie for it.
+// Layout of rows for it.
 template <>
 struct Operand<Code4> {
   using Activation = int8_t;
@@ -35,7 +35,7 @@ struct Operand<Code4> {
 #endif
 };
 
-// `kZeros`: whether qvalues of 0 are given; otherwise they are 8.
+// `kZeros`: whether zero points are given; otherwise they are 8.
 template <bool kZeros>
 struct NibbleProduct {
   using Activation = int8_t;
@@ -104,7 +104,7 @@ struct NibbleProduct {
     return result;
   }
 
-  // Fours of products of qvalues with and without sign, added.
+  // Adds groups of four products of unsigned and signed qvalues.
   static LLM_INLINE NativeInt multiply_fours(NativeUint unsigned_qvalues, NativeUint qvalues) {
 #if defined(__AVX512BW__)
     const __m512i pairs = _mm512_maddubs_epi16((__m512i)unsigned_qvalues, (__m512i)qvalues);
@@ -146,7 +146,7 @@ struct NibbleProduct {
   }
 };
 
-// Sums of the qvalues of rows, [groups][rows], beside the rows.
+// Quantized rows with the sums of their qvalues, [groups][rows].
 struct SummedRows : QuantizedRows<Code4> {
   const int32_t* sums;
 };
@@ -155,7 +155,7 @@ template <class Element>
 SummedRows code_and_sum_rows(const LinearArgs& args) {
   ActivationForm<Code4> form(args.m, args.k);
   const size_t group = inputs_of_group(*args.qvalues, form.inputs);
-  // A group is never cut.
+  // A group is never divided.
   if (form.pass < group) form.pass = group < form.inputs ? group : form.inputs;
   if (form.layout.width < form.inputs) form.layout.width = form.pass;
   const size_t bytes = args.qvalues->groups * args.m * sizeof(int32_t) + 1;

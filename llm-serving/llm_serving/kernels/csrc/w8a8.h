@@ -1,11 +1,12 @@
-// W8A8: weights of 8 bits with a scale for each column, times rows that are brought to 8 bits with a scale each.
+// W8A8: weights of 8 bits with a scale for each column, times rows quantized to 8 bits with a scale each.
 //
-//   rows     quantized_rows.h
-//   sums     of products of qvalues, in 32 bits: exact, so their order is free
-//   results  (sum * scale of the column) * scale of the row, each rounded to float32; without scales the sums, int32
+// rows     quantized_rows.h
+// sums     of products of qvalues, in 32 bits: exact, so their order is free
+// results  (sum * scale of the column) * scale of the row, each rounded to float32; without scales the sums, int32
 // The bits of a row are those of kernels/w8a8.py on every instruction set.
 //
-// Activations are kept as code + 128 (qvalues.h), and 128 times the sum of a column's qvalues is taken off the result.
+// Activations are stored as qvalue + 128 (qvalues.h), and 128 times the sum of a column's qvalues is subtracted from
+// the result.
 #pragma once
 
 #include "quantized_rows.h"
@@ -19,7 +20,7 @@ inline const Code8* whole_panel(const LinearArgs& args, size_t panel, size_t inp
 
 inline void sum_products(const LinearArgs& args, const QuantizedRows<Code8>& x, size_t row, size_t rows,
                          const UnitPanels<Code8>& panels, float* sums) {
-  // Read when the unit is done, and by it alone: not yet in any cache.
+  // Prefetched because scales are read only at the end of the unit, and are not yet in any cache.
   for (size_t p = 0; p < panels.count; p++) {
     const size_t first = panels.index[p] * kPanelWidth;
     __builtin_prefetch(args.qvalues->sums + first);
@@ -46,7 +47,7 @@ inline void sum_products(const LinearArgs& args, const QuantizedRows<Code8>& x, 
   }
 }
 
-// Rows that are qvalues already.
+// Moves rows that are already qvalues.
 inline QuantizedRows<Code8> moved_rows(const LinearArgs& args, const ActivationForm<Code8>& form) {
   auto* moved = static_cast<uint8_t*>(scratch(Scratch::kActivations, form.bytes(args.m) + 1));
   for_rows_of_x(args, [&](size_t row) {

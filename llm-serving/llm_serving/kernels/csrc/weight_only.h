@@ -1,10 +1,10 @@
-// W8A16 and W4A16: qvalues of 8 or 4 bits with a scale for each column and group of inputs, times rows as they are.
+// W8A16 and W4A16: qvalues of 8 or 4 bits with a scale for each column and group of inputs, times unquantized rows.
 //
-//   y = sum over groups, in ascending order, of scale * (sum over the group's inputs of x * (code - zero))
+// y = sum over groups, in ascending order, of scale * (sum over the group's inputs of x * (qvalue - zero))
 //
-// Elements of every type hold code - zero exactly, so that a group's sum has the order and the bits of a product with
-// elements, however they are made of qvalues: in registers, by the products themselves (grouped.h), or a few panels and
-// inputs at a time, into the first cache, to be multiplied as any weight is.
+// Every element type holds qvalue - zero exactly, so a group's sum has the order and the bits of a product with
+// elements. Qvalues are widened either in registers by the products themselves (grouped.h), or a few panels and inputs
+// at a time into the first-level cache, to be multiplied like any weight.
 #pragma once
 
 #include "grouped.h"
@@ -18,10 +18,10 @@ struct WideCode {
 
 constexpr size_t kBlockBytes = 64;
 constexpr size_t kBlockWords = 32;
-constexpr size_t kInputsOfWords = 8;  // those of a block, at most
-constexpr int kByteZero = 128;        // a code of 8 bits that stands for 0
-// Inputs that are widened at once: as bfloat16, four panels of them fill 16 KB or, where many rows use them, 128 KB, so
-// that sums are put back and taken less often.
+constexpr size_t kInputsOfWords = 8;  // most inputs of a block
+constexpr int kByteZero = 128;        // an 8-bit qvalue that represents 0
+// Inputs that are widened together: as bfloat16, four panels of them fill 16 KB or, if many rows use them, 128 KB, so
+// that sums are stored and loaded less often.
 constexpr size_t weight_only_inputs(size_t rows) { return rows > (kTilePanels - 1) * kTileRows ? 1024 : 128; }
 
 template <class Element>
@@ -29,7 +29,7 @@ struct WideRows : Activations<Element> {
   using Packed = WideCode;
 };
 
-// Panels are whole in memory, and their inputs filled up to blocks of any type.
+// Panels are whole in memory, with inputs padded to blocks of any type.
 inline const WideCode* whole_panel(const LinearArgs& args, size_t panel, size_t, WideCode*) {
   const size_t bytes = panel_bytes(WeightFormat::kWeightOnly, args.qvalues->bits, args.k);
   return static_cast<const WideCode*>(args.weight) + panel * bytes;
@@ -38,8 +38,8 @@ inline const WideCode* whole_panel(const LinearArgs& args, size_t panel, size_t,
 // ---- bfloat16 out of qvalues, in registers -----------------------------------------------------------------------
 
 #if defined(__AVX512BW__)
-// The numbers that the lowest five bits of a word stand for: 4 bits of a code less 8 or, of a code that was moved by
-// its zero, 5 bits less 15; as bfloat16: sign, eight bits of exponent, seven of fraction.
+// Table from the lowest five bits of a word to a number: a 4-bit qvalue minus 8 or, for a qvalue moved by its zero
+// point, 5 bits minus 15; as bfloat16: sign, eight bits of exponent, seven of fraction.
 template <bool kZeros>
 struct HalfNumbers {
   uint16_t bits[kBlockWords];
@@ -58,7 +58,7 @@ struct HalfNumbers {
 template <bool kZeros>
 alignas(64) constexpr HalfNumbers<kZeros> kHalfNumbers;
 
-// A word of four qvalues, by that table.
+// Widens a word of four qvalues by that table.
 template <bool kZeros>
 struct Halves {
   static constexpr size_t kBits = 4;
@@ -77,7 +77,8 @@ struct Halves {
   }
 };
 
-// A word of two qvalues: float32 of an exponent whose fraction the code is the end of, less that number and 128.
+// Widens a word of two qvalues: the qvalue is the end of the fraction of a float32, from which that number and 128 are
+// subtracted.
 struct Bytes {
   static constexpr size_t kBits = 8;
   using Zero = int;
@@ -134,10 +135,10 @@ void multiply_in_registers(const LinearArgs& args, const WideRows<BFloat16>& x, 
 }
 #endif
 
-// Rows from which on qvalues of 8 bits are widened once, in the first cache, rather than by each tile.
+// From this number of rows on, 8-bit qvalues are widened once, in the first-level cache, rather than by each tile.
 constexpr size_t kMaxRowsOfBytes = 2 * kTileRows;
 
-// Whether each tile widens the qvalues that it multiplies; rows are then read as they lie.
+// Whether each tile widens the qvalues that it multiplies; rows are then read in row-major layout.
 template <class Element>
 bool widens_in_registers(const LinearArgs& args) {
 #if defined(LLM_WIDENS_IN_REGISTERS)
@@ -150,7 +151,7 @@ bool widens_in_registers(const LinearArgs& args) {
 
 // ---- Elements out of qvalues, in memory --------------------------------------------------------------------------
 
-// Codes of 0 of a panel's columns, as 32 elements that lie together need them: those of columns, or those of pairs.
+// Zero points of a panel's columns in the order of 32 adjacent elements: those of columns, or those of pairs.
 template <class Element>
 struct WordZeros {
   Floats low, high;
@@ -186,7 +187,7 @@ void widen_blocks(const uint8_t* qvalues, size_t bits, size_t blocks, size_t ahe
     uint16_t words[kBlockWords];
     __builtin_memcpy(words, qvalues, sizeof(words));
     for (size_t part = 0; part < 16 / bits; part++, target += kBlockWords) {
-      // Elements of every type hold these exactly.
+      // Every element type holds these numbers exactly.
       store(target, qvalues_as_floats(words, mask) - zeros.low);
       store(target + kLanes, qvalues_as_floats(words + kLanes, mask) - zeros.high);
       for (uint16_t& word : words) word = static_cast<uint16_t>(word >> bits);
@@ -208,14 +209,14 @@ void widen_blocks(const uint8_t* qvalues, size_t blocks, size_t ahead, const uin
 }
 #endif
 
-// `inputs` of a panel from input `k` on, within one group; `zero` of the panel's columns, or null.
+// Widens `inputs` of a panel from input `k` on, within one group; `zero` of the panel's columns may be null.
 template <class Element>
 void widen_panel(const WeightQValues& qvalues, const WideCode* panel, size_t k, size_t inputs, const uint8_t* zero,
                  Element* target) {
   const size_t block_qvalues = kBlockBytes * 8 / qvalues.bits;
   const size_t blocks = (inputs * kPanelWidth + block_qvalues - 1) / block_qvalues;
   const auto* from = reinterpret_cast<const uint8_t*>(panel) + k * kPanelWidth * qvalues.bits / 8;
-  // The same panel's next inputs are wanted after those of the other panels.
+  // The same panel's next inputs are read after those of the other panels.
   const size_t ahead = blocks * kBlockBytes;
 #if defined(__AVX512BW__)
   if constexpr (std::is_same<Element, BFloat16>::value) {
@@ -241,7 +242,7 @@ void sum_weight_only(const LinearArgs& args, const WideRows<Element>& x, size_t 
   const size_t weight_only_bytes = count * panel_elements * sizeof(Element);
   auto* memory = static_cast<char*>(scratch(Scratch::kPanel, weight_only_bytes + sums * sizeof(float)));
   auto* weight_only = reinterpret_cast<Element*>(memory);
-  // The sums of a group that is alone are the totals.
+  // The sums of a single group are the totals.
   float* partial = is_whole ? totals : reinterpret_cast<float*>(memory + weight_only_bytes);
   const Element* now[kTilePanels];
   for (size_t p = 0; p < count; p++) now[p] = weight_only + p * panel_elements;
