@@ -110,7 +110,7 @@ def play(
     with monkeypatch.context() as patch:
         patch.setattr(Scheduler, "schedule", noted)
         patch.setattr("secrets.token_hex", lambda num_bytes: "")
-        patch.setattr("llm_serving.engine.replica._OPENED", itertools.count())
+        patch.setattr("llm_serving.engine.replica._POOL_NUMBERS", itertools.count())
         result: SimulationResult = Simulation(
             config_with(**settings), load, profile, 1, fast_forward=fast_forward
         ).run()

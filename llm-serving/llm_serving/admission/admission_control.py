@@ -65,10 +65,8 @@ class RetrySchedule:
     """Spreads the retries of refused clients over time, so that `Retry-After` grows with the number of refusals.
 
     Each refusal moves the next retry of its source back by the time in which the server starts as many requests.
-    Active sources share the rate equally: a source that floods the server delays its own retries most.
-
-    Args:
-        seed: Seed of the jitter; a fixed one makes simulations repeatable.
+    Active sources share the rate equally: a source that floods the server delays its own retries most. The seed of the
+    jitter is fixed, so that simulations are repeatable.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -79,13 +77,7 @@ class RetrySchedule:
     def delay_s(self, limit: str, source: str, num_requests: int, rate: float, min_delay_s: float, now: float) -> float:
         """Return the seconds after which a refused group of requests should retry.
 
-        Args:
-            limit: Name of the limit that refused it.
-            source: API key or network address of the client.
-            num_requests: Requests of the group.
-            rate: Requests that the limit admits in a second.
-            min_delay_s: Seconds before which a retry would be refused as well.
-            now: Engine time.
+        `rate` is what `limit` admits in a second. A retry before `min_delay_s` would be refused as well.
         """
         self._last_retry = {key: time for key, time in self._last_retry.items() if time > now}
         key = (limit, source)
@@ -115,7 +107,6 @@ class AdmissionControl:
         self.reload(config)
 
     def reload(self, config: ServingConfig) -> None:
-        """Apply another configuration from now on."""
         self._classes = config.request_classes
         self._slo_factor = config.scheduler.slo_refusal_factor
         self._prefix_caching = config.scheduler.prefix_caching
@@ -130,16 +121,13 @@ class AdmissionControl:
         replica: ReplicaLoad,
         uncached_lens: Sequence[int] | None = None,
     ) -> float | None:
-        """Admit or refuse a group of requests as a whole.
+        """Admit a group of requests as a whole; return the predicted seconds to its last first token, None if unknown.
 
         Args:
             prompt_lens: Prompt tokens of each request.
-            caller: The client, its tenant and priority.
+            caller: The client.
             replica: The replica that would serve the first request.
             uncached_lens: The tokens of each prompt that must be computed; None: all of them.
-
-        Returns:
-            The predicted seconds to the first token of the last request, or None if too little was measured.
 
         Raises:
             RequestError: The group exceeds a limit even when no other request waits.

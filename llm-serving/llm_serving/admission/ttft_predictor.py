@@ -66,7 +66,7 @@ class ReplicaSpeed:
     finish_rate: float | None
     """Finished requests per row of a step, the inverse of the steps that a request runs for; None: not measured."""
     num_slots: int
-    """Requests that run at once: the configured number, or fewer when the KV cache is full."""
+    """Running slots: the configured number, or fewer when the KV cache is full."""
 
     def seconds_to_first_token(self, queue: QueueAhead) -> float | None:
         """Return the seconds until the last request of the queue has its first token, or None if they are unknown.
@@ -121,13 +121,7 @@ class TtftPredictor:
         self._rows = 0.0
 
     def record_running(self, num_running: int, blocked: Blocked | None = None, has_room: bool = False) -> None:
-        """Record the running requests of a replica.
-
-        Args:
-            num_running: Their number.
-            blocked: Why the scheduler left a request waiting; None: it left none, or it was not asked.
-            has_room: Whether the KV cache has room for another request.
-        """
+        """Record how many requests run, why the scheduler left one waiting, and whether the KV cache has room."""
         if blocked is not None and blocked.reason in (WaitReason.SLOTS, WaitReason.BLOCKS):
             self._num_slots = num_running if blocked.reason is WaitReason.BLOCKS else None
         elif self._num_slots is not None:
@@ -136,14 +130,7 @@ class TtftPredictor:
             self._num_slots = None
 
     def record_step(self, *, num_tokens: int, num_rows: int, seconds: float, num_finished: int) -> None:
-        """Record a computed step, and how many requests it finished.
-
-        Args:
-            num_tokens: Tokens that the step computed.
-            num_rows: Requests that it computed them for.
-            seconds: Time from the end of the step before, or from its submission.
-            num_finished: Requests whose last token it produced.
-        """
+        """Record a step that took `seconds` from the end of the step before, or from its submission."""
         moments = self._prefill_steps if num_tokens > num_rows else self._decode_steps
         moments.add(num_tokens, seconds)
         keep = 1 - 1 / FINISH_MEMORY

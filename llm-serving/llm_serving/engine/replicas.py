@@ -46,14 +46,9 @@ class EngineHealth:
 def health_of(
     engines: Mapping[int, Engine], failures: Mapping[int, str], num_replicas: int, progress: str, max_restarts: int
 ) -> EngineHealth:
-    """Return the health of a server.
+    """Return the health of a server, from its loaded engines and the errors of failed loads, by index.
 
-    Args:
-        engines: Loaded engines by index, including dead ones.
-        failures: Index -> why the last attempt to load the replica failed.
-        num_replicas: Configured number of replicas.
-        progress: Last progress of a replica that loads.
-        max_restarts: Restarts of a WorkAgent in a row without a completed step, after which the health mentions them.
+    `progress` is that of a replica that loads. `max_restarts` in a row are normal without a completed step.
     """
     failed = {**failures, **{index: engine.dead for index, engine in engines.items() if engine.dead is not None}}
     restarting = {
@@ -144,13 +139,7 @@ class Replicas(EngineListener):
             thread.start()
 
     def drive(self, index: int, make: Callable[[Publish], Engine], loop: CallsSoon) -> Engine:
-        """Add an engine that the caller steps, instead of one with a thread and a WorkAgent.
-
-        Args:
-            index: Index of the replica.
-            make: Creates the engine, given the function to which it publishes.
-            loop: Runs what engines call on the event loop.
-        """
+        """Add an engine that the caller steps; `make` creates it, given the function to which it publishes."""
         self._loop = loop
         engine = self.engines[index] = make(self._publish)
         self.watch(engine)
@@ -225,10 +214,9 @@ class Replicas(EngineListener):
             engine.stop()
 
     def reload(self, config: ServingConfig) -> dict[int, Future[None]]:
-        """Let every living engine use the rules of another configuration, and every replica that loads later.
+        """Let all replicas use the rules of another configuration.
 
-        Returns:
-            Index -> future that is done when the engine uses them.
+        Return the living ones: index -> future that is done when its engine uses them.
         """
         self._reloaded = reloaded = (1 if self._reloaded is None else self._reloaded[0] + 1), config
         asked = {}

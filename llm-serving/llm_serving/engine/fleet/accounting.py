@@ -37,7 +37,6 @@ class TenantUsage:
         self._indices: dict[tuple[str, str], int] = {}
         self._totals: list[int] = []
         self._version = 0
-        """Number of calls of `add`."""
         self._snapshot_versions: dict[int, int] = {}
         """Replica -> `_version` at its snapshot."""
         self._snapshots: dict[int, list[int]] = {}
@@ -59,7 +58,6 @@ class TenantUsage:
             by_replica.pop(replica, None)
 
     def add(self, replica: int, service: Service) -> None:
-        """Add what a replica has served."""
         if len(self._snapshots) < 2:
             return
         if len(self._totals) > MAX_TENANTS:
@@ -114,9 +112,9 @@ class FleetAccounting:
         self.tenant_slots = TenantSlots()
         self.class_usage = FleetClassUsage()
         self.limit_monitor = LimitMonitor()
-        """Checks independently what `tenant_slots` enforces."""
+        """Checks what `tenant_slots` enforces."""
         self._lead_monitor = ClassLeadMonitor()
-        """Checks independently what `class_usage` determines."""
+        """Checks what `class_usage` determines."""
         self._class_lock = threading.Lock()
         self._usage_lock = threading.Lock()
         self._tenant_usage = TenantUsage()
@@ -128,12 +126,9 @@ class FleetAccounting:
         return self._tenant_usage.replicas.union(*(part.replicas for part in parts))
 
     def join(self, replica: int, wake: Callable[[], None] = lambda: None, num_reloads: int = 0) -> None:
-        """Add a replica that begins to serve; earlier service is not reported to it.
+        """Add a replica that uses the rules of reload `num_reloads` (0: those of the start).
 
-        Args:
-            replica: Index of the replica.
-            wake: Wakes the engine's thread, so that it applies changed leases; may be called from any thread.
-            num_reloads: Number of the server's reload whose rules the replica uses; 0: those of the start.
+        `wake` lets the engine's thread apply changed leases; it may be called from any thread.
         """
         self.tenant_slots.join(replica, wake)
         self.limit_monitor.join(replica, num_reloads)
@@ -150,7 +145,6 @@ class FleetAccounting:
             self._tenant_usage.leave(replica)
 
     def add_service(self, replica: int, service: Service) -> None:
-        """Add what a replica served in a step."""
         if service:
             with self._usage_lock:
                 self._tenant_usage.add(replica, service)
@@ -158,15 +152,10 @@ class FleetAccounting:
     def charge_classes(
         self, replica: int, usage: Mapping[str, ClassUsage], service: Mapping[str, int]
     ) -> Mapping[str, ClassLead]:
-        """Add the class usage of a step, or of an idle replica.
+        """Add the class usage of a step, or of an idle replica, as its scheduler reports it.
 
-        Args:
-            replica: Index of the replica.
-            usage: What its scheduler reports.
-            service: The service of the same step by class, divided by weight, as its contents show it.
-
-        Returns:
-            The range of the lead of each class since the previous call of this replica.
+        `service` is that of the same step according to its contents, by class and divided by weight. Return the range
+        of the lead of each class since the previous call of this replica.
         """
         with self._class_lock:  # both sums see the steps of all replicas in the same order
             self.class_usage.charge(replica, usage)
@@ -190,23 +179,16 @@ class FleetAccounting:
 
 
 class FleetSync(FairnessObserver):
-    """Connects one engine's scheduler with the accounting of all replicas; belongs to the engine's thread.
-
-    Args:
-        index: Index of the engine's replica.
-        scheduler: Scheduler of the engine.
-        metrics: Counts violations of tenant limits and class weights.
-    """
+    """Connects the scheduler of replica `index` with the accounting of all replicas; belongs to the engine's thread."""
 
     def __init__(self, index: int, scheduler: Scheduler, metrics: Metrics) -> None:
         super().__init__(index, scheduler, metrics)
         self._accounting = FleetAccounting()
         """Replaced by the one that all replicas share."""
         self._num_reloads = 0
-        """Number of the reload that gave the scheduler its rules; 0: the configuration of the start."""
 
     def join(self, accounting: FleetAccounting, wake: Callable[[], None]) -> None:
-        """Share this accounting with other replicas; `wake` is as in `FleetAccounting.join`."""
+        """Share this accounting with other replicas."""
         accounting.join(self._index, wake, self._num_reloads)
         self._accounting, self._limits = accounting, accounting.limit_monitor
 
@@ -237,8 +219,7 @@ class FleetSync(FairnessObserver):
     def report(self, schedule: Schedule | None = None) -> None:
         """Report the service of a step to the other replicas, and count violations of limits and weights.
 
-        Args:
-            schedule: The step; None if there is none, or if it repeats the step before.
+        `schedule`: None if there is no step, or it repeats the step before.
         """
         scheduler, accounting, leads, shares = self._scheduler, self._accounting, None, None
         accounting.add_service(self._index, scheduler.pop_service())

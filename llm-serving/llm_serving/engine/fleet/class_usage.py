@@ -26,7 +26,6 @@ class ClassDemand:
 
     def __init__(self) -> None:
         self._classes: dict[int, frozenset[str]] = {}
-        """Replica -> its classes with demand."""
         self._counts: Counter[str] = Counter()
 
     @property
@@ -39,7 +38,6 @@ class ClassDemand:
         return self._counts.keys()
 
     def update(self, replica: int, usage: Mapping[str, ClassUsage]) -> None:
-        """Replace what is known of the demand on a replica."""
         names = frozenset([name for name, each in usage.items() if each.has_demand])
         before = self._classes.get(replica, _NO_CLASSES)
         self._classes[replica] = names
@@ -83,7 +81,6 @@ class FleetClassUsage:
             self._reported.pop(replica, None)
 
     def charge(self, replica: int, usage: Mapping[str, ClassUsage]) -> None:
-        """Add the usage of a step of a replica."""
         with self._lock:
             self._demand.update(replica, usage)
             leads = self._leads
@@ -140,15 +137,9 @@ class ClassLeadMonitor:
     def record(
         self, replica: int, service: Mapping[str, int], usage: Mapping[str, ClassUsage]
     ) -> Mapping[str, ClassLead]:
-        """Add a step of a replica, or one without rows.
+        """Add a step of a replica; return the range of each lead since the previous call of this replica.
 
-        Args:
-            replica: Index of the replica.
-            service: Service of the step by class, divided by weight.
-            usage: Demand and quantum of each class at the replica.
-
-        Returns:
-            The range of each lead since the previous call of this replica.
+        `service` is that of the step by class, divided by weight; `usage` tells demands and quanta.
         """
         self._demand.update(replica, usage)
         leads = self._leads

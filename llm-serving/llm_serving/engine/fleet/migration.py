@@ -46,11 +46,10 @@ CPU_SHARE: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class TransferredBlocks:
-    """Where the blocks of a migrating request have been transferred."""
+    """Replica to which the blocks of a request were transferred; they are lost when the link to it closes."""
 
     replica: int
     link: BlockLink
-    """Connection to the WorkAgent that holds them; when it is closed, they are lost."""
 
 
 class MigratingRequest(NamedTuple):
@@ -59,9 +58,8 @@ class MigratingRequest(NamedTuple):
     request: Request
     """The record for the next engine; the first engine has finished its own."""
     produced: ProducedOutput
-    """Output that its client has."""
     audited: Answer | None
-    """What the client got, if the audit will compare it."""
+    """What its client got, if the audit will compare it."""
     exported_at: float
     """Engine time of the reply to its last step."""
     transferred: TransferredBlocks | None = None
@@ -131,8 +129,8 @@ class RequestMigration(StepObserver):
         scheduler: Scheduler,
         processor: OutputProcessor,
         auditor: Auditor,
-        desk: SinkContext,
-        journal: EventLog,
+        sink_context: SinkContext,
+        event_log: EventLog,
         metrics: Metrics,
         listeners: Sequence[EngineListener],
     ) -> None:
@@ -140,8 +138,8 @@ class RequestMigration(StepObserver):
         self._scheduler = scheduler
         self._processor = processor
         self._auditor = auditor
-        self._desk = desk
-        self._journal = journal
+        self._sink_context = sink_context
+        self._event_log = event_log
         self._metrics = metrics
         self._imported: deque[list[TransferBlock]] = deque()
         """For each step in flight, the blocks that can be reclaimed when it is done."""
@@ -157,8 +155,8 @@ class RequestMigration(StepObserver):
             self._reclaim(migrating.drop_blocks())
         self._auditor.resume(request, migrating.audited)
         self._processor.resume(request, migrating.produced)
-        self._journal.arrived(request, class_of(request.priority, self._scheduler.classes), migrating.exported_at)
-        sink = request.sink = SequenceSink(request, self._desk)
+        self._event_log.arrived(request, class_of(request.priority, self._scheduler.classes), migrating.exported_at)
+        sink = request.sink = SequenceSink(request, self._sink_context)
         sink.resume()
         self._accepted[request] = migrating.exported_at
 
@@ -200,7 +198,7 @@ class RequestMigration(StepObserver):
                 continue
             produced, audited = self._processor.leave(request), self._auditor.leave(request.request_id)
             request.sink = None
-            self._journal.departed(request, exported_at)
+            self._event_log.departed(request, exported_at)
             migrating.append(MigratingRequest(continuation_of(request, transfer), produced, audited, exported_at))
         self._exported = []
         if migrating:
@@ -251,9 +249,7 @@ class BlockTransferrer:
     they delay no step's messages. The queue of a thread is bounded in requests and in bytes, and each request has
     `Link.timeout_s` from its arrival.
 
-    Args:
-        throttle: Called by the threads before each frame and after each request, see `TransferThrottle.wait`.
-        clock: Clock of the timeouts.
+    `throttle` is called by the threads before each frame and after each request, see `TransferThrottle.wait`.
     """
 
     def __init__(self, throttle: Callable[[], None] = lambda: None, clock: Clock = monotonic) -> None:
@@ -262,9 +258,8 @@ class BlockTransferrer:
         self._threads: dict[int, ThreadPoolExecutor] = {}
         self._lock = threading.Lock()
         self._num_requests: Counter[int] = Counter()
-        """Source replica -> requests whose transfer has not ended."""
+        """By source replica."""
         self._num_bytes: Counter[int] = Counter()
-        """Source replica -> bytes of their blocks."""
 
     def start(
         self,
@@ -274,14 +269,9 @@ class BlockTransferrer:
         target: Link,
         done: Callable[[bool], None],
     ) -> bool:
-        """Start the transfer of the blocks of a request; return False if the queue is full or no thread can start.
+        """Start the transfer of a request's blocks; return False if the queue is full or no thread can start.
 
-        Args:
-            replica: Index of the source replica.
-            blocks: The blocks.
-            source: Link to the WorkAgent that holds them.
-            target: Link to the WorkAgent that receives them.
-            done: Called in another thread with the result: whether all blocks were transferred.
+        `replica` is that of `source`. `done` is called in another thread: whether all blocks were transferred.
         """
         num_bytes = len(blocks) * source.block_bytes
         with self._lock:
@@ -354,11 +344,7 @@ def _pieces(blocks: Sequence[TransferBlock], count: int) -> Iterator[Sequence[Tr
 def _until(
     clock: Clock, deadline: float, pieces: Iterable[Sequence[TransferBlock]], throttle: Callable[[], None]
 ) -> Iterator[Sequence[TransferBlock]]:
-    """Yield pieces until the deadline: a WorkAgent that answers each frame just in time could otherwise take for ever.
-
-    Raises:
-        WorkerError: The deadline has passed.
-    """
+    """Yield pieces; raise WorkerError after the deadline, because each frame alone may be in time."""
     for piece in pieces:
         throttle()
         if clock() > deadline:
@@ -375,11 +361,7 @@ class _CpuTime(threading.local):
 class TransferThrottle:
     """Limits all transfer threads together to `CPU_SHARE` of one core while any engine has a step in flight.
 
-    Args:
-        has_steps: Returns whether an engine has a step in flight.
-        clock: Clock of the elapsed time.
-        cpu_time: Returns the CPU time of the calling thread.
-        sleep: Waits so many seconds.
+    `cpu_time` returns the CPU seconds of the calling thread.
     """
 
     def __init__(

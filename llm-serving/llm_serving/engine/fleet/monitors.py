@@ -72,10 +72,7 @@ class WeightMonitor:
     ) -> int:
         """Add a step, and return for how many pairs (A, B) it violates the weights.
 
-        Args:
-            schedule: The step.
-            leads: Leads of the classes across replicas; those of other classes are unknown.
-            shares: `step_shares` of the step, if they have been computed.
+        `leads` are those across replicas; a missing one is unknown. `shares`: None if they were not computed yet.
         """
         scheduler = self._scheduler
         if scheduler.waiting is not self._queue:  # a reload has changed the rules
@@ -134,7 +131,6 @@ class WeightMonitor:
 class _Tenant(NamedTuple):
     limit: int
     started: list[weakref.ref[Request]]
-    """Requests that started under this limit; some may have finished."""
 
 
 class LimitMonitor:
@@ -159,7 +155,6 @@ class LimitMonitor:
         return {*self._reloads, *self._kept}
 
     def join(self, replica: int, number: int = 0) -> None:
-        """Add a replica that uses the rules of reload `number`."""
         with self._lock:
             self._reloads[replica] = number
             self._kept.pop(replica, None)

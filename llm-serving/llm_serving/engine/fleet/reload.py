@@ -24,7 +24,7 @@ TIMEOUT_S: Final = 5.0
 class ReloadResult:
     changes: list[Change]
     late: list[int]
-    """Replicas that will follow later."""
+    """Replicas that follow later."""
 
 
 class ConfigReloader:

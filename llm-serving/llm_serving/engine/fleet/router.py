@@ -31,7 +31,7 @@ MAX_BLOCKS: Final = 1024
 
 
 class OpenReplicas:
-    """The engines that accept requests, by index in ascending order, and what follows from them."""
+    """The engines that accept requests, by index in ascending order."""
 
     def __init__(self, engines: Mapping[int, Engine]) -> None:
         self.engines = engines
@@ -52,7 +52,7 @@ class OpenReplicas:
 
     @property
     def first_available(self) -> int | None:
-        """Index of the first replica whose WorkAgent is not being restarted; None if all are."""
+        """First replica whose WorkAgent is not being restarted; None if all are."""
         return next((index for index, engine in self.engines.items() if engine.restart_status is None), None)
 
 
@@ -105,18 +105,12 @@ class PromptBlocks:
             del self._first_blocks[hashes[0]]
 
     def move(self, request_id: str, replica: int) -> None:
-        """Count the blocks of a request at the replica that it migrated to."""
         _, hashes = self.requests.get(request_id, (replica, ()))
         self.remove(request_id)
         self.add(request_id, replica, hashes)
 
     def replicas_with(self, first: bytes, caches: Iterable[tuple[int, Callable[[bytes], bool]]]) -> set[int]:
-        """Return the replicas that have the first block of a prompt, or will compute it.
-
-        Args:
-            first: Hash of the block.
-            caches: (replica, `BlockPool.is_cached` of its KV cache) of the replicas to be searched.
-        """
+        """Return the replicas that have the first block of a prompt, or will compute it; see `OpenReplicas.caches`."""
         return {replica for replica, is_cached in caches if is_cached(first)}.union(self._first_blocks.get(first, ()))
 
     def num_found(self, replica: int, hashes: Sequence[bytes], pool: BlockPool) -> int:
@@ -187,12 +181,7 @@ class Router:
         return prompt_block_hashes(caller.cache_namespace, prompt_token_ids, block_size)
 
     def route(self, prompt_lens: Sequence[int], caller: Caller, hashes: Sequence[bytes] = ()) -> Route:
-        """Choose the replica for a group of requests, without any change.
-
-        Args:
-            prompt_lens: Prompt tokens of each request.
-            caller: The client.
-            hashes: Hashes of the blocks of the first prompt.
+        """Choose the replica for a group of requests, without any change; `hashes`: blocks of the first prompt.
 
         Raises:
             UnavailableError: No replica accepts requests, or its WorkAgent will not be restarted soon.
@@ -302,7 +291,6 @@ class Router:
     def _choose(
         self, fleet: OpenReplicas, prompt_lens: Sequence[int], caller: Caller, hashes: Sequence[bytes]
     ) -> Route:
-        """Return the route that the policy chooses among several replicas."""
         engines = fleet.engines
         by_load = self._requests.by_load(engines)
         cached = self._cached_tokens(fleet, by_load, hashes)
@@ -359,7 +347,6 @@ class Router:
         return None
 
     def _num_cached(self, index: int, engine: Engine, hashes: Sequence[bytes]) -> int:
-        """Return how many tokens of a prompt a replica has computed or will compute."""
         blocks = engine.scheduler.blocks
         return self._prompts.num_found(index, hashes, blocks.pool) * blocks.block_size
 

@@ -44,11 +44,9 @@ class Candidate(NamedTuple):
     """A replica that can be chosen, at this moment."""
 
     replica: int
-    """Index of the replica."""
     num_unfinished: int
     """Requests that were routed to it and have not finished."""
     num_prompt_tokens: int
-    """Prompt tokens of the request."""
     num_cached_tokens: int
     """Prompt tokens that the replica has computed or will compute for other requests."""
     num_queued_tokens: int
@@ -56,7 +54,6 @@ class Candidate(NamedTuple):
     num_used_blocks: int
     """Blocks of its KV cache that requests hold."""
     block_size: int
-    """Tokens of a block."""
     token_s: float
     """Measured seconds that a token adds to a step; 0 if too few steps were measured."""
 
@@ -93,7 +90,6 @@ class Candidates:
         return map(self._candidate_of, filter(self._is_available, self._replicas))
 
     def by_load(self) -> Iterator[Candidate]:
-        """Iterate from the least to the most loaded replica."""
         return (self._candidate_of(replica) for _, replica in self._by_load if self._is_available(replica))
 
     def most_loaded(self) -> Candidate:

@@ -13,8 +13,6 @@ _NO_CHANGES: Final[Mapping[str, int]] = {}
 
 
 class _Tenant:
-    """Leases and demand of one tenant."""
-
     def __init__(self) -> None:
         self.limit = 0
         self.demands: dict[int, SlotDemand] = {}
@@ -24,7 +22,6 @@ class _Tenant:
         self.last_leases: Counter[int] = Counter()
         """Replica -> number of the lease that gave it its newest slot."""
         self.num_leased = 0
-        """Slots leased to all replicas together."""
 
     def leased_to(self, replica: int) -> int:
         return self.demands[replica].num_leased + self.changes[replica]
@@ -53,7 +50,6 @@ class TenantSlots:
         self.migrating: dict[str, str] = {}
         """Request that is in migration -> its tenant. Other classes only read it."""
         self._num_migrating: Counter[str] = Counter()
-        """By tenant."""
         self._arrived: dict[int, list[str]] = {}
         """Replica -> requests that have migrated to it since its last report."""
         self._num_leases = 0
