@@ -139,7 +139,7 @@ class ClassLeadMonitor:
     ) -> Mapping[str, ClassLead]:
         """Add a step of a replica; return the range of each lead since the previous call of this replica.
 
-        `service` is that of the step by class, divided by weight; `usage` tells demands and quanta.
+        `service` is that of the step by class, divided by weight; `usage` has the demands and quanta of the replica.
         """
         self._demand.update(replica, usage)
         leads = self._leads
