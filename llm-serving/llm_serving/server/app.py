@@ -292,8 +292,10 @@ async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
 
 @contextmanager
 def lock_recordings(folder: Path | None) -> Iterator[None]:
-    """Hold the lock of a folder of recordings: two servers would delete each other's oldest files. Raise ConfigError
-    where the folder cannot be used, or another server uses it."""
+    """Hold the lock of a folder of recordings: two servers would delete each other's oldest files.
+
+    Raise ConfigError where the folder cannot be used, or another server uses it.
+    """
     if folder is None:
         yield
         return
@@ -311,8 +313,10 @@ def lock_recordings(folder: Path | None) -> Iterator[None]:
 
 
 def open_request_log(serving: ServerConfig) -> LogFile | None:
-    """Return the log of accepted requests; None: they are kept in memory only, or not at all. Raise ConfigError where
-    its folder cannot be used, or another server uses it."""
+    """Return the log of accepted requests; None: they are kept in memory only, or not at all.
+
+    Raise ConfigError where its folder cannot be used, or another server uses it.
+    """
     if serving.request_log != "disk" or serving.request_log_path is None:
         return None
     return LogFile(serving.request_log_path, serving.request_log_bytes)

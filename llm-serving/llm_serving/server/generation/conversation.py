@@ -49,7 +49,7 @@ because long conversations take long, also where their tokens are only counted."
 
 
 class ConversationRequest(ProtocolRequest):
-    """A conversation in the form of chat completions, whichever protocol it came in.
+    """A conversation in the form of chat completions, from whichever protocol.
 
     Args:
         translate: Returns an error by the field names of the protocol.
@@ -184,8 +184,10 @@ def template_role(template: str, role: str) -> str:
 
 
 def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
-    """Return a message as chat templates read it. Raise RequestError where it has an unknown role, a part that is not
-    text, or a call with malformed arguments."""
+    """Return a message as chat templates read it.
+
+    Raise RequestError where it has an unknown role, a part that is not text, or a call with malformed arguments.
+    """
     if message.role not in ROLES:
         raise RequestError(f"messages[{index}].role", f"must be one of {', '.join(ROLES)}", message.role)
     content = message.content

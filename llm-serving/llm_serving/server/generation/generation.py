@@ -161,8 +161,6 @@ async def _pump(index: int, stream: RequestStream, queue: asyncio.Queue[ChoiceOu
 
 
 class EngineInput(NamedTuple):
-    """Input of the engine for one HTTP request."""
-
     prompts: Sequence[list[int]]
     """Token ids of each prompt."""
     sampling: SamplingParams
@@ -291,8 +289,10 @@ class ClientGoneError(Exception):
 
 
 async def run_until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` and cancel it when the client disconnects; the request's body must have been read. Raise
-    ClientGoneError where the client disconnected before; `work` was cancelled."""
+    """Run `work` and cancel it when the client disconnects; the request's body must have been read.
+
+    Raise ClientGoneError where the client disconnected before; `work` was cancelled.
+    """
     task = asyncio.current_task()
     assert task is not None
     has_left = has_ended = False

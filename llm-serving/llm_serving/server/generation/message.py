@@ -130,7 +130,6 @@ class MessageFold:
             self._arguments[-1].append(call.function.arguments)
 
     def message(self) -> ChatResponseMessage:
-        """Return the whole message."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         for call, arguments in zip(self._calls, self._arguments, strict=True):
             call.function.arguments = "".join(arguments)
@@ -180,7 +179,6 @@ class MessageBlocks:
         self.blocks: list[MessageBlock] = []
 
     def add(self, output: RequestOutput) -> list[BlockDelta]:
-        """Add an output and return what it adds, in order."""
         return [self._add_delta(delta) for delta in self.parser.deltas(output)]
 
     def add_empty_block(self) -> BlockDelta:

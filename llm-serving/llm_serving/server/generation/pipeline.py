@@ -107,34 +107,29 @@ class StartedGeneration(NamedTuple):
 
 
 async def start_generation(request: ProtocolRequest) -> StartedGeneration:
-    """Take a request through all steps of the pipeline. Raise LLMServingError where the request breaks a rule, or the
-    engine refuses it."""
+    """Take a request through all steps of the pipeline.
+
+    Raise LLMServingError where the request breaks a rule, or the engine refuses it.
+    """
     engine, http_request, body = request.engine, request.http_request, request.body
     serving, headers = engine.config.serving, http_request.headers
+    may_be_shared = serving.coalesce_identical_requests or serving.resume_streams
     try:
-        if (
-            request.route
-            and isinstance(body, GenerationRequest)
-            and (
-                serving.coalesce_identical_requests
-                or serving.resume_streams
-                or KEY_HEADER in headers
-                or EVENT_HEADER in headers
-            )
+        if not (may_be_shared or KEY_HEADER in headers or EVENT_HEADER in headers) or not (
+            request.route and isinstance(body, GenerationRequest)
         ):
-            num_streams = request.choices.n * request.num_prompts
-            async with claim_request(
-                engine,
-                http_request,
-                body,
-                request.caller,
-                route=request.route,
-                prefix=request.id_prefix,
-                num_streams=num_streams,
-            ) as (identity, idempotent):
-                return await _start(request, identity, idempotent)
-        identity = identify(engine, http_request, getattr(body, "request_id", None), request.id_prefix)
-        return await _start(request, identity, None)
+            identity = identify(engine, http_request, getattr(body, "request_id", None), request.id_prefix)
+            return await _start(request, identity, None)
+        async with claim_request(
+            engine,
+            http_request,
+            body,
+            request.caller,
+            route=request.route,
+            prefix=request.id_prefix,
+            num_streams=request.choices.n * request.num_prompts,
+        ) as (identity, idempotent):
+            return await _start(request, identity, idempotent)
     except RequestError as error:
         raise request.translate_error(error) from None
 

@@ -57,8 +57,10 @@ async def encode_text(engine: AsyncEngine, text: str, field: str, add_special_to
 async def encode_prompts(
     engine: AsyncEngine, prompts: Sequence[Prompt], field: str, add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Return the token ids of each prompt; tokenize off the event loop where the texts are long or many. Raise
-    ContextLengthError where a text has more characters than the longest prompt could have."""
+    """Return the token ids of each prompt; tokenize off the event loop where the texts are long or many.
+
+    Raise ContextLengthError where a text has more characters than the longest prompt could have.
+    """
     cost = 0
     for prompt in prompts:
         if isinstance(prompt, str):

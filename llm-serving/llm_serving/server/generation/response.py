@@ -93,8 +93,10 @@ class ResponseBuilder(ABC):
 async def respond(
     http_request: Request, started: StartedGeneration, builder: ResponseBuilder, *, stream: bool
 ) -> Response:
-    """Return the response as a stream or, once the generation has finished, as a whole. Raise ClientGoneError where the
-    client left before the response was whole."""
+    """Return the response as a stream or, once the generation has finished, as a whole.
+
+    Raise ClientGoneError where the client left before the response was whole.
+    """
     generation, idempotent, headers = started.generation, started.idempotent, started.identity.headers
     if not stream:
         await complete_whole(http_request, generation, builder.collect(generation))
@@ -222,8 +224,10 @@ async def buffered(http_request: Request, generation: Generation, work: Coroutin
 
 
 async def complete_whole(http_request: Request, generation: Generation, work: Coroutine[Any, Any, T]) -> T:
-    """Do as `buffered`, and close the generation, however it ends. Raise ClientGoneError where the client disconnected
-    before; the work was cancelled."""
+    """Do as `buffered`, and close the generation, however it ends.
+
+    Raise ClientGoneError where the client disconnected before; the work was cancelled.
+    """
     try:
         return await run_until_client_leaves(http_request.receive, buffered(http_request, generation, work))
     finally:

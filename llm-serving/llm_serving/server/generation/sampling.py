@@ -49,7 +49,7 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the sampling of the first choice.
 
-    A parameter whose field is null or missing takes its default; a missing seed is drawn at random.
+    A parameter whose field is null or missing has its default; a missing seed is drawn at random.
 
     Args:
         names: Parameter -> field, where the protocol calls it something else.
@@ -74,8 +74,10 @@ def sampling_params(
 
 
 def choices_of(request: GenerationRequest, num_prompts: int) -> Choices:
-    """Return how many choices a request wants, and how they are selected. Raise RequestError where there are too many,
-    or fields exclude each other."""
+    """Return the number of choices of a request, and how they are selected.
+
+    Raise RequestError where there are too many, or fields exclude each other.
+    """
     n = 1 if request.n is None else request.n
     best_of = n if request.best_of is None else request.best_of
     for name, value in (("n", n), ("best_of", best_of)):
@@ -115,8 +117,10 @@ def _beam_search(request: GenerationRequest, n: int, width: int) -> BeamSearchPa
 
 
 async def bad_words(engine: AsyncEngine, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of texts, both at the beginning of a text and after a space. Raise RequestError where
-    there are too many, or one is empty or too long."""
+    """Return the token sequences of texts, both at the beginning of a text and after a space.
+
+    Raise RequestError where there are too many, or one is empty or too long.
+    """
     return await asyncio.to_thread(_encode_words, engine, words) if words else ()
 
 

@@ -40,8 +40,10 @@ class Chunks(Protocol):
     """Writes the outputs of a generation as the bytes of a stream."""
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
-        """Return the bytes for an output of a choice; may be empty. Raise LLMServingError where the generation
-        failed."""
+        """Return the bytes for an output of a choice; may be empty.
+
+        Raise LLMServingError where the generation failed.
+        """
 
     async def finish(self) -> bytes:
         """Return the bytes that follow the last output."""
@@ -82,10 +84,10 @@ class StreamResponse(Response):
             with contextlib.suppress(ClientGoneError):
                 await run_until_client_leaves(receive, self._send_all(send))
         finally:
-            await self._generation.aclose()
             # Both refer to objects that refer to the generation: break the cycle.
             self._generation.report_unread_bytes(None)
             self._generation.set_fast_path(None)
+            await self._generation.aclose()
 
     async def _send_all(self, send: Callable[[Message], Awaitable[None]]) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -109,5 +111,5 @@ class StreamResponse(Response):
 
 
 def internal_error() -> LLMServingError:
-    """Return the error that a client gets for a defect of the server; the log has the details."""
+    """Return the error that is sent to a client for a defect of the server; the log has the details."""
     return WorkerError("internal error")

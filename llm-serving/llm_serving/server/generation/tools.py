@@ -65,8 +65,10 @@ class ReasoningBudget(NamedTuple):
 
 
 def reasoning_budget(request: ChatCompletionRequest, config: ServerConfig) -> ReasoningBudget | None:
-    """Return the budget that a request sets; None: reasoning is not limited. Raise RequestError where several fields
-    set a budget, or one breaks its rule."""
+    """Return the budget that a request sets; None: reasoning is not limited.
+
+    Raise RequestError where several fields set a budget, or one breaks its rule.
+    """
     given = [name for name in (*_BUDGETS, "reasoning_effort") if getattr(request, name) is not None]
     if not given:
         return None
@@ -126,8 +128,10 @@ class OfferedTools:
 
 
 def offered_tools(engine: AsyncEngine, request: ChatCompletionRequest) -> OfferedTools | None:
-    """Return the tools that a request offers; None: none, or `tool_choice` is none. Raise RequestError where a tool or
-    the choice among them breaks a rule, or the model's call format is unknown."""
+    """Return the tools that a request offers; None: none, or `tool_choice` is none.
+
+    Raise RequestError where a tool or the choice among them breaks a rule, or the model's call format is unknown.
+    """
     choice, chosen = _tool_choice(request)
     if not request.tools:
         return None
@@ -217,8 +221,10 @@ def reasoning_counter(
 
 
 def template_call(field: str, call: ToolCallOfMessage) -> dict[str, Any]:
-    """Return a message's call as chat templates read it. Raise RequestError where it is not a function call, or its
-    arguments are not a JSON object."""
+    """Return a message's call as chat templates read it.
+
+    Raise RequestError where it is not a function call, or its arguments are not a JSON object.
+    """
     if call.type != "function":
         raise RequestError(f"{field}.type", "must be function", call.type)
     arguments = arguments_of(f"{field}.function.arguments", call.function.arguments)
@@ -227,8 +233,10 @@ def template_call(field: str, call: ToolCallOfMessage) -> dict[str, Any]:
 
 
 def arguments_of(field: str, given: str | dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a message's call; an empty text means no arguments. Raise RequestError where they are not
-    a JSON object."""
+    """Return the arguments of a message's call; an empty text means no arguments.
+
+    Raise RequestError where they are not a JSON object.
+    """
     arguments: Any = given
     if isinstance(given, str):
         try:

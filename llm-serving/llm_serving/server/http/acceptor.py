@@ -102,7 +102,6 @@ class ConnectionLimits:
             heaviest.refuse(TOO_MANY_BYTES)
 
     def abort_all(self) -> None:
-        """End all connections."""
         for connection in list(self._all()):
             connection.abort()
 

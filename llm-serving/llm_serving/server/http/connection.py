@@ -327,7 +327,6 @@ class Connection(asyncio.Protocol):
         return value
 
     def is_closing(self) -> bool:
-        """Return whether the client has disconnected, or the connection is being closed."""
         return self._is_closing
 
     def pause_reading(self) -> None:

@@ -25,8 +25,10 @@ RAISE_FILES: Final = "raise the limit to at least {} (LimitNOFILE of systemd; `u
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the address. Raise ConfigError where another program uses the port, or the
-    address does not belong to this machine."""
+    """Return a socket that listens on the address.
+
+    Raise ConfigError where another program uses the port, or the address does not belong to this machine.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -57,8 +59,10 @@ class OpenFiles:
         self.reserved = RESERVED_FILES + FILES_OF_A_WORK_AGENT * num_work_agents
 
     def raise_limit(self, limits: ServerConfig) -> None:
-        """Raise the soft limit to `MAX_OPEN_FILES`, or to the hard limit where that is lower. Raise ConfigError where
-        the limit leaves no file for a connection."""
+        """Raise the soft limit to `MAX_OPEN_FILES`, or to the hard limit where that is lower.
+
+        Raise ConfigError where the limit leaves no file for a connection.
+        """
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
         if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -93,7 +93,7 @@ class RequestHead(NamedTuple):
     """A checked head."""
 
     data: bytes
-    """The head as uvicorn gets it: with a path as URL, one `Host`, no `Upgrade`."""
+    """The head as uvicorn receives it: with a path as URL, one `Host`, no `Upgrade`."""
     is_http_1_0: bool
     body_length: int | None
     """None: the body is chunked."""

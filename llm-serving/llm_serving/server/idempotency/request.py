@@ -144,8 +144,10 @@ class IdempotentRequest:
         return Sharing(key, keeps, self._rules.grace_s if self.stream_id else 0.0)
 
     async def accept(self) -> None:
-        """Store the record with the prompts given to `sharing`, so that the request can be repeated from now on. Raise
-        GoneError where the request was accepted before with other prompts."""
+        """Store the record with the prompts given to `sharing`, so that the request can be repeated from now on.
+
+        Raise GoneError where the request was accepted before with other prompts.
+        """
         if self.record is None:
             return
         if self.known:

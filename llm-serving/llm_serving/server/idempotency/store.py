@@ -79,20 +79,20 @@ class AcceptedRequests:
     """The accepted requests that clients may repeat. The table belongs to the event loop.
 
     Args:
-        shares: Memory for the records; with 0 bytes no record is kept.
-        kept_s: Seconds from a request's acceptance until its record expires.
+        quota: Memory for the records; with 0 bytes no record is kept.
+        max_age_s: Seconds from a request's acceptance until its record expires.
         wall_clock: Seconds since 1970; gives the age of a record that comes from a log.
         clock: Seconds; records expire by it, whatever happens to the wall clock.
     """
 
     def __init__(
-        self, shares: TenantQuota, kept_s: float, wall_clock: Callable[[], float], clock: Clock = monotonic
+        self, quota: TenantQuota, max_age_s: float, wall_clock: Callable[[], float], clock: Clock = monotonic
     ) -> None:
-        self._max_bytes = shares.num_bytes
-        self._kept_s = kept_s
+        self._max_bytes = quota.num_bytes
+        self._max_age_s = max_age_s
         self._wall_clock = wall_clock
         self._clock = clock
-        self._kept = StoredSizes(shares)
+        self._sizes = StoredSizes(quota)
         self._records: dict[str, AcceptedRequest] = {}
         """Stream -> its record, oldest first."""
         self._known_until: dict[str, float] = {}
@@ -111,7 +111,7 @@ class AcceptedRequests:
 
     @property
     def num_bytes(self) -> int:
-        return self._kept.num_bytes
+        return self._sizes.num_bytes
 
     def find(self, field: str, stream_id: str, tenant: str | None) -> AcceptedRequest:
         """Return the request of a stream that can be resumed. Raise RequestNotFoundError where the tenant has none.
@@ -158,17 +158,17 @@ class AcceptedRequests:
     def restore(self, record: AcceptedRequest) -> None:
         """Keep a record that may come from a log."""
         age_s = max(0.0, self._wall_clock() - record.accepted_at)
-        if record.stream_id in self._records or age_s > self._kept_s:
+        if record.stream_id in self._records or age_s > self._max_age_s:
             return
         self._expire()
-        older = self._kept.evictions(record.tenant, record.num_bytes)
+        older = self._sizes.evictions(record.tenant, record.num_bytes)
         if older is None:
             return
         for stream_id in older:
             self._forget(self._records[stream_id])
         self._records[record.stream_id] = record
-        self._kept.add(record.stream_id, record.tenant, record.num_bytes)
-        self._known_until[record.stream_id] = self._clock() + self._kept_s - age_s
+        self._sizes.add(record.stream_id, record.tenant, record.num_bytes)
+        self._known_until[record.stream_id] = self._clock() + self._max_age_s - age_s
         if record.key:
             self._by_key[record.tenant, record.key] = record
 
@@ -179,7 +179,7 @@ class AcceptedRequests:
 
     def _forget(self, record: AcceptedRequest) -> None:
         del self._records[record.stream_id], self._known_until[record.stream_id]
-        self._kept.remove(record.stream_id)
+        self._sizes.remove(record.stream_id)
         if self._by_key.get((record.tenant, record.key)) is record:
             del self._by_key[record.tenant, record.key]
 

@@ -300,7 +300,7 @@ def _alternatives(kind: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
 
 
 def check_other_fields(http_request: Request, kind: type, body: bytes) -> None:
-    """Refuse the first unsupported field of a valid body that would change the response; note the ignored ones.
+    """Refuse the first unsupported field of a valid body that would change the response; record the ignored ones.
 
     Raises:
         RequestError: Names the field.

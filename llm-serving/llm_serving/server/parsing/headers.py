@@ -28,8 +28,10 @@ REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
 def check_query(request: Request, known: Collection[str]) -> list[str]:
-    """Return the names of the query parameters that are ignored. Raise RequestError where a parameter is unknown to the
-    route, or given twice."""
+    """Return the names of the query parameters that are ignored.
+
+    Raise RequestError where a parameter is unknown to the route, or given twice.
+    """
     ignored, seen = [], set()
     for name, value in request.query_params.multi_items():
         if name in IGNORED:
@@ -43,8 +45,10 @@ def check_query(request: Request, known: Collection[str]) -> list[str]:
 
 
 def check_headers(request: Request) -> list[str]:
-    """Return the names of the checked headers that a request has. Raise RequestError where a checked header is given
-    twice, or the body is compressed."""
+    """Return the names of the checked headers that a request has.
+
+    Raise RequestError where a checked header is given twice, or the body is compressed.
+    """
     given: list[str] = []
     encoding: str | None = None
     for name, value in request.scope["headers"]:

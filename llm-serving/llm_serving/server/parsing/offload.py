@@ -121,7 +121,7 @@ class FairThreads:
         """The seconds used by the client served last, when it was served."""
 
     def submit(self, client: str, work: Callable[[], T]) -> Future[T]:
-        """Run work when it is the client's turn, unless its future is cancelled before."""
+        """Queue work of a client; cancelling its future before it starts removes it."""
         future: Future[T] = Future()
         with self._lock:
             self._waiting.setdefault(client, deque()).append((future, work))

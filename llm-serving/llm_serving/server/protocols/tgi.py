@@ -209,7 +209,6 @@ class TGIBuilder(ResponseBuilder):
 
 
 async def show_info(engine: AsyncEngine, http_request: Request) -> Response:
-    """Describe the served model and the limits of the server."""
     config = engine.config
     return json_response(
         {

@@ -42,8 +42,10 @@ _CHOICES: Final[dict[str, str]] = {"auto": "auto", "any": "required", "none": "n
 
 
 def messages_of(system: str | list[ContentBlock] | None, turns: list[ConversationTurn]) -> list[ChatMessage]:
-    """Return the conversation as messages of chat; an empty conversation stays empty, whatever `system` says. Raise
-    RequestError for a block whose type is not allowed there."""
+    """Return the conversation as messages of chat; an empty conversation stays empty, whatever `system` says.
+
+    Raise RequestError for a block whose type is not allowed there.
+    """
     system_messages = [ChatMessage("system", _texts("system", system))] if system and turns else []
     messages = [message for i, turn in enumerate(turns) for message in _turn(f"messages[{i}].content", turn)]
     return system_messages + messages

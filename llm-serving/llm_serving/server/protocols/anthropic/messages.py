@@ -87,7 +87,6 @@ _ID_HEADERS: Final = (REQUEST_ID_HEADER, "request-id")
 
 
 async def create_message(engine: AsyncEngine, http_request: Request) -> Response:
-    """Respond to a conversation."""
     body = await read_fields(engine, http_request, MessagesRequest)
     check_model(engine, body.model)
     continues = _continues_last(body.messages)
@@ -119,7 +118,6 @@ class _MessagesRequest(ConversationRequest):
 
 
 async def count_tokens(engine: AsyncEngine, http_request: Request) -> Response:
-    """Return the number of tokens of a conversation's prompt."""
     body = await read_fields(engine, http_request, CountTokensRequest)
     check_model(engine, body.model)
     budget_of(body.thinking)
@@ -162,8 +160,6 @@ def _continues_last(turns: list[ConversationTurn]) -> bool:
 
 
 class MessagesBuilder(ResponseBuilder):
-    """Builds the response of Anthropic's messages."""
-
     def __init__(self, identity: ResponseIdentity, blocks: MessageBlocks) -> None:
         self._identity = identity
         self._blocks = blocks

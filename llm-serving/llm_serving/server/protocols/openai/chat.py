@@ -49,7 +49,6 @@ PATH: Final = "/v1/chat/completions"
 
 
 async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> Response:
-    """Respond to a conversation, `n` times."""
     body = await read_request(engine, http_request, ChatCompletionRequest)
     if body.echo and not (body.messages and body.messages[-1].role == "assistant"):
         note_ignored(http_request, "echo")

@@ -56,7 +56,6 @@ DEFAULT_MAX_TOKENS: Final = 16
 
 
 async def create_completion(engine: AsyncEngine, http_request: Request) -> Response:
-    """Continue one or several prompts, `n` times each."""
     body = await read_request(engine, http_request, CompletionRequest)
     return await respond_to_completion(engine, http_request, body)
 
@@ -139,8 +138,6 @@ class _TextOffset:
 
 
 class CompletionBuilder(OpenAIResponseBuilder):
-    """Builds the response of completions."""
-
     def __init__(
         self,
         tokenizer: Tokenizer,

@@ -208,7 +208,6 @@ def _check_lengths(engine: AsyncEngine, prompts: Sequence[list[int]], field_name
 
 
 async def create_embeddings(engine: AsyncEngine, http_request: Request) -> Response:
-    """Return the vectors of one or several texts."""
     body = await read_fields(engine, http_request, EmbeddingsRequest)
     if body.encoding_format not in (None, *FORMATS):
         raise RequestError("encoding_format", f"must be {' or '.join(FORMATS)}", body.encoding_format)

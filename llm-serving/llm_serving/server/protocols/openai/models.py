@@ -187,23 +187,19 @@ _STARTED: Final = int(time.time())
 
 
 async def list_models(engine: AsyncEngine, http_request: Request) -> Response:
-    """List the served model."""
     return json_response(ModelList(data=[_card(engine)]))
 
 
 async def show_model(engine: AsyncEngine, http_request: Request) -> Response:
-    """Show a model by its id."""
     check_model(engine, http_request.path_params["model"])
     return json_response(_card(engine))
 
 
 async def list_parameters(engine: AsyncEngine, http_request: Request) -> Response:
-    """List the parameters of requests with their defaults."""
     return json_response(parameter_table(engine, api_key_of(http_request)))
 
 
 async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
-    """Return the token ids of a prompt or of a rendered conversation."""
     request = await read_fields(engine, http_request, TokenizeRequest)
     check_model(engine, request.model)
     if (request.prompt is None) == (request.messages is None):
@@ -228,7 +224,6 @@ async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def detokenize(engine: AsyncEngine, http_request: Request) -> Response:
-    """Return the text of token ids."""
     request = await read_fields(engine, http_request, DetokenizeRequest)
     check_model(engine, request.model)
 
@@ -240,7 +235,6 @@ async def detokenize(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def show_tokenizer(engine: AsyncEngine, http_request: Request) -> Response:
-    """Show the class of the tokenizer, its special tokens and the chat template."""
     tokenizer = engine.tokenizer
     info = TokenizerInfo(
         tokenizer_class=tokenizer.named_class,

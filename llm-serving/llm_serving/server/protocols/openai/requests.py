@@ -132,7 +132,6 @@ class OpenAIResponseBuilder(ResponseBuilder):
 
 
 def token_as_id(token_id: int) -> str:
-    """Return a token as `return_tokens_as_token_ids` names it."""
     return f"token_id:{token_id}"
 
 

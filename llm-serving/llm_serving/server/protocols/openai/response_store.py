@@ -18,8 +18,6 @@ OVERHEAD_BYTES = 4096
 
 @dataclass
 class StoredResponse:
-    """A response with its conversation."""
-
     response: ResponseObject
     tenant: str
     input: list[ChatMessage]
@@ -55,11 +53,11 @@ class ResponseStore:
     It evicts the oldest responses first, of the tenant that would have most. It belongs to the event loop.
     """
 
-    def __init__(self, shares: TenantQuota) -> None:
-        self._shares = shares
-        self._max_bytes = shares.num_bytes
+    def __init__(self, quota: TenantQuota) -> None:
+        self._quota = quota
+        self._max_bytes = quota.num_bytes
         self._stored: dict[str, StoredResponse] = {}
-        self._finished, self._in_progress = StoredSizes(shares), StoredSizes(shares)
+        self._finished, self._in_progress = StoredSizes(quota), StoredSizes(quota)
 
     @property
     def keeps(self) -> bool:
@@ -75,10 +73,10 @@ class ResponseStore:
         """
         num_bytes, tenant = _size_of(stored), stored.tenant
         if num_bytes > self._max_bytes:
-            limit = f"{self._max_bytes} ({self._shares.key})"
+            limit = f"{self._max_bytes} ({self._quota.key})"
             raise RequestError("background", f"must be false: it takes {num_bytes} bytes of {limit}")
         if num_bytes > self._in_progress.room(tenant):
-            raise StoreFullError(f"responses in the background {self._shares.rule}")
+            raise StoreFullError(f"responses in the background {self._quota.rule}")
         self._stored[stored.response.id] = stored
         self._in_progress.add(stored.response.id, tenant, num_bytes)
 

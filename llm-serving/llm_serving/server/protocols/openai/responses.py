@@ -73,7 +73,6 @@ _FIELDS: Final = {"max_tokens": "max_output_tokens", "messages": "input", "reaso
 
 
 async def create_response(engine: AsyncEngine, http_request: Request) -> Response:
-    """Respond to a conversation."""
     body = await read_fields(engine, http_request, ResponsesRequest)
     check_model(engine, body.model)
     store = store_of(http_request)
@@ -136,13 +135,11 @@ class _ResponsesRequest(ConversationRequest):
 
 
 async def show_response(engine: AsyncEngine, http_request: Request) -> Response:
-    """Return a stored response, complete or in progress."""
     del engine
     return json_response(_find(http_request).response)
 
 
 async def list_input_items(engine: AsyncEngine, http_request: Request) -> Response:
-    """List the conversation that a stored response was given, the newest items first or the oldest."""
     del engine
     stored, (limit, after) = _find(http_request), page_of(http_request)
     order = http_request.query_params.get("order", ORDERS[0])
@@ -166,7 +163,6 @@ async def list_input_items(engine: AsyncEngine, http_request: Request) -> Respon
 
 
 async def delete_response(engine: AsyncEngine, http_request: Request) -> Response:
-    """Remove a stored response; one in progress is cancelled."""
     del engine
     stored = _find(http_request)
     await _cancel(stored)
@@ -175,7 +171,6 @@ async def delete_response(engine: AsyncEngine, http_request: Request) -> Respons
 
 
 async def cancel_response(engine: AsyncEngine, http_request: Request) -> Response:
-    """Cancel a response that runs in the background; its output so far stays."""
     del engine
     stored = _find(http_request)
     if not stored.response.background:
@@ -191,7 +186,6 @@ def _translate_error(error: RequestError) -> RequestError:
 
 
 def store_of(http_request: Request) -> ResponseStore:
-    """Return the stored responses of the application."""
     store = http_request.app.responses
     assert isinstance(store, ResponseStore)
     return store
@@ -252,8 +246,6 @@ async def _cancel(stored: StoredResponse) -> None:
 
 
 class ResponsesBuilder(ResponseBuilder):
-    """Builds the response of OpenAI's responses and stores it."""
-
     def __init__(self, stored: StoredResponse, store: ResponseStore, blocks: MessageBlocks) -> None:
         self._stored = stored
         self._store = store

@@ -44,8 +44,10 @@ _NAMES: Final = tuple(dict.fromkeys(name for names in _FIELDS.values() for name 
 
 
 def messages_of(items: str | list[InputItem]) -> list[ChatMessage]:
-    """Return the conversation as messages of chat; consecutive items of the assistant become one message. Raise
-    RequestError where an item lacks a field of its type, or has one of another type."""
+    """Return the conversation as messages of chat; consecutive items of the assistant become one message.
+
+    Raise RequestError where an item lacks a field of its type, or has one of another type.
+    """
     if isinstance(items, str):
         return [ChatMessage("user", items)]
     messages: list[ChatMessage] = []

@@ -33,7 +33,6 @@ _NAMES: Final = (("text_1", "text_2"), ("queries", "documents"))
 
 
 async def create_scores(engine: AsyncEngine, http_request: Request) -> Response:
-    """Return the scores of pairs of texts."""
     body = await read_fields(engine, http_request, ScoreRequest)
     (first_name, first), (second_name, second) = _sides(body)
     if len(first) not in (1, len(second)):
@@ -58,7 +57,6 @@ async def create_scores(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def create_ranking(engine: AsyncEngine, http_request: Request) -> Response:
-    """Rank documents by their scores with a query."""
     body = await read_fields(engine, http_request, RerankRequest)
     _check_count("documents", len(body.documents))
     if body.top_n is not None and body.top_n < 0:
@@ -91,7 +89,6 @@ async def create_ranking(engine: AsyncEngine, http_request: Request) -> Response
 
 
 def _sides(body: ScoreRequest) -> list[tuple[str, list[str]]]:
-    """Return the names and texts of both sides."""
     given = [names for names in _NAMES if any(getattr(body, name) is not None for name in names)]
     if len(given) != 1:
         raise RequestError("text_1", "and `text_2` must be given, or `queries` and `documents`, and not both")
