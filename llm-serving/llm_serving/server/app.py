@@ -73,8 +73,6 @@ OPENAPI_PATH: Final = "/openapi.json"
 
 @dataclass(frozen=True)
 class Site:
-    """The applications of an engine."""
-
     public: Accounting
     """The application for clients."""
     internal: InternalClient

@@ -115,8 +115,6 @@ class Endpoint:
 
 
 class _EndpointApplication:
-    """An endpoint of one engine as an ASGI application."""
-
     def __init__(self, endpoint: Endpoint, engine: AsyncEngine) -> None:
         self._endpoint = endpoint
         self._engine = engine

@@ -23,8 +23,6 @@ DISABLED, AT_START = "none", "at_start"
 
 
 class ReceiptDraftProtocol(Protocol):
-    """The receipt of one response while it is generated."""
-
     def begin(self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices) -> None: ...
 
     def add(self, index: int, output: RequestOutput) -> None: ...

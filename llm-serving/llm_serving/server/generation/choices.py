@@ -29,7 +29,6 @@ class Choices(NamedTuple):
 
     @property
     def counted_by(self) -> str:
-        """The field that sets the number of sequences."""
         return "best_of" if self.best_of > self.n else "n"
 
 

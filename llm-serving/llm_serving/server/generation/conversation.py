@@ -70,7 +70,6 @@ class ConversationRequest(ProtocolRequest):
         self.offered: OfferedTools | None = None
 
     def num_logprobs(self) -> int | None:
-        """Return the number of top logprobs per token; None: no logprobs."""
         return None
 
     def translate_error(self, error: RequestError) -> RequestError:
@@ -126,7 +125,6 @@ class ConversationRequest(ProtocolRequest):
         return EncodedRequest([prompt], sampling, output)
 
     def message_parsers(self, started: StartedGeneration) -> list[MessageParser]:
-        """Return the parser of each choice's message."""
         [prompt], engine, idempotent = started.prompts, self.engine, started.idempotent
         return [
             MessageParser(
@@ -178,7 +176,6 @@ async def render_chat(
 
 
 def template_role(template: str, role: str) -> str:
-    """Return the name that a chat template uses for a role."""
     is_named = f"'{role}'" in template or f'"{role}"' in template
     return role if is_named else FALLBACK_ROLES.get(role, role)
 

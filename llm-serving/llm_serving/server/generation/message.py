@@ -83,7 +83,6 @@ class MessageParser:
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Tokens of reasoning; None: they are not counted."""
         if self._counter is None:
             return None
         return self._counter.num_tokens if self._has_reasoning else 0
@@ -164,8 +163,6 @@ class MessageBlock:
 
 
 class BlockDelta(NamedTuple):
-    """Text that an output adds to a block."""
-
     block: MessageBlock
     is_new: bool
     text: str

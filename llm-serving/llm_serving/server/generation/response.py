@@ -82,7 +82,6 @@ class ResponseBuilder(ABC):
         await self.complete()
 
     async def complete(self) -> None:
-        """Finish the response once all outputs have been folded."""
         return
 
     @abstractmethod

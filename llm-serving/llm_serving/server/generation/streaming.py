@@ -27,12 +27,10 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 def event(content: object) -> bytes:
-    """Return one server-sent event."""
     return b"data: " + _encode(content) + b"\n\n"
 
 
 def named_event(name: str, content: object) -> bytes:
-    """Return one server-sent event with a name."""
     return b"event: " + name.encode() + b"\n" + event(content)
 
 

@@ -46,7 +46,6 @@ class ReasoningTokenCounter:
         self.num_tokens = 0
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Read the next tokens of the output."""
         for token_id in token_ids:
             if self._is_open and token_id == self._closing:
                 self._is_open, self._is_closed = False, True
@@ -102,8 +101,6 @@ _TAIL_TOKENS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
-    """The tools of one conversation."""
-
     schemas: dict[str, dict[str, Any]]
     """Tool name -> JSON schema of its arguments."""
     for_template: list[dict[str, Any]]
@@ -123,7 +120,6 @@ class OfferedTools:
         return "tools" if any(each.strict for each in self.callees) else None
 
     def new_id(self, rng: Random) -> str:
-        """Draw an id for a call."""
         return self.format.id_prefix + "".join(rng.choice(_ID_CHARS) for _ in range(self.format.id_chars))
 
 

@@ -171,7 +171,6 @@ class Acceptor:
         self._waiting.clear()
 
     async def wait_closed(self) -> None:
-        """Wait until handshakes have ended."""
         await asyncio.gather(*self._handshakes, return_exceptions=True)
 
     def _accept(self) -> None:

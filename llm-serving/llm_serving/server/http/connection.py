@@ -226,7 +226,6 @@ class Connection(asyncio.Protocol):
             self._protocol.data_received(data)
 
     def on_response_complete(self) -> None:
-        """Read the next request."""
         if self._is_closing:
             return
         if not self._in_body:
@@ -371,7 +370,6 @@ class Connection(asyncio.Protocol):
         self._transport.write(data.replace(CHUNKED, b""))
 
     def _write_unframed(self, data: bytes) -> None:
-        """Write the content of uvicorn's chunks."""
         assert self._transport is not None
         while data:
             size, _, data = data.partition(b"\r\n")
@@ -397,7 +395,6 @@ class StartPacer:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def wait(self) -> None:
-        """Return when a request may start."""
         loop = asyncio.get_running_loop()
         if self._num_started == 0:
             loop.call_soon(self._begin_iteration)

@@ -57,7 +57,6 @@ class Refusal:
     message: str
 
     def to_bytes(self, retry_after_s: int = 1) -> bytes:
-        """Return the response, with an error body as in the OpenAI API."""
         unavailable = self.status == HTTPStatus.SERVICE_UNAVAILABLE
         kind = "service_unavailable_error" if unavailable else "invalid_request_error"
         body = json.encode({"error": {"message": self.message, "type": kind, "param": None, "code": None}})
@@ -82,16 +81,12 @@ BAD_CODING: Final = Refusal(HTTPStatus.NOT_IMPLEMENTED, "`Transfer-Encoding` mus
 
 
 class RefusedError(ValueError):
-    """The request breaks a rule."""
-
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
         self.refusal = refusal
 
 
 class RequestHead(NamedTuple):
-    """A checked head."""
-
     data: bytes
     """The head as uvicorn receives it: with a path as URL, one `Host`, no `Upgrade`."""
     is_http_1_0: bool
@@ -120,8 +115,6 @@ def check_limits(data: bytes, size: int, limits: ServerConfig) -> None:
 
 
 class _Fields:
-    """Receives the parts of a head from the parser."""
-
     def __init__(self) -> None:
         self.url = b""
         self.headers: list[tuple[bytes, bytes]] = []
@@ -189,8 +182,6 @@ def parse_head(data: bytes) -> RequestHead:
 
 
 class _Chunks:
-    """Receives the content of a chunked body from the parser."""
-
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
         self.is_complete = False
@@ -271,7 +262,6 @@ class HttpRequest:
         return num_read, framed + (b"0\r\n\r\n" if chunks.is_complete else b"")
 
     async def run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application, and record its progress."""
         scope[ARRIVED_KEY] = self._arrived
         scope[MAX_WEIGHT_KEY] = self._set_max_weight
         scope[UNSENT_KEY] = self._add_unsent

@@ -84,7 +84,6 @@ class Certificate:
         return True
 
     async def watch(self) -> None:
-        """Check the files again and again until cancelled."""
         while True:
             await asyncio.sleep(CERTIFICATE_PERIOD_S)
             self.reload_if_changed()

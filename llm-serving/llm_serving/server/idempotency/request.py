@@ -117,7 +117,6 @@ class IdempotentRequest:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the response."""
         headers = {STREAM_ID_HEADER: self.stream_id} if self.stream_id else {}
         if self.known and self.record is not None and self.record.key:
             headers[REPLAYED_HEADER] = "true"

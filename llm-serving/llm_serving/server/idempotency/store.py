@@ -106,7 +106,6 @@ class AcceptedRequests:
 
     @property
     def keeps(self) -> bool:
-        """Whether records are kept at all."""
         return self._max_bytes > 0
 
     @property

@@ -193,11 +193,6 @@ def repeated_name(text: bytes, content: Mapping[str, msgspec.Raw]) -> str | None
     return _first_repeated(text, only_outermost=True)
 
 
-def repeated_name_within(text: bytes) -> str | None:
-    """Return a name that an object, or an object nested in it, has twice; None: there is none."""
-    return _first_repeated(text, only_outermost=False)
-
-
 def _first_repeated(text: bytes, *, only_outermost: bool) -> str | None:
     repeated: str | None = None
 
@@ -317,12 +312,8 @@ def check_other_fields(http_request: Request, kind: type, body: bytes) -> None:
 
 def note_ignored(http_request: Request, name: str) -> None:
     """Name a supported field too in the header of the response, because this request makes it ineffective."""
-    http_request.state.ignored_parameters = ", ".join(filter(None, [ignored_parameters(http_request), name]))
-
-
-def ignored_parameters(http_request: Request) -> str | None:
-    """Return the value of the header that names ignored fields; None: no field was ignored."""
-    return getattr(http_request.state, "ignored_parameters", None)
+    before = getattr(http_request.state, "ignored_parameters", None)
+    http_request.state.ignored_parameters = name if before is None else f"{before}, {name}"
 
 
 def _ignored(text: bytes, kind: type, path: str) -> list[str]:
@@ -340,7 +331,10 @@ def _ignored(text: bytes, kind: type, path: str) -> list[str]:
             if isinstance(row, RefusedField):
                 raise RequestError(path + name[:MAX_NAME_CHARS], row.why + _suggestion(name, kind, row))
             ignored.append(name)
-        elif bytes(memoryview(raw)[:1]) == b"{" and (repeated := repeated_name_within(bytes(raw))) is not None:
+        elif (
+            bytes(memoryview(raw)[:1]) == b"{"
+            and (repeated := _first_repeated(bytes(raw), only_outermost=False)) is not None
+        ):
             raise RequestError(path + name, f"must not have the name {shorten(repeated)} twice")
     return ignored
 

@@ -73,7 +73,6 @@ JsonObject = dict[str, Any]
 
 
 async def _generate(engine: AsyncEngine, http_request: Request, *, stream: bool | None) -> Response:
-    """Continue a prompt; without `stream` the body selects."""
     check_model(engine, http_request.path_params["name"])
     body = await read_fields(engine, http_request, LegacyRequest, strict=False)
     parameters = body.parameters or LegacyParameters()

@@ -77,7 +77,6 @@ def choice_of(choice: ToolChoice | None) -> str | JsonObject | None:
 
 
 def effort_of(thinking: Thinking | None) -> str | None:
-    """Return `reasoning_effort` of chat."""
     return "none" if thinking is not None and thinking.type == "disabled" else None
 
 

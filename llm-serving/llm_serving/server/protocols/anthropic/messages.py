@@ -144,7 +144,6 @@ _TOOL_SCHEMA: Final = re.compile(r"^(tools\[\d+\])\.parameters\b")
 
 
 def _translate_error(error: RequestError) -> RequestError:
-    """Return an error of chat by the field names of this protocol."""
     if error.field in _FIELDS:
         return error.renamed(_FIELDS[error.field])
     if error.field == "continue_final_message":

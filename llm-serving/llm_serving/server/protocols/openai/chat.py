@@ -80,14 +80,11 @@ class _ChatRequest(ConversationRequest):
 
 
 def _echo(body: ChatCompletionRequest) -> str:
-    """Return the text with which the content begins."""
     last = body.messages[-1]
     return template_message(0, last)["content"] if body.echo and last.role == "assistant" else ""
 
 
 class ChatBuilder(OpenAIResponseBuilder):
-    """Builds the response of chat completions; `parsers` has one for each choice."""
-
     def __init__(
         self,
         tokenizer: Tokenizer,

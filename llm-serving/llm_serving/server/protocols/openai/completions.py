@@ -248,7 +248,6 @@ class CompletionBuilder(OpenAIResponseBuilder):
         return token_as_id(token_id) if as_id else self._tokenizer.token_text(token_id)
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> CompletionLogprobs:
-        """Return the logprobs of the next tokens of a choice."""
         if (offset := self._offsets.get(index)) is None:
             skips = self._body.skip_special_tokens is not False
             prompt = self._prompt_ids[index // self._n]

@@ -61,7 +61,6 @@ class ResponseStore:
 
     @property
     def keeps(self) -> bool:
-        """Whether any response is stored."""
         return self._max_bytes > 0
 
     def add_running(self, stored: StoredResponse) -> None:
@@ -104,7 +103,6 @@ class ResponseStore:
         return stored
 
     def remove(self, response_id: str) -> None:
-        """Remove a response, if it is stored."""
         self._stored.pop(response_id, None)
         self._finished.remove(response_id)
         self._in_progress.remove(response_id)

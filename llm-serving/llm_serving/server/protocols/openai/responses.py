@@ -180,7 +180,6 @@ async def cancel_response(engine: AsyncEngine, http_request: Request) -> Respons
 
 
 def _translate_error(error: RequestError) -> RequestError:
-    """Return an error of chat by the field names of this protocol."""
     name = error.field.partition("[")[0]
     return error.renamed(_FIELDS[name]) if name in _FIELDS else flat_error(error, "text.format")
 
@@ -280,13 +279,11 @@ class ResponsesBuilder(ResponseBuilder):
         return json_response(self._response, headers=headers)
 
     def fail(self, error: LLMServingError) -> None:
-        """Store the response as failed."""
         detail = openai_error(error).error
         self._set_failure(detail.code or detail.type, detail.message)
         self._keep()
 
     def cancel(self) -> None:
-        """Store the output so far as a cancelled response."""
         self._close("cancelled", "incomplete")
 
     def _add(self, output: RequestOutput) -> list[BlockDelta]:

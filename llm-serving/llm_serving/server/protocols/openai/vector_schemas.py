@@ -22,8 +22,6 @@ from llm_serving.server.protocols.openai.schemas import CallerFields
 
 
 class VectorRequest(CallerFields, kw_only=True):
-    """The fields that these routes share."""
-
     model: str | None = None
     truncate_prompt_tokens: int | None = None
     """Keep this many tokens from the start of each text, and the special tokens behind it; -1: as many as fit."""
