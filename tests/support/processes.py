@@ -5,6 +5,7 @@ Each process takes one file after the other, in order, and reports every test to
 
 from __future__ import annotations
 
+import gc
 import json
 import mmap
 import os
@@ -126,6 +127,10 @@ def _run(session: pytest.Session, queue: int, send_fd: int, running: mmap.mmap) 
 def _run_file(session: pytest.Session, first: int, running: mmap.mmap) -> None:
     path = session.items[first].path
     tests = list(takewhile(lambda item: item.path == path, session.items[first:]))
+    if any(item.get_closest_marker("mindspore") for item in tests):
+        # MindSpore collects garbage for every graph it compiles; it should not walk over what earlier files have left.
+        gc.collect()
+        gc.freeze()
     for number, (item, following) in enumerate(zip(tests, [*tests[1:], None], strict=True), start=first):
         NUMBER.pack_into(running, 0, number)
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
