@@ -46,7 +46,11 @@ def test_words_of_an_identifier() -> None:
 def test_identifiers_use_standard_terms() -> None:
     found = []
     for path in sources():
-        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        text = path.read_text()
+        lower = text.lower()
+        if not any(word in lower for word in PRIVATE_WORDS):  # a hundredth of the time that its tokens take
+            continue
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.NAME:
                 found += [
                     f"{path.relative_to(PROJECT)}:{token.start[0]}: `{token.string}`: write {PRIVATE_WORDS[word]}"
