@@ -8,7 +8,7 @@ from support.server_client import post, request
 from tools.openapi_cases import DOCUMENT, all_checks, check_answer
 
 CHECKS = dict(all_checks())
-EXAMPLES = 12
+EXAMPLES = 8
 
 
 @pytest.mark.parametrize("check", CHECKS)
