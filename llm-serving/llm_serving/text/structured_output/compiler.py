@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -20,7 +20,9 @@ from llm_serving.text.sandbox import ConfinedProcess
 from llm_serving.text.structured_output.grammar_process import Tried, Try
 from llm_serving.text.structured_output.grammars import Grammar, GrammarError
 from llm_serving.text.structured_output.matcher import TokenMatcher, matcher_of
-from llm_serving.text.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # a grammar process imports this package, and would take twice as long to start
+    from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 T = TypeVar("T")
