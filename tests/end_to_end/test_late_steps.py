@@ -33,7 +33,7 @@ def test_late_scheduling_keeps_answers_and_every_step_announces_its_end(monkeypa
     )
     received: list[AgentMessage] = []
     early: list[AgentMessage] = []
-    receive = replica.executor._executor._channel.receive
+    receive = replica.executor._channel.receive
 
     def listen(timeout_s: float | None = None) -> AgentMessage:
         received.append(message := receive(timeout_s))
@@ -44,7 +44,7 @@ def test_late_scheduling_keeps_answers_and_every_step_announces_its_end(monkeypa
     try:
         with patch.object(RemoteExecutor, "await_ending", lambda self: None):
             reference = [replica.answer([each])[0].token_ids for each in requests()]
-        monkeypatch.setattr(replica.executor._executor._channel, "receive", listen)
+        monkeypatch.setattr(replica.executor._channel, "receive", listen)
         assert [answer.token_ids for answer in replica.answer(requests())] == reference
     finally:
         replica.close()

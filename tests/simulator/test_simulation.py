@@ -4,6 +4,7 @@ import pytest
 from llm_serving.admission.admission_control import AdmissionControl
 from llm_serving.errors import ConfigError, TooLateError
 from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving.scheduler.stages import DecodeStage
 from llm_serving_simulator.cost_model import CostModel, CostTerm
 from llm_serving_simulator.figures import figures_of
 from llm_serving_simulator.simulation import InconsistencyError, Simulation
@@ -168,7 +169,7 @@ def test_simulation_error_has_the_seed_of_an_inconsistency(monkeypatch):
 
 
 def test_simulation_error_has_the_seed_of_a_bound_violation(monkeypatch):
-    monkeypatch.setattr(Scheduler, "_count_violations", lambda *_: 1)
+    monkeypatch.setattr(DecodeStage, "count_gap_violations", lambda *_: 1)
     with pytest.raises(InconsistencyError, match="seed 7: a bound on waiting is broken at 0"):
         simulate(create_load(0.0), seed=7)
 
