@@ -353,11 +353,13 @@ class BlockManager:
         if parent is not None and parent.request_id not in self._unshared:
             source = self._tables[parent.request_id]
             num_common = self._num_tokens_shared_with(request, parent) // self.block_size
-        if self.prefix_caching:
-            hashes = self._hashes_of(request, request.max_prefix_hit_tokens // self.block_size)
+        if self.prefix_caching and (num_full := request.max_prefix_hit_tokens // self.block_size):
+            hashes = self._hashes_of(request, num_full)
+        count = max(num_common, len(hashes))
+        if not count:
+            return BlockTable()
         ids, epochs = array("i"), array("i")
         block_size, first_block = self.block_size, self.window.first_block
-        count = max(num_common, len(hashes))
         never_missing = first_block(count * block_size, block_size)
         best, missing = 0, -1
         for index in range(count):
