@@ -63,7 +63,7 @@ def test_log_levels_of_the_operator_stay():
 
 
 def test_work_agent_sets_the_environment_before_it_imports_mindspore():
-    """An importer that stands in front of all others looks at the variable when MindSpore is asked for."""
+    """The first importer reads the variable when MindSpore is imported."""
     program = f"""
 import os, runpy, sys
 class Watch:

@@ -280,8 +280,8 @@ def test_allowed_tokens_are_sent_after_the_step(agent):
         assert not agent.executor.needs_allowed_tokens
         step, _ = agent.receive()
         assert (step.step, step.allowed_follow) == (number, True)
-        offsets, told = agent.receive_allowed()
-        assert (offsets.tolist(), told.tolist()) == ([0, len(words)], words)
+        offsets, received = agent.receive_allowed()
+        assert (offsets.tolist(), received.tolist()) == ([0, len(words)], words)
     agent.reply(1, 51)
     agent.executor.collect()
     agent.executor.submit(a_step(2))

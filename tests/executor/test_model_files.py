@@ -37,8 +37,8 @@ def hashes(folder, tokenizer=None):
 
 def test_content_hashes_equal_those_of_sha256sum():
     command = "sha256sum config.json model.safetensors | LC_ALL=C sort | sha256sum"
-    told = subprocess.run(command, shell=True, cwd=DEMO, capture_output=True, text=True, check=True).stdout
-    assert hashes(DEMO).weights == told.split()[0]
+    printed = subprocess.run(command, shell=True, cwd=DEMO, capture_output=True, text=True, check=True).stdout
+    assert hashes(DEMO).weights == printed.split()[0]
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
@@ -90,9 +90,9 @@ def test_tokenizer_hash_covers_the_merges(folder):
 
 
 def test_content_hashes_report_progress_in_bytes(folder):
-    files, told = ModelFiles.of(folder, None), []
-    content_hashes(files, told.append)
-    assert sum(told) == files.num_bytes
+    files, num_read = ModelFiles.of(folder, None), []
+    content_hashes(files, num_read.append)
+    assert sum(num_read) == files.num_bytes
 
 
 def test_content_hashes_refuse_a_file_changed_since_loading(folder):

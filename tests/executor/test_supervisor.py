@@ -229,9 +229,9 @@ class SlowLink:
 def test_progress_messages_extend_the_load_timeout():
     loaded = Loaded(8, 0, "")
     link = SlowLink(Welcome(PROTOCOL_VERSION, 1, code_fingerprint()), *[Progress("reading")] * 100, loaded)
-    told = []
-    assert supervisor._load(0, link, load_settings(a_config(), 0), told.append, None, 10.0) is loaded
-    assert (len(told), link.waited_s) == (100, 1020.0)
+    progress = []
+    assert supervisor._load(0, link, load_settings(a_config(), 0), progress.append, None, 10.0) is loaded
+    assert (len(progress), link.waited_s) == (100, 1020.0)
 
 
 @pytest.mark.parametrize("call", ["llm_serving.transport.shared_memory.os.memfd_create", "socket.socketpair"])

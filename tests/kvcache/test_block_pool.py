@@ -67,7 +67,7 @@ def test_freeing_twice_is_caught() -> None:
 
 
 def test_allocating_more_than_is_free_is_caught() -> None:
-    with pytest.raises(AssertionError, match="asked for 3 blocks, 2 are free"):
+    with pytest.raises(AssertionError, match="cannot allocate 3 blocks: 2 are free"):
         BlockPool(2).allocate(3)
 
 

@@ -102,7 +102,7 @@ def test_higher_class_of_a_tenant_is_released_first():
 
 @pytest.mark.parametrize("limit", [1, 3])
 def test_classes_of_a_tenant_share_its_limit_by_weight(limit):
-    """Its higher classes asked for all it might run, and its lower one was never served."""
+    """Its higher classes wait for all that it may run, and its lower class was never served."""
     scheduler = create_scheduler(
         max_num_seqs=4, max_running_of_tenant={"a": limit}, quantum_steps=4, classes=create_classes(ageing_steps=20)
     )

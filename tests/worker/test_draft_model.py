@@ -64,7 +64,7 @@ def answer(folder, cpu):
     return answers
 
 
-def asked(token_ids, count=4, key=1, start=0, temperature=0.0):
+def draft_request(token_ids, count=4, key=1, start=0, temperature=0.0):
     return DraftRequest(key, start, list(token_ids), count, temperature, 0, 1.0, 0.0, 9)
 
 
@@ -88,7 +88,7 @@ def test_rejected_draft_tokens_are_recomputed(model, answer) -> None:
 
 
 def proposed_alone(model, token_ids, count):
-    (proposed,) = model.propose([asked(token_ids, count, key=1000)])
+    (proposed,) = model.propose([draft_request(token_ids, count, key=1000)])
     return proposed
 
 
@@ -105,7 +105,7 @@ def test_draft_model_only_computes_new_tokens(model, answer, monkeypatch) -> Non
     generated, computed = answer[0.0], []
     execute = model._runner.execute
     monkeypatch.setattr(model._runner, "execute", lambda step: computed.append(step.num_tokens) or execute(step))
-    model.propose([asked(PROMPT, 4)])
+    model.propose([draft_request(PROMPT, 4)])
     assert computed == [len(PROMPT), 1, 1, 1]
     computed.clear()
     model.propose([asked(PROMPT + generated[:4], 2)])  # all draft tokens were right; the last one has not been computed
@@ -114,19 +114,19 @@ def test_draft_model_only_computes_new_tokens(model, answer, monkeypatch) -> Non
 
 def test_continuations_above_the_limits_get_no_proposal(model) -> None:
     too_much = [
-        asked([]),
-        asked([1] * (DRAFT_WINDOW + 1)),
-        asked(PROMPT, 0),
-        asked(PROMPT, MAX_DRAFT_TOKENS + 1),
-        asked([SPEC.vocab_size]),
-        asked([-1]),
+        draft_request([]),
+        draft_request([1] * (DRAFT_WINDOW + 1)),
+        draft_request(PROMPT, 0),
+        draft_request(PROMPT, MAX_DRAFT_TOKENS + 1),
+        draft_request([SPEC.vocab_size]),
+        draft_request([-1]),
     ]
     for each in too_much:
         assert model.propose([each]) == [[]]
-    many = [asked([1 + key] * 200, 1, key=key) for key in range(6)]
+    many = [draft_request([1 + key] * 200, 1, key=key) for key in range(6)]
     assert [len(each) for each in model.propose(many)] == [1, 1, 1, 1, 1, 0]  # 1,024 tokens at a time
     assert [len(each) for each in model.propose(many)] == [1] * 6
-    longest = [asked([1] * DRAFT_WINDOW, MAX_DRAFT_TOKENS)]
+    longest = [draft_request([1] * DRAFT_WINDOW, MAX_DRAFT_TOKENS)]
     assert [len(each) for each in model.propose(longest)] == [MAX_DRAFT_TOKENS]
 
 
@@ -138,7 +138,7 @@ def test_tokens_outside_the_large_vocabulary_are_not_proposed(draft_runner, answ
 
 
 def test_a_failure_drops_all_cached_tokens(model, answer, monkeypatch) -> None:
-    model.propose([asked(PROMPT, 4)])
+    model.propose([draft_request(PROMPT, 4)])
     execute = model._runner.execute
 
     def fail(step):
@@ -146,8 +146,8 @@ def test_a_failure_drops_all_cached_tokens(model, answer, monkeypatch) -> None:
 
     monkeypatch.setattr(model._runner, "execute", fail)
     with pytest.raises(RuntimeError):
-        model.propose([asked(PROMPT + answer[0.0][:2], 4)])
+        model.propose([draft_request(PROMPT + answer[0.0][:2], 4)])
     monkeypatch.setattr(model._runner, "execute", execute)
     model._step = model._runner._next_step
-    assert model.propose([asked(PROMPT, 4)]) == [answer[0.0][:4]]
+    assert model.propose([draft_request(PROMPT, 4)]) == [answer[0.0][:4]]
     assert len(model._free) + len(model._slots) == MAX_DRAFT_REQUESTS

@@ -50,7 +50,7 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` blocks with one reference each; the caller has checked `num_free_blocks`."""
-        assert count <= len(self._free), f"asked for {count} blocks, {len(self._free)} are free"
+        assert count <= len(self._free), f"cannot allocate {count} blocks: {len(self._free)} are free"
         block_ids = []
         for _ in range(count):
             block_id, _ = self._free.popitem(last=False)

@@ -84,7 +84,7 @@ def test_listener_limits_the_first_frame(listener: Listener, monkeypatch: pytest
 def test_a_connection_after_the_end_of_its_start_is_closed(listener: Listener) -> None:
     with listener.expect("a") as arrival:
         agent = come_in(listener, "a")
-        arrival._queue.put(arrival._queue.get(timeout=DEADLINE_S))  # it is here, and nobody has asked for it
+        arrival._queue.put(arrival._queue.get(timeout=DEADLINE_S))  # it has arrived, and no start waits for it
     assert is_closed(agent._socket)
     agent.close()
 

@@ -169,7 +169,7 @@ def test_each_rank_has_a_connection_and_all_are_lost_together(of_ranks: ActorSta
         assert answer(executor, 0) == expected_output(PROMPT, 1)
         executor.close()
         assert not psutil.wait_procs(lost, timeout=60)[1]
-        assert of_ranks.actors[-1].wait() == 1, "it told how its ranks ended"
+        assert of_ranks.actors[-1].wait() == 1, "it returns how its ranks ended"
 
 
 def test_work_agent_exits_when_its_block_connection_is_lost(
@@ -222,9 +222,9 @@ def test_a_work_agent_with_another_secret_is_rejected(
 
 
 def test_a_work_agent_that_cannot_reach_the_master_reports_it(placement: ClusterPlacement) -> None:
-    with socket.socket() as nobody:  # bound, so that no other program listens there
-        nobody.bind(("127.0.0.1", 0))
-        placement._listener.address = nobody.getsockname()
+    with socket.socket() as unused:  # bound, so that no other program listens there
+        unused.bind(("127.0.0.1", 0))
+        placement._listener.address = unused.getsockname()
         said = (
             "WorkAgent 0 exited (code 4: it did not reach the master at cluster_config.master_host) before it was ready"
         )

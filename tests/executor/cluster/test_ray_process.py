@@ -44,8 +44,8 @@ def test_agent_host_kills_a_rank_that_does_not_exit(run_instead: RunInstead, mon
 
 
 def test_ranks_inherit_the_same_memory_and_port(run_instead: RunInstead, tmp_path: Path) -> None:
-    told = f'echo "$@" "$(readlink /proc/$$/fd/$7)" > {tmp_path}/$3'
-    run_instead(f'{told}; case "$*" in *"--rank 1"*) exit 7;; esac; cat')
+    command = f'echo "$@" "$(readlink /proc/$$/fd/$7)" > {tmp_path}/$3'
+    run_instead(f'{command}; case "$*" in *"--rank 1"*) exit 7;; esac; cat')
     AgentHost().run([["a"], ["b"]])
     first, second = ((tmp_path / name).read_text().split() for name in "ab")
     assert first[3:5] + second[3:5] == ["--rank", "0", "--rank", "1"]

@@ -187,7 +187,7 @@ class FakeRay:
     def __init__(self, has_room: bool = True) -> None:
         self.fails = False
         self.bundles: list[dict[str, int]] = []
-        self.asked: list[dict[str, Any]] = []
+        self.requested: list[dict[str, Any]] = []
         """Of each actor."""
         self.given: list[Any] = []
         """To each that ran."""
@@ -197,8 +197,8 @@ class FakeRay:
         self.bundles = bundles
         return SimpleNamespace(wait=lambda seconds: self._has_room)
 
-    def options(self, **asked: Any) -> FakeRay:
-        self.asked.append(asked)
+    def options(self, **options: Any) -> FakeRay:
+        self.requested.append(options)
         return self
 
     def remote(self, *given: Any) -> FakeRay:
@@ -222,22 +222,22 @@ class FakeRay:
 
 
 def agents_of(
-    ray: FakeRay, places: RayRequirements, told: list[object], monkeypatch: pytest.MonkeyPatch
+    ray: FakeRay, places: RayRequirements, sent: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> ray_process.RayAgents:
     monkeypatch.setattr(ray_process.importlib, "import_module", lambda name: ray)
     monkeypatch.setattr(ray_process.RayAgents, "_watch", lambda agents: None)
-    return ray_process.RayAgents(ray, places, SimpleNamespace(send=told.append))  # type: ignore[arg-type]
+    return ray_process.RayAgents(ray, places, SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
 
 
 def test_ray_connection_is_abandoned_if_nothing_runs_or_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray, told = FakeRay(), list[object]()
-    agents = agents_of(ray, PLACES, told, monkeypatch)
+    ray, sent = FakeRay(), list[object]()
+    agents = agents_of(ray, PLACES, sent, monkeypatch)
     assert agents.start(StartAgent(1, 0, ((),)))
     ray.fails = True
     assert agents.start(StartAgent(2, 1, ((),))), "another one runs"
     agents.kill(KillAgent(1))
     assert not agents.start(StartAgent(3, 0, ((),)))
-    assert told[1:] == [AgentEnded(number, "Ray cannot start it: WrongClusterID") for number in (2, 3)]
+    assert sent[1:] == [AgentEnded(number, "Ray cannot start it: WrongClusterID") for number in (2, 3)]
 
 
 def test_every_error_of_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,11 +246,11 @@ def test_every_error_of_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
     def fail(error: Exception) -> Any:
         raise error
 
-    ray, told = FakeRay(), list[object]()
-    agents = agents_of(ray, PLACES, told, monkeypatch)
+    ray, sent = FakeRay(), list[object]()
+    agents = agents_of(ray, PLACES, sent, monkeypatch)
     weights: Any = SimpleNamespace(deliver=lambda actor: fail(OSError("Broken pipe")))
     agents._send_weights_and_run(StartAgent(1, 0, ((),)), ray, weights)
-    assert told[1:] == [AgentEnded(1, "Broken pipe")]
+    assert sent[1:] == [AgentEnded(1, "Broken pipe")]
     ray.get = lambda done: fail(ValueError())  # type: ignore[attr-defined]
     assert agents._exit_description("done") == "ValueError"
 
@@ -260,9 +260,9 @@ def test_all_ranks_of_a_replica_run_in_one_actor(monkeypatch: pytest.MonkeyPatch
     agents = agents_of(ray, RayRequirements(None, 2, 8, "spread", 4), [], monkeypatch)
     assert ray.bundles == [{"CPU": 8, "NPU": 4}] * 2
     assert agents.start(StartAgent(1, 1, (("a",), ("b",))))
-    (asked,) = ray.asked
-    assert (asked["num_cpus"], asked["resources"]) == (8, {"NPU": 4})
-    assert asked["scheduling_strategy"].placement_group_bundle_index == 1
+    (options,) = ray.requested
+    assert (options["num_cpus"], options["resources"]) == (8, {"NPU": 4})
+    assert options["scheduling_strategy"].placement_group_bundle_index == 1
     assert ray.given[-1] == [["a"], ["b"]]
 
 

@@ -57,7 +57,7 @@ def test_stored_weight_files_equal_the_originals(folder: Path, cache: str) -> No
     there = store_in_cache(cache, files, pieces)
     assert contents(there) == {name: data for name, data in contents(folder).items() if name != ".hidden"}
     assert find_cached(cache, files) == there
-    assert store_in_cache(cache, files, iter(())) == there, "nothing is asked for again"
+    assert store_in_cache(cache, files, iter(())) == there, "nothing is requested again"
 
 
 def test_damaged_weight_files_are_replaced(folder: Path, cache: str) -> None:
