@@ -9,7 +9,7 @@ from itertools import chain
 
 from llm_serving.core.request import Request, Transfer
 from llm_serving.core.step import NO_BLOCK, BlockMove, BlockMoveKind
-from llm_serving.core.window import NO_WINDOW, Window
+from llm_serving.core.window import Window
 from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.block_table import BlockTable, block_hash, namespace_hash
 from llm_serving.kvcache.transfer_pool import TransferBlock, TransferPool
@@ -47,6 +47,8 @@ class BlockManager:
         self.block_size = block_size
         self.window = Window() if window is None else window
         self.max_blocks_per_request = self.window.max_blocks(block_size, num_blocks)
+        self.max_request_tokens = self.window.max_request_tokens(block_size, num_blocks)
+        """Length of the longest request that an empty cache has room for."""
         self.prefix_caching = prefix_caching
         self._unshared: set[str] = set()
         """Requests that share no block, see `admit`."""
@@ -70,12 +72,6 @@ class BlockManager:
     @property
     def num_kv_slots(self) -> int:
         return self.pool.num_blocks * self.block_size
-
-    @property
-    def max_request_tokens(self) -> int:
-        """Length of the longest request that an empty cache has room for."""
-        num_blocks = self.pool.num_blocks
-        return NO_WINDOW if self.max_blocks_per_request <= num_blocks else num_blocks * self.block_size
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

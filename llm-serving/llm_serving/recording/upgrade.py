@@ -116,9 +116,9 @@ def upgrade_scheduler(attributes: dict[str, Any]) -> dict[str, Any]:
     """Return the attributes of a scheduler from those in a restored snapshot of the old format."""
     components = attributes.pop("_deciders")
     limits, policy, order = attributes["limits"], attributes["policy"], attributes["order"]
-    decode = DecodeStage(
-        limits, policy, attributes["blocks"], components.waiting.sharing, components.preemptor, components.bounds
-    )
+    blocks = attributes["blocks"]
+    blocks.max_request_tokens = blocks.window.max_request_tokens(blocks.block_size, blocks.pool.num_blocks)
+    decode = DecodeStage(limits, policy, blocks, components.waiting.sharing, components.preemptor, components.bounds)
     decode.num_steps_without_prefill = attributes.pop("_prefill_gap")
     components.decode = decode
     components.waiting.service = attributes.pop("_service")
