@@ -140,5 +140,5 @@ def test_no_error_is_explained_without_a_limit(limit):
         (ValueError(), None),
     ],
 )
-def test_shortage_is_recognized(error, what):
+def test_shortage_returns_the_text_of_the_system(error, what):
     assert shortage(error) == what

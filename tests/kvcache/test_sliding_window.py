@@ -61,7 +61,7 @@ def test_a_cache_with_less_room_than_a_step_gets_shorter_steps() -> None:
     assert not manager(num_blocks=2).can_ever_fit(9)
 
 
-def test_a_hit_needs_only_what_the_window_sees() -> None:
+def test_a_prefix_hit_needs_only_the_blocks_of_the_window() -> None:
     blocks = manager(num_blocks=9)
     compute(blocks, started(blocks, 24), 24)
     blocks.free("a")
@@ -75,7 +75,7 @@ def test_a_hit_needs_only_what_the_window_sees() -> None:
     assert not {*held} & {*blocks.block_table("again")}
 
 
-def test_a_gap_in_what_the_window_sees_is_no_hit() -> None:
+def test_a_missing_block_of_the_window_prevents_a_prefix_hit() -> None:
     blocks = manager()
     first = started(blocks, 24)
     compute(blocks, first, 24)
@@ -134,7 +134,7 @@ def test_only_the_window_is_swapped() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_window_as_long_as_a_request_may_be_frees_nothing(window: int | None) -> None:
+def test_a_window_as_long_as_a_request_frees_no_block(window: int | None) -> None:
     sees = Window.from_model(window, 8, 100)
     assert not sees.is_sliding
     assert sees.max_blocks_of(100, 4) == 25

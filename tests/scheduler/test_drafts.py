@@ -77,7 +77,7 @@ def test_a_failed_choice_after_an_accepted_draft_token_is_repeated() -> None:
     assert rows(scheduler.schedule(0.0)) == [(request.request_id, 5, 1, 1)]
 
 
-def test_drafts_take_the_budget_that_prompts_and_tokens_leave() -> None:
+def test_drafts_get_the_budget_that_prompts_and_tokens_leave() -> None:
     first, second = create_request(4, request_id="a"), create_request(4, request_id="b")
     scheduler = decoding(first, second, max_num_batched_tokens=8)
     scheduler.set_draft_tokens(first, [1] * 5)

@@ -23,7 +23,7 @@ def test_long_prompts_run_side_by_side_in_what_their_windows_hold() -> None:
     assert not any(each.num_preemptions for each in requests)
 
 
-def test_a_step_takes_no_more_of_a_prompt_than_the_cache_has_room_for() -> None:
+def test_a_step_computes_no_more_of_a_prompt_than_the_cache_has_room_for() -> None:
     """Three blocks hold the window of 4 and some of the 16 tokens a step may have."""
     scheduler = create_scheduler(window=4, num_blocks=3, max_num_batched_tokens=16)
     scheduler.add(create_request(40, request_id="a", max_tokens=1))

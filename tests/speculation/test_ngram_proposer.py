@@ -247,7 +247,7 @@ def test_updates_take_their_share_of_the_time_while_drafts_do_not_pay() -> None:
     assert 0.004 < (spent - before) / (800 * 0.002) < 0.006
 
 
-def test_drafts_that_pay_again_are_noticed_the_sooner_the_shorter_they_did_not() -> None:
+def test_controller_notices_sooner_that_drafts_pay_again_after_a_shorter_pause() -> None:
     now = 0.0
     controller = SpeculationController(4, NgramProposer(3), clock=lambda: now)
     controller.record_step_time(1, 0.001, 0.0)

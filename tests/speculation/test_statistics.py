@@ -108,7 +108,7 @@ def test_step_times_fit_a_line() -> None:
     assert cost.step_s(20) == pytest.approx(0.030)
 
 
-def test_steps_of_one_size_tell_nothing_about_the_cost_of_a_token() -> None:
+def test_steps_of_one_size_do_not_determine_the_cost_of_a_token() -> None:
     cost = StepTimeModel()
     assert (cost.step_s(3), cost.added_s(3, 1)) == (0.0, 0.0)
     for _ in range(1000):

@@ -74,7 +74,7 @@ def test_padded_rows_have_no_tokens():
     assert not build(step_input([([11, 12, 13], 0, [7]), ([21], 1, [1])])).are_whole_prompts
 
 
-def test_references_take_the_tokens_of_the_previous_step():
+def test_references_resolve_to_tokens_of_the_previous_step():
     inputs = build(step_input([([-2], 3, [1]), ([5], 0, [2]), ([-1], 0, [3])]), previous=np.array([40, 41], np.int32))
     assert inputs.token_ids.tolist() == [41, 5, 40]
 
