@@ -426,7 +426,7 @@ def test_replay_of_a_difference_exits_with_1(recording, capsys):
     assert main(["replay", str(recording)]) == 1
     assert capsys.readouterr().err == (
         f"error: {recording}: step 0 differs (record {entry.number} at byte {entry.offset})\n"
-        "  preempted\n    recorded: first\n    replayed: nobody\n"
+        "  preempted\n    recorded: first\n    replayed: none\n"
     )
 
 
