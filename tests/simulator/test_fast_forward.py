@@ -141,16 +141,8 @@ def test_fast_forwarded_steps_equal_steps_decided_request_by_request(case, monke
 
     monkeypatch.setattr(FastForwardEngine, "_step", counted)
     monkeypatch.setattr(FastForwardEngine, "advance", noted)
-<<<<<<< ours
-    monkeypatch.setattr(Metrics, "audited", lambda self, *, differs: differ.append(differs))
-    if case == "drafts, many":  # already three requests count as many
-||||||| base
-    monkeypatch.setattr(Metrics, "audited", lambda self, *, differs: differ.append(differs))
-    if case == "drafts, many":  # three already count as many
-=======
     monkeypatch.setattr(Metrics, "record_audit", lambda self, *, differs: differ.append(differs))
-    if case == "drafts, many":  # three already count as many
->>>>>>> theirs
+    if case == "drafts, many":  # already three requests count as many
         monkeypatch.setattr("llm_serving.speculation.controller.MIN_CHECKED", 3)
     for seed, timeout_s in enumerate((None, 0.7)):
         load = create(10 * seed + len(case), timeout_s, recites=case.startswith("drafts"))

@@ -33,7 +33,7 @@ Publish = Callable[[list[RequestOutput]], None]
 BuildStep = Callable[[Schedule, int], StepInput]
 
 SHORT_STEP_S: Final = 0.02
-"""Beside a step as short as this, the engine schedules the next one at once: a late start would cost more."""
+"""While steps are this short, the engine schedules the next step at once, because a late start would cost more."""
 
 
 class Engine(EngineRequests):
@@ -210,7 +210,7 @@ class Engine(EngineRequests):
         completed = CompletedStep(schedule, schedule.num_tokens, finished, accepted, self._in_flight, now)
         for observer in self._observers["on_completed"]:
             observer.on_completed(completed)
-        if schedule.migrating:  # a migrated request takes its tenant's slot along before others get one
+        if schedule.migrating:  # before other requests of the tenant get its slot
             self._publish()
         self._times.record_published(self._clock())
 
@@ -245,12 +245,15 @@ class Engine(EngineRequests):
 
     @property
     def forms_late(self) -> bool:
-        """Whether the next step but one is scheduled when the next one ends, not when it begins."""
+        """Whether steps are so long that the next one is scheduled only when the one in flight is about to end.
+
+        Requests that arrive meanwhile are then in the next step.
+        """
         return self._max_steps_in_flight > 1 and self._times.step_s > SHORT_STEP_S
 
     @property
     def idle_s(self) -> float | None:
-        """Seconds after which there may be work although no message comes; None: never."""
+        """Seconds until there may be work without a message; None: never."""
         now = self._clock()
         timeouts_s = [self.scheduler.prefill.batch_wait_s(now)] if len(self.scheduler.waiting) else []
         if self._deadlines.heap and (deadline := self._deadlines.next) is not None:
@@ -270,18 +273,15 @@ class Engine(EngineRequests):
         """
         if self._max_steps_in_flight == 1:
             return True
-        if self._drafter is not None and self._drafter.pays and not self._expects_prompts():
-            return True
+        if self._drafter is not None and self._drafter.pays:
+            blocked = self.scheduler.blocked
+            admits = len(self.scheduler.waiting) > 0 and (blocked is None or blocked.reason in NO_ROOM)
+            if not admits and self._reports.num_tokens_left == 0:  # a step that computes prompts verifies no drafts
+                return True
         running = self.scheduler.running
         num_waiting = sum([request.needs_known_output for request in running])
         step_s, host_s = self._times.step_s, self._times.host_s
         return num_waiting * (step_s + host_s) > 2 * len(running) * host_s
-
-    def _expects_prompts(self) -> bool:
-        """Return whether the next step probably computes prompts, and so verifies no draft tokens."""
-        blocked = self.scheduler.blocked
-        room = blocked is None or blocked.reason in NO_ROOM
-        return self._reports.num_tokens_left > 0 or (room and len(self.scheduler.waiting) > 0)
 
     # --- failures and the end ---------------------------------------------------------------------------------------
 

@@ -161,12 +161,12 @@ class RequestDispatcher:
             if opened.priority is not None:
                 request.priority = opened.priority
         transferred = migrating.transferred
-        for best, at_best in self.router.migration_targets(None if transferred is None else transferred.replica):
-            if not at_best.scheduler.blocks.can_ever_fit(request.max_num_tokens):
+        for target, target_engine in self.router.migration_targets(None if transferred is None else transferred.replica):
+            if not target_engine.scheduler.blocks.can_ever_fit(request.max_num_tokens):
                 continue  # cache sizes may differ; the replica that the request comes from has enough blocks
-            replica = best if is_cancelled else self.replicas.transfer(migrating, best)
+            replica = target if is_cancelled else self.replicas.transfer(migrating, target)
             if replica is None:
-                self.requests.start_transfer(request.request_id, at_best)
+                self.requests.start_transfer(request.request_id, target_engine)
                 return
             engine = self.replicas.engines[replica]
             with contextlib.suppress(WorkerDiedError):

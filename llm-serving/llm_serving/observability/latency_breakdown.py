@@ -370,16 +370,7 @@ def explain(
     with_tenant: bool,
     step_s: float | None = None,
 ) -> Explanation:
-    """Return the latency breakdown of one request.
-
-    Args:
-        record: The request's record.
-        events: A snapshot of its engine's event log.
-        bounds: The bounds of its class.
-        replica: Index of its replica.
-        with_tenant: Whether the tenant is included.
-        step_s: Mean seconds per step, if known.
-    """
+    """Return the latency breakdown of one request; `step_s`: recent mean seconds per step, if known."""
     summary = record.summary
     wait_bound_s = None if summary.wait_bound is None or step_s is None else summary.wait_bound * step_s
     spans, rows = attribute(record, events), own_rows(record, events)
