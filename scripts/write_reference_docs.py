@@ -39,7 +39,7 @@ CLI_HEAD = f"""# Command line
 
 {GENERATED}
 
-`.venv/bin/llm-serving COMMAND --help` prints the same. `scripts/start.sh` runs `llm-serving start`, and
+A command prints the same with `--help`. `scripts/start.sh` runs `llm-serving start`, and
 `scripts/stop.sh` runs `llm-serving stop`. Exit codes are in [error_codes.md](error_codes.md#exit-codes).
 """
 

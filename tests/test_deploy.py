@@ -197,7 +197,7 @@ def test_expression_without_matching_series_is_detected(text, problem, series):
 
 
 def test_every_series_is_documented_for_operators(series):
-    table = (ROOT / "docs" / "guides" / "operations.md").read_text().split("## Metrics")[1].split("## Traces")[0]
+    table = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     documented = {name.partition(":")[2] or name for name in re.findall(r"`([a-z0-9_:]+)`", table)}
     names = {re.sub(r"_(bucket|sum|count|created)$", "", name.partition(":")[2]) for name in series if ":" in name}
     ends = tuple(each for each in documented if each.startswith("_"))
@@ -219,13 +219,13 @@ def test_alert_has_a_severity_and_uses_existing_labels(series):
 
 
 def test_every_alert_is_documented_for_operators():
-    text = (ROOT / "docs" / "guides" / "operations.md").read_text()
+    text = (ROOT / "docs" / "guides" / "observability.md").read_text()
     assert [name for name in alerts() if f"`{name}`" not in text] == []
 
 
 def test_every_reason_label_is_documented():
     reasons = [*FinishReason, *REFUSALS]
-    rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "guides" / "operations.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "reference" / "metrics.md").read_text(), re.MULTILINE)
     assert [reason for reason in reasons if not any(f"`{reason}`" in row for row in rows)] == []
 
 
@@ -297,7 +297,7 @@ def test_systemd_unit_starts_a_server_and_waits_for_its_end(tmp_path):
 
 
 def test_every_exit_code_is_documented_for_operators():
-    table = (ROOT / "docs" / "guides" / "operations.md").read_text().split("## Exit codes")[1].split("##")[0]
+    table = (ROOT / "docs" / "reference" / "error_codes.md").read_text().split("## Exit codes")[1].split("##")[0]
     documented = {
         int(code)
         for line in table.splitlines()

@@ -1,14 +1,18 @@
-"""Files, headings, YAML keys, commands and flags that the documents mention exist."""
+"""What the documents name exists (files, headings, YAML keys, commands, flags), and their short commands run."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import itertools
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import run as performance_run
@@ -16,6 +20,7 @@ from llm_serving.cli import main
 from llm_serving.config.loader import ACCEPTED_KEYS
 from llm_serving.config.schema import SECTIONS, TABLES
 from support.script_parsers import WrongCommandError, parser_of
+from support.server_process import ONE_THREAD, RUN_DIR, free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "llm-serving" / "llm_serving"
@@ -43,8 +48,8 @@ def test_documents_start_with_their_purpose(document):
     assert re.match(r"\w|\[|`[^`]", first), "a sentence is wanted"
 
 
-def test_readme_stays_short():
-    assert len(text_of(ROOT / "README.md").splitlines()) <= 150
+def test_the_first_page_stays_short():
+    assert len(text_of(ROOT / "README.md").splitlines()) <= 120
 
 
 # --- files and headings ---------------------------------------------------------------------------------------------
@@ -106,8 +111,8 @@ def test_keys_in_documents_exist(document):
 
 
 def code_of(text: str) -> Iterator[str]:
-    """Return the commands of code blocks, each on one line, and the texts between backquotes."""
-    for block in re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+    """Commands of blocks, each on one line, and what stands between backquotes."""
+    for block in re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         yield from block.replace("\\\n", " ").splitlines()
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     yield from (" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose))
@@ -166,8 +171,8 @@ def test_commands_and_flags_in_documents_exist(document):
 
 
 @NAMES
-def test_commands_in_documents_can_be_pasted(document):
-    blocks = re.findall(r"^```\w*\n(.*?)^```", text_of(document), re.MULTILINE | re.DOTALL)
+def test_commands_are_told_as_they_can_be_pasted(document):
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text_of(document), re.MULTILINE | re.DOTALL)
     assert re.findall(r"^(?:llm-serving|python|pip|ray) .*", "".join(blocks), re.MULTILINE) == []
 
 
@@ -175,6 +180,86 @@ def test_extras_in_documents_are_installed_from_the_folder():
     sources = [path for folder in (PACKAGE, ROOT / "performance", ROOT / "scripts") for path in folder.rglob("*.py")]
     texts = {path: " ".join(text_of(path).split()) for path in (*WRITTEN, *sources)}
     assert [path for path, text in texts.items() if re.search(r"install '?llm-serving", text)] == []
+
+
+# --- blocks of commands that run ------------------------------------------------------------------------------------
+
+NEEDS = {
+    "checkout": "it changes files of the working copy",
+    "cluster": "several machines, or Ray",
+    "minutes": "it takes more than a few seconds",
+    "model": "a model of the reader's own",
+    "network": "a hub, a package index or a download",
+    "npu": "an Ascend device",
+    "package": "a package that is not installed here",
+    "root": "rights of the administrator",
+}
+"""Mark of a block of commands (```bash needs=MARK) that no test runs -> why. Blocks without a mark are run."""
+SERVER_LINES = re.compile(r"^bash scripts/(?:start|stop)\.sh$", re.MULTILINE)
+"""Commands that stand for the server which the test starts."""
+ASKS_A_SERVER = re.compile(r"^(\S*llm-serving (?:chat|timeline|reload|advice|cluster (?:replicas|drain|join))\b)", re.M)
+COMMAND = re.compile(
+    r"^(?:bash|scripts/|curl|PYTHONPATH=|ulimit|\(umask|\S*\.venv/|python3?|\S*llm-serving |promtool|nginx) ?\S", re.M
+)
+
+
+class Block(NamedTuple):
+    document: str
+    needs: str | None
+    text: str
+
+
+def blocks_in(document: Path) -> Iterator[Block]:
+    """The fenced blocks marked as bash."""
+    for info, text in re.findall(r"^```bash([^\n]*)\n(.*?)^```", text_of(document), re.MULTILINE | re.DOTALL):
+        yield Block(document.name, info.strip().removeprefix("needs=") or None, text)
+
+
+@NAMES
+def test_blocks_of_commands_are_marked(document):
+    """A block with a command is marked as bash, and the test that would not run it says why."""
+    blocks = re.findall(r"^```(\w*)([^\n]*)\n(.*?)^```", text_of(document), re.MULTILINE | re.DOTALL)
+    assert [text for language, _, text in blocks if language == "" and COMMAND.match(text)] == []
+    assert {block.needs for block in blocks_in(document)} <= {None, *NEEDS}
+
+
+def test_blocks_of_commands_run(tmp_path):
+    """Every unmarked block succeeds, in a copy of the top folder, against one server with the shipped model."""
+    (port,) = free_ports(1)
+    for path in ROOT.iterdir():
+        if path.name != ".venv":
+            (tmp_path / path.name).symlink_to(path)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    environment = dict(os.environ, LLM_SERVING_VENV=sys.prefix, LLM_SERVING_RUN_DIR=str(RUN_DIR))
+    url = f"--url http://127.0.0.1:{port}"
+
+    def run(text: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-e", "-o", "pipefail", "-c", text],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=240,
+        )
+
+    recorded = f"--set scheduler_config.record_path={tmp_path / 'recordings'}"
+    started = run(
+        f"bash scripts/start.sh --port {port} --set {ONE_THREAD} --set serving_config.resume_streams=True {recorded}"
+    )
+    assert started.returncode == 0, started.stderr
+    failed = []
+    try:
+        for block in itertools.chain.from_iterable(map(blocks_in, DOCUMENTS)):
+            if block.needs is None:
+                text = SERVER_LINES.sub("true", block.text).replace("8835", str(port))
+                done = run(ASKS_A_SERVER.sub(rf"\1 {url}", text))
+                if done.returncode:
+                    failed.append((block.document, block.text, done.stdout[-500:], done.stderr[-500:]))
+    finally:
+        run(f"bash scripts/stop.sh --port {port}")
+    assert failed == []
 
 
 # --- scripts --------------------------------------------------------------------------------------------------------

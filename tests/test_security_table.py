@@ -1,9 +1,9 @@
-"""Every row of docs/guides/security.md names a file of the package and a test that exist."""
+"""Every row of docs/explanation/threats.md names a file of the package and a test that exist."""
 
 import pytest
 from support.tables import PROJECT, missing_tests, rows
 
-ROWS = rows((PROJECT / "docs" / "guides" / "security.md").read_text(), "threat")
+ROWS = rows((PROJECT / "docs" / "explanation" / "threats.md").read_text(), "threat")
 
 
 def test_there_are_rows():

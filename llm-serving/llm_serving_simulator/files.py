@@ -15,7 +15,7 @@ from llm_serving.errors import ConfigError, shorten
 
 T = TypeVar("T")
 
-REFERENCE: Final = "docs/guides/tuning.md"
+REFERENCE: Final = "docs/reference/file_formats.md"
 """The document that lists the keys of these files."""
 MAX_NUMBER: Final = 1e12
 MAX_INTEGER: Final = 2**31 - 1

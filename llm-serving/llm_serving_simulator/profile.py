@@ -95,7 +95,7 @@ class RangeMonitor:
 
 @dataclass(frozen=True)
 class Profile:
-    """Costs in seconds; the attributes are the keys of the file, which docs/guides/tuning.md describes."""
+    """Costs in seconds; the attributes are the keys of the file, which docs/reference/file_formats.md describes."""
 
     name: str
     source: str

@@ -108,7 +108,7 @@ class Workload:
 
 
 def read_workload(path: Path, seed: int | None = None) -> Workload:
-    """Read a workload file; docs/guides/tuning.md lists its keys.
+    """Read a workload file; docs/reference/file_formats.md lists its keys.
 
     Raises:
         ConfigError: With file, line and rule.

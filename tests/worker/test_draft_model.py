@@ -75,16 +75,16 @@ def test_a_draft_model_with_equal_weights_proposes_the_same_tokens(model, answer
     assert len(set(generated)) > 3
     for num_known in (0, 1, 3, 7, 8, 12):
         text = PROMPT + generated[:num_known]
-        assert model.propose([asked(text, 5, temperature=temperature)]) == [generated[num_known : num_known + 5]]
+        assert model.propose([draft_request(text, 5, temperature=temperature)]) == [generated[num_known : num_known + 5]]
 
 
 def test_rejected_draft_tokens_are_recomputed(model, answer) -> None:
     generated = answer[0.0]
-    (proposed,) = model.propose([asked(PROMPT, 6)])
+    (proposed,) = model.propose([draft_request(PROMPT, 6)])
     other = [*PROMPT, *generated[:2], (generated[2] + 1) % SPEC.vocab_size]
-    (after_other,) = model.propose([asked(other, 3)])
+    (after_other,) = model.propose([draft_request(other, 3)])
     assert after_other == proposed_alone(model, other, 3)
-    assert model.propose([asked(PROMPT, 6)]) == [proposed] == [generated[:6]]
+    assert model.propose([draft_request(PROMPT, 6)]) == [proposed] == [generated[:6]]
 
 
 def proposed_alone(model, token_ids, count):
@@ -95,10 +95,10 @@ def proposed_alone(model, token_ids, count):
 def test_proposals_in_a_batch_equal_those_alone(model) -> None:
     texts = [PROMPT[: 1 + index % 6] + [index] * (index % 4) for index in range(MAX_DRAFT_REQUESTS)]
     reference = [proposed_alone(model, text, 1 + index % 5) for index, text in enumerate(texts)]
-    together = [asked(text, 1 + index % 5, key=index) for index, text in enumerate(texts)]
+    together = [draft_request(text, 1 + index % 5, key=index) for index, text in enumerate(texts)]
     for _ in range(2):
         assert model.propose(together) == reference
-    assert model.propose([asked(texts[3], 1 + 3, key=77)]) == [reference[3]]  # in the slot of another request
+    assert model.propose([draft_request(texts[3], 1 + 3, key=77)]) == [reference[3]]  # in the slot of another request
 
 
 def test_draft_model_only_computes_new_tokens(model, answer, monkeypatch) -> None:
@@ -108,7 +108,7 @@ def test_draft_model_only_computes_new_tokens(model, answer, monkeypatch) -> Non
     model.propose([draft_request(PROMPT, 4)])
     assert computed == [len(PROMPT), 1, 1, 1]
     computed.clear()
-    model.propose([asked(PROMPT + generated[:4], 2)])  # all draft tokens were right; the last one has not been computed
+    model.propose([draft_request(PROMPT + generated[:4], 2)])  # all draft tokens were right; the last one has not been computed
     assert computed == [1, 1]
 
 
@@ -134,7 +134,7 @@ def test_tokens_outside_the_large_vocabulary_are_not_proposed(draft_runner, answ
     generated = answer[0.0]
     model = DraftModel(draft_runner, vocab_size=max(generated[:3]))
     model._step = draft_runner._next_step
-    assert model.propose([asked(PROMPT, 3)]) == [generated[: generated.index(max(generated[:3]))]]
+    assert model.propose([draft_request(PROMPT, 3)]) == [generated[: generated.index(max(generated[:3]))]]
 
 
 def test_a_failure_drops_all_cached_tokens(model, answer, monkeypatch) -> None:

@@ -161,7 +161,9 @@ class RequestDispatcher:
             if opened.priority is not None:
                 request.priority = opened.priority
         transferred = migrating.transferred
-        for target, target_engine in self.router.migration_targets(None if transferred is None else transferred.replica):
+        for target, target_engine in self.router.migration_targets(
+            None if transferred is None else transferred.replica
+        ):
             if not target_engine.scheduler.blocks.can_ever_fit(request.max_num_tokens):
                 continue  # cache sizes may differ; the replica that the request comes from has enough blocks
             replica = target if is_cancelled else self.replicas.transfer(migrating, target)

@@ -304,6 +304,6 @@ def test_requests_are_counted_without_an_access_log():
 
 
 def test_access_line_fields_are_documented():
-    text = (Path(__file__).parents[3] / "docs/guides/operations.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/guides/observability.md").read_text()
     names = {AccessLine.__struct_encode_fields__[i] for i in range(len(AccessLine.__struct_fields__))}
     assert {name for name in names if f"`{name}`" not in text} == set()

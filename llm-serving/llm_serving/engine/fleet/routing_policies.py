@@ -35,7 +35,7 @@ half of this number, and those with the fewest requests."""
 OTHERS_WEIGHT: Final = 1 / 3
 """Weight of the delay of another request. With weight 1, requests stay with a cached prefix until its queue is seconds
 longer than others, and the slowest requests become slower. With weight 0, prefixes are recomputed everywhere and all
-requests become slower (docs/guides/cluster.md)."""
+requests become slower (docs/results/routing.md)."""
 OTHERS_WEIGHT_UNMATCHED: Final = 1 / 10
 """The same weight if no replica has a match."""
 
