@@ -29,50 +29,50 @@ BEGINNING = f"""# Parameters of requests
 
 Written by `scripts/write_parameter_docs.py` from the tables of the code; a test compares them.
 
-A field of a request is honoured; or refused by name with status 400 (TGI and older routes: 422); or, if it cannot
-change the answer, ignored and named in the header `x-ignored-parameters` of the response. An unknown field might change
-the answer, so it is refused as well, with the nearest known name; only the older routes ignore and name it. null, an
-empty list and an empty object have no effect. With an API key the tenant is the key's name, and a `user` in the body is
-ignored and named.
+A field of a request has one of three fates:
 
-Duplicates are refused by name: in a body, in an object within it, and among the headers `x-request-timeout-s`,
-`Idempotency-Key` and `Last-Event-ID`. A route that does not use one of these headers names it as ignored.
-`Content-Encoding` is refused, because bodies are not decompressed.
+- it is honoured;
+- it is refused by name with status 400 (TGI and older routes: 422);
+- it is ignored, if it cannot change the answer, and named in the header `x-ignored-parameters` of the answer.
 
-URLs follow the same rules. A parameter that a route does not know, or that occurs twice, is refused by name;
-`api-version` and `beta`, which clients of other servers always send, are ignored and named; `/health`, `/ping` and
-`/metrics` accept any parameter. Routes that read no body refuse a body with content.
+An unknown field might change the answer, so it is refused too, with the name that may have been meant. Only the older
+routes ignore and name it. null, an empty list and an empty object count as not given. With an API key the tenant is
+the key's name, and a `user` beside it is ignored and named.
 
-Real numbers are rounded to float32, the precision of sampling, before they are checked: `top_p: 1e-46` is 0 and
-refused. Every accepted value can be computed: no value of a parameter causes an error of the server.
+Anything given twice is refused by name: a field of a body or of an object in it, a parameter in the URL, and the
+headers `x-request-timeout-s`, `Idempotency-Key` and `Last-Event-ID`. A route that does not use one of these headers
+names it as ignored. `Content-Encoding` is refused. An unknown parameter in the URL is refused; `api-version` and
+`beta` are ignored and named, and `/health`, `/ping` and `/metrics` accept any. A route without a body refuses one.
 
-Sampling applies, in this order: penalties, `logit_bias` with `bad_words` and `min_tokens`, `allowed_token_ids`,
-`temperature`, `min_p`, `top_k`, `top_p`, the random draw.
+Real numbers are rounded to float32 and then checked: `top_p: 1e-46` is 0 and refused.
 
-- `bad_words` forbids the last token of a word after its other tokens, both in the tokenization at the start of a text
-  and in that after a space. Other tokens can still produce the same text. The steps of such a request are not scheduled
-  ahead.
-- `allowed_token_ids` and `bad_words` that may forbid all tokens are refused.
-- Structured output is described in [structured_output.md](../guides/structured_output.md).
-- None of these can be combined with `use_beam_search`, which compares the model's own log-probabilities.
-- `prompt_logprobs: k` returns for each prompt token, in vLLM's format, its log-probability, its rank and the `k` most
-  likely tokens; `echo` with `logprobs` returns them in OpenAI's format before the generated tokens. The first token has
-  none (null). They are the model's own, before temperature, penalties and bias, and are not streamed. A request has at
-  most 524,288 of them over all prompts and answers. Such a prompt is computed even if its prefix is cached. With
-  `max_tokens: 0` (completions) no token is generated.
-- `text_offset` in the log-probabilities of a completion is the position of a token in `text`, in characters. Tokens
-  without text, such as BOS, count no characters; all parts of one character have its offset.
-- A conversation with `continue_final_message` continues its last message; with `echo` the answer starts with it.
-- `max_completion_tokens` and `max_tokens` of a conversation are two names of one limit; if both are given, the smaller
-  one applies.
+A token is chosen in this order: penalties, `logit_bias` with `bad_words` and `min_tokens`, `allowed_token_ids`,
+`temperature`, `min_p`, `top_k`, `top_p`, the draw.
 
-A model folder may contain a `generation_config.json`. Its {", ".join(f"`{key}`" for key in PARAMETERS)} are defaults of
-completions and conversations (`max_new_tokens`: of conversations only; completions have 16); other keys, such as
-`do_sample`, have no effect. `model_config.generation_config: none` ignores the file. The TGI and the older routes have
-defaults of their own.
+- `bad_words` forbids the last token of a word after its other tokens, in the tokens that the word has at the
+  beginning of a text and after a space. The same text can still come from other tokens.
+- `allowed_token_ids` and `bad_words` that may leave no token to choose are refused.
+- An answer may be bound to a form: [structured_output.md](../guides/structured_output.md).
+- None of these goes with `use_beam_search`, which compares the model's own log-probabilities.
+- `prompt_logprobs: k` returns for each token of the prompt its log-probability, its rank and the `k` most likely
+  tokens, in the form of vLLM. `echo` with `logprobs` returns the same in the form of OpenAI. The first token has none
+  (null). They are those of the model, before temperature, penalties and bias, and are not streamed. All prompts and
+  answers of a request have at most 524,288 of them. Such a prompt is computed even where its prefix is cached. With
+  `max_tokens: 0` (completions) nothing follows it.
+- `text_offset` of a completion's log-probabilities is the position of a token in `text`, in characters. Tokens that
+  are no text, such as the one that begins a sequence, have no length; the parts of a character all begin where it
+  does.
+- A conversation with `continue_final_message` continues its last message; with `echo` the answer begins with it.
+- `max_completion_tokens` and `max_tokens` of a conversation are two names of one limit; of both the smaller one
+  counts.
 
-`GET /v1/parameters` returns the table of sampling below as JSON, with the defaults of the served model and the request
-classes that the client may use.
+A model folder may have a `generation_config.json`. Its {", ".join(f"`{key}`" for key in PARAMETERS)}
+are the defaults of completions and conversations (`max_new_tokens`: of conversations only, because completions have
+16). Other keys, `do_sample` among them, have no effect. `model_config.generation_config: none` ignores the file. TGI
+and the older routes have defaults of their own.
+
+`GET /v1/parameters` returns the table of sampling below, with the defaults of the served model and the classes that
+the caller may use.
 """
 
 
@@ -91,13 +91,13 @@ def document() -> str:
     ):
         served = dict.fromkeys(each.encode_name for kind in kinds for each in msgspec.structs.fields(kind))
         parts += [f"## {title}\n", "Honoured: " + ", ".join(f"`{name}`" for name in sorted(served)) + ".\n"]
-        parts.append(_table(("other field", "effect"), _other_rows(*kinds)))
+        parts.append(_table(("other field", "fate"), _other_rows(*kinds)))
     for title, kind in (
         ("Messages", ChatMessage),
         ("Parts of messages", ContentPart),
         ("`stream_options`", StreamOptions),
     ):
-        parts += [f"## {title}\n", _table(("other field", "effect"), _other_rows(kind))]
+        parts += [f"## {title}\n", _table(("other field", "fate"), _other_rows(kind))]
     return "\n".join(parts)
 
 

@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import pytest
 import run as performance_run
 from llm_serving.cli import main
+from llm_serving.config import load_config
 from llm_serving.config.loader import ACCEPTED_KEYS
 from llm_serving.config.schema import SECTIONS, TABLES
 from support.script_parsers import WrongCommandError, parser_of
@@ -211,15 +213,26 @@ class Block(NamedTuple):
 
 def blocks_in(document: Path) -> Iterator[Block]:
     """The fenced blocks marked as bash."""
-    for info, text in re.findall(r"^```bash([^\n]*)\n(.*?)^```", text_of(document), re.MULTILINE | re.DOTALL):
-        yield Block(document.name, info.strip().removeprefix("needs=") or None, text)
+    for info, text in re.findall(r"^ *```bash([^\n]*)\n(.*?)^ *```", text_of(document), re.MULTILINE | re.DOTALL):
+        yield Block(document.name, info.strip().removeprefix("needs=") or None, textwrap.dedent(text))
+
+
+def error_in(done: subprocess.CompletedProcess[str], document: str) -> str | None:
+    """Return the error that a server answered, if the document does not show it.
+
+    A request that another command of the block started may have come too late to be found.
+    """
+    found = re.search(r'^\{"error":.*', done.stdout, re.MULTILINE)
+    shown = found is None or found[0] in document or "request_not_found" in found[0]
+    return None if shown else found[0]
 
 
 @NAMES
 def test_blocks_of_commands_are_marked(document):
     """A block with a command is marked as bash, and the test that would not run it says why."""
-    blocks = re.findall(r"^```(\w*)([^\n]*)\n(.*?)^```", text_of(document), re.MULTILINE | re.DOTALL)
-    assert [text for language, _, text in blocks if language == "" and COMMAND.match(text)] == []
+    blocks = re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", text_of(document), re.MULTILINE | re.DOTALL)
+    commands = [text for language, text in blocks if language == "" and COMMAND.match(textwrap.dedent(text))]
+    assert commands == []
     assert {block.needs for block in blocks_in(document)} <= {None, *NEEDS}
 
 
@@ -251,15 +264,29 @@ def test_blocks_of_commands_run(tmp_path):
     assert started.returncode == 0, started.stderr
     failed = []
     try:
-        for block in itertools.chain.from_iterable(map(blocks_in, DOCUMENTS)):
-            if block.needs is None:
-                text = SERVER_LINES.sub("true", block.text).replace("8835", str(port))
-                done = run(ASKS_A_SERVER.sub(rf"\1 {url}", text))
-                if done.returncode:
-                    failed.append((block.document, block.text, done.stdout[-500:], done.stderr[-500:]))
+        for document in DOCUMENTS:
+            for block in blocks_in(document):
+                if block.needs is None:
+                    text = SERVER_LINES.sub("true", block.text).replace("8835", str(port))
+                    done = run(ASKS_A_SERVER.sub(rf"\1 {url}", text))
+                    if done.returncode or error_in(done, text_of(document)):
+                        failed.append((block.document, block.text, done.stdout[-500:], done.stderr[-500:]))
     finally:
         run(f"bash scripts/stop.sh --port {port}")
     assert failed == []
+
+
+@NAMES
+def test_yaml_and_python_of_documents_are_valid(document, tmp_path):
+    """A YAML block with sections of the configuration loads; a Python block compiles."""
+    blocks = re.findall(r"^ *```(yaml|python)\n(.*?)^ *```", text_of(document), re.MULTILINE | re.DOTALL)
+    for language, indented in blocks:
+        text = textwrap.dedent(indented)
+        if language == "python":
+            compile(text, document.name, "exec")
+        elif set(re.findall(r"^(\w+):", text, re.MULTILINE)) <= {*SECTIONS, *TABLES}:
+            (tmp_path / "part.yaml").write_text(text)
+            load_config(tmp_path / "part.yaml", [])
 
 
 # --- scripts --------------------------------------------------------------------------------------------------------
