@@ -97,6 +97,17 @@ def test_links_in_documents_have_targets(document):
     assert wrong == []
 
 
+def test_every_page_is_in_a_table_of_contents():
+    docs = ROOT / "docs"
+    contents = (docs / "README.md", docs / "results" / "README.md")
+    linked = {
+        (page.parent / target.partition("#")[0]).resolve()
+        for page in contents
+        for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page))
+    }
+    assert [path for path in docs.rglob("*.md") if path not in contents and path not in linked] == []
+
+
 # --- keys -----------------------------------------------------------------------------------------------------------
 
 
