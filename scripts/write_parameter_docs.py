@@ -1,4 +1,7 @@
-"""Write docs/reference/parameters.md from the tables of the code: `.venv/bin/python scripts/write_parameter_docs.py`."""
+"""Write docs/reference/parameters.md from the tables of the code.
+
+.venv/bin/python scripts/write_parameter_docs.py
+"""
 
 from __future__ import annotations
 

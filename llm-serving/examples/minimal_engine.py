@@ -55,7 +55,7 @@ class ToyModel:
             for offset, token in enumerate(new_tokens):
                 self._cache[self._slot(table, step.num_computed[row] + offset)] = token
         sampled = []
-        for row, offset, _ in step.wanted:  # (row, token of the row, kind of result)
+        for row, offset, _ in step.result_tokens:  # (row, token of the row, kind of result)
             position = step.num_computed[row] + offset
             newest, before = (self._cache[self._slot(step.block_tables[row], position - back)] for back in (0, 1))
             sampled.append(max(0, 2 * newest - before))

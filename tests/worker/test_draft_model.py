@@ -75,7 +75,8 @@ def test_a_draft_model_with_equal_weights_proposes_the_same_tokens(model, answer
     assert len(set(generated)) > 3
     for num_known in (0, 1, 3, 7, 8, 12):
         text = PROMPT + generated[:num_known]
-        assert model.propose([draft_request(text, 5, temperature=temperature)]) == [generated[num_known : num_known + 5]]
+        (proposed,) = model.propose([draft_request(text, 5, temperature=temperature)])
+        assert proposed == generated[num_known : num_known + 5]
 
 
 def test_rejected_draft_tokens_are_recomputed(model, answer) -> None:
@@ -108,7 +109,8 @@ def test_draft_model_only_computes_new_tokens(model, answer, monkeypatch) -> Non
     model.propose([draft_request(PROMPT, 4)])
     assert computed == [len(PROMPT), 1, 1, 1]
     computed.clear()
-    model.propose([draft_request(PROMPT + generated[:4], 2)])  # all draft tokens were right; the last one has not been computed
+    # All draft tokens were right; the last one has not been computed.
+    model.propose([draft_request(PROMPT + generated[:4], 2)])
     assert computed == [1, 1]
 
 

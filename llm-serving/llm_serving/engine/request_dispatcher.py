@@ -160,10 +160,8 @@ class RequestDispatcher:
             request.deadline = opened.deadline
             if opened.priority is not None:
                 request.priority = opened.priority
-        transferred = migrating.transferred
-        for target, target_engine in self.router.migration_targets(
-            None if transferred is None else transferred.replica
-        ):
+        preferred = None if migrating.transferred is None else migrating.transferred.replica
+        for target, target_engine in self.router.migration_targets(preferred):
             if not target_engine.scheduler.blocks.can_ever_fit(request.max_num_tokens):
                 continue  # cache sizes may differ; the replica that the request comes from has enough blocks
             replica = target if is_cancelled else self.replicas.transfer(migrating, target)
