@@ -22,7 +22,7 @@ from llm_serving.recording.upgrade import OLD_FORMAT
 from llm_serving.scheduler.schedule import PromptResults
 
 MAGIC: Final = b"llm-serving scheduler recording\n"
-FORMAT: Final = 15
+FORMAT: Final = 16
 SEAL_BYTES: Final = 8
 _LENGTH = struct.Struct("<II")
 _COMPLEMENT: Final = 0xFFFFFFFF

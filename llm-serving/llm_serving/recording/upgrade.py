@@ -1,6 +1,6 @@
 """Reads the scheduler state in recordings of format 14, whose classes and attributes had other names.
 
-Remove this module one release after the release that introduced format 15.
+Remove this module one release after the release that introduced format 16.
 """
 
 from __future__ import annotations

@@ -203,10 +203,10 @@ struct AttentionArgs {
   size_t num_heads, num_kv_heads, head_dim;
   float scale;
   TiledLayout y_layout = {};
-  bool quantized = false;         // the caches hold qvalues and scales; not with latent keys
-  size_t q_stride = 0;            // elements from a row of q to the next; 0: num_heads * head_dim
-  size_t window = 0;              // tokens that a row sees, including its own; 0: all
-  float cap = 0.0f;               // c > 0: a score s becomes c * tanh(s / c)
+  bool quantized = false;  // the caches hold qvalues and scales; not with latent keys
+  size_t q_stride = 0;     // elements from a row of q to the next; 0: num_heads * head_dim
+  size_t window = 0;       // tokens that a row sees, including its own; 0: all
+  float cap = 0.0f;        // c > 0: a score s becomes c * tanh(s / c)
   // ALiBi slopes [num_heads]: slope times distance in tokens is subtracted from capped scores
   const float* slopes = nullptr;
   // Latent attention: keys are also the values, and the value cache has the rotary part of keys, `rope_dim` elements,
