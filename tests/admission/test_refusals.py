@@ -10,7 +10,7 @@ import pytest
 from llm_serving.core.request_class import DEFAULT_CLASSES, Caller, RequestClass
 from tools.refused_load import MAX_TOKENS, WARM_S, Client, World, at_once, capacity, outcome, shipped_clients, warm_up
 
-SLOTS, PLACES, SECONDS = 32, 64, 3.0
+SLOTS, MAX_WAITING, SECONDS = 32, 64, 3.0
 FIRST_RETRY_SHARE = 0.7
 """Part of the clients that obey `Retry-After` and are admitted at their first retry, at least."""
 MEDIAN_ERROR, P99_FACTOR = 0.25, 3.0
@@ -29,7 +29,7 @@ def at_twice_the_capacity(seed: int = 1, **changes) -> list[Client]:
 @cache
 def world_at_twice_the_capacity() -> World:
     later = [replace(client, arrives=client.arrives + WARM_S) for client in at_twice_the_capacity()]
-    world = World([*warm_up(most()), *later], slots=SLOTS, places=PLACES)
+    world = World([*warm_up(most()), *later], slots=SLOTS, max_waiting=MAX_WAITING)
     world.run()
     return world
 
@@ -42,7 +42,7 @@ def test_clients_that_obey_get_in_at_their_first_retry_at_twice_the_capacity() -
     assert all(client.first_token is not None for client in clients)
     assert result.first_retry_share >= FIRST_RETRY_SHARE
     assert result.max_refusals <= 6
-    assert world.most_waiting <= PLACES
+    assert world.most_waiting <= MAX_WAITING
     # The server was not idle for long: no `Retry-After` was much later than there was room.
     assert world.clock.now < WARM_S + 1.75 * len(clients) / most()
 
@@ -60,7 +60,7 @@ def test_cold_server_lets_clients_in_at_their_first_retry(max_tokens: int | None
     clients = [*at_once(16), *shipped_clients(2 * most(), SECONDS, 1, start=WARM_S)]
     for client in clients:
         client.max_tokens = max_tokens
-    World(clients, slots=SLOTS, places=PLACES).run()
+    World(clients, slots=SLOTS, max_waiting=MAX_WAITING).run()
     result = outcome(clients[16:])
     assert result.num_retried > 50 and result.first_retry_share >= FIRST_RETRY_SHARE
     # In its first second it takes the requests that finished first, which are short, for typical ones.
@@ -85,7 +85,7 @@ def test_idle_time_is_not_measured_as_a_step() -> None:
 
 def test_request_that_arrives_while_a_step_is_scheduled_is_not_predicted_to_join_it() -> None:
     clients = shipped_clients(0.6 * most(), 2.0, 1, start=WARM_S)
-    World([*warm_up(most()), *clients], slots=SLOTS, places=PLACES, noise=0.0, schedule_s=0.003).run()
+    World([*warm_up(most()), *clients], slots=SLOTS, max_waiting=MAX_WAITING, noise=0.0, schedule_s=0.003).run()
     accepted = outcome(clients).accepted
     assert accepted.num > 80 and accepted.median_error <= 0.1  # 0.22 if it is predicted to join
     assert accepted.p99_factor <= 1.4
@@ -93,12 +93,12 @@ def test_request_that_arrives_while_a_step_is_scheduled_is_not_predicted_to_join
 
 @pytest.mark.parametrize("max_tokens", [None, MAX_TOKENS])
 def test_predicted_ttft_is_accurate_with_few_running_slots(max_tokens: int | None) -> None:
-    slots, places = 8, 32
+    slots, max_waiting = 8, 32
     rate = most(slots)
     clients = [*warm_up(rate), *shipped_clients(2 * rate, 4.0, 1, start=WARM_S)]
     for client in clients:
         client.max_tokens = max_tokens
-    World(clients, slots=slots, places=places).run()
+    World(clients, slots=slots, max_waiting=max_waiting).run()
     result = outcome([client for client in clients if client.arrives > WARM_S])
     assert result.first_retry_share >= FIRST_RETRY_SHARE
     assert result.accepted.num > 150
@@ -109,7 +109,7 @@ def test_predicted_ttft_is_accurate_with_few_running_slots(max_tokens: int | Non
 def test_retries_do_not_overload_a_server_that_refusals_slow_down() -> None:
     """Each attempt takes 2 ms of the core that computes the steps, at three times the capacity."""
     clients = [*warm_up(most()), *shipped_clients(3 * most(), 2.0, 1, start=WARM_S)]
-    world = World(clients, slots=SLOTS, places=PLACES, attempt_s=0.002)
+    world = World(clients, slots=SLOTS, max_waiting=MAX_WAITING, attempt_s=0.002)
     world.run()
     result = outcome([client for client in clients if client.arrives > WARM_S])
     assert result.num_retried > 200
@@ -120,12 +120,12 @@ def test_retries_do_not_overload_a_server_that_refusals_slow_down() -> None:
 def test_clients_that_never_retry_do_not_delay_others() -> None:
     deserters = [replace(c, source="10.0.0.66", obeys=False) for c in at_twice_the_capacity()]
     honest = shipped_clients(0.5 * most(), SECONDS, 7, first=100_000)
-    world = World([*deserters, *honest], slots=SLOTS, places=PLACES)
+    world = World([*deserters, *honest], slots=SLOTS, max_waiting=MAX_WAITING)
     world.run()
     result = outcome(honest)
     assert all(client.first_token is not None for client in honest)
     assert result.first_retry_share >= FIRST_RETRY_SHARE
-    # The server was busy throughout, as new requests took the places of those that stayed away.
+    # The server was busy throughout, as new requests took the queue slots of those that stayed away.
     in_time = sum(c.first_token is not None and c.first_token < SECONDS for c in (*deserters, *honest))
     assert in_time > 0.85 * most() * SECONDS
 
@@ -133,7 +133,7 @@ def test_clients_that_never_retry_do_not_delay_others() -> None:
 def test_clients_that_ignore_retry_after_do_not_keep_others_out() -> None:
     """40 further clients of another address ask every tenth of a second until they are admitted."""
     honest = at_twice_the_capacity()
-    world = World(honest, slots=SLOTS, places=PLACES)
+    world = World(honest, slots=SLOTS, max_waiting=MAX_WAITING)
     hammers = [replace(c, number=100_000 + c.number, source="10.0.0.66") for c in itertools.islice(honest, 40)]
 
     def hammer(client: Client) -> None:
@@ -155,7 +155,9 @@ def test_class_with_a_queue_limit_of_its_own_has_retries_of_its_own() -> None:
     clients = at_twice_the_capacity()
     for client in clients[::2]:
         client.caller = Caller(priority=1)
-    world = World(clients, slots=SLOTS, places=PLACES, config={"request_classes": classes_with_places_for_batch(16)})
+    world = World(
+        clients, slots=SLOTS, max_waiting=MAX_WAITING, config={"request_classes": classes_with_batch_queue_limit(16)}
+    )
     world.run()
     assert all(client.first_token is not None for client in clients)
     refused, others = outcome(clients[::2]), outcome(clients[1::2])
@@ -163,5 +165,5 @@ def test_class_with_a_queue_limit_of_its_own_has_retries_of_its_own() -> None:
     assert others.num_admitted_at_retry >= FIRST_RETRY_SHARE * others.num_retried
 
 
-def classes_with_places_for_batch(places: int) -> tuple[RequestClass, ...]:
-    return tuple(replace(each, max_waiting=places) if each.name == "batch" else each for each in DEFAULT_CLASSES)
+def classes_with_batch_queue_limit(max_waiting: int) -> tuple[RequestClass, ...]:
+    return tuple(replace(each, max_waiting=max_waiting) if each.name == "batch" else each for each in DEFAULT_CLASSES)

@@ -118,7 +118,7 @@ def test_w8a8_largest_sums_fit_int32(isa_of_codes: str, code: int, other: int) -
 
 
 def test_w8a8_refuses_too_many_inputs() -> None:
-    with pytest.raises(ValueError, match="no product takes"):
+    with pytest.raises(ValueError, match="no product supports"):
         quantized(np.ones((1, MOST_INPUTS + 1), np.int8), np.ones(1), "float32")
 
 

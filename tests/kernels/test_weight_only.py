@@ -124,7 +124,7 @@ def test_weight_only_embedding_dequantizes_rows(kind: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("group", [16, 48, 33])
 def test_weight_only_packing_refuses_unsupported_groups(group: int) -> None:
-    with pytest.raises(ValueError, match="no product takes"):
+    with pytest.raises(ValueError, match="no product supports"):
         quantized(
             np.ones((4, 480), np.uint8), np.ones((4, -(-480 // group))), "float32", weight_only=True, group_size=group
         )
