@@ -60,8 +60,8 @@ def test_empty_arrays_keep_their_shape(buffers) -> None:
         (-1, [], "buffer -1 does not exist"),
         (1, [ArrayLayout("<i4", (257,))], "exceed the buffer of 1024 bytes"),
         (0, [ArrayLayout("<i4", (2**40, 2**40))], "exceed|cannot"),
-        (0, [ArrayLayout("<i4", (-4,))], "a buffer cannot contain"),
-        (0, [ArrayLayout("|O", (1,))], "a buffer cannot contain"),
+        (0, [ArrayLayout("<i4", (-4,))], "bytes cannot contain"),
+        (0, [ArrayLayout("|O", (1,))], "bytes cannot contain"),
     ],
 )
 def test_a_layout_cannot_leave_its_buffer(buffers, buffer, layout, message) -> None:

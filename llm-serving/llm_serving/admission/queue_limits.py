@@ -29,7 +29,7 @@ class QueueLoad:
     num_waiting_tokens: int = 0
     """Prompt tokens of the waiting requests."""
     num_uncached_tokens: int = 0
-    """Those of them that no prefix cache holds."""
+    """Waiting prompt tokens that are not in the prefix cache."""
     num_running: int = 0
     """Requests that were scheduled and have not finished, including preempted ones."""
 

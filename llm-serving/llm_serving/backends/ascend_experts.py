@@ -19,7 +19,8 @@ from mindspore import nn, ops
 from mindspore.ops.auto_generate import gen_ops_prim
 
 _ONE_TENSOR, _BY_ROWS, _COUNTS = 3, 0, 1
-"""GroupedMatmulV4: one result tensor, split by rows among the experts according to a list of counts."""
+"""Arguments of GroupedMatmulV4: it returns one tensor, splits the rows among the experts, and gets the number of rows
+of each expert."""
 
 _COUNTS_OF_ROWS = 2
 """MoeInitRoutingV2: return the number of rows of each expert."""

@@ -34,7 +34,7 @@ from llm_serving.network.quantization import unsupported_by_cells
 
 
 class PlainBackend:
-    """Stock operations; the reference for the other backends' graphs."""
+    """A backend of MindSpore's own operators on a CPU. Tests compare the graphs of the other backends with it."""
 
     name = "plain"
 

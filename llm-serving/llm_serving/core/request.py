@@ -279,7 +279,7 @@ class Request(ScheduledRequest):
     num_lost_steps: int = 0
     """Steps that computed it and failed, since its progress last exceeded `num_tokens_at_loss`."""
     num_tokens_at_loss: int = 0
-    """The most tokens that were computed before a failed step."""
+    """Maximum of the tokens that were computed when a step with this request failed."""
 
     def __post_init__(self) -> None:
         if self.sampling.bad_words:

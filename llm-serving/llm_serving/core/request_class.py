@@ -21,8 +21,8 @@ class RequestClass:
     """Position among the classes: a smaller rank is scheduled first. A request's `priority` (smaller is earlier,
     default 0) selects the class with the largest rank at or below it. Every class has a different rank. Required."""
     weight: int = 1
-    """Share of running slots and tokens, relative to the weights of the other classes, once requests of the class have
-    aged."""
+    """Share of running slots and tokens, relative to the weights of the other classes. It applies while requests of the
+    class have waited for longer than `ageing_steps`; before that, classes of smaller rank are scheduled first."""
     ageing_steps: int = 256
     """Number of steps that the oldest request of the class waits for a running slot, or with a slot for its prefill,
     before the class no longer yields to higher classes but shares with them by weight."""

@@ -87,7 +87,7 @@ class Auditor:
         self._context = SinkContext(scheduler, processor, self._add_copy_output)
         self._num_seen = 0
         self._running: tuple[Answer, Answer] | None = None
-        """The answer to a client, and the answer of its copy so far."""
+        """The answer that a client got, and the answer of the repeated request as far as it is computed."""
 
     def start(self, request: Request) -> None:
         """Count a request of a client, and record its outputs if it is selected."""

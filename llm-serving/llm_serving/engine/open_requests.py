@@ -28,7 +28,7 @@ class OpenRequest:
     deadline: float | None
     """The deadline that was requested last; the engine's record may be older."""
     is_cancelled: bool = field(default=False, init=False)
-    """Whether the engine that has it must end it, also after a migration."""
+    """Whether the request was cancelled: the engine that has it, or gets it by a migration, must end it."""
     next_engine: Engine | None = field(default=None, init=False)
     """The engine to which its blocks are being transferred: no engine has the request until then."""
     priority: int | None = field(default=None, init=False)
@@ -52,7 +52,7 @@ class OpenRequests:
         """Its result, updated with each request."""
         self._num_migrating_to: Counter[Engine] = Counter()
         self._coalesced: dict[str, dict[str, None]] = {}
-        """Client id -> engine ids of the requests that compute, or computed, its answers; the newest only."""
+        """Id from the client -> engine ids of the coalesced requests that computed its answers; the newest ids only."""
         self._num_coalesced = 0
 
     def __len__(self) -> int:

@@ -78,10 +78,10 @@ def lower(
     as_program = as_program and backend.program() is not None
     lacks = None if as_program else unsupported_quantization(quantization)
     if lacks is not None:
-        raise ModelError(f"the Cells of {backend.name} do not support {lacks}; kernels: program does")
+        raise ModelError(f"the Cells of {backend.name} do not support {lacks}; use `kernels: program`")
     if any(cache.dtype == ms.int8 for pair in kv_caches for cache in pair):
         if not as_program:
-            raise ModelError(f"the Cells of {backend.name} do not support an int8 KV cache; kernels: program does")
+            raise ModelError(f"the Cells of {backend.name} do not support an int8 KV cache; use `kernels: program`")
         if (lacks := unsupported_by_int8_cache(network)) is not None:
             raise ModelError(f"an int8 KV cache does not support {lacks}")
     is_legacy = implementation == ImplementationName.MINDFORMERS_LEGACY

@@ -87,7 +87,9 @@ def rotary_embedding(
     fraction = reader.number("partial_rotary_factor", c.number("partial_rotary_factor", fraction))
     rotary_dim = int(heads.own * fraction)
     if fraction > 1 or rotary_dim < 2 or rotary_dim % 2:
-        raise c.fail("partial_rotary_factor", f"must leave an even number of the {heads.own} elements of a head")
+        raise c.fail(
+            "partial_rotary_factor", f"must select an even number of the {heads.own} elements of a head for rotation"
+        )
     return Rotary(heads.dim, rotary_dim, theta, interleaved, rope_scaling(c, reader, rotary_dim), heads.own)
 
 

@@ -94,7 +94,7 @@ __all__ = ["INDEX_NAME", "WeightReader"]
 
 _BASE: Final = "model."
 _WITHOUT_BASE: Final = "embed_tokens.weight"
-"""Embedding models are stored without an LM head, and then without the `model.` prefix."""
+"""Name of a tensor that only folders without the `model.` prefix contain: those of embedding models without LM head."""
 
 # For smaller models, reading ahead saves less time than the thread costs.
 _MIN_READ_AHEAD_BYTES: Final = 1 << 26

@@ -29,7 +29,7 @@ class SchedulingRules(NamedTuple):
     classes: Sequence[RequestClass]
     """In ascending order of rank."""
     order: Order
-    """Within each class."""
+    """Order of admission within each class."""
     prefix_caching: bool
 
 
@@ -39,7 +39,14 @@ class SchedulerComponents:
     def __init__(
         self, rules: SchedulingRules, blocks: BlockManager, requests: Mapping[str, Request], num_running: int = 0
     ) -> None:
-        """`requests`: all unfinished requests by id; `num_running` of them get slots by `reload`."""
+        """Build the parts.
+
+        Args:
+            rules: The configured rules.
+            blocks: The KV cache.
+            requests: All unfinished requests by id.
+            num_running: Number of these that a reload keeps running.
+        """
         limits, policy, order = rules.limits, rules.policy, rules.order
         classes = tuple(rules.classes)
         blocks.prefix_caching = rules.prefix_caching

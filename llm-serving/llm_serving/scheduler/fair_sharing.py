@@ -18,7 +18,7 @@ from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler.limits import SchedulerLimits
 
 FULL_STEP: Final = 2**16
-"""Service of a step that a class has to itself."""
+"""Service that a step charges to a class, if the step computes no other class."""
 SCALE: Final = 2**23
 """Several times the largest weight, so that charges for large weights differ; charges still fit into 63 bits."""
 _NOTHING: Final[tuple[int, ...]] = (0, 0, 0)

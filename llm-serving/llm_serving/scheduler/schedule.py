@@ -34,7 +34,8 @@ NO_ROOM: Final = (WaitReason.BUDGET, WaitReason.PROMPTS)
 
 
 class Blocked(NamedTuple):
-    """The next request to admit, for which a step had no room; it blocks all classes below their share limits."""
+    """The request that is next to be admitted and did not fit into a step. While it waits, requests of all classes
+    wait, except those of classes at their share limit."""
 
     request_id: str | None
     """None if the reason concerns all requests."""
@@ -173,7 +174,7 @@ class StepPlan:
         return request_class.name != self.first_class, request_class.rank
 
     def add_decode(self, request: Request) -> None:
-        """Add one token of a decoding request; keep the row of one that was just admitted."""
+        """Add a row of one token for a decoding request; do nothing if the step has a row of the request already."""
         if request.request_id not in self._rows:
             row = (request, request.num_computed_tokens, 1, 1, request.num_preemptions)
             # Half the cost of calling ScheduledRow.

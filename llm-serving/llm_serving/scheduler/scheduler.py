@@ -250,7 +250,7 @@ class Scheduler:
         return self._components.priority_changer.set_priority(request, priority, self._step)
 
     def set_deadline(self, request: Request, deadline: float | None) -> None:
-        """Change the deadline of a request; its queue key stays until it is next computed."""
+        """Change the deadline of a request. Its position in the queue changes when its queue key is next computed."""
         request.deadline = deadline
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:

@@ -132,7 +132,9 @@ class SharedBuffers:
             raise ProtocolError(_too_long(self.buffer_bytes)) from None
         except ValueError:  # a length below 0, or beyond what an array may have
             pass
-        raise ProtocolError(f"a buffer cannot contain an array of {array.dtype} {array.shape}")
+        raise ProtocolError(
+            f"a buffer of {self.buffer_bytes} bytes cannot contain an array of {array.dtype} of shape {array.shape}"
+        )
 
     def _start(self, buffer: int) -> int:
         if not 0 <= buffer < self.num_buffers:

@@ -314,7 +314,9 @@ def test_master_host_must_be_an_address_of_this_machine(starter: ProcessStarter)
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_master_host_must_not_be_unspecified(starter: ProcessStarter, host: str) -> None:
     identity = ClusterIdentity(starter.secret_file.read_text())
-    with pytest.raises(ConfigError, match=rf"master_host must be an address that others connect to\. Given: {host}"):
+    with pytest.raises(
+        ConfigError, match=rf"master_host must be an address that the other machines can connect to\. Given: {host}"
+    ):
         ClusterPlacement(host, identity, starter)
 
 

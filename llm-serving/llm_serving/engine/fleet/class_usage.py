@@ -69,7 +69,7 @@ class FleetClassUsage:
         self._demand = ClassDemand()
         self._exceeding = _NO_CLASSES
         self._reported: dict[int, frozenset[str]] = {}
-        """Replica -> the result of its last `pop_exceeding`."""
+        """Replica -> the names of the exceeding classes that `pop_exceeding` last returned for it."""
 
     @property
     def replicas(self) -> set[int]:

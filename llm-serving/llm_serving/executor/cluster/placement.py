@@ -73,7 +73,9 @@ class ClusterPlacement:
             raise ConfigError(f"{rule}. Given: {host}") from None
         if ipaddress.ip_address(self._listener.address[0]).is_unspecified:
             self._listener.close()
-            raise ConfigError(f"cluster_config.master_host must be an address that others connect to. Given: {host}")
+            raise ConfigError(
+                f"cluster_config.master_host must be an address that the other machines can connect to. Given: {host}"
+            )
         self._starter = starter
         self._num_threads = num_threads
         self._own_devices = own_devices

@@ -60,10 +60,10 @@ class EncodedRequest(NamedTuple):
 
 
 class ProtocolRequest(ABC):
-    """One request in the terms of its protocol: the steps of the pipeline in which protocols differ.
+    """Base class of a request of one protocol. It implements the steps of the pipeline that depend on the protocol.
 
     Args:
-        bodies: The body, and parts of it that may hold the fields of the caller too.
+        bodies: The body, and parts of it that may also contain the fields common to all protocols (`CallerFields`).
     """
 
     id_prefix = ""

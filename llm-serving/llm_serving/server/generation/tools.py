@@ -259,7 +259,10 @@ def _reasoning_parser(engine: AsyncEngine, request: ChatCompletionRequest, promp
 
 
 def _tool_choice(request: ChatCompletionRequest) -> tuple[str, str | None]:
-    """Return `tool_choice` as auto, none or required, and the one tool that must be called; None: any."""
+    """Return the mode of `tool_choice` ("auto", "none" or "required") and the name of the tool that must be called.
+
+    The name is None unless the request names a tool.
+    """
     choice = request.tool_choice
     if choice in (None, "auto", "none", "required"):
         if choice == "required" and not request.tools:

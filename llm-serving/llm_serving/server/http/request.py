@@ -200,7 +200,7 @@ class HttpRequest:
         self.in_body = head.body_length != 0
         """Whether the body has not ended yet."""
         self.is_started = self.is_complete = False
-        """Whether the response has begun, and whether it is complete."""
+        """`is_started`: the response has begun. `is_complete`: its last byte was written."""
         self._left = head.body_length
         self._limits = limits
         self._connection = connection

@@ -84,7 +84,7 @@ async def claim_request(
     resumed: ResumedStream | None = getattr(http_request.state, "resumed", None)
     event_id = read_header(http_request, EVENT_HEADER) or ""
     if resumed is None and event_id and not streams:
-        raise RequestError("Last-Event-ID", f"must be given with a stream that can be resumed only: {_RESUMABLE}")
+        raise RequestError("Last-Event-ID", f"may be given only for a stream that can be resumed: {_RESUMABLE}")
     if resumed is None and not key and not streams:
         yield ClaimedRequest(
             identify(engine, http_request, request.request_id, prefix), IdempotentRequest(rules, seeded=seeded)

@@ -56,7 +56,7 @@ class Quota:
         self._buckets = {what: TokenBucket(limit, now) for what, limit in limits.items() if limit is not None}
 
     def reload(self, key: ApiKey) -> None:
-        """Apply new limits; what was withdrawn stays withdrawn."""
+        """Apply new limits; requests and tokens used so far still count."""
         now = self._clock()
         before, self._buckets = self._buckets, Quota(key, self._clock)._buckets
         for what, bucket in self._buckets.items():

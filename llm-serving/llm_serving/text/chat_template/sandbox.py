@@ -27,7 +27,7 @@ from llm_serving.text.sandbox import confine, within
 from llm_serving.transport.channel import Channel
 
 MAX_RENDERED_CHARS: Final = 3 * 2**20
-"""Encoded as UTF-8 they fit one frame."""
+"""Maximum length of a rendered text. So many characters, as UTF-8, fit into one message to the master."""
 MAX_MEMORY_BYTES: Final = 2**30
 """Address space beyond that of an idle process."""
 

@@ -69,7 +69,7 @@ class TokenMatcher:
         self._num_queried = 0
         """Number of output tokens in the last query; the rest of `_taken` are draft tokens."""
         self._words: Int32Array | None = None
-        """Allowed tokens after that output, as a bit mask, once computed."""
+        """Bit mask of the tokens that may follow the output of the last query; None until it is computed."""
 
     def allowed_words(self, output_token_ids: Sequence[int]) -> Int32Array:
         return self.allowed_words_after_drafts(output_token_ids, ())[0]

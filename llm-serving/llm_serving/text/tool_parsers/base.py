@@ -42,7 +42,7 @@ class NotACallError(Exception):
 
 
 class Read(NamedTuple):
-    """Result of reading the text behind an opening."""
+    """Result of parsing the text after the marker that starts a tool call."""
 
     calls: list[Call]
     end: int

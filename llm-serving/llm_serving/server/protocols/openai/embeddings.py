@@ -75,11 +75,11 @@ async def compute_vectors(
         http_request: When its client disconnects, what has not been computed is aborted.
         field_name: Returns the name of a text in errors.
         prefix: Put before the request id to form the id of the response.
-        truncations: Most tokens of each text; None: that of the body.
+        truncations: The maximum number of tokens of each text; None: the limit that the body gives for all texts.
         add_special_tokens: Let the tokenizer add its special tokens to texts.
 
     Raises:
-        LLMServingError: The model has no vectors, a text breaks a rule, or the engine refuses it.
+        LLMServingError: The model does not support embeddings, a text breaks a rule, or the engine refuses it.
     """
     check_model(engine, body.model)
     if engine.pooling is None:

@@ -48,9 +48,9 @@ def _texts_of(call: ToolCallOfMessage) -> tuple[str, str]:
 
 
 class ResponseStore:
-    """The newest responses, up to a number of bytes, and responses in progress, up to as many again.
+    """Stores finished responses up to a number of bytes, and responses in progress up to the same number of bytes.
 
-    It evicts the oldest responses first, of the tenant that would have most. It belongs to the event loop.
+    When it is full, it evicts the oldest response of the tenant that uses most bytes. It belongs to the event loop.
     """
 
     def __init__(self, quota: TenantQuota) -> None:

@@ -155,7 +155,7 @@ class Function(Struct, omit_defaults=True):
     parameters: JsonObject | None = None
     """A JSON schema of the arguments."""
     strict: bool | None = None
-    """Constrain the arguments of calls to that schema."""
+    """Whether the arguments of a call are constrained to the schema in `parameters`."""
 
 
 class Tool(Struct, omit_defaults=True):

@@ -24,7 +24,8 @@ from llm_serving.server.protocols.openai.schemas import CallerFields
 class VectorRequest(CallerFields, kw_only=True):
     model: str | None = None
     truncate_prompt_tokens: int | None = None
-    """Keep this many tokens from the start of each text, and the special tokens behind it; -1: as many as fit."""
+    """Maximum number of tokens of each text, special tokens included; a longer text is cut before the special tokens
+    at its end. -1: as many as fit."""
     request_id: str | None = None
 
 
