@@ -5,8 +5,9 @@ import struct
 import numpy as np
 import pytest
 from llm_serving.errors import ModelError
+from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.gguf import read_gguf
-from llm_serving.formats.quantized_tensor import QuantizedTensor
+from llm_serving.formats.gguf_blocks import BLOCKS
 from support.gguf_files import ELEMENTS, Stored, fact, gguf_bytes, number, plain, random_matrix, text
 
 FACTS = {"general.architecture": "llama", "some.list": [1, 2, 3], "some.texts": ["a", "b"], "some.truth": True}
@@ -44,13 +45,17 @@ def test_gguf_bfloat16_and_custom_alignment(tmp_path):
     ("kind", "name", "bits", "group"),
     [
         (2, "Q4_0", 4, 32),
-        (3, "Q4_1", 0, 0),
-        (6, "Q5_0", 8, 32),
-        (7, "Q5_1", 0, 0),
+        (3, "Q4_1", 4, 32),
+        (6, "Q5_0", 5, 32),
+        (7, "Q5_1", 5, 32),
         (8, "Q8_0", 8, 32),
-        (12, "Q4_K", 0, 0),
-        (13, "Q5_K", 0, 0),
-        (14, "Q6_K", 8, 16),
+        (10, "Q2_K", 4, 16),
+        (11, "Q3_K", 4, 16),
+        (12, "Q4_K", 4, 32),
+        (13, "Q5_K", 5, 32),
+        (14, "Q6_K", 6, 16),
+        (20, "IQ4_NL", 8, 32),
+        (23, "IQ4_XS", 8, 32),
     ],
 )
 @pytest.mark.parametrize("num_blocks", [1, 3])
@@ -64,26 +69,42 @@ def test_gguf_blocks_equal_their_definition(tmp_path, kind, name, bits, group, n
     # Two products and a difference, each rounded to float32.
     np.testing.assert_allclose(tensor.read(), values, rtol=1e-6, atol=1e-6)
     packed = tensor.read_packed()
-    assert isinstance(packed, QuantizedTensor) == bool(bits)
-    if isinstance(packed, QuantizedTensor):
-        assert (packed.bits, packed.group_size, packed.zeros) == (bits, group, None)
+    assert isinstance(packed, BlockTensor)
+    assert (packed.bits, packed.group_size) == (bits, group)
+    assert packed.qvalues.max() < 2**bits
+    quantized = packed.as_quantized()
+    assert (quantized is None) == (packed.minima is not None)
+    if quantized is not None:
+        np.testing.assert_array_equal(quantized.dequantized(), tensor.read())
 
 
-@pytest.mark.parametrize("kind", [2, 3, 6, 7, 8, 12, 13, 14])
+def test_gguf_rows_of_a_matrix_in_blocks_are_selected_with_their_numbers():
+    rng = np.random.default_rng(1)
+    for kind in ELEMENTS:
+        stored, _ = random_matrix(kind, (6, ELEMENTS[kind]), rng)
+        rows = np.frombuffer(stored.data, np.uint8).reshape(6, -1)
+        tensor = BLOCKS[kind].unpacked(rows)
+        chosen = tensor.select(np.array([5, -1, 0]))
+        expected = tensor.dequantized()[[5, 0, 0]]
+        expected[1] = 0
+        np.testing.assert_array_equal(chosen.dequantized(), expected)
+
+
+@pytest.mark.parametrize("kind", sorted(ELEMENTS))
 @pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E01])
 def test_gguf_non_finite_scales_are_refused_by_tensor(tmp_path, kind, bits):
     stored, _ = random_matrix(kind, (2, ELEMENTS[kind]), np.random.default_rng(kind))
     content = bytearray(stored.data)
-    at = len(content) - 2 if kind == 14 else 0  # the last field of Q6_K
+    at = len(content) - 2 if kind in (10, 11, 14) else 0  # the last field of Q2_K, Q3_K and Q6_K
     content[at : at + 2] = bits.to_bytes(2, "little")
     tensor = read_gguf(write(tmp_path / "a.gguf", gguf_bytes({}, {"w": Stored(stored.shape, kind, bytes(content))})))
-    with pytest.raises(ModelError, match=r"a\.gguf: w: scales must be finite numbers"):
+    with pytest.raises(ModelError, match=r"a\.gguf: w: scales and minima of blocks must be finite numbers"):
         tensor.tensors["w"].read_packed()
 
 
 def test_gguf_unsupported_type_error_lists_the_supported_ones(tmp_path):
-    content = gguf_bytes({}, {"w": Stored((1, 256), 10, bytes(84))})
-    with pytest.raises(ModelError, match=r"tensor 'w' must be F32, F16, BF16, Q4_0, .* Found: type 10 of ggml"):
+    content = gguf_bytes({}, {"w": Stored((1, 256), 16, bytes(66))})
+    with pytest.raises(ModelError, match=r"tensor 'w' must be F32, F16, BF16, Q4_0, .* Found: type 16 of ggml"):
         read_gguf(write(tmp_path / "a.gguf", content))
 
 

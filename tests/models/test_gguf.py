@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError, ModelError
-from llm_serving.formats.quantized_tensor import QuantizedTensor
+from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader, check_folder
 from support.gguf_files import gguf_bytes, number, plain, write_model
@@ -46,7 +46,8 @@ def test_gguf_scheme_describes_its_types(tmp_path):
     found = WeightReader(tmp_path / "a.gguf", spec.scheme).read_packed(
         "model.layers.0.self_attn.q_proj.weight", (64, 64)
     )
-    assert isinstance(found, QuantizedTensor)
+    assert isinstance(found, BlockTensor)
+    assert spec.scheme.stored_types == "Q8_0"
 
 
 def test_gguf_special_token_ids(tmp_path):

@@ -4,8 +4,10 @@ import json
 
 import numpy as np
 import pytest
+from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ModelError
 from llm_serving.models.weight_reader import WeightReader, check_folder
+from llm_serving.network.quantization import Quantization
 from support.gguf_files import write_model
 from support.greedy_tokens import FAMILIES, greedy
 from support.model_factories import TINY, write_safetensors
@@ -31,11 +33,12 @@ def test_quantized_model_generates_the_tokens_of_its_values(tmp_path, family, la
     assert greedy(tmp_path / "quantised") == greedy(plain_folder(tmp_path, config, values))
 
 
-@pytest.mark.parametrize(("family", "kind"), [("llama", 8), ("llama", 2), ("qwen2", 8)])
-def test_gguf_model_generates_the_tokens_of_its_values(tmp_path, family, kind):
+@pytest.mark.parametrize("quantization", [None, Quantization(QuantizationName.DEQUANTIZED)], ids=["blocks", "values"])
+@pytest.mark.parametrize(("family", "kind"), [("llama", 8), ("llama", 2), ("llama", 20), ("qwen2", 8), ("qwen2", 6)])
+def test_gguf_model_generates_the_tokens_of_its_values(tmp_path, family, kind, quantization):
     config = FAMILIES[family] | {"vocab_size": 96}
     values = write_model(tmp_path / "a.gguf", family, config, kind, seed=3)
-    tokens = greedy(tmp_path / "a.gguf")
+    tokens = greedy(tmp_path / "a.gguf", quantization)
     assert tokens == greedy(plain_folder(tmp_path, config, values))
     assert len(set(tokens)) > 1
 

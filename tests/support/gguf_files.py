@@ -133,6 +133,33 @@ def q6_k(d: float, scales: list[int], qvalues: list[int]) -> bytes:
     return bytes(low + upper) + struct.pack("16b", *scales) + half(d)
 
 
+def pairs_of_bits(qvalues: list[int]) -> bytes:
+    """Pack the two low bits of values: in each half of a block, a byte has those of four runs of 32."""
+    return bytes(sum((qvalues[at + 32 * k + j] & 3) << 2 * k for k in range(4)) for at in (0, 128) for j in range(32))
+
+
+def q2_k(d: float, m: float, scales: list[int], minima: list[int], qvalues: list[int]) -> bytes:
+    groups = bytes(scale | minimum << 4 for scale, minimum in zip(scales, minima, strict=True))
+    return groups + pairs_of_bits(qvalues) + half(d) + half(m)
+
+
+def q3_k(d: float, scales: list[int], qvalues: list[int]) -> bytes:
+    third = bytes(sum((qvalues[32 * run + j] >> 2) << run for run in range(8)) for j in range(32))
+    low = bytes(scales[j] & 15 | (scales[j + 8] & 15) << 4 for j in range(8))
+    upper = bytes(sum((scales[j + 4 * k] >> 4) << 2 * k for k in range(4)) for j in range(4))
+    return third + pairs_of_bits(qvalues) + low + upper + half(d)
+
+
+IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def iq4_xs(d: float, scales: list[int], qvalues: list[int]) -> bytes:
+    upper = sum((scale >> 4) << 2 * j for j, scale in enumerate(scales))
+    low = bytes(scales[2 * j] & 15 | (scales[2 * j + 1] & 15) << 4 for j in range(4))
+    runs = b"".join(q4_0(0, qvalues[at : at + 32])[2:] for at in range(0, 256, 32))
+    return half(d) + struct.pack("<H", upper) + low + runs
+
+
 def random_block(kind: int, rng: np.random.Generator) -> tuple[bytes, list[float]]:
     """Return a random block of a type, and its values after the definition, in float64."""
 
@@ -152,6 +179,19 @@ def random_block(kind: int, rng: np.random.Generator) -> tuple[bytes, list[float
     if kind == 8:
         qvalues = some(-128, 128, 32)
         return q8_0(d, qvalues), [q * d for q in qvalues]
+    if kind == 20:
+        qvalues = some(0, 16, 32)
+        return q4_0(d, qvalues), [IQ4_TABLE[q] * d for q in qvalues]
+    if kind == 23:
+        qvalues, scales, d = some(0, 16, 256), some(0, 64, 8), float(np.float16(d / 16))
+        return iq4_xs(d, scales, qvalues), [IQ4_TABLE[q] * d * (scales[j // 32] - 32) for j, q in enumerate(qvalues)]
+    if kind == 11:
+        qvalues, scales, d = some(0, 8, 256), some(0, 64, 16), float(np.float16(d / 4))
+        return q3_k(d, scales, qvalues), [(q - 4) * d * (scales[j // 16] - 32) for j, q in enumerate(qvalues)]
+    if kind == 10:
+        qvalues, scales, minima = some(0, 4, 256), some(0, 16, 16), some(0, 16, 16)
+        values = [q * d * scales[j // 16] - m * minima[j // 16] for j, q in enumerate(qvalues)]
+        return q2_k(d, m, scales, minima, qvalues), values
     if kind == 14:
         qvalues, scales = some(0, 64, 256), some(-20, 20, 16)
         return q6_k(d / 16, scales, qvalues), [
@@ -164,7 +204,7 @@ def random_block(kind: int, rng: np.random.Generator) -> tuple[bytes, list[float
     return make(d, m, scales, minima, qvalues), values
 
 
-ELEMENTS = {2: 32, 3: 32, 6: 32, 7: 32, 8: 32, 12: 256, 13: 256, 14: 256}
+ELEMENTS = {2: 32, 3: 32, 6: 32, 7: 32, 8: 32, 10: 256, 11: 256, 12: 256, 13: 256, 14: 256, 20: 32, 23: 256}
 """Elements of a block, by type."""
 
 

@@ -3,10 +3,13 @@ errors.
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from llm_serving.backends.block_packing import BlockSegments
+from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.kernels import library
 from llm_serving.kernels.reference import from_bfloat16, round_to_bfloat16
 from numpy.typing import NDArray
@@ -141,6 +144,14 @@ def quantized(
     if library.load().llm_pack_qvalues(weight_only, bits, *arrays, group, *memory_arguments) != 0:
         raise ValueError("no product supports such quantized values")
     return Typed(memory[: n * shown].reshape(n, shown), "int8")
+
+
+def block_weight(segments: Sequence[BlockTensor], dtype: str) -> Typed:
+    """Return a packed weight in blocks; as for `packed`, the weight stays registered."""
+    packed = BlockSegments(segments)
+    memory = np.zeros(packed.num_bytes + 64, np.int8)
+    packed.pack(memory.ctypes.data, dtype)
+    return Typed(memory[: packed.rows * packed.columns].reshape(packed.rows, packed.columns), "int8")
 
 
 def linear(x: Typed, weight: Typed, result: str | None = None) -> Typed:

@@ -25,6 +25,7 @@ from llm_serving.backends.parameters import (
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, ModelError
+from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.network.builder import CacheShape, Network
 from llm_serving.network.operations import rounded_to
@@ -122,6 +123,9 @@ class AscendBackend:
         """Return one Parameter [experts, K, N]: GroupedMatmulV4 takes no transposed weights."""
         of_experts = array.reshape(num_experts, -1, array.shape[1])
         return [self._copy(of_experts.transpose(0, 2, 1), name)]
+
+    def block_weight(self, segments: Sequence[BlockTensor], name: str | None = None) -> ms.Parameter:
+        raise ModelError(f"the operations of {self.name} run no programs, which such weights require")
 
     def packed_quantized_weight(
         self, weight: QuantizedTensor, weight_only: bool, name: str | None = None

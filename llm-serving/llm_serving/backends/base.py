@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError
+from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.network.builder import CacheShape, Network
 
@@ -185,6 +186,17 @@ class Backend(Protocol):
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
         """Return the matrices [N, K] of all experts, given as [num_experts * N, K], as one Parameter each or one for
         all.
+        """
+
+    def block_weight(self, segments: Sequence[BlockTensor], name: str | None = None) -> ms.Parameter:
+        """As `linear_weight`, for a weight of a program that stays in the blocks of its file.
+
+        Args:
+            segments: Rows, one segment after another; all but the last have a multiple of 16 rows. They are copied.
+            name: Parameter name.
+
+        Raises:
+            ModelError: This backend has no such product.
         """
 
     def packed_quantized_weight(

@@ -20,6 +20,7 @@ from mindspore.ops.auto_generate import gen_ops_prim
 
 from llm_serving.backends.ascend import AscendBackend
 from llm_serving.backends.base import Array, BlockMemory
+from llm_serving.backends.block_packing import BlockSegments
 from llm_serving.backends.parameters import (
     copy_blocks_in_memory,
     parameter_over,
@@ -30,6 +31,7 @@ from llm_serving.backends.parameters import (
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, KernelError, ModelError
+from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.kernels import library
 from llm_serving.kernels.compiler import library_path
@@ -108,6 +110,17 @@ class CpuBackend(AscendBackend):
         library.done(kernels.llm_pack_weight(source.ctypes.data, address, self.dtype.encode(), *source.shape))
         parameter = parameter_over(memory.reshape(shown), self.dtype, name)
         weakref.finalize(parameter, kernels.llm_release_weight, address)
+        return parameter
+
+    def block_weight(self, segments: Sequence[BlockTensor], name: str | None = None) -> ms.Parameter:
+        _require_dispatch()
+        packed = BlockSegments(segments)
+        memory = zeroed_bytes(packed.num_bytes)
+        address = memory.ctypes.data
+        packed.pack(address, self.dtype)
+        shape = packed.rows, packed.columns
+        parameter = parameter_over(memory[: math.prod(shape)].view(np.int8).reshape(shape), "int8", name)
+        weakref.finalize(parameter, library.load().llm_release_weight, address)
         return parameter
 
     def packed_quantized_weight(

@@ -26,6 +26,7 @@ from llm_serving.backends.parameters import (
 )
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ModelError
+from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.kernels.reference import from_bfloat16
 from llm_serving.network.builder import CacheShape, Network
@@ -120,6 +121,9 @@ class PlainBackend:
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
         return [self._copy(part, f"{name}.{at}") for at, part in enumerate(np.split(array, num_experts))]
+
+    def block_weight(self, segments: Sequence[BlockTensor], name: str | None = None) -> ms.Parameter:
+        raise self._no_quantized_products()
 
     def packed_quantized_weight(
         self, weight: QuantizedTensor, weight_only: bool, name: str | None = None

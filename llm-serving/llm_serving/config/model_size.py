@@ -7,7 +7,9 @@ from typing import NamedTuple
 import psutil
 
 from llm_serving.config.schema import ServingConfig
+from llm_serving.core.enums import QuantizationName
 from llm_serving.core.window import Window
+from llm_serving.formats.gguf import Gguf
 from llm_serving.models.memory import (
     FREE_MEMORY_FRACTION,
     PROCESS_BYTES,
@@ -42,7 +44,10 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     dtype_bytes = 4 if dtype == "float32" else 2
     keys = num_mask_keys(config.device.device_target, config.model.max_generate_length)
     step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size, keys
-    kept = config.quant.quantization or dtype
+    weights = config.quant.weights_on(config.device)
+    kept = dtype if weights is not None and weights.name == QuantizationName.DEQUANTIZED else config.quant.quantization
+    if kept is None:
+        kept = spec.scheme.stored_types if isinstance(spec.scheme, Gguf) else dtype
     per_token = spec.kv_bytes_per_token(dtype_bytes, int8=config.quant.has_coded_cache)
     fits, verdict = _verdict(config, spec, dtype_bytes, per_token)
     longest = config.model.max_generate_length
@@ -52,7 +57,7 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     beyond = f" for the {held:,} that a window and a step hold" if held < longest else ""
     rows = [("weights as stored", readable_size(stored_bytes))] if stored_bytes is not None else []
     rows += [
-        (f"weights as served ({kept})", readable_size(weight_bytes(spec, dtype_bytes, config.quant.weights))),
+        (f"weights as served ({kept})", readable_size(weight_bytes(spec, dtype_bytes, weights))),
         ("process and largest step", readable_size(PROCESS_BYTES + working_bytes(spec, dtype_bytes, *step))),
         *_draft_model(config, dtype_bytes),
         ("a token of context", f"{per_token / 1024:,.1f} KiB{in_codes}"),
@@ -86,7 +91,7 @@ def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token
             source += f", for each of {config.num_processes} WorkAgents"
         limit -= config.pa.num_swap_blocks * config.pa.block_size * per_token
     limit -= _draft_bytes(config, dtype_bytes)
-    step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size, config.quant.weights
+    step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size, config.quant.weights_on(config.device)
     keys = num_mask_keys(config.device.device_target, config.model.max_generate_length)
     tokens = kv_cache_bytes_left(limit, spec, dtype_bytes, *step, keys) // per_token
     if config.pa.num_blocks is not None:

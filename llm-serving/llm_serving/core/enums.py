@@ -71,6 +71,7 @@ class QuantizationName(enum.StrEnum):
     W8A16 = "w8a16"
     W4A16 = "w4a16"
     W4A8 = "w4a8"
+    DEQUANTIZED = "dequantized"
 
 
 class KVCacheDtypeName(enum.StrEnum):

@@ -10,6 +10,7 @@ The header, little-endian (versions 2 and 3 of ggml's specification):
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import re
@@ -23,8 +24,9 @@ import numpy as np
 
 from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError, shorten
+from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.gguf_blocks import BLOCKS
-from llm_serving.formats.packed import PackedTensor, ReadableTensor
+from llm_serving.formats.packed import PackedTensor, Quantized, ReadableTensor
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.formats.stored_tensor import Array, StoredTensor, check_apart
 
@@ -61,12 +63,15 @@ class GgufFile:
         metadata: Values by key; arrays of strings only on request.
         tensors: Tensors by their names in the file.
         types: Types of the two-dimensional tensors, such as Q4_K.
+        block_elements, block_bytes: Elements of all tensors in blocks, and the bytes that they take as served.
     """
 
     file: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, ReadableTensor]
     types: tuple[str, ...]
+    block_elements: int = 0
+    block_bytes: int = 0
 
 
 def read_gguf(file: Path, texts: bool = False) -> GgufFile:
@@ -165,7 +170,11 @@ def _read(file: Path, reader: _HeaderReader, texts: bool) -> GgufFile:
         tensors[entry.name] = entry.located(file, start, alignment, reader.size)
     check_apart(file, [(name, part) for name, each in tensors.items() for part in each.parts])
     types = dict.fromkeys(entry.type_name for entry in entries if len(entry.shape) > 1)
-    return GgufFile(file, metadata, tensors, tuple(types))
+    in_blocks = [entry for entry in entries if entry.kind in BLOCKS]
+    block_bytes = sum(BLOCKS[entry.kind].packed_bytes(entry.shape) for entry in in_blocks)
+    return GgufFile(
+        file, metadata, tensors, tuple(types), sum(math.prod(each.shape) for each in in_blocks), block_bytes
+    )
 
 
 def _value(reader: _HeaderReader, kind: int, texts: bool) -> Any:
@@ -275,12 +284,20 @@ class Gguf:
     Attributes:
         heads, kv_heads: Numbers of heads whose rows interleave rotary pairs, as in Llama's files; 0: rows stay in
             order.
+        block_elements, block_bytes: Elements of all tensors in blocks, and the bytes that they take as served.
     """
 
     description: str
     heads: int = 0
     kv_heads: int = 0
+    block_elements: int = 0
+    block_bytes: int = 0
     activation_bits: int | None = None
+
+    @property
+    def stored_types(self) -> str:
+        """The types of the file, such as "Q4_K, Q6_K"."""
+        return self.description.partition(", ")[2]
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         weights: dict[str, ReadableTensor] = {}
@@ -320,7 +337,6 @@ def hugging_face_name(name: str) -> str:
     )
 
 
-def _in_order(found: QuantizedTensor | Array, order: Array) -> QuantizedTensor | Array:
-    if isinstance(found, QuantizedTensor):
-        return replace(found, qvalues=found.qvalues[order], scales=found.scales[order])
-    return found[order]
+def _in_order(found: Quantized | Array, order: Array) -> Quantized | Array:
+    assert not isinstance(found, QuantizedTensor)
+    return found.select(order) if isinstance(found, BlockTensor) else found[order]

@@ -1,33 +1,49 @@
-"""The quantized block types of GGUF, dequantized in NumPy (layouts: ggml-common.h of ggml).
+"""The quantized block types of GGUF, read in NumPy (layouts: ggml-common.h of ggml).
 
-    Q4_0   32 elements    d f16, 16 bytes: low halves are the first 16, high halves the others      (q - 8) d
-    Q4_1   32 elements    d f16, m f16, 16 bytes as of Q4_0                                         q d + m
-    Q5_0   32 elements    d f16, fifth bits u32, 16 bytes as of Q4_0                                (q - 16) d
-    Q5_1   32 elements    d f16, m f16, fifth bits u32, 16 bytes as of Q4_0                         q d + m
-    Q8_0   32 elements    d f16, 32 int8                                                            q d
-    Q4_K   256 elements   d f16, m f16, 12 bytes of scales and minima, 128 bytes                    q d s - m n
-    Q5_K   256 elements   the same with 32 bytes of fifth bits before the last                      q d s - m n
-    Q6_K   256 elements   128 bytes of low halves, 64 of upper bits, 16 int8 of scales, d f16       (q - 32) d s
+    type     elements    bytes                                                                       value
+    Q4_0     32          d f16, 16 of halves: low ones are the first 16, high ones the others        (q - 8) d
+    Q4_1     32          d f16, m f16, 16 of halves                                                  q d + m
+    Q5_0     32          d f16, fifth bits u32, 16 of halves                                         (q - 16) d
+    Q5_1     32          d f16, m f16, fifth bits u32, 16 of halves                                  q d + m
+    Q8_0     32          d f16, 32 int8                                                              q d
+    IQ4_NL   32          d f16, 16 of halves                                                         table[q] d
+    Q2_K     256         16 of scales (low halves) and minima, 64 of pairs of bits, d f16, m f16     q d s - m n
+    Q3_K     256         32 of third bits, 64 of pairs of bits, 12 of scales, d f16                  (q - 4) d (s - 32)
+    Q4_K     256         d f16, m f16, 12 of scales and minima, 128 of halves                        q d s - m n
+    Q5_K     256         d f16, m f16, 12 of scales and minima, 32 of fifth bits, 128 of halves      q d s - m n
+    Q6_K     256         128 of halves, 64 of upper bits, 16 int8 of scales, d f16                   (q - 32) d s
+    IQ4_XS   256         d f16, 2 of upper bits and 4 of halves of scales, 128 of halves             table[q] d (s - 32)
 
-s and n belong to groups of 32 elements, in Q6_K of 16.
+s and n belong to groups of 32 elements, in Q2_K, Q3_K and Q6_K of 16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.formats.quantized_tensor import QuantizedTensor, check_scales
+from llm_serving.formats.block_tensor import PANEL_ROWS, UNIT_COLUMNS, BlockTensor
 from llm_serving.formats.stored_tensor import Array
 
 Uint8Array = NDArray[np.uint8]
-Float32Array = NDArray[np.float32]
 
-_AT_ONCE: Final = 2**22
+_AT_ONCE: Final = 2**24
+"""Elements that are unpacked together, which bounds temporary copies."""
+_LINE: Final = 64
+
+
+class _Numbers(NamedTuple):
+    """Arrays of n blocks: [n, elements] quantized values, [n, groups] scales and minima, [n, 1] units."""
+
+    qvalues: Uint8Array
+    scales: NDArray[Any]
+    minima: NDArray[Any] | None = None
+    units: NDArray[np.float16] | None = None
+    minimum_units: NDArray[np.float16] | None = None
 
 
 @dataclass(frozen=True)
@@ -37,39 +53,49 @@ class BlockType:
     Attributes:
         elements: Elements of a block.
         num_bytes: Bytes of a block.
-        unpack: [n, num_bytes] blocks -> quantized values and scales, or float32 values [n, elements].
-        bits: Bits of the quantized values; 0: `unpack` returns float32 values.
-        group: Elements that share a scale.
+        unpack: [n, num_bytes] blocks -> their numbers.
+        bits, zero, group: As `bits`, `zero` and `group_size` of `BlockTensor`.
+        has_minima: Whether groups have minima.
     """
 
     name: str
     elements: int
     num_bytes: int
-    unpack: Callable[[Uint8Array], Any]
-    bits: int = 0
+    unpack: Callable[[Uint8Array], _Numbers]
+    bits: int
+    zero: int = 0
     group: int = 32
+    has_minima: bool = False
 
-    def unpacked(self, rows: Array) -> QuantizedTensor | Array:
+    def packed_bytes(self, shape: tuple[int, ...]) -> int:
+        """Return the bytes of a matrix as products read it: padded to panels of 16 rows, and to lines of 64 bytes."""
+        out, width = shape[-2:]
+        numbers = 2 if self.has_minima else 1
+        scales = width // self.group * PANEL_ROWS * numbers * (1 if self.elements == UNIT_COLUMNS else 2)
+        units = width // UNIT_COLUMNS * PANEL_ROWS * numbers * 2 if self.elements == UNIT_COLUMNS else 0
+        panel = PANEL_ROWS * width * self.bits // 8 + sum(-(-each // _LINE) * _LINE for each in (scales, units))
+        return int(np.prod(shape[:-2], dtype=np.int64)) * -(-out // PANEL_ROWS) * panel
+
+    def unpacked(self, rows: Array) -> BlockTensor:
         """[out, bytes of a row] -> the matrix"""
-        out = len(rows)
-        width = rows.shape[1] // self.num_bytes * self.elements
-        if self.bits:
-            qvalues, scales = self.unpack(np.asarray(rows).reshape(-1, self.num_bytes))
-            of_rows = np.ascontiguousarray(qvalues.reshape(out, width))
-            return QuantizedTensor(of_rows, scales.reshape(out, -1), None, self.bits, min(self.group, max(1, width)))
-        values = np.empty((out, width), np.float32)
-        step = max(1, _AT_ONCE // max(1, width))
-        for start in range(0, out, step):
-            part = np.asarray(rows[start : start + step])
-            values[start : start + step] = self.unpack(part.reshape(-1, self.num_bytes)).reshape(len(part), width)
-        return values
+        out, row_blocks = len(rows), rows.shape[1] // self.num_bytes
+        step = max(1, _AT_ONCE // max(1, row_blocks * self.elements))
+        parts = [self._numbers(np.asarray(rows[start : start + step])) for start in range(0, max(out, 1), step)]
+        qvalues, scales, *others = (
+            None if each[0] is None else np.concatenate(each) for each in zip(*parts, strict=True)
+        )
+        assert qvalues is not None and scales is not None
+        return BlockTensor(qvalues, self.bits, self.group, self.zero, scales, *others)
+
+    def _numbers(self, rows: Uint8Array) -> list[NDArray[Any] | None]:
+        found = self.unpack(np.ascontiguousarray(rows).reshape(-1, self.num_bytes))
+        row_blocks = rows.shape[1] // self.num_bytes
+        return [None if each is None else each.reshape(len(rows), row_blocks * each.shape[1]) for each in found]
 
 
-def _halves(blocks: Uint8Array, start: int) -> Float32Array:
-    """Return the float16 scale [n, 1] at a byte offset."""
-    scales = np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).astype(np.float32)
-    check_scales(scales)
-    return scales
+def _halves(blocks: Uint8Array, start: int) -> NDArray[np.float16]:
+    """Return the float16 number [n, 1] at a byte offset."""
+    return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16)
 
 
 def _low_then_high(packed: Uint8Array) -> Uint8Array:
@@ -77,14 +103,16 @@ def _low_then_high(packed: Uint8Array) -> Uint8Array:
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
-def _q4_0(blocks: Uint8Array) -> tuple[Uint8Array, Float32Array]:
-    return _low_then_high(blocks[:, 2:]), _halves(blocks, 0)
+def _flat(qvalues: Uint8Array) -> Uint8Array:
+    return qvalues.reshape(len(qvalues), -1)
 
 
-def _q4_1(blocks: Uint8Array) -> Float32Array:
-    values: Float32Array = _low_then_high(blocks[:, 4:]) * _halves(blocks, 0)
-    values += _halves(blocks, 2)
-    return values
+def _q4_0(blocks: Uint8Array) -> _Numbers:
+    return _Numbers(_low_then_high(blocks[:, 2:]), _halves(blocks, 0))
+
+
+def _q4_1(blocks: Uint8Array) -> _Numbers:
+    return _Numbers(_low_then_high(blocks[:, 4:]), _halves(blocks, 0), -_halves(blocks, 2))
 
 
 def _five_bits(blocks: Uint8Array) -> Uint8Array:
@@ -93,66 +121,93 @@ def _five_bits(blocks: Uint8Array) -> Uint8Array:
     return _low_then_high(blocks[:, 4:]) | fifth << np.uint8(4)
 
 
-def _q5_0(blocks: Uint8Array) -> tuple[NDArray[np.int8], Float32Array]:
-    return (_five_bits(blocks[:, 2:]) - np.uint8(16)).view(np.int8), _halves(blocks, 0)
+def _q5_0(blocks: Uint8Array) -> _Numbers:
+    return _Numbers(_five_bits(blocks[:, 2:]), _halves(blocks, 0))
 
 
-def _q5_1(blocks: Uint8Array) -> Float32Array:
-    values: Float32Array = _five_bits(blocks[:, 4:]) * _halves(blocks, 0)
-    values += _halves(blocks, 2)
-    return values
+def _q5_1(blocks: Uint8Array) -> _Numbers:
+    return _Numbers(_five_bits(blocks[:, 4:]), _halves(blocks, 0), -_halves(blocks, 2))
 
 
-def _q8_0(blocks: Uint8Array) -> tuple[NDArray[np.int8], Float32Array]:
-    return blocks[:, 2:].view(np.int8), _halves(blocks, 0)
+def _q8_0(blocks: Uint8Array) -> _Numbers:
+    return _Numbers(blocks[:, 2:] ^ np.uint8(128), _halves(blocks, 0))
 
 
-def _q6_k(blocks: Uint8Array) -> tuple[NDArray[np.int8], Float32Array]:
-    # Half a block has 128 elements in four runs of 32: a byte of low halves serves two runs, one of upper bits four.
-    low = _low_then_high(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
-    upper = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-    qvalues = (low | upper << 4) - np.uint8(32)
-    scales = _halves(blocks, 208) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
-    return qvalues.view(np.int8), scales
+def _pairs_of_bits(packed: Uint8Array) -> Uint8Array:
+    """[n, 64] -> [n, 2, 4, 32] values: half a block has four runs of 32 elements, whose bits lie in the same bytes"""
+    return packed.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & np.uint8(3)
 
 
-def _scales_and_minima(packed: Uint8Array) -> tuple[Float32Array, Float32Array]:
-    """[n, 12] -> two arrays [n, 8, 1] of 6-bit values: four in the low bits of bytes, the others split between
-    bytes.
-    """
+def _q2_k(blocks: Uint8Array) -> _Numbers:
+    scales = (blocks[:, :16] & 15).view(np.int8)
+    return _Numbers(
+        _flat(_pairs_of_bits(blocks[:, 16:80])), scales, blocks[:, :16] >> 4, _halves(blocks, 80), _halves(blocks, 82)
+    )
+
+
+def _q3_k(blocks: Uint8Array) -> _Numbers:
+    third = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
+    qvalues = _pairs_of_bits(blocks[:, 32:96]).reshape(-1, 8, 32) | third << np.uint8(2)
+    low = _low_then_high(blocks[:, 96:104])  # of 16 scales, four bits each
+    upper = blocks[:, None, 104:108] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & np.uint8(3)
+    scales = (low | _flat(upper) << np.uint8(4)).view(np.int8) - np.int8(32)
+    return _Numbers(_flat(qvalues), scales, None, _halves(blocks, 108))
+
+
+def _scales_and_minima(packed: Uint8Array) -> tuple[NDArray[np.int8], Uint8Array]:
+    """[n, 12] -> two arrays [n, 8] of 6-bit values: four in the low bits of bytes, the others split between bytes."""
     first, second, both = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([first & 63, both & 15 | first >> 6 << 4], axis=1)
     minima = np.concatenate([second & 63, both >> 4 | second >> 6 << 4], axis=1)
-    return scales[..., None].astype(np.float32), minima[..., None].astype(np.float32)
+    return scales.view(np.int8), minima
 
 
-def _of_runs(blocks: Uint8Array, qvalues: Uint8Array) -> Float32Array:
-    """[n, 8, 32] quantized values -> values, with the scales and minima at the start of a block"""
-    scales, minima = _scales_and_minima(blocks[:, 4:16])
-    scales *= _halves(blocks, 0)[..., None]
-    minima *= _halves(blocks, 2)[..., None]
-    values: Float32Array = qvalues * scales
-    values -= minima
-    return values
+def _q4_k(blocks: Uint8Array) -> _Numbers:
+    qvalues = _flat(_low_then_high(blocks[:, 16:].reshape(-1, 4, 32)))
+    return _Numbers(qvalues, *_scales_and_minima(blocks[:, 4:16]), _halves(blocks, 0), _halves(blocks, 2))
 
 
-def _q4_k(blocks: Uint8Array) -> Float32Array:
-    return _of_runs(blocks, _low_then_high(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32))
-
-
-def _q5_k(blocks: Uint8Array) -> Float32Array:
+def _q5_k(blocks: Uint8Array) -> _Numbers:
     qvalues = _low_then_high(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
-    return _of_runs(blocks, (qvalues | fifth << 4).astype(np.uint8))
+    numbers = *_scales_and_minima(blocks[:, 4:16]), _halves(blocks, 0), _halves(blocks, 2)
+    return _Numbers(_flat(qvalues | fifth << np.uint8(4)), *numbers)
+
+
+def _q6_k(blocks: Uint8Array) -> _Numbers:
+    # Half a block has 128 elements in four runs of 32: a byte of low halves serves two runs, one of upper bits four.
+    low = _low_then_high(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
+    qvalues = low | _pairs_of_bits(blocks[:, 128:192]) << np.uint8(4)
+    return _Numbers(_flat(qvalues), blocks[:, 192:208].view(np.int8), None, _halves(blocks, 208))
+
+
+_TABLE: Final = np.array([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], np.uint8)
+"""The table of IQ4_NL and IQ4_XS, plus 128."""
+
+
+def _iq4_nl(blocks: Uint8Array) -> _Numbers:
+    return _Numbers(_TABLE[_low_then_high(blocks[:, 2:])], _halves(blocks, 0))
+
+
+def _iq4_xs(blocks: Uint8Array) -> _Numbers:
+    qvalues = _TABLE[_flat(_low_then_high(blocks[:, 8:].reshape(-1, 8, 16)))]
+    low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=-1)
+    upper = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & np.uint16(3)
+    scales = (_flat(low) | upper.astype(np.uint8) << np.uint8(4)).view(np.int8) - np.int8(32)
+    return _Numbers(qvalues, scales, None, _halves(blocks, 0))
 
 
 BLOCKS: Final[Mapping[int, BlockType]] = {
-    2: BlockType("Q4_0", 32, 18, _q4_0, bits=4),
-    3: BlockType("Q4_1", 32, 20, _q4_1),
-    6: BlockType("Q5_0", 32, 22, _q5_0, bits=8),
-    7: BlockType("Q5_1", 32, 24, _q5_1),
-    8: BlockType("Q8_0", 32, 34, _q8_0, bits=8),
-    12: BlockType("Q4_K", 256, 144, _q4_k),
-    13: BlockType("Q5_K", 256, 176, _q5_k),
-    14: BlockType("Q6_K", 256, 210, _q6_k, bits=8, group=16),
+    2: BlockType("Q4_0", 32, 18, _q4_0, bits=4, zero=8),
+    3: BlockType("Q4_1", 32, 20, _q4_1, bits=4, has_minima=True),
+    6: BlockType("Q5_0", 32, 22, _q5_0, bits=5, zero=16),
+    7: BlockType("Q5_1", 32, 24, _q5_1, bits=5, has_minima=True),
+    8: BlockType("Q8_0", 32, 34, _q8_0, bits=8, zero=128),
+    10: BlockType("Q2_K", 256, 84, _q2_k, bits=4, group=16, has_minima=True),
+    11: BlockType("Q3_K", 256, 110, _q3_k, bits=4, zero=4, group=16),
+    12: BlockType("Q4_K", 256, 144, _q4_k, bits=4, has_minima=True),
+    13: BlockType("Q5_K", 256, 176, _q5_k, bits=5, has_minima=True),
+    14: BlockType("Q6_K", 256, 210, _q6_k, bits=6, zero=32, group=16),
+    20: BlockType("IQ4_NL", 32, 18, _iq4_nl, bits=8, zero=128),
+    23: BlockType("IQ4_XS", 256, 136, _iq4_xs, bits=8, zero=128),
 }

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Protocol
 
 from llm_serving.errors import ModelError
+from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor
 
 Parts = Mapping[str, StoredTensor]
 """Name ending -> tensor, such as `qweight` and `scales`."""
-Unpack = Callable[[Mapping[str, Array]], QuantizedTensor | Array]
+Quantized = QuantizedTensor | BlockTensor
+Unpack = Callable[[Mapping[str, Array]], Quantized | Array]
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class PackedTensor:
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts)
 
-    def read_packed(self) -> QuantizedTensor | Array:
+    def read_packed(self) -> Quantized | Array:
         """Return quantized values and scales if products can use them, else float32 values.
 
         Raises:
@@ -61,7 +63,7 @@ class PackedTensor:
 
     def read(self) -> Array:
         found = self.read_packed()
-        return found.dequantized() if isinstance(found, QuantizedTensor) else found
+        return found.dequantized() if isinstance(found, Quantized) else found
 
 
 ReadableTensor = StoredTensor | PackedTensor

@@ -113,7 +113,7 @@ def _gguf(given: Mapping[str, Any], description: str) -> Scheme:
     heads, kv_heads = (given.get(key, 0) for key in ("heads", "kv_heads"))
     if any(type(each) is not int or not 0 <= each <= _MAX_GROUP for each in (heads, kv_heads)):
         raise _RefusedError(f"must have heads. Given: {shorten((heads, kv_heads))}")
-    return Gguf(description, heads, kv_heads)
+    return Gguf(description, heads, kv_heads, given.get("block_elements", 0), given.get("block_bytes", 0))
 
 
 _SCHEMES: Final[Mapping[str, Callable[[Mapping[str, Any], str], Scheme]]] = {

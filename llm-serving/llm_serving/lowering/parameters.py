@@ -11,12 +11,21 @@ from llm_serving.backends.base import Backend
 from llm_serving.backends.quantize import quantize
 from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ModelError
+from llm_serving.formats.packed import Quantized
 from llm_serving.formats.quantized_tensor import QuantizedTensor
-from llm_serving.formats.stored_tensor import is_finite
+from llm_serving.formats.stored_tensor import Array, is_finite
 from llm_serving.models.weight_reader import WeightReader
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Operation, Weight
-from llm_serving.network.quantization import BITS, WEIGHT_ONLY, Quantization, quantized_weights, stored_qvalues
+from llm_serving.network.quantization import (
+    BITS,
+    WEIGHT_ONLY,
+    Quantization,
+    block_weights,
+    quantized_weights,
+    stored_blocks,
+    stored_qvalues,
+)
 from llm_serving.network.weights import assemble_weight, load_parameter
 
 _PRODUCTS: Mapping[str, tuple[str, ...]] = {
@@ -49,13 +58,15 @@ def parameters_of(
         reader: Reader of the folder; it is read once.
         max_positions: Longest context of a row, in tokens.
         as_cells: Whether experts have Parameters in the form of Cells, and biases are tables of one row.
-        quantization: How weights are quantized; each weight is quantized when it is read.
+        quantization: How weights are quantized; each weight is quantized when it is read. None: blocks of a GGUF file
+            stay as they are where products take them, and all other weights are in the model dtype.
 
     Raises:
         ModelError: A tensor is missing, unexpected, of another shape, or has an infinite or NaN element.
     """
     multiplied = products(network.operations)
     quantized = quantized_weights(network, quantization)
+    in_blocks = block_weights(network) if quantization is None and not as_cells else set()
     experts = _experts(network.operations) if as_cells else {}
     biases = {each.weights["bias"] for each in network.operations if "bias" in each.weights}
     made: dict[Weight, list[ms.Parameter]] = {}
@@ -71,7 +82,14 @@ def parameters_of(
             else:
                 made[weight] = list(backend.quantized_weight(qvalues, name))
             continue
-        values = load_parameter(weight, reader, max_positions)
+        if weight in in_blocks:
+            parts = _read_packed(weight, reader)
+            if (segments := stored_blocks(weight, parts)) is not None:
+                made[weight] = [backend.block_weight(segments, name)]
+                continue
+            values = assemble_weight(weight, _dequantized(parts))
+        else:
+            values = load_parameter(weight, reader, max_positions)
         if weight.generate is None and not is_finite(values):
             where = reader.first_non_finite(weight.names) or ", ".join(weight.names[:3])
             raise ModelError(f"{where} must hold finite numbers only")
@@ -95,16 +113,22 @@ def _quantized_values(
     weight: Weight, reader: WeightReader, format_name: QuantizationName, group_size: int
 ) -> QuantizedTensor:
     """Return the stored quantized values where products take them, else quantize the weight anew."""
-    parts = [reader.read_packed(name, shape) for name, shape in zip(weight.names, weight.stored_shapes, strict=True)]
+    parts = _read_packed(weight, reader)
     if (stored := stored_qvalues(weight, parts, format_name)) is not None:
         return stored
-    values = assemble_weight(
-        weight, [part.dequantized() if isinstance(part, QuantizedTensor) else part for part in parts]
-    )
+    values = assemble_weight(weight, _dequantized(parts))
     try:
         return quantize(values, BITS[format_name], group_size if BITS[format_name] == 4 else None)
     except ModelError as error:
         raise ModelError(f"{', '.join(weight.names[:3])}: {error}") from None
+
+
+def _read_packed(weight: Weight, reader: WeightReader) -> list[Quantized | Array]:
+    return [reader.read_packed(name, shape) for name, shape in zip(weight.names, weight.stored_shapes, strict=True)]
+
+
+def _dequantized(parts: Iterable[Quantized | Array]) -> list[Array]:
+    return [part.dequantized() if isinstance(part, Quantized) else part for part in parts]
 
 
 def _experts(operations: Iterable[Operation]) -> dict[Weight, int]:

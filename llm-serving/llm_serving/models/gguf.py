@@ -81,7 +81,8 @@ def config_of(found: GgufFile) -> dict[str, Any]:
     config["eos_token_id"] = list(dict.fromkeys(ids[key] for key in _END_IDS if ids[key] is not None)) or None
     heads = config["num_attention_heads"]
     head_counts = {"heads": heads, "kv_heads": config.get("num_key_value_heads", heads)} if name == "llama" else {}
-    config["quantization_config"] = {"quant_method": METHOD, "types": list(found.types), **head_counts}
+    blocks = {"block_elements": found.block_elements, "block_bytes": found.block_bytes}
+    config["quantization_config"] = {"quant_method": METHOD, "types": list(found.types), **head_counts, **blocks}
     return config
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from llm_serving.core.step import MAX_DRAFT_REQUESTS, MAX_PROPOSED_TOKENS, blocks_per_draft_request
+from llm_serving.formats.gguf import Gguf
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.quantization import Quantization, bytes_saved
 
@@ -60,6 +61,14 @@ def working_bytes(
 
 
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: Quantization | None) -> int:
+    """Return the bytes of the weights.
+
+    Without quantization, the blocks of a GGUF file count as they are. Where the model is split over ranks, some of them
+    are dequantized, and the result counts all of them so.
+    """
+    elements = spec.num_weight_elements
+    if quantization is None and isinstance(spec.scheme, Gguf) and spec.scheme.block_elements <= elements:
+        return (elements - spec.scheme.block_elements) * dtype_bytes + spec.scheme.block_bytes
     return spec.num_weight_elements * dtype_bytes - bytes_saved(spec.network, quantization, dtype_bytes)
 
 

@@ -23,8 +23,7 @@ from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError
 from llm_serving.formats.folder import DERIVED, INDEX_NAME, check_tensors, read_tensors, weight_files
 from llm_serving.formats.mindformers_names import ORDERS, are_of_mindformers, hugging_face_name, is_fused, order_of
-from llm_serving.formats.packed import PackedTensor, ReadableTensor, Scheme
-from llm_serving.formats.quantized_tensor import QuantizedTensor
+from llm_serving.formats.packed import PackedTensor, Quantized, ReadableTensor, Scheme
 from llm_serving.formats.stored_tensor import Array, is_finite
 from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
@@ -173,7 +172,7 @@ class WeightReader:
         """
         return self._find(name, shape).read()
 
-    def read_packed(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor | Array:
+    def read_packed(self, name: str, shape: tuple[int, ...]) -> Quantized | Array:
         """As `read`, but return a quantized tensor as quantized values and scales."""
         found = self._find(name, shape)
         return found.read_packed() if isinstance(found, PackedTensor) else found.read()

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.core.enums import QuantizationName
+from llm_serving.formats.block_tensor import PANEL_ROWS, BlockTensor
+from llm_serving.formats.packed import Quantized
 from llm_serving.formats.quantized_tensor import SYMMETRIC_ZERO, QuantizedTensor
 from llm_serving.formats.stored_tensor import Array
 from llm_serving.network.builder import Network
@@ -60,10 +62,12 @@ class Quantization:
 
 def quantized_weights(network: Network, quantization: Quantization | None) -> dict[Weight, QuantizationName]:
     """Return the scheme of each quantized weight; empty without quantization."""
-    if quantization is None:
+    if quantization is None or quantization.name == QuantizationName.DEQUANTIZED:
         return {}
     name = quantization.name
-    quantized = {each.weights[role]: name for each in network.operations for role in _ROLES.get(each.kind, ())}
+    quantized: dict[Weight, QuantizationName] = {
+        each.weights[role]: name for each in network.operations for role in _ROLES.get(each.kind, ())
+    }
     quantized[network.head.weights["weight"]] = _IN_8_BITS.get(name, name)
     return {weight: _with_full_groups(weight, kept, quantization.group_size) for weight, kept in quantized.items()}
 
@@ -74,10 +78,11 @@ def _with_full_groups(weight: Weight, kept: QuantizationName, group_size: int) -
 
 
 def stored_qvalues(
-    weight: Weight, parts: Sequence[QuantizedTensor | Array], kept: QuantizationName
+    weight: Weight, parts: Sequence[Quantized | Array], kept: QuantizationName
 ) -> QuantizedTensor | None:
     """Return a weight in the quantized values that its tensors store; None where products of `kept` cannot use them."""
-    tensors = [part for part in parts if isinstance(part, QuantizedTensor)]
+    found = [part.as_quantized() if isinstance(part, BlockTensor) else part for part in parts]
+    tensors = [part for part in found if isinstance(part, QuantizedTensor)]
     forms = {(each.bits, each.group_size, each.g_idx is None) for each in tensors}
     if len(tensors) < len(parts) or len(forms) > 1 or weight.columns is not None or weight.transform is not None:
         return None
@@ -93,6 +98,39 @@ def stored_qvalues(
         qvalues, zeros = qvalues[rows], None if zeros is None else zeros[rows]
         scales = np.where(at[:, None] < 0, np.float32(0), scales[rows])  # a zero scale makes a row of zeros
     return QuantizedTensor(qvalues, scales, zeros, first.bits, first.group_size)
+
+
+def block_weights(network: Network) -> set[Weight]:
+    """Return the weights that may stay in blocks: factors of products, and the table of embeddings."""
+    roles = {**_ROLES, "embedding": ("table",)}
+    found = [each.weights[role] for each in network.operations for role in roles.get(each.kind, ())]
+    return {*found, network.head.weights["weight"]}
+
+
+def stored_blocks(weight: Weight, parts: Sequence[Quantized | Array]) -> list[BlockTensor] | None:
+    """Return a weight in the blocks that its tensors store, one segment of rows after another; None where a product
+    cannot use them: a tensor has elements, columns are picked, or a segment does not end with a panel of rows.
+    """
+    blocks = [part for part in parts if isinstance(part, BlockTensor)]
+    if len(blocks) < len(parts) or weight.columns is not None or weight.transform is not None:
+        return None
+    if any(each.shape[1] != weight.shape[-1] for each in blocks):
+        return None
+    segments = blocks if weight.rows is None else _picked_segments(blocks, np.array(weight.rows))
+    return segments if all(each.shape[0] % PANEL_ROWS == 0 for each in segments[:-1]) else None
+
+
+def _picked_segments(blocks: Sequence[BlockTensor], rows: NDArray[np.integer[Any]]) -> list[BlockTensor]:
+    """Pick rows of the stack of these tensors; -1 is a row of zeros, which belongs to the tensor of the row before."""
+    starts = np.cumsum([0, *(each.shape[0] for each in blocks)])
+    known = np.maximum.accumulate(np.where(rows >= 0, np.arange(len(rows)), 0))
+    owners = np.searchsorted(starts, np.maximum(rows[known], 0), side="right") - 1
+    ends = [*(np.flatnonzero(np.diff(owners)) + 1), len(rows)]
+    segments = []
+    for first, last in zip([0, *ends[:-1]], ends, strict=True):
+        owner = int(owners[first])
+        segments.append(blocks[owner].select(np.where(rows[first:last] < 0, -1, rows[first:last] - starts[owner])))
+    return segments
 
 
 def _zeros(tensor: QuantizedTensor) -> NDArray[np.uint8]:
@@ -131,7 +169,7 @@ def unsupported_by_cells(network: Network) -> str | None:
 
 def unsupported_quantization(quantization: Quantization | None) -> str | None:
     """Return what a quantization scheme needs and Ascend's primitives lack, or None."""
-    if quantization is None or quantization.name == QuantizationName.W8A8:
+    if quantization is None or quantization.name in (QuantizationName.W8A8, QuantizationName.DEQUANTIZED):
         return None
     return f"products of {quantization.name} weights"
 

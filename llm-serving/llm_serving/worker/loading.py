@@ -20,6 +20,7 @@ from llm_serving.core.step import DRAFT_WINDOW, MAX_DRAFT_REQUESTS, MAX_DRAFT_TO
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.core.window import Window
 from llm_serving.errors import ConfigError, KernelError
+from llm_serving.formats.gguf import Gguf
 from llm_serving.kernels import library
 from llm_serving.kernels.compiler import library_path
 from llm_serving.kernels.ranks import Ranks
@@ -110,6 +111,9 @@ def load_runner(
     logger.log(level, "device_config.exactness: %s: %s", device.exactness, guaranteed)
     if spec.scheme is not None:
         kept = f"{settings.quantization}, others in " if settings.quantization is not None else ""
+        if isinstance(spec.scheme, Gguf) and _quantization(settings, backend) is None:
+            size = readable_size(spec.scheme.block_bytes)
+            kept = f"the blocks of the file, {size} without a second rounding, others in "
         described = spec.scheme.description
         logger.info("the weights are quantised by %s: they are served in %s%s", described, kept, settings.dtype)
     if ranks_fd is not None and ranks is None:
@@ -130,7 +134,7 @@ def load_runner(
         as_program=device.kernels != "primitives",
         implementation=implementation,
         num_prompt_rows=settings.max_num_seqs if device.exactness == ExactnessName.FAST else 0,
-        quantization=_quantization(settings),
+        quantization=_quantization(settings, backend),
         ranks=ranks,
         step_timeout_s=settings.step_timeout_s,
         int8_cache=_has_int8_cache(settings),
@@ -222,10 +226,11 @@ def _compute_fingerprint(backend: Backend, device: DeviceConfig, framework: str,
     )
 
 
-def _quantization(settings: LoadModel) -> Quantization | None:
-    if settings.quantization is None:
-        return None
-    return Quantization(QuantizationName(settings.quantization), settings.group_size)
+def _quantization(settings: LoadModel, backend: Backend) -> Quantization | None:
+    if settings.quantization is not None:
+        return Quantization(QuantizationName(settings.quantization), settings.group_size)
+    runs_program = backend.program() is not None and settings.kernels != "primitives"
+    return None if runs_program else Quantization(QuantizationName.DEQUANTIZED)
 
 
 def _has_int8_cache(settings: LoadModel) -> bool:
@@ -266,7 +271,7 @@ def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
         limit -= settings.num_swap_blocks * one
     step = settings.max_num_batched_tokens, settings.max_num_seqs
     keys = num_mask_keys(settings.device_target, settings.max_model_len)
-    left = kv_cache_bytes_left(limit, spec, element_bytes(backend), *step, _quantization(settings), keys)
+    left = kv_cache_bytes_left(limit, spec, element_bytes(backend), *step, _quantization(settings, backend), keys)
     if settings.draft_model_path is not None:
         draft = ModelSpec.from_folder(Path(settings.draft_model_path))
         left -= draft_model_bytes(draft, element_bytes(backend), settings.block_size)

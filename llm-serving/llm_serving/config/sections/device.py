@@ -88,6 +88,10 @@ class CacheConfig:
     reported in the log."""
 
 
+_PROGRAM_KERNELS: Final = ("auto", "program", "plugin")
+"""Values of `device_config.kernels` with which one operator runs the network on a CPU."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class QuantConfig:
     """Section `quant_config`: quantized weights and KV cache."""
@@ -97,8 +101,10 @@ class QuantConfig:
     channel; activations are quantized to 8 bits with one scale for each token. `w8a16`: 8-bit weights, activations in
     `model_config.model_dtype`. `w4a16`: 4-bit weights with one scale for each output channel and `group_size` inputs,
     and an 8-bit LM head. `w4a8`: 4-bit weights with 8-bit activations. Norm weights, biases and embeddings stay in
-    `model_config.model_dtype`. On a CPU with `kernels: program`; `w8a8` also with `primitives` and on Ascend. null: no
-    quantization."""
+    `model_config.model_dtype`. On a CPU with `kernels: program`; `w8a8` also with `primitives` and on Ascend. null: as
+    the model stores them. The blocks of a GGUF file stay as they are on a CPU with `kernels: program`, and activations
+    are quantized to 8 bits with one scale for each 32 inputs; all other weights are in `model_config.model_dtype`.
+    `dequantized`: all weights in `model_config.model_dtype`."""
     kv_cache_dtype: str = option(KVCacheDtypeName.AUTO.value, choice(tuple(KVCacheDtypeName)))
     """Data type of the KV cache. `int8`: 8 bits with one scale for each token and head, about half the memory; on a CPU
     with `kernels: program`. `auto`: `model_config.model_dtype`."""
@@ -113,7 +119,13 @@ class QuantConfig:
 
     @property
     def weights(self) -> Quantization | None:
+        """How weights are quantized; None: as the model stores them."""
         return _quantization(self.quantization, self.group_size)
+
+    def weights_on(self, device: DeviceConfig) -> Quantization | None:
+        """As `weights`; what cannot stay in the blocks of a file on this device is dequantized."""
+        runs_program = device.device_target == "CPU" and device.kernels in _PROGRAM_KERNELS
+        return self.weights if runs_program or self.weights else Quantization(QuantizationName.DEQUANTIZED)
 
 
 def _quantization(name: str | None, group_size: int) -> Quantization | None:
@@ -229,9 +241,9 @@ def _check_quantization(values: Values) -> None:
         return
     condition = f"{_where(values)}: program on a CPU has it"
     if values[TARGET] == "CPU" and values[KERNELS] == "plain":
-        values.require(name, (None,), condition)
+        values.require(name, (None, QuantizationName.DEQUANTIZED), condition)
     if unsupported_quantization(quantization) is not None:
-        values.require(name, (QuantizationName.W8A8, None), condition)
+        values.require(name, (QuantizationName.W8A8, None, QuantizationName.DEQUANTIZED), condition)
 
 
 def _check_kv_cache(values: Values, spec: ModelSpec | None) -> None:
@@ -245,7 +257,7 @@ def _check_kv_cache(values: Values, spec: ModelSpec | None) -> None:
 
 
 def _runs_programs(values: Values) -> bool:
-    return values[TARGET] == "CPU" and values[KERNELS] in ("auto", "program", "plugin")
+    return values[TARGET] == "CPU" and values[KERNELS] in _PROGRAM_KERNELS
 
 
 def _where(values: Values) -> str:
@@ -262,6 +274,8 @@ def _check_memory(values: Values, spec: ModelSpec) -> None:
     dtype_bytes = 4 if is_plain or values[DTYPE] == "float32" else 2
     budget, seqs = values["scheduler_config.max_prefill_tokens"], values["model_config.decode_batch_size"]
     quantization = _quantization(values["quant_config.quantization"], values["quant_config.group_size"])
+    if quantization is None and not _runs_programs(values):
+        quantization = Quantization(QuantizationName.DEQUANTIZED)
     weights = weight_bytes(spec, dtype_bytes, quantization)
     keys = num_mask_keys(values[TARGET], values["model_config.max_generate_length"])
     working = working_bytes(spec, dtype_bytes, budget, seqs, keys)

@@ -20,6 +20,28 @@ enum class WeightFormat : uint8_t {
   kW8A8,        // 8-bit qvalues with a scale for each column, times rows brought to 8 bits (w8a8.h)
   kW4A8,        // 4-bit qvalues with a scale for each column and group of inputs, times rows brought to 8 bits (w4a8.h)
   kWeightOnly,  // qvalues of 8 or 4 bits with a scale for each column and group of inputs, times rows (weight_only.h)
+  kBlocks,      // blocks of GGUF files, times rows brought to 8 bits in blocks (blocks.h)
+};
+
+// Form of qvalues in blocks (packed_blocks.h).
+struct BlockForm {
+  uint8_t bits = 8;         // of a qvalue: 4, 5, 6 or 8
+  uint8_t zero = 0;         // the qvalue that represents 0, without minima
+  uint8_t group = 32;       // inputs with one scale: 16 or 32
+  bool has_minima = false;  // whether each group has a minimum
+  bool has_units = false;   // whether scales are integers, times a unit for each 256 inputs
+
+  LLM_INLINE bool operator==(const BlockForm& other) const {
+    return bits == other.bits && zero == other.zero && group == other.group && has_minima == other.has_minima &&
+           has_units == other.has_units;
+  }
+};
+
+// Consecutive panels of one form.
+struct BlockSegment {
+  size_t first_panel;
+  size_t offset;  // of its first panel, in bytes
+  BlockForm form;
 };
 
 // What products need of such a weight besides its qvalues.
@@ -32,9 +54,21 @@ struct WeightQValues {
   size_t bits = 8;
   size_t group = 0;   // inputs with one scale
   size_t groups = 1;  // groups of a row
+  // kBlocks:
+  const BlockSegment* segments = nullptr;
+  size_t num_segments = 0;
+  size_t first_panel = 0;  // panels before the first one of this part of a weight
+  size_t panel_bytes = 0;  // mean bytes of a panel
 
   // Returns the index of the scales, or zero points, of a group of a panel.
   LLM_INLINE size_t number_at(size_t panel, size_t of_group) const { return (panel * groups + of_group) * kPanelWidth; }
+
+  // Returns the segment of a panel, counted from the start of the whole weight.
+  LLM_INLINE const BlockSegment& segment_of(size_t panel) const {
+    size_t i = num_segments - 1;
+    while (segments[i].first_panel > panel) i--;
+    return segments[i];
+  }
 };
 
 // Gate function, applied to the first half of a row before it is multiplied by the second: x * sigmoid(x), or GELU in

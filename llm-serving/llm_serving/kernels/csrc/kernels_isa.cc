@@ -1,5 +1,6 @@
 // The kernels of one instruction set: compiled once for each, with its name in LLM_ISA and the compiler flags it needs.
 #include "attention.h"
+#include "blocks.h"
 #include "elementwise.h"
 #include "fixed_point.h"
 #include "linear.h"
@@ -105,6 +106,8 @@ void linear_of_format(const LinearArgs& args) {
       return w4a8_linear(args);
     case WeightFormat::kWeightOnly:
       return weight_only_linear(args);
+    case WeightFormat::kBlocks:
+      return blocks_linear(args);
   }
 }
 

@@ -87,7 +87,8 @@ LLM_OPERATOR(Gather) {
   if (bytes == 0) return call.fail("the type of the table is not supported");
   if (axis == 0 && call.rank(0) == 2 && call.dtype(4) == DType::kInt8) {
     const PackedWeight weight(call.data<void>(0), call.dtype(0), call.dim(0, 0), call.dim(0, 1));
-    if (is_quantized(weight.qvalues()) && weight.qvalues()->bits == 8) {
+    if (is_quantized(weight.qvalues()) && weight.qvalues()->format != WeightFormat::kBlocks &&
+        weight.qvalues()->bits == 8) {
       return gather_qvalues(call, weight, 1, call.data<int8_t>(4));
     }
   }

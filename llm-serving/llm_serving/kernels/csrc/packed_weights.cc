@@ -28,6 +28,7 @@ struct Packed {
   std::vector<float> scale;
   std::vector<int32_t> sums;
   std::vector<uint8_t> zero;
+  std::vector<BlockSegment> segments;
   WeightQValues qvalues;
 };
 
@@ -44,6 +45,8 @@ void remember(void* data, std::unique_ptr<Packed> packed) {
   packed->qvalues.scale = packed->scale.data();
   packed->qvalues.sums = packed->sums.empty() ? nullptr : packed->sums.data();
   packed->qvalues.zero = packed->zero.empty() ? nullptr : packed->zero.data();
+  packed->qvalues.segments = packed->segments.data();
+  packed->qvalues.num_segments = packed->segments.size();
   const std::unique_lock<std::shared_mutex> lock(registry_mutex);
   registry()[data] = std::move(packed);
 }
@@ -151,6 +154,26 @@ void register_qvalues(void* data, const QuantizedWeight& weight, size_t columns)
   remember(data, std::move(packed));
 }
 
+void register_blocks(void* data, DType dtype, const std::vector<BlockRows>& segments, size_t columns) {
+  auto packed = std::make_unique<Packed>();
+  packed->tensor = DType::kInt8;
+  packed->dtype = dtype;
+  packed->columns = columns;
+  packed->has_qvalues = true;
+  packed->qvalues.format = WeightFormat::kBlocks;
+  size_t panels = 0, offset = 0;
+  packed->n = 0;
+  packed->k = segments.empty() ? 0 : segments.front().k;
+  for (const BlockRows& rows : segments) {
+    packed->segments.push_back({panels, offset, rows.form});
+    panels += whole_panels(rows.n) / kPanelWidth;
+    offset += packed_bytes(rows);
+    packed->n += rows.n;
+  }
+  packed->qvalues.panel_bytes = panels == 0 ? 0 : offset / panels;
+  remember(data, std::move(packed));
+}
+
 PackedWeight::PackedWeight(const void* data, DType tensor, size_t n, size_t k)
     : data_(data), dtype_(tensor), n_(n), k_(k) {
   const std::shared_lock<std::shared_mutex> lock(registry_mutex);
@@ -166,13 +189,18 @@ PackedWeight::PackedWeight(const void* data, DType tensor, size_t n, size_t k)
 
 size_t PackedWeight::row_bytes() const {
   if (!is_quantized(qvalues_)) return k_ * element_size(dtype_, nullptr);
+  if (qvalues_->format == WeightFormat::kBlocks) return 0;  // panels differ: see WeightQValues::first_panel
   return panel_bytes(qvalues_->format, qvalues_->bits, k_) / kPanelWidth;
 }
 
 void PackedWeight::unpack_row(size_t row, void* target) const {
   if (is_quantized(qvalues_)) {
     std::vector<float> values(k_);
-    decode_row(*qvalues_, dtype_, data_, k_, row, values.data());
+    if (qvalues_->format == WeightFormat::kBlocks) {
+      decode_block_row(*qvalues_, data_, k_, row, values.data());
+    } else {
+      decode_row(*qvalues_, dtype_, data_, k_, row, values.data());
+    }
     return kernels().round({values.data(), nullptr, target, dtype_, 1, k_, 0, k_, 1.0f});
   }
   if (dtype_ == DType::kFloat32) return unpack<uint32_t>(data_, target, n_, k_, row, false);

@@ -8,6 +8,9 @@
 // packed_qvalues.h.
 #pragma once
 
+#include <vector>
+
+#include "packed_blocks.h"
 #include "packed_qvalues.h"
 
 namespace llm {
@@ -22,6 +25,10 @@ void release_packed(const void* data);
 
 // Registers qvalues that `pack_qvalues` wrote to `data`, whose tensor is int8 [n, columns].
 void register_qvalues(void* data, const QuantizedWeight& weight, size_t columns);
+
+// Registers the segments that `pack_blocks` wrote to `data`, one after another. Its tensor is int8 [n, columns], and
+// the rows that it multiplies are of type `dtype`.
+void register_blocks(void* data, DType dtype, const std::vector<BlockRows>& segments, size_t columns);
 
 // The registered properties of a tensor [n, k].
 class PackedWeight {

@@ -7,6 +7,13 @@ namespace {
 
 std::atomic<int64_t> weight_bytes{0};
 
+// Bytes of the weight of a product.
+size_t bytes_of(const LinearArgs& args) {
+  if (!is_quantized(args.qvalues)) return args.n * args.k * element_size(args.dtype, nullptr);
+  if (args.qvalues->format == WeightFormat::kBlocks) return args.n * args.qvalues->panel_bytes / kPanelWidth;
+  return args.n * args.k * args.qvalues->bits / 8;
+}
+
 }  // namespace
 
 void normalize(const RmsNormArgs& args) {
@@ -22,9 +29,7 @@ void multiply(const LinearArgs& args) {
 }
 
 void multiply_counted(const LinearArgs& args) {
-  const size_t bits = is_quantized(args.qvalues) ? args.qvalues->bits : 8 * element_size(args.dtype, nullptr);
-  const size_t bytes = args.n * args.k * bits / 8;
-  weight_bytes.fetch_add(static_cast<int64_t>(bytes), std::memory_order_relaxed);
+  weight_bytes.fetch_add(static_cast<int64_t>(bytes_of(args)), std::memory_order_relaxed);
   kernels().linear(args);
 }
 

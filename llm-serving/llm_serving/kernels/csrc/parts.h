@@ -57,8 +57,9 @@ class Weight {
     Weight result = *this;
     result.data_ = static_cast<const char*>(data_) + first * row_bytes_;
     result.n_ = count;
+    result.qvalues_.first_panel += first / kPanelWidth;
     const size_t numbers = qvalues_.number_at(first / kPanelWidth, 0);
-    if (has_qvalues_) result.qvalues_.scale += numbers;
+    if (has_qvalues_ && qvalues_.scale != nullptr) result.qvalues_.scale += numbers;
     if (has_qvalues_ && qvalues_.sums != nullptr) result.qvalues_.sums += first;
     if (has_qvalues_ && qvalues_.zero != nullptr) result.qvalues_.zero += numbers;
     return result;

@@ -1,6 +1,7 @@
 // Exports for MindSpore and Python: the list of operators, and functions that return a status (kThrown after an
 // exception).
 #include <cstring>
+#include <vector>
 
 #include "call.h"
 #include "ending.h"
@@ -96,6 +97,58 @@ LLM_EXPORT int llm_pack_qvalues(int64_t weight_only, int64_t bits, const uint8_t
   return llm::guarded("llm_pack_qvalues", [&] {
     llm::pack_qvalues(weight, target);
     llm::register_qvalues(target, weight, size(columns));
+    return 0;
+  });
+}
+
+// Rows of one form, as formats/block_tensor.py describes them; the pointers are those of `BlockRows`.
+struct BlockArgs {
+  int64_t bits, zero, group, n;
+  const uint8_t* qvalues;
+  const void* scales;
+  const void* minima;
+  const uint16_t* units;
+  const uint16_t* minima_units;
+};
+
+static std::vector<llm::BlockRows> block_rows(const BlockArgs* segments, int64_t count, int64_t k) {
+  std::vector<llm::BlockRows> rows;
+  for (int64_t i = 0; i < count; i++) {
+    const BlockArgs& each = segments[i];
+    const llm::BlockForm form = {static_cast<uint8_t>(each.bits), static_cast<uint8_t>(each.zero),
+                                 static_cast<uint8_t>(each.group), each.minima != nullptr, each.units != nullptr};
+    rows.push_back({form, each.qvalues, each.scales, each.minima, each.units, each.minima_units,
+                    static_cast<size_t>(each.n), static_cast<size_t>(k)});
+  }
+  return rows;
+}
+
+// Bytes of the segments as packed; -1 if no product supports them.
+LLM_EXPORT int64_t llm_packed_blocks_bytes(const BlockArgs* segments, int64_t count, int64_t k) {
+  size_t bytes = 0;
+  const std::vector<llm::BlockRows> all = block_rows(segments, count, k);
+  for (const llm::BlockRows& rows : all) {
+    const bool is_last = &rows == &all.back();
+    if (!llm::can_pack(rows) || (!is_last && rows.n % llm::kPanelWidth != 0)) return -1;
+    bytes += llm::packed_bytes(rows);
+  }
+  return static_cast<int64_t>(bytes);
+}
+
+// Packs the segments, one after another, into `target`, which MindSpore sees as int8 [n, columns]. Non-zero: an unknown
+// type.
+LLM_EXPORT int llm_pack_blocks(const BlockArgs* segments, int64_t count, int64_t k, void* target, const char* dtype,
+                               int64_t columns) {
+  const llm::DType type = llm::parse_dtype(dtype);
+  if (!llm::is_float(type) || llm_packed_blocks_bytes(segments, count, k) < 0) return 1;
+  return llm::guarded("llm_pack_blocks", [&] {
+    const std::vector<llm::BlockRows> all = block_rows(segments, count, k);
+    auto* to = static_cast<uint8_t*>(target);
+    for (const llm::BlockRows& rows : all) {
+      llm::pack_blocks(rows, to);
+      to += llm::packed_bytes(rows);
+    }
+    llm::register_blocks(target, type, all, static_cast<size_t>(columns));
     return 0;
   });
 }

@@ -1,0 +1,567 @@
+// Weights in blocks (packed_blocks.h) times rows brought to 8 bits with a scale for each 32 inputs.
+//
+// rows     scale = largest magnitude of the 32 inputs / 127; qvalue = input * (127 / largest), as in quantized_rows.h
+// sums     of (qvalue - zero) * qvalue of the row over the inputs of a group, in 32 bits: exact, so their order is free
+// results  sum over groups, in ascending order, of (sum * scale - sum of the row's qvalues * minimum) * scale of the
+// row,
+//          each product and each sum rounded to float32
+// The bits of a row are those of kernels/blocks.py on every instruction set: nothing is fused.
+#pragma once
+
+#include "linear.h"
+#include "packed_blocks.h"
+#include "quantized_rows.h"
+
+namespace llm::LLM_ISA {
+
+// A byte of a packed panel.
+struct BlockByte {
+  uint8_t bits;
+};
+
+template <>
+struct Operand<BlockByte> {
+  using Activation = int8_t;
+  static constexpr int32_t kOffset = 0;
+  static constexpr size_t kMultiple = kBlockInputs;
+#if defined(__AVX512VNNI__)
+  static constexpr bool kQuick = true;
+#else
+  static constexpr bool kQuick = false;
+#endif
+};
+
+constexpr size_t kHalfBlock = kBlockInputs / 2;
+constexpr size_t kBlockLines = kBlockInputs / kFourInputs;
+constexpr size_t kHalfLines = kBlockLines / 2;
+
+// Rows as qvalues with a scale for each 32 inputs, [blocks][rows], and the sums of their qvalues.
+struct QuantizedBlocks : Activations<BlockByte> {
+  const float* scale;
+  const int32_t* block_sums;  // [blocks][rows]
+  const int32_t* half_sums;   // [2 * blocks][rows], of 16 inputs
+
+  const int32_t* sums_of(size_t group) const { return group == kHalfBlock ? half_sums : block_sums; }
+};
+
+template <class Element>
+QuantizedBlocks block_rows(const LinearArgs& args) {
+  const ActivationForm<BlockByte> form(args.m, args.k);
+  const size_t blocks = form.inputs / kBlockInputs, numbers = blocks * args.m;
+  const size_t stride = args.x_layout.or_rows(args.m, args.k).width, bytes = form.bytes(args.m);
+  auto* qvalues = static_cast<uint8_t*>(scratch(Scratch::kActivations, bytes + 1));
+  auto* scale = static_cast<float*>(scratch(Scratch::kItems, 4 * numbers * sizeof(float) + 1));
+  auto* block_sums = reinterpret_cast<int32_t*>(scale + numbers);
+  int32_t* half_sums = block_sums + numbers;
+  for_rows_of_x(args, [&](size_t row) {
+    const Element* x = static_cast<const Element*>(args.x) + row * stride;
+    for (size_t block = 0, k = 0; block < blocks; block++, k += kBlockInputs) {
+      const size_t at = block * args.m + row;
+      const Floats factor = broadcast(code_factor(largest_bits(x + k, kBlockInputs), &scale[at]));
+      uint8_t* target = qvalues + form.layout.at(row, k);
+      encode(x + k, kBlockInputs, factor, scale[at] == scale[at], 0, target);
+      int32_t sums[2] = {};
+      for (size_t i = 0; i < kBlockInputs; i++) sums[i / kHalfBlock] += static_cast<int8_t>(target[i]);
+      half_sums[2 * block * args.m + row] = sums[0];
+      half_sums[(2 * block + 1) * args.m + row] = sums[1];
+      block_sums[at] = sums[0] + sums[1];
+    }
+  });
+  return {{form, qvalues}, scale, block_sums, half_sums};
+}
+
+inline const BlockByte* whole_panel(const LinearArgs& args, size_t panel, size_t, BlockByte*) {
+  const size_t at = args.qvalues->first_panel + panel;
+  const BlockSegment& segment = args.qvalues->segment_of(at);
+  const size_t bytes = BlockLayout(segment.form).panel_bytes(args.k);
+  return static_cast<const BlockByte*>(args.weight) + segment.offset + (at - segment.first_panel) * bytes;
+}
+
+// ---- Integers ------------------------------------------------------------------------------------------------------
+
+// The qvalues of four inputs of sixteen columns.
+struct Line {
+  NativeUint part[kParts];
+};
+
+LLM_INLINE Line load_line(const uint8_t* source) {
+  Line line;
+  __builtin_memcpy(&line, source, sizeof(line));
+  return line;
+}
+
+LLM_INLINE Line broadcast_four(const int8_t* qvalues) {
+  uint32_t four;
+  __builtin_memcpy(&four, qvalues, sizeof(four));
+  Line line;
+#if defined(__AVX512F__)
+  line.part[0] = (NativeUint)_mm512_set1_epi32(static_cast<int32_t>(four));
+#else
+  LLM_FOR_PARTS line.part[i] = NativeUint{} + four;
+#endif
+  return line;
+}
+
+// 32-bit sums; with vpdpbusd in registers of a float type, for the reason given in qvalues.h.
+struct Sums {
+  NativeFloat part[kParts];
+};
+
+LLM_INLINE Sums broadcast_sum(int32_t sum) {
+  float bits;
+  __builtin_memcpy(&bits, &sum, sizeof(bits));
+  Sums sums;
+  LLM_FOR_PARTS sums.part[i] = native_broadcast(bits);
+  return sums;
+}
+
+LLM_INLINE Sums add_sums(Sums a, const Sums& b) {
+  LLM_FOR_PARTS a.part[i] = (NativeFloat)((NativeInt)a.part[i] + (NativeInt)b.part[i]);
+  return a;
+}
+
+// Adds the products of unsigned and signed qvalues, four in each lane. `kIsByte`: the unsigned ones need more than the
+// 7 bits with which vpmaddubsw cannot overflow.
+template <bool kIsByte>
+LLM_INLINE Sums add_products_of(const Line& unsigned_qvalues, const Line& qvalues, Sums sums) {
+  LLM_FOR_PARTS {
+#if defined(LLM_ADD_FOURS)
+    asm(LLM_ADD_FOURS " %2, %1, %0" : "+v"(sums.part[i]) : "v"(unsigned_qvalues.part[i]), "v"(qvalues.part[i]));
+#else
+    NativeInt added;
+#if defined(__AVX512BW__)
+    if constexpr (!kIsByte) {
+      const __m512i pairs = _mm512_maddubs_epi16((__m512i)unsigned_qvalues.part[i], (__m512i)qvalues.part[i]);
+      added = (NativeInt)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+    } else
+#elif defined(__AVX2__)
+    if constexpr (!kIsByte) {
+      const __m256i pairs = _mm256_maddubs_epi16((__m256i)unsigned_qvalues.part[i], (__m256i)qvalues.part[i]);
+      added = (NativeInt)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    } else
+#endif
+    {
+      const NativeHalves a = (NativeHalves)unsigned_qvalues.part[i], b = (NativeHalves)qvalues.part[i];
+      added =
+          multiply_pairs(a & 0xff, b << 8 >> 8) + multiply_pairs((NativeHalves)((NativeUint)a >> 8 & 0xff00ff), b >> 8);
+    }
+    sums.part[i] = (NativeFloat)((NativeInt)sums.part[i] + added);
+#endif
+  }
+  return sums;
+}
+
+// Shifts bits at position `from` of each byte to position `to`, and keeps those of `mask`.
+LLM_INLINE NativeUint moved_bits(NativeUint bytes, int from, int to, uint32_t mask) {
+  return (to >= from ? bytes << (to - from) : bytes >> (from - to)) & mask;
+}
+
+// Line `line` of a block of planes.
+template <size_t kBits>
+LLM_INLINE Line line_of(const uint8_t* planes, size_t line) {
+  if constexpr (kBits == 8) return load_line(planes + line * kLineBytes);
+  Line result = load_line(planes + line / 2 * kLineBytes);
+  LLM_FOR_PARTS result.part[i] = moved_bits(result.part[i], line % 2 * 4, 0, 0x0f0f0f0f);
+  if constexpr (kBits > 4) {
+    constexpr size_t kHighBits = kBits - 4, kLines = 8 / kHighBits;
+    const Line high = load_line(planes + (kHalfLines + line / kLines) * kLineBytes);
+    const int from = static_cast<int>(line % kLines * kHighBits);
+    LLM_FOR_PARTS result.part[i] |= moved_bits(high.part[i], from, 4, kHighBits == 1 ? 0x10101010 : 0x30303030);
+  }
+  return result;
+}
+
+// ---- Groups --------------------------------------------------------------------------------------------------------
+
+// The scales and minima of a group of sixteen columns.
+struct GroupNumbers {
+  Floats scale, minimum;
+};
+
+LLM_INLINE Floats load_bytes(const uint8_t* source) {
+#if defined(__AVX512F__)
+  return {{_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))))}};
+#else
+  Floats result;
+  LLM_FOR_PARTS {
+    for (size_t j = 0; j < kNative; j++) result.part[i][j] = static_cast<float>(source[i * kNative + j]);
+  }
+  return result;
+#endif
+}
+
+// Reads the numbers of groups of a chunk, exactly.
+template <bool kMinima>
+struct GroupReader {
+  const BlockLayout& layout;
+  const uint8_t* records;
+  const bool has_units;
+  Floats scale_unit, minimum_unit;
+
+  LLM_INLINE GroupReader(const BlockLayout& layout, const BlockChunk& chunk)
+      : layout(layout), records(chunk.records), has_units(layout.unit_bytes > 0) {
+    const auto* units = reinterpret_cast<const Float16*>(chunk.units);
+    scale_unit = has_units ? load(units) : zeros();
+    minimum_unit = kMinima && has_units ? load(units + kPanelWidth) : zeros();
+  }
+
+  LLM_INLINE GroupNumbers numbers(size_t group) const {
+    const uint8_t* record = records + group * layout.record_bytes;
+    const auto* halves = reinterpret_cast<const Float16*>(record);
+    if (!has_units) return {load(halves), kMinima ? load(halves + kPanelWidth) : zeros()};
+    const Floats scale = load(reinterpret_cast<const int8_t*>(record)) * scale_unit;
+    return {scale, kMinima ? load_bytes(record + kPanelWidth) * minimum_unit : zeros()};
+  }
+};
+
+// What a group adds to the total of a row, before the scale of the row.
+template <bool kMinima>
+LLM_INLINE Floats group_value(const Sums& sums, const GroupNumbers& numbers, Floats row_sum) {
+  Floats value;
+  LLM_FOR_PARTS value.part[i] = __builtin_convertvector((NativeInt)sums.part[i], NativeFloat);
+  value = value * numbers.scale;
+  return kMinima ? value - row_sum * numbers.minimum : value;
+}
+
+// ---- Few rows: qvalues are widened in registers
+// ----------------------------------------------------------------------
+
+constexpr size_t kBlockBytesAhead = 4096;
+constexpr size_t kRegisterRows = 4;  // rows whose sums and totals stay in registers beside a widened line
+
+template <size_t kBits, bool kMinima, size_t kRows>
+void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const QuantizedBlocks& x, size_t row,
+                 float* totals) {
+  constexpr size_t kChains = kRows <= 2 ? 2 : 1;  // sums of a group added up in turns, to hide latency
+  const BlockLayout layout(form);
+  const size_t rows = x.layout.rows;
+  const bool is_half = form.group == kHalfBlock;
+  const int32_t zero = kMinima ? 0 : -static_cast<int32_t>(form.zero);
+  const int32_t* row_sums = x.sums_of(form.group) + row;
+  const float* row_scales = x.scale + row;
+  const int8_t* a[kRows];
+  Floats total[kRows];
+#pragma GCC unroll 4
+  for (size_t r = 0; r < kRows; r++) {
+    a[r] = x.at(row + r, 0);
+    total[r] = zeros();
+  }
+  for (size_t index = 0; index * kChunkInputs < k; index++) {
+    const BlockChunk chunk(layout, panel, k, index);
+    const GroupReader<kMinima> reader(layout, chunk);
+    const uint8_t* planes = chunk.planes;
+    size_t group = 0;
+    for (size_t block = 0; block < chunk.blocks; block++, planes += layout.plane_bytes, row_scales += rows) {
+      Sums sums[kChains][kRows];
+#pragma GCC unroll 2
+      for (size_t half = 0; half < 2; half++) {
+        if (half == 0 || is_half) {
+#pragma GCC unroll 4
+          for (size_t r = 0; r < kRows; r++) {
+            sums[0][r] = broadcast_sum(zero * row_sums[r]);
+            if constexpr (kChains > 1) sums[1][r] = broadcast_sum(0);
+          }
+        }
+#pragma GCC unroll 4
+        for (size_t i = 0; i < kHalfLines; i++) {
+          const size_t line = half * kHalfLines + i;
+          if (line < kBits) __builtin_prefetch(planes + kBlockBytesAhead + line * kLineBytes, 0, 2);
+          const Line values = line_of<kBits>(planes, line);
+#pragma GCC unroll 4
+          for (size_t r = 0; r < kRows; r++) {
+            const Line four = broadcast_four(a[r] + line * kFourInputs);
+            Sums& to = sums[i % kChains][r];
+            to = add_products_of<kBits == 8>(values, four, to);
+          }
+        }
+        if (half == 1 || is_half) {
+          const GroupNumbers numbers = reader.numbers(group++);
+#pragma GCC unroll 4
+          for (size_t r = 0; r < kRows; r++) {
+            const Floats row_sum = broadcast(kMinima ? static_cast<float>(row_sums[r]) : 0.0f);
+            if constexpr (kChains > 1) sums[0][r] = add_sums(sums[0][r], sums[1][r]);
+            const Floats value = group_value<kMinima>(sums[0][r], numbers, row_sum);
+            total[r] = total[r] + value * broadcast(row_scales[r]);
+          }
+          row_sums += rows;
+        }
+      }
+#pragma GCC unroll 4
+      for (size_t r = 0; r < kRows; r++) a[r] += kBlockInputs;
+    }
+  }
+#pragma GCC unroll 4
+  for (size_t r = 0; r < kRows; r++) store(totals + r * kPanelWidth, total[r]);
+}
+
+template <size_t kBits, bool kMinima>
+void block_panel_rows(const BlockForm& form, size_t k, const uint8_t* panel, const QuantizedBlocks& x, size_t row,
+                      size_t rows, float* totals) {
+  const size_t tiles = (rows + kRegisterRows - 1) / kRegisterRows;
+  for (size_t i = 0; i < tiles; i++) {
+    const size_t height = (rows + tiles - i - 1) / (tiles - i);
+    switch (height) {
+      case 1:
+        block_panel<kBits, kMinima, 1>(form, k, panel, x, row, totals);
+        break;
+      case 2:
+        block_panel<kBits, kMinima, 2>(form, k, panel, x, row, totals);
+        break;
+      case 3:
+        block_panel<kBits, kMinima, 3>(form, k, panel, x, row, totals);
+        break;
+      default:
+        block_panel<kBits, kMinima, 4>(form, k, panel, x, row, totals);
+    }
+    row += height;
+    rows -= height;
+    totals += height * kPanelWidth;
+  }
+}
+
+inline void multiply_in_registers(const BlockForm& form, size_t k, const uint8_t* panel, const QuantizedBlocks& x,
+                                  size_t row, size_t rows, float* totals) {
+  switch (form.bits) {
+    case 4:
+      if (form.has_minima) return block_panel_rows<4, true>(form, k, panel, x, row, rows, totals);
+      return block_panel_rows<4, false>(form, k, panel, x, row, rows, totals);
+    case 5:
+      if (form.has_minima) return block_panel_rows<5, true>(form, k, panel, x, row, rows, totals);
+      return block_panel_rows<5, false>(form, k, panel, x, row, rows, totals);
+    case 6:
+      return block_panel_rows<6, false>(form, k, panel, x, row, rows, totals);
+    default:
+      return block_panel_rows<8, false>(form, k, panel, x, row, rows, totals);
+  }
+}
+
+// ---- Many rows: qvalues of a few panels are widened in memory
+// --------------------------------------------------------
+
+template <size_t kBits>
+void widen_planes(const uint8_t* planes, size_t blocks, uint8_t* target) {
+  for (size_t block = 0; block < blocks; block++, planes += kBits * kLineBytes) {
+#pragma GCC unroll 8
+    for (size_t line = 0; line < kBlockLines; line++, target += kLineBytes) {
+      if (line < kBits) __builtin_prefetch(planes + kBlockBytesAhead + line * kLineBytes, 0, 2);
+      const Line values = line_of<kBits>(planes, line);
+      __builtin_memcpy(target, &values, sizeof(values));
+    }
+  }
+}
+
+inline void widen_chunk(const BlockForm& form, const BlockLayout& layout, const BlockChunk& chunk, uint8_t* qvalues,
+                        GroupNumbers* numbers) {
+  switch (form.bits) {
+    case 4:
+      widen_planes<4>(chunk.planes, chunk.blocks, qvalues);
+      break;
+    case 5:
+      widen_planes<5>(chunk.planes, chunk.blocks, qvalues);
+      break;
+    case 6:
+      widen_planes<6>(chunk.planes, chunk.blocks, qvalues);
+      break;
+    default:
+      widen_planes<8>(chunk.planes, chunk.blocks, qvalues);
+  }
+  const size_t groups = chunk.blocks * layout.block_groups;
+  if (form.has_minima) {
+    const GroupReader<true> reader(layout, chunk);
+    for (size_t group = 0; group < groups; group++) numbers[group] = reader.numbers(group);
+  } else {
+    const GroupReader<false> reader(layout, chunk);
+    for (size_t group = 0; group < groups; group++) numbers[group] = reader.numbers(group);
+  }
+}
+
+// Panels side by side in a tile of widened panels: the totals of a tile stay in registers, beside its sums.
+#if defined(__AVX512F__)
+constexpr size_t kWidePanels = 2;
+#else
+constexpr size_t kWidePanels = 1;
+#endif
+
+// A pass of panels of one form, widened.
+struct WidePanels {
+  const uint8_t* qvalues[kTilePanels];
+  const GroupNumbers* numbers[kTilePanels];  // of each group
+  BlockForm form;
+  size_t first_block, blocks;
+};
+
+// Adds the products of a few rows and the panels from `panel` on to their totals.
+template <bool kMinima, size_t kRows, size_t kPanels>
+void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x, size_t row, float* totals,
+               size_t panel_stride) {
+  const size_t rows = x.layout.rows, stride = x.layout.width;
+  const bool is_half = panels.form.group == kHalfBlock;
+  const size_t group_bytes = (is_half ? kHalfLines : kBlockLines) * kLineBytes;
+  const int32_t* row_sums = x.sums_of(panels.form.group) + panels.first_block * (is_half ? 2 : 1) * rows + row;
+  const float* row_scales = x.scale + panels.first_block * rows + row;
+  const int8_t* a = x.at(row, panels.first_block * kBlockInputs);
+  const int32_t zero = kMinima ? 0 : -static_cast<int32_t>(panels.form.zero);
+  const uint8_t* qvalues[kPanels];
+  const GroupNumbers* numbers[kPanels];
+  Floats total[kRows][kPanels];
+#pragma GCC unroll 8
+  for (size_t p = 0; p < kPanels; p++) {
+    qvalues[p] = panels.qvalues[panel + p];
+    numbers[p] = panels.numbers[panel + p];
+#pragma GCC unroll 8
+    for (size_t r = 0; r < kRows; r++) total[r][p] = load(totals + p * panel_stride + r * kPanelWidth);
+  }
+  const uint8_t* const end = qvalues[0] + panels.blocks * kBlockLines * kLineBytes;
+  for (bool is_first_half = true; qvalues[0] < end; is_first_half = !is_first_half) {
+    Sums sums[kRows][kPanels];
+#pragma GCC unroll 8
+    for (size_t r = 0; r < kRows; r++) {
+      const Sums begin = broadcast_sum(zero * row_sums[r]);
+#pragma GCC unroll 8
+      for (size_t p = 0; p < kPanels; p++) sums[r][p] = begin;
+    }
+    for (const uint8_t* until = qvalues[0] + group_bytes; qvalues[0] < until; a += kFourInputs) {
+      Line values[kPanels];
+#pragma GCC unroll 8
+      for (size_t p = 0; p < kPanels; p++) {
+        values[p] = load_line(qvalues[p]);
+        qvalues[p] += kLineBytes;
+      }
+#pragma GCC unroll 8
+      for (size_t r = 0; r < kRows; r++) {
+        const Line four = broadcast_four(a + r * stride);
+#pragma GCC unroll 8
+        for (size_t p = 0; p < kPanels; p++) sums[r][p] = add_products_of<true>(values[p], four, sums[r][p]);
+      }
+    }
+#pragma GCC unroll 8
+    for (size_t p = 0; p < kPanels; p++) {
+      const GroupNumbers of_group = *numbers[p]++;
+#pragma GCC unroll 8
+      for (size_t r = 0; r < kRows; r++) {
+        const Floats row_sum = broadcast(kMinima ? static_cast<float>(row_sums[r]) : 0.0f);
+        total[r][p] = total[r][p] + group_value<kMinima>(sums[r][p], of_group, row_sum) * broadcast(row_scales[r]);
+      }
+    }
+    row_sums += rows;
+    if (!is_half || !is_first_half) row_scales += rows;
+  }
+#pragma GCC unroll 8
+  for (size_t p = 0; p < kPanels; p++) {
+#pragma GCC unroll 8
+    for (size_t r = 0; r < kRows; r++) store(totals + p * panel_stride + r * kPanelWidth, total[r][p]);
+  }
+}
+
+template <bool kMinima, size_t kPanels>
+void wide_tile_of(size_t height, const WidePanels& panels, size_t panel, const QuantizedBlocks& x, size_t row,
+                  float* totals, size_t panel_stride) {
+  switch (height) {
+    case 1:
+      return wide_tile<kMinima, 1, kPanels>(panels, panel, x, row, totals, panel_stride);
+    case 2:
+      return wide_tile<kMinima, 2, kPanels>(panels, panel, x, row, totals, panel_stride);
+    case 3:
+      return wide_tile<kMinima, 3, kPanels>(panels, panel, x, row, totals, panel_stride);
+    case 4:
+      return wide_tile<kMinima, 4, kPanels>(panels, panel, x, row, totals, panel_stride);
+    case 5:
+      return wide_tile<kMinima, 5, kPanels>(panels, panel, x, row, totals, panel_stride);
+    case 6:
+      return wide_tile<kMinima, 6, kPanels>(panels, panel, x, row, totals, panel_stride);
+    default:
+      return;
+  }
+}
+
+// Multiplies rows by widened panels, in tiles of nearly equal height.
+template <bool kMinima>
+void multiply_tiles(const WidePanels& panels, size_t count, const QuantizedBlocks& x, size_t row, size_t rows,
+                    float* totals) {
+  const size_t tiles = (rows + kTileRows - 1) / kTileRows, panel_stride = rows * kPanelWidth;
+  for (size_t i = 0, r = 0; i < tiles; i++) {
+    const size_t height = (rows - r + tiles - i - 1) / (tiles - i);
+    size_t panel = 0;
+    for (; panel + kWidePanels <= count; panel += kWidePanels) {
+      float* to = totals + panel * panel_stride + r * kPanelWidth;
+      wide_tile_of<kMinima, kWidePanels>(height, panels, panel, x, row + r, to, panel_stride);
+    }
+    if (panel < count) {
+      float* to = totals + panel * panel_stride + r * kPanelWidth;
+      wide_tile_of<kMinima, 1>(height, panels, panel, x, row + r, to, panel_stride);
+    }
+    r += height;
+  }
+}
+
+// Multiplies rows by `count` panels of one form, pass by pass.
+inline void multiply_widened(const BlockForm& form, size_t k, const uint8_t* const* panel, size_t count,
+                             const QuantizedBlocks& x, size_t row, size_t rows, float* totals) {
+  const BlockLayout layout(form);
+  const size_t blocks = k / kBlockInputs, pass = x.pass / kBlockInputs < blocks ? x.pass / kBlockInputs : blocks;
+  const size_t numbers_bytes = pass * layout.block_groups * sizeof(GroupNumbers);
+  const size_t panel_bytes = numbers_bytes + pass * kBlockInputs * kPanelWidth;
+  auto* memory = static_cast<uint8_t*>(scratch(Scratch::kPanel, count * panel_bytes));
+  __builtin_memset(totals, 0, count * rows * kPanelWidth * sizeof(float));
+  for (size_t first = 0; first < blocks; first += pass) {
+    WidePanels panels = {};
+    panels.form = form;
+    panels.first_block = first;
+    panels.blocks = blocks - first < pass ? blocks - first : pass;
+    for (size_t p = 0; p < count; p++) {
+      auto* numbers = reinterpret_cast<GroupNumbers*>(memory + p * panel_bytes);
+      uint8_t* qvalues = memory + p * panel_bytes + numbers_bytes;
+      panels.qvalues[p] = qvalues;
+      panels.numbers[p] = numbers;
+      for (size_t block = first; block < first + panels.blocks; block += kChunkBlocks) {
+        const BlockChunk chunk(layout, panel[p], k, block / kChunkBlocks);
+        widen_chunk(form, layout, chunk, qvalues, numbers);
+        qvalues += chunk.blocks * kBlockInputs * kPanelWidth;
+        numbers += chunk.blocks * layout.block_groups;
+      }
+    }
+    if (form.has_minima) {
+      multiply_tiles<true>(panels, count, x, row, rows, totals);
+    } else {
+      multiply_tiles<false>(panels, count, x, row, rows, totals);
+    }
+  }
+}
+
+inline void sum_products(const LinearArgs& args, const QuantizedBlocks& x, size_t row, size_t rows,
+                         const UnitPanels<BlockByte>& panels, float* sums) {
+  if (args.k == 0) {
+    __builtin_memset(sums, 0, panels.count * rows * kPanelWidth * sizeof(float));
+    return;
+  }
+  auto form_of = [&](size_t p) -> const BlockForm& {
+    return args.qvalues->segment_of(args.qvalues->first_panel + panels.index[p]).form;
+  };
+  const bool is_wide = args.m > kTileRows;  // then a row may have several passes
+  for (size_t p = 0; p < panels.count;) {
+    const BlockForm& form = form_of(p);
+    float* totals = sums + p * rows * kPanelWidth;
+    if (!is_wide) {
+      const auto* panel = reinterpret_cast<const uint8_t*>(panels.data[p++]);
+      multiply_in_registers(form, args.k, panel, x, row, rows, totals);
+      continue;
+    }
+    const uint8_t* together[kTilePanels];
+    size_t count = 0;
+    while (count < kTilePanels && p + count < panels.count && form_of(p + count) == form) {
+      together[count] = reinterpret_cast<const uint8_t*>(panels.data[p + count]);
+      count++;
+    }
+    multiply_widened(form, args.k, together, count, x, row, rows, totals);
+    p += count;
+  }
+}
+
+inline void blocks_linear(const LinearArgs& args) {
+  with_element(args.dtype, [&](auto tag) {
+    using Element = typename decltype(tag)::Element;
+    linear_with<Element>(args, block_rows<Element>(args));
+  });
+}
+
+}  // namespace llm::LLM_ISA

@@ -1,0 +1,90 @@
+// Weights in blocks, as GGUF files store them: small unsigned qvalues with a scale, and perhaps a minimum, for each
+// group of inputs. Nothing is rounded when they are packed.
+//
+// value = scale * (qvalue - zero) - minimum
+//
+// A weight consists of segments of rows, each of one form. A segment consists of whole panels of 16 rows, and a panel
+// of chunks of 256 inputs, each padded to a multiple of 64 bytes, one after another as products read them: planes   for
+// each 32 inputs: 8-bit qvalues as eight lines [4 inputs][16 rows], or four lines with the low four bits of
+//          two of those in each byte, the first in the low half, followed by a line of fifth bits, the first line's in
+//          the lowest bit, or by two lines of fifth and sixth bits, two bits a byte, each line for four
+// records  for each group: 16 scales, then 16 minima; int8 and uint8 if the form has units, otherwise float16
+// units    16 units of scales, then 16 units of minima, float16, by which those are multiplied
+#pragma once
+
+#include "kernels.h"
+
+namespace llm {
+
+constexpr size_t kBlockInputs = 32;   // inputs whose planes lie together
+constexpr size_t kChunkInputs = 256;  // inputs with one unit
+constexpr size_t kChunkBlocks = kChunkInputs / kBlockInputs;
+constexpr size_t kLineBytes = 64;
+// Most inputs: indices of this many fit everywhere.
+constexpr size_t kMaxBlockInputs = 1 << 20;
+
+// Sizes of the parts of a panel, in bytes.
+struct BlockLayout {
+  size_t plane_bytes;   // of the planes of 32 inputs
+  size_t number_bytes;  // of a scale or minimum
+  size_t record_bytes;  // of the scales and minima of a group
+  size_t unit_bytes;    // of the units of a chunk
+  size_t block_groups;  // groups of 32 inputs
+  size_t chunk_bytes;   // of a whole chunk
+
+  LLM_INLINE explicit BlockLayout(const BlockForm& form) {
+    plane_bytes = kLineBytes * form.bits;
+    number_bytes = form.has_units ? 1 : 2;
+    record_bytes = kPanelWidth * number_bytes * (form.has_minima ? 2 : 1);
+    unit_bytes = form.has_units ? kPanelWidth * 2 * (form.has_minima ? 2 : 1) : 0;
+    block_groups = kBlockInputs / form.group;
+    chunk_bytes = bytes_of(kChunkBlocks);
+  }
+
+  // Bytes of a chunk of so many blocks; only the last of a panel may be shorter.
+  LLM_INLINE size_t bytes_of(size_t blocks) const {
+    return TiledLayout::padded(blocks * (plane_bytes + block_groups * record_bytes) + unit_bytes, kLineBytes);
+  }
+
+  LLM_INLINE size_t panel_bytes(size_t k) const {
+    const size_t blocks = (k + kBlockInputs - 1) / kBlockInputs, rest = blocks % kChunkBlocks;
+    return blocks / kChunkBlocks * chunk_bytes + (rest > 0 ? bytes_of(rest) : 0);
+  }
+};
+
+// A chunk of a panel.
+struct BlockChunk {
+  size_t blocks;
+  const uint8_t* planes;
+  const uint8_t* records;
+  const uint8_t* units;
+
+  LLM_INLINE BlockChunk(const BlockLayout& layout, const uint8_t* panel, size_t k, size_t index) {
+    const size_t left = k / kBlockInputs - index * kChunkBlocks;
+    blocks = left < kChunkBlocks ? left : kChunkBlocks;
+    planes = panel + index * layout.chunk_bytes;
+    records = planes + blocks * layout.plane_bytes;
+    units = records + blocks * layout.block_groups * layout.record_bytes;
+  }
+};
+
+// Row-major rows [n, k] of one form. Arrays without minima or units are null.
+struct BlockRows {
+  BlockForm form;
+  const uint8_t* qvalues;        // [n, k]
+  const void* scales;            // [n, groups]
+  const void* minima;            // [n, groups]
+  const uint16_t* units;         // [n, k / 256]
+  const uint16_t* minima_units;  // [n, k / 256]
+  size_t n, k;
+};
+
+// Whether products support such rows.
+bool can_pack(const BlockRows& rows);
+// Bytes of the rows as packed.
+size_t packed_bytes(const BlockRows& rows);
+void pack_blocks(const BlockRows& rows, void* target);
+// Reads one row of a packed weight as k numbers.
+void decode_block_row(const WeightQValues& qvalues, const void* packed, size_t k, size_t row, float* target);
+
+}  // namespace llm

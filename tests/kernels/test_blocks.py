@@ -1,0 +1,169 @@
+"""Products of weights in blocks: bit-identical to NumPy on every instruction set."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llm_serving.backends.block_packing import BlockSegments
+from llm_serving.errors import ModelError
+from llm_serving.formats.block_tensor import BlockTensor
+from llm_serving.kernels import blocks, library
+from support.instruction_sets import isas_of_qvalues, real_isas
+from support.kernel_calls import Array, Typed, block_weight, call, empty, integers, linear, scalar, typed
+
+pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
+
+
+class Form(NamedTuple):
+    """A form of blocks, as one or more types of GGUF have it."""
+
+    bits: int
+    group_size: int
+    zero: int = 0
+    has_minima: bool = False
+    has_units: bool = False
+
+
+FORMS = {
+    "Q4_0": Form(4, 32, zero=8),
+    "Q4_1": Form(4, 32, has_minima=True),
+    "Q5_0": Form(5, 32, zero=16),
+    "Q5_1": Form(5, 32, has_minima=True),
+    "Q8_0": Form(8, 32, zero=128),
+    "Q2_K": Form(4, 16, has_minima=True, has_units=True),
+    "Q3_K": Form(4, 16, zero=4, has_units=True),
+    "Q4_K": Form(4, 32, has_minima=True, has_units=True),
+    "Q5_K": Form(5, 32, has_minima=True, has_units=True),
+    "Q6_K": Form(6, 16, zero=32, has_units=True),
+    "IQ4_XS": Form(8, 32, zero=128, has_units=True),
+}
+SHAPES = [(1, 16, 256), (3, 50, 512), (4, 1, 256), (6, 33, 2560), (7, 200, 256), (19, 100, 2304), (40, 130, 512)]
+BATCHES = (1, 2, 5, 6, 7, 18, 19, 64, 300)
+
+
+def normal(rng: np.random.Generator, *shape: int) -> Array:
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def random_tensor(rng: np.random.Generator, n: int, k: int, form: Form) -> BlockTensor:
+    groups = n, k // form.group_size
+    qvalues = rng.integers(0, 2**form.bits, (n, k), np.uint8)
+
+    def halves(*shape: int) -> Array:
+        return (normal(rng, *shape) * 0.01).astype(np.float16)
+
+    if form.has_units:
+        scales, units = rng.integers(-128, 128, groups).astype(np.int8), halves(n, k // 256)
+        minima = rng.integers(0, 256, groups).astype(np.uint8) if form.has_minima else None
+        minimum_units = halves(n, k // 256) if form.has_minima else None
+        return BlockTensor(qvalues, form.bits, form.group_size, form.zero, scales, minima, units, minimum_units)
+    minima = halves(*groups) if form.has_minima else None
+    return BlockTensor(qvalues, form.bits, form.group_size, form.zero, halves(*groups), minima)
+
+
+def expected(x: Typed, tensor: BlockTensor) -> Array:
+    numbers = tensor.group_scales(), tensor.group_minima(), tensor.group_size
+    return blocks.linear(x.values, tensor.qvalues, tensor.zero, *numbers)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_block_product_bits_equal_numpy(isa_of_codes: str, name: str) -> None:
+    rng = np.random.default_rng(1)
+    for dtype, (m, n, k) in ((dtype, shape) for dtype in ("bfloat16", "float16", "float32") for shape in SHAPES):
+        tensor = random_tensor(rng, n, k, FORMS[name])
+        x = typed(normal(rng, m, k) * (np.arange(m) % 3 > 0)[:, None], dtype)
+        bits = linear(x, block_weight([tensor], dtype), "float32").bits
+        assert np.array_equal(bits, expected(x, tensor).view(np.uint32)), (dtype, m, n, k)
+
+
+@settings(max_examples=40)
+@given(
+    m=st.integers(1, 40),
+    n=st.integers(1, 70),
+    inputs=st.integers(1, 40),
+    name=st.sampled_from(sorted(FORMS)),
+    spread=st.integers(0, 60),
+    isa=st.sampled_from(isas_of_qvalues() or ["plain"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_block_product_bits_equal_numpy_for_any_shape(
+    m: int, n: int, inputs: int, name: str, spread: int, isa: str, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    form = FORMS[name]
+    k = inputs * (256 if form.has_units else 32)
+    tensor = random_tensor(rng, n, k, form)
+    x = typed(normal(rng, m, k) * np.float32(2.0) ** rng.integers(-spread, spread + 1, (m, k)), "float32")
+    with library.use_isa(isa):
+        bits = linear(x, block_weight([tensor], "float32"), "float32").bits
+    assert np.array_equal(bits, expected(x, tensor).view(np.uint32))
+
+
+@pytest.mark.parametrize("m", [1, 5, 9, 70])
+def test_block_product_of_segments_equals_those_of_each(isa_of_codes: str, m: int) -> None:
+    rng = np.random.default_rng(2)
+    rows = [(48, "Q4_0"), (16, "Q6_K"), (32, "Q4_K"), (16, "Q4_K"), (64, "Q5_0"), (21, "Q8_0")]
+    segments = [random_tensor(rng, n, 512, FORMS[name]) for n, name in rows]
+    x = typed(normal(rng, m, 512), "bfloat16")
+    bits = linear(x, block_weight(segments, "bfloat16"), "float32").bits
+    whole = np.concatenate([expected(x, each) for each in segments], axis=1)
+    assert np.array_equal(bits, whole.view(np.uint32))
+
+
+@pytest.mark.parametrize(("n", "k", "name"), [(200, 2560, "Q4_K"), (130, 2080, "Q5_0"), (65, 2304, "Q6_K")])
+def test_block_product_is_batch_invariant(isa_of_codes: str, n: int, k: int, name: str) -> None:
+    rng = np.random.default_rng(3)
+    x = typed(normal(rng, max(BATCHES), k), "bfloat16")
+    weight = block_weight([random_tensor(rng, n, k, FORMS[name])], "bfloat16")
+    alone = np.concatenate([linear(Typed(x.array[row : row + 1], x.dtype), weight).bits for row in range(4)])
+    for count in BATCHES:
+        bits = linear(Typed(x.array[:count], x.dtype), weight).bits
+        assert np.array_equal(bits[:4], alone[:count]), count
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K"])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_block_product_of_a_row_with_infinity_or_nan_is_nan(isa_of_codes: str, name: str, value: float) -> None:
+    rng = np.random.default_rng(4)
+    x = normal(rng, 3, 256)
+    x[1, 100] = value
+    tensor = random_tensor(rng, 20, 256, FORMS[name])
+    y = linear(typed(x, "float32"), block_weight([tensor], "float32")).values
+    assert np.isnan(y[1]).all()
+    assert np.isfinite(y[[0, 2]]).all()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_block_product_is_close_to_that_of_the_values(name: str) -> None:
+    rng = np.random.default_rng(5)
+    tensor, x = random_tensor(rng, 40, 512, FORMS[name]), normal(rng, 4, 512)
+    values = tensor.dequantized().astype(np.float64)
+    steps = np.abs(x.reshape(4, -1, 32)).max(axis=2) / 127  # an input is rounded by at most half a step
+    bound = np.repeat(steps, 32, axis=1) / 2 @ np.abs(values).T
+    y = linear(typed(x, "float32"), block_weight([tensor], "float32")).values
+    assert (np.abs(y - x.astype(np.float64) @ values.T) <= bound * 1.001 + 1e-4).all()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_gather_dequantizes_rows_of_blocks(name: str) -> None:
+    rng = np.random.default_rng(6)
+    segments = [random_tensor(rng, 32, 512, FORMS["Q8_0"]), random_tensor(rng, 37, 512, FORMS[name])]
+    weight, ids = block_weight(segments, "float32"), np.array([0, 31, 32, 68, 40], np.int32)
+    y = empty((len(ids), 512), "float32")
+    call("Gather", weight, integers(ids), scalar(0, "int64"), scalar(0, "int64"), y)
+    assert np.array_equal(y.values, np.concatenate([each.dequantized() for each in segments])[ids])
+
+
+def test_block_packing_refuses_what_no_product_takes() -> None:
+    rng = np.random.default_rng(7)
+    whole, part = (random_tensor(rng, n, 256, FORMS["Q4_0"]) for n in (16, 20))
+    with pytest.raises(ModelError, match=r"no product takes a weight of these blocks: 4 bits, 32 a group, \[20, 256\]"):
+        BlockSegments([part, whole])
+    wide = random_tensor(rng, 16, 512, FORMS["Q4_0"])
+    with pytest.raises(ModelError, match="no product takes"):
+        BlockSegments([whole, wide])
+    three = BlockTensor(whole.qvalues & 7, 3, 32, 4, whole.scales)
+    with pytest.raises(ModelError, match="3 bits"):
+        BlockSegments([three])
