@@ -7,6 +7,7 @@ from llm_serving.core.request import RequestStatus
 from llm_serving.speculation import NgramProposer, SpeculationController
 from llm_serving.speculation.controller import MAX_UPDATE_PERIOD
 from llm_serving.speculation.ngram import LOOKUP_SHARE
+from llm_serving.speculation.statistics import MIN_ACCEPTANCE_RATE
 from support.drafted_requests import AGAIN, answer, costly, predictable, repeating_requests
 from support.factories import create_request
 
@@ -271,3 +272,19 @@ def test_controller_notices_sooner_that_drafts_pay_again_after_a_shorter_pause()
             num_more += 1
         # A lookup finds the match; comparisons of eight tokens raise the acceptance rate.
         assert num_more <= 8 + 2 * min(num_wrong, MAX_UPDATE_PERIOD)
+
+
+@pytest.mark.parametrize("num_left", [1, 2])
+def test_a_request_is_not_looked_up_for_its_last_token(num_left: int) -> None:
+    """The step that computes the newest token samples the last one, so a draft token would be one too many."""
+    controller = SpeculationController(4, NgramProposer(3))
+    request = predictable(controller, max_tokens=8 + 3 + num_left, rounds=1)
+    answer(controller, request, AGAIN[:3])
+    assert (request in controller._ngram.matched) is (num_left == 2)
+    assert bool(controller.propose(1, synchronous=True)) is (num_left == 2)
+
+
+def test_the_draft_model_is_assumed_to_be_worth_a_trial() -> None:
+    proposer = NgramProposer(3)
+    assert proposer.add_request(create_request(4), 0.1).model_rate == MIN_ACCEPTANCE_RATE
+    assert proposer.add_request(create_request(4), 0.7).model_rate == 0.7

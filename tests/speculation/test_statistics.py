@@ -23,7 +23,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]
 
 
 def state(prompt=PROMPT) -> RequestDrafts:
-    made = RequestDrafts(NgramLookup(prompt, "", 2, FinishedAnswersIndex(2, 100)))
+    made = RequestDrafts(0.0, lookup=NgramLookup(prompt, "", 2, FinishedAnswersIndex(2, 100)))
     assert made.search([])
     return made
 
@@ -61,7 +61,7 @@ def test_tokens_after_the_end_of_a_draft_are_not_rejections() -> None:
     """A draft that ends with its text was right until there."""
     finished = FinishedAnswersIndex(2, 100)
     finished.add([("", (1, 2, 3, 4))])
-    made = RequestDrafts(NgramLookup([1, 2], "", 2, finished))
+    made = RequestDrafts(0.0, lookup=NgramLookup([1, 2], "", 2, finished))
     assert made.search([])
     assert not made.compare([3, 4, 500, 501])
     assert made.acceptance.further == pytest.approx(towards(FURTHER_TOKEN_RATE, True))
@@ -72,8 +72,7 @@ def test_tokens_after_the_end_of_a_draft_are_not_rejections() -> None:
 
 
 def test_the_draft_model_pauses_for_longer_each_time_its_tokens_are_rejected() -> None:
-    made, num_output = RequestStatistics(0.1), 0
-    assert made.model_rate == MIN_ACCEPTANCE_RATE
+    made, num_output = RequestStatistics(MIN_ACCEPTANCE_RATE), 0
     for pause in (FIRST_PAUSE_TOKENS, 2 * FIRST_PAUSE_TOKENS):
         made.record_model(4, 0, num_output)
         assert not made.may_use_model(num_output + pause - 1)

@@ -308,11 +308,12 @@ class SpeculationController:
 
     def record_step(self, finished: Iterable[Request], num_rows: int) -> None:
         """Record that a step of `num_rows` rows has appended its tokens and finished some requests."""
+        answers = []
         for request in finished:
             if request in self._ngram.requests:
                 self._remove(request)
-                self._ngram.add_finished(request)
-        self._ngram.index_finished(num_rows)
+                answers.append(request)
+        self._ngram.add_finished(answers, num_rows)
         self._num_steps += 1
         if self._num_steps >= self._update_period:
             self._update(num_rows)
@@ -332,7 +333,7 @@ class SpeculationController:
         is_promising = self._ngram.update(num_rows, self._num_steps, step_s, partial(self._gain.could_pay, num_rows))
         self._predictable = {}
         for request, drafts in self._ngram.matched.items():
-            if drafts.first_rate >= self._min_ngram_rate:
+            if drafts.acceptance.first >= self._min_ngram_rate:
                 self._predictable[request] = drafts
         model = {} if self._model is None else self._model_requests()
         self.pays = bool(self._predictable or self._constrained or model) and self._evaluate(num_rows, model)
@@ -425,8 +426,9 @@ class SpeculationController:
                 self._remove(request)
 
     def _remove(self, request: Request) -> None:
-        self._ngram.remove_request(request)
-        for requests in (self._predictable, self._constrained, self._waiting):
+        ngram = self._ngram
+        del ngram.requests[request]
+        for requests in (ngram.matched, ngram.unmatched, self._predictable, self._constrained, self._waiting):
             requests.pop(request, None)
 
 

@@ -9,7 +9,8 @@ The newest match counts, and the proposer follows it as long as it predicts the 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Final, Protocol, SupportsInt
 
@@ -18,7 +19,14 @@ from numpy.typing import NDArray
 
 from llm_serving.core.request import RUNNING, Request
 from llm_serving.core.timings import Clock
-from llm_serving.speculation.statistics import FIRST_TOKEN_RATE, RATE_DECAY, MovingAverage, RequestStatistics, no_time
+from llm_serving.speculation.statistics import (
+    FIRST_TOKEN_RATE,
+    MIN_ACCEPTANCE_RATE,
+    RATE_DECAY,
+    MovingAverage,
+    RequestStatistics,
+    no_time,
+)
 
 FINISHED_TOKENS: Final = 2**18
 """Tokens of finished answers that are kept, over all tenants."""
@@ -148,7 +156,8 @@ class NgramLookup:
         self, prompt_token_ids: Sequence[int], namespace: str, length: int, finished: FinishedAnswersIndex
     ) -> None:
         self._tokens = list(prompt_token_ids[-MAX_INDEXED_TOKENS:])
-        self._num_prompt = len(self._tokens)
+        self.num_output_tokens = 0
+        """Number of output tokens that `advance` has received."""
         self._namespace = namespace
         self._length = length
         self._finished = finished
@@ -167,11 +176,6 @@ class NgramLookup:
     def has_draft(self) -> bool:
         return self._draft is not None
 
-    @property
-    def num_output_tokens(self) -> int:
-        """Number of output tokens that `advance` has received."""
-        return len(self._tokens) - self._num_prompt
-
     def propose(self, count: int) -> list[int]:
         """Return at most `count` draft tokens; a draft that reaches the newest token repeats from its start."""
         if self._draft is None:
@@ -188,6 +192,7 @@ class NgramLookup:
             The number of tokens that the draft predicted, and whether it predicted a token wrongly.
         """
         self._tokens += token_ids
+        self.num_output_tokens += len(token_ids)
         draft, index = self._draft, self._index
         if draft is None:
             return 0, False
@@ -231,12 +236,11 @@ class NgramLookup:
         self._ngram, self._indexed = ngram, len(tokens)
 
 
+@dataclass(eq=False, kw_only=True)
 class RequestDrafts(RequestStatistics):
     """The n-gram lookup of one request, and the statistics of its drafts by all proposers."""
 
-    def __init__(self, lookup: NgramLookup, model_rate: float = 0.0) -> None:
-        super().__init__(model_rate)
-        self.lookup = lookup
+    lookup: NgramLookup
 
     def expected_match_rate(self, num_output_tokens: int) -> float:
         """Return the probability that a lookup after so many output tokens finds a draft whose next token is right."""
@@ -252,9 +256,10 @@ class RequestDrafts(RequestStatistics):
 
     def search(self, output_token_ids: list[int]) -> bool:
         """Look for a draft after the newest output token; return whether there is one."""
-        new = output_token_ids[self.lookup.num_output_tokens :]
-        self.lookup.advance(new)
-        self.record_lookup(len(new))
+        unpredicted = output_token_ids[self.lookup.num_output_tokens :]
+        self.lookup.advance(unpredicted)
+        self.match_rate *= RATE_DECAY ** len(unpredicted)
+        self._is_confirmed = False
         return self.lookup.search()
 
 
@@ -289,26 +294,23 @@ class NgramProposer:
     def add_request(self, request: Request, model_rate: float) -> RequestDrafts:
         """Follow a request; `model_rate`: the acceptance rate to assume for the draft model."""
         if not self.requests:
-            self.index_finished(0)
+            self.add_finished((), 0)
         lookup = NgramLookup(request.prompt_token_ids, request.cache_namespace, self._length, self.finished)
-        drafts = self.requests[request] = self.unmatched[request] = RequestDrafts(lookup, model_rate)
+        drafts = RequestDrafts(max(model_rate, MIN_ACCEPTANCE_RATE), lookup=lookup)
+        self.requests[request] = self.unmatched[request] = drafts
         self.requests.move_to_end(request, last=False)
         return drafts
 
-    def remove_request(self, request: Request) -> None:
-        del self.requests[request]
-        self.matched.pop(request, None)
-        self.unmatched.pop(request, None)
+    def add_finished(self, requests: Iterable[Request], num_rows: int) -> None:
+        """Keep the answers of finished requests, each up to the first token of a failed step.
 
-    def add_finished(self, request: Request) -> None:
-        """Keep the answer of a finished request up to the first token of a failed step."""
-        token_ids = tuple(request.output_token_ids)
-        if FAILED_TOKEN in token_ids:
-            token_ids = token_ids[: token_ids.index(FAILED_TOKEN)]
-        self._new_answers.append((request.cache_namespace, token_ids))
-
-    def index_finished(self, num_rows: int) -> None:
-        """Add the finished answers to the index, once they are a quarter of the rows of a step."""
+        They are added to the index once they are a quarter of the rows of a step.
+        """
+        for request in requests:
+            token_ids = tuple(request.output_token_ids)
+            if FAILED_TOKEN in token_ids:
+                token_ids = token_ids[: token_ids.index(FAILED_TOKEN)]
+            self._new_answers.append((request.cache_namespace, token_ids))
         if len(self._new_answers) * INDEX_SHARE >= num_rows:
             answers, self._new_answers = self._new_answers, []
             self.finished.add(answers)
@@ -348,14 +350,16 @@ class NgramProposer:
         """Return unmatched requests whose lookup is expected to gain more than it costs; drop the other ones.
 
         The gain is the token that an accepted draft saves; the cost is the tokens that all rows of a step would compute
-        during the lookup.
+        during the lookup. A request that may generate only one more token gains nothing.
         """
         cost_s = num_rows * self.lookup_time.value
         if cost_s >= step_s:
             return []
         promising = []
         for request, drafts in list(self.unmatched.items()):
-            if MATCH_TOKENS * drafts.expected_match_rate(len(request.output_token_ids)) * step_s <= cost_s:
+            num_output = len(request.output_token_ids)
+            is_last = num_output + 1 >= request.sampling.max_tokens
+            if is_last or MATCH_TOKENS * drafts.expected_match_rate(num_output) * step_s <= cost_s:
                 del self.unmatched[request]
             elif request.status is RUNNING:
                 promising.append(request)
@@ -371,7 +375,8 @@ class NgramProposer:
         chosen = []
         for request in list(islice(self.requests, num_lookups)):
             self.requests.move_to_end(request)
-            if request not in self.matched:
+            is_last = len(request.output_token_ids) + 1 >= request.sampling.max_tokens
+            if request not in self.matched and not is_last:
                 chosen.append(request)
         return chosen
 

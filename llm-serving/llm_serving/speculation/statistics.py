@@ -6,6 +6,7 @@ what they add up.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from llm_serving.core.enums import Proposer
@@ -84,37 +85,33 @@ class MovingAverage:
         self.value = mean + (min(seconds, MAX_OUTLIER * mean) - mean) / self._memory if mean else seconds
 
 
+@dataclass(eq=False)
 class RequestStatistics:
     """Acceptance rates of the draft tokens of one request, by proposer."""
 
-    def __init__(self, model_rate: float) -> None:
-        """`model_rate`: acceptance rate assumed for the draft model."""
-        self.match_rate = 0.0
-        """Share of the newest output tokens that the n-gram draft predicted."""
-        self._first = FIRST_TOKEN_RATE
-        self._further = FURTHER_TOKEN_RATE
-        self._is_confirmed = False
-        """Whether the draft predicted the newest output token."""
-        self.forced_rate = 1.0
-        """Acceptance rate of tokens that the constraint forces, known only from verification."""
-        self._forced_tokens = FIRST_FORCED_TOKENS
-        self._forced_at = 0
-        """Output tokens when `_forced_tokens` was updated."""
-        self.model_rate = max(model_rate, MIN_ACCEPTANCE_RATE)
-        self._model_pause = FIRST_PAUSE_TOKENS
-        self._model_resumes_at = 0
-        self.num_proposed = 0
-        """Tokens of the newest draft that `proposer` proposed; the constraint forces those after them."""
-        self.proposer = Proposer.NGRAM
+    model_rate: float
+    """Of the draft model's tokens; at first an assumption."""
+    match_rate: float = 0.0
+    """Share of the newest output tokens that the n-gram draft predicted."""
+    forced_rate: float = 1.0
+    """Of tokens that the constraint forces, known only from verification."""
+    num_proposed: int = 0
+    """Tokens of the newest draft that `proposer` proposed; the constraint forces those after them."""
+    proposer: Proposer = Proposer.NGRAM
+    _first: float = field(default=FIRST_TOKEN_RATE, init=False)
+    _further: float = field(default=FURTHER_TOKEN_RATE, init=False)
+    _is_confirmed: bool = field(default=False, init=False)
+    """Whether the draft predicted the newest output token."""
+    _forced_tokens: float = field(default=FIRST_FORCED_TOKENS, init=False)
+    _forced_at: int = field(default=0, init=False)
+    """Output tokens when `_forced_tokens` was updated."""
+    _model_pause: int = field(default=FIRST_PAUSE_TOKENS, init=False)
+    _model_resumes_at: int = field(default=0, init=False)
 
     @property
     def acceptance(self) -> Acceptance:
         """Expected rates of the n-gram draft. A new match is often wrong, a confirmed one seldom."""
-        return Acceptance(self.first_rate, self._further)
-
-    @property
-    def first_rate(self) -> float:
-        return self._further if self._is_confirmed else self._first
+        return Acceptance(self._further if self._is_confirmed else self._first, self._further)
 
     def record_match(self, num_matched: int, is_mismatched: bool) -> None:
         """Record that the draft predicted `num_matched` output tokens and, if `is_mismatched`, not the next one."""
@@ -127,11 +124,6 @@ class RequestStatistics:
             num_further, is_further_mismatched = max(0, num_matched - 1), is_mismatched and num_matched > 0
         self._further = updated_rate(self._further, num_further, is_further_mismatched)
         self._is_confirmed = not is_mismatched
-
-    def record_lookup(self, num_unpredicted: int) -> None:
-        """Record a new lookup after `num_unpredicted` output tokens for which there was no draft."""
-        self.match_rate *= RATE_DECAY**num_unpredicted
-        self._is_confirmed = False
 
     def forced_tokens(self, num_output_tokens: int) -> float:
         """Return the expected number of forced tokens in a step."""
@@ -172,7 +164,14 @@ class StepTimeModel:
 
     def add(self, num_tokens: int, seconds: float) -> None:
         self._num_steps += 1
-        self._classes.setdefault(_size_class(num_tokens), _Sums()).add(self._num_steps, num_tokens, seconds)
+        sums = self._classes.setdefault(_size_class(num_tokens), _Sums())
+        decay = STEP_DECAY ** (self._num_steps - sums.newest)
+        sums.newest = self._num_steps
+        sums.weight = decay * sums.weight + 1
+        sums.tokens = decay * sums.tokens + num_tokens
+        sums.seconds = decay * sums.seconds + seconds
+        sums.squares = decay * sums.squares + num_tokens**2
+        sums.products = decay * sums.products + num_tokens * seconds
 
     def step_s(self, num_tokens: float) -> float:
         """Return the predicted duration of a step in seconds; 0 before the first step."""
@@ -204,23 +203,16 @@ class StepTimeModel:
         return min(max(0.0, self.step_s(num_tokens + num_more) - seconds), seconds * num_more / num_tokens)
 
 
+@dataclass(slots=True)
 class _Sums:
     """Weighted sums over the steps of one size class, as of step `newest`."""
 
-    __slots__ = ("newest", "products", "seconds", "squares", "tokens", "weight")
-
-    def __init__(self) -> None:
-        self.newest = 0
-        self.weight = self.tokens = self.seconds = self.squares = self.products = 0.0
-
-    def add(self, step: int, num_tokens: int, seconds: float) -> None:
-        decay = STEP_DECAY ** (step - self.newest)
-        self.newest = step
-        self.weight = decay * self.weight + 1
-        self.tokens = decay * self.tokens + num_tokens
-        self.seconds = decay * self.seconds + seconds
-        self.squares = decay * self.squares + num_tokens**2
-        self.products = decay * self.products + num_tokens * seconds
+    newest: int = 0
+    weight: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    squares: float = 0.0
+    products: float = 0.0
 
 
 def _size_class(num_tokens: float) -> int:
