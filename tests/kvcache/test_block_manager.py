@@ -49,8 +49,7 @@ def test_growing_may_use_the_last_block() -> None:
 
 def test_can_ever_fit_counts_whole_blocks() -> None:
     blocks = BlockManager(num_blocks=2, block_size=4)
-    assert blocks.can_ever_fit(8)
-    assert not blocks.can_ever_fit(9)
+    assert blocks.max_request_tokens == 8
 
 
 def test_full_blocks_of_an_equal_prefix_are_shared() -> None:

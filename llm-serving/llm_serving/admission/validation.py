@@ -33,7 +33,7 @@ def check_request(
     if total > limits.max_generate_length:
         rule = f"with the prompt of {num_prompt} tokens must be at most {limits.max_generate_length} tokens"
         raise ContextLengthError("max_tokens", rule, sampling.max_tokens)
-    if not blocks.can_ever_fit(total):
+    if total > blocks.max_request_tokens:
         rule = f"with the prompt of {num_prompt} tokens must fit the cache of {blocks.num_kv_slots} tokens"
         raise ContextLengthError("max_tokens", rule, sampling.max_tokens)
     check_priority(priority)

@@ -162,7 +162,7 @@ class RequestDispatcher:
                 request.priority = opened.priority
         preferred = None if migrating.transferred is None else migrating.transferred.replica
         for target, target_engine in self.router.migration_targets(preferred):
-            if not target_engine.scheduler.blocks.can_ever_fit(request.max_num_tokens):
+            if request.max_num_tokens > target_engine.scheduler.blocks.max_request_tokens:
                 continue  # cache sizes may differ; the replica that the request comes from has enough blocks
             replica = target if is_cancelled else self.replicas.transfer(migrating, target)
             if replica is None:

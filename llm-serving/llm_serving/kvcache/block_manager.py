@@ -80,10 +80,6 @@ class BlockManager:
         """Return the maximum number of blocks that a request of `num_tokens` holds at once."""
         return min(self.num_blocks_for(num_tokens), self.max_blocks_per_request)
 
-    def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether an empty cache has room for a request of `num_tokens`."""
-        return num_tokens <= self.max_request_tokens
-
     def num_blocks_held(self, request_id: str) -> int:
         return len(self._tables.get(request_id, ()))
 
@@ -172,8 +168,9 @@ class BlockManager:
             self._load_swapped_or_imported(request, num_tokens)
             return request.num_computed_tokens
         table = self._shared_blocks(request, parent, unshared)
-        end = table.end
-        self.pool.add_references(table)
+        end = len(table.ids)
+        if end:
+            self.pool.add_references(table)
         table.extend(self.pool.allocate(self._table_end(table.start, num_tokens) - end), self.pool)
         self._tables[request_id] = table
         num_shared = end * self.block_size
@@ -229,7 +226,8 @@ class BlockManager:
     def free(self, request_id: str) -> None:
         """Free all blocks of a request, if it has any. The last block is freed first: it is the least likely reused."""
         if request_id in self._tables:
-            self.pool.free(reversed(list(self._tables.pop(request_id))))
+            table = self._tables.pop(request_id)
+            self.pool.free(reversed(table.ids[table.start :]))
         if request_id in self._host_tables:
             self.host_pool.free(self._host_tables.pop(request_id))
         if request_id in self._import_tables:

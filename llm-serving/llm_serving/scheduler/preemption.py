@@ -117,7 +117,8 @@ class Preemptor:
                 continue
             members = [request for request in slots.running if request.request_class is each and not request.paused]
             members.sort(key=lambda request: not slots.is_protected(request))
-            entitled.update(members[: sharing.num_entitled(each.name, by.name, map(slots.num_blocks_of, members))])
+            num_blocks = [self._blocks.num_blocks_held(request.request_id) for request in members]
+            entitled.update(members[: sharing.num_entitled(each.name, by.name, num_blocks)])
         return entitled
 
     @property

@@ -74,14 +74,16 @@ class RunningSlots:
 
     def grow(self, request: Request) -> None:
         """Allocate the blocks that the request needs now; the caller has checked `can_grow`."""
-        before = self.num_blocks_of(request)
-        self._blocks.grow(request.request_id, self.num_tokens_to_allocate(request))
-        self.blocks_by_class[request.request_class.name] += self.num_blocks_of(request) - before
+        request_id, blocks = request.request_id, self._blocks
+        before = blocks.num_blocks_held(request_id)
+        blocks.grow(request_id, self.num_tokens_to_allocate(request))
+        self.blocks_by_class[request.request_class.name] += blocks.num_blocks_held(request_id) - before
 
     def free_outside_window(self, request: Request) -> None:
-        before = self.num_blocks_of(request)
-        self._blocks.free_outside_window(request.request_id, request.num_computed_tokens)
-        self.blocks_by_class[request.request_class.name] += self.num_blocks_of(request) - before
+        request_id, blocks = request.request_id, self._blocks
+        before = blocks.num_blocks_held(request_id)
+        blocks.free_outside_window(request_id, request.num_computed_tokens)
+        self.blocks_by_class[request.request_class.name] += blocks.num_blocks_held(request_id) - before
 
     def can_grow(self, request: Request) -> bool:
         return self._blocks.can_grow(request.request_id, self.num_tokens_to_allocate(request))
@@ -113,7 +115,7 @@ class RunningSlots:
         members = [other for other in self.running if other.request_class is share and not other.paused]
         if not members:
             return False
-        num_held = sum(map(self.num_blocks_of, members))
+        num_held = sum(self._blocks.num_blocks_held(member.request_id) for member in members)
         num_blocks = num_held + self._blocks.max_blocks_of(self.num_tokens_to_allocate(request))
         return (
             len(members) + 1 > share.max_running_share * self._limits.max_num_seqs
@@ -126,9 +128,6 @@ class RunningSlots:
 
     def has_lower_class(self, request_class: RequestClass) -> bool:
         return any(number and self._ranks[name] > request_class.rank for name, number in self.slots_by_class.items())
-
-    def num_blocks_of(self, request: Request) -> int:
-        return self._blocks.num_blocks_held(request.request_id)
 
     def num_tokens_to_allocate(self, request: Request) -> int:
         """Return the number of tokens that need blocks; for a protected request, all that it can ever have."""
@@ -146,14 +145,14 @@ class RunningSlots:
         slots, blocks = dict.fromkeys(self.slots_by_class, 0), dict.fromkeys(self.slots_by_class, 0)
         for request in self.running:
             slots[request.request_class.name] += 1
-            blocks[request.request_class.name] += self.num_blocks_of(request)
+            blocks[request.request_class.name] += self._blocks.num_blocks_held(request.request_id)
         assert self.slots_by_class == slots
         assert self.blocks_by_class == blocks
 
     def _count(self, request: Request, sign: int) -> None:
         name = request.request_class.name
         self.slots_by_class[name] += sign
-        self.blocks_by_class[name] += sign * self.num_blocks_of(request)
+        self.blocks_by_class[name] += sign * self._blocks.num_blocks_held(request.request_id)
 
 
 class RunningSnapshot:

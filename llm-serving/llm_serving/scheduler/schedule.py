@@ -149,25 +149,15 @@ class StepPlan:
         self.has_draft_tokens = False
         self.considers_prompts = False
         """Whether the prefill stage ran."""
+        self.rows: dict[str, ScheduledRow] = {}
+        """By request id, in the order of the step. Others only read them."""
+        self.prefills: set[str] = set()
+        """Requests of which the step computes a part of the prompt."""
         self._max_prefills = max_prefills
-        self._prefills: set[str] = set()
-        self._rows: dict[str, ScheduledRow] = {}
-
-    @property
-    def rows(self) -> list[ScheduledRow]:
-        return list(self._rows.values())
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._rows)
-
-    @property
-    def computes_prompts(self) -> bool:
-        return bool(self._prefills)
 
     @property
     def has_room_for_prefill(self) -> bool:
-        return self.budget > 0 and len(self._prefills) < self._max_prefills
+        return self.budget > 0 and len(self.prefills) < self._max_prefills
 
     def prefill_rank(self, request_class: RequestClass) -> tuple[bool, int]:
         """Return the sort key of a class's prompts, smaller first."""
@@ -175,44 +165,44 @@ class StepPlan:
 
     def add_decode(self, request: Request) -> None:
         """Add a row of one token for a decoding request; do nothing if the step has a row of the request already."""
-        if request.request_id not in self._rows:
+        if request.request_id not in self.rows:
             row = (request, request.num_computed_tokens, 1, 1, request.num_preemptions)
             # Half the cost of calling ScheduledRow.
-            self._rows[request.request_id] = tuple.__new__(ScheduledRow, row)
+            self.rows[request.request_id] = tuple.__new__(ScheduledRow, row)
             self.budget -= 1
 
     def add_prefill(self, request: Request, num_tokens: int) -> None:
         self._set_row(request, min(num_tokens, self.budget))
-        self._prefills.add(request.request_id)
+        self.prefills.add(request.request_id)
 
     def extend_prefill(self, request: Request, num_tokens: int) -> None:
         """Extend a row to `num_tokens`, or as far as the budget allows."""
-        row = self._rows.get(request.request_id)
+        row = self.rows.get(request.request_id)
         if row is not None:  # otherwise the request was preempted since
             self._set_row(request, min(num_tokens, row.query_len + self.budget))
 
     def add_draft_tokens(self, request: Request, num_drafts: int) -> None:
         """Add draft tokens to the row of a decoding request, as many as the budget allows."""
-        row = self._rows[request.request_id]
+        row = self.rows[request.request_id]
         num_drafts = min(num_drafts, self.budget)
-        self._rows[request.request_id] = row._replace(query_len=1 + num_drafts, num_samples=1 + num_drafts)
+        self.rows[request.request_id] = row._replace(query_len=1 + num_drafts, num_samples=1 + num_drafts)
         self.budget -= num_drafts
         self.has_draft_tokens = self.has_draft_tokens or num_drafts > 0
 
     def remove_row(self, request: Request) -> None:
         """Remove the row of a preempted request, if it has one."""
         self.changes_running = True
-        row = self._rows.pop(request.request_id, None)
+        row = self.rows.pop(request.request_id, None)
         if row is not None:
             self.budget += row.query_len
-            self._prefills.discard(request.request_id)
+            self.prefills.discard(request.request_id)
 
     def _set_row(self, request: Request, query_len: int) -> None:
-        before = self._rows.get(request.request_id)
+        before = self.rows.get(request.request_id)
         self.budget -= query_len - (0 if before is None else before.query_len)
         start = request.num_computed_tokens
         samples = start + query_len == request.num_tokens and request.sampling.max_tokens > 0
-        self._rows[request.request_id] = ScheduledRow(request, start, query_len, int(samples), request.num_preemptions)
+        self.rows[request.request_id] = ScheduledRow(request, start, query_len, int(samples), request.num_preemptions)
 
 
 def find_blocked(plan: StepPlan, waiting_requests: WaitingRequests, slots: RunningSlots) -> Blocked | None:
@@ -288,9 +278,9 @@ def add_draft_tokens(plan: StepPlan, blocks: BlockManager) -> None:
 
     A step that computes a prompt gets none, so that they delay no prompt.
     """
-    if plan.computes_prompts:
+    if plan.prefills:
         return
-    for row in plan.rows:
+    for row in list(plan.rows.values()):
         request = row.request
         if request.draft_token_ids and row.num_samples and row.query_len == 1:
             room = blocks.num_tokens_with_blocks(request.request_id) - row.end

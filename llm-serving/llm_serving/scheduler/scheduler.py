@@ -135,18 +135,18 @@ class Scheduler:
             stages.reverse()
         for schedule_stage in stages:
             schedule_stage(plan, running if not plan.changes_running else RunningSnapshot(self.running))
-            if plan.num_rows and (self.limits.separate or preference is Preference.DECODE_ONLY):
+            if plan.rows and (self.limits.separate or preference is Preference.DECODE_ONLY):
                 break
         self.blocked = find_blocked(plan, self.waiting_requests, self.slots)
-        if not plan.num_rows:
+        if not plan.rows:
             return None
         if self._num_with_drafts:
             self._num_with_drafts = 0
             add_draft_tokens(plan, self.blocks)
-        rows = plan.rows
+        rows = list(plan.rows.values())
         results = collect_prompt_results(rows) if self._num_with_prompt_results else []
         migrating, exports = plan_exports(rows, self.blocks) if self._num_migrating else ([], [])
-        started = self._advance(plan, running)
+        started = self._advance(plan, rows, running)
         if plan.considers_prompts:
             self._closed_classes = plan.closed_classes
         uncounted = self.waiting.queues if self._num_beams else self._closed_classes
@@ -397,12 +397,12 @@ class Scheduler:
         self._step += 1
         self.blocked = None
 
-    def _advance(self, plan: StepPlan, running: RunningSnapshot) -> list[Request]:
+    def _advance(self, plan: StepPlan, rows: Sequence[ScheduledRow], running: RunningSnapshot) -> list[Request]:
         """Move the requests of a step forward and charge for it; return those scheduled for the first time."""
         started = []
         charges: dict[tuple[str, str], int] = defaultdict(int)
         step = self._step
-        for request, num_computed, query_len, num_samples, _ in plan.rows:
+        for request, num_computed, query_len, num_samples, _ in rows:
             if num_samples:
                 num_drafts = num_samples - 1
                 query_len -= num_drafts

@@ -75,9 +75,7 @@ class DecodeStage:
 
     def count_gap_violations(self, plan: StepPlan, running: RunningSnapshot, has_prompts: bool) -> int:
         """Record a formed step, and count the bounds on gaps that it breaks; `running`: before the step."""
-        self.num_steps_without_prefill = (
-            0 if plan.computes_prompts or not has_prompts else self.num_steps_without_prefill + 1
-        )
+        self.num_steps_without_prefill = 0 if plan.prefills or not has_prompts else self.num_steps_without_prefill + 1
         last = plan.number
         for request in running.decoding:
             if request.last_scheduled_step < last and request.status is RUNNING:
@@ -261,6 +259,8 @@ class PrefillStage:
 
     def _num_computable(self, request: Request) -> int:
         """Return the number of uncomputed tokens that have blocks: all of them without a sliding window."""
+        if not self._blocks.window.is_sliding:
+            return request.num_uncomputed_tokens
         room = self._blocks.num_tokens_with_blocks(request.request_id) - request.num_computed_tokens
         return min(request.num_uncomputed_tokens, room)
 

@@ -195,7 +195,7 @@ def test_a_request_too_long_for_the_other_cache_continues_where_it_began() -> No
 
             def shrink_and_hand_over(migrating: MigratingRequest) -> None:
                 """As if the other replica had been loaded again with a smaller cache."""
-                engine.replicas.engines[1].scheduler.blocks.can_ever_fit = lambda num_tokens: False  # type: ignore[method-assign]
+                engine.replicas.engines[1].scheduler.blocks.max_request_tokens = 0
                 hand_over(migrating)
 
             engine._dispatcher._migrate_one = shrink_and_hand_over  # type: ignore[method-assign]
