@@ -214,6 +214,9 @@ class RemoteExecutor(Executor):
     the reply to the step that used it.
     """
 
+    num_restarts = 0
+    """Consecutive restarts of the WorkAgent without a completed step in between."""
+
     def __init__(
         self,
         channel: AgentLink,
@@ -288,6 +291,7 @@ class RemoteExecutor(Executor):
             expected.check(output)
         except ProtocolError as error:
             raise WorkerDiedError(str(error)) from error
+        self.num_restarts = 0
         return output
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:

@@ -15,7 +15,6 @@ import msgspec
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.fingerprint import ComputeFingerprint, code_fingerprint
-from llm_serving.core.step import StepOutput
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import (
     ChannelClosedError,
@@ -333,14 +332,12 @@ class SupervisedExecutor(RemoteExecutor):
         self._clock = clock
         self._cancellation = StartCancellation() if cancellation is None else cancellation
         self._pause = self._cancellation.wait if pause is None else pause
-        self._num_restarts = 0
-        """Consecutive restarts without a completed step."""
         self._connect(self._start_first())
         self.loaded = self._agent.loaded
 
     @property
     def restarts_exhausted(self) -> bool:
-        return self._num_restarts > self._max_restarts
+        return self.num_restarts > self._max_restarts
 
     @property
     def machine(self) -> str:
@@ -350,23 +347,18 @@ class SupervisedExecutor(RemoteExecutor):
     def block_link(self) -> BlockLink | None:
         return self._agent.block_link
 
-    def collect(self) -> StepOutput:
-        output = super().collect()
-        self._num_restarts = 0
-        return output
-
     def restart(self, reason: str) -> None:
         self._agent.kill()
         now, before = self._clock(), self.restart_status
-        delay_s = restart_delay_s(self._num_restarts)
-        self._num_restarts += 1
+        delay_s = restart_delay_s(self.num_restarts)
+        self.num_restarts += 1
         self.restart_status = RestartStatus(
             reason=reason,
             lost_at=now if before is None else before.lost_at,
             attempt_at=now + delay_s,
             load_s=self._load_s,
             num_failed=0 if before is None else before.num_failed + 1,
-            num_restarts=self._num_restarts,
+            num_restarts=self.num_restarts,
             max_restarts=self._max_restarts,
         )
         logger.warning("restarting the WorkAgent in %g s: %s", delay_s, reason)
@@ -397,10 +389,10 @@ class SupervisedExecutor(RemoteExecutor):
             try:
                 agent = self._start(None, None)
             except WorkerDiedError as error:
-                if self._num_restarts >= self._max_restarts:
+                if self.num_restarts >= self._max_restarts:
                     raise
-                delay_s = restart_delay_s(self._num_restarts)
-                self._num_restarts += 1
+                delay_s = restart_delay_s(self.num_restarts)
+                self.num_restarts += 1
                 logger.warning("restarting the WorkAgent in %g s: %s", delay_s, error)
                 if self._pause(delay_s):
                     raise
