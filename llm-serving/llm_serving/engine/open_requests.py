@@ -12,7 +12,7 @@ from llm_serving.core.request import Request
 from llm_serving.engine.coalescing import CoalescedResponse
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.request_stream import RequestStream
-from llm_serving.observability.event_log import LiveRequests, client_ids
+from llm_serving.observability.event_log import client_id_of, client_ids
 
 MAX_COALESCED: Final = 4096
 """Coalesced requests that are remembered, the newest."""
@@ -44,7 +44,6 @@ class OpenRequests:
 
     def __init__(self) -> None:
         self._requests: dict[str, OpenRequest] = {}
-        self._live = LiveRequests()
         self._num_of: Counter[Engine] = Counter()
         self._ranked: Mapping[int, Engine] = {}
         """The engines of the last call of `by_load`."""
@@ -60,7 +59,6 @@ class OpenRequests:
 
     def add(self, opened: OpenRequest) -> None:
         self._requests[opened.request.request_id] = opened
-        self._live.add(opened.request)
         self._count(opened.engine, 1)
 
     def get(self, request_id: str) -> OpenRequest | None:
@@ -70,7 +68,6 @@ class OpenRequests:
         """Remove a request; return None if it has finished before."""
         opened = self._requests.pop(request_id, None)
         if opened is not None:
-            self._live.discard(request_id)
             self._count(opened.engine, -1)
             if opened.next_engine is not None:
                 self._end_transfer(opened)
@@ -109,12 +106,17 @@ class OpenRequests:
         return self._num_migrating_to[engine]
 
     def find(self, client_id: str, tenant: str | None) -> list[OpenRequest]:
-        """Return the requests that a client id names, of one tenant or, with None, of all."""
-        found = {request.request_id: None for request in self._live.find(client_id, tenant)}
-        for engine_id in self.coalesced_with(client_id):
-            if engine_id in self._requests and tenant in (None, self._requests[engine_id].request.tenant):
-                found[engine_id] = None
-        return [self._requests[engine_id] for engine_id in found]
+        """Return the requests that a client means by an id, of one tenant or, with None, of all; in order of arrival.
+
+        An id may be the client's own, that of a response, or the engine's. Looks at every open request: clients
+        seldom ask.
+        """
+        names, engine_ids = client_ids(client_id), {client_id, *self.coalesced_with(client_id)}
+        return [
+            opened
+            for engine_id, opened in self._requests.items()
+            if (engine_id in engine_ids or client_id_of(engine_id) in names) and tenant in (None, opened.request.tenant)
+        ]
 
     def record_coalesced(self, client_id: str, engine_id: str) -> None:
         """Record that a client's request is answered by one that the engine computes for another client."""

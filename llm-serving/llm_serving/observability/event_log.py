@@ -1,8 +1,7 @@
 """The event log: what happened to requests and steps, kept for a limited time.
 
 No step writes to each of its requests: a step keeps which requests it computed, and a request keeps the few times at
-which its state changed. `latency_breakdown.py` joins the two on demand. `LiveRequests` finds unfinished requests by
-client ids.
+which its state changed. `latency_breakdown.py` joins the two on demand.
 """
 
 from __future__ import annotations
@@ -376,34 +375,3 @@ def client_ids(request_id: str) -> list[str]:
 def client_id_of(engine_id: str) -> str:
     """Return the client's part of an engine's request id, which ends with a random number."""
     return engine_id.rpartition("-")[0]
-
-
-class LiveRequests:
-    """Unfinished requests, indexed by the engine's and by the client's ids. For the event loop only."""
-
-    def __init__(self) -> None:
-        self._requests: dict[str, Request] = {}
-        self._by_client_id: dict[str, dict[str, Request]] = {}
-
-    def add(self, request: Request) -> None:
-        self._requests[request.request_id] = request
-        self._by_client_id.setdefault(client_id_of(request.request_id), {})[request.request_id] = request
-
-    def discard(self, engine_id: str) -> None:
-        """Remove a request, if it is there."""
-        if self._requests.pop(engine_id, None) is None:
-            return
-        client_id = client_id_of(engine_id)
-        siblings = self._by_client_id[client_id]
-        del siblings[engine_id]
-        if not siblings:
-            del self._by_client_id[client_id]
-
-    def find(self, request_id: str, tenant: str | None) -> list[Request]:
-        """Return the requests that a client means by an id, in order of arrival; of one tenant, or of all with None."""
-        found: dict[str, Request] = {}
-        for client_id in client_ids(request_id):
-            found |= self._by_client_id.get(client_id, {})
-        if request_id in self._requests:
-            found[request_id] = self._requests[request_id]
-        return [request for request in found.values() if tenant in (None, request.tenant)]
