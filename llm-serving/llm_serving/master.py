@@ -10,7 +10,8 @@ from pathlib import Path
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.engine import Engine
+from llm_serving.engine.engine_requests import Publish
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.cluster.open_placement import open_placement
 from llm_serving.executor.model_files import SameFiles

@@ -20,7 +20,8 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_class import Caller, class_of
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.engine import Engine
+from llm_serving.engine.engine_requests import Publish
 from llm_serving.engine.fleet.migration import MigratingRequest
 from llm_serving.engine.observers import EngineListener
 from llm_serving.errors import CapacityError, ConfigError, LLMServingError, RequestError

@@ -25,7 +25,8 @@ from harness.random_work_agent import random_executor
 from llm_serving.config import load_config
 from llm_serving.core.memory import periodic_heap_trim, return_large_blocks
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.engine import Engine
+from llm_serving.engine.engine_requests import Publish
 from llm_serving.engine.replica import build_engine
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observability.metrics import Metrics

@@ -39,7 +39,8 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine import engine as engine_loop
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.engine import Engine
+from llm_serving.engine.engine_requests import Publish
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.models.spec import ModelSpec

@@ -1,7 +1,7 @@
 """Step times without and with a step scheduled ahead."""
 
 import pytest
-from llm_serving.engine.load_reports import STEP_MEMORY, StepTimes
+from llm_serving.engine.observers import STEP_MEMORY, StepTimes
 
 
 def test_step_times_without_lookahead_exclude_the_master_s_time():

@@ -20,7 +20,8 @@ from llm_serving.core.enums import RoutingName
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.engine import Engine
+from llm_serving.engine.engine_requests import Publish
 from llm_serving.engine.replica import create_transfer_pool
 from llm_serving.errors import TransportError, WorkerDiedError
 from llm_serving.executor.cluster.block_link import BlockLink

@@ -21,7 +21,8 @@ from llm_serving.config.tables import ApiKey
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.engine import Engine
+from llm_serving.engine.engine_requests import Publish
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.executor import LocalExecutor
 from llm_serving.models.spec import ModelSpec

@@ -131,8 +131,10 @@ class AdmissionControl:
 
         Raises:
             RequestError: The group exceeds a limit even when no other request waits.
-            CapacityError: The group exceeds a limit now, or the first token would come too late for its class.
+            CapacityError: The group exceeds a limit now, or its first token would come too late.
         """
+        if caller.deadline is not None:
+            self.check_deadline(uncached_lens or prompt_lens, caller, replica)
         request_class = class_of(caller.priority, self._classes)
         limits = self._queue.limits(len(prompt_lens), sum(prompt_lens), request_class, caller.tenant)
         for each in limits:

@@ -123,8 +123,11 @@ class AsyncEngine:
     @property
     def max_model_len(self) -> int:
         """Maximum tokens of prompt and output together: as configured, or less if a replica's cache is smaller."""
-        fitting = [engine.scheduler.blocks.max_request_tokens for engine in self.replicas.living().values()]
-        return min([self.config.model.max_generate_length, *fitting])
+        longest = self.config.model.max_generate_length
+        for engine in list(self.replicas.engines.values()):
+            if engine.dead is None:
+                longest = min(longest, engine.scheduler.blocks.max_request_tokens)
+        return longest
 
     @property
     def compute_fingerprint(self) -> ComputeFingerprint:
@@ -313,25 +316,17 @@ class AsyncEngine:
         Raises:
             RequestError, CapacityError, UnavailableError: As in `check_capacity`.
         """
-        self._check(self._router.route(min_lens, caller), min_lens, caller, self._admission.min_uncached(min_lens))
+        replica = self._router.load_of(self._router.route(min_lens, caller))
+        self._admission.check(min_lens, caller, replica, self._admission.min_uncached(min_lens))
 
     def _admit(
         self, route: Route, prompt_lens: Sequence[int], caller: Caller, uncached_lens: Sequence[int] | None = None
     ) -> Admission:
-        predicted_s = self._check(route, prompt_lens, caller, uncached_lens or prompt_lens)
+        predicted_s = self._admission.check(prompt_lens, caller, self._router.load_of(route), uncached_lens)
         received = None if caller.http_timings is None else caller.http_timings.received_time
         if predicted_s is not None and received is not None:
             predicted_s += max(0.0, self.clock() - received)
         return Admission(predicted_s)
-
-    def _check(
-        self, route: Route, prompt_lens: Sequence[int], caller: Caller, uncached_lens: Sequence[int]
-    ) -> float | None:
-        """Return the predicted seconds to the first token, or raise CapacityError."""
-        replica = self._router.load_of(route)
-        if caller.deadline is not None:
-            self._admission.check_deadline(uncached_lens, caller, replica)
-        return self._admission.check(prompt_lens, caller, replica, uncached_lens)
 
     def seconds_to_first_token(self, num_prompt_tokens: int, *, priority: int = 0, tenant: str = "") -> float | None:
         """Return the predicted seconds to the first token of a request that arrives now; None: too little was measured.

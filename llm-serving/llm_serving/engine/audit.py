@@ -81,7 +81,7 @@ class Auditor:
         """Outputs so far of the selected requests."""
         self.waiting: deque[Answer] = deque(maxlen=MAX_WAITING)
         """Finished answers that have not been compared."""
-        self._every = every
+        self.every = every
         self._metrics = metrics
         processor = OutputProcessor(tokenizer, None, EventLog(), clock)
         self._context = SinkContext(scheduler, processor, self._add_copy_output)
@@ -92,7 +92,7 @@ class Auditor:
     def start(self, request: Request) -> None:
         """Count a request of a client, and record its outputs if it is selected."""
         self._num_seen += 1
-        if self._every and self._num_seen % self._every == 0:
+        if self.every and self._num_seen % self.every == 0:
             self.watched[request.request_id] = Answer(request)
 
     def watches(self, request_id: str) -> bool:

@@ -8,10 +8,9 @@ from typing import Final
 
 from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT, ComputeFingerprint
 from llm_serving.core.request import FinishReason
-from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepInput
 from llm_serving.core.timings import Clock, monotonic
-from llm_serving.engine.engine_requests import AttachSink, EngineRequests
+from llm_serving.engine.engine_requests import AttachSink, EngineRequests, Publish
 from llm_serving.engine.observers import MetricsObserver, SpeculationObserver, accepted_drafts
 from llm_serving.engine.recovery import Recovery
 from llm_serving.engine.sinks import attach_sink, deliver, finish
@@ -29,7 +28,6 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
-Publish = Callable[[list[RequestOutput]], None]
 BuildStep = Callable[[Schedule, int], StepInput]
 
 SHORT_STEP_S: Final = 0.02
@@ -43,7 +41,6 @@ class Engine(EngineRequests):
     steps; listeners (`EngineListener`) get what concerns the owner of the replica.
 
     Args (for the others see `EngineRequests`):
-        publish: Called with the outputs of each step.
         max_steps_in_flight: Steps in flight at a time; the executor may allow fewer.
         restart_wait_s: Seconds that requests wait for a WorkAgent that restarts.
         notice: What an operator should know about the WorkAgent; usually empty.
@@ -72,7 +69,7 @@ class Engine(EngineRequests):
         attach_sink: AttachSink = attach_sink,
     ) -> None:
         super().__init__(
-            scheduler, executor, tokenizer, metrics, index, audit_every, event_log, drafter, clock, attach_sink
+            scheduler, executor, tokenizer, metrics, publish, index, audit_every, event_log, drafter, clock, attach_sink
         )
         self.num_steps = 0
         """Completed steps."""
@@ -82,7 +79,6 @@ class Engine(EngineRequests):
         self._restart_wait_s = restart_wait_s
         self._builder = StepBuilder(scheduler.blocks)
         self._build_step: BuildStep = self._builder.build if build_step is None else build_step
-        self._publish_outputs = publish
         self._max_steps_in_flight = min(max_steps_in_flight, executor.max_steps_in_flight)
         self._in_flight: deque[Schedule] = deque()
         """Submitted steps without a reply, the oldest first."""
@@ -152,17 +148,6 @@ class Engine(EngineRequests):
         # The reply may let the scheduler schedule what it could not before.
         return schedule is not None or collects or replied
 
-    def _drain_inbox(self) -> None:
-        """Handle the messages of other threads, and end requests whose deadline has passed."""
-        if self._inbox.messages:
-            if self.fleet is not None:
-                self.fleet.apply_remote_service()
-            self._inbox.handle()
-        if self._deadlines.heap:
-            now = self._clock()
-            self._inbox.handle()  # deadlines that were extended before `now`
-            self._deadlines.end_expired(now, self.ttft_predictor, self._times.began)
-
     def _propose_drafts(self, drafter: SpeculationController) -> None:
         """Give the scheduler draft tokens for the next step."""
         synchronous = not self._in_flight and self._waits_for_replies()
@@ -214,17 +199,6 @@ class Engine(EngineRequests):
             self._publish()
         self._times.record_published(self._clock())
 
-    def _publish(self) -> None:
-        """Send the outputs since the last call to the clients, then let migrated requests go."""
-        if self._outputs:
-            outputs = self._outputs.copy()
-            self._outputs.clear()
-            if self._auditor.watched:
-                self._auditor.record(outputs)
-            self._publish_outputs(outputs)
-        if self.migration is not None:
-            self.migration.hand_over()
-
     def _send_allowed_tokens(self) -> None:
         """Send the allowed tokens of the oldest step in flight, once all steps before it have their replies.
 
@@ -250,15 +224,6 @@ class Engine(EngineRequests):
         Requests that arrive meanwhile are then in the next step.
         """
         return self._max_steps_in_flight > 1 and self._times.step_s > SHORT_STEP_S
-
-    @property
-    def idle_s(self) -> float | None:
-        """Seconds until there may be work without a message; None: never."""
-        now = self._clock()
-        timeouts_s = [self.scheduler.prefill.batch_wait_s(now)] if len(self.scheduler.waiting) else []
-        if self._deadlines.heap and (deadline := self._deadlines.next) is not None:
-            timeouts_s.append(max(0.0, deadline - now))
-        return min(timeouts_s, default=None)
 
     @property
     def has_steps(self) -> bool:

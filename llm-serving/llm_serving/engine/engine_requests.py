@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 from llm_serving.core.request import FinishReason, Request
@@ -16,8 +17,7 @@ from llm_serving.engine.deadlines import Deadlines
 from llm_serving.engine.fleet.accounting import FleetSync
 from llm_serving.engine.fleet.migration import MigratingRequest, RequestMigration
 from llm_serving.engine.inbox import Inbox
-from llm_serving.engine.load_reports import LoadReports, StepTimes
-from llm_serving.engine.observers import EngineListener, FairnessObserver
+from llm_serving.engine.observers import EngineListener, FairnessObserver, LoadReports, StepTimes
 from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.engine.sinks import SinkContext, attach_sink, finish
 from llm_serving.errors import WorkerDiedError
@@ -39,6 +39,7 @@ T = TypeVar("T")
 
 logger = get_logger(__name__)
 
+Publish = Callable[[list[RequestOutput]], None]
 AttachSink = Callable[[Request, SinkContext], None]
 
 
@@ -53,6 +54,7 @@ class EngineRequests:
         executor: Runs their steps.
         tokenizer: Decodes their output.
         metrics: The server's metrics.
+        publish: Called with the outputs of each step.
         index: Index of the replica.
         audit_every: 1 in `audit_every` requests is audited; 0: none.
         event_log: Records requests and steps; None: no event log.
@@ -67,6 +69,7 @@ class EngineRequests:
         executor: Executor,
         tokenizer: Tokenizer,
         metrics: Metrics,
+        publish: Publish,
         index: int,
         audit_every: int,
         event_log: EventLog | None,
@@ -93,6 +96,7 @@ class EngineRequests:
         """Accounting across replicas; None: this is the only one."""
         self._fairness = self.fleet or FairnessObserver(index, scheduler, metrics)
         self._deadlines = Deadlines(scheduler)
+        self._publish_outputs = publish
         self._outputs: list[RequestOutput] = []
         self._processor = OutputProcessor(tokenizer, metrics, self.event_log, clock)
         self._sink_context = SinkContext(scheduler, self._processor, self._outputs.append)
@@ -120,7 +124,7 @@ class EngineRequests:
             raise WorkerDiedError("the engine is about to end")
         self.event_log.submitted(request, class_of(request.priority, self.scheduler.classes))
         try:
-            self._inbox.post(lambda: self._add(request))
+            self._inbox.post(partial(self._add, request))
         except WorkerDiedError:
             self.event_log.forget(request)
             raise
@@ -295,8 +299,40 @@ class EngineRequests:
         """Return the scheduler's state, with the events since a time."""
         return take_snapshot(self.scheduler, self.event_log, self._clock(), self.mean_step_s, since)
 
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds until there may be work without a message; None: never."""
+        now = self._clock()
+        timeouts_s = [self.scheduler.prefill.batch_wait_s(now)] if len(self.scheduler.waiting) else []
+        if self._deadlines.heap and (deadline := self._deadlines.next) is not None:
+            timeouts_s.append(max(0.0, deadline - now))
+        return min(timeouts_s, default=None)
+
+    def _drain_inbox(self) -> None:
+        """Handle the messages of other threads, and end requests whose deadline has passed."""
+        if self._inbox.messages:
+            if self.fleet is not None:
+                self.fleet.apply_remote_service()
+            self._inbox.handle()
+        if self._deadlines.heap:
+            now = self._clock()
+            self._inbox.handle()  # deadlines that were extended before `now`
+            self._deadlines.end_expired(now, self.ttft_predictor, self._times.began)
+
+    def _publish(self) -> None:
+        """Send the outputs since the last call to the clients, then let migrated requests go."""
+        if self._outputs:
+            outputs = self._outputs.copy()
+            self._outputs.clear()
+            if self._auditor.watched:
+                self._auditor.record(outputs)
+            self._publish_outputs(outputs)
+        if self.migration is not None:
+            self.migration.hand_over()
+
     def _add(self, request: Request) -> None:
-        self._auditor.start(request)
+        if self._auditor.every:
+            self._auditor.start(request)
         self._expect(request)
         self._attach_sink(request, self._sink_context)
         self.event_log.queued(request, self._clock())

@@ -12,7 +12,8 @@ from llm_serving.core.enums import OrderName
 from llm_serving.core.request_class import RequestClass
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.core.window import Window
-from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.engine import Engine
+from llm_serving.engine.engine_requests import Publish
 from llm_serving.executor.executor import Executor
 from llm_serving.kvcache import BlockManager
 from llm_serving.kvcache.transfer_pool import TransferPool

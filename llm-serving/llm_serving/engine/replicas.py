@@ -15,7 +15,8 @@ from typing import Literal, Protocol, TypeVar
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.engine import Engine
+from llm_serving.engine.engine_requests import Publish
 from llm_serving.engine.fleet.accounting import FleetAccounting
 from llm_serving.engine.fleet.migration import BlockTransferrer, MigratingRequest, TransferredBlocks, TransferThrottle
 from llm_serving.engine.observers import EngineListener
@@ -121,6 +122,7 @@ class Replicas(EngineListener):
         self._num_transfer_blocks = config.num_transfer_blocks
         self._open_replica = open_replica
         self._events = events
+        self._publish: Publish = partial(self._call_soon, events.on_outputs)
         self._failures: dict[int, str] = {}
         self._threads: list[threading.Thread] = []
         self._progress = "starting"
@@ -371,9 +373,6 @@ class Replicas(EngineListener):
     def _set_progress(self, text: str) -> None:
         self._progress = text
         logger.info("%s", text)
-
-    def _publish(self, pieces: list[RequestOutput]) -> None:
-        self._call_soon(self._events.on_outputs, pieces)
 
     def on_started(self, request_ids: list[str]) -> None:
         self._call_soon(self._events.on_started, request_ids)
