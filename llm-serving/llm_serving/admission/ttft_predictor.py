@@ -132,7 +132,12 @@ class TtftPredictor:
     def record_step(self, *, num_tokens: int, num_rows: int, seconds: float, num_finished: int) -> None:
         """Record a step that took `seconds` from the end of the step before, or from its submission."""
         moments = self._prefill_steps if num_tokens > num_rows else self._decode_steps
-        moments.add(num_tokens, seconds)
+        keep = 1 - 1 / STEP_MEMORY
+        moments.weight = moments.weight * keep + 1
+        moments.tokens = moments.tokens * keep + num_tokens
+        moments.seconds = moments.seconds * keep + seconds
+        moments.tokens_squared = moments.tokens_squared * keep + num_tokens * num_tokens
+        moments.tokens_seconds = moments.tokens_seconds * keep + num_tokens * seconds
         keep = 1 - 1 / FINISH_MEMORY
         self._finished = self._finished * keep + num_finished
         self._rows = self._rows * keep + num_rows
@@ -173,11 +178,3 @@ class _Moments:
     seconds: float = 0.0
     tokens_squared: float = 0.0
     tokens_seconds: float = 0.0
-
-    def add(self, tokens: int, seconds: float) -> None:
-        keep = 1 - 1 / STEP_MEMORY
-        self.weight = self.weight * keep + 1
-        self.tokens = self.tokens * keep + tokens
-        self.seconds = self.seconds * keep + seconds
-        self.tokens_squared = self.tokens_squared * keep + tokens * tokens
-        self.tokens_seconds = self.tokens_seconds * keep + tokens * seconds

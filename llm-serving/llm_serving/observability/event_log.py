@@ -141,12 +141,6 @@ class RequestRecord:
             request.first_scheduled_time,
         )
 
-    def end(self, time: float, status: str) -> None:
-        """Keep the present state, and drop the request."""
-        self._summary = self.summary._replace(status=status)
-        self._request = None
-        self.ended_time = time
-
 
 class EventSnapshot:
     """The steps, decisions and outages of an event log at one moment. It does not change.
@@ -270,8 +264,10 @@ class EventLog(StepObserver):
             http_timings.unfinished_request_ids.discard(record.request_id)
 
     def _end(self, record: RequestRecord, now: float, status: str) -> None:
-        """End a record, and remove the oldest ended one if there are too many."""
-        record.end(now, status)
+        """Keep the present state without the request; remove the oldest ended record if there are too many."""
+        record._summary = record.summary._replace(status=status)
+        record._request = None
+        record.ended_time = now
         self._ended.append(record)
         if len(self._ended) > self._num_requests:
             oldest = self._ended.popleft()

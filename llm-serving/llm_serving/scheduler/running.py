@@ -88,13 +88,8 @@ class RunningSlots:
     def can_grow(self, request: Request) -> bool:
         return self._blocks.can_grow(request.request_id, self.num_tokens_to_allocate(request))
 
-    def allocate_blocks(self, request: Request, parent: Request | None) -> int:
-        """Allocate the blocks of a request that has room; return how many of its tokens they hold already."""
-        num_tokens, is_protected = self.num_tokens_to_allocate(request), self.is_protected(request)
-        return self._blocks.admit(request, num_tokens, parent, guaranteed=is_protected)
-
     def num_blocks_to_admit(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> int:
-        """Return how many free blocks `allocate_blocks` needs, or would after the requests `without` were preempted."""
+        """Return how many free blocks a request needs, or would after the requests `without` were preempted."""
         num_tokens, is_protected = self.num_tokens_to_allocate(request), self.is_protected(request)
         return self._blocks.num_blocks_to_admit(request, num_tokens, parent, without, guaranteed=is_protected)
 

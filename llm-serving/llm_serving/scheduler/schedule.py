@@ -172,14 +172,14 @@ class StepPlan:
             self.budget -= 1
 
     def add_prefill(self, request: Request, num_tokens: int) -> None:
-        self._set_row(request, min(num_tokens, self.budget))
+        """Add a row of `num_tokens`, or extend the request's row to them, as far as the budget allows."""
+        before, start = self.rows.get(request.request_id), request.num_computed_tokens
+        room = self.budget if before is None else self.budget + before.query_len
+        query_len = min(num_tokens, room)
+        self.budget = room - query_len
+        samples = start + query_len == request.num_tokens and request.sampling.max_tokens > 0
+        self.rows[request.request_id] = ScheduledRow(request, start, query_len, int(samples), request.num_preemptions)
         self.prefills.add(request.request_id)
-
-    def extend_prefill(self, request: Request, num_tokens: int) -> None:
-        """Extend a row to `num_tokens`, or as far as the budget allows."""
-        row = self.rows.get(request.request_id)
-        if row is not None:  # otherwise the request was preempted since
-            self._set_row(request, min(num_tokens, row.query_len + self.budget))
 
     def add_draft_tokens(self, request: Request, num_drafts: int) -> None:
         """Add draft tokens to the row of a decoding request, as many as the budget allows."""
@@ -196,13 +196,6 @@ class StepPlan:
         if row is not None:
             self.budget += row.query_len
             self.prefills.discard(request.request_id)
-
-    def _set_row(self, request: Request, query_len: int) -> None:
-        before = self.rows.get(request.request_id)
-        self.budget -= query_len - (0 if before is None else before.query_len)
-        start = request.num_computed_tokens
-        samples = start + query_len == request.num_tokens and request.sampling.max_tokens > 0
-        self.rows[request.request_id] = ScheduledRow(request, start, query_len, int(samples), request.num_preemptions)
 
 
 def find_blocked(plan: StepPlan, waiting_requests: WaitingRequests, slots: RunningSlots) -> Blocked | None:

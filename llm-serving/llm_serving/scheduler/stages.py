@@ -139,8 +139,8 @@ class PrefillStage:
         if waits_for_a_batch or not admits:
             plan.blocked = Blocked(None, None, WaitReason.BATCH)
         for request in capped:
-            if request.status is RUNNING:
-                plan.extend_prefill(request, self._num_computable(request))
+            if request.status is RUNNING and request.request_id in plan.rows:  # it may have been preempted
+                plan.add_prefill(request, self._num_computable(request))
 
     def batch_wait_s(self, now: float) -> float:
         """Return the seconds until waiting requests are admitted although the batch is not full; 0: now."""
@@ -236,7 +236,9 @@ class PrefillStage:
         plan.changes_running = True
         self._waiting_requests.record_admission(request)
         parent = self.parent_of(request)
-        num_found = self._slots.allocate_blocks(request, parent)
+        slots = self._slots
+        num_tokens, is_protected = slots.num_tokens_to_allocate(request), slots.is_protected(request)
+        num_found = self._blocks.admit(request, num_tokens, parent, guaranteed=is_protected)
         if request.num_computed_tokens == 0:  # otherwise its blocks are swapped in or imported
             request.num_computed_tokens = request.num_confirmed_tokens = num_found
         if request.first_scheduled_time is None:
@@ -245,7 +247,7 @@ class PrefillStage:
         request.status = RUNNING
         request.running_since = (plan.number, plan.now)
         request.last_scheduled_step = plan.number - 1  # its wait does not count as a gap
-        self._slots.add(request)
+        slots.add(request)
 
     def _schedule_prefill(self, request: Request, plan: StepPlan, capped: list[Request]) -> None:
         """Add the prompt with at most its share of the step; `capped` requests may get more at the end."""
