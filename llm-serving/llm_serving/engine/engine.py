@@ -136,8 +136,9 @@ class Engine(EngineRequests):
             # Published after the next step is submitted: until then the master's time delays the WorkAgent.
             self._collect()
             self._drain_inbox()
-        if self._drafter is not None:
-            self._propose_drafts(self._drafter)
+        drafter = self._drafter
+        if drafter is not None and (drafter.pays or drafter.waiting):
+            self._propose_drafts(drafter)
         now = self._clock()
         schedule = self._schedule(now)
         if schedule is not None:

@@ -49,7 +49,7 @@ class RequestStream:
         piece = self._pieces.popleft()
         if self._on_waiting is not None:
             self._on_waiting(-piece.num_bytes)
-        self._finished = piece.finished
+        self._finished = piece.finish_reason is not None
         return piece
 
     def report_waiting(self, on_waiting: Callable[[int], None] | None) -> None:

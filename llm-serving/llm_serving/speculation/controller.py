@@ -228,8 +228,8 @@ class SpeculationController:
         self._predictable: dict[Request, RequestDrafts] = {}
         """Requests whose n-gram draft has an acceptance rate that suffices to propose it."""
         self._constrained: dict[Request, RequestDrafts] = {}
-        self._waiting: dict[Request, RequestDrafts] = {}
-        """Requests whose next step is never formed ahead."""
+        self.waiting: dict[Request, RequestDrafts] = {}
+        """Requests whose next step is never formed ahead; they get drafts even while drafts do not pay."""
         self._update_time = MovingAverage(UPDATE_MEMORY)
         self._update_period = 1
         """Steps from one update of the n-gram drafts to the next."""
@@ -248,7 +248,7 @@ class SpeculationController:
         if request.matcher is not None:
             self._constrained[request] = drafts
         if request.needs_known_output:
-            self._waiting[request] = drafts
+            self.waiting[request] = drafts
         self._update_period = 1
         if len(self._ngram.requests) >= self._sweep_at:
             self._remove_aborted()
@@ -271,7 +271,7 @@ class SpeculationController:
         if pays:
             candidates = {**self._constrained, **self._predictable, **model}
         else:
-            for request, drafts in self._waiting.items():
+            for request, drafts in self.waiting.items():
                 if request in self._constrained or request in self._predictable:
                     candidates[request] = drafts
         if not candidates or not num_running:  # requests that wait may be known, but only running ones get drafts
@@ -428,7 +428,7 @@ class SpeculationController:
     def _remove(self, request: Request) -> None:
         ngram = self._ngram
         del ngram.requests[request]
-        for requests in (ngram.matched, ngram.unmatched, self._predictable, self._constrained, self._waiting):
+        for requests in (ngram.matched, ngram.unmatched, self._predictable, self._constrained, self.waiting):
             requests.pop(request, None)
 
 
