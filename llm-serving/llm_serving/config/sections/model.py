@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -114,7 +115,7 @@ class ModelConfig:
     MindFormers before version 2. `scripts/install_mindformers.sh` installs both. On a CPU they require
     `device_config.kernels: primitives`, which `auto` then means."""
 
-    @property
+    @cached_property
     def max_input_len(self) -> int:
         """Tokens of the longest prompt."""
         return min(max(self.seq_length, default=self.max_generate_length), self.max_generate_length)

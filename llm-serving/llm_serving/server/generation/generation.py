@@ -272,7 +272,7 @@ def raise_on_failure(output: RequestOutput) -> None:
         raise TimedOutError(output.error or "the deadline of the request has passed")
     if output.finish_reason is FinishReason.UNAVAILABLE:
         raise UnavailableError(output.error or "nothing can compute the request at this moment")
-    if output.failed:
+    if output.finish_reason is FinishReason.ERROR:
         raise WorkerError(output.error or "the request failed")
 
 

@@ -31,6 +31,8 @@ from llm_serving.server.protocols.openai.schemas import GenerationRequest
 
 SEED_STRIDE: Final = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio, which spreads the seeds of choices; odd, so that they all differ."""
+SAME_NAMES: Final = {name: name for name in RULES}
+"""Parameter -> field, in protocols that use the names of `SamplingParams`."""
 _BAD_WORDS: Final = Texts(MAX_BAD_WORDS // 2, MAX_STOP_STRING_CHARS)
 _NEUTRAL: Final = {
     "temperature": 0.0,
@@ -60,7 +62,7 @@ def sampling_params(
     Raises:
         RequestError: A field is outside its range.
     """
-    field_of = {name: name for name in RULES} | dict(names or {})
+    field_of = SAME_NAMES if names is None else {**SAME_NAMES, **names}
     values: dict[str, Any] = {"seed": None, **(defaults or {})}
     with renaming(field_of):
         for name, field in field_of.items():

@@ -16,7 +16,16 @@ from uvicorn.server import ServerState
 
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.server.http.acceptor import ConnectionLimits
-from llm_serving.server.http.request import BLANK_LINE, HttpRequest, Refusal, RefusedError, check_limits, parse_head
+from llm_serving.server.http.request import (
+    BLANK_LINE,
+    NO_REQUEST,
+    HttpRequest,
+    NoRequest,
+    Refusal,
+    RefusedError,
+    check_limits,
+    parse_head,
+)
 
 BODY_GRACE_S: Final = 5.0
 """Time after `body_timeout_s` in which the application may send its own 408."""
@@ -63,7 +72,7 @@ class Connection(asyncio.Protocol):
         self.handshake: asyncio.Task[Any] | None = None
         """The TLS handshake, until `connection_made`."""
         self.write: Callable[[bytes], None] = _discard
-        self.request: HttpRequest | None = None
+        self.request: HttpRequest | NoRequest = NO_REQUEST
         self._config, self._state = config, state
         self._limits, self._registry = limits, registry
         self._socket = client
@@ -81,17 +90,10 @@ class Connection(asyncio.Protocol):
     # State that the registry and the request read
 
     @property
-    def _is_running(self) -> bool:
-        return self.request is not None and not self.request.is_complete
-
-    @property
-    def _in_body(self) -> bool:
-        return self.request is not None and self.request.in_body
-
-    @property
     def is_busy(self) -> bool:
         """Whether a complete request waits for its response, or a response waits to be read."""
-        return (self._is_running and not self._in_body) or self._write_timer is not None
+        is_running = not self.request.is_complete and not self.request.in_body
+        return is_running or self._write_timer is not None
 
     @property
     def has_unread(self) -> bool:
@@ -162,7 +164,8 @@ class Connection(asyncio.Protocol):
         self._drop_protocol()
         # Break reference cycles: a search of the garbage collector would stall the event loop.
         self._held = b""
-        self._transport = self._socket = self.handshake = self.request = None
+        self._transport = self._socket = self.handshake = None
+        self.request = NO_REQUEST
         self.write = _discard
 
     def _drop_protocol(self) -> None:
@@ -178,10 +181,10 @@ class Connection(asyncio.Protocol):
         try:
             while self._held and not self._is_closing:
                 before = len(self._held)
-                if self._in_body:
+                if self.request.in_body:
                     if not self._app_paused:
                         self._read_body()
-                elif not (self._is_running or self._write_paused):
+                elif self.request.is_complete and not self._write_paused:
                     self._read_head()
                 if len(self._held) == before:
                     break
@@ -215,12 +218,13 @@ class Connection(asyncio.Protocol):
             self._set_timer(self._limits.header_timeout_s, self._on_head_timeout)
 
     def _read_body(self) -> None:
-        assert self.request is not None
-        num_read, data = self.request.read_body(self._held)
+        request = self.request
+        assert isinstance(request, HttpRequest)
+        num_read, data = request.read_body(self._held)
         self._held = self._held[num_read:]
-        if not self.request.in_body:
+        if not request.in_body:
             self._stop_timer()
-            if self.request.is_complete:
+            if request.is_complete:
                 self._set_timer(self._limits.idle_timeout_s, self.close)
         if data:
             self._protocol.data_received(data)
@@ -228,7 +232,7 @@ class Connection(asyncio.Protocol):
     def on_response_complete(self) -> None:
         if self._is_closing:
             return
-        if not self._in_body:
+        if not self.request.in_body:
             self._set_timer(self._limits.idle_timeout_s, self.close)
         if self._held:
             self._loop.call_soon(self._advance)
@@ -236,19 +240,20 @@ class Connection(asyncio.Protocol):
 
     def _update_reading(self) -> None:
         """Pause reading while the application does not read the body, or too many pipelined bytes are held."""
-        is_ahead = not self._in_body and len(self._held) > self._limits.max_pipelined_bytes
-        paused = (self._app_paused or is_ahead) and (self._is_running or self._write_paused) and not self._is_closing
+        request = self.request
+        is_ahead = not request.in_body and len(self._held) > self._limits.max_pipelined_bytes
+        waits = not request.is_complete or self._write_paused
+        paused = (self._app_paused or is_ahead) and waits and not self._is_closing
         if paused != self._is_read_paused and self._transport is not None and not self._transport.is_closing():
             self._is_read_paused = paused
             (self._transport.pause_reading if paused else self._transport.resume_reading)()
 
     def update_weight(self) -> None:
         """Report the bytes that the connection holds to the registry."""
-        weight, request = len(self._held), None if self._is_closing else self.request
-        if request is not None:
-            weight += request.num_held
+        request = NO_REQUEST if self._is_closing else self.request
+        weight = len(self._held) + request.num_held
         if self._write_paused and self._transport is not None:
-            weight += self._transport.get_write_buffer_size() + (0 if request is None else request.num_unsent)
+            weight += self._transport.get_write_buffer_size() + request.num_unsent
         if weight and self._is_tls:
             weight += TLS_BYTES
         if weight != self.weight:
@@ -295,11 +300,12 @@ class Connection(asyncio.Protocol):
 
     def refuse(self, refusal: Refusal) -> None:
         """End the connection, with a response unless one has begun."""
-        is_started = self._is_running and self.request is not None and self.request.is_started
+        request = self.request
+        is_started = request.is_started and not request.is_complete
         if self._transport is None or not self.can_write or is_started:
             self.abort()
             return
-        if self._is_running or not self._in_body:
+        if not (request.is_complete and request.in_body):
             self._transport.write(refusal.to_bytes(self._registry.retry_after_s()))
             self._registry.on_refused(self.address, refusal.status)
         self.close()
@@ -343,7 +349,7 @@ class Connection(asyncio.Protocol):
         if self._is_closing or self._transport is None:
             return
         self._is_closing = True
-        is_sending = self._in_body or bool(self._held)
+        is_sending = self.request.in_body or bool(self._held)
         self._held = b""
         self._stop_timer()
         self.update_weight()
@@ -424,7 +430,7 @@ def within_connection(app: ASGIApp) -> ASGIApp:
         request = connection.request
         if scope["path"] not in PROBES:
             await pacer.wait()
-        if request is not None and request is connection.request:  # the client is still connected
+        if isinstance(request, HttpRequest) and request is connection.request:  # the client is still connected
             await request.run(app, scope, receive, send)
 
     return run

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
@@ -114,11 +114,11 @@ def check_limits(data: bytes, size: int, limits: ServerConfig) -> None:
         raise RefusedError(Refusal(too_large, rule))
 
 
+@dataclass(slots=True)
 class _Fields:
-    def __init__(self) -> None:
-        self.url = b""
-        self.headers: list[tuple[bytes, bytes]] = []
-        self.is_complete = False
+    url: bytes = b""
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    is_complete: bool = False
 
     def on_url(self, url: bytes) -> None:
         self.url += url
@@ -181,16 +181,27 @@ def parse_head(data: bytes) -> RequestHead:
     return RequestHead(b"\r\n".join([*lines, b"", b""]), is_http_1_0, length, expects_continue)
 
 
+@dataclass(slots=True)
 class _Chunks:
-    def __init__(self) -> None:
-        self.pieces: list[bytes] = []
-        self.is_complete = False
+    pieces: list[bytes] = field(default_factory=list)
+    is_complete: bool = False
 
     def on_body(self, body: bytes) -> None:
         self.pieces.append(body)
 
     def on_message_complete(self) -> None:
         self.is_complete = True
+
+
+class NoRequest:
+    """What a connection has before its first request and after its end."""
+
+    in_body = is_started = False
+    is_complete = True
+    num_held = num_unsent = 0
+
+
+NO_REQUEST: Final = NoRequest()
 
 
 class HttpRequest:

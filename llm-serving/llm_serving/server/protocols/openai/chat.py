@@ -107,7 +107,7 @@ class ChatBuilder(OpenAIResponseBuilder):
 
     def _delta(self, index: int, output: RequestOutput) -> ChatChunkChoice | None:
         """Return what an output adds to a choice; None: nothing that a chunk would report."""
-        self._usage.add(index, output)
+        self.add_usage(index, output)
         parser = self._parsers[index]
         delta = parser.delta(output)
         if delta is None and not (self._sends_empty_deltas or output.finished):

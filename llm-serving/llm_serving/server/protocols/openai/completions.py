@@ -152,7 +152,6 @@ class CompletionBuilder(OpenAIResponseBuilder):
         self._body = body
         self._prompts = prompts
         self._prompt_ids = started.prompts
-        self._n = n
         self._offsets: dict[int, _TextOffset] = {}
         self._choices: dict[int, CompletionChoice] = {}
         self._texts: dict[int, list[str]] = {}
@@ -166,10 +165,10 @@ class CompletionBuilder(OpenAIResponseBuilder):
     def _delta(self, index: int, output: RequestOutput) -> CompletionChoice | None:
         """Return what an output adds to a choice; None: nothing that a chunk would report."""
         body = self._body
-        self._usage.add(index, output)
+        self.add_usage(index, output)
         is_first = index not in self._started
         text = self._echo(index) + output.text if is_first and body.echo else output.text
-        if not (text or self._sends_empty_deltas or output.finished):
+        if not (text or self._sends_empty_deltas or output.finish_reason is not None):
             return None
         self._started.add(index)
         delta = CompletionChoice(

@@ -78,7 +78,10 @@ class OpenAIResponseBuilder(ResponseBuilder):
 
     def __init__(self, request: GenerationRequest, usage: StreamedUsage, started: StartedGeneration, n: int) -> None:
         self._streamed_usage = usage
-        self._usage = UsageCounter(n)
+        self._n = n
+        self._tokens_of_prompt: dict[int, tuple[int, int]] = {}
+        """Number of a prompt -> its tokens, and those of them that were cached."""
+        self._tokens_of_choice: dict[int, int] = {}
         self._identity = started.identity
         self._receipt = started.receipt
         logprobs = getattr(request, "logprobs", None)
@@ -91,14 +94,22 @@ class OpenAIResponseBuilder(ResponseBuilder):
         """Choices of which a delta exists."""
         self._whole: Completion | ChatCompletion | None = None
 
-    def check(self, output: RequestOutput) -> None:
-        raise_on_failure(output)
+    check = staticmethod(raise_on_failure)
 
     def error_chunk(self, error: LLMServingError) -> bytes:
         return event(openai_error(error)) + DONE
 
+    def add_usage(self, index: int, output: RequestOutput) -> None:
+        """Count the tokens of an output; each prompt counts once, however many choices it has."""
+        self._tokens_of_prompt[index // self._n] = (output.num_prompt_tokens, output.num_cached_tokens)
+        self._tokens_of_choice[index] = output.num_output_tokens
+
     def total_usage(self) -> Usage:
-        return self._usage.total()
+        num_prompt = num_cached = 0
+        for prompt_tokens, cached_tokens in self._tokens_of_prompt.values():
+            num_prompt += prompt_tokens
+            num_cached += cached_tokens
+        return usage_of(num_prompt, sum(self._tokens_of_choice.values()), num_cached)
 
     @abstractmethod
     def last_chunk(self, usage: Usage | UnsetType) -> Completion | ChatCompletionChunk:
@@ -133,26 +144,6 @@ class OpenAIResponseBuilder(ResponseBuilder):
 
 def token_as_id(token_id: int) -> str:
     return f"token_id:{token_id}"
-
-
-class UsageCounter:
-    """Counts the tokens of one response; each prompt counts once, however many choices it has."""
-
-    def __init__(self, n: int) -> None:
-        self._n = n
-        self._prompts: dict[int, tuple[int, int]] = {}
-        self._outputs: dict[int, int] = {}
-
-    def add(self, index: int, output: RequestOutput) -> None:
-        self._prompts[index // self._n] = (output.num_prompt_tokens, output.num_cached_tokens)
-        self._outputs[index] = output.num_output_tokens
-
-    def total(self) -> Usage:
-        num_prompt = num_cached = 0
-        for prompt_tokens, cached_tokens in self._prompts.values():
-            num_prompt += prompt_tokens
-            num_cached += cached_tokens
-        return usage_of(num_prompt, sum(self._outputs.values()), num_cached)
 
 
 def usage_of(num_prompt: int, num_output: int, num_cached: int) -> Usage:
