@@ -21,7 +21,8 @@ from llm_serving.executor.supervisor import ConsistencyCheck, SupervisedExecutor
 from llm_serving.hub.base import DownloadProgress
 from llm_serving.log import get_logger
 from llm_serving.models.spec import ModelSpec
-from llm_serving.observability.metrics import Metrics
+from llm_serving.observability.metrics import Metrics, WorkAgentMemory
+from llm_serving.scheduler import Scheduler
 from llm_serving.server.app import run_file, serve
 from llm_serving.server.batches.schemas import RequestCounts
 from llm_serving.text.tokenizer.tokenizer import Tokenizer, check_draft_vocabulary, notice_of_unknown_tokens
@@ -102,8 +103,18 @@ def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
                 compute_fingerprint=loaded.compute_fingerprint,
             )
             metrics.moves.block_bytes = loaded.block_bytes
+            metrics.watch_memory(index, partial(_memory_of, config, engine.scheduler, executor))
             yield engine
         finally:
             executor.close()
 
     return AsyncEngine(config, spec, tokenizer, metrics, open_replica)
+
+
+def _memory_of(config: ServingConfig, scheduler: Scheduler, executor: SupervisedExecutor) -> WorkAgentMemory:
+    """Return the memory of a replica's WorkAgent. A device commits the whole KV cache at once."""
+    pool = scheduler.blocks.pool
+    is_lazy = config.device.device_target == "CPU"
+    num_committed = pool.num_touched_blocks if is_lazy else pool.num_blocks
+    block_bytes = executor.loaded.block_bytes * config.cluster.tensor_parallel
+    return WorkAgentMemory(pool.num_blocks * block_bytes, num_committed * block_bytes, executor.resident_bytes)

@@ -29,7 +29,7 @@ import msgspec
 
 from llm_serving.core.enums import AgentExit
 from llm_serving.core.fingerprint import code_fingerprint
-from llm_serving.core.memory import explain_address_space_limit
+from llm_serving.core.memory import explain_address_space_limit, release_library_pages, trim_heap
 from llm_serving.core.process import die_with_parent
 from llm_serving.core.step import AllowedTokens
 from llm_serving.errors import (
@@ -197,6 +197,8 @@ def serve(
         what = str(error).partition(MINDSPORE_FRAMES)[0]
         channel.send(Failed(f"the model cannot be loaded: {what if limit is None else f'{what}: {limit}'}"))
         return
+    trim_heap()
+    release_library_pages()
     tensors = runner.kv_tensors
     sizes = tensors.num_blocks, tensors.num_swap_blocks
     throttle = BackgroundThrottle()

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 from harness.figures import Figure, greedy
 from llm_serving.config.schema import ServingConfig
+from llm_serving.core.memory import resident_bytes
 from llm_serving.core.request import Request
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.executor import RemoteExecutor
@@ -50,7 +50,7 @@ def _starts(config: ServingConfig) -> list[Figure]:
         start = time.perf_counter()
         with started(config) as agent:
             elapsed = time.perf_counter() - start
-            peak, now = _peak_bytes(agent.process.pid), psutil.Process(agent.process.pid).memory_info().rss
+            peak, now = _peak_bytes(agent.process.pids), resident_bytes(agent.process.pids)
             allowed = _allowed_bytes(config, agent.loaded.num_blocks)
         figures += [
             Figure("L", f"reading the files, {state}", num_bytes / read_s / 1e9, "GB/s"),
@@ -64,8 +64,8 @@ def _starts(config: ServingConfig) -> list[Figure]:
 def _within_limit(config: ServingConfig) -> list[Figure]:
     """Measure the peak memory under `max_device_memory` if that limit alone decides the size of the KV cache.
 
-    All pages of the cache are touched at the start, so the peak follows with the largest step: as many tokens and rows
-    as the configuration allows.
+    The peak is that of the largest step, with as many tokens and rows as the configuration allows, plus the blocks that
+    were not used yet.
     """
     limit = int(_weight_bytes(config) + ABOVE_WEIGHTS)
     device = replace(config.device, max_device_memory=limit)
@@ -81,7 +81,9 @@ def _within_limit(config: ServingConfig) -> list[Figure]:
             engine.submit(Request(f"row {row}", [row + 3, *prompt[1:]], greedy(3)))
         while engine.has_unfinished_requests:
             engine.step()
-        peak = _peak_bytes(agent.process.pid)
+        pool = engine.scheduler.blocks.pool
+        unused = (pool.num_blocks - pool.num_touched_blocks) * agent.loaded.block_bytes
+        peak = _peak_bytes(agent.process.pids) + unused
     return [
         Figure("L", "blocks within max_device_memory", agent.loaded.num_blocks, ""),
         Figure("L", "peak memory within it", peak / 1e9, "GB", limit / 1e9, less_is_better=True),
@@ -123,12 +125,10 @@ def _spec(config: ServingConfig) -> ModelSpec:
     return ModelSpec.from_folder(config.model.model_path)
 
 
-def _peak_bytes(pid: int | None) -> int:
-    """Return the peak resident bytes of a process, pages of mapped files included."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/{pid}/status has no VmHWM")
+def _peak_bytes(pids: list[int]) -> int:
+    """Return the peak resident bytes of processes, pages of mapped files included."""
+    statuses = [Path(f"/proc/{pid}/status").read_text().splitlines() for pid in pids]
+    return sum(int(line.split()[1]) * 1024 for lines in statuses for line in lines if line.startswith("VmHWM:"))
 
 
 def _forget(files: list[Path]) -> None:

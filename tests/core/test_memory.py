@@ -16,6 +16,7 @@ from llm_serving.core.memory import (
     describe_address_space_limit,
     explain_address_space_limit,
     periodic_heap_trim,
+    resident_bytes,
     shortage,
 )
 
@@ -75,6 +76,41 @@ trim_heap()
 print(resident() - before)
 """)
     assert kept < 4 * MEBI
+
+
+def test_library_pages_are_unmapped_and_come_back_on_access():
+    kept = growth("""
+from llm_serving.core.memory import release_library_pages
+before = resident()
+release_library_pages()
+import json, decimal
+assert json.loads("[1.5]") == [1.5] and decimal.Decimal(1) / 8 == decimal.Decimal("0.125")
+print(resident() - before)
+""")
+    assert kept < 0
+
+
+def test_only_whole_pages_of_a_range_are_released():
+    released = growth("""
+import mmap
+from llm_serving.core.memory import release_pages
+memory = mmap.mmap(-1, 4 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory.write(b"x" * len(memory))
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+release_pages(address + 1, 3 * mmap.PAGESIZE)
+print(memory[:].count(0) // mmap.PAGESIZE)
+release_pages(address + 1, mmap.PAGESIZE)
+""")
+    assert released == 2
+
+
+def test_resident_bytes_are_summed_and_a_process_that_is_gone_has_none():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    own = resident_bytes([os.getpid()])
+    assert own > MEBI
+    assert resident_bytes([os.getpid(), child.pid]) < 2 * own
+    assert resident_bytes([child.pid]) == 0
 
 
 def test_heap_is_trimmed_periodically():

@@ -83,6 +83,11 @@ def test_second_starts_are_refused_and_a_killed_master_leaves_nothing() -> None:
                 assert f"127.0.0.1:{port} is in use by another program" in refused.stderr
         assert httpx.get(f"{server.url}/health").status_code == 200
         master, agent = server.processes
+        scrape = httpx.get(f"{server.url}/metrics").text.splitlines()
+        memory = {line.split("{")[0]: float(line.split()[-1]) for line in scrape if line.startswith("llm_serving:")}
+        assert memory["llm_serving:kv_cache_reserved_bytes"] == 1024 * 16 * 2560
+        assert memory["llm_serving:kv_cache_committed_bytes"] == 0
+        assert abs(memory["llm_serving:work_agent_resident_memory_bytes"] - agent.memory_info().rss) < 2**26
         master.kill()
         assert not psutil.wait_procs([master, agent], timeout=60)[1]
         assert shared_memory_names() == before

@@ -66,6 +66,20 @@ def test_model_size_equals_the_work_agents_computation(monkeypatch):
     assert lines_of(config)["fits"].startswith("no: ")
 
 
+def test_model_size_names_reserved_cache_and_resident_memory_at_rest():
+    config = load_config(model="demo", overrides=["device_config.max_device_memory=1GB", "pa_config.num_blocks=1000"])
+    lines = lines_of(config)
+    assert lines["KV cache, reserved"] == "16,000 tokens, 41.0 MB; committed as blocks are used"
+    assert lines["resident when idle"] == "0.26 GB"
+    config = load_config(model="demo", overrides=["device_config.max_device_memory=2GB"])
+    slots, longest = config.model.decode_batch_size, config.model.max_generate_length
+    assert lines_of(config)["KV cache, reserved"].startswith(f"{slots * longest:,} tokens, ")
+    device = dataclasses.replace(config.device, device_target="Ascend")
+    assert "committed" not in lines_of(dataclasses.replace(config, device=device))["KV cache"]
+    device = dataclasses.replace(device, max_device_memory=None)
+    assert not any("KV cache" in line for line in model_size(dataclasses.replace(config, device=device)).lines)
+
+
 def test_model_size_checks_the_given_blocks():
     for blocks, fits in ((1000, True), (10**6, False)):
         config = load_config(

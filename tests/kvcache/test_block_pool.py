@@ -16,6 +16,14 @@ def test_the_latest_freed_block_is_reused_first() -> None:
     assert pool.allocate(3) == [3, 0, 2]
 
 
+def test_touched_blocks_are_those_that_were_ever_allocated() -> None:
+    pool = BlockPool(4)
+    assert pool.num_touched_blocks == 0
+    pool.free(pool.allocate(2))
+    pool.free(pool.allocate(1))
+    assert pool.num_touched_blocks == 2
+
+
 def test_cached_block_is_found_while_used_and_after() -> None:
     pool = BlockPool(2)
     (block_id,) = pool.allocate(1)

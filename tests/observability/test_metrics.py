@@ -8,7 +8,7 @@ from llm_serving import __version__
 from llm_serving.core.request import FinishReason
 from llm_serving.core.step import BlockMove, BlockMoveKind
 from llm_serving.observability.metric_families import Histogram
-from llm_serving.observability.metrics import Metrics, ReplicaCounts
+from llm_serving.observability.metrics import Metrics, ReplicaCounts, WorkAgentMemory
 from llm_serving.observability.transfer_metrics import SwapLoad
 from llm_serving.scheduler.schedule import Preemption
 from prometheus_client.parser import text_string_to_metric_families
@@ -75,6 +75,20 @@ def test_load_is_exported_by_replica_and_machine():
     assert found["llm_serving:replica_kv_cache_usage", "", "0"] == 0.25
     machines[0] = "10.0.0.3"
     assert scrape(metrics)["llm_serving:replica_requests_running", "1", "10.0.0.3"] == 3
+
+
+def test_memory_of_work_agents_is_read_at_every_scrape():
+    metrics, committed = Metrics("demo"), [0]
+    metrics.watch_agent(1, lambda: 1, lambda: "10.0.0.2")
+    metrics.watch_memory(0, lambda: WorkAgentMemory(4096, committed[0], 10_000))
+    metrics.watch_memory(1, lambda: WorkAgentMemory(8192, 8192, 0))
+    assert scrape(metrics)["llm_serving:kv_cache_committed_bytes", "", "0"] == 0
+    committed[0] = 1024
+    found = scrape(metrics)
+    assert found["llm_serving:kv_cache_reserved_bytes", "", "0"] == 4096
+    assert found["llm_serving:kv_cache_committed_bytes", "", "0"] == 1024
+    assert found["llm_serving:work_agent_resident_memory_bytes", "", "0"] == 10_000
+    assert found["llm_serving:kv_cache_reserved_bytes", "1", "10.0.0.2"] == 8192
 
 
 def test_metrics_include_the_master_process():

@@ -3,6 +3,7 @@
 import functools
 
 import numpy as np
+import psutil
 import pytest
 from llm_serving.core.step import BlockMoveKind
 from llm_serving.errors import ConfigError, ModelError, WorkerError
@@ -24,6 +25,27 @@ def test_every_layer_has_keys_and_values_of_every_block():
     for parameter in (parameter for layer in tensors.layers for parameter in layer):
         assert parameter.shape == (5, 16, 2, 16)
         assert not parameter.asnumpy().view("uint16").any()
+
+
+def resident_bytes():
+    return psutil.Process().memory_info().rss
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_blocks_are_committed_on_first_use_and_cleared_by_returning_their_pages(int8):
+    """A gigabyte of blocks. Writing a block commits a page of at most 2 MiB in each of the four tensors."""
+    before = resident_bytes()
+    tensors = KVTensors.allocate(
+        SPEC, backend("cpu", "bfloat16"), num_blocks=2**18, block_size=16, num_swap_blocks=2**16, int8=int8
+    )
+    assert tensors.num_blocks * tensors.block_bytes > 2**29
+    assert resident_bytes() - before < 2**25
+    for cache in (cache for layer in tensors.layers for cache in layer):
+        cache.storage[1000] = 1
+        assert (cache.asnumpy()[1000] != 0).all()
+    assert resident_bytes() - before < 2**26
+    tensors.clear()
+    assert not any(cache.storage[1000].any() for layer in tensors.layers for cache in layer)
 
 
 def test_names_are_unique():

@@ -194,10 +194,8 @@ class CpuBackend(AscendBackend):
 
 
 def _zeroed_int8(shape: tuple[int, ...], name: str) -> ms.Parameter:
-    """Return a zeroed Parameter whose pages are resident."""
-    memory = zeroed_bytes(math.prod(shape))
-    memory.fill(0)
-    return parameter_over(memory.view(np.int8).reshape(shape), "int8", name)
+    """Return a zeroed Parameter, whose pages the system provides on first access."""
+    return parameter_over(zeroed_bytes(math.prod(shape)).view(np.int8).reshape(shape), "int8", name)
 
 
 class CpuLogits(nn.Cell):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from llm_serving.backends.base import Array, BlockMemory
 from llm_serving.core.dtypes import MODEL_DTYPES
+from llm_serving.core.memory import release_pages
 from llm_serving.core.step import Int32Array
 from llm_serving.kernels.reference import from_bfloat16, round_to_bfloat16
 
@@ -48,30 +49,22 @@ def zeroed_array(shape: tuple[int, ...], dtype: str) -> Array:
 
 def zeroed_bytes(size: int) -> NDArray[np.uint8]:
     """As `zeroed_array`, without a type."""
-    large = size >= 2 * _LARGE_PAGE
-    alignment = _LARGE_PAGE if large else _ALIGNMENT
-    if large:
-        pages = mmap.mmap(-1, size + alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_HUGEPAGE)
-        raw = np.frombuffer(pages, dtype=np.uint8)
+    if size < 2 * _LARGE_PAGE:
+        raw = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
+        offset = -raw.ctypes.data % _ALIGNMENT
     else:
-        raw = np.zeros(size + alignment, dtype=np.uint8)
-    offset = -raw.ctypes.data % alignment
+        pages = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        raw = np.frombuffer(pages, dtype=np.uint8)
+        offset = -raw.ctypes.data % _LARGE_PAGE
+        pages.madvise(mmap.MADV_HUGEPAGE, offset, size // _LARGE_PAGE * _LARGE_PAGE)  # a large page is not half used
     return raw[offset : offset + size]
 
 
-def resident_zeros(shape: tuple[int, ...], dtype: str) -> Array:
-    """As `zeroed_array`, with resident pages: no step waits for the system to provide and clear one."""
-    array = zeroed_array(shape, dtype)
-    array.fill(0)
-    return array
-
-
 def zeroed_parameter(shape: tuple[int, ...], dtype: str, name: str | None = None) -> ms.Parameter:
-    """Return a Parameter of zeros; on an NPU they are created in device memory."""
+    """Return a Parameter of zeros: on an NPU in device memory, else in pages that the system provides on access."""
     if _is_on_npu():
         return _parameter_of(mint.zeros(shape, dtype=getattr(ms, dtype)), name)
-    return parameter_over(resident_zeros(shape, dtype), dtype, name)
+    return parameter_over(zeroed_array(shape, dtype), dtype, name)
 
 
 def parameter_over(array: Array, dtype: str, name: str | None = None) -> ms.Parameter:
@@ -100,6 +93,13 @@ def bytes_of_block(cache: ms.Parameter) -> int:
     return math.prod(shape[1:]) * storage_dtype(cache).itemsize
 
 
+def clear_cache(cache: ms.Parameter) -> None:
+    """Zero a cache by returning its pages to the system; does nothing on an NPU."""
+    storage: Array | None = getattr(cache, "storage", None)
+    if storage is not None:
+        release_pages(storage.ctypes.data, storage.nbytes)
+
+
 def _is_on_npu() -> bool:
     return bool(ms.get_context("device_target") == "Ascend")
 
@@ -120,13 +120,8 @@ def float32_parameter(array: Array, name: str | None = None) -> ms.Parameter:
 
 
 def host_blocks(cache: ms.Parameter, num_blocks: int) -> Array:
-    """Return zeroed host memory for `num_blocks` blocks like those of `cache`.
-
-    Its pages are resident, so a lack of memory shows here and not in the step that first uses it.
-    """
-    memory: Array = np.empty((num_blocks, *cache.shape[1:]), storage_dtype(cache))
-    memory.fill(0)
-    return memory
+    """Return zeroed host memory for `num_blocks` blocks like those of `cache`; pages are provided on first access."""
+    return np.zeros((num_blocks, *cache.shape[1:]), storage_dtype(cache))
 
 
 def copy_blocks_in_memory(source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:

@@ -12,6 +12,7 @@ from llm_serving.core.window import Window
 from llm_serving.formats.gguf import Gguf
 from llm_serving.models.memory import (
     FREE_MEMORY_FRACTION,
+    IDLE_BYTES,
     PROCESS_BYTES,
     draft_model_bytes,
     kv_cache_bytes_left,
@@ -44,12 +45,14 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     dtype_bytes = 4 if dtype == "float32" else 2
     keys = num_mask_keys(config.device.device_target, config.model.max_generate_length)
     step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size, keys
-    weights = config.quant.weights_on(config.device)
-    kept = dtype if weights is not None and weights.name == QuantizationName.DEQUANTIZED else config.quant.quantization
+    quantization = config.quant.weights_on(config.device)
+    is_dequantized = quantization is not None and quantization.name == QuantizationName.DEQUANTIZED
+    kept = dtype if is_dequantized else config.quant.quantization
     if kept is None:
         kept = spec.scheme.stored_types if isinstance(spec.scheme, Gguf) else dtype
     per_token = spec.kv_bytes_per_token(dtype_bytes, int8=config.quant.has_coded_cache)
-    fits, verdict = _verdict(config, spec, dtype_bytes, per_token)
+    weights = weight_bytes(spec, dtype_bytes, quantization)
+    fits, verdict, num_tokens = _verdict(config, spec, dtype_bytes, per_token)
     longest = config.model.max_generate_length
     window = Window.from_model(spec.window, config.scheduler.max_prefill_tokens, longest)
     held = min(longest, window.max_blocks_of(longest, config.pa.block_size) * config.pa.block_size)
@@ -57,15 +60,29 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     beyond = f" for the {held:,} that a window and a step hold" if held < longest else ""
     rows = [("weights as stored", readable_size(stored_bytes))] if stored_bytes is not None else []
     rows += [
-        (f"weights as served ({kept})", readable_size(weight_bytes(spec, dtype_bytes, weights))),
+        (f"weights as served ({kept})", readable_size(weights)),
         ("process and largest step", readable_size(PROCESS_BYTES + working_bytes(spec, dtype_bytes, *step))),
         *_draft_model(config, dtype_bytes),
         ("a token of context", f"{per_token / 1024:,.1f} KiB{in_codes}"),
         ("longest context", f"{longest:,} tokens, {readable_size(held * per_token)}{beyond}"),
+        *_cache(config, num_tokens, per_token, weights + _draft_bytes(config, dtype_bytes) + IDLE_BYTES),
         ("fits", verdict),
     ]
     width = max(len(name) for name, _ in rows)
     return ModelSize([f"{name:<{width}}  {text}" for name, text in rows], fits)
+
+
+def _cache(config: ServingConfig, num_tokens: int | None, per_token: int, idle_bytes: int) -> list[tuple[str, str]]:
+    """Return rows for the KV cache of `num_tokens` tokens (None: unknown) and for an idle WorkAgent."""
+    if num_tokens is None:
+        return []
+    reserved = f"{num_tokens:,} tokens, {readable_size(num_tokens * per_token)}"
+    if config.device.device_target != "CPU":
+        return [("KV cache", reserved)]
+    return [
+        ("KV cache, reserved", f"{reserved}; committed as blocks are used"),
+        ("resident when idle", readable_size(idle_bytes)),
+    ]
 
 
 def _draft_model(config: ServingConfig, dtype_bytes: int) -> list[tuple[str, str]]:
@@ -78,12 +95,20 @@ def _draft_bytes(config: ServingConfig, dtype_bytes: int) -> int:
     return 0 if path is None else draft_model_bytes(ModelSpec.from_folder(path), dtype_bytes, config.pa.block_size)
 
 
-def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token: int) -> tuple[bool, str]:
+class _Verdict(NamedTuple):
+    fits: bool
+    text: str
+    num_tokens: int | None
+    """Tokens of the KV cache; None: only the WorkAgent knows."""
+
+
+def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token: int) -> _Verdict:
     limit = config.device.max_device_memory
     source = "max_device_memory"
     if limit is None:
         if config.device.device_target != "CPU":
-            return True, "as the device's memory allows; device_config.max_device_memory is not given"
+            text = "as the device's memory allows; device_config.max_device_memory is not given"
+            return _Verdict(True, text, None)
         free = psutil.virtual_memory().available
         limit = int(free * FREE_MEMORY_FRACTION / config.num_processes)
         source = f"{FREE_MEMORY_FRACTION:.0%} of {readable_size(free)} free here"
@@ -93,15 +118,19 @@ def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token
     limit -= _draft_bytes(config, dtype_bytes)
     step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size, config.quant.weights_on(config.device)
     keys = num_mask_keys(config.device.device_target, config.model.max_generate_length)
-    tokens = kv_cache_bytes_left(limit, spec, dtype_bytes, *step, keys) // per_token
+    size, left = config.pa.block_size, kv_cache_bytes_left(limit, spec, dtype_bytes, *step, keys)
+    tokens = left // per_token
     if config.pa.num_blocks is not None:
-        asked = config.pa.num_blocks * config.pa.block_size
+        asked = config.pa.num_blocks * size
         verdict = "yes" if asked <= tokens else "no"
-        return asked <= tokens, f"{verdict}: {asked:,} tokens by pa_config.num_blocks, {max(tokens, 0):,} in {source}"
-    if tokens < config.pa.block_size:
-        missing = -kv_cache_bytes_left(limit, spec, dtype_bytes, *step, keys) + config.pa.block_size * per_token
-        return False, f"no: {readable_size(missing)} more are needed than {source}"
+        text = f"{verdict}: {asked:,} tokens by pa_config.num_blocks, {max(tokens, 0):,} in {source}"
+        return _Verdict(asked <= tokens, text, asked)
+    if tokens < size:
+        missing = size * per_token - left
+        return _Verdict(False, f"no: {readable_size(missing)} more are needed than {source}", None)
     window = Window.from_model(spec.window, config.scheduler.max_prefill_tokens, config.model.max_generate_length)
-    longest = window.max_request_tokens(config.pa.block_size, tokens // config.pa.block_size)
+    longest = window.max_request_tokens(size, tokens // size)
     how = "in part" if longest < config.model.max_generate_length else "yes"
-    return True, f"{how}: {tokens:,} tokens of context, all requests together, in {source}"
+    useful = config.model.decode_batch_size * window.max_blocks_of(config.model.max_generate_length, size)
+    text = f"{how}: {tokens:,} tokens of context, all requests together, in {source}"
+    return _Verdict(True, text, min(useful, tokens // size) * size)

@@ -15,6 +15,7 @@ import msgspec
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.fingerprint import ComputeFingerprint, code_fingerprint
+from llm_serving.core.memory import resident_bytes
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import (
     ChannelClosedError,
@@ -342,6 +343,11 @@ class SupervisedExecutor(RemoteExecutor):
     @property
     def machine(self) -> str:
         return self._agent.machine
+
+    @property
+    def resident_bytes(self) -> int:
+        """Resident memory of the WorkAgent's processes; 0 if they run on another machine."""
+        return resident_bytes(self._agent.process.pids)
 
     @property
     def block_link(self) -> BlockLink | None:

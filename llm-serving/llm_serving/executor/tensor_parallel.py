@@ -128,8 +128,8 @@ class RankProcesses:
         """The rank that exited first by itself, if that was observed."""
 
     @property
-    def pid(self) -> int:
-        return self.ranks[0].pid
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.ranks]
 
     @property
     def has_exited(self) -> bool:

@@ -38,8 +38,8 @@ class AgentProcess(Protocol):
     """The process of a WorkAgent, as its supervisor sees it."""
 
     @property
-    def pid(self) -> int | None:
-        """None if it runs on another machine."""
+    def pids(self) -> list[int]:
+        """The processes on this machine, one for each rank; empty if it runs on another machine."""
 
     @property
     def has_exited(self) -> bool: ...
@@ -59,6 +59,10 @@ class AgentProcess(Protocol):
 
 class LocalProcess(subprocess.Popen[bytes]):
     """A process of this machine whose standard input is a pipe."""
+
+    @property
+    def pids(self) -> list[int]:
+        return [self.pid]
 
     @property
     def has_exited(self) -> bool:

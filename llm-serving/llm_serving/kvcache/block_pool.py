@@ -37,6 +37,11 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     @property
+    def num_touched_blocks(self) -> int:
+        """Number of blocks that were allocated at least once. Counted on each call."""
+        return self.num_blocks - self._epochs.count(0)
+
+    @property
     def num_cached_blocks(self) -> int:
         """Number of blocks, free or used, that can be found by hash."""
         return len(self._blocks_by_hash)

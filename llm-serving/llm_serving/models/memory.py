@@ -11,6 +11,8 @@ from llm_serving.network.quantization import Quantization, bytes_saved
 
 PROCESS_BYTES: Final = 600_000_000
 """Bytes of a WorkAgent without the model: the interpreter, MindSpore with its graphs, the buffers of steps."""
+IDLE_BYTES: Final = 250_000_000
+"""Resident bytes of a WorkAgent on a CPU that has computed nothing yet, without the weights."""
 FREE_MEMORY_FRACTION: Final = 0.5
 """Fraction of a host's free memory that all its WorkAgents use together without `max_device_memory`."""
 FREE_NPU_MEMORY_FRACTION: Final = 0.9

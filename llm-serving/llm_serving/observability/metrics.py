@@ -56,6 +56,17 @@ class ReplicaCounts(NamedTuple):
     """Replicas that serve now."""
 
 
+class WorkAgentMemory(NamedTuple):
+    """Memory of a replica's WorkAgent, in bytes."""
+
+    reserved: int
+    """The KV cache with all its blocks."""
+    committed: int
+    """Blocks of the KV cache that were in use at least once; the system provides their memory on first use."""
+    resident: int
+    """Resident memory of its processes; 0: it runs on another machine."""
+
+
 class Metrics(Collector):
     """The metrics of a server. Names that start with `vllm:` are those that existing dashboards read.
 
@@ -78,6 +89,7 @@ class Metrics(Collector):
         self._loads: dict[int, Load] = {}
         self._compilations: dict[int, Callable[[], int]] = {}
         self._machines: dict[int, Callable[[], str]] = {}
+        self._memory: dict[int, Callable[[], WorkAgentMemory]] = {}
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self.draft_tokens = {name: dict.fromkeys(map(str, Proposer), 0) for name in _DRAFT_TOKENS}
         """Metric -> count by proposer."""
@@ -121,6 +133,10 @@ class Metrics(Collector):
         """
         self._compilations[replica] = num_compilations
         self._machines[replica] = machine
+
+    def watch_memory(self, replica: int, memory: Callable[[], WorkAgentMemory]) -> None:
+        """Call `memory` at each scrape for the WorkAgent of a replica."""
+        self._memory[replica] = memory
 
     def machine(self, replica: int) -> str:
         """Return the address of the machine of a replica's WorkAgent; empty: the master's own."""
@@ -289,6 +305,12 @@ class Metrics(Collector):
             for replica, of_replica in sorted(self._loads.items()):
                 family.add_metric([*values, str(replica), self.machine(replica)], getattr(of_replica, field))
             yield family
+        memory = {replica: read() for replica, read in sorted(self._memory.items())}
+        for name, text, field in _MEMORY_GAUGES:
+            family = GaugeMetricFamily(name, text, labels=[*names, "replica", "machine"])
+            for replica, of_agent in memory.items():
+                family.add_metric([*values, str(replica), self.machine(replica)], getattr(of_agent, field))
+            yield family
         for name, text in _COUNTERS.items():
             yield counter(name, text, labels, self._counts[name])
         finished = {reason.value: count for reason, count in self._finished.items()}
@@ -363,6 +385,16 @@ _REPLICA_GAUGES: Final = (
     ("llm_serving:replica_kv_cache_usage", "Share of the KV cache in use, of each replica.", "kv_usage"),
 )
 """Metric, its help and the field of `Load`."""
+_MEMORY_GAUGES: Final = (
+    ("llm_serving:kv_cache_reserved_bytes", "Bytes of all blocks of the KV cache, of each replica.", "reserved"),
+    ("llm_serving:kv_cache_committed_bytes", "Bytes of the blocks that were in use at least once.", "committed"),
+    (
+        "llm_serving:work_agent_resident_memory_bytes",
+        "Resident memory of each replica's WorkAgent; 0 if it runs on another machine.",
+        "resident",
+    ),
+)
+"""Metric, its help and the field of `WorkAgentMemory`."""
 RELOADS: Final = ("applied", "refused", "unchanged")
 SHARES: Final = ("tenant_limit", "class_weight")
 _COUNTERS: Final = {

@@ -16,7 +16,7 @@ import numpy as np
 from mindspore.common.dtype import type_size_in_bytes
 
 from llm_serving.backends.base import Array, Backend, BlockMemory
-from llm_serving.backends.parameters import bytes_of_block, host_blocks, storage_dtype
+from llm_serving.backends.parameters import bytes_of_block, clear_cache, host_blocks, storage_dtype
 from llm_serving.core.step import BlockMoveKind, Int32Array
 from llm_serving.errors import ConfigError, WorkerError
 from llm_serving.models.memory import MAX_SLOTS
@@ -186,6 +186,11 @@ class KVTensors:
             (host_blocks(keys, num_swap_blocks), host_blocks(values, num_swap_blocks)) for keys, values in layers
         )
         return cls(backend, layers, host_layers, num_blocks, num_swap_blocks, block_size)
+
+    def clear(self) -> None:
+        """Return the pages of all blocks in this process to the system, which provides zeroed ones on access."""
+        for cache in chain(*self.layers):
+            clear_cache(cache)
 
     def move_blocks(self, block_moves: Int32Array) -> None:
         """Move whole blocks of all layers, one move after the other. The moves passed `check_block_moves`."""

@@ -124,7 +124,7 @@ class ModelRunner:
         return sum(each.num_compilations for each in parts if each is not None)
 
     def warm_up(self) -> None:
-        """Compile the network and touch what the first steps need. Block 0 is overwritten, so no step may have run."""
+        """Compile the network and touch what the first steps need. All blocks are cleared, so no step may have run."""
         for query_lens in ((1,), (2, 1)):
             lens = np.array(query_lens, np.int32)
             num_rows, num_tokens = len(lens), int(lens.sum())
@@ -139,6 +139,7 @@ class ModelRunner:
             )
             self._forward(inputs)
             self._logits_of(self._states(inputs.arrays()))
+        self.kv_tensors.clear()
 
     def announce_ending(self, announce: Callable[[], None] | None) -> bool:
         """As `Backend.announce_ending`, for the next step."""

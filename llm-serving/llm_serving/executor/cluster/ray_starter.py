@@ -172,8 +172,8 @@ class RayAgent:
         self._exit_description = "unknown"
 
     @property
-    def pid(self) -> int | None:
-        return None
+    def pids(self) -> list[int]:
+        return []
 
     @property
     def has_exited(self) -> bool:
