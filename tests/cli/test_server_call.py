@@ -1,6 +1,9 @@
 """Errors of an invalid URL or API key are one line."""
 
+import argparse
+
 import pytest
+from llm_serving.cli.arguments import add_server_arguments, url_of
 from llm_serving.cli.main import main
 
 NOWHERE = "http://127.0.0.1:9"
@@ -21,6 +24,31 @@ NOWHERE = "http://127.0.0.1:9"
 def test_server_call_refuses_an_invalid_url(capsys, command, url, told):
     assert main([command, "--url", url]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "url"),
+    [
+        ([], "http://127.0.0.1:8835"),
+        (["--url", "https://example.org"], "https://example.org"),
+        (["--port", "9"], "http://127.0.0.1:9"),
+        (["--host", "localhost"], "http://localhost:8835"),
+        (["--host", "::1", "--port", "9"], "http://[::1]:9"),
+    ],
+)
+def test_server_is_named_by_url_or_by_host_and_port(arguments, url):
+    parser = argparse.ArgumentParser()
+    add_server_arguments(parser)
+    assert url_of(parser.parse_args(arguments)) == url
+
+
+@pytest.mark.parametrize("command", ["chat", "reload", "advice", "timeline", "cluster replicas", "cluster drain 0"])
+def test_every_command_that_calls_a_server_takes_host_and_port(capsys, command, tmp_path):
+    output = ["--output", str(tmp_path / "x")] if command == "timeline" else []
+    assert main([*command.split(), "--host", "127.0.0.1", "--port", "9", *output]) == 1
+    assert "http://127.0.0.1:9" in capsys.readouterr().err
+    assert main([*command.split(), "--url", NOWHERE, "--port", "9", *output]) == 2
+    assert "--url or by --host and --port, not by both" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["a-key-of-the-tests\n", "a-key-of-the-tests€", "a\x00key"])

@@ -12,7 +12,8 @@ from support.fakes import FakeEngine
 from support.server_client import error_of, request
 
 KEYS = (ApiKey(name="team", key_sha256=hash_key("k" * 20)),)
-PATHS = [each.path for each in page_routes()]
+PATHS = [each.path for each in page_routes() if each.path != "/"]
+HTML = {"accept": "text/html,application/xhtml+xml;q=0.9,*/*;q=0.8"}
 SCRIPTS = sorted(FOLDER.glob("*.js"))
 MAKES_CODE = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|createContextualFragment|srcdoc|\beval\b"
@@ -44,6 +45,23 @@ def test_ui_policy_allows_own_resources_only():
     assert rules.pop("require-trusted-types-for") == "'script'"
     assert set(rules.values()) == {"'none'", "'self'"}
     assert rules["default-src"] == rules["base-uri"] == rules["frame-ancestors"] == rules["trusted-types"] == "'none'"
+
+
+@pytest.mark.parametrize("keys", [(), KEYS], ids=["without keys", "with keys"])
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_root_leads_browsers_to_the_page(keys, method):
+    answer = request(FakeEngine(api_keys=keys), method, "/", headers=HTML)
+    assert (answer.status_code, answer.headers["location"], answer.content) == (307, "ui", b"")
+    assert answer.headers["vary"] == "accept"
+
+
+def test_root_refuses_get_of_other_clients_and_needs_a_key_for_post():
+    answer = request(FakeEngine(), "GET", "/", headers={"accept": "*/*"})
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert request(FakeEngine(), "POST", "/", json={"inputs": "x"}, headers=HTML).status_code == 200
+    assert request(FakeEngine(api_keys=KEYS), "POST", "/", json={"inputs": "x"}, headers=HTML).status_code == 401
+    assert request(FakeEngine(limits={"ui": False}), "GET", "/", headers=HTML).status_code == 405
+    assert request(FakeEngine(limits={"ui": False}, api_keys=KEYS), "GET", "/", headers=HTML).status_code == 401
 
 
 def test_ui_supports_etags():

@@ -30,7 +30,9 @@ _NO_PIPELINE: Final = (
 _NUMBERS: Final = ("N", "TOKENS")
 EXIT_FAILED: Final = 1
 MAX_SEED: Final = 2**32 - 1
-DEFAULT_URL: Final = "http://127.0.0.1:8835"
+DEFAULT_HOST: Final = "127.0.0.1"
+DEFAULT_PORT: Final = 8835
+DEFAULT_URL: Final = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
 
@@ -194,10 +196,27 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser, whose_key: str = "") -> None:
-    parser.add_argument("--url", default=DEFAULT_URL, help="URL of the server")
+    parser.add_argument("--url", help=f"URL of the server; default: {DEFAULT_URL}")
+    parser.add_argument("--host", metavar="ADDRESS", help=f"its address, instead of --url; default: {DEFAULT_HOST}")
+    parser.add_argument("--port", metavar="N", type=int, help=f"its port, instead of --url; default: {DEFAULT_PORT}")
     parser.add_argument(
         "--api-key", metavar="KEY", default="", help=f"{whose_key}better in the environment variable {API_KEY_VARIABLE}"
     )
+
+
+def url_of(arguments: argparse.Namespace) -> str:
+    """Return the URL of the server that the arguments of `add_server_arguments` name.
+
+    Raises:
+        ConfigError: There are both a URL and an address or port.
+    """
+    url, host, port = arguments.url, arguments.host, arguments.port
+    if url is None:
+        host = DEFAULT_HOST if host is None else host
+        return f"http://{f'[{host}]' if ':' in host else host}:{DEFAULT_PORT if port is None else port}"
+    if host is not None or port is not None:
+        raise ConfigError(f"the server must be named by --url or by --host and --port, not by both. Given: --url {url}")
+    return str(url)
 
 
 def api_key_of(arguments: argparse.Namespace) -> str:

@@ -16,7 +16,7 @@ from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TextIO
 
-from llm_serving.cli.arguments import Subcommands, add_server_arguments, api_key_of
+from llm_serving.cli.arguments import Subcommands, add_server_arguments, api_key_of, url_of
 from llm_serving.cli.server_call import ServerRefusal, opened
 from llm_serving.errors import ConfigError, LLMServingError, UnavailableError, shorten
 
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not found:
             raise ConfigError(f"--set must be NAME=VALUE. Given: {given}")
         parameters[name] = read_value(value)
-    chat(ChatClient(arguments.url, api_key_of(arguments), arguments.model, arguments.system, parameters))
+    chat(ChatClient(url_of(arguments), api_key_of(arguments), arguments.model, arguments.system, parameters))
     return 0
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Final
 
-from llm_serving.cli.arguments import Subcommands, add_server_arguments, api_key_of
+from llm_serving.cli.arguments import Subcommands, add_server_arguments, api_key_of, url_of
 
 KEY_HELP: Final = "an administrator's; "
 
@@ -56,14 +56,14 @@ def run_replicas(arguments: argparse.Namespace) -> int:
     path, method = "/v1/replicas", "GET"
     if arguments.order is not None:
         path, method = f"{path}/{arguments.replica}/{arguments.order}", "POST"
-    with opened(arguments.url, path, api_key_of(arguments), method=method) as response:
+    with opened(url_of(arguments), path, api_key_of(arguments), method=method) as response:
         try:
             rows = [
                 (each["replica"], each["state"], each["num_unfinished"], each["machine"])
                 for each in json.load(response)["replicas"]
             ]
         except (ValueError, LookupError, TypeError):
-            raise ServerRefusal(f"{arguments.url} does not answer like an llm-serving server") from None
+            raise ServerRefusal(f"{url_of(arguments)} does not answer like an llm-serving server") from None
     for replica, state, num_unfinished, machine in rows:
         where = f"  at {machine}" if machine else ""
         print(f"{replica:>4}  {state:<10}  {num_unfinished} unfinished{where}", flush=True)
@@ -83,12 +83,12 @@ def _add_reload(commands: Subcommands) -> None:
 def run_reload(arguments: argparse.Namespace) -> int:
     from llm_serving.cli.server_call import ServerRefusal, opened
 
-    with opened(arguments.url, "/v1/reload", api_key_of(arguments), method="POST") as response:
+    with opened(url_of(arguments), "/v1/reload", api_key_of(arguments), method="POST") as response:
         try:
             answer = json.load(response)
             changed, late = list(map(str, answer["changed"])), list(map(int, answer["late"]))
         except (ValueError, LookupError, TypeError):
-            raise ServerRefusal(f"{arguments.url} does not answer like an llm-serving server") from None
+            raise ServerRefusal(f"{url_of(arguments)} does not answer like an llm-serving server") from None
     print("\n".join(changed) or "nothing has changed", flush=True)
     if late:
         print(

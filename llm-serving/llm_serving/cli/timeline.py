@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from llm_serving.cli.arguments import Subcommands, add_server_arguments, api_key_of
+from llm_serving.cli.arguments import Subcommands, add_server_arguments, api_key_of, url_of
 from llm_serving.errors import ConfigError, LLMServingError
 
 
@@ -21,7 +21,7 @@ def add_to(commands: Subcommands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    num_events = save_timeline(arguments.url, arguments.output, arguments.steps, api_key_of(arguments))
+    num_events = save_timeline(url_of(arguments), arguments.output, arguments.steps, api_key_of(arguments))
     print(f"{arguments.output}: {num_events} events; open it at https://ui.perfetto.dev")
     return 0
 

@@ -102,7 +102,7 @@ def build_site(
     keys = engine.config.api_keys
     document = _encoded_document(with_keys=bool(keys))
     page = page_routes() if engine.config.serving.ui else []
-    open_paths = [endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key] + [each.path for each in page]
+    open_paths = [endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key]
 
     async def show_openapi(request: Request) -> Response:
         return Response(document, media_type="application/json")
@@ -130,7 +130,13 @@ def build_site(
     authentication: ApiKeyAuthentication | None = None
     if keys:
         application = authentication = ApiKeyAuthentication(
-            application, keys, open_paths, clock=engine.clock, quotas=quotas, refused=refused
+            application,
+            keys,
+            open_paths,
+            [each.path for each in page],
+            clock=engine.clock,
+            quotas=quotas,
+            refused=refused,
         )
     application = BrowserGuard(application, engine.config.serving, needs_keys=bool(keys), refused=refused)
     public = Accounting(application, engine.clock, engine.metrics.http, access_log, paths, tracer)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -59,12 +60,28 @@ HEADERS: Final = {
 
 
 def page_routes() -> list[Route]:
-    """Return one route for each file of the page. The files are read once, so no path of a client is ever opened."""
-    return [
+    """Return one route for each file of the page, and one that leads browsers from / to it.
+
+    The files are read once, so no path of a client is ever opened.
+    """
+    files = [
         _route(path, PATH if path.name == FIRST else f"{PATH}/{path.name}")
         for path in sorted(FOLDER.iterdir())
         if path.suffix in MEDIA_TYPES
     ]
+    return [*files, Route("/", _lead_to_page)]
+
+
+async def _lead_to_page(request: Request) -> Response:
+    """Redirect a browser that asks for / to the page; refuse other clients, which can only POST there.
+
+    The address is relative, so it is right behind a proxy that adds a prefix.
+    """
+    if "text/html" not in request.headers.get("accept", ""):
+        raise HTTPException(HTTPStatus.METHOD_NOT_ALLOWED, headers={"Allow": "POST"})
+    request_context_of(request).route = PATH
+    headers = {"location": PATH.removeprefix("/"), "vary": "accept", "cache-control": "no-cache"}
+    return Response(status_code=HTTPStatus.TEMPORARY_REDIRECT, headers=headers)
 
 
 def _route(path: Path, shown_at: str) -> Route:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from llm_serving.cli.arguments import add_server_arguments, api_key_of, say
+from llm_serving.cli.arguments import add_server_arguments, api_key_of, say, url_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,11 +21,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     say("simulating the last minutes; this takes up to four minutes")
     path = f"/v1/scheduler/advice?minutes={arguments.minutes}"
-    with opened(arguments.url, path, api_key_of(arguments)) as response:
+    with opened(url_of(arguments), path, api_key_of(arguments)) as response:
         try:
             lines = list(described(json.load(response)))
         except (ValueError, LookupError, TypeError):
-            raise ServerRefusal(f"{arguments.url} does not answer as this server does") from None
+            raise ServerRefusal(f"{url_of(arguments)} does not answer as this server does") from None
     print("\n".join(lines), flush=True)
     return 0
 

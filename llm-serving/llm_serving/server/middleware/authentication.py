@@ -25,6 +25,7 @@ from llm_serving.server.request_context import API_KEY_KEY, QUOTA_KEY, api_key_o
 
 logger = get_logger(__name__)
 
+PAGE_METHODS: Final = ("GET", "HEAD")
 WRONG_KEYS_PER_MINUTE: Final = 20
 MAX_ADDRESSES: Final = 4096
 """Addresses for which failures are remembered, the newest; an IPv6 address counts as its /64 network."""
@@ -100,6 +101,10 @@ class ApiKeyAuthentication:
     """ASGI middleware that requires an API key, as `Authorization: Bearer KEY` or `X-API-Key: KEY`.
 
     The matching row of `api_keys` goes into the request's scope, where `api_key_of` finds it and `quota_of` its limits.
+
+    Args:
+        open_paths: Paths that need no key.
+        open_pages: Paths that need no key for GET and HEAD.
     """
 
     def __init__(
@@ -107,6 +112,7 @@ class ApiKeyAuthentication:
         app: ASGIApp,
         keys: Sequence[ApiKey],
         open_paths: Collection[str],
+        open_pages: Collection[str] = (),
         *,
         clock: Clock,
         quotas: Mapping[str, Quota],
@@ -116,13 +122,19 @@ class ApiKeyAuthentication:
         self._failures = FailedKeys(clock, refused)
         self._quotas = quotas
         self.reload(keys)
-        self._open_paths = frozenset(open_paths)
+        self._open_paths, self._open_pages = frozenset(open_paths), frozenset(open_pages)
 
     def reload(self, keys: Sequence[ApiKey]) -> None:
         self._keys = [(bytes.fromhex(key.key_sha256), key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in self._open_paths):
+        if scope["type"] == "lifespan" or (
+            scope["type"] == "http"
+            and (
+                scope["path"] in self._open_paths
+                or (scope["path"] in self._open_pages and scope["method"] in PAGE_METHODS)
+            )
+        ):
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
