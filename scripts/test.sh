@@ -9,7 +9,7 @@ source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/setup.sh"
 unset PYTHONDONTWRITEBYTECODE
 
 install "[dev]"
-compile_kernels
+compile_kernels --all
 cd "$root"
 config=llm-serving/pyproject.toml
 python_folders=(llm-serving tests performance scripts)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from llm_serving.errors import KernelError
 from llm_serving.kernels import compiler as build
+from llm_serving.kernels.instruction_sets import compilable_isas, preferred_isas, supported_isas
 
 # A fake compiler: writes the requested output file and appends its arguments to the file `calls` beside itself.
 FAKE_COMPILER = """#!/bin/sh
@@ -36,30 +37,70 @@ def calls(compiler: Path) -> list[str]:
 
 def test_library_is_compiled_once_and_then_reused(compiler: Path) -> None:
     path = build.library_path()
-    assert path.parent == compiler.parent / "cache"
-    assert path.read_text() == "object\n"
+    kernels = build.kernels_path(preferred_isas()[0])
+    assert path.parent == kernels.parent == compiler.parent / "cache"
+    assert path.read_text() == kernels.read_text() == "object\n"
     num_calls = len(calls(compiler))
     assert build.library_path() == path
     assert len(calls(compiler)) == num_calls
-    assert [entry.name for entry in path.parent.iterdir() if entry.name != "build.lock"] == [path.name]
+    assert {each.name for each in path.parent.iterdir()} == {"build.lock", path.name, kernels.name}
 
 
-def test_every_source_and_instruction_set_is_compiled_and_linked(compiler: Path) -> None:
+def isas_of(lines: list[str]) -> list[str]:
+    words = [word for line in lines for word in line.split() if word.startswith("-DLLM_ISA=")]
+    return [word.removeprefix("-DLLM_ISA=") for word in words]
+
+
+def test_library_is_compiled_with_the_kernels_of_one_instruction_set(compiler: Path) -> None:
+    library = build.library_path()
+    *compiled, linked_library, linked_kernels = calls(compiler)
+    sources = {path.name for path in (Path(build.__file__).parent / "csrc").glob("*.cc")}
+    assert sorted(sources) == sorted(
+        Path(word).name for line in compiled for word in line.split() if word[-3:] == ".cc"
+    )
+    assert isas_of(compiled) == preferred_isas()[:1]
+    assert f"-soname,{library.name}" in linked_library and "kernels_isa" not in linked_library
+    assert linked_library.count(".o ") == len(sources) - 1
+    assert "kernels_isa" in linked_kernels and linked_kernels.endswith(str(library))
+
+
+def test_kernels_of_another_instruction_set_are_compiled_when_asked_for(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = build.library_path()
+    (compiler.parent / "calls").unlink()
+    other = supported_isas()[-1]
+    kernels = build.kernels_path(other)
+    compiled, linked = calls(compiler)
+    assert isas_of([compiled]) == [other] == ["plain"]
+    assert linked.endswith(str(library))
+    assert kernels.exists() and other in kernels.name
+    monkeypatch.setenv("LLM_SERVING_ISA", other)
+    assert build.library_path() == library
+    assert len(calls(compiler)) == 2
+
+
+def test_environment_names_the_instruction_set_that_is_compiled_first(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLM_SERVING_ISA", "plain")
     build.library_path()
-    *compiled, linked = calls(compiler)
-    sources = {path.name for path in (Path(build.__file__).parent / "csrc").glob("*.cc")} - {"kernels_isa.cc"}
-    assert {Path(word).name for line in compiled for word in line.split() if word.endswith(".cc")} == {
-        *sources,
-        "kernels_isa.cc",
-    }
-    isas = {
-        word.removeprefix("-DLLM_ISA=") for line in compiled for word in line.split() if word.startswith("-DLLM_ISA")
-    }
-    assert "plain" in isas
-    objects = [Path(word).name for word in linked.split() if word.endswith(".o")]
-    assert len(objects) == len(compiled) == len(sources) + len(isas)
-    # The linker keeps the first of equal functions: those any CPU can run.
-    assert all(name.startswith("isa_") for name in objects[-len(isas) :])
+    assert isas_of(calls(compiler)) == ["plain"]
+
+
+def test_an_unknown_instruction_set_in_the_environment_is_ignored(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLM_SERVING_ISA", "sse9")
+    build.library_path()
+    assert isas_of(calls(compiler)) == supported_isas()[:1]
+
+
+def test_all_instruction_sets_are_compiled_by_the_command(compiler: Path) -> None:
+    command = [sys.executable, "-S", "-m", "llm_serving.kernels.compiler", "--all"]
+    subprocess.run(command, cwd=Path(build.__file__).parents[2], capture_output=True, timeout=60, check=True)
+    assert sorted(isas_of(calls(compiler))) == sorted(compilable_isas())
+    assert len(list((compiler.parent / "cache").glob("kernels_*.so"))) == len(compilable_isas())
 
 
 def test_library_is_compiled_anew_for_another_compiler_version(compiler: Path) -> None:
@@ -74,6 +115,10 @@ def test_library_of_the_same_sources_is_used_without_a_compiler(
     built = build.library_path()
     monkeypatch.setenv("CXX", "/nowhere/compiler")
     assert build.library_path() == built
+    monkeypatch.setenv("LLM_SERVING_ISA", "plain")
+    assert build.library_path() == built, "its kernels were built for another instruction set"
+    with pytest.raises(KernelError, match="no C\\+\\+ compiler found"):
+        build.kernels_path("amx_emulated")
     built.unlink()
     with pytest.raises(KernelError, match="no C\\+\\+ compiler found"):
         build.library_path()
@@ -85,7 +130,7 @@ def test_library_is_compiled_once_by_concurrent_processes(compiler: Path) -> Non
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     paths = {process.communicate(timeout=60)[0] for process in started}
     assert len(paths) == 1
-    assert sum("-shared" in line for line in calls(compiler)) == 1
+    assert sum("-shared" in line for line in calls(compiler)) == 2, "library and kernels"
 
 
 def test_process_logs_that_it_waits_for_another_compilation(compiler: Path) -> None:
@@ -96,7 +141,7 @@ def test_process_logs_that_it_waits_for_another_compilation(compiler: Path) -> N
 
     class Watch(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "waiting" in record.getMessage():
+            if "waiting" in record.getMessage() and "12 of 34 sources" in record.getMessage():
                 waits.set()
 
     watch = Watch()
@@ -105,6 +150,8 @@ def test_process_logs_that_it_waits_for_another_compilation(compiler: Path) -> N
     try:
         with (folder / "build.lock").open("w") as lock, ThreadPoolExecutor(1) as pool:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.write("12 of 34 sources")
+            lock.flush()
             path = pool.submit(build.library_path)
             assert waits.wait(60)
             assert not path.done()
@@ -120,7 +167,7 @@ def test_compiler_module_runs_as_a_command_without_site_packages(compiler: Path)
     source = Path(build.__file__).parents[2]
     command = [sys.executable, "-S", "-m", "llm_serving.kernels.compiler"]
     finished = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=60, check=True)
-    assert len(list((compiler.parent / "cache").glob("*.so"))) == 1, finished.stderr
+    assert len(list((compiler.parent / "cache").glob("*.so"))) == 2, finished.stderr
     assert "compiled the operator library in" in finished.stderr
 
 
@@ -134,7 +181,7 @@ def test_compilation_progress_is_logged_by_default(compiler: Path, caplog: pytes
 def test_compilation_progress_is_passed_to_the_callback(compiler: Path) -> None:
     reported: list[str] = []
     build.library_path(reported.append)
-    num_sources = len(calls(compiler)) - 1  # the last call links
+    num_sources = len(calls(compiler)) - 2  # the last calls link
     first, *steps = reported
     assert first.startswith(f"compiling the operator library, once: {num_sources} sources")
     texts = [line.partition(",")[0] for line in steps]
@@ -159,6 +206,7 @@ def test_compilation_error_contains_the_compiler_output(compiler: Path) -> None:
     with pytest.raises(KernelError, match="no such header"):
         build.library_path()
     assert not list((compiler.parent / "cache").glob("*.so"))
+    assert (compiler.parent / "cache" / "build.lock").read_text() == ""
 
 
 @pytest.mark.parametrize("has_compiler", [False, True])

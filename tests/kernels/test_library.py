@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,32 @@ from llm_serving.kernels import library
 from support.instruction_sets import real_isas
 
 
-def test_supported_isas_are_those_that_the_tests_use() -> None:
-    assert real_isas() == library.supported_isas()
+@pytest.mark.parametrize("isa", real_isas()[:1])
+def test_best_instruction_set_is_in_use_without_a_choice(isa: str) -> None:
+    isa = os.environ.get("LLM_SERVING_ISA", isa)
+    assert library.load().llm_isa().decode() == isa
+    with library.use_isa("plain"):
+        assert library.load().llm_isa() == b"plain"
+    assert library.load().llm_isa().decode() == isa
+
+
+def test_next_instruction_set_is_used_if_the_kernels_of_a_better_one_cannot_be_had(monkeypatch, caplog) -> None:
+    tried = []
+
+    def kernels(isa: str) -> int | None:
+        tried.append(isa)
+        if isa == "a":
+            raise KernelError("no compiler")
+        return None if isa == "b" else 7
+
+    monkeypatch.setattr(library, "_kernels", kernels)
+    monkeypatch.setattr(library, "preferred_isas", lambda: ["a", "b", "c", "d"])
+    assert library._best_kernels() == 7
+    assert tried == ["a", "b", "c"]
+    assert "kernels for a are not used: no compiler" in caplog.text
+    monkeypatch.setattr(library, "preferred_isas", lambda: ["a"])
+    with pytest.raises(KernelError, match="no compiler"):
+        library._best_kernels()
 
 
 def test_isa_in_use_lists_the_known_sets_for_an_unknown_one() -> None:

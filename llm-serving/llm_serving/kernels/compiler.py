@@ -1,9 +1,11 @@
-"""Find or compile the operator library (csrc/).
+"""Find or compile the operator library and its kernels (csrc/).
 
-The library is built once for a set of sources, a compiler and its flags, and kept in a cache folder. It carries every
-instruction set and chooses one when it is loaded, so machines may share the folder.
+The library and the kernels of each instruction set are files of their own. They are built once for a set of sources, a
+compiler and its flags, and kept in a cache folder. Only the kernels that this CPU needs are built, so several machines
+may share the folder.
 
-    python -m llm_serving.kernels.compiler       # compiles it if it is missing; needs Python's standard library alone
+    python -m llm_serving.kernels.compiler          # compiles what is missing; needs Python's standard library alone
+    python -m llm_serving.kernels.compiler --all    # for all instruction sets, for other machines and for tests
 
 Environment:
     CXX: The compiler; otherwise the first of g++, c++ and clang++ that is installed.
@@ -22,19 +24,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from llm_serving.errors import KernelError
+from llm_serving.kernels.instruction_sets import INSTRUCTION_SETS, compilable_isas, preferred_isas
 from llm_serving.log import configure_logging, get_logger
 
 logger = get_logger(__name__)
 
 _SOURCES = Path(__file__).parent / "csrc"
-_ISA_SOURCE = "kernels_isa.cc"
+_ISA_SOURCES = "*_isa.cc"
+"""Compiled once for each instruction set."""
+_LIBRARY = "libllm_serving"
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -44,25 +49,10 @@ _FLAGS = (
     "-Wall",
     "-Wextra",
 )
+_LINKER_FLAGS = ("-shared", "-pthread", "-Wl,-z,defs")
 _POLL_S = 0.1
 _POLLS_A_LINE = 100
-_LONGEST_SILENCE_S = 10.0
-_AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
-_AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
-_ISA_FLAGS: dict[str, tuple[str, ...]] = {
-    "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-DLLM_AMX"),
-    "avx512_bf16": _AVX512_BF16,
-    "avx512_vnni": (*_AVX512, "-mavx512vnni"),
-    "avx512": _AVX512,
-    "avx_vnni": (*_AVX2, "-mavxvnni", '-DLLM_AVX_VNNI="%{vex%}"'),
-    "avx2": _AVX2,
-    "plain": (),
-    # The amx code with its instructions emulated by loops; for tests, so not optimised.
-    "amx_emulated": (*_AVX512, "-DLLM_AMX", "-DLLM_AMX_EMULATED", "-O1"),
-    # The avx_vnni code with the AVX-512 encoding of its instruction, for tests on CPUs without the VEX encoding.
-    "avx_vnni_evex": (*_AVX2, '-DLLM_AVX_VNNI="%{evex%}"', "-O1"),
-}
+_REPORT_INTERVAL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -96,38 +86,66 @@ Progress = Callable[[str], None]
 
 
 def library_path(on_progress: Progress | None = None) -> Path:
-    """Return the path of the library for these sources; build it first if it is missing.
+    """Return the path of the library for these sources; build it and this CPU's kernels first if they are missing.
 
-    A compiler is needed only once: without one, a library that was built from the same sources is used.
+    A compiler is needed only once: without one, a library that was built from the same sources is used, with the
+    kernels of any instruction set that were built with it.
 
     Args:
-        on_progress: Called with the number of compiled sources and the elapsed time. None: the progress is logged.
+        on_progress: Called with the compiled sources, those that are left and the elapsed time. None: the progress is
+            logged.
 
     Raises:
         KernelError: There is no compiler and no library, no writable folder, or a source does not compile.
     """
-    folders = _cache_folders()
+    try:
+        return _built(preferred_isas()[:1], on_progress)[0]
+    except KernelError:  # there is no compiler, or it does not know the instructions
+        return _built([], on_progress)[0]
+
+
+def kernels_path(isa: str, on_progress: Progress | None = None) -> Path:
+    """Return the path of the kernels of an instruction set. Arguments and errors as for `library_path`."""
+    return _built([isa], on_progress)[1]
+
+
+def _built(isas: Sequence[str], on_progress: Progress | None = None) -> list[Path]:
+    """Return the paths of the library and of the kernels of `isas`; build those that are missing."""
+    parts, folders = [_LIBRARY, *map(_kernels_of, isas)], _cache_folders()
+    sources = _fingerprint_of_sources()
     try:
         compiler = find_compiler()
-    except KernelError:
-        if built := [path for folder in folders for path in _built(folder)]:
-            return built[0]
-        raise
-    name = f"libllm_serving_{_fingerprint_of_sources()}_{_digest(repr(compiler).encode())}.so"
-    for folder in folders:  # read-only folders included
-        if (path := folder / name) in _built(folder):
-            return path
-    folder = _writable(folders)
-    path = folder / name
-    on_progress = on_progress or logger.info
-    with _locked(folder / "build.lock", on_progress):
-        if not path.exists():
-            _build(compiler, path, on_progress)
-    return path
+    except KernelError as error:
+        return _built_earlier(parts, sources, folders, error)
+    suffix = f"{sources}_{_digest(repr(compiler).encode())}"
+    found = _find(parts, suffix, folders)  # in read-only folders too
+    if len(found) < len(parts):
+        folder = _writable(folders)
+        with _locked(folder / "build.lock", on_progress or logger.info) as report:
+            found = _find(parts, suffix, folders)
+            missing = {part: folder / f"{part}_{suffix}.so" for part in parts if part not in found}
+            if missing:
+                _build(compiler, missing, found.get(_LIBRARY), report)
+            found |= missing
+    return [found[part] for part in parts]
 
 
-def _isas() -> list[str]:
-    return list(_ISA_FLAGS) if platform.machine() in ("x86_64", "AMD64") else ["plain"]
+def _kernels_of(isa: str) -> str:
+    return f"kernels_{isa}"
+
+
+def _find(parts: Sequence[str], suffix: str, folders: Sequence[Path]) -> dict[str, Path]:
+    paths = {part: [folder / f"{part}_{suffix}.so" for folder in folders] for part in parts}
+    return {part: path for part, each in paths.items() if (path := next(filter(Path.exists, each), None)) is not None}
+
+
+def _built_earlier(parts: Sequence[str], sources: str, folders: Sequence[Path], error: KernelError) -> list[Path]:
+    """Return parts that any compiler built; raise `error`, which says that there is none now, if one is missing."""
+    for library in (path for folder in folders for path in sorted(folder.glob(f"{_LIBRARY}_{sources}_*.so"))):
+        found = _find(parts, library.stem.removeprefix(f"{_LIBRARY}_"), folders)
+        if len(found) == len(parts):
+            return [found[part] for part in parts]
+    raise error
 
 
 def _cache_folders() -> list[Path]:
@@ -152,14 +170,10 @@ def _writable(folders: list[Path]) -> Path:
     )
 
 
-def _built(folder: Path) -> list[Path]:
-    """Return the libraries of these sources, built by any compiler."""
-    return sorted(folder.glob(f"libllm_serving_{_fingerprint_of_sources()}_*.so"))
-
-
 def _fingerprint_of_sources() -> str:
-    """Return a hash of everything except the compiler that the library depends on."""
-    parts = [repr((_FLAGS, _ISA_FLAGS, platform.machine())).encode()]
+    """Return a hash of everything except the compiler that library and kernels depend on."""
+    flags = {name: each.compiler_flags for name, each in INSTRUCTION_SETS.items()}
+    parts = [repr((_FLAGS, _LINKER_FLAGS, flags, platform.machine())).encode()]
     for source in sorted(_SOURCES.iterdir()):
         parts += [source.name.encode(), source.read_bytes()]
     return _digest(*parts)
@@ -173,9 +187,13 @@ def _digest(*parts: bytes) -> str:
 
 
 @contextmanager
-def _locked(path: Path, on_progress: Progress) -> Iterator[None]:
-    """Hold a lock against other processes; the system releases it if this one dies."""
-    with path.open("w") as file:
+def _locked(path: Path, on_progress: Progress) -> Iterator[Progress]:
+    """Hold a lock against other processes; the system releases it if this one dies.
+
+    Yields:
+        A function that passes progress to `on_progress` and writes it into the file, for processes that wait.
+    """
+    with path.open("a+") as file:
         started = time.monotonic()
         for attempt in itertools.count():
             try:
@@ -184,49 +202,76 @@ def _locked(path: Path, on_progress: Progress) -> Iterator[None]:
             except BlockingIOError:
                 if attempt % _POLLS_A_LINE == 0:
                     seconds = time.monotonic() - started
-                    on_progress(f"waiting for another process that compiles the operator library: {seconds:.0f} s")
+                    their_progress = path.read_text() or "compiling the operator library"
+                    on_progress(f"waiting for another process, {seconds:.0f} s: {their_progress}")
                 time.sleep(_POLL_S)
-        yield
+
+        def report(text: str) -> None:
+            file.truncate(0)
+            file.write(text)
+            file.flush()
+            on_progress(text)
+
+        try:
+            yield report
+        finally:
+            file.truncate(0)
 
 
-def _build(compiler: Compiler, path: Path, on_progress: Progress) -> None:
-    """Compile the sources in parallel and move the library into place atomically."""
-    started = time.monotonic()
-    logger.info("compiling the operator library with %s (once; about half a minute)", compiler.version)
-    num_sources = len(_compile_commands(compiler, path.parent))
-    on_progress(f"compiling the operator library, once: {num_sources} sources, about a minute")
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        commands = _compile_commands(compiler, Path(scratch))
-        with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-            tasks = [pool.submit(_run, command) for command in commands.values()]
-            pending = set(tasks)
-            while pending:
-                done, pending = wait(pending, _LONGEST_SILENCE_S, FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-                seconds, num_done = time.monotonic() - started, num_sources - len(pending)
-                on_progress(f"compiling the operator library: {num_done} of {num_sources} sources, {seconds:.0f} s")
-        linked = Path(scratch) / path.name
-        _run([compiler.path, "-shared", "-o", str(linked), *map(str, commands), "-pthread"])
-        linked.replace(path)
-    logger.info("compiled the operator library in %.1f s: %s", time.monotonic() - started, path)
+def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None, report: Progress) -> None:
+    """Compile the sources in parallel and move the parts into place atomically.
 
-
-def _compile_commands(compiler: Compiler, folder: Path) -> dict[Path, list[str]]:
-    """Return the command of each object file.
-
-    The slowest come first in sort order; objects for every CPU precede the others on the link line.
+    Args:
+        compiler: The compiler.
+        targets: Part (`_LIBRARY`, or kernels of an instruction set) -> path, all in one folder.
+        library: The library, if it is not a target.
+        report: Called with the progress.
     """
-    commands: dict[Path, list[str]] = {}
-    for source in sorted(_SOURCES.glob("*.cc")):
-        if source.name != _ISA_SOURCE:
-            target = folder / f"{source.stem}.o"
-            commands[target] = [compiler.path, *_FLAGS, "-c", str(source), "-o", str(target)]
-    for isa in _isas():
-        target = folder / f"isa_{isa}.o"
-        flags = (*_FLAGS, *_ISA_FLAGS[isa], f"-DLLM_ISA={isa}")
-        commands[target] = [compiler.path, *flags, "-c", str(_SOURCES / _ISA_SOURCE), "-o", str(target)]
-    return commands
+    started = time.monotonic()
+    logger.info("compiling the operator library with %s (once)", compiler.version)
+    folder = next(iter(targets.values())).parent
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        objects = {part: _objects(compiler, part, Path(scratch)) for part in targets}
+        # The kernels take longest, so they start first.
+        commands = {name: command for part in sorted(objects) for name, command in objects[part].items()}
+        report(f"compiling the operator library, once: {len(commands)} sources, about half a minute")
+        with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+            pending = {pool.submit(_run, command): name.stem for name, command in commands.items()}
+            while pending:
+                for task in wait(pending, _REPORT_INTERVAL_S, FIRST_EXCEPTION).done:
+                    del pending[task]
+                    task.result()
+                num_done, seconds = len(commands) - len(pending), time.monotonic() - started
+                left = f"; left: {_some(list(pending.values()))}" if pending else ""
+                report(f"compiling the operator library: {num_done} of {len(commands)} sources, {seconds:.0f} s{left}")
+        for part in sorted(targets, key=_LIBRARY.__ne__):  # the library first, to which the kernels are linked
+            linked = Path(scratch) / targets[part].name
+            users = [str(library or targets[_LIBRARY])] if part != _LIBRARY else [f"-Wl,-soname,{linked.name}"]
+            _run([compiler.path, *_LINKER_FLAGS, "-o", str(linked), *map(str, objects[part]), *users])
+            linked.replace(targets[part])
+    logger.info("compiled the operator library in %.1f s: %s", time.monotonic() - started, folder)
+
+
+def _objects(compiler: Compiler, part: str, folder: Path) -> dict[Path, list[str]]:
+    """Return the command of each object file of a part."""
+    kernels = set(_SOURCES.glob(_ISA_SOURCES))
+    flags: tuple[str, ...] = ()
+    sources = set(_SOURCES.glob("*.cc")) - kernels
+    if part != _LIBRARY:
+        isa = part.removeprefix(_kernels_of(""))
+        sources, flags = kernels, (*INSTRUCTION_SETS[isa].compiler_flags, f"-DLLM_ISA={isa}")
+    targets = {
+        source: folder / f"{source.stem}{'' if part == _LIBRARY else f' for {isa}'}.o" for source in sorted(sources)
+    }
+    return {
+        target: [compiler.path, *_FLAGS, *flags, "-c", str(source), "-o", str(target)]
+        for source, target in targets.items()
+    }
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
 
 
 def _run(command: list[str]) -> None:
@@ -238,6 +283,6 @@ def _run(command: list[str]) -> None:
 if __name__ == "__main__":
     configure_logging(process="compiler")
     try:
-        library_path()
+        _built(compilable_isas() if sys.argv[1:] == ["--all"] else preferred_isas()[:1])
     except KernelError as error:
         sys.exit(f"error: {error}")

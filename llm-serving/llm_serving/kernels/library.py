@@ -2,7 +2,7 @@
 
 Environment:
     LLM_SERVING_ISA: Instruction set to use instead of the best one: amx, avx512_bf16, avx512_vnni, avx512,
-        avx_vnni, avx2 or plain.
+        avx_vnni, avx2 or plain. Its kernels are compiled if they are missing.
     LLM_SERVING_THREADS: Threads of the kernels; otherwise as many as the process may use. The library uses fewer where
         the system grants fewer.
 """
@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 from llm_serving.errors import KernelError
-from llm_serving.kernels.compiler import library_path
+from llm_serving.kernels.compiler import kernels_path, library_path
+from llm_serving.kernels.instruction_sets import ISA_VARIABLE, is_supported, preferred_isas, supported_isas
 from llm_serving.log import get_logger
 
 logger = get_logger(__name__)
@@ -43,16 +46,13 @@ def done(status: int) -> int:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Load the library into this process and declare its functions.
+    """Load the library into this process, declare its functions and choose the kernels.
 
     Raises:
         KernelError: It cannot be built or loaded.
     """
     path = library_path()
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise KernelError(f"the operator library {path} cannot be loaded: {error}") from error
+    library = _open(path)
     library.llm_pack_weight.argtypes = [
         ctypes.c_void_p,
         ctypes.c_void_p,
@@ -79,9 +79,8 @@ def load() -> ctypes.CDLL:
     library.llm_release_weight.argtypes = [ctypes.c_void_p]
     library.llm_release_weight.restype = None
     library.llm_isa.restype = ctypes.c_char_p
-    library.llm_supported_isa.argtypes = [ctypes.c_int64]
-    library.llm_supported_isa.restype = ctypes.c_char_p
-    library.llm_select_isa.argtypes = [ctypes.c_char_p]
+    library.llm_use_kernels.argtypes = [ctypes.c_void_p]
+    library.llm_use_kernels.restype = None
     library.llm_num_threads.restype = ctypes.c_int64
     library.llm_set_num_threads.argtypes = [ctypes.c_int64]
     library.llm_set_num_threads.restype = None
@@ -113,36 +112,70 @@ def load() -> ctypes.CDLL:
         *(library.llm_all_reduce, library.llm_all_gather, library.llm_exchange),
     ):
         function.restype = None
+    wanted = os.environ.get(ISA_VARIABLE)
+    if wanted and not is_supported(wanted):
+        logger.warning("%s=%s is not available on this CPU; the best instruction set is used", ISA_VARIABLE, wanted)
+    library.llm_use_kernels(_best_kernels())
     logger.info("kernels: %s, %d threads (%s)", library.llm_isa().decode(), library.llm_num_threads(), path.name)
     return library
 
 
-def supported_isas() -> list[str]:
-    """Return the instruction sets of the library that this CPU runs, best first."""
-    library = load()
-    names: list[str] = []
-    while (name := library.llm_supported_isa(len(names))) is not None:
-        names.append(name.decode())
-    return names
+def _best_kernels() -> int:
+    """Return the address of the kernels of the first preferred instruction set that can be used."""
+    failure = KernelError("this process may use no instruction set that the kernels are written for")
+    for isa in preferred_isas():
+        try:
+            kernels = _kernels(isa)
+        except KernelError as error:
+            logger.warning("the kernels for %s are not used: %s", isa, error)
+            failure = error
+        else:
+            if kernels is not None:
+                return kernels
+    raise failure
+
+
+@functools.cache
+def _kernels(isa: str) -> int | None:
+    """Return the address of the kernels of an instruction set; None if the system does not permit it.
+
+    The library must be loaded, because the kernels call it.
+
+    Raises:
+        KernelError: They cannot be built or loaded.
+    """
+    kernels = _open(kernels_path(isa)).llm_kernels
+    kernels.restype = ctypes.c_void_p
+    address: int | None = kernels()
+    return address
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelError(f"the operator library {path} cannot be loaded: {error}") from error
 
 
 @contextmanager
 def use_isa(name: str) -> Iterator[None]:
-    """Compute with another instruction set inside the context.
+    """Compute with another instruction set inside the context. Its kernels are compiled first if they are missing.
 
     Also accepts "amx_emulated" (slow) on CPUs with AVX-512 and "avx_vnni_evex" on those with AVX-512 VNNI.
 
     Raises:
-        KernelError: The name is unknown or this CPU cannot run it.
+        KernelError: The name is unknown, this CPU cannot run it, or its kernels cannot be built.
     """
     library = load()
-    before = library.llm_isa()
-    if library.llm_select_isa(name.encode()) != 0:
+    kernels = _kernels(name) if is_supported(name) else None
+    if kernels is None:
         raise KernelError(f"the instruction set must be one of {', '.join(supported_isas())}. Given: {name}")
+    before = _kernels(library.llm_isa().decode())
+    library.llm_use_kernels(kernels)
     try:
         yield
     finally:
-        library.llm_select_isa(before)
+        library.llm_use_kernels(before)
 
 
 @contextmanager

@@ -83,8 +83,6 @@ const char* last_error();
 
 }  // namespace llm
 
-#define LLM_EXPORT extern "C" __attribute__((visibility("default")))
-
 // Declares and opens an operator under the name MindSpore looks up.
 #define LLM_OPERATOR(name)                                                                                       \
   static int run_##name(const llm::Call& call);                                                                  \

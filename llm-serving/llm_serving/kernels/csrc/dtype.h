@@ -5,9 +5,14 @@
 #include <cstdint>
 #include <cstring>
 
-// Used also for code that files of several instruction sets share: of an ordinary inline function the linker would keep
-// one instance, which another CPU may be unable to run.
+// A small function of inner loops.
 #define LLM_INLINE inline __attribute__((always_inline))
+
+// A function that the kernels of an instruction set call, which are a library of their own.
+#define LLM_SHARED __attribute__((visibility("default")))
+
+// A function that MindSpore or Python calls.
+#define LLM_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace llm {
 

@@ -275,8 +275,9 @@ struct Kernels {
   void (*sample)(const SampleArgs&);
 };
 
-// The kernels in use: the best set that this CPU supports, or the one that LLM_SERVING_ISA names.
+// The kernels in use, which Python chooses before the first operator runs (kernels/library.py).
 const Kernels& kernels();
+void use_kernels(const Kernels* set);
 
 // Whether the kernels in use can read the weight: multiples can only be multiplied in integers.
 inline bool can_multiply(const WeightQValues* qvalues) {
@@ -287,11 +288,5 @@ inline bool is_quantized(const WeightQValues* qvalues) {
   return qvalues != nullptr && qvalues->format != WeightFormat::kFixedPoint;
 }
 constexpr char kOtherKernels[] = "the weight was packed for another instruction set";
-
-// Selects a set by name; false if the name is unknown or this CPU does not support it.
-bool select_kernels(const char* isa);
-
-// Returns the name of the i-th set that this CPU supports, best first; null behind the last.
-const char* supported_isa(size_t i);
 
 }  // namespace llm

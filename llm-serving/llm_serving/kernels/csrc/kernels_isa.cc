@@ -1,4 +1,10 @@
-// The kernels of one instruction set: compiled once for each, with its name in LLM_ISA and the compiler flags it needs.
+// The kernels of one instruction set: compiled once for each, with its name in LLM_ISA and the compiler flags it needs,
+// into a library of their own.
+#if defined(LLM_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "attention.h"
 #include "blocks.h"
 #include "elementwise.h"
@@ -113,7 +119,6 @@ void linear_of_format(const LinearArgs& args) {
 
 }  // namespace
 
-extern const Kernels kKernels;
 const Kernels kKernels = {LLM_TEXT(LLM_ISA),
                           linear_of_format,
                           layout,
@@ -135,3 +140,13 @@ const Kernels kKernels = {LLM_TEXT(LLM_ISA),
                           sample};
 
 }  // namespace llm::LLM_ISA
+
+// Returns the kernels, or null if the system does not permit this process their instructions.
+LLM_EXPORT const void* llm_kernels() {
+#if defined(LLM_AMX) && !defined(LLM_AMX_EMULATED)
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM: for the registers of the tiles
+  constexpr long kTileData = 18;
+  if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return nullptr;
+#endif
+  return &llm::LLM_ISA::kKernels;
+}

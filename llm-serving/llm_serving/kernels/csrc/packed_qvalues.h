@@ -33,7 +33,7 @@ constexpr size_t kMaxQuantizedInputs = 65536;
 // groups of 32, 64, 128, .. inputs.
 bool can_pack(const QuantizedWeight& weight);
 // Bytes of a panel of the format.
-size_t panel_bytes(WeightFormat format, size_t bits, size_t k);
+LLM_SHARED size_t panel_bytes(WeightFormat format, size_t bits, size_t k);
 // Writes all panels.
 void pack_qvalues(const QuantizedWeight& weight, void* target);
 // Reads the qvalues of a row of a packed 8-bit weight.

@@ -3,14 +3,15 @@
 
 #include <cstddef>
 
+#include "dtype.h"
 #include "sample_args.h"
 
 namespace llm {
 
 // Whether any parameter may change the logits of a row.
-bool is_adjusted(const SampleArgs& args, size_t row);
+LLM_SHARED bool is_adjusted(const SampleArgs& args, size_t row);
 
 // Writes the row's adjusted logits to `values` [V]; `counts` [V] is scratch memory.
-void adjust_logits(const SampleArgs& args, size_t row, float* values, int32_t* counts);
+LLM_SHARED void adjust_logits(const SampleArgs& args, size_t row, float* values, int32_t* counts);
 
 }  // namespace llm

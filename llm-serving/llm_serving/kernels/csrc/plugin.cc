@@ -169,8 +169,8 @@ LLM_EXPORT int llm_round_to_qvalues(const void* source, const char* dtype, int64
 LLM_EXPORT void llm_release_weight(const void* target) { llm::release_packed(target); }
 
 LLM_EXPORT const char* llm_isa() { return llm::kernels().isa; }
-LLM_EXPORT const char* llm_supported_isa(int64_t i) { return llm::supported_isa(static_cast<size_t>(i)); }
-LLM_EXPORT int llm_select_isa(const char* isa) { return llm::select_kernels(isa) ? 0 : 1; }
+// Computes with these kernels, the result of `llm_kernels` of another library (kernels_isa.cc).
+LLM_EXPORT void llm_use_kernels(const void* set) { llm::use_kernels(static_cast<const llm::Kernels*>(set)); }
 LLM_EXPORT int64_t llm_num_threads() { return static_cast<int64_t>(llm::num_threads()); }
 LLM_EXPORT void llm_set_num_threads(int64_t count) { llm::set_num_threads(static_cast<size_t>(count < 1 ? 1 : count)); }
 LLM_EXPORT int64_t llm_num_calls() { return llm::num_calls(); }

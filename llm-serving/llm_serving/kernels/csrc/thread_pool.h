@@ -3,17 +3,19 @@
 
 #include <cstddef>
 
+#include "dtype.h"
+
 namespace llm {
 
 // Number of threads that share a parallel loop, including the caller; fewer than requested if the system cannot create
 // more.
-size_t num_threads();
+LLM_SHARED size_t num_threads();
 void set_num_threads(size_t count);
 
 // Calls body(context, i) once for each i below count, on any thread and in any order, and returns when all are done.
 // Inside another parallel loop, or while another thread uses the pool, the caller computes alone. An exception of an
 // item is rethrown when no thread is inside any more; other items may have been skipped then.
-void parallel_for(size_t count, void (*body)(void*, size_t), void* context);
+LLM_SHARED void parallel_for(size_t count, void (*body)(void*, size_t), void* context);
 
 template <class Body>
 void parallel_for(size_t count, Body& body) {
@@ -23,6 +25,6 @@ void parallel_for(size_t count, Body& body) {
 // Uninitialised memory of this thread, aligned to 64 bytes, valid until the next request for the same slot. The slots
 // separate the buffers of an operator.
 enum class Scratch { kActivations, kPanel, kTile, kScores, kItems, kLayer, kCount };
-void* scratch(Scratch slot, size_t bytes);
+LLM_SHARED void* scratch(Scratch slot, size_t bytes);
 
 }  // namespace llm

@@ -1,0 +1,78 @@
+"""The instruction sets that the kernels are compiled for, and those that this CPU runs.
+
+Python's standard library is enough, so that the compiler module runs while packages are being installed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Final, NamedTuple
+
+ISA_VARIABLE: Final = "LLM_SERVING_ISA"
+"""Environment variable with the instruction set to use instead of the best one."""
+PLAIN: Final = "plain"
+
+
+class InstructionSet(NamedTuple):
+    compiler_flags: tuple[str, ...]
+    cpu_flags: frozenset[str]
+    """Flags of /proc/cpuinfo that it needs."""
+    is_for_tests: bool = False
+    """Never chosen unless it is named."""
+
+
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
+_HAS_AVX2 = frozenset({"avx2", "fma", "f16c"})
+_HAS_AVX512 = _HAS_AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+_HAS_VNNI = _HAS_AVX512 | {"avx512_vnni"}
+_HAS_BF16 = _HAS_VNNI | {"avx512_bf16"}
+INSTRUCTION_SETS: Final = {
+    "amx": InstructionSet(
+        (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-DLLM_AMX"), _HAS_BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
+    ),
+    "avx512_bf16": InstructionSet(_AVX512_BF16, _HAS_BF16),
+    "avx512_vnni": InstructionSet((*_AVX512, "-mavx512vnni"), _HAS_VNNI),
+    "avx512": InstructionSet(_AVX512, _HAS_AVX512),
+    "avx_vnni": InstructionSet((*_AVX2, "-mavxvnni", '-DLLM_AVX_VNNI="%{vex%}"'), _HAS_AVX2 | {"avx_vnni"}),
+    "avx2": InstructionSet(_AVX2, _HAS_AVX2),
+    PLAIN: InstructionSet((), frozenset()),
+    # The amx code with its instructions emulated by loops, so not optimised.
+    "amx_emulated": InstructionSet((*_AVX512, "-DLLM_AMX", "-DLLM_AMX_EMULATED", "-O1"), _HAS_AVX512, True),
+    # The avx_vnni code with the AVX-512 encoding of its instruction, for CPUs without the VEX encoding.
+    "avx_vnni_evex": InstructionSet((*_AVX2, '-DLLM_AVX_VNNI="%{evex%}"', "-O1"), _HAS_VNNI, True),
+}
+"""By name, best first."""
+
+
+def compilable_isas() -> list[str]:
+    """Return the instruction sets of this machine's architecture."""
+    return list(INSTRUCTION_SETS) if platform.machine() in ("x86_64", "AMD64") else [PLAIN]
+
+
+def supported_isas() -> list[str]:
+    """Return the instruction sets that this CPU runs, best first, without those for tests."""
+    return [name for name in compilable_isas() if is_supported(name) and not INSTRUCTION_SETS[name].is_for_tests]
+
+
+def is_supported(name: str) -> bool:
+    """Return whether this CPU runs the instruction set, which may be one for tests."""
+    return name in compilable_isas() and INSTRUCTION_SETS[name].cpu_flags <= _cpu_flags()
+
+
+def preferred_isas() -> list[str]:
+    """Return the instruction sets to try in order: the one that `LLM_SERVING_ISA` names, if any, then the best ones."""
+    wanted = os.environ.get(ISA_VARIABLE, "")
+    first = [wanted] if is_supported(wanted) else []
+    return [*first, *(name for name in supported_isas() if name not in first)]
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
