@@ -82,7 +82,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("demo"), metavar="FOLDER")
     parser.add_argument(
-        "--formats", type=_formats, default=("bfloat16", *QuantizationName, "kv8"), metavar="NAME,NAME,..."
+        "--formats", type=formats, default=("bfloat16", *QuantizationName, "kv8"), metavar="NAME,NAME,..."
     )
     parser.add_argument("--group-size", type=int, default=128, metavar="32|64|128", help="of weights of 4 bits")
     parser.add_argument("--dataset", type=Path, default=DEMO_QUESTIONS, metavar="FILE", help="a prompt set with tasks")
@@ -91,7 +91,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _formats(text: str) -> tuple[str, ...]:
+def formats(text: str) -> tuple[str, ...]:
+    """Read names of formats, separated by commas.
+
+    Raises:
+        ArgumentTypeError: A format is unknown.
+    """
     names = tuple(text.split(","))
     if unknown := [part for name in names for part in name.split("+") if part not in KEYS]:
         raise argparse.ArgumentTypeError(f"must be of {', '.join(KEYS)}, joined by +. Given: {', '.join(unknown)}")
