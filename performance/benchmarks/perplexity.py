@@ -17,12 +17,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import heapq
+import inspect
 import json
 import math
 import pydoc_data.topics
 import statistics
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -110,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def text_set() -> dict[str, str]:
     """Return the texts by name."""
     topics = pydoc_data.topics.topics
-    code = [Path(module.__file__).read_text(encoding="utf-8") for module in (heapq, textwrap, statistics)]
+    code = [inspect.getsource(module) for module in (heapq, textwrap, statistics)]
     chinese = ROOT / "performance" / "texts" / "chinese.txt"
     return {
         "prose": "".join(topics[name] for name in sorted(topics)),
@@ -125,7 +126,7 @@ def fingerprint(texts: dict[str, str]) -> str:
     return f"texts {hashlib.sha256(''.join(texts.values()).encode()).hexdigest()[:12]}"
 
 
-def cut(tokenizer: Tokenizer, texts: Iterator[str] | Sequence[str], tokens: int, window: int) -> list[list[int]]:
+def cut(tokenizer: Tokenizer, texts: Iterable[str], tokens: int, window: int) -> list[list[int]]:
     """Cut texts into windows of equal length, `tokens` in all or somewhat more, each text giving windows in turn.
 
     Each window begins with the tokens that the model expects at the beginning.
