@@ -126,7 +126,7 @@ def test_out_of_memory_in_a_pool_thread_fails_one_call_only() -> None:
 def test_out_of_memory_while_packing_is_reported() -> None:
     """Rows so long that no memory could hold a panel of them."""
     one, columns = np.zeros(64, np.uint8).ctypes.data, 2**44
-    status = library.load().llm_pack_qvalues(1, 8, one, one, None, columns, one, b"float32", 1, columns, 1)
+    status = library.load().llm_pack_qvalues(1, 8, one, one, None, columns, 0, one, b"float32", 1, columns, 1)
     with pytest.raises(KernelError, match="llm_pack_qvalues: there is no memory for what it computes on its way"):
         library.done(status)
 

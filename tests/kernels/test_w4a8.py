@@ -20,19 +20,22 @@ def normal(rng: np.random.Generator, *shape: int) -> Array:
     return rng.standard_normal(shape, dtype=np.float32)
 
 
-def random_tensor(rng: np.random.Generator, n: int, k: int, group_size: int, has_zeros: bool) -> QuantizedTensor:
+def random_tensor(
+    rng: np.random.Generator, n: int, k: int, group_size: int, has_zeros: bool, rotated: bool = False
+) -> QuantizedTensor:
     groups = max(1, -(-k // group_size))
     zeros = rng.integers(0, 16, (n, groups), np.uint8) if has_zeros else None
     scales = normal(rng, n, groups) * (rng.random((n, groups), np.float32) > 0.05)  # below zero, and 0, as files have
-    return QuantizedTensor(rng.integers(0, 16, (n, k), np.uint8), scales, zeros, 4, group_size)
+    return QuantizedTensor(rng.integers(0, 16, (n, k), np.uint8), scales, zeros, 4, group_size, rotated=rotated)
 
 
 def placed(tensor: QuantizedTensor, dtype: str) -> Typed:
-    return quantized(tensor.qvalues, tensor.scales, dtype, zeros=tensor.zeros, group_size=tensor.group_size)
+    arrays = tensor.qvalues, tensor.scales, dtype
+    return quantized(*arrays, zeros=tensor.zeros, group_size=tensor.group_size, rotated=tensor.rotated)
 
 
 def expected(x: Typed, tensor: QuantizedTensor) -> Array:
-    return w4a8.linear(x.values, tensor.qvalues, tensor.scales, tensor.zeros, tensor.group_size)
+    return w4a8.linear(x.values, tensor.qvalues, tensor.scales, tensor.zeros, tensor.group_size, tensor.rotated)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -40,7 +43,7 @@ def expected(x: Typed, tensor: QuantizedTensor) -> Array:
 def test_w4a8_bits_equal_numpy(isa_of_codes: str, has_zeros: bool, dtype: str) -> None:
     rng = np.random.default_rng(1)
     for m, n, k in SHAPES:
-        tensor = random_tensor(rng, n, k, 32, has_zeros)
+        tensor = random_tensor(rng, n, k, 32, has_zeros, rotated=not has_zeros)
         x = typed(normal(rng, m, k) * (np.arange(m) % 3 > 0)[:, None], dtype)
         bits = linear(x, placed(tensor, dtype), "float32").bits
         assert np.array_equal(bits, expected(x, tensor).view(np.uint32)), (m, n, k)
@@ -53,15 +56,16 @@ def test_w4a8_bits_equal_numpy(isa_of_codes: str, has_zeros: bool, dtype: str) -
     k=st.integers(1, 700),
     group=st.sampled_from((None, 32, 64, 128, 512)),
     has_zeros=st.booleans(),
+    rotated=st.booleans(),
     spread=st.integers(0, 60),
     isa=st.sampled_from(isas_of_qvalues() or ["plain"]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_w4a8_bits_equal_numpy_for_any_groups(
-    m: int, n: int, k: int, group: int | None, has_zeros: bool, spread: int, isa: str, seed: int
+    m: int, n: int, k: int, group: int | None, has_zeros: bool, rotated: bool, spread: int, isa: str, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    tensor = random_tensor(rng, n, k, group or k, has_zeros)
+    tensor = random_tensor(rng, n, k, group or k, has_zeros, rotated)
     x = typed(np.ldexp(normal(rng, m, k), rng.integers(-spread, spread + 1, (m, k))), "bfloat16")
     with library.use_isa(isa):
         bits = linear(x, placed(tensor, "bfloat16"), "float32").bits

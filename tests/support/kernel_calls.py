@@ -120,6 +120,7 @@ def quantized(
     weight_only: bool = False,
     zeros: Any = None,
     group_size: int | None = None,
+    rotated: bool = False,
 ) -> Typed:
     """Return packed quantized values (int8 of 8 bits, uint8 of 4 bits); as for `packed`, the weight stays registered.
 
@@ -130,6 +131,7 @@ def quantized(
         weight_only: Whether rows are not quantized.
         zeros: [N, groups], of 4 bits.
         group_size: Columns with one scale; None: all columns.
+        rotated: Whether products rotate the rows.
     """
     qvalues = np.ascontiguousarray(qvalues)
     scales = np.ascontiguousarray(scales, np.float32)
@@ -141,7 +143,7 @@ def quantized(
     arrays = qvalues.ctypes.data, scales.ctypes.data, None if zeros is None else zeros.ctypes.data
     group = group_size or max(k, 1)
     memory_arguments = memory.ctypes.data, dtype.encode(), n, k, shown
-    if library.load().llm_pack_qvalues(weight_only, bits, *arrays, group, *memory_arguments) != 0:
+    if library.load().llm_pack_qvalues(weight_only, bits, *arrays, group, rotated, *memory_arguments) != 0:
         raise ValueError("no product supports such quantized values")
     return Typed(memory[: n * shown].reshape(n, shown), "int8")
 

@@ -141,7 +141,7 @@ class CpuBackend(AscendBackend):
         memory = zeroed_bytes(kernels.llm_packed_qvalues_bytes(weight_only, bits, rows, columns))
         address = memory.ctypes.data
         arrays = qvalues.ctypes.data, scales.ctypes.data, None if zeros is None else zeros.ctypes.data
-        form = weight.group_size, address, self.dtype.encode(), rows, columns, shown[1]
+        form = weight.group_size, weight.rotated, address, self.dtype.encode(), rows, columns, shown[1]
         status = library.done(kernels.llm_pack_qvalues(weight_only, bits, *arrays, *form))
         if status != 0 or weight.g_idx is not None:
             rule = "groups of 32, 64, 128, .. inputs in order"

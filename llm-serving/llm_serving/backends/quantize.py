@@ -12,13 +12,14 @@ from llm_serving.kernels import library
 _DTYPES = {"uint16": b"bfloat16", "float16": b"float16", "float32": b"float32"}
 
 
-def quantize(weight: Array, bits: int, group_size: int | None = None) -> QuantizedTensor:
+def quantize(weight: Array, bits: int, group_size: int | None = None, rotates: bool = False) -> QuantizedTensor:
     """Quantize symmetrically, as `quantize_w8` and `quantize_w4` do.
 
     Args:
         weight: [out, in]; float32, float16, or bfloat16 as uint16 bits. A C-contiguous weight is not copied.
         bits: 8 or 4.
         group_size: Columns with one scale, which must divide the columns of the matrix; None: all of them.
+        rotates: Rotate rows before they are rounded (`QuantizedTensor.rotated`).
 
     Raises:
         ModelError: It is no matrix, has other groups, or an element is infinite or NaN.
@@ -32,11 +33,11 @@ def quantize(weight: Array, bits: int, group_size: int | None = None) -> Quantiz
         raise ModelError(f"group_size must divide the {width} columns of the matrix. Given: {group}")
     qvalues = np.empty((out, width), np.int8) if bits == 8 else np.empty((out, width), np.uint8)
     scales = np.empty((out, max(1, width // group)), np.float32)
-    sizes = out, width, bits, group
+    sizes = out, width, bits, group, rotates
     arrays = qvalues.ctypes.data, scales.ctypes.data
     status = library.done(
         library.load().llm_round_to_qvalues(rows.ctypes.data, _DTYPES[str(weight.dtype)], *sizes, *arrays)
     )
     if status != 0:
         raise ModelError("a quantized weight must hold finite numbers only")
-    return QuantizedTensor(qvalues, scales, None, bits, group)
+    return QuantizedTensor(qvalues, scales, None, bits, group, rotated=rotates)

@@ -20,6 +20,11 @@ SYMMETRIC_ZERO: Final = 8
 
 _SAFE_SCALE: Final = 2.0**100
 """Scales below this give no infinite value."""
+STEPS: Final = (-8.0, -7.5, -8.5, -9.25, -10.0, -11.0)
+"""Scales of symmetric 4-bit values that are tried: the largest element divided by these numbers. Larger scales
+represent the largest element better, smaller ones the others."""
+_LANES: Final = 16
+"""Partial sums of a squared error; column j belongs to sum j % 16."""
 _AT_ONCE: Final = 2**22
 """Elements that are rounded together, which bounds the float32 copies of a large matrix."""
 
@@ -35,6 +40,8 @@ class QuantizedTensor:
         bits: 8 or 4.
         group_size: Columns of a group; the number of columns where a row is one group.
         g_idx: [in], int32: group of each column (GPTQ's act-order). None: j // group_size.
+        rotated: Whether the values are those of a matrix whose rows were rotated (kernels/rotation.py) and divided by
+            the block of the rotation. Products rotate their other factor.
 
     Raises:
         ModelError: The arrays do not fit each other.
@@ -46,6 +53,7 @@ class QuantizedTensor:
     bits: int
     group_size: int
     g_idx: NDArray[np.int32] | None = None
+    rotated: bool = False
 
     def __post_init__(self) -> None:
         kinds = {8: np.dtype(np.int8), 4: np.dtype(np.uint8)}
@@ -94,7 +102,10 @@ class QuantizedTensor:
         return self.qvalues.size * self.bits // 8 + self.scales.nbytes + zeros
 
     def dequantized(self) -> NDArray[np.float32]:
-        """Return (qvalue - zero) * scale, [out, in]; the difference is exact, the product is rounded once."""
+        """Return (qvalue - zero) * scale, [out, in]; the difference is exact, the product is rounded once.
+
+        The values of a rotated matrix stay rotated.
+        """
         values = self.qvalues.astype(np.float32)
         group_of = np.arange(values.shape[1], dtype=np.int32) // self.group_size
         group_of = group_of if self.g_idx is None else self.g_idx
@@ -191,8 +202,9 @@ def quantize_w8(weight: Array) -> QuantizedTensor:
 def quantize_w4(weight: Array, group_size: int, symmetric: bool = True) -> QuantizedTensor:
     """Quantize each group of columns to 4 bits.
 
-    Symmetric values reach from -8 to 7 scales, with the largest element at 7.5. Asymmetric ones span the range from the
-    smallest to the largest element in 15 scales and represent 0 exactly.
+    Symmetric values reach from -8 to 7 scales; the scale, which may be negative, is the largest element divided by that
+    of `STEPS` which gives the smallest squared error of the group. Asymmetric ones span the range from the smallest to
+    the largest element in 15 scales and represent 0 exactly.
 
     Args:
         weight: As of `quantize_w8`.
@@ -212,17 +224,45 @@ def quantize_w4(weight: Array, group_size: int, symmetric: bool = True) -> Quant
     for rows in _blocks(out, width):
         values = _finite(weight[rows]).reshape(-1, scales.shape[1], group_size)
         if zeros is None:
-            scale = _usable(np.abs(values).max(axis=2, initial=0) / np.float32(7.5))
-            zero = np.full(scale.shape, SYMMETRIC_ZERO, np.float32)
+            scale, found = _best_symmetric(values)
         else:
             smallest, largest = values.min(axis=2, initial=0), values.max(axis=2, initial=0)
             scale = _usable(largest / np.float32(15) - smallest / np.float32(15))
             zero = np.clip(np.rint(-smallest / scale), 0, 15)
             zeros[rows] = zero
+            found = np.clip(np.rint(values / scale[..., None]) + zero[..., None], 0, 15)
         scales[rows] = scale
-        found = np.clip(np.rint(values / scale[..., None]) + zero[..., None], 0, 15)
         qvalues[rows] = found.reshape(-1, width)
     return QuantizedTensor(qvalues, scales, zeros, 4, group_size)
+
+
+def _best_symmetric(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return the scales [rows, groups] of values [rows, groups, columns], and the values from 0 to 15."""
+    smallest, largest = values.min(axis=2, initial=0), values.max(axis=2, initial=0)
+    largest = np.where(largest >= -smallest, largest, smallest)
+    scale, found, error = _symmetric(values, largest / np.float32(STEPS[0]))
+    for step in STEPS[1:]:
+        other, values_of_other, error_of_other = _symmetric(values, largest / np.float32(step))
+        better = error_of_other < error
+        scale, error = np.where(better, other, scale), np.where(better, error_of_other, error)
+        found = np.where(better[..., None], values_of_other, found)
+    return scale, found + SYMMETRIC_ZERO
+
+
+def _symmetric(
+    values: NDArray[np.float32], scale: NDArray[np.float32]
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+    """Return usable scales, the values from -8 to 7, and the sums of the squared errors."""
+    scale = _usable(scale)
+    found = np.clip(np.rint(values * (np.float32(1) / scale)[..., None]), -8, 7)
+    with np.errstate(over="ignore"):
+        errors = np.square(values - found * scale[..., None])
+        missing = -errors.shape[2] % _LANES
+        lanes = np.pad(errors, ((0, 0), (0, 0), (0, missing))).reshape(*scale.shape, -1, _LANES)
+        sums: NDArray[np.float32] = np.add.accumulate(lanes, axis=2)[:, :, -1]
+        while sums.shape[2] > 1:
+            sums = sums[..., : sums.shape[2] // 2] + sums[..., sums.shape[2] // 2 :]
+    return scale, found, sums[..., 0]
 
 
 def _check(weight: Array) -> None:
@@ -239,7 +279,9 @@ def _finite(weight: Array) -> NDArray[np.float32]:
 
 def _usable(scale: NDArray[np.float32]) -> NDArray[np.float32]:
     """Replace scales below the smallest normal number by 1: their elements round to 0."""
-    usable: NDArray[np.float32] = np.where(scale < np.finfo(np.float32).tiny, np.float32(1), scale).astype(np.float32)
+    usable: NDArray[np.float32] = np.where(np.abs(scale) < np.finfo(np.float32).tiny, np.float32(1), scale).astype(
+        np.float32
+    )
     return usable
 
 

@@ -64,6 +64,7 @@ def load() -> ctypes.CDLL:
     library.llm_packed_qvalues_bytes.restype = ctypes.c_int64
     library.llm_pack_qvalues.argtypes = [
         *(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
+        ctypes.c_int64,
         *(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
     ]
     library.llm_packed_blocks_bytes.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
@@ -74,7 +75,7 @@ def load() -> ctypes.CDLL:
     ]
     library.llm_round_to_qvalues.argtypes = [
         *(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
-        *(ctypes.c_void_p, ctypes.c_void_p),
+        *(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p),
     ]
     library.llm_release_weight.argtypes = [ctypes.c_void_p]
     library.llm_release_weight.restype = None

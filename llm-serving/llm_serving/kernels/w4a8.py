@@ -11,14 +11,20 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.kernels.w8a8 import Floats, Singles, quantize_rows, without_subnormals
+from llm_serving.kernels.rotation import Singles, rotate, without_subnormals
+from llm_serving.kernels.w8a8 import Floats, quantize_rows
 
 ZERO: Final = 8
 """Zero point of symmetric weights."""
 
 
 def linear(
-    x: Floats, qvalues: NDArray[np.uint8], scales: Singles, zeros: NDArray[np.uint8] | None, group_size: int
+    x: Floats,
+    qvalues: NDArray[np.uint8],
+    scales: Singles,
+    zeros: NDArray[np.uint8] | None,
+    group_size: int,
+    rotated: bool = False,
 ) -> Singles:
     """[M, K] x [N, K] -> [M, N]
 
@@ -28,11 +34,12 @@ def linear(
         scales: [N, groups]
         zeros: [N, groups], the zero points; None: `ZERO`.
         group_size: Columns of a group; the last may be shorter.
+        rotated: As of `w8a8.linear`.
 
     Returns:
         float32, before it is rounded to the model dtype.
     """
-    rows, row_scales = quantize_rows(x)
+    rows, row_scales = quantize_rows(rotate(x) if rotated else x)
     totals = np.zeros((len(rows), len(qvalues)), np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         for group in range(scales.shape[1]):

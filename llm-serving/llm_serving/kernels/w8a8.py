@@ -11,28 +11,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llm_serving.kernels.rotation import Singles, rotate, without_subnormals
+
 Floats = NDArray[np.floating[Any]]
-Singles = NDArray[np.float32]
 Int8Values = NDArray[np.integer[Any]]
 
 MIN_LARGEST = np.float32(2.0**-100)
 """Rows without a larger magnitude count as zeros."""
 
-_SMALLEST_NORMAL = np.float32(2.0**-126)
 
-
-def linear(x: Floats, qvalues: Int8Values, scales: Singles) -> Singles:
+def linear(x: Floats, qvalues: Int8Values, scales: Singles, rotated: bool = False) -> Singles:
     """[M, K] x [N, K] -> [M, N]
 
     Args:
         x: Values that float32 represents exactly. Rows with infinity or NaN become NaN.
         qvalues: int8, at most 65,536 columns.
         scales: float32 [N].
+        rotated: Whether the weight was rotated (rotation.py), so that rows must be.
 
     Returns:
         float32, before it is rounded to the model dtype.
     """
-    rows, row_scales = quantize_rows(x)
+    rows, row_scales = quantize_rows(rotate(x) if rotated else x)
     # float64 represents every sum of 65,536 products of 7 and 8 bits exactly.
     sums = (rows.astype(np.float64) @ qvalues.astype(np.float64).T).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -50,8 +50,3 @@ def quantize_rows(x: Floats) -> tuple[NDArray[np.int8], Singles]:
         row_scales = np.where(used, largest / np.float32(127), np.float32(0))
     qvalues = np.rint(values * factors[:, None]).astype(np.int8)
     return qvalues, np.where(finite, row_scales, np.float32(np.nan)).astype(np.float32)
-
-
-def without_subnormals(values: Singles) -> Singles:
-    """Replace subnormal numbers by zeros of their sign, as the kernels do."""
-    return np.where(np.abs(values) < _SMALLEST_NORMAL, np.copysign(np.float32(0), values), values)

@@ -19,6 +19,7 @@ from llm_serving.network.builder import Network
 from llm_serving.network.operations import Operation, Weight
 from llm_serving.network.quantization import (
     BITS,
+    ROTATED,
     WEIGHT_ONLY,
     Quantization,
     block_weights,
@@ -74,7 +75,8 @@ def parameters_of(
         name = f"weights.{index}"
         if quantization is not None and weight in quantized:
             format_name = quantized[weight]
-            qvalues = _quantized_values(weight, reader, format_name, quantization.group_size)
+            rotates = not as_cells and format_name in ROTATED
+            qvalues = _quantized_values(weight, reader, format_name, quantization.group_size, rotates)
             if not as_cells:
                 made[weight] = [backend.packed_quantized_weight(qvalues, format_name in WEIGHT_ONLY, name)]
             elif weight in experts:
@@ -110,7 +112,7 @@ def parameters_of(
 
 
 def _quantized_values(
-    weight: Weight, reader: WeightReader, format_name: QuantizationName, group_size: int
+    weight: Weight, reader: WeightReader, format_name: QuantizationName, group_size: int, rotates: bool
 ) -> QuantizedTensor:
     """Return the stored quantized values where products take them, else quantize the weight anew."""
     parts = _read_packed(weight, reader)
@@ -118,7 +120,7 @@ def _quantized_values(
         return stored
     values = assemble_weight(weight, _dequantized(parts))
     try:
-        return quantize(values, BITS[format_name], group_size if BITS[format_name] == 4 else None)
+        return quantize(values, BITS[format_name], group_size if BITS[format_name] == 4 else None, rotates)
     except ModelError as error:
         raise ModelError(f"{', '.join(weight.names[:3])}: {error}") from None
 

@@ -39,6 +39,9 @@ _IN_8_BITS: Final = {
 """What replaces a 4-bit scheme in the LM head and in weights whose rows are no multiple of the group size."""
 WEIGHT_ONLY: Final = frozenset({QuantizationName.W8A16, QuantizationName.W4A16})
 """Schemes that multiply activations in the model dtype; the others quantize activations to 8 bits."""
+ROTATED: Final = frozenset({QuantizationName.W8A8, QuantizationName.W4A16, QuantizationName.W4A8})
+"""Schemes in which weights that are rounded at load, and the rows that they multiply, are rotated first
+(kernels/rotation.py): the formats whose error is larger than that of bfloat16."""
 BITS: Final[Mapping[QuantizationName, int]] = {
     QuantizationName.W8A8: 8,
     QuantizationName.W8A16: 8,

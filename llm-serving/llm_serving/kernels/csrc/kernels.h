@@ -52,8 +52,9 @@ struct WeightQValues {
   float activation_norm = 0.0f;   // kFixedPoint: norm of a block of activations, in their units, up to which sums fit
   const uint8_t* zero = nullptr;  // 4 bits: zero points, laid out like scale; null: 8
   size_t bits = 8;
-  size_t group = 0;   // inputs with one scale
-  size_t groups = 1;  // groups of a row
+  size_t group = 0;      // inputs with one scale
+  size_t groups = 1;     // groups of a row
+  bool rotated = false;  // the product takes rotated rows (rotation.h)
   // kBlocks:
   const BlockSegment* segments = nullptr;
   size_t num_segments = 0;
@@ -221,7 +222,17 @@ struct EncodeArgs {
   float* scale;
   DType dtype;
   size_t rows, size;
+  bool rotates = false;           // whether rows are rotated first (rotation.h)
+  const float* offset = nullptr;  // [size], subtracted from rows that are rotated; null: none
 };
+
+// Returns how many numbers of a row are rotated together (rotation.h): the largest power of two that divides `size`, at
+// most 128; 1, which means none, below 16.
+constexpr size_t rotation_block(size_t size) {
+  const size_t power = size & (~size + 1);
+  const size_t block = power < 128 ? power : 128;
+  return block < 16 ? 1 : block;
+}
 
 // Causal attention of packed query rows over a paged cache (kv_layout.h).
 struct AttentionArgs {
@@ -271,6 +282,7 @@ struct Kernels {
   void (*route)(const RouteArgs&);
   void (*gather_sum)(const GatherSumArgs&);
   void (*encode)(const EncodeArgs&);
+  void (*rotate)(float* x, size_t size);  // a row in place (rotation.h)
   void (*attention)(const AttentionArgs&);
   void (*sample)(const SampleArgs&);
 };

@@ -83,6 +83,8 @@ void encode(const EncodeArgs& args) {
   with_element(args.dtype, [&](auto tag) { encode_rows<typename decltype(tag)::Element>(args); });
 }
 
+void rotate_one(float* x, size_t size) { rotate(x, size, rotation_block(size)); }
+
 TiledLayout layout(DType dtype, size_t m, size_t k, const WeightQValues* qvalues) {
   TiledLayout result = {m, k};
   if (qvalues != nullptr) return result;  // quantized first
@@ -136,6 +138,7 @@ const Kernels kKernels = {LLM_TEXT(LLM_ISA),
                           route_rows,
                           gather_sum,
                           encode,
+                          rotate_one,
                           attention,
                           sample};
 

@@ -122,6 +122,7 @@ void decode_row(const WeightQValues& qvalues, DType dtype, const void* packed, s
     const int zero = qvalues.bits == 8 ? 0 : qvalues.zero == nullptr ? 8 : qvalues.zero[at];
     target[i] = static_cast<float>(code - zero) * qvalues.scale[at];
   });
+  if (qvalues.rotated) kernels().rotate(target, k);
 }
 
 }  // namespace llm

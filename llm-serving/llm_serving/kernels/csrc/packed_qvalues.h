@@ -22,6 +22,7 @@ struct QuantizedWeight {
   const float* scale;   // [n, groups]
   const uint8_t* zero;  // [n, groups], 4 bits only; null: 8 for 4 bits, 0 for 8 bits
   size_t n, k, group;
+  bool rotated = false;  // rows were rotated (rotation.h) before they were rounded, and divided by their block
 
   size_t groups() const { return k == 0 ? 1 : (k + group - 1) / group; }
 };

@@ -138,6 +138,7 @@ void register_qvalues(void* data, const QuantizedWeight& weight, size_t columns)
   packed->qvalues.bits = weight.bits;
   packed->qvalues.group = std::max(weight.group, size_t{1});
   packed->qvalues.groups = groups;
+  packed->qvalues.rotated = weight.rotated;
   packed->scale.resize(groups * stride);
   packed->zero.resize(weight.zero == nullptr ? 0 : groups * stride, 8);
   if (weight.format == WeightFormat::kW8A8) packed->sums.resize(stride);

@@ -86,13 +86,21 @@ LLM_EXPORT int64_t llm_packed_qvalues_bytes(int64_t weight_only, int64_t bits, i
 // Packs qvalues as `QuantizedWeight` describes them into `target`, which MindSpore sees as int8 [n, columns]. Non-zero:
 // an unknown type, or a form that no product supports.
 LLM_EXPORT int llm_pack_qvalues(int64_t weight_only, int64_t bits, const uint8_t* qvalues, const float* scale,
-                                const uint8_t* zero, int64_t group, void* target, const char* dtype, int64_t n,
-                                int64_t k, int64_t columns) {
+                                const uint8_t* zero, int64_t group, int64_t rotated, void* target, const char* dtype,
+                                int64_t n, int64_t k, int64_t columns) {
   auto size = [](int64_t number) { return static_cast<size_t>(number); };
   const llm::DType type = llm::parse_dtype(dtype);
   if (!llm::is_float(type) || n < 0 || k < 0 || group < 1 || (bits != 4 && bits != 8)) return 1;
-  const llm::QuantizedWeight weight = {
-      format_of(weight_only, bits), type, size(bits), qvalues, scale, zero, size(n), size(k), size(group)};
+  const llm::QuantizedWeight weight = {format_of(weight_only, bits),
+                                       type,
+                                       size(bits),
+                                       qvalues,
+                                       scale,
+                                       zero,
+                                       size(n),
+                                       size(k),
+                                       size(group),
+                                       rotated != 0};
   if (!llm::can_pack(weight)) return 1;
   return llm::guarded("llm_pack_qvalues", [&] {
     llm::pack_qvalues(weight, target);
@@ -153,15 +161,18 @@ LLM_EXPORT int llm_pack_blocks(const BlockArgs* segments, int64_t count, int64_t
   });
 }
 
-// Rounds [n, k] elements to qvalues [n, k], a byte each, and scales [n, k / group]. Non-zero: 1 if an element is not
+// Rounds [n, k] elements to qvalues [n, k], a byte each, and scales [n, k / group]; with `rotates`, rows are rotated
+// first and divided by their block. Non-zero: 1 if an element is not
 // finite, or an error if such qvalues are not supported.
 LLM_EXPORT int llm_round_to_qvalues(const void* source, const char* dtype, int64_t n, int64_t k, int64_t bits,
-                                    int64_t group, uint8_t* qvalues, float* scale) {
+                                    int64_t group, int64_t rotates, uint8_t* qvalues, float* scale) {
   auto size = [](int64_t number) { return static_cast<size_t>(number); };
   const llm::DType type = llm::parse_dtype(dtype);
   if (!llm::is_float(type) || n < 0 || k < 0 || group < 1 || k % group != 0 || (bits != 4 && bits != 8)) return 2;
   return llm::guarded("llm_round_to_qvalues", [&] {
-    return llm::round_to_qvalues(source, type, size(n), size(k), size(bits), size(group), qvalues, scale) ? 0 : 1;
+    const bool done =
+        llm::round_to_qvalues(source, type, size(n), size(k), size(bits), size(group), rotates != 0, qvalues, scale);
+    return done ? 0 : 1;
   });
 }
 

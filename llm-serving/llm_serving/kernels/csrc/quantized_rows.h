@@ -7,6 +7,7 @@
 
 #include "linear.h"
 #include "qvalues.h"
+#include "rotation.h"
 
 namespace llm::LLM_ISA {
 
@@ -123,16 +124,28 @@ LLM_INLINE void encode(const Element* x, size_t count, Floats factor, bool is_fi
   __builtin_memcpy(qvalues + i, sixteen, count - i);
 }
 
-// Computes the qvalues of whole rows, in row layout, without an offset.
+// Computes the qvalues of a row, in row layout, without an offset.
+template <class Element>
+LLM_INLINE void encode_row(const Element* x, size_t size, int8_t* qvalues, float* scale) {
+  const Floats factor = broadcast(code_factor(largest_bits(x, size), scale));
+  encode(x, size, factor, *scale == *scale, 0, reinterpret_cast<uint8_t*>(qvalues));
+}
+
+// Computes the qvalues of whole rows.
 template <class Element>
 void encode_rows(const EncodeArgs& args) {
   for_row_ranges(args.rows, args.size, [&](size_t first, size_t last) {
+    const size_t bytes = args.rotates ? args.size * sizeof(float) : 0;
+    auto* rotated = static_cast<float*>(scratch(Scratch::kPanel, bytes + 1));
     for (size_t row = first; row < last; row++) {
       const Element* x = static_cast<const Element*>(args.x) + row * args.size;
       int8_t* qvalues = args.qvalues + row * args.size;
-      const Floats factor = broadcast(code_factor(largest_bits(x, args.size), &args.scale[row]));
-      const bool is_finite = args.scale[row] == args.scale[row];
-      encode(x, args.size, factor, is_finite, 0, reinterpret_cast<uint8_t*>(qvalues));
+      if (!args.rotates) {
+        encode_row(x, args.size, qvalues, &args.scale[row]);
+        continue;
+      }
+      rotate_row(x, args.offset, args.size, rotated);
+      encode_row(rotated, args.size, qvalues, &args.scale[row]);
     }
   });
 }
@@ -144,8 +157,7 @@ QuantizedRows<Code> code_rows(const LinearArgs& args, const ActivationForm<Code>
   const size_t bytes = form.bytes(args.m);
   auto* qvalues = static_cast<uint8_t*>(scratch(Scratch::kActivations, bytes + args.m * sizeof(float)));
   auto* scale = reinterpret_cast<float*>(qvalues + bytes);
-  for_rows_of_x(args, [&](size_t row) {
-    const Element* x = static_cast<const Element*>(args.x) + row * stride;
+  auto code = [&](size_t row, const auto* x) {
     const Floats factor = broadcast(code_factor(largest_bits(x, args.k), &scale[row]));
     const bool is_finite = scale[row] == scale[row];
     form.layout.for_runs(row, 0, form.inputs, [&](size_t first, size_t last, size_t at) {
@@ -155,6 +167,13 @@ QuantizedRows<Code> code_rows(const LinearArgs& args, const ActivationForm<Code>
       for (size_t i = end; i < last; i++) qvalues[at + i - first] = static_cast<uint8_t>(Operand<Code>::kOffset);
     });
     then(row, reinterpret_cast<const ActivationOf<Code>*>(qvalues));
+  };
+  for_rows_of_x(args, [&](size_t row) {
+    const Element* x = static_cast<const Element*>(args.x) + row * stride;
+    if (!args.qvalues->rotated) return code(row, x);
+    auto* rotated = static_cast<float*>(scratch(Scratch::kPanel, args.k * sizeof(float) + 1));
+    rotate_row(x, nullptr, args.k, rotated);
+    code(row, static_cast<const float*>(rotated));
   });
   return {{form, qvalues}, scale};
 }

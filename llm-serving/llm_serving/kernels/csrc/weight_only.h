@@ -8,6 +8,7 @@
 #pragma once
 
 #include "grouped.h"
+#include "rotation.h"
 
 namespace llm::LLM_ISA {
 
@@ -293,9 +294,28 @@ void sum_products(const LinearArgs& args, const WideRows<Element>& x, size_t row
   }
 }
 
-inline void weight_only_linear(const LinearArgs& args) {
-  with_element(args.dtype, [&](auto tag) {
+// Returns rotated rows, rounded to the element type.
+template <class Element>
+LinearArgs with_rotated_rows(const LinearArgs& args) {
+  const size_t stride = args.x_layout.or_rows(args.m, args.k).width;
+  auto* rows = static_cast<Element*>(scratch(Scratch::kItems, args.m * args.k * sizeof(Element) + 1));
+  for_rows_of_x(args, [&](size_t row) {
+    auto* rotated = static_cast<float*>(scratch(Scratch::kPanel, args.k * sizeof(float) + 1));
+    rotate_row(static_cast<const Element*>(args.x) + row * stride, nullptr, args.k, rotated);
+    for (size_t i = 0; i < args.k; i += kLanes) {
+      store_first(rows + row * args.k + i, load_first(rotated + i, args.k - i), args.k - i);
+    }
+  });
+  LinearArgs result = args;
+  result.x = rows;
+  result.x_layout = {};
+  return result;
+}
+
+inline void weight_only_linear(const LinearArgs& given) {
+  with_element(given.dtype, [&](auto tag) {
     using Element = typename decltype(tag)::Element;
+    const LinearArgs args = given.qvalues->rotated ? with_rotated_rows<Element>(given) : given;
     if (widens_in_registers<Element>(args)) {
       ActivationForm<Element> form(args.m, args.k);
       form.pass = form.layout.width = args.k;

@@ -1,0 +1,46 @@
+"""Rotation of rows by Hadamard matrices before they are rounded, in NumPy: what csrc/rotation.h computes, bit by bit.
+
+A row whose largest number is far above the others loses the others when it is rounded with one scale. H, a matrix of 1
+and -1 with H * H = block * 1, spreads a large number over its block (QuaRot, Ashkboos et al. 2024). The product of two
+rotated rows is `block` times the product of the rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Singles = NDArray[np.float32]
+
+MAX_BLOCK: Final = 128
+MIN_BLOCK: Final = 16
+_SMALLEST_NORMAL: Final = np.float32(2.0**-126)
+
+
+def block_of(size: int) -> int:
+    """Return the numbers of a row that are rotated together: the largest power of two that divides the size of the
+    row, at most `MAX_BLOCK`; 1, which means none, below `MIN_BLOCK`.
+    """
+    block = min(size & -size, MAX_BLOCK)
+    return block if block >= MIN_BLOCK else 1
+
+
+def rotate(x: NDArray[np.floating[Any]]) -> Singles:
+    """Multiply each block of the rows [..., size] by H, in stages of sums and differences."""
+    values = without_subnormals(x.astype(np.float32))
+    block = block_of(x.shape[-1])
+    stride = 1
+    with np.errstate(over="ignore", invalid="ignore"):
+        while stride < block:
+            pairs = values.reshape(-1, 2, stride)
+            sums, differences = pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]
+            values = without_subnormals(np.stack([sums, differences], axis=1)).reshape(x.shape)
+            stride *= 2
+    return values
+
+
+def without_subnormals(values: Singles) -> Singles:
+    """Replace subnormal numbers by zeros of their sign, as the kernels do."""
+    return np.where(np.abs(values) < _SMALLEST_NORMAL, np.copysign(np.float32(0), values), values)
