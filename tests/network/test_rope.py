@@ -52,6 +52,20 @@ def test_rope_elements_outside_rotary_dim_have_cosine_1_and_sine_0():
     assert np.all(rotary.sin(9)[1:, :3] != 0)
 
 
+def test_rope_mean_rotated_keeps_pairs_that_hardly_rotate():
+    """Pairs of one radian, of 1e-3 and of 1e-6 radians per position, and one that does not rotate; two heads."""
+    rotary = Rotary(8, 6, 1e9)
+    vector = np.arange(1, 17, dtype=np.float32)
+    cos, sin = rotary.cos(4096).astype(np.float64), rotary.sin(4096).astype(np.float64)
+    heads = vector.reshape(2, 8)
+    turned = np.concatenate([-heads[:, 4:], heads[:, :4]], axis=1)
+    each = heads[:, None] * cos + turned[:, None] * sin
+    mean = rotary.mean_rotated(vector)
+    np.testing.assert_allclose(mean, each.mean(axis=1).reshape(-1), rtol=1e-4, atol=1e-5)
+    assert np.abs(mean.reshape(2, 8)[:, [0, 4]]).max() < 0.05
+    np.testing.assert_allclose(mean.reshape(2, 8)[:, [2, 3, 6, 7]], heads[:, [2, 3, 6, 7]], atol=0.1)
+
+
 @pytest.mark.parametrize(("served", "expected"), [(64, [1, 0.1]), (65, [0.5, 0.025])])
 def test_rope_longrope_selects_divisors_by_the_served_context(served, expected):
     scaling = Scaling(kind="longrope", factor=4.0, original=64, short=(1.0, 1.0), long=(2.0, 4.0))

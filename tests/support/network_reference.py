@@ -163,7 +163,8 @@ def _rope(step: Step, x: Array, cos: Array, sin: Array) -> Array:
     return rotated.reshape(x.shape)
 
 
-def _store_kv(step: Step, k: Array, v: Array, layer: int) -> None:
+def _store_kv(step: Step, k: Array, v: Array, layer: int, k_offset: Any = None) -> None:
+    """Store keys as they are: an int8 cache alone subtracts `k_offset`, which changes no weight of a softmax."""
     kept = step.slot_mapping >= 0
     for rows, cache in zip((k, v), step.caches[layer], strict=True):
         cache.reshape(-1, rows.shape[1])[step.slot_mapping[kept]] = rows[kept]
@@ -172,7 +173,7 @@ def _store_kv(step: Step, k: Array, v: Array, layer: int) -> None:
 def _attention(
     step: Step, q: Array, layer: int, scale: float, window: int, cap: float, eps: float,
     q_rope: Any = None, k: Any = None, v: Any = None, slopes: Any = None, cos: Any = None, sin: Any = None,
-    q_gamma: Any = None, k_gamma: Any = None, consumer: Any = None,
+    q_gamma: Any = None, k_gamma: Any = None, k_offset: Any = None, consumer: Any = None,
 ) -> Array:  # fmt: skip
     if k is not None:
         if q_gamma is not None:

@@ -1,9 +1,10 @@
 """The int8 KV cache in NumPy: what csrc/paged_attention.cc stores and csrc/quantized_attention.h sums.
 
-Each head of a token has a scale, its largest magnitude / 127, like a row of w8a8.py, and so has each head of a query. A
-score is the exact sum of products of quantized values, times the scale of the key, times that of the query. Softmax
-weights of 64 tokens, times the scales of their values, are rounded to 16-bit integers, so that their products with
-quantized values are also summed exactly.
+Each head of a token has a scale, its largest magnitude / 127, like a row of w8a8.py, and so has each head of a query.
+Queries and keys are rotated first (rotation.py). An offset that is the same for all tokens may be subtracted from keys:
+it changes all scores of a query equally, and therefore no softmax weight. A score is the exact sum of products of
+quantized values, times the scale of the key, times that of the query. Softmax weights of 64 tokens, times the scales of
+their values, are rounded to 16-bit integers, so that their products with quantized values are also summed exactly.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.kernels.w8a8 import Singles, quantize_rows
+from llm_serving.kernels.rotation import Singles, block_of, rotate
+from llm_serving.kernels.w8a8 import quantize_rows
 
 Floats = NDArray[np.floating[Any]]
 Doubles = NDArray[np.float64]
@@ -23,7 +25,7 @@ MAX_WEIGHT = np.float32(65535)
 
 
 def quantize_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles]:
-    """Rows [T, num_heads*D] -> quantized values [T, num_heads, D] in -127..127 and scales [T, num_heads]
+    """Values [T, num_heads*D] -> quantized values [T, num_heads, D] in -127..127 and scales [T, num_heads]
 
     A head with infinity or NaN has zeros and a scale of NaN.
     """
@@ -31,10 +33,35 @@ def quantize_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles
     return qvalues.reshape(len(x), num_heads, -1), scales.reshape(len(x), num_heads)
 
 
+def quantize_rotated_heads(
+    x: Floats, num_heads: int, offset: Singles | None = None
+) -> tuple[NDArray[np.int8], Singles]:
+    """As `quantize_heads`, for keys, from which `offset` [num_heads*D] is subtracted, and for queries.
+
+    The scales of keys are those of the rotated numbers; the scales of queries are divided by the block of the rotation.
+    """
+    values = x.astype(np.float32)
+    if offset is not None:
+        values = values - offset
+    return quantize_heads(rotate(values.reshape(len(x), num_heads, -1)).reshape(x.shape), num_heads)
+
+
 def restored(x: Floats, num_heads: int) -> Doubles:
-    """Return the values that attention uses for rows [T, num_heads*D] of queries, keys or values, exactly."""
+    """Return the values that attention uses for rows [T, num_heads*D] of values, exactly."""
     qvalues, scales = quantize_heads(x, num_heads)
     values: Doubles = qvalues * scales.astype(np.float64)[..., None]
+    return values.reshape(x.shape)
+
+
+def restored_rotated(x: Floats, num_heads: int, offset: Singles | None = None) -> Doubles:
+    """Return the queries or keys whose products attention computes, exactly but for the rounding of float64.
+
+    Products with keys are those with keys minus `offset`.
+    """
+    qvalues, scales = quantize_rotated_heads(x, num_heads, offset)
+    block = block_of(qvalues.shape[-1])
+    matrix = rotate(np.eye(block, dtype=np.float32)).astype(np.float64)
+    values = qvalues.reshape(*qvalues.shape[:2], -1, block) @ matrix / block * scales[..., None, None]
     return values.reshape(x.shape)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, Literal
 
@@ -235,10 +235,24 @@ def self_attention(
         )
     if rotary is not None:
         q, k = net.rope(q, rotary), net.rope(k, rotary)
-    layer = net.store_kv(k, v, heads.kv)
+    offset = _key_offset(net, qkv, heads, rotary) if bias and norms is None and cap is None else None
+    layer = net.store_kv(k, v, heads.kv, offset)
     scale = heads.own**-0.5 if scale is None else scale
     attended = net.attention(q, layer, scale=scale, window=window, cap=cap, slopes=slopes)
     return net.linear(attended, at + out, net.hidden, bias=out_bias, columns=_out_columns(heads))
+
+
+def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -> Weight:
+    """Return the mean of the bias of the keys over many positions.
+
+    Biases are often far larger than what varies between tokens, in pairs of elements that hardly rotate.
+    """
+    (product,) = (each for each in net.operations if qkv in each.outputs.values())
+    bias = product.weights["bias"]
+    rows = tuple(range(bias.shape[0])) if bias.rows is None else bias.rows
+    of_keys = rows[heads.q_width : heads.q_width + heads.kv_width]
+    mean = None if rotary is None else rotary.mean_rotated
+    return replace(bias, shape=(heads.kv_width,), rows=of_keys, transform=mean, dtype="float32")
 
 
 @lru_cache(8)

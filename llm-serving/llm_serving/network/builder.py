@@ -226,11 +226,19 @@ class Network:
         }
         return self._record("rope", {"x": x}, tables, {}, x.width)
 
-    def store_kv(self, k: Value, v: Value, kv_heads: int) -> int:
-        """Write keys and values to the cache of the next layer and return the number of that layer."""
+    def store_kv(self, k: Value, v: Value, kv_heads: int, k_offset: Weight | None = None) -> int:
+        """Write keys and values to the cache of the next layer and return the number of that layer.
+
+        Args:
+            k, v: Keys and values.
+            kv_heads: Their heads.
+            k_offset: Numbers that an int8 cache subtracts from the keys of every token before it rounds them. All
+                scores of a query change equally, so attention must not have a cap.
+        """
         self.caches.append(CacheShape(kv_heads, k.width // kv_heads, v.width // kv_heads))
         layer = len(self.caches) - 1
-        self.operations.append(Operation("store_kv", {"k": k, "v": v}, {}, {}, {"layer": layer}))
+        weights = {} if k_offset is None else {"k_offset": k_offset}
+        self.operations.append(Operation("store_kv", {"k": k, "v": v}, weights, {}, {"layer": layer}))
         return layer
 
     def attention(

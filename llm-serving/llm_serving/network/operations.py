@@ -55,9 +55,9 @@ SIGNATURES: Final[Mapping[str, Signature]] = {
     "linear": _signature("y", "x residual", "weight bias", "function scale tiled consumer heads"),
     "rms_norm": _signature("y residual_out", "x residual", "gamma", "eps group consumer"),
     "rope": _signature("y", "x", "cos sin", ""),
-    "store_kv": _signature("", "k v", "", "layer"),
+    "store_kv": _signature("", "k v", "k_offset", "layer"),
     "attention": _signature(
-        "y", "q q_rope k v", "slopes cos sin q_gamma k_gamma", "layer scale window cap eps consumer"
+        "y", "q q_rope k v", "slopes cos sin q_gamma k_gamma k_offset", "layer scale window cap eps consumer"
     ),
     "gated_activation": _signature("y", "x", "", "function"),
     "add": _signature("y", "a b", "", "scale"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from llm_serving.network.builder import PANEL_ROWS
-from llm_serving.network.operations import Operation, Value, Weight
+from llm_serving.network.operations import Operation, Value
 
 Operations = list[Operation]
 
@@ -154,7 +154,7 @@ def fuse_attention(graph: Graph, operation: Operation) -> Changes:
     store = graph.stores[operation.attributes["layer"]]
     q, k = operation.inputs["q"], store.inputs["k"]
     changes: Changes = {store: None}
-    weights: dict[str, Weight] = {}
+    weights = dict(store.weights)
     eps = 0.0
     for kind in ("rope", "rms_norm"):
         first, second = (graph.single_use_producer(each, kind) for each in (q, k))

@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 
+MEAN_POSITIONS: Final = 4096
+"""Positions over which `Rotary.mean_rotated` takes the mean."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
@@ -95,6 +98,14 @@ class Rotary:
 
     def sin(self, num_positions: int) -> Float32Array:
         return self._table(np.sin, num_positions)
+
+    def mean_rotated(self, values: Float32Array) -> Float32Array:
+        """Return the mean of a vector of heads rotated to each of the first `MEAN_POSITIONS` positions."""
+        cos, sin = (table(MEAN_POSITIONS).mean(axis=0, dtype=np.float64) for table in (self.cos, self.sin))
+        heads = values.reshape(-1, 2, self.head_dim // 2)
+        turned = np.stack([-heads[:, 1], heads[:, 0]], axis=1).reshape(-1, self.head_dim)
+        mean: Float32Array = (heads.reshape(-1, self.head_dim) * cos + turned * sin).astype(np.float32)
+        return mean.reshape(values.shape)
 
     def frequencies(self, num_positions: int) -> Float64Array:
         """Return the radians per position of each rotating pair: theta^(-2i/D) (RoFormer equation 15), after scaling.

@@ -137,7 +137,10 @@ class _Sharding:
         elif kind == "store_kv":
             cache = self._network.caches[given.attributes["layer"]]
             self.result.caches.append(replace(cache, kv_heads=cache.kv_heads // self._count))
-            self._record(given, {})
+            share = _cached(
+                tuple(range(cache.kv_heads * cache.key_width)[self._share(cache.kv_heads * cache.key_width)])
+            )
+            self._record(given, {role: _rows(each, share) for role, each in given.weights.items()})
         elif kind in ("rope", "attention", "gated_activation") or (kind == "rms_norm" and given.attributes["group"]):
             assert y is not None
             self._columns[y] = _cached(tuple(range(y.width)[self._share(y.width)]))

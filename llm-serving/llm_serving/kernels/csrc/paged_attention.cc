@@ -71,19 +71,20 @@ void store_qvalues_of_tokens(const KvCache& cache, const KvRows& rows, size_t fi
   std::vector<int8_t> qvalues(std::max(cache.key_dim, cache.value_dim));
   // Stores the qvalues of one head, and its scale in the lane of its token.
   auto quantized = [&](const char* rows_of_heads, size_t stride, size_t head, size_t token, size_t dim, size_t lane,
-                       char* group) {
+                       char* group, bool rotates, const float* offset) {
     float scale;
     const char* x = rows_of_heads + (token * stride + head * dim) * bytes;
-    kernels().encode({x, qvalues.data(), &scale, cache.dtype, 1, dim});
+    kernels().encode({x, qvalues.data(), &scale, cache.dtype, 1, dim, rotates, offset});
     std::memcpy(group + kGroupTokens * dim + lane * kScaleBytes, &scale, kScaleBytes);
     return reinterpret_cast<int8_t*>(group);
   };
   for_stored(cache, rows, first, last, [&](size_t head, size_t token, size_t lane, auto group) {
+    const float* offset = rows.k_offset == nullptr ? nullptr : rows.k_offset + head * cache.key_dim;
     int8_t* keys = quantized(rows.k, rows.k_stride, head, token, cache.key_dim, lane,
-                             cache.keys + group(cache.key_dim + kScaleBytes));
+                             cache.keys + group(cache.key_dim + kScaleBytes), true, offset);
     store_key<int8_t, kCodeInputs>(qvalues.data(), cache.key_dim, lane, keys);
     int8_t* values = quantized(rows.v, rows.v_stride, head, token, cache.value_dim, lane,
-                               cache.values + group(cache.value_dim + kScaleBytes));
+                               cache.values + group(cache.value_dim + kScaleBytes), false, nullptr);
     store_value<int8_t, kCodeInputs>(qvalues.data(), cache.value_dim, lane, values);
   });
 }
@@ -265,7 +266,7 @@ void attend(const AttendArgs& args) {
                               memory + args.tokens * width * bytes};
     const Heads k = {args.rows.k, args.rows.k_stride};
     const Heads stored = of_k.prepared(k);
-    const KvRows rows = {stored.x, stored.stride, args.rows.v, args.rows.v_stride, args.rows.slots};
+    const KvRows rows = {stored.x, stored.stride, args.rows.v, args.rows.v_stride, args.rows.slots, args.rows.k_offset};
     for_token_runs(args.tokens, [&](size_t first, size_t last) {
       of_q.run(q, first, last);
       of_k.run(k, first, last);

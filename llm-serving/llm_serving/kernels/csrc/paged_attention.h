@@ -39,13 +39,15 @@ bool read_cache(const Call& call, int keys, int values, DType dtype, KvCache& ca
 
 extern const char kCacheRule[];
 
-// Rows of new keys and values, `stride` elements apart, and their slots; -1 skips a row.
+// Rows of new keys and values, `stride` elements apart, and their slots; -1 skips a row. A cache of qvalues stores keys
+// less `k_offset`, which changes all scores of a query equally, and therefore no softmax weight.
 struct KvRows {
   const char* k;
   size_t k_stride;
   const char* v;
   size_t v_stride;
   const int64_t* slots;
+  const float* k_offset = nullptr;  // [heads * key_dim]; null: none
 };
 
 // Stores all of `tokens` rows, with several threads.

@@ -69,27 +69,39 @@ KvRows stored_rows(const Instruction& in, const Operand* k, const Operand* v) {
   return {keys.data, keys.stride, values.data, values.stride, in.program().slots()};
 }
 
-// store_kv: | k v | | layer
+// Checks the weight k_offset, which a cache of qvalues alone needs.
+int check_offset(const Instruction& in, int i, const KvCache& cache) {
+  if (!in.has_weight(i)) return 0;
+  const size_t size = cache.heads * cache.key_dim;
+  if (in.call().dtype(in.parameter(i)) == DType::kFloat32 && in.call().elements(in.parameter(i)) == size) return 0;
+  return in.fail("k_offset must be float32, %zu elements", size);
+}
+
+// store_kv: | k v | k_offset | layer
 
 int check_store_kv(const Instruction& in) {
   KvCache cache;
   if (const int status = read_layer(in, in.integer(0), cache)) return status;
+  if (const int status = check_offset(in, 0, cache)) return status;
   return check_stored(in, in.input(0), in.input(1), cache);
 }
 
 int run_store_kv(const Instruction& in) {
   KvCache cache;
   if (const int status = read_layer(in, in.integer(0), cache)) return status;
-  store_kv(cache, stored_rows(in, in.input(0), in.input(1)), in.program().tokens());
+  KvRows rows = stored_rows(in, in.input(0), in.input(1));
+  rows.k_offset = reinterpret_cast<const float*>(in.weight_data(0));
+  store_kv(cache, rows, in.program().tokens());
   return 0;
 }
 
-// attention: y | q q_rope k v | slopes cos sin q_gamma k_gamma | layer scale window cap eps consumer. With k and v:
-// heads are normalised if there are norm weights, rotated if there are tables, and stored, then attended to; without k
-// and v they are already stored. A row sees `window` tokens, including its own, or all. With q_rope, keys are also the
-// values, and the stored values are the rotary part of keys, which belongs to q_rope (DeepSeek-V2, 2024, section 2.1).
+// attention: y | q q_rope k v | slopes cos sin q_gamma k_gamma k_offset | layer scale window cap eps consumer. With k
+// and v: heads are normalised if there are norm weights, rotated if there are tables, and stored, then attended to;
+// without k and v they are already stored. A row sees `window` tokens, including its own, or all. With q_rope, keys are
+// also the values, and the stored values are the rotary part of keys, which belongs to q_rope (DeepSeek-V2, 2024,
+// section 2.1).
 
-enum AttendWeight { kSlopes, kCos, kSin, kQGain, kKGain };
+enum AttendWeight { kSlopes, kCos, kSin, kQGain, kKGain, kKOffset };
 enum AttendAttribute { kLayer, kScale, kWindow, kCap, kEps, kConsumer };
 
 int check_attention(const Instruction& in) {
@@ -122,12 +134,13 @@ int check_attention(const Instruction& in) {
     }
     if (in.has_weight(kSin) && !in.has_weight(kCos)) return in.fail("cos and sin go together");
   } else {
-    for (const int weight : {kCos, kSin, kQGain, kKGain}) {
+    for (const int weight : {kCos, kSin, kQGain, kKGain, kKOffset}) {
       if (in.has_weight(weight)) return in.fail("heads that are stored already are neither normed nor rotated");
     }
   }
   if (const int status = in.check_vector("q_gamma", kQGain, cache.key_dim, true)) return status;
   if (const int status = in.check_vector("k_gamma", kKGain, cache.key_dim, true)) return status;
+  if (const int status = check_offset(in, kKOffset, cache)) return status;
   const size_t num_heads = q->width / cache.key_dim;
   if (in.has_weight(kSlopes) && (in.call().dtype(in.parameter(kSlopes)) != DType::kFloat32 ||
                                  in.call().elements(in.parameter(kSlopes)) != num_heads)) {
@@ -149,6 +162,7 @@ int run_attention(const Instruction& in) {
       q.data, q.stride, {}, cache, &program.requests(), q.count, q.width / cache.key_dim, program.positions()};
   if (in.input(2) != nullptr) args.rows = stored_rows(in, in.input(2), in.input(3));
   auto dtype = [&](int weight) { return in.has_weight(weight) ? in.call().dtype(in.parameter(weight)) : DType::kNone; };
+  args.rows.k_offset = reinterpret_cast<const float*>(in.weight_data(kKOffset));
   args.cos = in.weight_data(kCos);
   args.sin = in.weight_data(kSin);
   args.table_dtype = dtype(kCos);
@@ -176,7 +190,7 @@ int run_attention(const Instruction& in) {
 }  // namespace
 
 const Operation kRope = {{"rope", 1, 1, 2, 0}, check_rope, run_rope};
-const Operation kStoreKv = {{"store_kv", 0, 2, 0, 1}, check_store_kv, run_store_kv};
-const Operation kAttention = {{"attention", 1, 4, 5, 6}, check_attention, run_attention};
+const Operation kStoreKv = {{"store_kv", 0, 2, 1, 1}, check_store_kv, run_store_kv};
+const Operation kAttention = {{"attention", 1, 4, 6, 6}, check_attention, run_attention};
 
 }  // namespace llm

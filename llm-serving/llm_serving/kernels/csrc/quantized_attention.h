@@ -1,7 +1,8 @@
 // A tile of attention over keys and values that are qvalues, as products of qvalues.
 //
-// scores   queries quantized to 8 bits with a scale for each head (quantized_rows.h), times qvalues of keys; exact
-//          sums, multiplied by both scales
+// scores   queries, rotated as keys are (rotation.h), quantized to 8 bits with a scale for each head
+// (quantized_rows.h),
+//          times qvalues of keys; exact sums, multiplied by both scales
 // weights  of a chunk, relative to its largest, times the scales of values: quantized to 16 bits with one scale, as
 //          high and low bytes; exact sums of both times qvalues of values are added to the sums so far
 // No qvalue is widened, so a chunk is read at half the bytes of bfloat16 and multiplied no slower.
@@ -23,7 +24,7 @@ Type* take(char*& memory, size_t count) {
 class QuantizedTile {
  public:
   static size_t bytes(size_t rows, size_t dim) {
-    return rows * (dim + 2 * kChunkTokens + 2 * dim * sizeof(float) + 4 * sizeof(float)) + 7 * 64;
+    return rows * (dim + 2 * kChunkTokens + 2 * dim * sizeof(float) + 4 * sizeof(float)) + dim * sizeof(float) + 8 * 64;
   }
 
   QuantizedTile() = default;
@@ -35,16 +36,18 @@ class QuantizedTile {
     sums_ = take<float>(memory, 2 * rows * dim);
     largest_ = take<float>(memory, rows);
     share_ = take<float>(memory, rows);
+    rotated_ = take<float>(memory, dim);
   }
 
   template <class Element>
   void load_query(size_t row, const Element* q) {
-    const Floats factor = broadcast(code_factor(largest_bits(q, dim_), &q_scale_[row]));
+    rotate_row(q, nullptr, dim_, rotated_);
+    const Floats factor = broadcast(code_factor(largest_bits(rotated_, dim_), &q_scale_[row]));
     const bool is_finite = q_scale_[row] == q_scale_[row];
     int8_t* qvalues = q_ + row * dim_;
     NativeInt sums[kParts] = {};
     for (size_t i = 0; i < dim_; i += kLanes) {
-      const Floats value = is_finite ? load(q + i) * factor : zeros();
+      const Floats value = is_finite ? load(rotated_ + i) * factor : zeros();
       store_qvalues(reinterpret_cast<uint8_t*>(qvalues + i), value, 0);
       // The qvalue before its rounding to 8 bits: the low bits of a number above 1.5 * 2^23.
       LLM_FOR_PARTS sums[i] += (NativeInt)(value.part[i] + 12582912.0f) - 0x4b400000;
@@ -54,6 +57,7 @@ class QuantizedTile {
       for (size_t j = 0; j < kNative; j++) sum += sums[i][j];
     }
     q_offset_[row] = Operand<KeyCode>::kOffset * sum;
+    q_scale_[row] /= static_cast<float>(rotation_block(dim_));  // a power of two: exact
   }
 
   // Collects pointers to the `count` groups of a chunk, and to those of the next one, which are prefetched.
@@ -199,6 +203,7 @@ class QuantizedTile {
   float* sums_ = nullptr;        // [rows, 2, dim], 32-bit integers with another type
   float* largest_ = nullptr;     // [rows], largest score of the current chunk
   float* share_ = nullptr;       // [rows], its weights relative to the reference; then the factor of its sums
+  float* rotated_ = nullptr;     // [dim], a query
   // Groups of the current chunk.
   size_t num_groups_ = 0;
   const KeyCode* keys_[kChunkGroups];
