@@ -50,7 +50,7 @@ def test_object_store_requires_weights_in_the_model_folder() -> None:
     assert load_config(None, [ray, stored, "cluster_config.weights_cache_path=/w"]).cluster.weights_cache_path == "/w"
     with pytest.raises(ConfigError, match=r"must come with `cluster_config\.weights: object_store`"):
         load_config(None, [ray, "cluster_config.weights_cache_path=/w"])
-    with pytest.raises(ConfigError, match=r"`cluster_config\.weights` must be path with `model_config\.mindir_path`"):
+    with pytest.raises(ConfigError, match=r"`cluster_config\.weights` must be `path` with `model_config\.mindir_path`"):
         load_config(None, [ray, stored, f"model_config.mindir_path={Path(__file__).parent}"])
 
 
@@ -59,7 +59,7 @@ def test_gguf_file_is_not_sent_through_the_object_store(tmp_path: Path) -> None:
     write_model(model, "llama", CONFIG, 0)
     ray = ["cluster_config.engine=ray", f"model_config.model_path={model}"]
     assert load_config(None, ray).model.model_path == model
-    with pytest.raises(ConfigError, match=r"`cluster_config\.weights` must be path with a model that is a GGUF file"):
+    with pytest.raises(ConfigError, match=r"`cluster_config\.weights` must be `path` for a GGUF file"):
         load_config(None, [*ray, "cluster_config.weights=object_store"])
 
 
@@ -134,13 +134,22 @@ def test_memory_check_counts_one_rank(tmp_path: Path) -> None:
     ("given", "rule"),
     [
         (["roles=[prefill]"], "must name one role for each of 2 replicas. Given: prefill"),
-        (["roles=[prefill, prefill]"], "must have a decode or both where it has a prefill. Given: prefill, prefill"),
-        (["roles=[both, decode]"], "must have a prefill where it has a decode: no request would be transferred"),
-        (["roles=[decode, decode]"], "must have a prefill where it has a decode: no request would be transferred"),
+        (
+            ["roles=[prefill, prefill]"],
+            "must contain `decode` or `both` if it contains `prefill`. Given: prefill, prefill",
+        ),
+        (
+            ["roles=[both, decode]"],
+            "must contain `prefill` if it contains `decode`: otherwise no request would be transferred",
+        ),
+        (
+            ["roles=[decode, decode]"],
+            "must contain `prefill` if it contains `decode`: otherwise no request would be transferred",
+        ),
         (["roles=[prefill, serve]"], "must be a list of both, prefill, decode"),
         (
             ["roles=[prefill, decode]", "tensor_parallel=2"],
-            "must be both alone with `cluster_config.tensor_parallel: 2`",
+            "must contain only `both` with `cluster_config.tensor_parallel: 2`",
         ),
     ],
 )
@@ -151,7 +160,7 @@ def test_invalid_roles_are_refused(given: list[str], rule: str) -> None:
 
 def test_transfer_blocks_exist_where_a_replica_is_prefill() -> None:
     common = ["cluster_config.replicas=2", "model_config.max_generate_length=1000", "pa_config.block_size=16"]
-    with pytest.raises(ConfigError, match=r"must come with a replica of `cluster_config\.roles` that is prefill"):
+    with pytest.raises(ConfigError, match=r"must come with a replica of `cluster_config\.roles` that is `prefill`"):
         load_config(None, [*common, "cluster_config.num_transfer_blocks=8"])
     assert load_config(None, [*common, "cluster_config.roles=[both, both]"]).num_transfer_blocks == 0
     moving = load_config(None, [*common, "cluster_config.roles=[prefill, both]"])

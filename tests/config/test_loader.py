@@ -143,7 +143,7 @@ def test_relative_path_counts_from_the_file_first(tmp_path, monkeypatch):
         ("pa_config:\n    block_size: '16'\n", 2, "`pa_config.block_size` must be an integer"),
         ("pa_config:\n    block_size: yes\n", 2, "Given: True"),
         ("pa_config:\n    num_blocks: 1.5\n", 2, "must be an integer >= 1. Given: 1.5"),
-        ("pa_config:\n    block_size: 16\n    block_size: 16\n", 3, "key 'block_size' stands twice"),
+        ("pa_config:\n    block_size: 16\n    block_size: 16\n", 3, "key 'block_size' is given twice"),
         ("pa_config: 7\n", 1, "must be a mapping of keys to values. Given: 7"),
         ("serving_config:\n    agent_ports: [1, 1]\n", 2, "each >= 1 and <= 65535. Given: [1, 1]"),
         ("serving_config:\n    agent_ports: []\n", 2, "`serving_config.agent_ports` must be"),
@@ -185,7 +185,7 @@ def test_relative_path_counts_from_the_file_first(tmp_path, monkeypatch):
         ),
         ("scheduler_config:\n    max_waiting_tokens: 4095\n", 2, "must be >= 4096, the longest prompt"),
         ("device_config:\n    max_device_memory: 2 apples\n", 2, "Given: '2 apples'"),
-        ("model_path: /models/llama\n", 1, "`model_path` must be a section; a folder goes to model_config.model_path"),
+        ("model_path: /models/llama\n", 1, "`model_path` must be a section; set model_config.model_path to the folder"),
         ("tokenizer:\n    tpye: x\n", 2, "the nearest known one is `tokenizer.type`"),
         ("a: [1\nb: 2\n", 2, "is not valid YAML"),
         ("a: !!python/object/apply:os.system [ls]\n", 1, "unknown section `a`"),
@@ -349,7 +349,7 @@ def test_waiting_times_that_disagree_are_an_error(tmp_path):
     path = write_yaml(tmp_path, text.format(0.25))
     assert error_of(path) == (
         f"{path}:4: `serving_config.batch_waiting_time` must agree with {path}:2, "
-        "which sets the same to 0.5. Given: 0.25"
+        "which sets the same key to 0.5. Given: 0.25"
     )
 
 

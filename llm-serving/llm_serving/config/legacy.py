@@ -107,7 +107,8 @@ MUST_AGREE: Final = (
     "model_config.vocab_size",
     "model_config.end_token",
 )
-"""Keys that must be the same in both files: two values would garble the text or miss its end."""
+"""Keys that must be the same in both files; otherwise the text would be garbled or generation would miss its end token.
+"""
 
 _SHAPE_KEYS: Final = frozenset(
     "seq_length hidden_size num_layers num_heads n_kv_heads vocab_size intermediate_size multiple_of "
@@ -120,7 +121,7 @@ _SHAPE_KEYS: Final = frozenset(
 )
 """Keys of `model.model_config` that `ModelSpec.from_mindformers` reads."""
 _SILENT_KEYS: Final = frozenset({"context.mode", "model.model_config.type", "model.model_config.use_past"})
-"""Keys that only state what is always so here."""
+"""Keys whose value is fixed here, so the file may state it without a notice."""
 CHECKPOINT_KEY: Final = "model.model_config.checkpoint_name_or_path"
 MODE_KEY: Final = "context.mode"
 _THETA_KEYS: Final = frozenset({"theta", "rope_theta", "rope_ratio", "rope_parameters"})
@@ -129,21 +130,20 @@ _SCALING_KEYS: Final = frozenset({"extend_method", "rope_scaling", "rope_paramet
 
 @dataclass(frozen=True)
 class MindFormersFile:
-    """The content of a MindFormers YAML that matters here."""
+    """The relevant content of a MindFormers YAML."""
 
     path: Path
     values: dict[str, Located]
-    """Key of the serving YAML -> value that sets it when it is left out there."""
+    """Key of the serving YAML -> value to use when the serving YAML omits the key."""
     spec: ModelSpec | None
     says_theta: bool
     says_scaling: bool
     checkpoint: Located | None
     notices: tuple[str, ...]
-    """Keys without effect, as sentences."""
 
 
 def read_mindformers(path: Path) -> MindFormersFile:
-    """Read the file. An unknown key is a notice and not an error, because the format is MindFormers' own.
+    """Read a MindFormers YAML. An unknown key gives a notice and not an error, because MindFormers owns the format.
 
     Raises:
         ConfigError: The file cannot be read, or a value that describes the model has a wrong type.
@@ -188,7 +188,7 @@ def spec_of(root: Located) -> ModelSpec | None:
     experts = moe.get("expert_num") if (moe := root.get("moe_config")) else None
     if experts is not None and isinstance(experts.value, int) and experts.value > 1:
         raise ModelError(
-            f"{experts.where}: `moe_config.expert_num` must be 1: networks with experts are served from folders in "
+            f"{experts.where}: `moe_config.expert_num` must be 1: serve a model with experts from a folder in "
             f"Hugging Face form. Given: {experts.value}"
         )
     return spec
@@ -200,7 +200,6 @@ def _shape_of(root: Located) -> Located | None:
 
 
 def _network_class(model: Located | None) -> str:
-    """Return `arch.type` of the section `model`, the class of the network; empty if it is not given."""
     arch = model.get("arch") if model is not None else None
     name = arch.get("type") if arch is not None else None
     return name.value if name is not None and isinstance(name.value, str) else ""

@@ -1,7 +1,7 @@
-"""YAML, overrides and a model folder -> a checked `ServingConfig`.
+"""Turn YAML, overrides and a model folder into a checked `ServingConfig`.
 
-A value comes from the first of these that gives it: `--set` or `--model`, the serving YAML, the MindFormers YAML that
-it names, the model's config.json, a rule that derives it from other keys, the default. `null` gives no value.
+The first source that gives a value wins: `--set` or `--model`, the serving YAML, the MindFormers YAML that it names,
+the model's config.json, a rule that derives it from other keys, the default. `null` gives no value.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ class _Given:
 
 @dataclass
 class _Reading:
-    """The content read so far."""
+    """What the loader has read so far."""
 
     given: dict[str, _Given] = field(default_factory=dict)
     tables: dict[str, TableReader] = field(default_factory=lambda: {name: TableReader(name) for name in TABLES})
@@ -90,15 +90,11 @@ def load_config(
     """Read and check a configuration.
 
     Args:
-        path: The serving YAML. None: the defaults, which configs/serving.yaml lists.
-        overrides: "section.key=value", or "section.row.key=value" where a section has rows, with the value in YAML.
-            They take precedence over every file.
-        model: Folder of the model, name of a model on a hub, or `demo`. Takes precedence over
-            `model_config.model_path`. For a name, the files that tell whether the model can be served may be
-            downloaded; `hub.download` downloads the weights.
-
-    Returns:
-        The configuration, with the source of each value and notices for the operator.
+        path: The serving YAML. None: all defaults.
+        overrides: "section.key=value" or, in a section with rows, "section.row.key=value"; the value is YAML.
+        model: Folder of the model, name of a model on a hub, or `demo`; takes precedence over
+            `model_config.model_path`. For a hub name, small files may be downloaded to check that the model is
+            supported.
 
     Raises:
         ConfigError: Names the file and line, the key, the rule and the value given.
@@ -174,7 +170,7 @@ def _sections(root: Located) -> Iterator[tuple[str, Located]]:
         if section not in _SECTION_NAMES:
             raise ConfigError(f"{content.where}: unknown section `{section}`; {_nearest(section, _SECTION_NAMES)}")
         if section == "model_path" and isinstance(content.value, str):
-            raise ConfigError(f"{content.where}: `model_path` must be a section; a folder goes to {MODEL_PATH}")
+            raise ConfigError(f"{content.where}: `model_path` must be a section; set {MODEL_PATH} to the folder")
         yield section, content
 
 
@@ -192,7 +188,9 @@ def _accept_override(reading: _Reading, text: str) -> None:
 
 
 def _accept(reading: _Reading, name: str, given: _Given) -> None:
-    """Store a value under the key that its name means. The later override wins; two places in a file must agree."""
+    """Store a value under the key that its name stands for. A later override wins; two values in one file must be
+    equal.
+    """
     if name in WITHOUT_EFFECT:
         reading.notices.append(f"{given.source}: {name} is accepted without effect: {WITHOUT_EFFECT[name]}")
         return
@@ -208,7 +206,7 @@ def _accept(reading: _Reading, name: str, given: _Given) -> None:
         return
     if before is not None and not given.is_override and before.value != given.value:
         raise ConfigError(
-            f"{given.source}: `{name}` must agree with {before.source}, which sets the same to "
+            f"{given.source}: `{name}` must agree with {before.source}, which sets the same key to "
             f"{shorten(before.value)}. Given: {shorten(given.value)}"
         )
     # Older files name a vocab_file relative to folders that only their machine had.
@@ -281,8 +279,8 @@ def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
 def _use_compute_dtype(reading: _Reading, file: MindFormersFile | None) -> None:
     """Use the MindFormers dtype where the serving YAML writes `model_dtype` as the older servers did.
 
-    The older server only printed `model_dtype: "DataType.FLOAT32"`; MindFormers computed in `compute_dtype`. Without a
-    MindFormers YAML its default applies on Ascend, which has no float32; a CPU computes in what is written.
+    Those servers ignored `model_dtype: "DataType.FLOAT32"`, and MindFormers computed in `compute_dtype`. Without a
+    MindFormers YAML, its default dtype applies on Ascend, which has no float32; a CPU uses the dtype given.
     """
     given = reading.given.get(MODEL_DTYPE)
     if given is None or given.is_override or not str(given.value).startswith(OLDER_DTYPE_PREFIX):

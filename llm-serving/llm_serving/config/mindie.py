@@ -1,7 +1,7 @@
 """Convert the `config.json` of MindIE-Service into a serving YAML: `llm-serving config import`.
 
-A key with a counterpart is converted and checked by the counterpart's rule. Every other key is named in a note with its
-value and the reason, unless its value says what is so here anyway.
+A key with a counterpart is converted and checked by the counterpart's rule. Every other key is listed in a note with
+its value and the reason, unless its value matches this server's behavior.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Dropped(NamedTuple):
 
     reason: str
     usual: tuple[Any, ...] = ()
-    """Values that say what is so here anyway."""
+    """Values that match this server's behavior and need no note."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ def import_mindie(path: Path) -> Imported:
 
 
 def _flatten(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values. Of several models, only the first is flattened."""
+    """Yield (dotted name, value) pairs. Of several models, only the first is included."""
     for key, item in value.items():
         name = f"{prefix}{key}"
         if isinstance(item, dict):

@@ -1,4 +1,4 @@
-"""The memory that a model needs, computed before its weights are downloaded or read."""
+"""Estimate of the memory that a model needs, made before its weights are downloaded or read."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from llm_serving.models.spec import ModelSpec
 
 
 class ModelSize(NamedTuple):
-    """A table of two columns, and whether a WorkAgent can be loaded, possibly with a short context."""
+    """The memory of a model as a two-column table, and whether a WorkAgent can load it with any context length."""
 
     lines: list[str]
     fits: bool
 
 
 def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelSize:
-    """Compute the memory by the rules of a WorkAgent.
+    """Estimate the memory that a WorkAgent needs for the model.
 
     Args:
         config: The configuration, with a model.

@@ -22,8 +22,9 @@ OUTPUT_KEYS: Final[Mapping[str, Setting]] = {
     "quant_config.group_size": 128,
     "quant_config.kv_cache_dtype": "auto",
 }
-"""Keys that can change a byte of a response, and that receipts record -> what servers did before the key existed. A
-receipt without the key means that value, whatever the default is now."""
+"""Key that can change a byte of a response -> the value that applied before the key existed. Receipts record these
+keys; a receipt without the key means that value.
+"""
 
 DERIVED_KEYS: Final[Mapping[str, str]] = {
     # Content of the model's files.

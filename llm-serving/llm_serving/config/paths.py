@@ -1,4 +1,4 @@
-"""Paths of the configuration: where a relative one leads, and what may lie there."""
+"""Paths in the configuration: how relative paths are resolved, and what may exist at each path."""
 
 import os
 import stat
@@ -19,10 +19,9 @@ DEMO_FOLDER: Final = PACKAGE_FOLDER / "demo_model"
 
 
 def search_folders(yaml_folder: Path | None) -> tuple[Path, ...]:
-    """Return the folders that a relative path is looked up in, in order.
+    """Return the folders to search for a relative path, in order: folder of the YAML, working folder, project root.
 
-    These are the folder of the YAML, the working folder and the project's top folder. The last two serve older files,
-    whose paths count from the folder that their server was started in, such as `configs/llama/model.yaml`.
+    Older files count paths from the folder that their server was started in, such as `configs/llama/model.yaml`.
     """
     own = () if yaml_folder is None else (yaml_folder,)
     return tuple(dict.fromkeys(folder.resolve() for folder in (*own, Path.cwd(), PROJECT_FOLDER)))
@@ -62,18 +61,18 @@ def _why_missing(path: Path, folders: Sequence[Path]) -> str:
 
 
 def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, written: str | None = None) -> Path | None:
-    """Return the folder of a model. The word `demo` means the shipped model. A folder takes precedence over a hub name.
+    """Return the folder of a model, or its GGUF file. The word `demo` means the shipped model.
 
     Args:
         path: The path as given.
         folders: Where a relative path is looked up.
         key: The key that errors name.
         where: The place where the path was given.
-        written: The path as text, which distinguishes `./a/b` from `a/b`.
+        written: The path as text, which distinguishes `./a/b` from the hub name `a/b`.
 
     Returns:
-        The folder, or the GGUF file, also where it is the only one in a folder without config.json. None: no such path
-        exists, and the text can be the name of a model on a hub.
+        A GGUF file if it is the only one in a folder without config.json. None if no such path exists and the text can
+        be the name of a model on a hub.
 
     Raises:
         ConfigError: The path does not exist, and the text cannot be a name on a hub.
@@ -105,7 +104,7 @@ def _single_gguf_file(folder: Path) -> Path | None:
 
 
 class Kind(Enum):
-    """What a path of the configuration must be. A symbolic link counts as its target."""
+    """What must exist at a path of the configuration. A symbolic link counts as its target."""
 
     FILE = "a file that may be read"
     FOLDER = "a folder that may be read"
@@ -115,9 +114,9 @@ class Kind(Enum):
     MADE_FOLDER = "a folder that may be written, or a place where one, and those above it, can be made"
 
     def broken_by(self, path: Path) -> str | None:
-        """Return why a path is not of this kind; None if it is. Open nothing, because opening a pipe would block.
+        """Return why a path is not of this kind; None if it is. No file is opened, because opening a pipe would block.
 
-        A missing path that is to be read is not reported here: `resolve` has searched several folders for it.
+        A missing input path is not reported here, because `resolve` reports it.
         """
         if self is Kind.LOG and path == Path("-"):
             return None
@@ -169,7 +168,7 @@ _NAMES: Final[Mapping[str, Callable[[int], bool]]] = {
 
 
 def _mode(path: Path) -> int | None:
-    """Return the mode of a path; None if it does not exist, also where a file stands in place of a parent folder."""
+    """Return the mode of a path; None if it does not exist or one of its parents is a file."""
     try:
         return os.stat(path).st_mode  # noqa: PTH116
     except (FileNotFoundError, NotADirectoryError):

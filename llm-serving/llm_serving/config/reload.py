@@ -1,4 +1,4 @@
-"""The keys of the YAML that a running server applies when it reads the YAML again."""
+"""The keys of the YAML that a running server applies when it reloads the YAML."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from llm_serving.errors import ConfigError
 RELOADABLE: Final = frozenset(name for name, option in OPTIONS.items() if option.reloadable)
 """Reloadable keys, besides the rows of `api_keys` and of `request_classes` (except their names and ranks)."""
 LOADED_FOR: Final = ("model_config.decode_batch_size", "scheduler_config.max_prefill_tokens")
-"""Keys that may not exceed their value at start, for which the WorkAgents have allocated memory."""
+"""Keys that may not exceed their value at start, because the WorkAgents allocated memory for it."""
 MAX_NAMED: Final = 8
 
 
 class Change(NamedTuple):
-    """One key whose value differs, and where the new value is written."""
-
     key: str
     before: Any
     after: Any
@@ -34,7 +32,7 @@ class Change(NamedTuple):
 
 
 def read_again(running: ServingConfig) -> ServingConfig:
-    """Read the files of a configuration again. Flags and environment stay as they were at the start.
+    """Read the files of a configuration again, with the original flags and environment.
 
     Raises:
         ConfigError: The files break a rule, or there is no file.
@@ -49,7 +47,7 @@ def read_again(running: ServingConfig) -> ServingConfig:
 
 
 def check_reload(started: ServingConfig, running: ServingConfig, read: ServingConfig) -> list[Change]:
-    """Return the changes.
+    """Return the changed keys.
 
     Args:
         started: The configuration that the WorkAgents were loaded with.
@@ -57,7 +55,7 @@ def check_reload(started: ServingConfig, running: ServingConfig, read: ServingCo
         read: The new configuration.
 
     Raises:
-        ConfigError: A key would change that cannot change while the server runs. The caller must change nothing.
+        ConfigError: A changed key requires a restart. The caller must apply none of the changes.
     """
     changes = list(_changes(running, read))
     fixed = [str(change) for change in changes if not _may_change(change.key)]
@@ -95,7 +93,7 @@ def _changes(before: ServingConfig, after: ServingConfig) -> Iterator[Change]:
 
 
 def _values(config: ServingConfig) -> dict[str, Any]:
-    """Return the values by "section.key" or "section.row.key". A row itself is present as "section.row"."""
+    """Return "section.key" or "section.row.key" -> value, and "section.row" for each row."""
     found = {
         f"{section}.{item.name}": getattr(getattr(config, attribute), item.name)
         for section, (attribute, section_type) in SECTIONS.items()

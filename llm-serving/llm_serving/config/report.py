@@ -1,7 +1,7 @@
-"""The configuration as text: the effective values, the reference YAML and the reference document.
+"""The configuration as text: effective values, reference YAML and reference document.
 
 The text of a key is the docstring below its dataclass field. `scripts/write_config_reference.py` writes
-configs/serving.yaml and docs/reference/yaml_keys.md from these texts; a test compares them.
+configs/serving.yaml and docs/reference/yaml_keys.md from these texts.
 """
 
 import ast
@@ -27,7 +27,7 @@ INDENT: Final = "    "
 
 
 def describe(config: ServingConfig) -> str:
-    """Return every value with its source, as YAML that can be loaded again, and the notices as comments below."""
+    """Return every value with its source as loadable YAML, followed by the notices as comments."""
     lines = []
     for section, (attribute, section_type) in SECTIONS.items():
         lines.append(f"{section}:")
@@ -46,7 +46,6 @@ def describe(config: ServingConfig) -> str:
 
 
 def _entries(config: ServingConfig, place: str, values: object, keys: list[str], indent: str) -> list[str]:
-    """Return one line for each key, with its source."""
     entries = [(f"{indent}{key}: {_value(f'{place}.{key}', getattr(values, key))}", key) for key in keys]
     width = min(max(len(text) for text, _ in entries), 60)
     return [f"{text:<{width}}  # {config.sources.get(f'{place}.{key}', 'default')}" for text, key in entries]
@@ -88,8 +87,6 @@ def key_texts(section_type: type) -> Mapping[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Key:
-    """One key as the reference shows it."""
-
     name: str
     default: str
     rule: str
@@ -112,7 +109,7 @@ def _section_keys(section: str, expert: bool) -> list[_Key]:
 
 
 def _row_keys(table: str, values: Mapping[str, Any]) -> list[_Key]:
-    """Return the keys of a row. A running server applies all of them, except names and ranks of classes."""
+    """Return the keys of a row. A running server can reload all of them, except names and ranks of classes."""
     texts = key_texts(TABLES[table].row_type)
     return [
         _Key(key, _default(values.get(key), rule), _accepted(rule), texts[key], key != "rank")

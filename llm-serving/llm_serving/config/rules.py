@@ -15,10 +15,10 @@ from llm_serving.hub import is_revision
 MEMORY_UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 MAX_INTEGER: Final = 2**31 - 1
 MAX_TIMEOUT_S: Final = 10**6
-"""Timers of the operating system count milliseconds in 31 bits."""
+"""Larger timeouts would overflow operating-system timers, which count milliseconds in 31 bits."""
 MAX_ITEMS: Final = 1024
 _NUMBER_WITH_EXPONENT: Final = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
-"""YAML 1.1 reads some of these as text, such as 1e-9 and 1.0e6."""
+"""YAML 1.1 reads some numbers in this form as text, such as 1e-9 and 1.0e6."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Rule:
     text: str
     """The rule as an error states it after the key: "must be an integer >= 1"."""
     parse: Callable[[Any], Any]
-    """Convert a plain YAML value into the typed one. Raise ValueError when the value breaks the rule."""
+    """Convert a plain YAML value into a typed one. Raise ValueError if the value breaks the rule."""
     shows_value: bool = True
-    """Whether an error repeats the value. False where a secret may stand in the wrong place."""
+    """Whether errors show the value. False for keys where a user may paste a secret by mistake."""
     kind: Kind | None = None
-    """For a path: what may lie there. The loader checks it after it has resolved the path."""
+    """For a path: what must exist there. The loader checks it after resolving the path."""
 
     def broken_by(self, value: Any) -> str:
-        """Return the part of an error that follows the key."""
+        """Return the error text that follows the key."""
         return f"{self.text}. Given: {shorten(value)}" if self.shows_value else self.text
 
 
@@ -45,13 +45,13 @@ class Option:
 
     rule: Rule
     expert: bool = False
-    """Whether the generated YAML lists the key among those that few operators need."""
+    """Whether the generated YAML lists the key in the part for experts."""
     reloadable: bool = False
-    """Whether a running server applies a new value when it reads its YAML again."""
+    """Whether a running server applies a new value when it reloads its YAML."""
     derived: bool = False
-    """Whether the loader computes the value from other keys or from the model when the YAML does not give it."""
+    """Whether the loader computes a missing value from other keys or from the model."""
     only_with: tuple[str, Any] | None = None
-    """Another key, and the value it must have (`...`: any but null) where this key differs from its default."""
+    """(other key, value) that this key requires when it differs from its default; `...` means any value but null."""
 
 
 def option(default: Any, rule: Rule, **traits: Any) -> Any:
@@ -90,7 +90,7 @@ def one_of(numbers: Sequence[int]) -> Rule:
 
 
 def integers(minimum: int, maximum: int = MAX_INTEGER, unique: bool = False) -> Rule:
-    """A list of integers. A single integer counts as a list of one."""
+    """Accept a list of integers. A single integer counts as a list of one."""
     one = integer(minimum, maximum)
 
     def parse(value: Any) -> tuple[int, ...]:
@@ -104,13 +104,13 @@ def integers(minimum: int, maximum: int = MAX_INTEGER, unique: bool = False) -> 
 
 
 def largest(minimum: int) -> Rule:
-    """An integer, or the largest of a list: older files list the batch sizes that a graph was compiled for."""
+    """Accept an integer, or the largest of a list: older files list the batch sizes that a graph was compiled for."""
     several = integers(minimum)
     return Rule(several.text, lambda value: max(several.parse(value)))
 
 
 def number(text: str, holds: Callable[[float], bool]) -> Rule:
-    """A finite number for which `holds` returns True."""
+    """Accept a finite number for which `holds` returns True."""
 
     def parse(value: Any) -> float:
         if isinstance(value, str) and _NUMBER_WITH_EXPONENT.fullmatch(value):
@@ -154,7 +154,7 @@ MEMORY: Final = Rule('must be at least 1 MB: a number of bytes, or text such as 
 
 
 def boolean(words: Mapping[str, bool]) -> Rule:
-    """True or False, or a word that the key accepted under an older name. Older files quote their booleans."""
+    """Accept true or false, quoted or not, or a word of an older version of the key."""
     known = {"true": True, "false": False, **words}
     return _rule(
         "must be True or False",
@@ -167,7 +167,7 @@ BOOLEAN: Final = boolean({})
 
 
 def choice(names: Iterable[str], aliases: Mapping[str, str] | None = None) -> Rule:
-    """One of `names` in upper or lower case, or an alias of one."""
+    """Accept one of `names` in upper or lower case, or an alias of one."""
     known = {name.lower(): name for name in names}
     known |= {alias.lower(): target for alias, target in (aliases or {}).items()}
     return _rule(
@@ -178,7 +178,7 @@ def choice(names: Iterable[str], aliases: Mapping[str, str] | None = None) -> Ru
 
 
 def choices(names: Iterable[str]) -> Rule:
-    """A list of `names`, with repetitions."""
+    """Accept a list of `names`, with repetitions."""
     one = choice(names)
     text = f"must be a list of {', '.join(names)}"
     return _rule(text, lambda value: isinstance(value, list) and value, lambda value: tuple(map(one.parse, value)))
@@ -193,7 +193,7 @@ def _text(pattern: str, text: str) -> Rule:
 
 
 def _texts(pattern: str, text: str) -> Rule:
-    """A list of texts. A single text counts as a list of one."""
+    """Accept a list of texts. A single text counts as a list of one."""
     return _rule(text, lambda value: all(_matches(pattern, item) for item in _as_list(value)), _as_list)
 
 
@@ -216,9 +216,9 @@ def _are_networks(value: Any) -> bool:
 
 TEXT: Final = _text(r"[^\x00]*", "must be text")
 MODEL_NAME: Final = _text(r"[\w.\-/]{1,128}", "must be text of 1 to 128 letters, digits and ._-/")
-"""A model's name is part of a URL path: `/models/{name}`."""
+"""Restricted, because the model's name is part of a URL path: `/models/{name}`."""
 ROW_NAME: Final = _text(r"[a-z0-9_-]{1,32}", "must be 1 to 32 of the small letters, digits, _ and -")
-"""A row's name appears in metrics, errors and request bodies."""
+"""Restricted, because a row's name appears in metrics, errors and request bodies."""
 REVISION: Final = _rule(
     "must be a branch, a tag or a commit",
     # YAML reads some commits as numbers.
@@ -254,12 +254,12 @@ def _is_path(value: Any) -> bool:
 
 
 def path(kind: Kind) -> Rule:
-    """A path as written. The loader resolves it, because it knows which file the path came from."""
+    """Accept a path and leave it as written. The loader resolves it against the file that it came from."""
     return _rule("must be a path", _is_path, Path, kind=kind)
 
 
 def path_or_first(kind: Kind) -> Rule:
-    """A path, or a list of one: older files list one file for each graph."""
+    """Accept a path or a list of one: older files list one file for each graph."""
     one = path(kind)
     return _rule(
         "must be a path or a list of one",

@@ -1,7 +1,6 @@
 """The typed configuration: one frozen dataclass for each section, with the text of each key below its field.
 
-In YAML, `null` always means "not given": the default applies. Where a key's type allows None, its text says what null
-means.
+In YAML, `null` means "not given", so the default applies. If None is a valid value, the key's text says what it means.
 """
 
 from collections.abc import Mapping
@@ -25,8 +24,6 @@ __all__ = ["DEFAULTS", "OPTIONS", "RULES", "SECTIONS", "TABLES", "ApiKey", "Orig
 
 @dataclass(frozen=True)
 class Origin:
-    """The arguments of `load_config`, so that a server can load its configuration again."""
-
     path: Path | None
     overrides: tuple[str, ...]
     model: str | Path | None
@@ -48,8 +45,8 @@ class ServingConfig:
     api_keys: tuple[ApiKey, ...] = ()
     """API keys of the tenants. Empty: the server requires no key."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """ "section.key" or "section.row.key" -> source of its value, such as "default", "file:line", "--set", "--model" or
-    "model config.json"."""
+    """"section.key" or "section.row.key" -> source of its value, such as "default", "file:line", "--set" or "--model".
+    """
     notices: tuple[str, ...] = ()
     """Sentences for the operator: keys without effect, renamed keys, surprising combinations."""
     hub_model: HubModel | None = None

@@ -1,7 +1,6 @@
 """The sections of named rows, `request_classes` and `api_keys`: their keys, how rows are read, and their checks.
 
-A section that a file gives replaces the default rows as a whole. `--set section.row.key=value` changes single keys of
-the existing rows, or adds a row.
+A section in a file replaces all default rows. `--set section.row.key=value` changes one key, or adds a row.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ class Table:
     """A section of named rows."""
 
     row_type: type
-    """Dataclass of a row. Its `name` is the key that the row stands under; keys without a default are required."""
+    """Dataclass of a row. Its field `name` is the row's key in the YAML; fields without a default are required."""
     rules: Mapping[str, Rule]
     default: tuple[Any, ...] = ()
-    """Rows of a configuration that lacks the section."""
+    """Rows to use if the YAML lacks the section."""
 
 
 TABLES: Final[Mapping[str, Table]] = {
@@ -203,7 +202,7 @@ def check_tables(values: Values, tables: Mapping[str, TableReader]) -> None:
     """Check the rows against each other and against the sections.
 
     Raises:
-        ConfigError: Two rows contradict each other, or a class does not exist.
+        ConfigError: Two rows contradict each other, or a request class does not exist.
     """
     classes, keys = tables["request_classes"], tables["api_keys"]
     _check_request_classes(values, classes)
@@ -232,7 +231,9 @@ def _check_request_classes(values: Values, table: TableReader) -> None:
 
 
 def _check_anonymous_clients(values: Values, classes: TableReader, has_keys: bool) -> None:
-    """Check the class of clients without a key. On a public address they are limited to the class of priority 0."""
+    """Check the request class of clients without an API key. The default on a public address is the class of priority
+    0.
+    """
     name, address = "serving_config.anonymous_highest_class", "serving_config.server_ip"
     if values[name] is not None:
         _check_class_name(name, values[name], values.source(name), classes)

@@ -35,11 +35,13 @@ class Values:
         return self._set[name][1] if name in self._set else "default"
 
     def error(self, name: str, rule: str, value: Any = ...) -> ConfigError:
-        """Return the error for a key whose value breaks a rule. `value`: shown in place of the key's own value."""
+        """Return the error for a key whose value breaks a rule. `value` replaces the key's own value in the text."""
         return ConfigError(f"{self.source(name)}: `{name}` {rule}. Given: {self[name] if value is ... else value}")
 
     def require(self, name: str, allowed: tuple[Any, ...], condition: str) -> None:
-        """Raise a ConfigError unless the key has one of the allowed values. `condition`: when it must, and why."""
+        """Raise a ConfigError unless the key has one of the allowed values. `condition` says when and why the rule
+        applies.
+        """
         if self[name] not in allowed:
             accepted = " or ".join("null" if value is None else str(value) for value in allowed)
             raise self.error(name, f"must be {accepted} {condition}")

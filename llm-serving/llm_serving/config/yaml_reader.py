@@ -1,4 +1,4 @@
-"""Read YAML into plain values with the line of each, within limits that hold for any content."""
+"""Read YAML into plain values with line numbers, and limit the size and nesting of any input."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from llm_serving.errors import ConfigError, shorten
 
 MAX_FILE_BYTES: Final = 2**20
 MAX_VALUES: Final = 20_000
-"""Values after aliases are expanded: a page of nested aliases can expand to billions."""
+"""Maximum number of values after aliases are expanded; one page of nested aliases can expand to billions."""
 MAX_DEPTH: Final = 32
 
 
@@ -32,7 +32,7 @@ class Located:
         yield from self.value.items()
 
     def get(self, key: str) -> "Located | None":
-        """Return the value of a key; None if the mapping lacks it or it is null."""
+        """Return the value of a key; None if the key is missing or its value is null."""
         return next((item for name, item in self.items() if name == key and item.value is not None), None)
 
 
@@ -99,7 +99,7 @@ class _TooDeepError(yaml.MarkedYAMLError):
 
 
 class _ShallowLoader(yaml.SafeLoader):
-    """Stops at the first value that is nested too deep: reading the rest would take quadratic time."""
+    """Loader that stops at a value that is nested too deep, because reading on would take quadratic time."""
 
     depth = 0
 
@@ -146,14 +146,16 @@ class _Builder:
             if not isinstance(key_node, yaml.ScalarNode) or not isinstance(key, str):
                 raise ConfigError(f"{self.where(key_node)}: a key must be text")
             if key in own:
-                raise ConfigError(f"{self.where(key_node)}: key {shorten(key)} stands twice, also at {own[key].where}")
+                raise ConfigError(
+                    f"{self.where(key_node)}: key {shorten(key)} is given twice, also at {own[key].where}"
+                )
             item = self.build(value_node, depth + 1)
             # The line of the key, also when the value starts on a later line or is an alias.
             own[key] = Located(item.value, self.where(key_node))
         return merged | own
 
     def merge(self, node: yaml.Node, depth: int) -> Mapping[str, Located]:
-        """Return the mappings of `<<: *alias` or `<<: [*first, *second]`; the first that has a key wins."""
+        """Return the mappings that `<<: *alias` or `<<: [*first, *second]` merges; the first that has a key wins."""
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         result: dict[str, Located] = {}
         for item in items:

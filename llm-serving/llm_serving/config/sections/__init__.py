@@ -1,1 +1,1 @@
-"""The sections of the YAML: in each module the keys with their texts, and the checks of these keys."""
+"""The sections of the YAML. Each module has the keys of a section and their checks."""

@@ -70,15 +70,15 @@ _FOR_RANKS: Final = (
     ("model_config.mindir_path", None, "exported graphs are for a single process"),
     ("model_config.implementation", ImplementationName.NATIVE, "MindFormers' networks are for a single process"),
 )
-"""Key, the only value that allows several ranks, and why."""
+"""(key, the only value allowed with several ranks, reason)."""
 _FOR_ROLES: Final = (
     ("cluster_config.tensor_parallel", 1, "ranks do not transfer KV blocks"),
     ("model_config.mindir_path", None, "the KV cache inside an exported graph cannot be read"),
     ("model_config.batching_strategy", "continuous", "a static batch ends on the replica where it started"),
 )
-"""Key, the only value that allows transfers between replicas, and why."""
+"""(key, the only value allowed with transfers between replicas, reason)."""
 _OUTSIDE_MODEL: Final = ("model_config.mindir_path", "scheduler_config.draft_model_path")
-"""Keys of files outside the model's folder, which the object store does not carry."""
+"""Keys of files outside the model's folder, which the object store does not send."""
 
 
 def check_cluster(values: Values, spec: ModelSpec | None) -> None:
@@ -100,10 +100,10 @@ def check_cluster(values: Values, spec: ModelSpec | None) -> None:
 def _check_sent_weights(values: Values) -> None:
     name, model = "cluster_config.weights", values["model_config.model_path"]
     if model is not None and is_gguf(model):
-        raise values.error(name, "must be path with a model that is a GGUF file: only folders are sent")
+        raise values.error(name, "must be `path` for a GGUF file: only folders are sent")
     for outside in _OUTSIDE_MODEL:
         if values[outside] is not None:
-            raise values.error(name, f"must be path with `{outside}`, which lies outside the model's folder")
+            raise values.error(name, f"must be `path` with `{outside}`, which lies outside the model's folder")
 
 
 def _check_ranks(values: Values, spec: ModelSpec | None) -> None:
@@ -129,7 +129,7 @@ def _check_roles(values: Values) -> None:
     name, blocks_key = "cluster_config.roles", "cluster_config.num_transfer_blocks"
     roles = values[name]
     if RoleName.PREFILL not in (roles or ()) and values[blocks_key] is not None:
-        raise values.error(blocks_key, f"must come with a replica of `{name}` that is prefill")
+        raise values.error(blocks_key, f"must come with a replica of `{name}` that is `prefill`")
     if roles is None:
         return
     given = ", ".join(roles)
@@ -139,9 +139,11 @@ def _check_roles(values: Values) -> None:
     if set(roles) == {RoleName.BOTH}:
         return
     if RoleName.PREFILL not in roles:
-        raise values.error(name, "must have a prefill where it has a decode: no request would be transferred", given)
+        raise values.error(
+            name, "must contain `prefill` if it contains `decode`: otherwise no request would be transferred", given
+        )
     if set(roles) == {RoleName.PREFILL}:
-        raise values.error(name, "must have a decode or both where it has a prefill", given)
+        raise values.error(name, "must contain `decode` or `both` if it contains `prefill`", given)
     for other, needed, why in _FOR_ROLES:
         if values[other] != needed:
-            raise values.error(name, f"must be both alone with `{other}: {values[other]}`: {why}", given)
+            raise values.error(name, f"must contain only `both` with `{other}: {values[other]}`: {why}", given)

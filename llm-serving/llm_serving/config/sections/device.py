@@ -29,12 +29,12 @@ TARGET: Final = "device_config.device_target"
 KERNELS: Final = "device_config.kernels"
 
 MULTIPLE: Final = 16
-"""The KV cache stores groups of 16 tokens by 16 elements of a head."""
+"""Divisor of the block size: the KV cache is stored in tiles of 16 tokens by 16 elements of a head."""
 ASCEND_DTYPES: Final = tuple(dtype.name for dtype in MODEL_DTYPES.values() if dtype.on_ascend)
 ASCEND_HEAD_MULTIPLE: Final = 32
 ASCEND_MAX_HEAD_DIM: Final = 256
 ASCEND_MAX_BLOCK_ELEMENTS: Final = 16384
-"""Elements of one head in one block that PagedAttention accepts."""
+"""Maximum number of elements of one head in one block that PagedAttention accepts on Ascend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ def _quantization(name: str | None, group_size: int) -> Quantization | None:
 
 
 def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None) -> None:
-    """Check what the kernels and the memory of the device require, before a WorkAgent would fail while it loads.
+    """Check the requirements of the device's kernels and memory, which otherwise fail when a WorkAgent loads the model.
 
     Raises:
         ConfigError: A combination that cannot be served.
@@ -189,9 +189,10 @@ def _check_ascend(values: Values, spec: ModelSpec | None) -> None:
 
 
 def _check_infer_boost(values: Values, mindformers: MindFormersFile | None) -> None:
-    """Check that Ascend can use infer boost, without which PagedAttention has no kernel. Infer boost needs level O0.
+    """Check that Ascend can use infer boost, which PagedAttention requires. Infer boost needs `jit_level: O0`.
 
-    What a MindFormers file sets is only a notice: such files ask for fusion although their server uses infer boost.
+    A conflicting key of a MindFormers YAML is only a notice: such files enable fusion, but their server uses infer
+    boost.
     """
     for name, needed in (("device_config.enable_graph_kernel", False), ("device_config.jit_level", "O0")):
         given, source = values[name], values.source(name)

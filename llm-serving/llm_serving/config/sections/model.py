@@ -1,4 +1,4 @@
-"""Section `model_config`: its keys and their checks, among them those against the model's own files."""
+"""Section `model_config`: its keys, and their checks against each other and the model's files."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class ModelConfig:
 
     @cached_property
     def max_input_len(self) -> int:
-        """Tokens of the longest prompt."""
+        """Maximum prompt length in tokens."""
         return min(max(self.seq_length, default=self.max_generate_length), self.max_generate_length)
 
 
@@ -163,7 +163,7 @@ def check_model(values: Values, spec: ModelSpec | None, mindformers: MindFormers
 def _check_same_model(
     values: Values, file: MindFormersFile, described: ModelSpec, spec: ModelSpec, config: str
 ) -> None:
-    """Check that a MindFormers YAML describes the model that is served. What it leaves out contradicts nothing."""
+    """Check that a MindFormers YAML describes the served model. Keys that it omits are not compared."""
     compared = [(name, described.fact(name), spec.fact(name)) for name in _SAME_SHAPE]
     if file.says_theta:
         compared.append(("rope_theta", _thetas(described), _thetas(spec)))
@@ -214,7 +214,7 @@ def _agree_end_token(values: Values, spec: ModelSpec, config: str) -> None:
 
 
 def _agree_pad_token(values: Values, spec: ModelSpec, config: str) -> None:
-    """Set the padding token. A difference is only a notice: folders often lack it, and nothing is padded."""
+    """Set the padding token id. A mismatch is only a notice, because folders often lack it and no step is padded."""
     name = "model_config.pad_token_id"
     if spec.pad_token_id is None:
         return
@@ -225,7 +225,7 @@ def _agree_pad_token(values: Values, spec: ModelSpec, config: str) -> None:
 
 
 def _longest_in_cache(values: Values, length: int, window: int | None) -> int:
-    """Return the tokens of the longest request, up to `length`, that fits into `pa_config.num_blocks`."""
+    """Return the length in tokens, up to `length`, of the longest request that fits into `pa_config.num_blocks`."""
     num_blocks, block_size = values["pa_config.num_blocks"], values["pa_config.block_size"]
     if num_blocks is None:
         return length
@@ -277,11 +277,11 @@ _FOR_MINDFORMERS: Final = (
     (MINDIR_PATH, (None,), "exported graphs are those of the native network"),
     ("model_config.model_dtype", _ASCEND_DTYPES, "ApplyRotaryPosEmb, which it uses, has no other"),
 )
-"""Key, the values it may have, and why."""
+"""(key, allowed values, reason) for MindFormers' classes."""
 
 
 def check_lengths(values: Values, spec: ModelSpec | None) -> None:
-    """Report lengths and batch sizes that have a surprising effect."""
+    """Add notices about lengths and batch sizes with a surprising effect."""
     length = values["model_config.max_generate_length"]
     longest_input = max(values["model_config.seq_length"], default=length)
     if longest_input > length:
@@ -305,7 +305,7 @@ def check_lengths(values: Values, spec: ModelSpec | None) -> None:
 
 
 def check_implementation(values: Values, spec: ModelSpec | None) -> None:
-    """Check what MindFormers' own class requires; `kernels: auto` becomes `primitives`.
+    """Check the requirements of MindFormers' classes, and change `kernels: auto` to `primitives`.
 
     Raises:
         ConfigError: A combination that cannot be served.
@@ -325,7 +325,7 @@ def check_implementation(values: Values, spec: ModelSpec | None) -> None:
 
 
 def check_graph_engine(values: Values) -> None:
-    """Check what `backend: ge` requires. Without exported graphs it is served as `kbk`, with a notice.
+    """Check the requirements of `backend: ge`. Without exported graphs, add a notice that `kbk` is used.
 
     Raises:
         ConfigError: A combination that cannot be served.

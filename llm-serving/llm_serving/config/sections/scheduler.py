@@ -1,4 +1,4 @@
-"""Section `scheduler_config`: its keys, their checks, and the token budget of a step where it is not given."""
+"""Section `scheduler_config`: its keys, their checks, and the default token budget of a step."""
 
 from __future__ import annotations
 
@@ -115,23 +115,23 @@ class SchedulerConfig:
 # --- token budget of a step -----------------------------------------------------------------------------------------
 
 CPU_STEP_OPERATIONS: Final = 1.2e12
-"""About one second of a few cores."""
+"""Operations that a few CPU cores compute in about one second."""
 CPU_STEP_TOKENS: Final = 512
-"""Default on a CPU for every model: four times as many tokens are no faster for each token, and running streams wait
-four times as long beside a flood of prompts (docs/results/scheduling.md)."""
+"""Default token budget on a CPU. A larger step is no faster per token, and running streams wait longer for its end
+(docs/results/scheduling.md).
+"""
 MIN_PROMPT_TOKENS: Final = 128
 """Matrix products of this many rows reach 90 % of the speed of larger ones."""
 SEPARATE_PREFILL_STEPS: Final = 4
-"""Where a step computes either prompts or decodes, one decode after every prefill step would take half of the time."""
+"""Default without mixed steps: a decode step after every prefill step would take half of the time."""
 
 
 def choose_step_budget(values: Values, spec: ModelSpec | None) -> None:
     """Set `max_prefill_tokens` and `max_consecutive_prefill_steps` where they are not given.
 
-    On a CPU the time of a step grows in proportion to its tokens: a large step is no faster for each token, and all
-    waiting prompts and running requests wait for its end. So the default is `CPU_STEP_TOKENS`, halved until the matrix
-    products (two operations for each weight and token) need at most `CPU_STEP_OPERATIONS`. On every device the budget
-    has room for all running requests, a part of a prompt, and `max_long_prefill_tokens`.
+    On a CPU a larger step is no faster per token, and every request waits for its end. So the default is
+    `CPU_STEP_TOKENS`, halved until the matrix products (two operations for each weight and token) need at most
+    `CPU_STEP_OPERATIONS`. On every device the budget has room for all running requests and a part of a prompt.
     """
     gap, mixed = "scheduler_config.max_consecutive_prefill_steps", "scheduler_config.enable_mixed_chunk"
     if not values.is_given(gap) and not values[mixed]:
@@ -159,7 +159,7 @@ _FOR_DRAFT_MODEL: Final = (
     ("model_config.mindir_path", None),
     ("model_config.implementation", ImplementationName.NATIVE),
 )
-"""Key, and the value it must have: a draft model runs inside one WorkAgent, on this project's own network."""
+"""(key, required value) with a draft model, which runs inside one WorkAgent on this project's own network."""
 
 
 def check_scheduler(values: Values) -> None:

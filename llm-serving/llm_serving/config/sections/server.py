@@ -233,7 +233,7 @@ class ServerConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only programs on this machine reach the address. Of all names, only `localhost` counts."""
+    """Return whether the address is reachable only from this machine. The only name that counts is `localhost`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -241,7 +241,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_server(values: Values) -> None:
-    """Check the buffers, the certificate and the record of requests.
+    """Check the buffer sizes, the certificate and the request log.
 
     Raises:
         ConfigError: A combination that cannot be served.
