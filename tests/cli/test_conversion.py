@@ -159,7 +159,7 @@ def test_convert_failure_leaves_no_files(source, tmp_path, monkeypatch, capsys):
             ["--to", "hf"],
             "missing: 4: model.layers.0.self_attn.q_norm",
         ),
-        ({}, ["--to", "hf", "--files", "ckpt"], "must come with --to mindformers"),
+        ({}, ["--to", "hf", "--files", "ckpt"], "requires --to mindformers"),
     ],
 )
 def test_convert_checks_tensors_before_writing(source, tmp_path, capsys, changes, arguments, message):

@@ -120,7 +120,7 @@ def test_quantize_ignores_shared_expert_gates(tmp_path):
         (["--format", "w4a16"], r"must divide the columns of every weight: .* has 64. Given: 128"),
         (["--format", "w4a16", "--group-size", "64"], r"down_proj\.weight has 96. Given: 64"),
         (["--format", "w4a16", "--group-size", "0"], "Given: 0"),
-        (["--format", "w8a8", "--group-size", "32"], "--group-size must come with --format w4a16 or w4a8. Given: w8a8"),
+        (["--format", "w8a8", "--group-size", "32"], "--group-size requires --format w4a16 or w4a8. Given: w8a8"),
     ],
 )
 def test_quantize_checks_group_size_before_writing(source, tmp_path, capsys, arguments, message):

@@ -55,7 +55,7 @@ def test_timeline_failure_leaves_no_file(url: str, tmp_path: Path, monkeypatch, 
     output = tmp_path / "trace.json"
     for address, message, code in (
         (url, "401: ", main.EXIT_FAILED),
-        (f"{url}/other", "does not answer with a trace", main.EXIT_FAILED),
+        (f"{url}/other", "sent a response that is not a trace", main.EXIT_FAILED),
         ("http://127.0.0.1:1", "no server answers", main.EXIT_FAILED),
         ("file:///etc/passwd", "must begin with http", main.EXIT_CONFIG),
     ):

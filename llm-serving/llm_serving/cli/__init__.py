@@ -1,6 +1,5 @@
 """The subcommands of `llm-serving`.
 
-Each module of subcommands has `add_to`, which describes their arguments. Slow imports are in the functions that run
-them,
-so that `config check` and `version` answer at once.
+The function `add_to` of each module declares its arguments. Slow imports are inside the functions that run a command,
+so that `config check` and `version` start fast.
 """

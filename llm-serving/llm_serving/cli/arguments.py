@@ -1,4 +1,4 @@
-"""Arguments and flags shared by subcommands; signals that end a command as exceptions, so that it cleans up."""
+"""Arguments and flags shared by subcommands, and signal handlers that raise exceptions so that commands clean up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llm_serving.core.enums import KVCacheDtypeName, QuantizationName
 from llm_serving.errors import ConfigError
 
 API_KEY: Final = re.compile(r"[!-~]{16,512}")
-"""API keys that may be hashed; a shorter key could be found from its hash."""
+"""API keys that may be hashed. A shorter key could be recovered from its hash."""
 API_KEY_VARIABLE: Final = "LLM_SERVING_API_KEY"
 TENANT: Final = "default"
 
@@ -48,7 +48,9 @@ class CommandFlag(NamedTuple):
 
 
 class RefusedFlag(NamedTuple):
-    """A flag of other servers that is refused unless its value, one of `accepted`, is what happens anyway."""
+    """A flag of other servers that is refused unless its value is in `accepted`, the values that match this server's
+    behavior.
+    """
 
     name: str
     instead: str
@@ -87,7 +89,7 @@ FLAGS: Final = (
     CommandFlag("--ssl-keyfile", "serving_config.ssl_keyfile", "FILE", "its private key"),
     CommandFlag("--log-level", "serving_config.log_level", "LEVEL", "least level of the log lines"),
 )
-"""Flags and their keys; `--set` with the key means the same, and the flag wins."""
+"""Flags and the keys that they set. `--set` with the key means the same; the flag takes precedence."""
 
 
 REFUSED: Final = (
@@ -129,7 +131,7 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
     """Return the flags in the form of `--set`.
 
     Raises:
-        ConfigError: A flag is refused; the text says what to use instead.
+        ConfigError: A flag is refused; the text names an alternative.
     """
     for refused in REFUSED:
         value = _value(arguments, refused.name)
@@ -149,7 +151,7 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def overrides_of_environment(config: ServingConfig) -> list[str]:
-    """Return the API key of the environment in the form of `--set`, unless the configuration has API keys."""
+    """Return the API key of the environment in the form of `--set`; empty if the configuration already has API keys."""
     key = os.environ.get(API_KEY_VARIABLE)
     return [_key_override(key, API_KEY_VARIABLE)] if key and not config.api_keys else []
 
@@ -168,9 +170,8 @@ def _value(arguments: argparse.Namespace, name: str) -> str | None:
 
 
 def check_out(path: Path, *read: Path) -> None:
-    """Raise ConfigError if the output file cannot be written, or is one of the files to read.
-
-    A command calls this before its work, which may take long.
+    """Raise ConfigError if the output file cannot be written, or is also an input file. Called before a long
+    computation.
     """
     if not path.parent.is_dir() or path.is_dir():
         raise ConfigError(f"{path}: must be a file in an existing folder")
@@ -264,10 +265,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Raise KeyboardInterrupt for SIGTERM and SIGHUP as for SIGINT, unless the signal is ignored (nohup).
-
-    Only the main thread may call it.
-    """
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP, unless the signal is ignored (nohup). Main thread only."""
     before = {each: signal.getsignal(each) for each in _SIGNALS}
     for each, handler in before.items():
         if handler is not signal.SIG_IGN:

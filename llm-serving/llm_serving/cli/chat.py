@@ -60,12 +60,12 @@ class Piece(NamedTuple):
 
 @dataclass
 class ChatClient:
-    """The client's side of one conversation: server, API key, model, parameters and messages.
+    """The client side of one conversation.
 
     Attributes:
         url: URL of the server, without a path.
         key: API key; empty: none is sent.
-        model: Model name; empty: the default model of the server.
+        model: Model name; empty: the server's default model.
         system: System message; empty: none.
         parameters: Further fields of every request, such as `temperature`.
         messages: Alternating messages of the user and the assistant.
@@ -79,12 +79,10 @@ class ChatClient:
     messages: list[Message] = field(default_factory=list)
 
     def say(self, text: str) -> Generator[Piece, None, None]:
-        """Send a message and yield the answer as it arrives.
-
-        At the end, the message and the answer so far are appended to `messages`, unless the answer is empty.
+        """Send a message and yield the answer as it arrives, then append both to `messages` unless the answer is empty.
 
         Raises:
-            ServerRefusal: The server refuses the request, or its answer breaks off with an error.
+            ServerRefusal: The server refuses the request, or its answer ends with an error.
             UnavailableError: The server cannot be reached, or the connection broke.
         """
         asked = {"role": "user", "content": text}
@@ -100,7 +98,7 @@ class ChatClient:
                 self.messages += [asked, {"role": "assistant", "content": "".join(answer)}]
 
     def remove_last_turn(self) -> str | None:
-        """Remove the last turn and return the user's message in it; None without a turn."""
+        """Remove the last message and its answer, and return the message; None if there is none."""
         if not self.messages:
             return None
         text = self.messages[-2]["content"]
@@ -108,7 +106,7 @@ class ChatClient:
         return text
 
     def served_models(self) -> list[str]:
-        """Return the names of the served models; raises the errors of `say`."""
+        """Return the names of the served models. Raise the same errors as `say`."""
         with self._open("/v1/models") as response:
             try:
                 return [str(card["id"]) for card in json.loads(response.read())["data"]]
@@ -129,7 +127,7 @@ class ChatClient:
                 if data == b"[DONE]":
                     return
                 yield _piece(data)
-        raise UnavailableError(f"{self.url} ended its answer early")
+        raise UnavailableError(f"{self.url} closed the connection before the answer was complete")
 
     def _open(self, path: str, body: object = None) -> AbstractContextManager[HTTPResponse]:
         return opened(self.url, path, self.key, body)
@@ -154,24 +152,24 @@ def _piece(data: bytes) -> Piece:
 
 
 _CONTROL: Final = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""Replaces control characters, so that a model's output cannot move the cursor, ring the bell or change colours."""
+"""Control characters to replace: in a model's output they could move the cursor, ring the bell or change colours."""
 
 
 class Command(NamedTuple):
-    """A command of the conversation, which starts with `/`."""
+    """A chat command, which starts with `/`."""
 
     run: Callable[[Chat, str], bool]
-    """Runs the command with the text behind its name; returns False to end the program."""
+    """Runs the command with the text after its name; returns False to end the program."""
     takes: str
     help: str
 
 
 class Chat:
-    """The terminal's side of a conversation.
+    """The terminal side of a conversation.
 
     Args:
         client: The client of the conversation.
-        read: Reads a line after a prompt; raises EOFError at the end of input.
+        read: Shows a prompt and reads a line; raises EOFError at the end of input.
         out: Stream for answers.
         clock: Returns seconds.
     """

@@ -52,11 +52,6 @@ def run_check(arguments: argparse.Namespace) -> int:
 
 
 def _tokens(config: ServingConfig) -> list[str]:
-    """Return comments about the tokenizer: the tokens that end a text, and those that the model lacks.
-
-    Raises:
-        ModelError: The tokenizer is missing or invalid; a server would not start.
-    """
     path = config.model.model_path
     if path is None:
         return []
@@ -76,11 +71,6 @@ def _tokens(config: ServingConfig) -> list[str]:
 
 
 def _sampling(config: ServingConfig) -> list[str]:
-    """Return a comment with the sampling defaults that the model folder gives.
-
-    Raises:
-        ModelError: `generation_config.json` has a value that requests may not have; a server would not start.
-    """
     if config.model.generation_config == "none":
         return []
     defaults = generation_defaults(config.model.model_path)
@@ -99,7 +89,7 @@ def _memory(config: ServingConfig) -> list[str]:
 
 
 def _bounds(config: ServingConfig) -> list[str]:
-    """Return comments with the maximum wait of each request class, which follows from the size of the cache."""
+    """Return comments with the maximum wait of each request class, which depends on the size of the KV cache."""
     if config.pa.num_blocks is None:
         return []
     from llm_serving.engine.replica import build_scheduler

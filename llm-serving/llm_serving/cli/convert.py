@@ -1,4 +1,4 @@
-"""`llm-serving convert`: convert a model from MindFormers' format to that of Hugging Face, and back."""
+"""`llm-serving convert`: convert a model between the formats of MindFormers and Hugging Face."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ from llm_serving.models.weight_reader import optional_tensors
 FORMS: Final = ("hf", "mindformers")
 FILES: Final = ("safetensors", "ckpt")
 _MINDFORMERS: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM")
-"""Architectures that MindFormers implements with the names of `formats.mindformers_names`."""
+"""Architectures that MindFormers implements with the weight names of `formats.mindformers_names`."""
 
 
 def convert(
     source: Path, target: Path, form: str, *, files: str = "safetensors", order: Order | None = None, yaml: Path | None
 ) -> None:
-    """Write the converted model; the target folder gets its name when it is complete.
+    """Convert a model. The target folder appears only when it is complete.
 
     Args:
         source: A folder, or one file of weights.
         target: A folder that does not exist.
-        form: One of `FORMS`: naming scheme of the result.
+        form: Naming scheme of the result, one of `FORMS`.
         files: One of `FILES`; `ckpt` only with MindFormers' names.
         order: Order of rows in fused projections of the source.
         yaml: A MindFormers YAML to use instead of a config.json.
 
     Raises:
-            ConfigError: The source cannot be read or does not match its config, or the target exists or the disk is too
-            small.
+        ConfigError: The source cannot be read or does not match its config, the target exists, or the disk
+            is too small.
     """
     check_absent(target)
     if files == "ckpt" and form == "hf":
-        raise ConfigError("--files ckpt must come with --to mindformers: Hugging Face has no such files")
+        raise ConfigError("--files ckpt requires --to mindformers: Hugging Face models have no .ckpt files")
     config = _config(source, yaml)
     spec = ModelSpec.from_hugging_face(config, str(yaml or source))
     if spec.scheme is not None:
@@ -117,7 +117,9 @@ def _tensors(stored: dict[str, StoredTensor], order: Order | None, config: dict[
         try:
             shapes = {part: array.shape for part, array in read().items()}
         except ValueError:
-            raise ModelError(f"{tensor.file}: {name} {list(tensor.shape)} does not consist of these heads") from None
+            raise ModelError(
+                f"{tensor.file}: {name} {list(tensor.shape)} does not match the numbers of heads in the model's config"
+            ) from None
         for part, shape in shapes.items():
             yield TensorSource(part, dtype, shape, lambda part=part, read=read: read()[part])  # type: ignore[misc]
 

@@ -1,4 +1,4 @@
-"""`llm-serving export`: the graphs of a model as MINDIR files, for `model_config.backend: ge`."""
+"""`llm-serving export`: write the graphs of a model as MINDIR files, for `model_config.backend: ge`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     num_blocks, folder = config.pa.num_blocks, config.model.model_path
     if num_blocks is None:
         raise ConfigError(
-            "`pa_config.num_blocks` must be given, because the graph has a cache of fixed size. Given: None"
+            "`pa_config.num_blocks` must be given, because the graph contains a KV cache of fixed size. Given: None"
         )
     assert folder is not None
     import mindspore as ms

@@ -1,4 +1,4 @@
-"""Starts a server in the background, waits until it serves, and stops it later."""
+"""Start a server in the background, wait until it is ready, and stop it later."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOG_TIMEOUT_S = 10.0
 
 
 class StartError(LLMServingError):
-    """The server ended before it was ready.
+    """The server exited before it was ready.
 
     Args:
         message: The end of its log.
@@ -44,11 +44,11 @@ class StartError(LLMServingError):
 
 
 class ServerRecord(msgspec.Struct, frozen=True):
-    """Record of a running server, by which `stop` finds it."""
+    """File that describes a running server, so that `stop` can find the process."""
 
     pid: int
     create_time: float
-    """Seconds since the epoch, from the operating system; a process that reuses the pid has another value."""
+    """Start of the process in seconds since the epoch. It tells the server from a later process with the same pid."""
     host: str
     port: int
     log: str
@@ -77,7 +77,7 @@ class ServerRecord(msgspec.Struct, frozen=True):
 def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) -> int:
     """Start `llm-serving serve` in the background and, when it is ready, print how to use it.
 
-    Raises the errors of `start_silently`.
+    Raise the same errors as `start_silently`.
     """
     log = start_silently(config, serve_arguments, run_dir)
     _say(f"serving {config.model.model_name} on {config.serving.url}  (log: {_short(log)})")
@@ -86,11 +86,11 @@ def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) 
 
 
 def start_silently(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) -> Path:
-    """Start `llm-serving serve` in the background and return its log file when it is ready.
+    """Start `llm-serving serve` in the background, wait until it is ready, and return its log file.
 
     Raises:
         ConfigError: The port is in use, or `run_dir` cannot be written.
-        StartError: The server ended; the text has the end of its log.
+        StartError: The server exited; the text has the end of its log.
     """
     host, port = config.serving.server_ip, config.serving.server_port
     if port == 0:
@@ -113,12 +113,12 @@ def _check_none_runs(folder: Path, port: int) -> None:
     if running is not None and running.process() is not None:
         program = _short(Path(sys.prefix) / "bin" / "llm-serving")  # usually not in the shell's search path
         how = f"end it with `{program} stop --run-dir {_short(folder.parent)} --port {port}`"
-        raise ConfigError(f"a server runs on port {port} already (pid {running.pid}); {how}")
+        raise ConfigError(f"a server already runs on port {port} (pid {running.pid}); {how}")
 
 
 @contextlib.contextmanager
 def _starting(folder: Path, port: int) -> Iterator[None]:
-    """Lock the folder while a server starts; otherwise two starts would each take the other's server for their own."""
+    """Lock the folder while a server starts. Without the lock, two starts on one port could confuse their servers."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -171,7 +171,7 @@ def _cannot_be_written(run_dir: Path, error: OSError) -> ConfigError:
 
 
 def stop(run_dir: Path, port: int | None) -> int:
-    """Stop the servers that `start` started: the one on `port`, or all in this folder."""
+    """Stop the servers that `start` started: the one on `port`, or all those recorded in `run_dir`."""
     folders = [run_dir / str(port)] if port is not None else sorted(run_dir.glob("*"))
     count = 0
     for folder in folders:
@@ -192,7 +192,6 @@ def stop(run_dir: Path, port: int | None) -> int:
 
 
 def curl_line(config: ServingConfig) -> str:
-    """Return a shell command that sends a request to the server."""
     body = json.dumps({"prompt": "Add 17 and 25.", "max_tokens": 16, "temperature": 0})
     url = f"{config.serving.url}/v1/completions"
     unverified = "k" if config.serving.ssl_certfile is not None else ""  # the address is rarely the certificate's name
@@ -201,7 +200,7 @@ def curl_line(config: ServingConfig) -> str:
 
 
 def _keep_log(path: Path, serving: ServerConfig) -> subprocess.Popen[bytes]:
-    """Start the process that writes its standard input to the log, see `log_keeper`."""
+    """Start the process that copies its standard input to the log, see `log_keeper`."""
     command = command_of("llm_serving.log_keeper", str(path), str(serving.log_file_bytes), str(serving.log_files))
     return subprocess.Popen(  # noqa: S603
         command,
@@ -236,7 +235,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], keeper: subprocess.Popen
 
 
 def _listens(record: ServerRecord) -> bool:
-    """Return whether this server listens on its port, rather than another one that took the port first."""
+    """Return whether the recorded server listens on its port. Another process may have bound the port first."""
     try:
         sockets = psutil.Process(record.pid).net_connections("tcp")
     except psutil.NoSuchProcess:
@@ -247,8 +246,9 @@ def _listens(record: ServerRecord) -> bool:
 
 
 def _health(record: ServerRecord) -> tuple[bool, str]:
-    """Return whether all WorkAgents that can serve do, and a description; it is empty while the server does not
-    answer."""
+    """Return whether all WorkAgents are ready, except abandoned ones, and a description that is empty until the server
+    answers.
+    """
     connection = http.client.HTTPConnection(record.host, record.port, timeout=5)
     if record.scheme == "https":
         # The certificate has the server's public name, but this connects to its address.
@@ -266,7 +266,7 @@ def _health(record: ServerRecord) -> tuple[bool, str]:
 
 
 def _end(process: psutil.Process, timeout_s: float) -> None:
-    """Terminate the server and its WorkAgents; kill what is left after `timeout_s`."""
+    """Terminate the server and its WorkAgents. Kill the processes that remain after `timeout_s`."""
     with contextlib.suppress(psutil.NoSuchProcess):  # it may end by itself at any moment
         family = [process, *process.children(recursive=True)]
         process.terminate()

@@ -32,16 +32,15 @@ from llm_serving.errors import ConfigError, LLMServingError, NoWorkAgentsError
 
 SIMULATOR: Final = "llm_serving_simulator.commands"
 RECEIPTS: Final = "llm_serving_receipts"
-"""Optional packages that import this one."""
+"""Optional package whose subcommands are listed here; it imports this package."""
 
 
 @dataclass(frozen=True)
 class PackageCommand:
-    """A subcommand of another package, whose module is imported only when the subcommand is called."""
+    """A subcommand of another package, imported only when it is called."""
 
     name: str
     package: str
-    """Package with a module of the subcommand's name."""
     help: str
 
     def add_to(self, commands: Subcommands) -> None:
@@ -130,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _open_standard_streams() -> None:
     """Open closed standard streams on /dev/null.
 
-    Otherwise a socket would get the number of one, and uvloop ends a process that closes such a number.
+    Otherwise a socket could get descriptor 0, 1 or 2, and uvloop aborts the process when it closes such a descriptor.
     """
     for number in range(3):
         try:
@@ -140,7 +139,7 @@ def _open_standard_streams() -> None:
 
 
 def _allow_every_character() -> None:
-    """Escape characters that the encoding of standard output lacks."""
+    """Escape characters that the encoding of standard output lacks, instead of raising an error."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -158,7 +157,7 @@ def _is_closed_by_reader(pipe: int) -> bool:
 
 
 def _discard_output() -> None:
-    """Discard buffered output, which Python would otherwise write at exit, with a traceback."""
+    """Discard buffered output. Otherwise Python writes it at exit and prints a traceback."""
     with Path(os.devnull).open("wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
@@ -169,7 +168,6 @@ def _failed(error: LLMServingError, exit_code: int) -> int:
 
 
 def _command_of(argv: Sequence[str]) -> str:
-    """Return the name of the subcommand that these arguments call; empty: none."""
     return next((each for each in argv if not each.startswith("-")), "")
 
 
@@ -177,8 +175,8 @@ def _parser(called: str | None = None) -> argparse.ArgumentParser:
     """Build the parser of all subcommands.
 
     Args:
-        called: The subcommand that is called. Modules of other packages' subcommands are then not imported, so their
-            arguments are missing. None: every subcommand has its arguments.
+        called: The subcommand to run. Subcommands of other packages are then listed without arguments, to avoid their
+            imports. None: every subcommand has its arguments.
     """
     parser = argparse.ArgumentParser(
         prog="llm-serving",
@@ -198,7 +196,7 @@ def _parser(called: str | None = None) -> argparse.ArgumentParser:
 
 
 def _describe(parser: argparse.ArgumentParser) -> None:
-    """Use the description in the list of commands as the first line of each command's own help."""
+    """Begin the help of each subcommand with the description that the list of subcommands shows."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for choice in action._choices_actions:

@@ -1,4 +1,4 @@
-"""`llm-serving models`: list the models in the local caches, or show the memory that one needs."""
+"""`llm-serving models`: list the models in the local caches, or show the memory that a model needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def cached_table() -> Iterator[str]:
-    """Yield a line for each model in the local caches: name, hub, revision, and whether it can be served."""
     rows = [("NAME", "HUB", "REVISION", "STATE")]
     rows += [(each.name, each.hub, each.revision[:12], _state_of(each.folder)) for each in cached_models()]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
@@ -45,7 +44,7 @@ def cached_table() -> Iterator[str]:
 
 
 def _state_of(folder: Path) -> str:
-    """Return "complete", which files are missing, or why the model cannot be served."""
+    """Return "complete", the names of missing files, or the reason why the model cannot be served."""
     try:
         missing = missing_files(folder)
         if CONFIG_NAME not in missing:

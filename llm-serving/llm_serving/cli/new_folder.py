@@ -1,4 +1,4 @@
-"""Creates an output folder that is either complete or absent."""
+"""Create an output folder that is either complete or absent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_absent(target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to the target at the end, and removed on failure or interruption.
+    """Yield a temporary folder; rename it to the target at the end, or remove it on failure or interruption.
 
     Args:
         target: A path that does not exist.
@@ -53,12 +53,7 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def copy_small_files(source: Path, folder: Path) -> None:
-    """Copy the tokenizer and other small files of a model.
-
-    Args:
-        source: The folder of the model, or a file in it.
-        folder: The folder to copy to.
-    """
+    """Copy the tokenizer and other small files of a model. `source` is its folder, or a file in the folder."""
     beside = source if source.is_dir() else source.parent
     sizes = {path.name: path.stat().st_size for path in beside.iterdir() if path.is_file()}
     for name in small_files(sizes):

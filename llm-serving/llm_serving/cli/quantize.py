@@ -1,4 +1,4 @@
-"""`llm-serving quantize`: write a model with weights of 8 or 4 bits, in the format of compressed-tensors."""
+"""`llm-serving quantize`: write a model with 8-bit or 4-bit weights in the compressed-tensors format."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ DEFAULT_GROUP_SIZE: Final = 128
 _QUANTIZED_KINDS: Final = ("linear", "experts")
 """Kinds of operations whose weights are quantized.
 
-Embeddings, the LM head, expert routers and the gates of shared experts stay as they are, because other engines read
-them
-unquantized only.
+Embeddings, the LM head, expert routers and gates of shared experts are not, because other engines cannot read them
+quantized.
 """
 
 
@@ -38,7 +37,7 @@ class Format:
 
     Attributes:
         bits: Bits of weights.
-        activation_bits: Bits of the activations that the weights are quantized with; 16: the model dtype.
+        activation_bits: Bits of the activations that the weights are computed with; 16: the model dtype.
     """
 
     bits: int
@@ -69,7 +68,7 @@ FORMATS: Final = {"w8a8": Format(8, 8), "w8a16": Format(8, 16), "w4a16": Format(
 
 
 def quantize(source: Path, target: Path, name: str, group_size: int | None = None) -> None:
-    """Write the quantized model; the target folder gets its name when it is complete.
+    """Quantize a model. The target folder appears only when it is complete.
 
     Args:
         source: A folder with a config.json.
@@ -78,14 +77,13 @@ def quantize(source: Path, target: Path, name: str, group_size: int | None = Non
         group_size: Columns that share a scale, for 4 bits; None: `DEFAULT_GROUP_SIZE`.
 
     Raises:
-            ConfigError: The source cannot be read, is quantized already or has columns that the group size does not
-            divide, or
-            the target exists or the disk is too small.
+        ConfigError: The source cannot be read or is already quantized, the group size does not divide its columns, the
+            target exists, or the disk is too small.
     """
     check_absent(target)
     form = FORMATS[name]
     if form.bits == 8 and group_size is not None:
-        raise ConfigError(f"--group-size must come with --format w4a16 or w4a8. Given: {name}")
+        raise ConfigError(f"--group-size requires --format w4a16 or w4a8. Given: {name}")
     size = DEFAULT_GROUP_SIZE if form.bits == 4 and group_size is None else group_size
     spec = check_folder(source)
     if spec.scheme is not None:
@@ -110,7 +108,7 @@ def _quantized_names(spec: ModelSpec) -> set[str]:
 
 
 def _ignored(spec: ModelSpec, quantized: set[str]) -> list[str]:
-    """Return the linear modules that stay unquantized; other engines treat all modules not listed as quantized."""
+    """Return the linear modules that are not quantized. Other engines assume that all others are."""
     operations = [each for each in spec.network.operations if each.kind in ("linear", "route", "lm_head")]
     names = [name for each in operations for name in each.weights["weight"].names if name not in quantized]
     heads = ["lm_head.weight", *names]
@@ -120,7 +118,7 @@ def _ignored(spec: ModelSpec, quantized: set[str]) -> list[str]:
 def _tensors(
     spec: ModelSpec, reader: WeightReader, quantized: set[str], form: Format, group_size: int | None
 ) -> Iterator[TensorSource]:
-    """Yield the tensors of the result, with the parts of one weight together."""
+    """Yield the tensors of the result. The tensors of one quantized weight follow each other."""
     shapes = reader.shapes()
     wanted = {**spec.tensors, **{name: shape for name, shape in optional_tensors(spec).items() if name in shapes}}
     for name, shape in wanted.items():
@@ -135,7 +133,7 @@ def _tensors(
 
 
 class _Parts:
-    """The parts of one weight. It is quantized when its first part is read, and freed with the last."""
+    """The tensors of one quantized weight. It is quantized when the first is read, and freed after the last."""
 
     def __init__(
         self, reader: WeightReader, name: str, shape: tuple[int, int], form: Format, group_size: int | None

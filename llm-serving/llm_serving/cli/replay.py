@@ -1,4 +1,4 @@
-"""`llm-serving replay`: repeat the scheduler's decisions of a recording and compare them."""
+"""`llm-serving replay`: repeat the scheduler decisions of a recording and compare them."""
 
 from __future__ import annotations
 

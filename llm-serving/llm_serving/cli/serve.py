@@ -1,4 +1,4 @@
-"""Commands that serve a model: `serve`, `start` and `stop` in the background, `run-batch` without an HTTP server."""
+"""The commands `serve`, `start`, `stop` (a server in the background) and `run-batch` (no HTTP server)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run_start(arguments: argparse.Namespace) -> int:
 
 
 def _serve_arguments(arguments: argparse.Namespace) -> list[str]:
-    """Return the arguments for `serve` with the same meaning, with hashes in place of API keys."""
+    """Convert the arguments of `start` into those of `serve`, with hashes in place of API keys."""
     pairs = [("--config", arguments.config), ("--model", arguments.model)]
     pairs += [("--set", override) for override in arguments.overrides]
     return [text for name, value in pairs if value is not None for text in (name, str(value))]

@@ -13,7 +13,7 @@ from typing import Final
 from llm_serving.errors import ConfigError, LLMServingError, UnavailableError, shorten
 
 TIMEOUT_S: Final = 600.0
-"""Seconds without a byte of an answer; a request may wait in a queue first."""
+"""Maximum seconds without a byte of an answer. It is long because a request may wait in the queue."""
 MAX_ERROR_BYTES: Final = 4096
 
 
@@ -25,7 +25,7 @@ class ServerRefusal(LLMServingError):  # noqa: N818  an answer, not an error of 
 def opened(
     url: str, path: str, key: str = "", body: object = None, method: str | None = None
 ) -> Iterator[HTTPResponse]:
-    """Send a request and yield the response, which is closed at the end.
+    """Send a request and yield the response; close it at the end.
 
     Args:
         url: URL of the server, without a path.
@@ -47,7 +47,7 @@ def opened(
     data = None if body is None else json.dumps(body).encode()
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(
-            "an API key must consist of printable ASCII characters; this one has others, perhaps a line break"
+            "an API key must consist of printable ASCII characters; this one has other characters, perhaps a line break"
         )
     try:
         with _sent(url, path, data, headers, method) as response:

@@ -1,5 +1,3 @@
-"""Weights of models that are given by name: memory, downloads and checks."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,7 +14,7 @@ from llm_serving.models.weight_reader import check_folder
 
 
 def stored_size(config: ServingConfig) -> ModelSize:
-    """Return the memory that the configuration's model needs, with the size of its files where that is known."""
+    """Return the memory that the model of the configuration needs, with the size of its files where it is known."""
     assert config.model.model_path is not None
     if config.hub_model is not None:
         return model_size(config, sum(config.hub_model.weight_sizes.values()))
@@ -29,7 +27,7 @@ def stored_size(config: ServingConfig) -> ModelSize:
 
 
 def get_weights(config: ServingConfig, say: Callable[[str], None]) -> None:
-    """Download the missing weights of a model that is given by name; report first how much memory it needs.
+    """Report the required memory of a model given by name, then download its missing weights.
 
     Raises:
         ConfigError: The model does not fit into memory; nothing is downloaded.
@@ -52,7 +50,7 @@ def get_weights(config: ServingConfig, say: Callable[[str], None]) -> None:
 
 
 def check_weights(config: ServingConfig) -> None:
-    """Check a model folder by the rules of a WorkAgent, without reading weights.
+    """Check a model folder as a WorkAgent does, but without reading weights.
 
     Raises:
         ModelError: See `models.weight_reader.check_folder`.

@@ -1,4 +1,4 @@
-"""`llm-serving timeline`: save the newest steps of a running server as a trace."""
+"""`llm-serving timeline`: save the latest steps of a running server as a trace."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def save_timeline(url: str, output: Path, num_steps: int | None = None, key: str
         events = json.loads(content)["traceEvents"]
         output.write_bytes(content)
     except (ValueError, KeyError, TypeError):
-        raise LLMServingError(f"{url} does not answer with a trace") from None
+        raise LLMServingError(f"{url} sent a response that is not a trace") from None
     except OSError as error:
         raise ConfigError(f"{output}: {error.strerror or error}") from None
     return len(events)
