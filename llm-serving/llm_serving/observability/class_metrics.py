@@ -1,4 +1,4 @@
-"""Metrics of each request class: load, refusals, preemptions, times to first token and targets met."""
+"""Metrics of each request class: load, refusals, preemptions, time to first token, and service level objectives."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ REFUSALS: Final = (
     "deadline",
     "never_fits",
 )
-"""Reasons of a refusal: limits of the admission queue, the predicted time to first token, the size of the request."""
+"""Reasons for a refusal: a limit of the admission queue, the predicted time to first token, or the
+size of the request.
+"""
 TARGETS: Final = ("ttft", "tpot", "all")
-"""Service level objectives of a class: time to first token, time per output token, and both of them (goodput)."""
+"""Service level objectives of a class: time to first token, time per output token, or both (goodput)."""
 
 
 class ClassLoad(NamedTuple):
@@ -33,7 +35,7 @@ class ClassLoad(NamedTuple):
 
 
 class ClassMetrics:
-    """Metrics by configured class, whatever order the policy schedules requests in.
+    """Metrics by request class. They do not depend on the scheduling policy.
 
     Args:
         labels: Labels of every metric; `priority_class` is added.
@@ -42,10 +44,11 @@ class ClassMetrics:
 
     def __init__(self, labels: Labels, classes: Sequence[RequestClass]) -> None:
         self.load: Callable[[str], ClassLoad] = lambda name: ClassLoad(0, 0)
-        """Called for each class at a scrape."""
+        """Returns the load of a class. Called for each class at a scrape."""
         self.predicted_s: Callable[[str], float | None] = lambda name: None
-        """Called for each class at a scrape: predicted seconds to the first token of a short request that arrives now;
-        None: too little was measured."""
+        """Returns the predicted seconds until a short request of a class would get its first token; None: too few
+        measurements. Called for each class at a scrape.
+        """
         self._labels = labels
         self._lock = Lock()
         self._refusals = Counter(dict.fromkeys(((each.name, reason) for each in classes for reason in REFUSALS), 0))
@@ -55,7 +58,6 @@ class ClassMetrics:
         self.reload(classes)
 
     def reload(self, classes: Sequence[RequestClass]) -> None:
-        """Apply other targets of the same classes."""
         with self._lock:
             self._classes = tuple(classes)
             self._targets = {each.name: _targets_of(each) for each in classes}
@@ -65,7 +67,7 @@ class ClassMetrics:
                         self._slo.setdefault((name, target, met), 0)
 
     def refused(self, request_class: RequestClass, reason: str, n: int = 1) -> None:
-        """Count requests that admission control refused for one of `REFUSALS`."""
+        """Count requests that admission control refused for a reason in `REFUSALS`."""
         with self._lock:
             self._refusals[request_class.name, reason] += n
 
@@ -74,7 +76,6 @@ class ClassMetrics:
             self._preemptions[class_of(priority, self._classes).name] += 1
 
     def record_first_token(self, priority: int, seconds: float) -> None:
-        """Record the time from arrival to first token of a request."""
         with self._lock:
             self._ttft[class_of(priority, self._classes).name].observe(seconds)
 
@@ -83,8 +84,8 @@ class ClassMetrics:
     ) -> None:
         """Count whether a finished request met the targets of its class.
 
-        A failed request has met none. A request that the client aborted, or that reached its deadline, counts only for
-        a target that it had missed before.
+        A failed request met none. A request that was aborted or reached its deadline counts only for targets that it
+        had already missed.
 
         Args:
             priority: Priority of the request.
@@ -115,7 +116,7 @@ class ClassMetrics:
                     self._slo[request_class.name, target, met] += 1
 
     def targets_met(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """Return class -> target -> (requests that met it, requests that missed it), for configured targets."""
+        """Return class -> target -> (number of requests that met it, number that missed it), for configured targets."""
         with self._lock:
             counts = dict(self._slo)
         found: dict[str, dict[str, tuple[int, int]]] = {each.name: {} for each in self._classes}
@@ -168,14 +169,13 @@ class ClassMetrics:
 
 
 def _targets_of(request_class: RequestClass) -> list[str]:
-    """Return those of `TARGETS` that are configured for a class."""
     configured = {"ttft": request_class.ttft_slo_s is not None, "tpot": request_class.tpot_slo_s is not None}
     configured["all"] = any(configured.values())
     return [target for target in TARGETS if configured[target]]
 
 
 def _is_met(target_s: float | None, seconds: float | None, failed: bool) -> bool | None:
-    """Return whether a target was met; None: it is not configured, or the time is unknown."""
+    """Return whether a target was met; None if it is not configured or the time is unknown."""
     if target_s is None:
         return None
     if failed:

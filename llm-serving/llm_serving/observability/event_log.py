@@ -1,4 +1,4 @@
-"""The event log: what happened to requests and steps, kept for a limited time.
+"""The event log: a limited history of requests and steps.
 
 No step writes to each of its requests: a step keeps which requests it computed, and a request keeps the few times at
 which its state changed. `latency_breakdown.py` joins the two on demand.
@@ -22,25 +22,25 @@ from llm_serving.scheduler import Schedule
 from llm_serving.scheduler.schedule import Blocked
 
 ID_PREFIXES: Final = ("cmpl-", "chatcmpl-")
-"""Prefixes of the ids of responses, before the id of the request."""
+"""Prefixes that a response id puts before the request id."""
 
 
 class Step(NamedTuple):
-    """One step. The WorkAgent began it at `formed`, or when the step before it ended if that was later.
+    """One step. The WorkAgent began it at `formed`, or at the end of the previous step if that was later.
 
     Times are seconds on the engine's clock.
     """
 
     number: int
     formed: float
-    """When the scheduler decided the step."""
+    """Time at which the scheduler decided the step."""
     ended: float
     singles: tuple[int, ...]
     """`Request.sequence` of the rows that computed one token and sampled the next."""
     chunks: tuple[tuple[int, int, int], ...]
     """(`Request.sequence`, first token, number of tokens) of the other rows: prompts and recomputed tokens."""
     drafts: tuple[tuple[int, int, int], ...] = ()
-    """(`Request.sequence`, draft tokens verified, draft tokens accepted) of the rows among `singles` with drafts."""
+    """(`Request.sequence`, draft tokens verified, draft tokens accepted) of those rows in `singles` that had drafts."""
 
     @property
     def num_tokens(self) -> int:
@@ -55,18 +55,18 @@ class Preempted(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Why requests have waited since `time`; None: no request waits."""
+    """Why requests have been waiting since `time`; None: no request waits."""
 
     time: float
     blocked: Blocked | None
 
 
 class Outage(NamedTuple):
-    """A time without results: the steps in flight were lost, or the WorkAgent was restarting."""
+    """A period without results, because steps were lost or the WorkAgent was restarting."""
 
     began: float
     ended: float
-    """Infinite while the outage lasts."""
+    """End of the outage; infinite until then."""
 
 
 class RequestSummary(NamedTuple):
@@ -84,7 +84,7 @@ class RequestSummary(NamedTuple):
 
 
 class RequestRecord:
-    """The record of one request, which keeps no texts and tokens after the request has ended."""
+    """The history of one request. It holds no texts or tokens after the request has ended."""
 
     __slots__ = (
         "_request",
@@ -115,16 +115,18 @@ class RequestRecord:
         self.first_token_time: float | None = None
         self.ended_time: float | None = None
         self.has_beams = False
-        """Whether it is a beam search. Its beams wait for each other, so the bound on decode gaps does not apply."""
+        """Whether it is a beam search, whose beams wait for each other. The bound on decode gaps
+        does not apply to it.
+        """
         self.sequences: frozenset[int] = frozenset()
-        """`Request.sequence` of the requests computed for it: itself, or its beams."""
+        """`Request.sequence` of the computed requests: the request itself, or its beams."""
         self.preemptions: tuple[Preempted, ...] = ()
         self._request: Request | None = request
         self._summary: RequestSummary | None = None
 
     @property
     def summary(self) -> RequestSummary:
-        """The present state, or the last one after the end."""
+        """The current state of the request, or its last state if it has ended."""
         request = self._request
         if request is None:
             assert self._summary is not None
@@ -146,11 +148,11 @@ class EventSnapshot:
     """The steps, decisions and outages of an event log at one moment. It does not change.
 
     Args:
-        now: The moment.
+        now: Time of the snapshot.
         steps: In order; the last two may be in flight, and then end at `now`.
         decisions: In order.
         outages: In order.
-        kept_since: Time before which steps are no longer kept.
+        kept_since: Earlier steps have been deleted.
     """
 
     def __init__(
@@ -164,7 +166,7 @@ class EventSnapshot:
         self._members: dict[int, frozenset[int]] = {}
 
     def members(self, step: Step) -> frozenset[int]:
-        """Return `singles` of a step as a set; consecutive steps usually share one tuple."""
+        """Return `singles` of a step as a set, cached because consecutive steps usually share one tuple."""
         key = id(step.singles)
         found = self._members.get(key)
         if found is None:
@@ -187,16 +189,16 @@ class EventSnapshot:
 
 
 class EventLog(StepObserver):
-    """The event log of one engine. The engine's thread writes; any thread may read snapshots and records.
+    """The event log of one engine. Only the engine's thread writes; any thread may read snapshots and records.
 
     Args:
-        num_requests: Ended requests to keep, the newest; 0 turns the event log off.
-        num_steps: Steps to keep, the newest.
+        num_requests: Number of ended requests to keep, the latest; 0 turns the event log off.
+        num_steps: Number of steps to keep, the latest.
     """
 
     def __init__(self, num_requests: int = 0, num_steps: int = 1) -> None:
         self.enabled = num_requests > 0
-        """Whether it keeps anything. An engine reports no steps to a disabled event log."""
+        """False: nothing is kept, and the engine reports no steps to the event log."""
         self._num_requests = num_requests
         self._num_submitted = 0
         self._records: dict[str, RequestRecord] = {}
@@ -211,7 +213,7 @@ class EventLog(StepObserver):
     # --- events of requests -----------------------------------------------------------------------------------------
 
     def submitted(self, request: Request, request_class: RequestClass) -> None:
-        """Record that a request was posted to the engine's inbox. May be called from any thread."""
+        """Record that a request was put into the engine's inbox. May be called from any thread."""
         if not self.enabled:
             return
         self._num_submitted += 1
@@ -226,18 +228,18 @@ class EventLog(StepObserver):
             request.http_timings.unfinished_request_ids.discard(request.request_id)
 
     def departed(self, request: Request, now: float) -> None:
-        """Record that another replica continues a request; the part until `now` is kept here."""
+        """Record that the request migrated to another replica. The record until `now` stays here."""
         if (record := self._records.get(request.request_id)) is not None:
             self._end(record, now, "moved")
 
     def arrived(self, request: Request, request_class: RequestClass, since: float) -> None:
-        """Record that this engine continues a request, which another replica computed until `since`."""
+        """Record that the request migrated here from another replica, which computed it until `since`."""
         self.submitted(request, request_class)
         if (record := self._records.get(request.request_id)) is not None:
             record.arrival_time = since
 
     def queued(self, request: Request, now: float) -> None:
-        """Record that the engine has given a request from its inbox to the scheduler."""
+        """Record that the engine moved a request from its inbox to the scheduler."""
         record = self._records.get(request.request_id)
         if record is None:
             return
@@ -333,11 +335,11 @@ class EventLog(StepObserver):
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def records(self) -> list[RequestRecord]:
-        """Return the records of all unfinished requests and of the newest ended ones. From any thread."""
+        """Return the records of all unfinished requests and of the latest ended ones. Thread-safe."""
         return list(self._records.values())
 
     def snapshot(self, now: float) -> EventSnapshot:
-        """Return the steps, decisions and outages until now. From any thread."""
+        """Return the steps, decisions and outages up to `now`. Thread-safe."""
         # In this order a step that ends meanwhile is seen twice, never missed.
         in_flight, steps = list(self._in_flight), list(self._steps)
         full = len(steps) == self._steps.maxlen
@@ -347,9 +349,8 @@ class EventLog(StepObserver):
         return EventSnapshot(now, steps, list(self._decisions), list(self._outages), kept_since)
 
     def steps_since(self, time: float, count: int) -> list[tuple[float, Step]]:
-        """Return the newest steps that ended after a time, at most `count`, in order, each with when it began.
-
-        For the engine's thread only.
+        """Return (start, step) of the latest steps that ended after a time, at most `count`, in
+        order. Engine thread only.
         """
         newest = list(islice(reversed(self._steps), count + 1))
         began = [max(step.formed, before.ended) for step, before in pairwise(newest)]
@@ -358,16 +359,16 @@ class EventLog(StepObserver):
         return found[:count][::-1]
 
     def ended_since(self, time: float, count: int) -> list[RequestRecord]:
-        """Return the newest requests that ended after a time, at most `count`, in order. For the engine's thread."""
+        """Return the latest requests that ended after a time, at most `count`, in order. Engine thread only."""
         newest = takewhile(lambda each: each.ended_time is not None and each.ended_time > time, reversed(self._ended))
         return list(islice(newest, count))[::-1]
 
 
 def client_ids(request_id: str) -> list[str]:
-    """Return the ids that a client may mean: the given one, and without the prefix of a response id."""
+    """Return the ids to search for: the given one, and the same without the prefix of a response id."""
     return [request_id, *(request_id.removeprefix(prefix) for prefix in ID_PREFIXES if request_id.startswith(prefix))]
 
 
 def client_id_of(engine_id: str) -> str:
-    """Return the client's part of an engine's request id, which ends with a random number."""
+    """Return the part of an engine's request id that the client knows; the rest is a random number."""
     return engine_id.rpartition("-")[0]

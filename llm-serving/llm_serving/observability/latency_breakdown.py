@@ -1,4 +1,6 @@
-"""The latency breakdown of a request: spans of time with a reason each, their sums, and the bounds of its class."""
+"""The latency breakdown of a request: consecutive time spans with a reason each, their sums, and
+the bounds of its class.
+"""
 
 from __future__ import annotations
 
@@ -19,39 +21,39 @@ from llm_serving.scheduler.schedule import Blocked, WaitReason
 
 class Part(enum.StrEnum):
     TOKENIZING = "tokenizing"
-    """From its HTTP headers to the engine's inbox: reading, validation and tokenization."""
+    """From the HTTP headers to the engine's inbox: reading, validation and tokenization."""
     INBOX = "inbox"
-    """It was in the engine's inbox."""
+    """In the engine's inbox."""
     QUEUED = "queued"
     PREFILL = "prefill"
     """Steps that computed prompt tokens."""
     COMPUTED_AGAIN = "computed again"
     """Steps that recomputed tokens after a preemption."""
     SHARING = "sharing"
-    """It held a running slot, but the step computed other requests only."""
+    """The request held a running slot, but the step computed only other requests."""
     DECODE = "decode"
-    """Steps that computed its newest token."""
+    """Steps that computed its latest token."""
     DEVICE = "device"
-    """It held a running slot and waited for its own step: the step before still ran, or no step did."""
+    """The request held a running slot and its own step had not started: the previous step was running, or none was."""
     PREEMPTED = "preempted"
     RESTART = "restart"
-    """Steps were lost with the WorkAgent, or the WorkAgent was restarting."""
+    """The WorkAgent was restarting, or the steps were lost when it exited."""
     OTHER_CHOICES = "other choices"
-    """It had ended, but other requests for the same HTTP request had not."""
+    """The request had ended, but other requests of the same HTTP request had not."""
     SENDING = "sending"
-    """From its last token to the last bytes given to the socket."""
+    """From its last token until the last bytes of the response were given to the socket."""
     NOT_KEPT = "not kept"
-    """The event log no longer has the steps of that time."""
+    """The event log has deleted the steps of that time."""
 
 
 class Span(NamedTuple):
     start: int
-    """Nanoseconds on the engine's clock, as integers, so that the spans add up exactly."""
+    """Nanoseconds on the engine's clock. Integers, so that the spans add up exactly."""
     end: int
     part: Part
     detail: str = ""
     step: int | None = None
-    """Number of the step that ran meanwhile."""
+    """Number of the step that ran during the span."""
 
 
 class OwnRow(NamedTuple):
@@ -73,7 +75,7 @@ def attribute(record: RequestRecord, events: EventSnapshot) -> list[Span]:
 
 
 def own_rows(record: RequestRecord, events: EventSnapshot) -> list[OwnRow]:
-    """Return the kept steps that computed the request, in order."""
+    """Return the recorded steps that computed the request, in order."""
     summary = record.summary
     missed = _is_missed(record, events)
     position = furthest = summary.num_prompt_tokens if missed else 0
@@ -99,12 +101,12 @@ def own_rows(record: RequestRecord, events: EventSnapshot) -> list[OwnRow]:
 
 
 def num_accepted_drafts(step: Step, record: RequestRecord) -> int:
-    """Return the request's accepted draft tokens in a step: tokens without a step of their own."""
+    """Return the number of the request's accepted draft tokens in a step, which needed no step of their own."""
     return sum(accepted for sequence, _, accepted in step.drafts if sequence in record.sequences)
 
 
 def largest_decode_gap(record: RequestRecord, events: EventSnapshot, rows: Sequence[OwnRow]) -> int:
-    """Return the most consecutive steps without the request between two of its tokens, while it held a slot."""
+    """Return the maximum number of consecutive steps that a request with a running slot missed between two tokens."""
     breaks = [each.time for each in record.preemptions] + [outage.ended for outage in events.outages]
     gaps = [
         row.step.number - before.step.number - 1
@@ -115,17 +117,17 @@ def largest_decode_gap(record: RequestRecord, events: EventSnapshot, rows: Seque
 
 
 class _State(NamedTuple):
-    """The state of a request from `start` on, where no step computes it."""
+    """The state of a request from `start` on, while no step computes it."""
 
     start: int
     kind: str
     preempted: Preempted | None = None
     first_step: int = 0
-    """Number of the first step that computes it, if it holds a running slot."""
+    """Number of the first step that computes the request, if it holds a running slot."""
 
 
 class _SpanBuilder:
-    """Builds the spans of one request in order; `_cursor` is the end of the last span."""
+    """Builds the spans of one request in order. `_cursor` is the end of the last span."""
 
     def __init__(self, record: RequestRecord, events: EventSnapshot) -> None:
         self._record = record
@@ -164,13 +166,13 @@ class _SpanBuilder:
         return self._spans
 
     def _limit(self) -> int:
-        """Return when the scheduler was done with the request: at its last token, or at its end if it was aborted."""
+        """Return the time of the request's last token, or of its abort."""
         replies = [end for row in self._rows if (end := nanoseconds(row.step.ended)) <= self._end]
         complete = self._summary.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         return replies[-1] if complete and replies else self._end
 
     def _finish(self) -> None:
-        """Add the spans after the request has ended in the engine."""
+        """Add the spans after the request ended in the engine."""
         record, http_timings, now = self._record, self._record.http_timings, nanoseconds(self._events.now)
         self._until(self._end, Part.SENDING)
         if record.ended_time is None or http_timings is None:
@@ -182,7 +184,7 @@ class _SpanBuilder:
         self._until(end, Part.SENDING)
 
     def _find_states(self) -> list[_State]:
-        """Return the states in order of time; the first is the inbox."""
+        """Return the states in order of time, the inbox first."""
         record, events = self._record, self._events
         changes: list[_State] = []
         if record.queued_time is not None:
@@ -205,7 +207,7 @@ class _SpanBuilder:
         return states
 
     def _fill(self, end: int, step: Step | None = None) -> None:
-        """Add spans up to `end` for time in which the request is not computed; `step` runs meanwhile."""
+        """Add spans up to `end` for time in which no step computes the request, while `step` runs."""
         while self._cursor < end:
             outage_end = next((over for began, over in self._outages if began <= self._cursor < over), None)
             if outage_end is not None:
@@ -241,7 +243,7 @@ class _SpanBuilder:
 
 
 def why_queued(record: RequestRecord, blocked: Blocked | None) -> str:
-    """Return why a waiting request waits, given the request that the scheduler could not admit."""
+    """Return why a request waits, given the first request that the scheduler could not admit."""
     own = record.request_class
     if blocked is None:
         return "the next step"
@@ -265,7 +267,7 @@ def _preemption_mode(preempted: Preempted) -> str:
 
 
 def _is_missed(record: RequestRecord, events: EventSnapshot) -> bool:
-    """Return whether the request ran in steps that are no longer kept."""
+    """Return whether some steps of the request have been deleted from the log."""
     first = record.summary.first_scheduled_time
     return first is not None and first < events.kept_since
 
@@ -281,20 +283,20 @@ class ExplainedPart(Struct, kw_only=True):
     detail: str
     ms: float
     steps: int
-    """Number of steps that ran meanwhile."""
+    """Number of steps that ran during that time."""
 
 
 class ExplainedSteps(Struct, kw_only=True):
-    """Numbers of steps from the request's arrival to its end."""
+    """Numbers of steps between the request's arrival and its end."""
 
     first: int | None
-    """Number of the first kept step that computed it; None: there is none."""
+    """Number of the first recorded step that computed it; None: there is none."""
     last: int | None
     prefill: int
     computed_again: int
     decode: int
     left_out: int
-    """Steps without the request while it held a running slot."""
+    """Steps that did not compute the request while it held a running slot."""
 
 
 class ExplainedTokens(Struct, kw_only=True):
@@ -303,13 +305,13 @@ class ExplainedTokens(Struct, kw_only=True):
     """Prompt tokens found in the prefix cache."""
     output: int
     accepted_draft: int
-    """Accepted draft tokens in the kept steps: output tokens without a step of their own."""
+    """Accepted draft tokens in the recorded steps: output tokens without a step of their own."""
     guessed: int
     """Deprecated name of `accepted_draft`."""
 
 
 class BoundAndMet(Struct, kw_only=True):
-    """A bound of the request's class, and the request's actual value: a number of steps or of events."""
+    """A guaranteed maximum of the request's class and the request's actual value, in steps or events."""
 
     bound: int | None
     met: int | None
@@ -319,7 +321,7 @@ class ExplainedBounds(Struct, kw_only=True):
     wait: BoundAndMet
     """Steps from arrival to first admission."""
     wait_bound_s: float | None
-    """The bound in seconds at the recent mean step time."""
+    """The bound in seconds, estimated from the recent mean step time."""
     decode_gap: BoundAndMet
     """Consecutive steps without the request between two of its tokens; `met` is null for a beam search."""
     preemptions: BoundAndMet
@@ -329,16 +331,16 @@ class ExplainedFirstToken(Struct, kw_only=True):
     """Milliseconds from the arrival at the server to the first token."""
 
     predicted_ms: float | None
-    """Predicted at admission and sent to the client; null: too little was measured."""
+    """Predicted at admission and sent to the client; null: too few measurements."""
     real_ms: float | None
-    """Null: it has no token yet."""
+    """Null: there is no token yet."""
 
 
 class Explanation(Struct, kw_only=True):
-    """The latency breakdown of one request of the engine; the parts add up to `wall_ms`."""
+    """The latency breakdown of one engine request. Its parts add up to `wall_ms`."""
 
     id: str
-    """The client's id and a suffix that distinguishes the choices of a request."""
+    """The client's id, with a suffix for each choice of the request."""
     request_class: str
     tenant: str | None
     """Null unless API keys identify tenants."""
@@ -352,12 +354,12 @@ class Explanation(Struct, kw_only=True):
     tokens: ExplainedTokens
     num_preemptions: int
     num_sharing: int
-    """Other clients' answers that came from the same computation."""
+    """Number of other clients' responses that came from the same computation."""
     bounds: ExplainedBounds
 
 
 def answers_to(record: RequestRecord, names: Collection[str]) -> bool:
-    """Return whether one of `names` identifies the request: the client's or the engine's id, see `client_ids`."""
+    """Return whether one of `names` identifies the request by the client's or the engine's id, see `client_ids`."""
     return record.request_id in names or client_id_of(record.request_id) in names
 
 
@@ -370,7 +372,7 @@ def explain(
     with_tenant: bool,
     step_s: float | None = None,
 ) -> Explanation:
-    """Return the latency breakdown of one request; `step_s`: recent mean seconds per step, if known."""
+    """Return the latency breakdown of one request. `step_s`: recent mean seconds per step, if known."""
     summary = record.summary
     wait_bound_s = None if summary.wait_bound is None or step_s is None else summary.wait_bound * step_s
     spans, rows = attribute(record, events), own_rows(record, events)
@@ -417,7 +419,7 @@ def _first_token(record: RequestRecord) -> ExplainedFirstToken:
 
 
 def _sum_up(spans: Iterable[Span]) -> list[ExplainedPart]:
-    """Return one part for each reason, in order of first occurrence."""
+    """Return the total of each reason, in order of first occurrence."""
     sums: dict[tuple[Part, str], int] = {}
     steps: dict[tuple[Part, str], set[int]] = {}
     for span in spans:

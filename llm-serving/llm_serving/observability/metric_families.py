@@ -1,4 +1,4 @@
-"""Histograms, counters and gauges in the form that Prometheus scrapes."""
+"""Histograms, counters and gauges in Prometheus format."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ LATENCY_BUCKETS: Final = (
 )  # fmt: skip
 """Upper bounds in seconds."""
 TOKEN_BUCKETS: Final = tuple(2.0**power for power in range(15))
-"""Upper bounds of the tokens of a step."""
+"""Upper bounds for tokens per step."""
 LENGTH_BUCKETS: Final = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
-"""Upper bounds of the tokens of a request, up to half a million."""
+"""Upper bounds for tokens per request, up to half a million."""
 
 Labels = Mapping[str, str]
 
 
 class Histogram:
-    """Counts of values by bucket. Observing a value costs a bisection and two additions."""
+    """Counts of values by bucket. Observing a value costs one bisection and two additions."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
-        """Sum of all values."""
 
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
@@ -54,21 +53,19 @@ class Histogram:
 
 
 def counter(name: str, text: str, labels: Labels, value: float) -> CounterMetricFamily:
-    """Return a counter with one value."""
     family = CounterMetricFamily(name, text, labels=list(labels))
     family.add_metric(list(labels.values()), value)
     return family
 
 
 def gauge(name: str, text: str, labels: Labels, value: float) -> GaugeMetricFamily:
-    """Return a gauge with one value."""
     family = GaugeMetricFamily(name, text, labels=list(labels))
     family.add_metric(list(labels.values()), value)
     return family
 
 
 def counter_by(name: str, text: str, labels: Labels, label: str, counts: Mapping[str, float]) -> CounterMetricFamily:
-    """Return a counter with one more label, from the counts by value of that label."""
+    """Return a counter with one more label, from label value -> count."""
     family = CounterMetricFamily(name, text, labels=[*labels, label])
     for value, count in counts.items():
         family.add_metric([*labels.values(), value], count)

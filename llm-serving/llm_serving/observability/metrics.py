@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms of the engine, in the form that Prometheus scrapes."""
+"""Counters, gauges and histograms of the engine in Prometheus format."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from llm_serving.observability.transfer_metrics import MoveMetrics, SwapMetrics
 
 
 class Totals(NamedTuple):
-    """Counts since the start."""
+    """Counts since the server started."""
 
     steps: int
     prompt_tokens: int
-    """Computed tokens of prompts, and recomputed tokens."""
+    """Prompt tokens computed, and tokens recomputed after a preemption."""
     generation_tokens: int
     preemptions: int
     prefix_queries: int
@@ -42,18 +42,18 @@ class Totals(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The load of one replica, or of all: requests are summed over replicas, usage is averaged."""
+    """The load of one replica, or of all replicas: requests are summed, cache usage is averaged."""
 
     num_running: int
     num_waiting: int
     kv_usage: float
-    """Share of the KV cache in use, between 0.0 and 1.0."""
+    """Fraction of the KV cache in use, between 0.0 and 1.0."""
 
 
 class ReplicaCounts(NamedTuple):
     num_replicas: int
     num_ready: int
-    """Replicas that serve now."""
+    """Number of replicas that are ready."""
 
 
 class WorkAgentMemory(NamedTuple):
@@ -68,9 +68,9 @@ class WorkAgentMemory(NamedTuple):
 
 
 class Metrics(Collector):
-    """The metrics of a server. Names that start with `vllm:` are those that existing dashboards read.
+    """The metrics of a server. Names that start with `vllm:` match those of existing dashboards.
 
-    Several engine threads may record; a scrape reads numbers that may be a step apart. Times are in seconds.
+    Several engine threads record without a lock, so the numbers of a scrape may be a step apart. Times are in seconds.
 
     Args:
         model_name: Value of the label `model_name` of every metric.
@@ -92,11 +92,11 @@ class Metrics(Collector):
         self._memory: dict[int, Callable[[], WorkAgentMemory]] = {}
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self.draft_tokens = {name: dict.fromkeys(map(str, Proposer), 0) for name in _DRAFT_TOKENS}
-        """Metric -> count by proposer."""
+        """Metric -> proposer -> count."""
         self._finished = dict.fromkeys(FinishReason, 0)
         self._reloads = dict.fromkeys(RELOADS, 0)
         self.num_shares_broken = dict.fromkeys(SHARES, 0)
-        """Violations of tenant limits and class weights, which hold for all replicas together."""
+        """Number of violations of tenant limits and class weights, which apply to all replicas together."""
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._iteration_tokens = self._histograms["vllm:iteration_tokens_total"]
         self._inter_token = self._histograms["vllm:inter_token_latency_seconds"]
@@ -110,21 +110,21 @@ class Metrics(Collector):
     def record_step(
         self, num_running: int, num_waiting: int, kv_usage: float, num_tokens: int, *, replica: int = 0
     ) -> None:
-        """Count a step that computed `num_tokens`, and record the replica's load as `Load` describes it."""
+        """Count a step with `num_tokens` tokens, and record the replica's load (see `Load`)."""
         with self._lock:
             self._loads[replica] = Load(num_running, num_waiting, kv_usage)
             self._counts["llm_serving:steps_total"] += 1
             self._iteration_tokens.observe(num_tokens)
 
     def record_load(self, num_running: int, num_waiting: int, kv_usage: float, *, replica: int = 0) -> None:
-        """Record a replica's load without a step, such as when its engine becomes idle."""
+        """Record a replica's load outside a step, such as when its engine becomes idle."""
         with self._lock:
             self._loads[replica] = Load(num_running, num_waiting, kv_usage)
 
     def watch_agent(
         self, replica: int, num_compilations: Callable[[], int], machine: Callable[[], str] = lambda: ""
     ) -> None:
-        """At each scrape, call these functions for the WorkAgent of a replica.
+        """Register functions about a replica's WorkAgent that every scrape calls.
 
         Args:
             replica: Index of the replica.
@@ -139,7 +139,7 @@ class Metrics(Collector):
         self._memory[replica] = memory
 
     def machine(self, replica: int) -> str:
-        """Return the address of the machine of a replica's WorkAgent; empty: the master's own."""
+        """Return the address of the machine of a replica's WorkAgent; empty for the master's own."""
         return self._machines[replica]() if replica in self._machines else ""
 
     def record_first_token(self, seconds: float, priority: int = 0) -> None:
@@ -150,7 +150,7 @@ class Metrics(Collector):
         self.classes.record_first_token(priority, seconds)
 
     def record_inter_tokens(self, seconds: Sequence[float]) -> None:
-        """Record tokens after the first of their requests: for each, the seconds since the token before."""
+        """Record the seconds between consecutive tokens of requests."""
         observe = self._inter_token.observe
         with self._lock:
             self._counts["vllm:generation_tokens_total"] += len(seconds)
@@ -180,7 +180,7 @@ class Metrics(Collector):
             num_output: Tokens generated.
             queued_s: Seconds from its arrival until it was first scheduled.
             decode_s: Seconds from its first token to its last; None: it has no token.
-            num_cached: Tokens of its prompt that were found in the prefix cache.
+            num_cached: Prompt tokens found in the prefix cache.
             priority: Its priority.
         """
         counts, histograms = self._counts, self._histograms
@@ -203,17 +203,16 @@ class Metrics(Collector):
         self.classes.record_finished(priority, reason, ttft_s, tpot_s, e2e_s)
 
     def record_preempted(self, priorities: Sequence[int]) -> None:
-        """Count preempted requests, given the priority of each."""
+        """Count preempted requests, given their priorities."""
         self._add("vllm:num_preemptions_total", len(priorities))
         for priority in priorities:
             self.classes.record_preempted(priority)
 
     def record_coalesced(self) -> None:
-        """Count an answer that another request computes or has computed."""
         self._add("llm_serving:shared_answers_total", 1)
 
     def record_verified_drafts(self, verified: Iterable[tuple[str, int, int]]) -> None:
-        """Count the draft tokens of a request that a step verified: (proposer, draft tokens, accepted) of each."""
+        """Count verified draft tokens, given (proposer, tokens verified, tokens accepted) for each proposer."""
         with self._lock:
             self._counts["vllm:spec_decode_num_drafts_total"] += 1
             for proposer, *counts in verified:
@@ -224,19 +223,18 @@ class Metrics(Collector):
         self._add("llm_serving:bound_violations_total", count)
 
     def shares_broken(self, num_of_tenants: int, num_of_classes: int) -> None:
-        """Count running requests above their tenant's limit, and classes that were passed over against their weight."""
+        """Count running requests above their tenant's limit, and classes scheduled below their weight."""
         if num_of_tenants or num_of_classes:
             with self._lock:
                 for name, number in zip(SHARES, (num_of_tenants, num_of_classes), strict=True):
                     self.num_shares_broken[name] += number
 
     def record_audit(self, *, differs: bool) -> None:
-        """Count an audited answer."""
         self._add("llm_serving:audits_total", 1)
         self._add("llm_serving:audit_mismatch_total", int(differs))
 
     def reloaded(self, outcome: str) -> None:
-        """Count a reload of the configuration by its outcome, one of `RELOADS`."""
+        """Count a configuration reload by its outcome, one of `RELOADS`."""
         with self._lock:
             self._reloads[outcome] += 1
 
@@ -250,7 +248,7 @@ class Metrics(Collector):
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def load_now(self) -> Load:
-        """Return the newest load of all replicas."""
+        """Return the latest load of all replicas."""
         loads = list(self._loads.values())
         return Load(
             sum(load.num_running for load in loads),
@@ -346,22 +344,22 @@ class HttpMetrics:
         self._longest = Histogram(LENGTH_BUCKETS)
 
     def answered(self, method: str, route: str, status: int, longest: Sequence[int] = ()) -> None:
-        """Count an HTTP request that was answered.
+        """Count an answered HTTP request.
 
-        Method and route must be from small sets, so that no client can create time series.
+        Method and route must be from small sets; otherwise clients could create time series.
 
         Args:
             method: HTTP method.
             route: Path template of the route.
             status: HTTP status.
-            longest: For each prompt of the request, the tokens of the longest answer to it.
+            longest: For each prompt of the request, the number of tokens in its longest answer.
         """
         self._counts[method, route, status] += 1
         for num_tokens in longest:
             self._longest.observe(num_tokens)
 
     def refused(self, reason: str) -> None:
-        """Count an HTTP request that was refused before a route got it. Reasons must be from a small set."""
+        """Count an HTTP request that was refused before routing. Reasons must be from a small set."""
         self._refusals[reason] += 1
 
     def collect(self) -> Iterator[Metric]:

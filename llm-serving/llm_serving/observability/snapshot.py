@@ -1,6 +1,6 @@
-"""Snapshots of a scheduler and its engine, which the engine's thread copies for other threads.
+"""Snapshots of a scheduler and its engine, copied by the engine's thread for other threads.
 
-`take_snapshot` adds the events since a time. Ages in a snapshot are seconds before it was taken.
+`take_snapshot` adds the events since a given time. Ages are seconds before the snapshot.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from llm_serving.observability.event_log import EventLog, RequestRecord, Step
 from llm_serving.scheduler import Scheduler
 
 MAX_WAITING: Final = 10_000
-"""Waiting requests in a scheduler state; further ones are only counted."""
+"""Maximum number of waiting requests in a scheduler state; further ones are only counted."""
 MAX_SNAPSHOT_WAITING: Final = 1024
-"""Waiting requests in an engine snapshot; further ones are only counted."""
+"""Maximum number of waiting requests in an engine snapshot; further ones are only counted."""
 MAX_STEPS: Final = 64
-"""Steps in an engine snapshot, the newest."""
+"""Maximum number of steps in an engine snapshot, the latest."""
 MAX_ENDED: Final = 64
-"""Finished requests in an engine snapshot, the newest."""
+"""Maximum number of finished requests in an engine snapshot, the latest."""
 
 
 class RunningRequest(Struct, kw_only=True):
@@ -39,7 +39,7 @@ class RunningRequest(Struct, kw_only=True):
     """`prefill`, `decode`, or `paused`: a beam that waits for the other beams of its search."""
     since_step: int
     seconds: float
-    """Seconds that it has held its slot."""
+    """Seconds since it got its running slot."""
     tokens: int
     """Tokens of prompt and output."""
     computed: int
@@ -53,11 +53,11 @@ class RunningRequest(Struct, kw_only=True):
     cached: int
     """Prompt tokens found in the prefix cache at its first admission."""
     most: int
-    """Maximum tokens of prompt and output."""
+    """Maximum number of tokens of prompt and output."""
     shared: int
-    """Leading blocks that other requests hold too."""
+    """Number of leading blocks shared with other requests."""
     group: int | None
-    """Equal for requests that share their first block; null: it shares none."""
+    """Same number for all requests that share their first block; null: it shares none."""
 
     @classmethod
     def of(cls, request: Request, blocks: BlockManager, now: float) -> RunningRequest:
@@ -93,12 +93,12 @@ class WaitingRequest(Struct, kw_only=True):
     tokens: int
     preemptions: int
     has_run: bool
-    """Whether it was preempted."""
+    """Whether it ran before and was preempted."""
     tenant_limit: bool
-    """Whether it waits because its tenant is at its concurrency limit."""
+    """Whether it waits because its tenant has reached its limit of running requests."""
     prompt: int
     waited: int | None
-    """Steps that it has waited, counted as `bound` does; null: no bound applies, or it was admitted before."""
+    """Steps that it has waited, counted like `bound`; null: no bound applies, or it was admitted before."""
     bound: int | None
     """Guaranteed maximum number of steps until its first admission."""
 
@@ -133,7 +133,7 @@ class ClassQueueState(Struct, kw_only=True):
     oldest_s: float | None
     """Seconds that its oldest waiting request has waited; null: no request waits."""
     bounds: str
-    """The bounds of its requests, in words."""
+    """The guaranteed maximum waits of its requests, in words."""
 
     @classmethod
     def of(
@@ -156,13 +156,13 @@ class BlockUsage(Struct, kw_only=True):
     """Usage of the KV cache and of the host pool, in blocks."""
 
     tokens: int
-    """Tokens of one block."""
+    """Tokens per block."""
     total: int
     used: int
     cached: int
     """Free blocks in the prefix cache."""
     free: int
-    """Free blocks, cached ones included."""
+    """Free blocks, including cached ones."""
     host_total: int
     host_used: int
 
@@ -181,7 +181,7 @@ class BlockUsage(Struct, kw_only=True):
 
 
 class SchedulerState(NamedTuple):
-    """A copy of a scheduler's state, which does not change."""
+    """An immutable copy of a scheduler's state."""
 
     now: float
     """Seconds on the engine's clock."""
@@ -189,11 +189,11 @@ class SchedulerState(NamedTuple):
     """Number of the next step."""
     num_slots: int
     running: dict[int, RunningRequest]
-    """`Request.sequence` -> running request, in the order in which they decode."""
+    """`Request.sequence` -> running request, in decode order."""
     waiting: dict[int, WaitingRequest]
-    """`Request.sequence` -> waiting request, in no particular order, up to a limit."""
+    """`Request.sequence` -> waiting request, unordered, up to a limit."""
     num_waiting: int
-    """All waiting requests, including forks that wait for their parent."""
+    """Number of all waiting requests, including forks that wait for their parent."""
     classes: list[ClassQueueState]
     """In ascending order of rank."""
     served: dict[str, dict[str, int]]
@@ -204,7 +204,7 @@ class SchedulerState(NamedTuple):
 def scheduler_state(
     scheduler: Scheduler, now: float, step_s: float | None = None, max_waiting: int = MAX_WAITING
 ) -> SchedulerState:
-    """Return the state of a scheduler; for the thread that owns it.
+    """Return the state of a scheduler. Call it in the thread that owns the scheduler.
 
     Args:
         scheduler: The scheduler.
@@ -241,7 +241,7 @@ def scheduler_state(
 
 
 class EngineSnapshot(NamedTuple):
-    """A scheduler's state with recent events. It does not change, except the records of unfinished requests."""
+    """A scheduler's state and recent events. It does not change, except for the records of unfinished requests."""
 
     state: SchedulerState
     max_step_tokens: int
@@ -249,10 +249,10 @@ class EngineSnapshot(NamedTuple):
     step_s: float | None
     """Recent mean seconds per step."""
     steps: list[tuple[float, Step]]
-    """Each step with the time at which the WorkAgent began it."""
+    """(time at which the WorkAgent began the step, step)."""
     ended: list[RequestRecord]
     cpu_s: float
-    """CPU seconds that this snapshot took."""
+    """CPU seconds spent on this snapshot."""
 
 
 def take_snapshot(
@@ -263,7 +263,7 @@ def take_snapshot(
     since: float,
     cpu_clock: Clock = time.thread_time,
 ) -> EngineSnapshot:
-    """Return a snapshot; for the engine's thread. `since` is `state.now` of the snapshot before."""
+    """Return a snapshot. Engine thread only. `since` is `state.now` of the previous snapshot."""
     began = cpu_clock()
     state = scheduler_state(scheduler, now, step_s, MAX_SNAPSHOT_WAITING)
     steps, ended = event_log.steps_since(since, MAX_STEPS), event_log.ended_since(since, MAX_ENDED)

@@ -1,4 +1,4 @@
-"""Observers of an engine's steps: they watch a step and change nothing. Events come in the engine's thread."""
+"""Observers of an engine's steps, which are called in the engine's thread and must change nothing."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ NO_DRAFTS: Final[Mapping[int, int]] = MappingProxyType({})
 
 
 class CompletedStep(NamedTuple):
-    """A step whose results the scheduler has applied and whose output is on its way to the clients."""
+    """A step whose results the scheduler has applied, and whose output is on its way to the clients."""
 
     schedule: Schedule
     num_tokens: int
-    """Tokens that it computed, draft tokens included."""
+    """Tokens computed, draft tokens included."""
     finished: list[Request]
     """Requests that finished with it."""
     accepted: Mapping[int, int]
-    """`Request.sequence` -> accepted draft tokens, of the rows that had drafts."""
+    """`Request.sequence` -> number of accepted draft tokens, for rows with drafts."""
     in_flight: Sequence[Schedule]
-    """Steps submitted after it, the oldest first."""
+    """Steps submitted after this one, the oldest first."""
     now: float
-    """When the scheduler had applied the results, so that the WorkAgent could begin the next step."""
+    """Time at which the scheduler had applied the results, so that the WorkAgent could begin the next step."""
 
 
 class StepObserver:
-    """Base class of observers; an engine calls only the events that a subclass overrides.
+    """Base class of observers. An engine calls only the events that a subclass overrides.
 
     Times are seconds on the engine's clock. The events of one step come in this order: `on_scheduled`, `on_submitted`,
     then `on_completed` or `on_failed`.
@@ -39,23 +39,23 @@ class StepObserver:
     def on_scheduled(
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
     ) -> None:
-        """The scheduler has decided the step after those in flight; None: no request can run.
+        """The scheduler has decided the next step after those in flight; None: no request can run.
 
-        `blocked` is the first request that it left waiting, with the reason.
+        `blocked` is the first request left waiting, with the reason.
         """
 
     def on_submitted(self, schedule: Schedule, now: float) -> None:
-        """The executor has received the step, which was decided at `now`."""
+        """The executor has received a step, which was decided at `now`."""
 
     def on_completed(self, step: CompletedStep) -> None:
         """The results of the oldest step in flight have been applied."""
 
     def on_failed(self, now: float) -> None:
-        """A step failed or the WorkAgent died: no step is in flight any more."""
+        """A step failed or the WorkAgent exited, so no step is in flight."""
 
 
 def observers_by_event(observers: Collection[StepObserver]) -> dict[str, list[StepObserver]]:
-    """Return for the name of each event the observers that override its method."""
+    """Return event name -> observers that override its method."""
     events = [name for name in vars(StepObserver) if name.startswith("on_")]
     return {
         event: [each for each in observers if getattr(type(each), event) is not getattr(StepObserver, event)]

@@ -18,7 +18,7 @@ class _Reading(NamedTuple):
 
 
 class ThroughputLine:
-    """Makes each line from the difference of the metrics since the line before.
+    """Makes a line from the change of the metrics since the previous line.
 
     Args:
         metrics: Metrics of all engines.
@@ -31,7 +31,7 @@ class ThroughputLine:
         self._before = self._read()
 
     def next(self) -> str | None:
-        """Return the line for the time since the last call; None if no step ran."""
+        """Return the line for the time since the previous call; None if no step ran."""
         before, self._before = self._before, self._read()
         now = self._before
         seconds = now.time - before.time
@@ -52,7 +52,7 @@ class ThroughputLine:
 
 
 async def log_throughput(metrics: Metrics, clock: Clock, interval_s: float) -> None:
-    """Log a line every `interval_s` seconds in which steps ran, until cancelled."""
+    """Until cancelled, log a line after every `interval_s` seconds in which steps ran."""
     line = ThroughputLine(metrics, clock)
     while True:
         await asyncio.sleep(interval_s)

@@ -1,6 +1,6 @@
 """The event log as a trace for Perfetto and Chrome's `about:tracing`.
 
-The trace is in the JSON object form of the Trace Event Format: complete events (`ph` X) with `ts` and `dur` in
+The format is the JSON object form of the Trace Event Format: complete events (`ph` X) with `ts` and `dur` in
 microseconds, and metadata events (`ph` M) for names. Events of one row (`pid`, `tid`) do not overlap.
 """
 
@@ -14,22 +14,24 @@ from llm_serving.observability.event_log import EventSnapshot, RequestRecord, St
 from llm_serving.observability.latency_breakdown import Span, attribute, nanoseconds
 
 STEPS_ROW: Final = 0
-"""`tid` of the row of steps; the rows of requests start at 1."""
+"""`tid` of the row of steps. Rows of requests start at 1."""
 
 JsonObject = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ReplicaTrace:
-    """The input of a trace from one replica; its index is the `pid` in the trace."""
+    """One replica's input of a trace. Its index is the `pid` in the trace."""
 
     replica: int
     events: EventSnapshot
     records: Sequence[RequestRecord]
     own_steps_only: bool = False
-    """Show only the rows of these requests, and no step without one, because the client may see only its own tenant."""
+    """Whether to show only the rows of these requests, and only steps that have some: the client
+    may see only its tenant.
+    """
     machine: str = ""
-    """Address of its WorkAgent's machine, shown unless `own_steps_only`."""
+    """Address of the machine of its WorkAgent, shown unless `own_steps_only`."""
 
     @property
     def name(self) -> str:
@@ -38,7 +40,7 @@ class ReplicaTrace:
 
 
 def trace(replicas: Sequence[ReplicaTrace], num_steps: int) -> JsonObject:
-    """Return a trace of the newest `num_steps` steps of each replica and of the requests open during them.
+    """Return a trace of the latest `num_steps` steps of each replica and of all requests alive during them.
 
     A request is shown from its arrival, which may be before the first step.
     """
@@ -64,7 +66,7 @@ def trace(replicas: Sequence[ReplicaTrace], num_steps: int) -> JsonObject:
 def _shown(
     replica: ReplicaTrace, num_steps: int
 ) -> tuple[list[tuple[Step, int, int]], list[tuple[RequestRecord, list[Span]]], int | None]:
-    """Return steps with begin and end, requests with their spans, and the earliest time of all."""
+    """Return (step, start, end) of the steps, (request, spans) of the requests, and the earliest time of all."""
     events = replica.events
     steps: list[tuple[Step, int, int]] = []
     end = 0
@@ -87,7 +89,7 @@ def _shown(
 
 
 def _part(step: Step, sequences: Set[int]) -> Step:
-    """Return a step with only the rows of these sequences."""
+    """Return a step reduced to the rows of these sequences."""
     return step._replace(
         singles=tuple([each for each in step.singles if each in sequences]),
         chunks=tuple([chunk for chunk in step.chunks if chunk[0] in sequences]),
@@ -145,7 +147,7 @@ def _request_events(
 
 
 def _joined(spans: Sequence[Span]) -> Iterator[tuple[int, int, Span, int]]:
-    """Yield consecutive spans with the same reason as one: start, end, the first span, the number of steps."""
+    """Merge consecutive spans with the same reason, and yield (start, end, first span, number of steps)."""
     index = 0
     while index < len(spans):
         first, numbers = spans[index], set()

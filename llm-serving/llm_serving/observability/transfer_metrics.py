@@ -1,4 +1,4 @@
-"""Metrics of swapped KV blocks and of requests that migrate between replicas."""
+"""Metrics of swapped KV blocks, and of requests that migrate between replicas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SwapLoad(NamedTuple):
 
 
 class SwapMetrics:
-    """Swapped requests and blocks, summed over replicas. The engine threads count; a scrape reads the present load.
+    """Swapped requests and blocks, summed over replicas. Engine threads count them; a scrape reads the current load.
 
     Args:
         labels: Labels of every metric.
@@ -71,12 +71,12 @@ class MoveMetrics:
         self._labels = labels
         self._lock = Lock()
         self.block_bytes = 0
-        """Bytes of a block in all layers; 0: unknown."""
+        """Bytes of a block over all layers; 0: unknown."""
         self._num_requests = self._num_blocks = 0
         self._seconds = 0.0
 
     def arrived(self, seconds: Sequence[float], moves: Sequence[BlockMove]) -> None:
-        """Count the migrated requests that a step computes for the first time.
+        """Count migrated requests in the first step that computes them here.
 
         Args:
             seconds: For each request, the seconds since the reply to its last step at the other replica.
