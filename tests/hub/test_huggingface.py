@@ -133,7 +133,7 @@ def test_huggingface_downloads_the_shards_of_the_index(hub):
 
 
 def test_huggingface_refuses_an_invalid_index(hub):
-    for named, message in (("model-3.safetensors", "which is not there"), ("../x.safetensors", "of its own folder")):
+    for named, message in (("model-3.safetensors", "which the hub does not have"), ("../x.safetensors", "of its own folder")):
         files = tiny_files()
         files["model.safetensors.index.json"] = b'{"weight_map": {"a": "%s"}}' % named.encode()
         hub.models["Tiny/Llama"] = StoredModel(files, commit=COMMIT[::-1] if ".." in named else COMMIT)
@@ -179,7 +179,7 @@ def test_huggingface_revisions_have_separate_folders(hub):
 def test_huggingface_offline_uses_the_cache_only(hub, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     error = error_of()
-    assert "no local cache has it, and HF_HUB_OFFLINE forbids to download it" in error
+    assert "no local cache has it, and HF_HUB_OFFLINE forbids the download" in error
     assert hub.asked == []
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     folder = get().folder
@@ -194,7 +194,7 @@ def test_huggingface_offline_uses_the_cache_only(hub, monkeypatch):
 def test_huggingface_unreachable_hub(caches):
     error = error_of()
     assert error.startswith("Tiny/Llama at http://127.0.0.1:9 cannot be read: ")
-    assert "HF_ENDPOINT names a mirror" in error
+    assert "set HF_ENDPOINT to a mirror" in error
 
 
 def test_huggingface_checks_disk_space(hub, monkeypatch):

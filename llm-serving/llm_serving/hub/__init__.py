@@ -1,7 +1,6 @@
-"""Models by name, from Hugging Face or ModelScope; the network is used only if the operator gave a name.
+"""Models given by name, from Hugging Face or ModelScope. The network is used only for such models.
 
-`locate` finds a model in the local caches, or downloads the files that determine whether it can be served; `download`
-gets the rest.
+`locate` finds a model in the local caches or downloads its configuration and tokenizer; `download` gets the weights.
 """
 
 from llm_serving.hub.base import NAME_FORM, is_revision, why_not_a_name

@@ -1,4 +1,4 @@
-"""Shared by all hubs: interface, local caches, model names, wanted files and download progress."""
+"""Code shared by all hubs: interface, local caches, model names, file selection and download progress."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REVISION: Final = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_./-]{0,254}[A-Za-z0-9_
 NAME_FORM: Final = "the name of a model on a hub is owner/name, such as Qwen/Qwen3-0.6B"
 LOG_INTERVAL_S: Final = 10.0
 TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "tekken.json", "*.tiktoken", "merges.txt")
-"""Patterns of tokenizer files; one of them is enough."""
+"""Patterns of tokenizer files; a model needs one match."""
 _SMALL: Final = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _TEMPLATE: Final = re.compile(r"additional_chat_templates/[^/]+\.jinja")
 _MAX_SMALL_BYTES: Final = 2**27
@@ -56,37 +56,36 @@ class Listing:
 
 
 class Hub(Protocol):
-    """A hub of models; every method may raise ModelError, whose text says what to do."""
+    """A hub of models. Every method may raise ModelError, whose text says what to do."""
 
     title: ClassVar[str]
 
     def snapshot(self, name: str, revision: str) -> Path | None:
-        """Return the folder of a revision in the local cache, possibly incomplete; does not use the network."""
+        """Return the folder of a revision in the local cache, possibly incomplete, without using the network."""
         ...
 
     def listing(self, name: str, revision: str) -> Listing: ...
 
     def fetch(self, listing: Listing, files: Sequence[str]) -> None:
-        """Download files into `listing.folder`; resume interrupted downloads."""
+        """Download files into `listing.folder`, and resume interrupted downloads."""
         ...
 
     def unfinished_bytes(self, listing: Listing, files: Sequence[str]) -> int:
-        """Return the bytes of these files that interrupted downloads have left on disk."""
+        """Return the number of bytes of these files that interrupted downloads have left on disk."""
         ...
 
     def settle(self, listing: Listing) -> None:
-        """Record the commit of the revision in the cache, after a complete download."""
+        """Record the revision's commit in the cache, once the download is complete."""
         ...
 
 
 def is_offline() -> bool:
-    """Return whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbids network access, read as other programs do."""
+    """Return whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbids network access."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     return any(os.environ.get(name, "").strip().lower() not in _FALSE for name in names)
 
 
 def huggingface_cache() -> Path:
-    """Return the cache folder: HF_HUB_CACHE, or `hub` in HF_HOME, or `~/.cache/huggingface/hub`."""
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return _expanded(cache, "HF_HUB_CACHE")
     if home := os.environ.get("HF_HOME"):
@@ -95,12 +94,10 @@ def huggingface_cache() -> Path:
 
 
 def modelscope_cache() -> Path:
-    """Return the cache folder: MODELSCOPE_CACHE, or `~/.cache/modelscope`."""
     return _expanded(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope", "MODELSCOPE_CACHE")
 
 
 def _expanded(path: str, variable: str) -> Path:
-    """Return a path with `~` expanded; raise ModelError if there is no such home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -108,12 +105,11 @@ def _expanded(path: str, variable: str) -> Path:
 
 
 def huggingface_model(name: str) -> Path:
-    """Return the cache folder of a model: `refs/` by branch, `snapshots/` by commit, `blobs/` by content."""
     return huggingface_cache() / f"models--{name.replace('/', '--')}"
 
 
 def huggingface_snapshot(name: str, revision: str) -> Path | None:
-    """Return the cache folder of a revision, possibly incomplete; None: not cached."""
+    """Return the cache folder of a revision, possibly incomplete; None if it is not cached."""
     model = huggingface_model(name)
     commit = revision
     if not _COMMIT.fullmatch(revision):
@@ -128,8 +124,9 @@ def huggingface_snapshot(name: str, revision: str) -> Path | None:
 
 
 def modelscope_snapshot(name: str, revision: str) -> Path | None:
-    """Return the cache folder of a revision; releases before 1.38 have one folder for all revisions, with `___` for
-    dots.
+    """Return the cache folder of a revision, possibly incomplete; None if it is not cached.
+
+    Releases before 1.38 have one folder for all revisions, with `___` in place of dots.
     """
     cache = modelscope_cache()
     owner, _, model = name.partition("/")
@@ -141,10 +138,10 @@ def modelscope_snapshot(name: str, revision: str) -> Path | None:
 
 
 def why_not_a_name(text: str, folders: Sequence[Path]) -> str | None:
-    """Return why a text that is not an existing path is not a model name either; None if it is one.
+    """Return why a text, which is not an existing path, is not a model name either; None if it is one.
 
     Args:
-        text: The operator's text.
+        text: The text given as model path.
         folders: Folders in which a relative path is looked up.
     """
     if text.startswith(("/", ".", "~")) or text.endswith("/") or "\\" in text:
@@ -160,12 +157,12 @@ def why_not_a_name(text: str, folders: Sequence[Path]) -> str | None:
 
 
 def is_revision(text: str) -> bool:
-    """Return whether a text can be a branch, tag or commit; it becomes part of URLs and paths."""
+    """Return whether a text can be a branch, tag or commit. It is checked because it becomes part of URLs and paths."""
     return _REVISION.fullmatch(text) is not None and ".." not in text and "//" not in text
 
 
 class DownloadProgress(tqdm):
-    """A tqdm bar that is always shown, and that writes separate lines when the output is not a terminal."""
+    """A tqdm bar that is always shown. It writes one line per update if the output is not a terminal."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         options.pop("name", None)  # argument of the library's own class
@@ -181,7 +178,7 @@ class DownloadProgress(tqdm):
 
 
 class _LineStream:
-    """A text stream that writes each state of a progress bar on a line of its own."""
+    """A text stream that writes each update of a progress bar on its own line."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -197,10 +194,11 @@ class _LineStream:
 
 
 def small_files(sizes: Mapping[str, int]) -> list[str]:
-    """Return the configuration and tokenizer files, config.json first.
+    """Return the names of configuration and tokenizer files, config.json first.
 
     Args:
-        sizes: File name -> bytes of all files on the hub. Of subfolders only `POOLING_FILES` and templates are wanted.
+        sizes: File name -> bytes of all files on the hub. In subfolders, only `POOLING_FILES` and templates are
+            selected.
     """
     wanted = [name for name in sizes if _matches(name, _SMALL) or name in POOLING_FILES or _TEMPLATE.fullmatch(name)]
     names = [name for name in wanted if sizes[name] <= _MAX_SMALL_BYTES]
@@ -211,7 +209,7 @@ def small_files(sizes: Mapping[str, int]) -> list[str]:
 def weight_files(names: Collection[str], index: Path) -> list[str]:
     """Return the safetensors files to download, in order; empty if the weights are in other formats.
 
-    A hub may have the weights twice, in another format or sharded differently: the index decides, then the usual name.
+    A hub may have the weights in several formats or shardings. The index selects one; without an index, the usual name.
 
     Args:
         names: Names of all files.
@@ -228,7 +226,7 @@ def weight_files(names: Collection[str], index: Path) -> list[str]:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Return the names or patterns of wanted files that a folder lacks.
+    """Return the names or patterns of required files that a folder lacks.
 
     Raises:
         ModelError: Its index is invalid.

@@ -1,5 +1,3 @@
-"""Locating models by name in a cache or on a hub, downloading them, and listing cached models."""
-
 from __future__ import annotations
 
 import shutil
@@ -32,16 +30,6 @@ HUBS: Final[Mapping[str, type[Hub]]] = {"huggingface": HuggingFace, "modelscope"
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model that was given by name.
-
-    Attributes:
-        name: owner/name.
-        hub: Key of `HUBS`.
-        commit: Commit of the revision, if the hub reports it.
-        folder: Folder of its files, which may not be downloaded yet.
-        listing: Files on the hub; None: the folder is complete.
-    """
-
     name: str
     hub: str
     commit: str
@@ -50,7 +38,7 @@ class HubModel:
 
     @property
     def source(self) -> str:
-        """A sentence for the operator: which files are served."""
+        """Describe for the operator which files are served."""
         how = "in the local cache, nothing is downloaded" if self.listing is None else "downloaded from the hub"
         return f"{self.name} is revision {self.commit} of {HUBS[self.hub].title}, {how}: {self.folder}"
 
@@ -72,7 +60,7 @@ def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubMode
 
     Args:
         name: owner/name.
-        hub: Key of `HUBS`; `auto`: the first cache that has the model, or Hugging Face to download it.
+        hub: Key of `HUBS`; `auto`: the first cache that has the model, else Hugging Face to download it.
         revision: Branch, tag or commit; None: the hub's main branch.
 
     Raises:
@@ -96,7 +84,7 @@ def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubMode
     if is_offline():
         what = "; ".join(incomplete) or "no local cache has it"
         raise ModelError(
-            f"{name}: {what}, and HF_HUB_OFFLINE forbids to download it: unset it, or set HF_HOME, HF_HUB_CACHE or "
+            f"{name}: {what}, and HF_HUB_OFFLINE forbids the download: unset it, or set HF_HOME, HF_HUB_CACHE or "
             f"MODELSCOPE_CACHE to the cache that has the model"
         )
     listing = HUBS[asked[0]]().listing(name, revision or DEFAULT_REVISIONS[asked[0]])
@@ -104,7 +92,7 @@ def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubMode
 
 
 def download(model: HubModel, say: Callable[[str], None]) -> None:
-    """Download the missing files of a model, the weights last; do nothing if it is complete.
+    """Download the missing files of a model, the weights last. Do nothing if it is complete.
 
     Args:
         model: A model from `locate`.
@@ -129,7 +117,7 @@ def download(model: HubModel, say: Callable[[str], None]) -> None:
 
 
 def _download_small_files(key: str, listing: Listing) -> HubModel:
-    """Download all files except the weights, and check that the model can be served and its weights are on the hub."""
+    """Download all files except the weights. Raise ModelError for an unsupported model or missing weights."""
     hub = HUBS[key]()
     if CONFIG_NAME not in listing.sizes:
         raise ModelError(f"{listing.website} has no {CONFIG_NAME}: it is not a language model in Hugging Face format")
@@ -139,7 +127,7 @@ def _download_small_files(key: str, listing: Listing) -> HubModel:
         raise ModelError(_no_weights(listing))
     hub.fetch(listing, small_files(listing.sizes))
     if missing := [name for name in _weights_of(listing) if name not in listing.sizes]:
-        raise ModelError(f"{listing.website}: {INDEX_NAME} names {missing[0]}, which is not there")
+        raise ModelError(f"{listing.website}: {INDEX_NAME} names {missing[0]}, which the hub does not have")
     return HubModel(listing.name, key, listing.commit, listing.folder, listing)
 
 
@@ -162,7 +150,7 @@ def _check_disk(hub: Hub, listing: Listing, weights: list[str]) -> None:
     if needed > free:
         raise ModelError(
             f"{listing.name}: {listing.folder} must have {readable_size(needed)} free for the weights. Found: "
-            f"{readable_size(free)}; HF_HOME or MODELSCOPE_CACHE names a folder on another disk"
+            f"{readable_size(free)}; set HF_HOME or MODELSCOPE_CACHE to a folder on another disk"
         )
 
 
@@ -178,7 +166,7 @@ class CachedModel(NamedTuple):
 
 
 def cached_models() -> Iterator[CachedModel]:
-    """Yield the cached models by name: the main revision of Hugging Face, all revisions of ModelScope."""
+    """Yield the cached models by name: the main revision for Hugging Face, all revisions for ModelScope."""
     for model in sorted(huggingface_cache().glob("models--*--*")):
         name = model.name.removeprefix("models--").replace("--", "/")
         folder = huggingface_snapshot(name, DEFAULT_REVISIONS["huggingface"])

@@ -1,8 +1,7 @@
-"""The Hugging Face hub and its mirrors, with the cache that all programs of its ecosystem share.
+"""The Hugging Face hub and its mirrors, with the cache that other programs share.
 
-Names, revisions, hashes and addresses come from the `huggingface_hub` package. Because its downloads restart a file
-after
-an interruption, this module resumes downloads itself: partial files stay in the cache until they are complete.
+The `huggingface_hub` package provides names, revisions, hashes and addresses. Its downloads restart interrupted files,
+so this module resumes downloads itself: partial files stay in the cache until they are complete.
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ class HuggingFace:
                 raise
             raise ModelError(
                 f"{where} cannot be read: {_first_line(error)}. Partial downloads are kept: start again to resume "
-                f"them; HF_ENDPOINT names a mirror, and --model takes a folder that was downloaded elsewhere"
+                f"them; set HF_ENDPOINT to a mirror, or give --model a folder that was downloaded elsewhere"
             ) from None
 
     def _gated(self, name: str) -> ModelError:
@@ -171,7 +170,7 @@ def _library() -> Any:
 
 @contextmanager
 def _partial_file(path: Path, blob: Path) -> Iterator[BufferedRandom | None]:
-    """Yield the partial file, locked against other processes; None: another process has completed it."""
+    """Yield the partial file, locked against other processes; None if another process has completed it."""
     while True:
         with path.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -186,7 +185,7 @@ def _partial_file(path: Path, blob: Path) -> Iterator[BufferedRandom | None]:
 
 
 def _has_hash(file: BufferedRandom, etag: str) -> bool:
-    """Return whether the content matches the tag: SHA-256 of a large file, the git blob hash of a small one."""
+    """Return whether the content matches the ETag: SHA-256 of a large file, the git blob hash of a small one."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     if len(etag) == 64:
@@ -200,7 +199,7 @@ def _has_hash(file: BufferedRandom, etag: str) -> bool:
 
 
 def _link(pointer: Path, blob: Path) -> None:
-    """Give a complete file its name in the snapshot, as a link, or as the file itself if links are not supported."""
+    """Link a complete file into the snapshot under its name, or move it there if links are not supported."""
     temporary = pointer.with_name(f".{pointer.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     try:

@@ -1,4 +1,4 @@
-"""The ModelScope hub with its own cache; the `modelscope_hub` package downloads and resumes."""
+"""The ModelScope hub with its own cache. The `modelscope_hub` package downloads and resumes."""
 
 from __future__ import annotations
 
