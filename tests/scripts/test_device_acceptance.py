@@ -155,7 +155,7 @@ class TestAnswers:
         ("status", "text", "message"),
         [
             (500, "no kernel", "a request is refused with 500: no kernel"),
-            (200, 'data: {"error": "the WorkAgent is gone"}\n\n', "an answer breaks off: the WorkAgent is gone"),
+            (200, 'data: {"error": "the WorkAgent has exited"}\n\n', "an answer breaks off: the WorkAgent has exited"),
         ],
     )
     def test_ask_reports_refused_and_incomplete_answers(self, monkeypatch, status, text, message):

@@ -25,7 +25,7 @@ class AgentLink(Protocol):
     """Connection to a WorkAgent: a `Channel` or `RankChannels`."""
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when a message arrives or the WorkAgent is gone."""
+        """Return a descriptor that is readable when a message arrives or the WorkAgent has exited."""
 
     def send(self, message: msgspec.Struct) -> None: ...
 

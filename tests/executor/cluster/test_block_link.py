@@ -113,7 +113,7 @@ def test_an_unexpected_reply_closes_the_link(ends: Ends, reply: AgentMessage) ->
     with pytest.raises(WorkerDiedError):
         read(ends.link)
     assert ends.link.is_closed
-    with pytest.raises(WorkerDiedError, match="gone"):
+    with pytest.raises(WorkerDiedError, match="exited"):
         read(ends.link)
 
 

@@ -81,7 +81,7 @@ def test_incomplete_weight_files_are_not_stored(folder: Path, cache: str, pieces
 def test_a_changed_folder_is_detected(folder: Path) -> None:
     files = describe_folder(folder)
     (folder / "config.json").write_bytes(b"[]")
-    with pytest.raises(ModelError, match="its files have changed since the server was started"):
+    with pytest.raises(ModelError, match="its files have changed since the server started"):
         list(read_pieces(folder, files))
 
 

@@ -27,9 +27,9 @@ Request = TypeVar("Request", ReadBlocks, BlockContents)
 class BlockLink:
     """Reads and writes the transfer pool of one WorkAgent. Only one thread may use it at a time (`locked`).
 
-    Replies come in the order of the requests, each within `timeout_s`. A late or unexpected reply closes the
-    connection, so that it is never mistaken for another one; the WorkAgent then exits and is restarted. `steps` is the
-    WorkAgent's step channel, closed together with this connection.
+    Replies arrive in the order of the requests, each within `timeout_s`. A late or unexpected reply could be matched to
+    a later request, so it closes the connection and the WorkAgent's step channel `steps`; the WorkAgent is then
+    restarted.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class BlockLink:
 
     @contextlib.contextmanager
     def locked(self, timeout_s: float) -> Iterator[None]:
-        """Hold exclusive use of the link; raise WorkerError if other threads use it for `timeout_s` seconds."""
+        """Hold exclusive use of the link. Raise WorkerError if other threads use it for `timeout_s` seconds."""
         if not self._lock.acquire(timeout=timeout_s):
-            raise WorkerError("the block connection is busy")
+            raise WorkerError("the connection for KV blocks is busy")
         try:
             yield
         finally:
@@ -70,7 +70,7 @@ class BlockLink:
                 yield self._checked(request, reply)
 
     def write(self, frames: Iterable[BlockContents]) -> None:
-        """Write blocks into the pool; raise WorkerError if that fails."""
+        """Write blocks into the pool. Raise WorkerError if that fails."""
         with contextlib.closing(self._replies(frames)) as replies:
             for frame, reply in replies:
                 names = frame.block_ids, frame.epochs
@@ -87,7 +87,7 @@ class BlockLink:
         self._release()
 
     def _replies(self, requests: Iterable[Request]) -> Generator[tuple[Request, AgentMessage], None, None]:
-        """Send requests and yield each with its reply. When it ends, no request is in flight."""
+        """Send requests and yield each with its reply. When the generator ends, no request is in flight."""
         in_flight: deque[Request] = deque()
         try:
             for request in requests:
@@ -105,7 +105,7 @@ class BlockLink:
 
     def _send(self, request: ReadBlocks | BlockContents) -> None:
         if self.is_closed:
-            raise WorkerDiedError("the WorkAgent is gone")
+            raise WorkerDiedError("the WorkAgent has exited")
         try:
             self._channel.send(request)
         except TransportError as error:
@@ -120,7 +120,7 @@ class BlockLink:
 
     def _receive(self) -> AgentMessage:
         if self.is_closed:
-            raise WorkerDiedError("the WorkAgent is gone")
+            raise WorkerDiedError("the WorkAgent has exited")
         try:
             return self._channel.receive(self.timeout_s)
         except TransportError as error:
@@ -143,7 +143,7 @@ class BlockLink:
         return WorkerDiedError(f"the WorkAgent sent an invalid reply about blocks: {str(reply)[:100]}")
 
     def _release(self) -> None:
-        """Close the channel, unless another thread holds the link: that thread closes it then."""
+        """Close the channel now, or leave it to the thread that holds the link."""
         if self._lock.acquire(blocking=False):
             self._channel.close()
             self._lock.release()

@@ -1,4 +1,4 @@
-"""The master's port to which WorkAgents of other machines connect, each for the start whose token it presents."""
+"""The master's port for WorkAgents on other machines. Each presents a token that identifies its start."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class _PendingConnection:
 
 
 class PendingHandshakes:
-    """Connections that have not attached to a start yet, limited in number. Thread-safe.
+    """Connections that have not presented a token yet, limited in number. Thread-safe.
 
-    At the limit, a new connection drops one that has not authenticated: the oldest of the address with the most such
-    connections. So silent connections block no other client, and an address that connects repeatedly first drops its
-    own ones.
+    At the limit, a new connection drops an unauthenticated one: the oldest of the address with the most such
+    connections. So silent connections block no other client, and an address that connects repeatedly first loses its
+    own connections.
     """
 
     def __init__(self, limit: int) -> None:
@@ -52,9 +52,9 @@ class PendingHandshakes:
         """Oldest first."""
 
     def add(self, connection: ssl.SSLSocket, peer: str, thread: threading.Thread) -> bool:
-        """Add a connection unless the limit is reached; return whether it was added.
+        """Add a connection unless the limit is reached, and return whether it was added.
 
-        The caller starts `thread` next, which must call `remove` before it closes the connection.
+        The caller then starts `thread`, which must call `remove` before it closes the connection.
         """
         with self._lock:
             dropped = None if len(self._connections) < self._limit else self._next_to_drop()
@@ -112,7 +112,7 @@ class PendingStarts:
                 queue.get_nowait().close()
 
     def deliver(self, token: str, channel: AgentChannel) -> bool:
-        """Hand a connection to the start that expects its token; return False if there is none (any more)."""
+        """Deliver a connection to the start with this token; return False if no such start is waiting."""
         with self._lock:
             queue = self._expected.pop(token, None)
             if queue is not None:
@@ -133,13 +133,13 @@ class ExpectedConnection:
 
 
 class Listener:
-    """Accepts connections of WorkAgents with the cluster's secret and hands each to the start that its token names.
+    """Accepts connections of WorkAgents that prove the cluster's secret, and delivers each to the start with its token.
 
-    Each connection has `HANDSHAKE_TIMEOUT_S` for the TLS handshake and the token, in a thread of its own.
+    Each connection has a thread of its own and `HANDSHAKE_TIMEOUT_S` for the TLS handshake and the token.
     """
 
     def __init__(self, host: str, identity: ClusterIdentity) -> None:
-        """Raises OSError if the address cannot be bound."""
+        """Raise OSError if the address cannot be bound."""
         self._context = identity.server_context()
         self._pending_starts = PendingStarts()
         self._handshakes = PendingHandshakes(MAX_HANDSHAKES)
@@ -153,7 +153,6 @@ class Listener:
         return self._pending_starts.expect(token)
 
     def close(self) -> None:
-        """Accept no more connections. Connections that were handed over stay open."""
         self._closing.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -203,10 +202,10 @@ class Listener:
             if not attached:
                 connection.close()
         if error is not None and not was_dropped:
-            logger.warning("a connection from %s to the cluster's port was refused: %s", peer, error)
+            logger.warning("refused a connection from %s to the cluster's port: %s", peer, error)
 
     def _attach(self, connection: ssl.SSLSocket, peer: str) -> bool:
-        """Read the token; return whether a start took the connection."""
+        """Read the token, and return whether a waiting start accepted the connection."""
         enable_keepalive(connection)
         channel: AgentChannel = Channel(connection, AgentMessage)  # type: ignore[arg-type]
         channel.max_frame_bytes = MAX_ATTACH_BYTES
@@ -214,5 +213,5 @@ class Listener:
         channel.max_frame_bytes = MAX_FRAME_BYTES
         attached = isinstance(message, Attach) and self._pending_starts.deliver(message.token, channel)
         if not attached:
-            logger.warning("a WorkAgent at %s connected that no start expects (any more)", peer)
+            logger.warning("closed the connection of a WorkAgent at %s: no start expects it", peer)
         return attached

@@ -1,4 +1,4 @@
-"""Creation of the placement that the configuration selects."""
+"""Create the placement that the configuration selects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llm_serving.transport.tls_identity import ClusterIdentity, read_secret
 
 @contextmanager
 def open_placement(config: ServingConfig) -> Iterator[Placement]:
-    """Yield the placement of WorkAgents. All of them must have exited when it is left.
+    """Yield the placement of WorkAgents. All WorkAgents must exit before the context does.
 
     Raises:
         ConfigError: The cluster cannot be used.

@@ -1,4 +1,4 @@
-"""Placement of WorkAgents on the machines of a cluster; they connect back to the master."""
+"""Placement of WorkAgents on the machines of a cluster, from which they connect to the master."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from llm_serving.transport.shared_memory import InlineArrays
 from llm_serving.transport.tls_identity import ClusterIdentity
 
 CONNECT_TIMEOUT_S: Final = 300.0
-"""Time within which a started WorkAgent must connect. Loading the model comes later."""
+"""Time within which a started WorkAgent must connect. It loads the model only afterwards."""
 WEIGHTS_TRANSFER_TIMEOUT_S: Final = 3600.0
-"""The same, if the weights are sent to its machine first."""
+"""As `CONNECT_TIMEOUT_S`, if the weights are first sent to the WorkAgent's machine."""
 POLL_INTERVAL_S: Final = 0.2
-"""Interval at which a start checks that the process lives and the start is not cancelled."""
+"""Interval at which a start checks that the process is alive and the start is not cancelled."""
 
 
 class AgentStarter(Protocol):
-    """Runs WorkAgent processes somewhere in the cluster and monitors them."""
+    """Runs WorkAgent processes in the cluster and monitors them."""
 
     def start(self, index: int, ranks: Sequence[Sequence[str]]) -> AgentProcess:
-        """Run `python -m llm_serving.work_agent ARGUMENTS` for each rank of WorkAgent `index`, on the replica's
-        machine.
+        """Run `python -m llm_serving.work_agent ARGUMENTS` for each rank of WorkAgent `index`, all on one machine.
 
         Raises:
             WorkerDiedError: It cannot be started.
@@ -47,12 +46,12 @@ class AgentStarter(Protocol):
 class ClusterPlacement:
     """Starts WorkAgents in a cluster and waits for their connections.
 
-    Each rank has one connection for steps, and the replica one for KV blocks if blocks are transferred. Tokens bind
-    these connections to one start.
+    Each rank has one connection for steps; the replica has one for KV blocks if blocks are transferred. A token assigns
+    each connection to one start.
 
     Args:
         host: Address of this machine that the other machines connect to.
-        own_devices: Whether a WorkAgent only sees the devices assigned to it, one per rank, numbered from 0.
+        own_devices: Whether a WorkAgent sees only the devices assigned to it, one per rank, numbered from 0.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class ClusterPlacement:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         clock: Clock = monotonic,
     ) -> None:
-        """Raises ConfigError if the address cannot be bound."""
+        """Raise ConfigError if the address cannot be bound."""
         try:
             self._listener = Listener(host, identity)
         except OSError as error:
@@ -149,7 +148,7 @@ class ClusterPlacement:
 
 
 def _peer_of(index: int, channel: AgentChannel) -> str:
-    """Return the address of the WorkAgent's machine; raise WorkerDiedError if the connection is closed already."""
+    """Return the address of the WorkAgent's machine. Raise WorkerDiedError if the connection is closed already."""
     try:
         return channel.peer
     except OSError as error:

@@ -6,11 +6,11 @@ import msgspec
 
 
 class RayWeights(msgspec.Struct, frozen=True):
-    """A model folder of the master's machine that is copied to the other machines through Ray's object store."""
+    """A model folder of the master that Ray's object store copies to the other machines."""
 
     folder: str
     cache: str
-    """Folder on every machine that keeps the copies."""
+    """Cache folder on every machine for the copies."""
 
 
 class RayRequirements(msgspec.Struct, frozen=True):
@@ -19,7 +19,7 @@ class RayRequirements(msgspec.Struct, frozen=True):
     address: str | None
     num_replicas: int
     cpus: int
-    """CPUs of a replica with all its ranks, as `num_devices`. All are on one machine."""
+    """CPUs of a replica with all its ranks, which run on one machine."""
     strategy: str
     num_devices: int
     weights: RayWeights | None = None
@@ -28,7 +28,7 @@ class RayRequirements(msgspec.Struct, frozen=True):
 
 class StartAgent(msgspec.Struct, tag="start", frozen=True):
     number: int
-    """Identifies this start."""
+    """Identifies the start."""
     index: int
     ranks: tuple[tuple[str, ...], ...]
     """Arguments of each rank."""

@@ -1,7 +1,7 @@
-"""The process that is connected to Ray on behalf of the master, and the actor that runs a WorkAgent on each machine.
+"""The process that connects to Ray for the master, and the actor that runs a WorkAgent on each machine.
 
-Ray terminates a process that loses the head node for a minute, so the master must not be connected itself. `RayStarter`
-starts this process; it exits with the master.
+Ray terminates a process that loses the head node for a minute, so the master itself must not be connected. `RayStarter`
+starts this process, which exits with the master.
 """
 
 from __future__ import annotations
@@ -46,31 +46,33 @@ PLACEMENT_TIMEOUT_S: Final = 120.0
 DEVICE: Final = "NPU"
 """Ray's resource name of Ascend NPUs."""
 ATTEMPTS: Final = "2"
-"""Attempts to reach a head node, each of 41 s or more. Ray's default is 20."""
+"""Attempts to reach a head node; each takes at least 41 s. Ray's default is 20."""
 EXIT_GRACE_S: Final = 10.0
-"""Seconds after the master's end in which this process exits, even if it waits for Ray."""
+"""Seconds after the master's exit within which this process exits, even while it waits for Ray."""
 _POLL_INTERVAL_S: Final = 0.2
 
 
 class AgentHost:
-    """Ray actor that runs one WorkAgent with all its ranks.
+    """Ray actor that runs all ranks of one WorkAgent.
 
-    It is their parent process and holds the standard-input pipes by which they detect its end.
+    It is their parent process and holds the standard-input pipes by which they detect its exit.
     """
 
     def find_weights(self, cache: str, files: bytes) -> str | None:
-        """Return where this machine keeps a model's files (`WeightFiles`, as JSON); None if it does not have them."""
+        """Return the folder of a model's files (`WeightFiles`, as JSON) on this machine; None if they are missing."""
         found = find_cached(cache, msgspec.json.decode(files, type=WeightFiles))
         return None if found is None else str(found)
 
     def store_weights(self, cache: str, files: bytes, pieces: Sequence[Any]) -> str:
-        """Store the files of a model. `pieces`: a list of object references, which Ray does not resolve all at once."""
+        """Store the files of a model and return their folder. `pieces` are object references, which are resolved one at
+        a time.
+        """
         return str(store_in_cache(cache, msgspec.json.decode(files, type=WeightFiles), _fetch_pieces(pieces)))
 
     def run(self, ranks: Sequence[Sequence[str]]) -> str:
-        """Run a WorkAgent until it exits, given the arguments of each rank; return how it exited, for example "code 3".
+        """Run a WorkAgent with the arguments of each rank until it exits, and return how, for example "code 3".
 
-        When the first rank exits, the others are ended.
+        When the first rank exits, the others are terminated.
         """
         # Ray sets OMP_NUM_THREADS to the CPUs of the actor, or to 1; the kernels are configured otherwise.
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
@@ -91,7 +93,7 @@ def _fetch_pieces(pieces: Sequence[Any]) -> Iterator[memoryview]:
 class NotStartedError(ConfigError):
     """Ray did not start on this machine.
 
-    Its own processes must start within 15 s, which is too short if the cores are busy or the disk is cold.
+    Ray allows its own processes 15 s to start, which is too short if the cores are busy or the disk is slow.
     """
 
 
@@ -118,7 +120,7 @@ def main(requirements_json: str, socket_fd: str) -> None:
 
 
 def _exit_with_the_master(connection: socket.socket) -> None:
-    """Exit after the master has, even if the main thread waits for a head node that does not answer."""
+    """Exit after the master, even if the main thread waits for a head node that does not answer."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     poll.poll()
@@ -130,13 +132,13 @@ class RayAgents:
     """The WorkAgents of a server, one actor each."""
 
     def __init__(self, ray: Any, requirements: RayRequirements, channel: Channel[RayCommand]) -> None:
-        """Raises ConfigError if the cluster has no room."""
+        """Raise ConfigError if the cluster has no room."""
         self._ray, self._requirements, self._channel = ray, requirements, channel
         self._weights = None if requirements.weights is None else StoredWeights(ray, requirements.weights)
         self._lock = threading.Lock()
         self._actors: dict[int, Any] = {}
         self._running: dict[Any, int] = {}
-        """Number of the start, by the reference that Ray resolves when the actor's `run` returns."""
+        """Ray's reference to the result of the actor's `run` -> number of the start."""
         self._devices = {DEVICE: requirements.num_devices} if requirements.num_devices else {}
         bundle = {"CPU": requirements.cpus, **self._devices}  # on one machine, because ranks share memory
         strategy = "SPREAD" if requirements.strategy == SpreadName.SPREAD else "PACK"
@@ -145,15 +147,15 @@ class RayAgents:
         if not self._group.wait(PLACEMENT_TIMEOUT_S):
             raise ConfigError(
                 f"cluster_config.replicas must be as many as the cluster has room for: it has {_resources(ray)}, "
-                f"and each takes {bundle} of one machine. Given: {requirements.num_replicas}"
+                f"and each replica takes {bundle} of one machine. Given: {requirements.num_replicas}"
             )
         self._report(RayConnected(str(ray.util.get_node_ip_address()), _resources(ray)))
         threading.Thread(target=self._watch, name="actors", daemon=True).start()
 
     def start(self, command: StartAgent) -> bool:
-        """Start a WorkAgent; return False if that failed and no other WorkAgent runs by this connection.
+        """Start a WorkAgent. Return False if that failed and this connection runs no other WorkAgent.
 
-        The connection may then belong to a cluster that no longer exists, in whose place another one answers.
+        In that case the connection may belong to a former cluster that was replaced at the same address.
         """
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         options: dict[str, Any] = {
@@ -196,9 +198,8 @@ class RayAgents:
             self._report(AgentEnded(command.number, _first_line(error)))
 
     def kill(self, command: KillAgent) -> None:
-        """Kill the actor and with it the WorkAgent.
-
-        If Ray does not reach the machine, the WorkAgent exits when it detects the loss of the master.
+        """Kill the actor and its WorkAgent. If Ray cannot reach the machine, the WorkAgent exits when it loses the
+        master.
         """
         with self._lock:
             actor = self._actors.pop(command.number, None)
@@ -231,10 +232,9 @@ class RayAgents:
 
 @contextmanager
 def connect_to_ray(address: str | None, num_cpus: int = 1) -> Iterator[Any]:
-    """Connect to Ray and yield its package. Without an address, start a cluster on this machine for that time.
+    """Connect to Ray and yield its package. Without an address, run a cluster on this machine until the context exits.
 
-    The calling thread must live as long as the connection, because Ray ties the processes it starts here to that
-    thread.
+    The calling thread must live as long as the connection, because Ray ties the processes it starts to that thread.
 
     Raises:
         ConfigError: Ray is not installed, or there is no cluster at the address.
@@ -261,7 +261,7 @@ def connect_to_ray(address: str | None, num_cpus: int = 1) -> Iterator[Any]:
 
 
 def import_ray() -> Any:
-    """Import ray; raise ConfigError if it is not installed."""
+    """Import ray. Raise ConfigError if it is not installed."""
     try:
         return importlib.import_module("ray")
     except ImportError:
@@ -282,7 +282,7 @@ def _resources(ray: Any) -> str:
 
 
 def status_lines(address: str) -> Iterator[str]:
-    """Yield a table line for each machine: address, state, free and total cores and devices, WorkAgents.
+    """Yield a table row for each machine: address, state, free and total cores and devices, WorkAgents.
 
     Raises:
         ConfigError: Ray is not installed, or there is no cluster at the address.
@@ -312,7 +312,7 @@ def _free_of_total(left: dict[str, float], total: dict[str, float], name: str) -
 
 
 def _count_agents(ray: Any) -> Counter[str]:
-    """Return the number of living WorkAgents by machine, those of all servers."""
+    """Return machine -> number of running WorkAgents, those of other servers included."""
     state = importlib.import_module("ray._private.state")
     actors = state.actors().values()
     return Counter(

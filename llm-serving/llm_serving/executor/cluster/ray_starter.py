@@ -1,4 +1,4 @@
-"""Starts WorkAgents as Ray actors. Ray only places them; their own connections show whether they are alive."""
+"""Starts WorkAgents as Ray actors. Their own connections, not Ray, show whether they are alive."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from llm_serving.transport.channel import Channel
 logger = get_logger(__name__)
 
 KILL_TIMEOUT_S: Final = 2.0
-"""Time for a killed actor to exit. On a lost machine its exit is only reported when Ray detects the loss."""
+"""Time for a killed actor to exit. Ray reports an exit on a lost machine only when it detects the loss."""
 SHUTDOWN_S: Final = 10.0
-"""Time for the Ray process to exit. It hangs if the head node is gone."""
+"""Time for the Ray process to exit. The process hangs if the head node is lost."""
 ATTEMPTS: Final = 3
 COMMAND: Final = tuple(command_of("llm_serving.executor.cluster.ray_process"))
 
@@ -40,11 +40,12 @@ COMMAND: Final = tuple(command_of("llm_serving.executor.cluster.ray_process"))
 class RayStarter:
     """Starts WorkAgents through a separate Ray process (see `ray_process`).
 
-    If that process has exited, the next start creates another one, which connects to whatever cluster is there.
+    If that process has exited, the next start creates another one, which may connect to a new cluster at the same
+    address.
     """
 
     def __init__(self, requirements: RayRequirements, secret_file: str, command: Sequence[str] = COMMAND) -> None:
-        """Raises ConfigError if Ray is not installed, or there is no cluster at the address, or it has no room."""
+        """Raise ConfigError if Ray is not installed, there is no cluster at the address, or the cluster has no room."""
         self._requirements, self._secret_file, self._command = requirements, secret_file, command
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -57,7 +58,7 @@ class RayStarter:
                 self.close()
                 if not (num_left and self._connection.is_retryable):
                     raise
-                logger.warning("Ray failed to start, trying again: %s", error)
+                logger.warning("Ray failed to start; trying again: %s", error)
 
     def start(self, index: int, ranks: Sequence[Sequence[str]]) -> RayAgent:
         with self._lock:
@@ -80,7 +81,7 @@ class RayConnection:
     """A Ray process and the connection to it."""
 
     def __init__(self, requirements: RayRequirements, command: Sequence[str]) -> None:
-        """Raises OSError if the process cannot be started."""
+        """Raise OSError if the process cannot be started."""
         ours, theirs = socket.socketpair()
         arguments = [msgspec.json.encode(requirements).decode(), str(theirs.fileno())]
         with theirs:
@@ -94,7 +95,7 @@ class RayConnection:
         self._connected: RayConnected | None = None
         self._gone_reason: str | None = None
         self.is_retryable = False
-        """Whether another process may succeed, once this one is gone."""
+        """Whether a new process may succeed after this one exits."""
         self._thread = threading.Thread(target=self._listen, name="ray", daemon=True)
         try:
             self._thread.start()
@@ -109,7 +110,7 @@ class RayConnection:
         return self._gone_reason is not None
 
     def wait(self) -> RayConnected:
-        """Wait until the cluster has reserved the resources; raise ConfigError if it cannot."""
+        """Wait until the cluster has reserved the resources. Raise ConfigError if it cannot."""
         self._answered.wait()
         if self._connected is None:
             raise ConfigError(self._gone_reason or "")
@@ -164,7 +165,7 @@ class RayConnection:
 
 
 class RayAgent:
-    """A WorkAgent that runs in an actor, with all its ranks."""
+    """A WorkAgent in a Ray actor, with all its ranks."""
 
     def __init__(self, connection: RayConnection, number: int) -> None:
         self._connection, self._number = connection, number

@@ -1,6 +1,6 @@
 """Distribution of a model folder through Ray's object store to machines that do not have it.
 
-A folder is identified by a digest of its contents, sent in pieces, and kept in a cache folder of each machine.
+A digest of its contents identifies a folder. It is sent in pieces and kept in a cache folder on each machine.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from llm_serving.errors import ConfigError, ModelError
 from llm_serving.executor.cluster.ray_messages import RayWeights
 
 PIECE_BYTES: Final = 2**25
-"""Largest piece of a file, and so the memory needed at a time."""
+"""Maximum bytes of a file read into memory and sent at a time."""
 DEFAULT_CACHE: Final = "~/.cache/llm_serving/weights"
-"""Cache folder on every machine, unless the configuration names another one."""
+"""Default cache folder on every machine."""
 _DIGEST_BYTES: Final = 20
 
 
@@ -37,7 +37,6 @@ class WeightFile(msgspec.Struct, frozen=True):
 class WeightFiles(msgspec.Struct, frozen=True):
     files: tuple[WeightFile, ...]
     digest: str
-    """Digest of all names and contents."""
 
     @property
     def num_bytes(self) -> int:
@@ -50,7 +49,7 @@ class _Piece(NamedTuple):
 
 
 def describe_folder(folder: Path) -> WeightFiles:
-    """Read all files of a folder and its subfolders, except hidden ones; raise ModelError if that fails or there are
+    """Read all files of a folder and its subfolders, except hidden ones. Raise ModelError if that fails or there are
     none.
     """
     names = sorted(
@@ -69,7 +68,7 @@ def describe_folder(folder: Path) -> WeightFiles:
 
 
 def read_pieces(folder: Path, files: WeightFiles) -> Iterator[bytes]:
-    """Yield the contents of the files, a piece at a time. No piece spans two files.
+    """Yield the contents of the files in pieces. No piece spans two files.
 
     Raises:
         ModelError: The files have changed since they were described.
@@ -79,11 +78,11 @@ def read_pieces(folder: Path, files: WeightFiles) -> Iterator[bytes]:
         digest.add(names[piece.file], piece.content)
         yield piece.content
     if digest.finish(files.files) != files.digest:
-        raise ModelError(f"{folder}: its files have changed since the server was started")
+        raise ModelError(f"{folder}: its files have changed since the server started")
 
 
 def find_cached(cache: str, files: WeightFiles) -> Path | None:
-    """Return the folder in which this machine keeps the files; None if it has none, or its contents differ."""
+    """Return this machine's cached folder of the files; None if it is missing or its contents differ."""
     folder = _folder(cache, files)
     try:
         return folder if folder.is_dir() and describe_folder(folder) == files else None
@@ -92,7 +91,7 @@ def find_cached(cache: str, files: WeightFiles) -> Path | None:
 
 
 def store_in_cache(cache: str, files: WeightFiles, pieces: Iterable[bytes | memoryview]) -> Path:
-    """Write the files to the cache folder of this machine and verify them. Only one process writes at a time.
+    """Write the files to this machine's cache folder and verify them. Only one process writes at a time.
 
     Raises:
         ConfigError: The files cannot be stored, or do not match the description.
@@ -148,7 +147,7 @@ class _Digest:
         self._all.update(content)
 
     def finish(self, files: tuple[WeightFile, ...]) -> str:
-        """Include the sizes, which determine where a file ends and the next one begins; return the digest."""
+        """Add the file sizes, so that the digest depends on where each file ends; return the digest."""
         self._all.update(msgspec.json.encode(files))
         return self._all.hexdigest()
 
@@ -178,7 +177,7 @@ class StoredWeights:
     """A model folder in Ray's object store, uploaded when the first machine needs it."""
 
     def __init__(self, ray: Any, weights: RayWeights) -> None:
-        """Raises ConfigError if the folder cannot be read."""
+        """Raise ConfigError if the folder cannot be read."""
         self._ray, self._folder, self._cache = ray, Path(weights.folder), weights.cache
         try:
             self._files = describe_folder(self._folder)
@@ -188,7 +187,7 @@ class StoredWeights:
         self._pieces: list[Any] | None = None
 
     def deliver(self, actor: Any) -> str:
-        """Make sure that an actor's machine has the folder; return its path there.
+        """Copy the folder to an actor's machine unless it is there, and return its path.
 
         Raises:
             ConfigError: The object store or the machine has no room for it.
@@ -204,7 +203,6 @@ class StoredWeights:
         return str(found)
 
     def _put(self) -> list[Any]:
-        """Upload the files once; concurrent callers wait for the upload."""
         with self._lock:
             if self._pieces is None:
                 try:
