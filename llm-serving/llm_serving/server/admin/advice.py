@@ -185,7 +185,7 @@ ENDPOINTS: Final = (
         "GET",
         "/v1/scheduler/advice",
         show_advice,
-        "Advise on better values of configuration keys",
+        "Suggest better values of configuration keys",
         answer=AdviceView,
         query={"minutes": {"type": "integer", "minimum": 1, "maximum": MAX_MINUTES}},
     ),

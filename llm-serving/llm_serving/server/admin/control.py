@@ -77,8 +77,8 @@ async def show_scheduler(engine: AsyncEngine, http_request: Request) -> Response
 
 
 ENDPOINTS: Final = (
-    Endpoint("POST", "/v1/requests/{request_id}/cancel", cancel_request, "End a request", answer=Cancelled),
-    Endpoint("DELETE", "/v1/requests/{request_id}", cancel_request, "End a request", answer=Cancelled),
+    Endpoint("POST", "/v1/requests/{request_id}/cancel", cancel_request, "Cancel a request", answer=Cancelled),
+    Endpoint("DELETE", "/v1/requests/{request_id}", cancel_request, "Cancel a request", answer=Cancelled),
     Endpoint(
         "POST",
         "/v1/requests/{request_id}/priority",
@@ -87,5 +87,11 @@ ENDPOINTS: Final = (
         body=PriorityRequest,
         answer=Reprioritised,
     ),
-    Endpoint("GET", "/v1/scheduler", show_scheduler, "Show who holds slots and blocks", answer=SchedulerView),
+    Endpoint(
+        "GET",
+        "/v1/scheduler",
+        show_scheduler,
+        "Show the running and waiting requests, slots and KV blocks",
+        answer=SchedulerView,
+    ),
 )

@@ -367,4 +367,4 @@ class _LiveResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-ENDPOINTS: Final = (Endpoint("GET", "/v1/live", watch, "Watch the schedulers: endless server-sent events"),)
+ENDPOINTS: Final = (Endpoint("GET", "/v1/live", watch, "Stream the state of the schedulers as server-sent events"),)

@@ -74,7 +74,19 @@ def _replica(http_request: Request) -> int:
 
 ENDPOINTS: Final = (
     Endpoint("GET", "/v1/replicas", show_replicas, "Show the state of each replica", answer=ReplicasView),
-    Endpoint("POST", "/v1/replicas/{replica}/drain", drain_replica, "Drain a replica", answer=ReplicasView),
-    Endpoint("POST", "/v1/replicas/{replica}/join", join_replica, "Let a replica join again", answer=ReplicasView),
-    Endpoint("POST", "/v1/reload", reload, "Read the YAML again", answer=ReloadView),
+    Endpoint(
+        "POST",
+        "/v1/replicas/{replica}/drain",
+        drain_replica,
+        "Stop assigning requests to a replica",
+        answer=ReplicasView,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/replicas/{replica}/join",
+        join_replica,
+        "Assign requests to a drained replica again",
+        answer=ReplicasView,
+    ),
+    Endpoint("POST", "/v1/reload", reload, "Reload the YAML", answer=ReloadView),
 )

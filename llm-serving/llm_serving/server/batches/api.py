@@ -250,12 +250,14 @@ async def _counted(batches: Batches, http_request: Request) -> AsyncIterator[Req
 _FILE: Final = "/v1/files/{file_id}"
 _BATCH: Final = "/v1/batches/{batch_id}"
 ENDPOINTS: Final = (
-    Endpoint("POST", "/v1/files", create_file, "Store a file of requests", answer=FileObject, takes_form=True),
+    Endpoint("POST", "/v1/files", create_file, "Upload a file of requests", answer=FileObject, takes_form=True),
     Endpoint("GET", "/v1/files", list_files, "List files", answer=FileList, query=_FILES),
-    Endpoint("GET", _FILE, show_file, "Show a file", answer=FileObject),
-    Endpoint("GET", f"{_FILE}/content", show_content, "Content of a file"),
+    Endpoint("GET", _FILE, show_file, "Show the metadata of a file", answer=FileObject),
+    Endpoint("GET", f"{_FILE}/content", show_content, "Download the content of a file"),
     Endpoint("DELETE", _FILE, delete_file, "Delete a file", answer=DeletedFile),
-    Endpoint("POST", "/v1/batches", create_batch, "Answer the requests of a file", body=BatchRequest, answer=Batch),
+    Endpoint(
+        "POST", "/v1/batches", create_batch, "Run all requests of a file as a batch", body=BatchRequest, answer=Batch
+    ),
     Endpoint("GET", "/v1/batches", list_batches, "List batches", answer=BatchList, query=PAGE),
     Endpoint("GET", _BATCH, show_batch, "Show a batch", answer=Batch),
     Endpoint("POST", f"{_BATCH}/cancel", cancel_batch, "Cancel a batch", answer=Batch),

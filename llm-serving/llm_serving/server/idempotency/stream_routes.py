@@ -50,7 +50,7 @@ ENDPOINTS: Final = (
         "GET",
         "/v1/streams/{stream_id}",
         resume_stream,
-        "Go on with a stream",
+        "Resume a stream",
         query={RESUME_FROM: {"type": "string"}},
     ),
 )
