@@ -86,7 +86,7 @@ def test_tokenize_returns_token_texts_on_request():
 )
 def test_tokenize_accepts_chat_parameters_with_messages_only(field, value):
     error = error_of(post(FakeEngine(), "/tokenize", {"prompt": "x", field: value}))
-    assert error["message"] == f"`{field}` must be given with `messages` only"
+    assert error["message"] == f"`{field}` requires `messages`"
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}])

@@ -82,7 +82,7 @@ def test_seeds_of_either_sign(sent, seed):
 
 def test_logit_bias_keys_are_normalized():
     error = error_of(post(FakeEngine(), PATH, {"prompt": "x", "logit_bias": {"7": 1, "07": -100}}))
-    assert error["message"] == "`logit_bias` must have each token once. Given: 2"
+    assert error["message"] == "`logit_bias` must name each token only once. Given: 2"
 
 
 def test_top_k_minus_one_keeps_all():

@@ -175,7 +175,7 @@ def test_response_with_a_truncated_call_is_not_continued():
             return first, (await client.post(PATH, json=more)).json()["error"]
 
     first, error = asyncio.run(talk())
-    rule = "must be that of a response whose calls have whole arguments, JSON objects"
+    rule = "must be the id of a response whose tool calls have complete JSON arguments"
     assert error["message"] == f"`previous_response_id` {rule}. Given: {first!r}"
 
 

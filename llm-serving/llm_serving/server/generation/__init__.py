@@ -1,1 +1,1 @@
-"""From a parsed request of any protocol to its response: see `pipeline` for the steps, `response` for the builders."""
+"""The path from a parsed request of any protocol to its response: `pipeline` has the steps, `response` the builders."""

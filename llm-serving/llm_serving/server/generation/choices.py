@@ -1,6 +1,6 @@
-"""Selecting the choices of a response from the generated sequences.
+"""Selection of a response's choices from the generated sequences.
 
-Choices are sampled (`n`), the best of several samples (`best_of`), or the best sequences of a beam search.
+Choices are samples (`n`), the best of several samples (`best_of`), or the best sequences of a beam search.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from llm_serving.core.sampling_params import BeamSearchParams, Whole
 
 MAX_N: Final = 128
 MAX_CHOICES: Final = 512
-"""Most sequences generated for one HTTP request: prompts times `best_of`."""
+"""Maximum number of sequences for one HTTP request: prompts times `best_of`."""
 COUNT: Final = Whole(1, MAX_N)
 
 
 class Choices(NamedTuple):
     n: int = 1
-    """Choices returned for each prompt."""
     best_of: int = 1
-    """Sequences generated for each prompt, from which the choices are selected; at least `n`."""
+    """Number of sequences generated for each prompt, from which the choices are selected; at least `n`."""
     beams: BeamSearchParams | None = None
-    """Parameters of a beam search, whose width is `best_of`; None: sequences are sampled."""
+    """Parameters of a beam search of width `best_of`; None: sequences are sampled."""
 
     @property
     def counted_by(self) -> str:
@@ -37,7 +36,7 @@ ONE_CHOICE: Final = Choices()
 
 class ChoiceOutput(NamedTuple):
     choice: int
-    """Index of the prompt times n, plus the choice of that prompt."""
+    """Index of the prompt times n, plus the index of the choice for that prompt."""
     output: RequestOutput
 
 
@@ -46,10 +45,10 @@ async def select_best(
 ) -> AsyncIterator[ChoiceOutput]:
     """Yield, for each prompt, the `n` of `best_of` sequences with the highest mean logprob per token, best first.
 
-    Of equal sequences the earlier one comes first. A failed output is passed on at once.
+    Ties keep the order of generation. A failed output is yielded at once.
 
     Args:
-        outputs: Outputs with logprobs; their index is that of the prompt times `best_of`, plus the sequence.
+        outputs: Outputs with logprobs. Their index is the prompt's index times `best_of`, plus the sequence's index.
         with_logprobs: Whether the response has logprobs.
     """
     by_sequence: dict[int, list[RequestOutput]] = {}
@@ -75,7 +74,7 @@ async def select_best(
 
 
 async def select_beams(outputs: AsyncIterator[ChoiceOutput], choices: Choices) -> AsyncIterator[ChoiceOutput]:
-    """Yield the `n` sequences of each prompt's beam search, best first; `outputs` are numbered by prompt."""
+    """Yield the `n` best sequences of each prompt's beam search, best first. `outputs` are indexed by prompt."""
     async for prompt, output in outputs:
         if output.finished:
             for rank, beam in enumerate(output.beams or (output,)):  # a failed search has no beams

@@ -1,4 +1,4 @@
-"""Conversations: rendering them with the chat template, and the pipeline steps that all chat protocols share."""
+"""Conversations: rendering with the chat template, and the pipeline steps shared by all chat protocols."""
 
 from __future__ import annotations
 
@@ -37,22 +37,23 @@ MAX_MESSAGES: Final = 4096
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of messages in OpenAI's protocol."""
 FALLBACK_ROLES: Final = {"developer": "system", "function": "tool"}
-"""Role -> the role that replaces it for chat templates that do not mention it."""
+"""Role -> its replacement for chat templates that do not mention it."""
 RESERVED_VARIABLES: Final = ("add_generation_prompt", "continue_final_message", "messages", "self", "tools")
 """Variables of chat templates that the server or Jinja sets."""
 MAX_TEMPLATE_FACTOR: Final = 2
-"""Most times its own length that the JSON of a conversation may have once the chat template has been applied."""
+"""Maximum ratio of the rendered conversation's length to the length of its JSON."""
 _LIMIT: Final = Whole(1)
 _RENDERING: Final = FairThreads(NUM_PROCESSES, "chat-template")
-"""Separate threads that wait for chat templates, so that no other work waits for them. Clients share them fairly,
-because long conversations take long, also where their tokens are only counted."""
+"""Threads that wait for chat templates only, so that other work is not delayed. Clients share them fairly, because long
+conversations take long to render.
+"""
 
 
 class ConversationRequest(ProtocolRequest):
-    """A conversation in the form of chat completions, from whichever protocol.
+    """A conversation in the form of chat completions, from any chat protocol.
 
     Args:
-        translate: Returns an error by the field names of the protocol.
+        translate: Renames the fields of an error to those of the protocol.
     """
 
     def __init__(
@@ -181,9 +182,9 @@ def template_role(template: str, role: str) -> str:
 
 
 def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
-    """Return a message as chat templates read it.
+    """Convert a message into the form that chat templates read.
 
-    Raise RequestError where it has an unknown role, a part that is not text, or a call with malformed arguments.
+    Raise RequestError if it has an unknown role, a part that is not text, or a call with malformed arguments.
     """
     if message.role not in ROLES:
         raise RequestError(f"messages[{index}].role", f"must be one of {', '.join(ROLES)}", message.role)
@@ -207,15 +208,15 @@ def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
 
 
 def nested_schema(flat: JsonObject) -> JsonObject:
-    """Return `response_format` of chat for a JSON schema that has its name and schema beside `type`."""
+    """Return `response_format` of chat for a JSON schema whose name and schema are next to `type`."""
     return {"type": "json_schema", "json_schema": {name: each for name, each in flat.items() if name != "type"}}
 
 
 def flat_error(error: RequestError, format_field: str) -> RequestError:
-    """Return an error of chat by the field names of a protocol that nests neither functions nor JSON schemas.
+    """Rename the fields of an error for a protocol that nests neither functions nor JSON schemas.
 
     Args:
-        error: An error of chat.
+        error: An error with field names of chat.
         format_field: The protocol's name for `response_format`.
     """
     if error.field.startswith("tools["):
@@ -235,7 +236,7 @@ def _adds_generation_prompt(request: ChatCompletionRequest) -> bool:
 
 
 def _is_long(request: ChatCompletionRequest) -> bool:
-    """Return whether the conversation may be long; parts of unknown size count as long."""
+    """Return whether the conversation may be long. Parts of unknown size count as long."""
     if request.tools or request.chat_template_kwargs or any(each.tool_calls for each in request.messages):
         return True
     texts = (text for each in request.messages for text in (each.content, each.reasoning_content) if text)
@@ -248,9 +249,9 @@ def _template_input(request: ChatCompletionRequest) -> str:
 
 
 def _output_limit(request: ChatCompletionRequest) -> tuple[str, int | None]:
-    """Return the field that limits the output, and its number of tokens; None: as many as fit.
+    """Return the name of the field that limits the output, and its value; None: as many tokens as fit.
 
-    Of `max_completion_tokens` and its older name the smaller value counts.
+    If `max_completion_tokens` and its older name are both given, the smaller value applies.
     """
     newer, older = request.max_completion_tokens, request.max_tokens
     for name, given in (("max_completion_tokens", newer), ("max_tokens", older)):

@@ -1,4 +1,4 @@
-"""The requests of the engine that answer one HTTP request, merged into one stream of outputs."""
+"""The engine requests of one HTTP request, merged into one stream of outputs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from llm_serving.server.parsing.errors import PREDICTED_TTFT_HEADER
 from llm_serving.server.receipts import ReceiptDraftProtocol
 
 SUBMITTED_AT_ONCE: Final = 16
-"""Sequences of one HTTP request that are submitted before the event loop serves other requests."""
+"""Number of sequences submitted before the event loop serves other requests."""
 READ_AT_ONCE: Final = 16
-"""Outputs of several choices that are read before the event loop serves other requests."""
+"""Number of outputs of several choices read before the event loop serves other requests."""
 NO_RENAMES: Final[Mapping[str, str]] = MappingProxyType({})
 
 T = TypeVar("T")
@@ -38,9 +38,9 @@ Select = Callable[[AsyncIterator[ChoiceOutput]], AsyncIterator[ChoiceOutput]]
 
 
 class Generation:
-    """The streams of all sequences as one stream of outputs, in the order in which they arrive.
+    """Merges the streams of all sequences into one stream of outputs, in order of arrival.
 
-    Close it when done, however it ends: sequences that have not finished are aborted.
+    Close it when done, also after an error: this aborts unfinished sequences.
 
     Args:
         streams: One for each sequence.
@@ -62,19 +62,19 @@ class Generation:
         self._on_output = on_output
         self._on_close = on_close
         self.on_read: Callable[[RequestOutput], None] | None = None
-        """Called with each output that is read, also of sequences that are not selected in the end."""
+        """Called with every output that is read, including those of sequences that are not selected."""
         self._tasks: list[asyncio.Task[None]] = []
         self.latest: list[RequestOutput | None] = [None] * len(streams)
         """The latest output of each sequence."""
 
     @property
     def num_streams(self) -> int:
-        """Number of outputs that are the last of their choice, where each sequence is a choice."""
+        """Number of sequences. Each ends with one final output."""
         return len(self._streams)
 
     @property
     def headers(self) -> dict[str, str]:
-        """The predicted time to first token, counted from the request's arrival."""
+        """Response headers with the predicted time to first token, counted from the request's arrival."""
         predicted_s = -1.0
         for stream in self._streams:
             if stream.predicted_s is not None:
@@ -82,15 +82,15 @@ class Generation:
         return {PREDICTED_TTFT_HEADER: str(math.ceil(1000 * predicted_s))} if predicted_s >= 0.0 else {}
 
     def outputs(self) -> AsyncIterator[ChoiceOutput]:
-        """Return every output of every choice; iterate once."""
+        """Yield every output of every choice. Iterate only once."""
         merged = self._merged()
         selected = merged if self._select is None else self._select(merged)
         return selected if self._on_output is None else _observed(selected, self._on_output)
 
     def set_fast_path(self, deliver: Callable[[int, RequestOutput], bool] | None) -> None:
-        """Offer each output that `outputs` waits for to `deliver` first, which returns whether it has sent it.
+        """Offer each output that `outputs` awaits to `deliver` first, which returns whether it has sent the output.
 
-        The last output of a choice is never offered, and none is where there are several sequences or an observer.
+        Final outputs are never offered. No output is offered if there are several sequences or an observer.
         """
         if len(self._streams) != 1 or self._select is not None or self._on_output is not None:
             return
@@ -103,7 +103,7 @@ class Generation:
         stream.take = None if deliver is None else deliver_first
 
     def report_unread_bytes(self, listener: Callable[[int], None] | None) -> None:
-        """Call `listener` with each change of the number of bytes that wait for the reader of `outputs`."""
+        """Call `listener` with each change of the number of bytes that the reader of `outputs` has not read yet."""
         for stream in self._streams:
             stream.report_waiting(listener)
 
@@ -164,11 +164,11 @@ class EngineInput(NamedTuple):
     prompts: Sequence[list[int]]
     """Token ids of each prompt."""
     sampling: SamplingParams
-    """Sampling of the first choice of every prompt."""
+    """Sampling parameters of the first choice of every prompt."""
     constraint: Constraint | None = None
-    """The compiled form of the constraint that `sampling` names."""
+    """The compiled constraint that `sampling` names."""
     wants_vectors: bool = False
-    """Whether the last outputs are to carry the vectors of the prompts."""
+    """Whether the final outputs must carry the vectors of the prompts."""
 
 
 async def submit(
@@ -182,9 +182,9 @@ async def submit(
     idempotent: IdempotentRequest | None = None,
     receipt: ReceiptDraftProtocol | None = None,
 ) -> Generation:
-    """Submit `choices.best_of` sequences for each prompt to the engine, all or none; a beam search is one sequence.
+    """Submit `choices.best_of` sequences for each prompt to the engine, all or none. A beam search is one sequence.
 
-    All sequences of a prompt but the first are forks of it, so its KV blocks are computed and held once.
+    The sequences of a prompt are forks of the first one, so its KV blocks are computed and stored once.
 
     Args:
         field_names: Field in errors of the engine -> the protocol's name for it.
@@ -192,7 +192,7 @@ async def submit(
         receipt: Records prompts, sampling and outputs.
 
     Raises:
-        LLMServingError: The engine refuses a sequence; none runs then.
+        LLMServingError: The engine refuses a sequence. No sequence runs then.
     """
     prompts, sampling = inputs.prompts, inputs.sampling
     num_prompt_tokens = sum(map(len, prompts))
@@ -255,17 +255,18 @@ async def submit(
 
 
 def _refund_beams(refund: Callable[[int], None], width: int, num_generated: int) -> None:
-    """Report the tokens of all beams to a quota: only the best beam is output, and the other beams are about as long.
+    """Credit unused tokens of all beams to the tenant's quota. Other beams are assumed to be as long as the best one.
 
-    A client that disconnects before the end gets no refund.
+    A client that disconnects early gets no credit.
     """
     if num_generated:
         refund(num_generated * width)
 
 
 def raise_on_failure(output: RequestOutput) -> None:
-    """Raise the error with which the engine ended a request: TimedOutError after its deadline, UnavailableError where
-    no WorkAgent can compute it, otherwise WorkerError."""
+    """Raise the error with which the engine ended a request: TimedOutError after its deadline, UnavailableError if no
+    WorkAgent can compute it, otherwise WorkerError.
+    """
     if output.finish_reason is None:
         return
     if output.finish_reason is FinishReason.TIMEOUT:
@@ -277,8 +278,10 @@ def raise_on_failure(output: RequestOutput) -> None:
 
 
 def raise_unless_complete(output: RequestOutput) -> None:
-    """As `raise_on_failure`; also raise RequestCancelledError for an aborted request, for protocols whose finish
-    reasons cannot express that."""
+    """Raise as `raise_on_failure` does, and RequestCancelledError for an aborted request.
+
+    For protocols whose finish reasons cannot express an abort.
+    """
     raise_on_failure(output)
     if output.finish_reason is FinishReason.ABORT:
         raise RequestCancelledError
@@ -289,9 +292,9 @@ class ClientGoneError(Exception):
 
 
 async def run_until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` and cancel it when the client disconnects; the request's body must have been read.
+    """Run `work`, and cancel it when the client disconnects. The request's body must have been read before.
 
-    Raise ClientGoneError where the client disconnected before; `work` was cancelled.
+    Raise ClientGoneError if the client disconnected and `work` was cancelled.
     """
     task = asyncio.current_task()
     assert task is not None

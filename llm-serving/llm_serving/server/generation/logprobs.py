@@ -13,12 +13,14 @@ from llm_serving.server.protocols.openai.schemas import GenerationRequest, Promp
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 MIN_LOGPROB: Final = -9999.0
-"""Stands for minus infinity, which JSON lacks; clients know this value from OpenAI."""
+"""Represents minus infinity, which JSON lacks. OpenAI uses the same value."""
 MAX_PROMPT_VALUES: Final = 2**19
-"""Most logprobs of prompts in one response; each takes some 60 bytes of JSON."""
+"""Maximum number of prompt logprobs in one response; each takes about 60 bytes of JSON."""
 
 PromptTokenLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each token of a prompt, by token id: the token itself, then the most likely ones; None for the first token."""
+"""For each token of a prompt: token id -> logprob of the token itself and of the most likely ones;
+None for the first.
+"""
 
 
 class TokenOutput(NamedTuple):
@@ -28,7 +30,7 @@ class TokenOutput(NamedTuple):
 
 
 def token_outputs(output: RequestOutput) -> list[TokenOutput]:
-    """Split an output into its tokens, for protocols with one event per token; the last token carries the text."""
+    """Split an output into its tokens, for protocols with one event per token. The last token carries the text."""
     logprobs = [token.logprob for token in output.logprobs] or [0.0] * len(output.token_ids)
     last = len(output.token_ids) - 1
     return [
@@ -38,7 +40,7 @@ def token_outputs(output: RequestOutput) -> list[TokenOutput]:
 
 
 def check_prompt_logprobs(request: GenerationRequest, field: str, choices: Choices) -> None:
-    """Raise RequestError where a request whose `field` asks for prompt logprobs streams, or searches beams."""
+    """Raise RequestError if a request asks for prompt logprobs in `field` and streams or uses beam search."""
     if request.stream:
         raise RequestError("stream", f"must be false with {field}", True)
     if choices.beams is not None:
@@ -46,7 +48,7 @@ def check_prompt_logprobs(request: GenerationRequest, field: str, choices: Choic
 
 
 def check_prompt_logprobs_size(prompts: Sequence[list[int]], sampling: SamplingParams, field: str, n: int) -> None:
-    """Raise RequestError where `n` choices per prompt would have more than `MAX_PROMPT_VALUES` prompt logprobs."""
+    """Raise RequestError if `n` choices per prompt would have more than `MAX_PROMPT_VALUES` prompt logprobs."""
     if sampling.prompt_logprobs is None:
         return
     num_values = (1 + sampling.prompt_logprobs) * n * sum(map(len, prompts))
@@ -60,7 +62,7 @@ def prompt_token_logprobs(tokenizer: Tokenizer, logprobs: PromptLogprobs | None,
 
     Args:
         logprobs: Those of all tokens but the first; None for a prompt of one token.
-        count: Number of most likely tokens beside each.
+        count: Number of most likely tokens listed for each position.
     """
     reported: PromptTokenLogprobs = [None]
     if logprobs is None:

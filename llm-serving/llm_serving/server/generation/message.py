@@ -1,4 +1,4 @@
-"""The message of one choice: its outputs as deltas of reasoning, content and tool calls, and what deltas add up to."""
+"""The message of one choice: splitting outputs into deltas of reasoning, content and tool calls, and joining deltas."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class MessageParser:
     """Parses the outputs of one choice into deltas.
 
     Args:
-        parser: Splits the text; None: all of it is content.
-        rng: Draws the ids of calls; None: from the system's entropy.
+        parser: Splits the text; None: all text is content.
+        rng: Generates the ids of calls; None: the system's random source.
         counter: Counts reasoning tokens; None: they are not counted.
     """
 
@@ -51,7 +51,7 @@ class MessageParser:
         self._num_calls = 0
 
     def delta(self, output: RequestOutput) -> ChatDelta | None:
-        """Return what an output adds, as one delta; None: nothing."""
+        """Return what an output adds, as one delta; None if it adds nothing."""
         deltas = self.deltas(output)
         if len(deltas) <= 1:
             return deltas[0] if deltas else None
@@ -104,18 +104,14 @@ class MessageParser:
 
 
 class MessageFold:
-    """Adds up the deltas of one choice.
-
-    Args:
-        echo: Text with which the content begins.
-    """
+    """Joins the deltas of one choice. The content begins with the text `echo`."""
 
     def __init__(self, echo: str) -> None:
         self._content = [echo]
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
         self._arguments: list[list[str]] = []
-        """The parts of each call's arguments."""
+        """The pieces of each call's arguments."""
 
     def add(self, delta: ChatDelta) -> None:
         if delta.content is not UNSET:
@@ -147,7 +143,7 @@ class BlockKind(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class MessageBlock:
-    """Consecutive reasoning, consecutive content, or one call."""
+    """A part of a message: consecutive reasoning, consecutive content, or one call."""
 
     kind: BlockKind
     index: int
@@ -155,7 +151,7 @@ class MessageBlock:
     """Only a call has an id and a name."""
     name: str = ""
     parts: list[str] = field(default_factory=list)
-    """The parts of its text; of a call, of its arguments."""
+    """The pieces of its text or, for a call, of its arguments."""
 
     @property
     def text(self) -> str:
@@ -169,7 +165,7 @@ class BlockDelta(NamedTuple):
 
 
 class MessageBlocks:
-    """The message of one choice as a list of blocks, for protocols whose responses consist of them."""
+    """The message of one choice as a list of blocks, for protocols that use blocks."""
 
     def __init__(self, parser: MessageParser) -> None:
         self.parser = parser
@@ -179,7 +175,7 @@ class MessageBlocks:
         return [self._add_delta(delta) for delta in self.parser.deltas(output)]
 
     def add_empty_block(self) -> BlockDelta:
-        """Add a block of content without text, for a message without any block."""
+        """Add a content block without text, for a message that would have no block."""
         return self._add(self._open(BlockKind.TEXT), True, "")
 
     def _add_delta(self, delta: ChatDelta) -> BlockDelta:

@@ -1,9 +1,9 @@
-"""The one path from a parsed request of any protocol to a running generation.
+"""The single path from a parsed request of any protocol to a running generation.
 
-    claim the idempotency key -> prepare -> begin the receipt -> admission pre-check -> encode -> compile -> submit
+claim the idempotency key -> prepare -> begin the receipt -> admission pre-check -> encode -> compile -> submit
 
 Each protocol implements `ProtocolRequest`. Idempotent retries, resumed streams and request coalescing (`claim_request`)
-and receipts (`ReceiptHook`) hook in here and nowhere else, for requests that ask for them.
+and receipts (`ReceiptHook`) are attached only here, for requests that use them.
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ from llm_serving.server.receipts import ReceiptDraftProtocol, ReceiptHook
 
 BYTES_PER_CHAR: Final = 4
 MAX_SPECIAL_TOKENS: Final = 4
-"""Most tokens that a tokenizer adds to those of a text, before and behind it."""
+"""Maximum number of special tokens that a tokenizer adds before and after a text."""
 
 
 class PrecheckInput(NamedTuple):
-    """What the admission pre-check reads of a request whose parameters have been validated."""
+    """Input of the admission pre-check for a request with valid parameters."""
 
     prompts: Sequence[Prompt]
     max_tokens: int
-    """Tokens that each choice may generate, at least."""
+    """Minimum number of tokens that each choice may generate."""
     field_names: Mapping[str, str] = NO_RENAMES
     """Field in errors of the engine -> the protocol's name for it."""
     num_choices: int = 1
-    """Sequences generated for each prompt."""
+    """Number of sequences for each prompt."""
     template_factor: int = 1
-    """Most times its own length that a text may have once the chat template has been applied."""
+    """Maximum ratio of a text's length after the chat template is applied to its length before."""
     truncates: bool = False
-    """Whether the prompts will be cut to whatever fits."""
+    """Whether prompts that are too long will be truncated."""
 
 
 class EncodedRequest(NamedTuple):
-    """A request as token ids, before its structured output has been compiled."""
+    """A request as token ids, before its structured output is compiled."""
 
     prompts: list[list[int]]
     sampling: SamplingParams
-    """Sampling of the first choice of every prompt."""
+    """Sampling parameters of the first choice of every prompt."""
     structured_output: StructuredOutput | None = None
 
 
 class ProtocolRequest(ABC):
-    """Base class of a request of one protocol. It implements the steps of the pipeline that depend on the protocol.
+    """Base class of a request of one protocol. It implements the protocol's own steps of the pipeline.
 
     Args:
-        bodies: The body, and parts of it that may also contain the fields common to all protocols (`CallerFields`).
+        bodies: The body, and nested objects that may also contain the fields common to all protocols (`CallerFields`).
     """
 
     id_prefix = ""
-    """Put before the request id to form the id of the response."""
+    """Prefix of the request id in the id of the response."""
     route: ClassVar[str] = ""
-    """Path of a protocol whose requests can be retried, resumed and shared; empty for other protocols."""
+    """Path of the route, if its requests can be retried, resumed and coalesced; otherwise empty."""
     wants_vectors: ClassVar[bool] = False
     """Whether the engine returns the vectors of the prompts."""
 
@@ -83,33 +83,33 @@ class ProtocolRequest(ABC):
 
     @abstractmethod
     async def prepare(self) -> PrecheckInput:
-        """Check everything that needs no tokenizer. A repeated request has its seed in the body by then."""
+        """Check everything that needs no tokenizer. For a repeated request, the body already contains its seed."""
 
     @abstractmethod
     async def encode(self) -> EncodedRequest:
-        """Tokenize the prompts and check what depends on their lengths; cancelled when the deadline passes."""
+        """Tokenize the prompts and check their lengths. Cancelled when the deadline passes."""
 
     def translate_error(self, error: RequestError) -> RequestError:
-        """Return an error of the pipeline by the protocol's own field names."""
+        """Rename the fields of an error to the protocol's own names."""
         return error
 
 
 class StartedGeneration(NamedTuple):
-    """A running generation and what its response needs to know of the request."""
+    """A running generation, with the properties of the request that its response needs."""
 
     generation: Generation
     identity: ResponseIdentity
     idempotent: IdempotentRequest | None
-    """None: the request can be neither retried by its key nor resumed nor shared."""
+    """None: the request cannot be retried by its key, resumed or coalesced."""
     prompts: Sequence[list[int]]
     """Token ids."""
     receipt: ReceiptDraftProtocol | None
 
 
 async def start_generation(request: ProtocolRequest) -> StartedGeneration:
-    """Take a request through all steps of the pipeline.
+    """Run all steps of the pipeline for a request.
 
-    Raise LLMServingError where the request breaks a rule, or the engine refuses it.
+    Raise LLMServingError if the request breaks a rule, or the engine refuses it.
     """
     engine, http_request, body = request.engine, request.http_request, request.body
     serving, headers = engine.config.serving, http_request.headers
@@ -160,10 +160,10 @@ async def _start(
 
 
 def precheck(engine: AsyncEngine, caller: HttpCaller, request: PrecheckInput) -> None:
-    """Refuse a request that admission would refuse whatever the number of its tokens turns out to be.
+    """Refuse a request early if admission control would refuse it for any number of prompt tokens.
 
-    Ask admission only where the lengths leave no doubt that the prompts fit the model, because a client that can never
-    be served must not be told to retry.
+    Admission control is asked only if the prompts certainly fit the model, because a client whose request can never be
+    served must not be told to retry.
 
     Raises:
         RequestError: The request would be refused even if no request waited.

@@ -1,4 +1,4 @@
-"""Prompts as token ids: reading a field that holds one or several prompts, tokenizing, truncating."""
+"""Prompts as token ids: reading prompt fields, tokenization and truncation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.server.parsing.offload import INLINE_ITEMS, off_loop
 
 INLINE_CHARS: Final = 4096
-"""Longest text that is tokenized on the event loop: for a shorter one a thread would cost more than it saves."""
+"""Maximum length of a text that is tokenized on the event loop. For shorter texts, a thread costs
+more than it saves.
+"""
 
 CALL_CHARS: Final = 64
-"""Characters that take as long to tokenize as one more call of the tokenizer."""
+"""Cost of one tokenizer call, in characters tokenized in the same time."""
 
 PromptField = str | list[str | int | list[int]]
 Prompt = str | list[int]
@@ -25,7 +27,7 @@ async def read_prompts(value: PromptField, field: str, max_count: int, noun: str
     """Return the prompts of a field that holds one prompt or a list of prompts.
 
     Args:
-        max_count: Most prompts that the field may hold.
+        max_count: Maximum number of prompts.
         noun: Plural noun for the prompts in error messages.
 
     Raises:
@@ -57,9 +59,9 @@ async def encode_text(engine: AsyncEngine, text: str, field: str, add_special_to
 async def encode_prompts(
     engine: AsyncEngine, prompts: Sequence[Prompt], field: str, add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Return the token ids of each prompt; tokenize off the event loop where the texts are long or many.
+    """Return the token ids of each prompt. Long or many texts are tokenized off the event loop.
 
-    Raise ContextLengthError where a text has more characters than the longest prompt could have.
+    Raise ContextLengthError if a text has more characters than the longest prompt can have.
     """
     cost = 0
     for prompt in prompts:
@@ -77,7 +79,7 @@ def _encode_all(engine: AsyncEngine, prompts: Sequence[Prompt], add_special_toke
 
 
 def check_length(engine: AsyncEngine, text: str, field: str) -> None:
-    """Raise ContextLengthError where a text has more characters than the longest prompt could have."""
+    """Raise ContextLengthError if a text has more characters than the longest prompt can have."""
     max_chars = engine.config.model.max_input_len * engine.tokenizer.max_token_chars
     if len(text) > max_chars:
         rule = f"must be at most {engine.config.model.max_input_len} tokens long, which {max_chars} characters exceed"
@@ -88,7 +90,7 @@ def truncate_prompt(engine: AsyncEngine, prompt: list[int], count: int | None, m
     """Return the last `count` token ids of a prompt.
 
     Args:
-        count: `truncate_prompt_tokens` of the request; -1: as many as fit beside `max_tokens`, None: all.
+        count: `truncate_prompt_tokens` of the request; -1: as many as fit with `max_tokens` of output, None: all.
 
     Raises:
         RequestError: `count` is neither -1 nor positive.

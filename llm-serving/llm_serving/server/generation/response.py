@@ -1,7 +1,7 @@
-"""Responses: each protocol builds its own from the outputs of a generation, as a stream or as a whole.
+"""Responses, which each protocol builds from the outputs of a generation, streaming or not.
 
-A stream sends its outputs and forgets them. A whole response is buffered until all of it has been generated: hundreds
-of choices with twenty top logprobs per token reach gigabytes, so `ResponseBuffers` bounds the memory of all of them.
+A stream sends each output and discards it. A non-streaming response is buffered until it is complete. Hundreds of
+choices with twenty top logprobs per token take gigabytes, so `ResponseBuffers` limits the memory of all responses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from llm_serving.server.request_context import source_of
 
 KEY: Final = "serving_config.max_buffered_response_bytes"
 OUTPUT_BYTES, LOGPROB_BYTES = 128, 256
-"""Memory of an output beside its text, and of a logprob with its token, whose bytes most protocols hold in a list."""
+"""Estimated memory of an output without its text, and of a logprob with its token."""
 RETRY_AFTER_S: Final = 1.0
 
 T = TypeVar("T")
@@ -37,19 +37,19 @@ T = TypeVar("T")
 class ResponseBuilder(ABC):
     """Builds the response of one protocol.
 
-    A whole response is the fold of the deltas that a stream sends: `encode_delta` writes the delta of an output as
-    bytes of the stream, `fold` adds it to the response.
+    `encode_delta` returns an output's delta as bytes of a stream; `fold` adds the same delta to a non-streaming
+    response.
     """
 
     media_type = EVENT_STREAM
     """Content type of the stream."""
 
     def check(self, output: RequestOutput) -> None:
-        """Raise LLMServingError for the last output of a choice where the protocol cannot express its finish reason."""
+        """Raise LLMServingError for the final output of a choice if the protocol cannot express its finish reason."""
         raise_unless_complete(output)
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
-        """Return what a stream sends for an output of a choice; may be empty."""
+        """Return the bytes that a stream sends for an output of a choice; may be empty."""
         if output.finish_reason is not None:
             self.check(output)
         return self.encode_delta(index, output)
@@ -63,15 +63,15 @@ class ResponseBuilder(ABC):
         """Add the delta of an output to the response."""
 
     async def finish(self) -> bytes:
-        """Return what a stream sends after the last output."""
+        """Return the bytes that a stream sends after the last output."""
         return b""
 
     @abstractmethod
     def error_chunk(self, error: LLMServingError) -> bytes:
-        """Return the last bytes of a stream that fails, whose status has been sent already."""
+        """Return the last bytes of a stream that fails after its status was sent."""
 
     async def collect(self, generation: Generation) -> None:
-        """Fold all outputs; long ones off the event loop."""
+        """Fold all outputs, long ones off the event loop."""
         async for index, output in generation.outputs():
             if output.finish_reason is not None:
                 self.check(output)
@@ -92,9 +92,9 @@ class ResponseBuilder(ABC):
 async def respond(
     http_request: Request, started: StartedGeneration, builder: ResponseBuilder, *, stream: bool
 ) -> Response:
-    """Return the response as a stream or, once the generation has finished, as a whole.
+    """Return the response as a stream or, after the generation has finished, as a whole.
 
-    Raise ClientGoneError where the client left before the response was whole.
+    Raise ClientGoneError if the client disconnected before the response was complete.
     """
     generation, idempotent, headers = started.generation, started.idempotent, started.identity.headers
     if not stream:
@@ -111,21 +111,21 @@ async def respond(
 
 @dataclass(eq=False, slots=True)
 class BufferedResponse:
-    """The memory of one whole response while it is built."""
+    """Memory accounting for one response while it is built."""
 
     source: str
-    """The client that is charged for it."""
+    """The client to which the memory is charged."""
     cancel: Callable[[], None]
-    """Ends the work on the response."""
+    """Cancels the work on the response."""
     failure: LLMServingError | None = None
     """Why the response was evicted."""
     num_bytes: int = 0
 
 
 class ResponseBuffers:
-    """The memory of all responses that are being built, up to `max_bytes`. It belongs to the event loop.
+    """The memory of all responses that are being built, up to `max_bytes`. For the event loop only.
 
-    When they exceed the limit, the largest response of the client that holds most is evicted.
+    When they exceed the limit, the largest response of the client that uses most memory is evicted.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -135,13 +135,13 @@ class ResponseBuffers:
         self.num_bytes = 0
 
     def open(self, source: str, cancel: Callable[[], None]) -> BufferedResponse:
-        """Return an empty response; `release` it in the end."""
+        """Start accounting for a response. The caller must call `release` at the end."""
         response = BufferedResponse(source, cancel)
         self._responses.add(response)
         return response
 
     def release(self, response: BufferedResponse) -> None:
-        """Free the memory of a response; does nothing the second time."""
+        """Free the memory of a response. Idempotent."""
         if response in self._responses:
             self._responses.remove(response)
             self.num_bytes -= response.num_bytes
@@ -150,7 +150,7 @@ class ResponseBuffers:
                 del self._bytes_by_source[response.source]
 
     def add(self, response: BufferedResponse, output: RequestOutput) -> None:
-        """Charge an output to a response. Raise LLMServingError where the response has been evicted, now or before."""
+        """Charge an output to a response. Raise LLMServingError if the response is or was evicted."""
         self.grow(response, buffered_bytes(output))
         if response.failure is not None:
             raise response.failure
@@ -179,7 +179,7 @@ class ResponseBuffers:
 
 
 def buffered_bytes(output: RequestOutput) -> int:
-    """Return about how many bytes of a response an output becomes."""
+    """Estimate the bytes that an output adds to a response."""
     size = OUTPUT_BYTES + len(output.text)
     if output.beams:
         size += sum(map(buffered_bytes, output.beams))
@@ -191,11 +191,11 @@ def buffered_bytes(output: RequestOutput) -> int:
 
 
 async def buffered(http_request: Request, generation: Generation, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, which builds a whole response from a generation, and charge its memory meanwhile.
+    """Return the result of `work`, which builds a response from a generation, and charge its memory meanwhile.
 
     Raises:
         RequestError: The response alone exceeds the limit.
-        UnavailableError: All responses together exceed it, and this is the largest of the client that holds most.
+        UnavailableError: All responses together exceed the limit, and this one was evicted.
     """
     buffers: ResponseBuffers = http_request.app.response_buffers
     task = asyncio.current_task()
@@ -223,9 +223,9 @@ async def buffered(http_request: Request, generation: Generation, work: Coroutin
 
 
 async def complete_whole(http_request: Request, generation: Generation, work: Coroutine[Any, Any, T]) -> T:
-    """Do as `buffered`, and close the generation, however it ends.
+    """Run `buffered`, then close the generation, also after an error.
 
-    Raise ClientGoneError where the client disconnected before; the work was cancelled.
+    Raise ClientGoneError if the client disconnected and the work was cancelled.
     """
     try:
         return await run_until_client_leaves(http_request.receive, buffered(http_request, generation, work))

@@ -1,4 +1,4 @@
-"""The engine's `SamplingParams`, and the number of choices, from the fields of a request."""
+"""Conversion of request fields to the engine's `SamplingParams` and the number of choices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NEUTRAL: Final = {
     "temperature": 0.0,
     **{name: DEFAULTS[name] for name in ("min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")},
 }
-"""The only value, besides null, that each field may have with beam search, which ranks by the model's own logprobs."""
+"""Field -> its only value (besides null) with beam search, which ranks by the model's own logprobs."""
 
 
 def sampling_params(
@@ -49,13 +49,13 @@ def sampling_params(
     least_tokens: int = 1,
     **decided: Any,
 ) -> SamplingParams:
-    """Return the sampling of the first choice.
+    """Return the sampling parameters of the first choice.
 
-    A parameter whose field is null or missing has its default; a missing seed is drawn at random.
+    A parameter whose field is null or missing has its default. A missing seed is drawn at random.
 
     Args:
-        names: Parameter -> field, where the protocol calls it something else.
-        defaults: Parameter -> default, in place of those of `SamplingParams`.
+        names: Parameter -> field, if the protocol names it differently.
+        defaults: Parameter -> default, replacing those of `SamplingParams`.
         least_tokens: Minimum of `max_tokens`.
         decided: Parameters whose values the route has determined itself.
 
@@ -78,7 +78,7 @@ def sampling_params(
 def choices_of(request: GenerationRequest, num_prompts: int) -> Choices:
     """Return the number of choices of a request, and how they are selected.
 
-    Raise RequestError where there are too many, or fields exclude each other.
+    Raise RequestError if there are too many, or fields exclude each other.
     """
     n = 1 if request.n is None else request.n
     best_of = n if request.best_of is None else request.best_of
@@ -94,7 +94,7 @@ def choices_of(request: GenerationRequest, num_prompts: int) -> Choices:
     for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
         value = getattr(request, name)
         if value not in (None, neutral):
-            raise RequestError(name, "must be given with use_beam_search: true only", value)
+            raise RequestError(name, "requires use_beam_search: true", value)
     if request.stream and best_of > n:
         raise RequestError("best_of", f"must be n, which is {n}, with stream: true", best_of)
     return Choices(n, best_of)
@@ -119,9 +119,9 @@ def _beam_search(request: GenerationRequest, n: int, width: int) -> BeamSearchPa
 
 
 async def bad_words(engine: AsyncEngine, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of texts, both at the beginning of a text and after a space.
+    """Return the token sequences of texts, both with and without a space before them.
 
-    Raise RequestError where there are too many, or one is empty or too long.
+    Raise RequestError if there are too many, or one is empty or too long.
     """
     return await asyncio.to_thread(_encode_words, engine, words) if words else ()
 
@@ -136,7 +136,7 @@ def _encode_words(engine: AsyncEngine, words: list[str]) -> tuple[tuple[int, ...
 
 
 def sequences_of(sampling: SamplingParams, choices: Choices) -> list[SamplingParams]:
-    """Return the sampling of each sequence that is generated for a prompt; a beam search is one sequence."""
+    """Return the sampling parameters of each sequence for a prompt. A beam search is one sequence."""
     if choices.beams is not None:
         return [replace(sampling, temperature=0.0)]
     if choices.best_of > choices.n:  # sequences are ranked by their logprobs
@@ -145,9 +145,9 @@ def sequences_of(sampling: SamplingParams, choices: Choices) -> list[SamplingPar
 
 
 def with_choice_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """Return the sampling of choice 0, 1, ... of a prompt, with a seed derived from the request's.
+    """Return the sampling parameters of choice 0, 1, ... of a prompt, with a seed derived from the request's.
 
-    Only the first choice carries the logprobs of the prompt.
+    Only the first choice has the logprobs of the prompt.
     """
     if choice == 0:
         return sampling
@@ -158,7 +158,7 @@ def with_choice_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
 
 
 def _seed(seed: int) -> int:
-    """Return a seed for the engine; a negative one, which some clients send, means its two's complement."""
+    """Return a seed for the engine. A negative seed, which some clients send, becomes its two's complement."""
     return int(REQUEST_RULES["seed"].checked("seed", seed)) & MAX_SEED
 
 
@@ -167,7 +167,7 @@ def _top_k(top_k: int) -> int:
 
 
 def _stop_strings(stop: str | list[str]) -> tuple[str, ...]:
-    """Return `stop` as a tuple; an empty string, which some clients send, means none."""
+    """Return `stop` as a tuple. An empty string, which some clients send, means no stop string."""
     if not stop:
         return ()
     strings = [stop] if isinstance(stop, str) else stop
@@ -184,7 +184,7 @@ def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
             raise RequestError("logit_bias", "must have token ids as keys", key)
     biases = {int(key): value for key, value in bias.items()}
     if len(biases) < len(bias):
-        raise RequestError("logit_bias", "must have each token once", len(bias))
+        raise RequestError("logit_bias", "must name each token only once", len(bias))
     return tuple(biases.items())
 
 
@@ -203,4 +203,4 @@ _READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "stop": _stop_strings,
     "logit_bias": _logit_bias,
 }
-"""Parameter -> conversion of a request's value to that of `SamplingParams`."""
+"""Parameter -> conversion of its request value to that of `SamplingParams`."""

@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
 STREAM_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-"""Tell proxies to neither store nor buffer the response."""
+"""Tell proxies not to store or buffer the response."""
 DONE: Final = b"data: [DONE]\n\n"
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -35,12 +35,12 @@ def named_event(name: str, content: object) -> bytes:
 
 
 class Chunks(Protocol):
-    """Writes the outputs of a generation as the bytes of a stream."""
+    """Formats the outputs of a generation as the bytes of a stream."""
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
         """Return the bytes for an output of a choice; may be empty.
 
-        Raise LLMServingError where the generation failed.
+        Raise LLMServingError if the generation failed.
         """
 
     async def finish(self) -> bytes:
@@ -48,12 +48,12 @@ class Chunks(Protocol):
 
 
 class StreamResponse(Response):
-    """Sends each output as it arrives, one write each; ends the generation when the client disconnects.
+    """Sends each output as it arrives, in one write each. When the client disconnects, the generation ends.
 
     Args:
-        generation: Closed at the end, however it ends.
-        chunks: Writes its outputs in the form of a protocol.
-        error_chunk: Makes the last chunk when the generation fails, as the status has been sent by then.
+        generation: Closed at the end, also after an error.
+        chunks: Formats its outputs for a protocol.
+        error_chunk: Formats an error as the last chunk, because the status has already been sent.
     """
 
     def __init__(
@@ -109,5 +109,5 @@ class StreamResponse(Response):
 
 
 def internal_error() -> LLMServingError:
-    """Return the error that is sent to a client for a defect of the server; the log has the details."""
+    """Return the error that a client gets for a defect of the server. The log has the details."""
     return WorkerError("internal error")

@@ -26,9 +26,9 @@ from llm_serving.text.structured_output.grammars import (
 
 NUM_COMPILERS: Final = 2
 MAX_WAIT_S: Final = 10.0
-"""Seconds within which a grammar must have been compiled, waiting included."""
+"""Maximum seconds to compile a grammar, including the time in the queue."""
 _COMPILING: Final = FairThreads(NUM_COMPILERS, "grammar")
-"""Separate threads, so that no other work off the event loop waits for a grammar."""
+"""Threads that wait for grammars only, so that other work is not delayed."""
 MAX_GUIDED_CHOICES: Final = 1024
 _ANY_OBJECT: Final = '{"type": "object"}'
 
@@ -39,11 +39,11 @@ class StructuredOutput:
 
     Attributes:
         field: The field of the request that holds the rule.
-        make: Makes the grammar. Its argument is the whitespace that JSON may contain by default. May take long; raises
-            GrammarError or RequestError.
+        make: Creates the grammar, given the default whitespace in JSON. May take long; raises GrammarError or
+            RequestError.
         parts: The structured outputs that this one combines. If compiling it fails, the error names the first part that
             fails alone.
-        size: Returns a lower bound of the bytes or characters of the grammar's source; may take long.
+        size: Returns a lower bound of the size of the grammar's source in bytes or characters; may take long.
         is_json: Whether a request may choose its whitespace.
     """
 
@@ -55,11 +55,11 @@ class StructuredOutput:
 
 
 def structured_output_of(request: object, names: Mapping[str, str] | None = None) -> StructuredOutput | None:
-    """Return the structured output that a request asks for; None: any text.
+    """Return the structured output that a request asks for; None if any text is allowed.
 
     Args:
         request: Struct with some of the fields in `_READERS`.
-        names: Parameter -> field, where the protocol calls it something else.
+        names: Parameter -> field, if the protocol names it differently.
 
     Raises:
         RequestError: There are several, one is malformed, or another parameter excludes structured output.
@@ -81,7 +81,9 @@ def structured_output_of(request: object, names: Mapping[str, str] | None = None
 
 
 def check_compatible(request: object, field: str, names: Mapping[str, str] | None = None) -> None:
-    """Raise RequestError where a request whose `field` constrains its output has a parameter that excludes that."""
+    """Raise RequestError if a request that constrains its output by `field` has a parameter that
+    excludes constraints.
+    """
     if getattr(request, "use_beam_search", None):
         raise RequestError(field, "is not supported with use_beam_search")
     for name in NOT_WITH_A_CONSTRAINT:
@@ -108,7 +110,8 @@ async def compile_constraint(engine: AsyncEngine, output: StructuredOutput, sour
             return await asyncio.wrap_future(_COMPILING.submit(source, partial(_compile, engine, output)))
     except TimeoutError:
         raise CapacityError(
-            f"`{output.field}` was not compiled within {MAX_WAIT_S:g} s: too many others are", MAX_WAIT_S
+            f"`{output.field}` was not compiled within {MAX_WAIT_S:g} s: too many grammars are being compiled",
+            MAX_WAIT_S,
         ) from None
 
 
@@ -136,11 +139,11 @@ _Read = Callable[[str, Any, str | None], StructuredOutput | None]
 
 def _check_whitespace(found: Sequence[StructuredOutput], field: str) -> None:
     if not any(output.is_json for output in found):
-        raise RequestError(field, "must be given with a form of JSON only")
+        raise RequestError(field, "is allowed only with JSON output")
 
 
 def _schema(field: str, value: Any, whitespace: str | None) -> StructuredOutput:
-    """A JSON schema, as an object or as its text."""
+    """Read a JSON schema, given as an object or as text."""
     if not isinstance(value, dict | str):
         raise RequestError(field, "must be a JSON schema, an object", value)
 
@@ -165,7 +168,7 @@ def _schema_text(field: str, schema: Any) -> str:
 
 
 def _schema_size(schema: Any) -> int:
-    """Return the length of a schema's text; msgspec writes it in a tenth of the time that `json` takes."""
+    """Return the length of a schema's text. msgspec is ten times faster than `json`."""
     if isinstance(schema, str):
         return len(schema)
     try:
@@ -200,7 +203,7 @@ def _choice(field: str, value: Any, _: str | None) -> StructuredOutput:
 
 
 def _response_format(field: str, value: Any, whitespace: str | None) -> StructuredOutput | None:
-    """OpenAI's: `{"type": "text" | "json_object" | "json_schema", ...}`; the schema stands in `json_schema.schema`."""
+    """Read OpenAI's `{"type": "text" | "json_object" | "json_schema", ...}`; the schema is in `json_schema.schema`."""
     kind = _kind(field, value, ("text", "json_object", "json_schema"))
     known = {"text": ("type",), "json_object": ("type", "schema"), "json_schema": ("type", "json_schema")}
     refuse_unknown_keys(field, value, known[kind])
@@ -220,7 +223,7 @@ def _response_format(field: str, value: Any, whitespace: str | None) -> Structur
 
 
 def _structured_outputs(field: str, value: Any, _: str | None) -> StructuredOutput | None:
-    """vLLM's: one of the keys below, each as the field `guided_...` of that name."""
+    """Read vLLM's object. Each of its keys means the same as the field `guided_...` of that name."""
     if not isinstance(value, dict):
         raise RequestError(field, "must be an object", value)
     readers: dict[str, _Read] = {
@@ -241,7 +244,7 @@ def _structured_outputs(field: str, value: Any, _: str | None) -> StructuredOutp
 
 
 def _tgi_grammar(field: str, value: Any, whitespace: str | None) -> StructuredOutput | None:
-    """TGI's: `{"type": "json" | "regex" | "json_schema", "value": ...}`."""
+    """Read TGI's `{"type": "json" | "regex" | "json_schema", "value": ...}`."""
     kind = _kind(field, value, ("json", "regex", "json_schema"))
     refuse_unknown_keys(field, value, ("type", "value"))
     field, given = f"{field}.value", value.get("value")
@@ -270,7 +273,7 @@ def _check_texts(field: str, value: Mapping[str, Any], names: Sequence[str]) -> 
 
 
 def refuse_unknown_keys(field: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Raise RequestError for an unknown key that is neither null nor false: it might change the response."""
+    """Raise RequestError for an unknown key unless it is null or false, because it might change the response."""
     for name, given in value.items():
         if name not in known and given not in (None, False):
             raise RequestError(f"{field}.{name[:60]}", f"is not supported; known are {', '.join(known)}")
@@ -288,4 +291,4 @@ _READERS: Final[Mapping[str, _Read]] = {
     "ebnf": _grammar,
     "grammar": _tgi_grammar,
 }
-"""Field -> reader of its value."""
+"""Field -> function that reads its value."""

@@ -1,4 +1,4 @@
-"""Tools and reasoning: what a conversation offers and limits, constraining the output to it, and parsing the output."""
+"""Tools and reasoning: reading them from a request, constraining the output, and parsing it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ EFFORTS: Final = ("none", "minimal", "low", "medium", "high")
 
 
 class ReasoningTokenCounter:
-    """Counts the tokens of one choice's reasoning, without the marks around it.
+    """Counts the reasoning tokens of one choice, without the tokens that mark its start and end.
 
     Args:
-        opening: Id of the token that opens reasoning; None: the model has no such token.
-        closing: Id of the token that closes it.
-        is_open: Whether the prompt ends with the opening mark.
+        opening: Id of the token that starts reasoning; None: the model has no such token.
+        closing: Id of the token that ends it.
+        is_open: Whether the prompt ends with the start token.
     """
 
     def __init__(self, opening: int | None, closing: int, *, is_open: bool) -> None:
@@ -56,17 +56,17 @@ class ReasoningTokenCounter:
 
 
 class ReasoningBudget(NamedTuple):
-    """Tokens of reasoning after which the model must begin its response."""
+    """Maximum number of reasoning tokens, after which the model must begin its response."""
 
     field: str
-    """The field of the request that sets the budget."""
+    """The request field that sets the budget."""
     num_tokens: int
 
 
 def reasoning_budget(request: ChatCompletionRequest, config: ServerConfig) -> ReasoningBudget | None:
-    """Return the budget that a request sets; None: reasoning is not limited.
+    """Return the budget that a request sets; None if reasoning is not limited.
 
-    Raise RequestError where several fields set a budget, or one breaks its rule.
+    Raise RequestError if several fields set a budget, or one breaks its rule.
     """
     given = [name for name in (*_BUDGETS, "reasoning_effort") if getattr(request, name) is not None]
     if not given:
@@ -96,7 +96,7 @@ MAX_TOOLS: Final = 128
 _NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _ID_CHARS: Final = string.ascii_letters + string.digits
 _TAIL_TOKENS: Final = 16
-"""Tokens at the end of a prompt that are searched for an opening mark of reasoning."""
+"""Number of tokens at the end of a prompt that are searched for the start of reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +106,15 @@ class OfferedTools:
     for_template: list[dict[str, Any]]
     format: ToolFormat
     callees: tuple[Callee, ...] = ()
-    """The tools that `tool_choice` lets the model call."""
+    """The tools that `tool_choice` allows the model to call."""
     must_call: bool = False
-    """Whether the output must consist of calls alone."""
+    """Whether the output must consist of calls only."""
     max_calls: int | None = None
-    """Most calls; None: any number."""
+    """Maximum number of calls; None: unlimited."""
 
     @property
     def constrained_by(self) -> str | None:
-        """The field that constrains the output to calls or their schemas; None: the output is free."""
+        """The field that constrains the output to calls or their schemas; None if the output is not constrained."""
         if self.must_call:
             return "tool_choice"
         return "tools" if any(each.strict for each in self.callees) else None
@@ -124,9 +124,9 @@ class OfferedTools:
 
 
 def offered_tools(engine: AsyncEngine, request: ChatCompletionRequest) -> OfferedTools | None:
-    """Return the tools that a request offers; None: none, or `tool_choice` is none.
+    """Return the tools that a request offers; None if there are none, or `tool_choice` is none.
 
-    Raise RequestError where a tool or the choice among them breaks a rule, or the model's call format is unknown.
+    Raise RequestError if a tool or `tool_choice` breaks a rule, or the model's call format is unknown.
     """
     choice, chosen = _tool_choice(request)
     if not request.tools:
@@ -161,20 +161,20 @@ def chat_output(
     offered: OfferedTools | None,
     budget: ReasoningBudget | None = None,
 ) -> StructuredOutput | None:
-    """Return the structured output of a whole choice: reasoning within its budget, then calls of the tools, or content.
+    """Return the structured output of a whole choice: reasoning within its budget, then tool calls or content.
 
     Args:
         content: The structured output of the content.
 
     Raises:
-        RequestError: It sets a reasoning budget, and the model's reasoning cannot be recognised.
+        RequestError: A reasoning budget is set, but the model's reasoning cannot be recognised.
     """
     constrained_by = None if offered is None else offered.constrained_by
     if content is None and constrained_by is None and budget is None:
         return None
     reasoning = _reasoning_parser(engine, request, prompt)
     if budget is not None and reasoning is None:
-        raise RequestError(budget.field, "is not supported: the model's chat template shows no marks of thoughts")
+        raise RequestError(budget.field, "is not supported: the model's chat template does not mark reasoning")
     is_open = None if reasoning is None else reasoning.is_open
     calls = None if offered is None else Calls(offered.format, offered.callees, offered.must_call, offered.max_calls)
     marks = Marks(engine.tokenizer.mark_id, json_whitespace(engine))
@@ -198,7 +198,7 @@ def chat_output(
 def output_parser(
     engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int], offered: OfferedTools | None
 ) -> AnswerParser | None:
-    """Return the parser for one choice's text; None: all of it is content."""
+    """Return the parser for one choice's text; None if all text is content."""
     reasoning = _reasoning_parser(engine, request, prompt)
     if reasoning is None and offered is None:
         return None
@@ -209,7 +209,7 @@ def output_parser(
 def reasoning_counter(
     engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]
 ) -> ReasoningTokenCounter | None:
-    """Return the counter of one choice's reasoning tokens; None: reasoning is not parsed or has no closing token."""
+    """Return the counter of one choice's reasoning tokens; None if reasoning is not parsed or has no end token."""
     reasoning, closing = _reasoning_parser(engine, request, prompt), engine.tokenizer.mark_id(CLOSING)
     if reasoning is None or closing is None:
         return None
@@ -217,9 +217,9 @@ def reasoning_counter(
 
 
 def template_call(field: str, call: ToolCallOfMessage) -> dict[str, Any]:
-    """Return a message's call as chat templates read it.
+    """Convert a message's call into the form that chat templates read.
 
-    Raise RequestError where it is not a function call, or its arguments are not a JSON object.
+    Raise RequestError if it is not a function call, or its arguments are not a JSON object.
     """
     if call.type != "function":
         raise RequestError(f"{field}.type", "must be function", call.type)
@@ -229,9 +229,9 @@ def template_call(field: str, call: ToolCallOfMessage) -> dict[str, Any]:
 
 
 def arguments_of(field: str, given: str | dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a message's call; an empty text means no arguments.
+    """Return the arguments of a message's call. An empty text means no arguments.
 
-    Raise RequestError where they are not a JSON object.
+    Raise RequestError if they are not a JSON object.
     """
     arguments: Any = given
     if isinstance(given, str):
@@ -276,7 +276,7 @@ def _tool_choice(request: ChatCompletionRequest) -> tuple[str, str | None]:
     refuse_unknown_keys("tool_choice.function", function, ("name",))
     names = [tool.function.name for tool in request.tools or ()]
     if function.get("name") not in names:
-        raise RequestError("tool_choice.function.name", "must be that of one of `tools`", function.get("name"))
+        raise RequestError("tool_choice.function.name", "must be the name of one of `tools`", function.get("name"))
     return "required", str(function["name"])
 
 
@@ -291,7 +291,7 @@ def _check_tools(tools: list[Tool]) -> None:
         if not _NAME.fullmatch(name):
             raise RequestError(f"tools[{i}].function.name", "must be 1 to 64 letters, digits or any of _ . -", name)
         if name in seen:
-            raise RequestError(f"tools[{i}].function.name", "must be another than those before", name)
+            raise RequestError(f"tools[{i}].function.name", "must differ from the names of the other tools", name)
         seen.add(name)
 
 

@@ -1,1 +1,1 @@
-"""The protocols, each with its schemas beside its routes."""
+"""The HTTP protocols. Each has its schemas next to its routes."""

@@ -1,38 +1,38 @@
-"""The routes of the older `llm-serving`, whose responses they reproduce byte for byte.
+"""The routes of the older `llm-serving` server. Their responses are byte-for-byte equal.
 
-`POST /models/{name}` (`stream` selects), `/models/{name}/generate`, `/models/{name}/generate_stream`; `name` is the
-served model, `llama2` or `internlm`, which all mean the served model. Body: `{"inputs": text, "parameters": {...},
-"stream": bool}`. Numbers and booleans may arrive as strings ("True", "300"). Parameters:
+`POST /models/{name}` (`stream` selects), `/models/{name}/generate`, `/models/{name}/generate_stream`. `name` is the
+served model, or `llama2` or `internlm`, which also mean the served model. Body: `{"inputs": text, "parameters": {...},
+"stream": bool}`. Numbers and booleans may be given as strings ("True", "300"). Parameters:
 
 | parameter | default | meaning |
 | --- | --- | --- |
-| do_sample | true | false: greedy, whatever the next three say |
-| top_k | 3 | outside 1 to the size of the vocabulary: 1 |
-| top_p | 1.0 | cut to 0.01 to 1.0 |
-| temperature | 1.0 | not above 0: as do_sample false |
+| do_sample | true | false: greedy; the next three parameters have no effect |
+| top_k | 3 | a value outside 1 to the vocabulary size means 1 |
+| top_p | 1.0 | clipped to 0.01 to 1.0 |
+| temperature | 1.0 | 0 or less: as do_sample false |
 | repetition_penalty | 1.0 | as in the other protocols |
-| max_new_tokens | 300 | most tokens to generate |
+| max_new_tokens | 300 | maximum number of tokens to generate |
 | return_full_text | true | a stream ends with a line that repeats the whole output |
 | return_protocol | "sse" | the format of a stream, see below |
-| seed | none | same seed, same tokens; reported as `seed`, 0 when none was given |
+| seed | none | same seed, same tokens; reported as `seed`, 0 if none was given |
 | stop | [] | strings that end the output |
-| details, decoder_input_details, top_n_tokens, truncate, typical_p, watermark | | accepted, without effect |
+| details, decoder_input_details, top_n_tokens, truncate, typical_p, watermark | | accepted without effect |
 
-`priority`, `priority_class`, `user` and `cache_salt` may stand in the body or in its `parameters`.
+`priority`, `priority_class`, `user` and `cache_salt` may be in the body or in its `parameters`.
 
-A whole response is one line of JSON: `generated_text`; `finish_reason` (`eos`, `stop`, `length`, `abort` or
-`predict_failed`); `generated_tokens`, their number; `prefill`, a list with the first token; `seed`; `tokens`, each with
-`id`, `logprob`, `special` (it has no text of its own: an end token, or a part of a character) and `text`; `top_tokens`,
-the first token in two lists; `details`, null.
+A non-streaming response is one line of JSON: `generated_text`; `finish_reason` (`eos`, `stop`, `length`, `abort` or
+`predict_failed`); `generated_tokens`, a count; `prefill`, a list with the first token; `seed`; `tokens`, each with
+`id`, `logprob`, `special` (an end token, or part of a character) and `text`; `top_tokens`, the first token in two
+lists; `details`, null.
 
 A stream has a line for each token. Protocol `sse`: bare JSON `{"event", "retry", "data": [...]}` without the `data:`
-that its content type promises; else `data:` and the JSON of the inner object alone.
+prefix that its content type requires. Other protocols: `data:` and the JSON of the inner object alone.
 
-Three errors replace the output by a text, with status 200: prompt and `max_new_tokens` together reach the maximum
-length (202), the prompt is empty (203), the generation failed (304).
+Three errors have status 200 and a text as output: prompt and `max_new_tokens` together reach the maximum length (202),
+the prompt is empty (203), the generation failed (304).
 
-`GET /serving/get_bs` returns the number of running requests, `/serving/get_request_numbers` that of running and waiting
-ones, `/serving/get_serverd_model_info` a description of the model, each as one server-sent event.
+`GET /serving/get_bs` returns the number of running requests, `/serving/get_request_numbers` the number of running and
+waiting ones, `/serving/get_serverd_model_info` a description of the model, each as one server-sent event.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _line(content: JsonObject, prefix: str = "") -> bytes:
 
 
 class LegacyBuilder(ResponseBuilder):
-    """Collects the tokens of a response and writes its lines."""
+    """Collects the tokens of a response and formats its lines."""
 
     def __init__(self, parameters: LegacyParameters) -> None:
         self._is_sse = parameters.return_protocol in (None, "sse")
@@ -142,7 +142,7 @@ class LegacyBuilder(ResponseBuilder):
         self._num_generated = 0
 
     def check(self, output: RequestOutput) -> None:
-        """Accept every output: a failure becomes text of the response."""
+        """Accept every output, because a failure becomes text of the response."""
 
     def encode_delta(self, index: int, output: RequestOutput) -> bytes:
         return b"".join([self._token_line(token) for token in self._add(output)])
@@ -161,7 +161,7 @@ class LegacyBuilder(ResponseBuilder):
         return Response(line, media_type=JSON_TYPE, headers=headers)
 
     def text_response(self, text: str, finish_reason: str, *, stream: bool) -> Response:
-        """Return a whole response or stream whose only output is an error text."""
+        """Return a response or stream whose only output is an error text."""
         token = self._add_text(text, finish_reason)
         content = self._token_line(token) + self._end() if stream else self._whole_line()
         media_type = self.media_type if stream else JSON_TYPE
@@ -174,7 +174,7 @@ class LegacyBuilder(ResponseBuilder):
         return _line(self._summary() | {"details": None})
 
     def _add_text(self, text: str, finish_reason: str) -> JsonObject:
-        """End the response with a text that no token stands for, such as an error."""
+        """End the response with a text that belongs to no token, such as an error."""
         token = {"id": 0, "logprob": 0.0, "special": False, "text": text}
         self._tokens.append(token)
         self._texts.append(text)
@@ -265,7 +265,9 @@ ENDPOINTS: Final = (
     _generation_endpoint("/models/{name:path}/generate", False, "Continue a prompt (older protocol)"),
     _generation_endpoint("/models/{name:path}/generate_stream", True, "Stream a continuation (older protocol)"),
     _generation_endpoint("/models/{name:path}", None, "Continue a prompt (older protocol)"),
-    Endpoint("GET", "/serving/get_bs", show_batch_size, "Number of running requests"),
-    Endpoint("GET", "/serving/get_request_numbers", show_request_numbers, "Number of running and waiting requests"),
+    Endpoint("GET", "/serving/get_bs", show_batch_size, "Show the number of running requests"),
+    Endpoint(
+        "GET", "/serving/get_request_numbers", show_request_numbers, "Show the number of running and waiting requests"
+    ),
     Endpoint("GET", "/serving/get_serverd_model_info", show_model_info, "Describe the served model"),
 )

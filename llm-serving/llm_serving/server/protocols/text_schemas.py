@@ -25,13 +25,13 @@ class TGIParameters(CallerFields):
     frequency_penalty: float | None = None
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
-    """End-of-sequence ids cannot be sampled before this many tokens."""
+    """End-of-sequence ids cannot be sampled before this number of tokens."""
     stop: str | list[str] | None = None
     stop_sequences: list[str] | None = None
     """An older name of `stop`."""
     seed: int | None = None
     truncate: int | None = None
-    """Keep this many tokens from the end of the prompt."""
+    """Keep this number of tokens from the end of the prompt."""
     return_full_text: bool | None = None
     details: bool | None = None
     top_n_tokens: int | None = None
@@ -87,4 +87,4 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
     LegacyRequest: BodyFields(unknown=_OLDER, nested={"parameters": LegacyParameters}),
     LegacyParameters: BodyFields(_LEGACY_IGNORED, _OLDER),
 }  # fmt: skip
-"""Struct of a body, or of a part of one -> its unsupported fields."""
+"""Struct of a body or of a part of a body -> its unsupported fields."""

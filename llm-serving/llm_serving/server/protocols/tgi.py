@@ -1,9 +1,9 @@
 """The routes of text-generation-inference (TGI): POST / , /generate and /generate_stream, GET /info.
 
-`priority`, `priority_class`, `user` and `cache_salt` may stand in the body or in its `parameters`.
+`priority`, `priority_class`, `user` and `cache_salt` may be in the body or in its `parameters`.
 
-As in TGI, tokens are sampled with `do_sample` or with any parameter that only matters to sampling; otherwise decoding
-is greedy. A stream has one event per token; the last one has the whole text.
+As in TGI, tokens are sampled with `do_sample` or with any parameter that affects only sampling; otherwise decoding is
+greedy. A stream has one event per token; the last event has the whole text.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ JsonObject = dict[str, Any]
 
 
 async def _generate(engine: AsyncEngine, http_request: Request, *, stream: bool | None) -> Response:
-    """Continue a prompt; without `stream` the body selects, and a whole response is put into a list."""
+    """Continue a prompt. `stream` None: the body selects, and a non-streaming response is wrapped in a list."""
     body = await read_fields(engine, http_request, TGIRequest)
     parameters = body.parameters or TGIParameters()
     streams = bool(body.stream) if stream is None else stream
@@ -93,7 +93,7 @@ def _sampling(parameters: TGIParameters) -> SamplingParams:
         or parameters.top_p not in (None, 1.0)
     )
     if parameters.stop and parameters.stop_sequences and parameters.stop != parameters.stop_sequences:
-        raise RequestError("stop_sequences", "is an older name of `stop`; give one of them")
+        raise RequestError("stop_sequences", "is an older name of `stop`; give only one of them")
     return sampling_params(
         parameters,
         _FIELDS | {"stop": "stop" if parameters.stop else "stop_sequences"},
@@ -105,7 +105,7 @@ def _sampling(parameters: TGIParameters) -> SamplingParams:
 
 
 class TGIBuilder(ResponseBuilder):
-    """Builds the response of TGI; `as_list` puts a whole response into a list."""
+    """Builds TGI's response. `as_list` wraps a non-streaming response in a list."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class TGIBuilder(ResponseBuilder):
         self._details: JsonObject = {}
 
     def _add(self, output: RequestOutput) -> tuple[list[JsonObject], list[list[JsonObject]]]:
-        """Add an output; return its tokens, and the most likely tokens beside each."""
+        """Add an output; return its tokens, and for each token the most likely ones."""
         self._texts.append(output.text)
         if output.finished:
             self._details = self._finish_details(output)
@@ -167,8 +167,8 @@ class TGIBuilder(ResponseBuilder):
     def _token(self, token_id: int, logprob: float, text: str) -> JsonObject:
         """Return a token with the text that it completes.
 
-        Clients join the texts of tokens that are not special. So the token that ends the output does not count as
-        special where it releases text that had been held back.
+        Clients concatenate the texts of non-special tokens. So an end token counts as non-special if it releases
+        held-back text.
         """
         special = token_id in self._tokenizer.special_token_ids and not text
         return {

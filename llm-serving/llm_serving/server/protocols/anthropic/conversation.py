@@ -28,7 +28,7 @@ from llm_serving.server.protocols.openai.schemas import (
 )
 
 _WITHOUT_BUDGET: Final = ("disabled", "adaptive")
-"""Types of `thinking` without a budget: no reasoning, and any amount of it."""
+"""Types of `thinking` that set no budget: `disabled` means no reasoning, `adaptive` unlimited reasoning."""
 _FIELDS: Final[dict[str, frozenset[str]]] = {
     "text": frozenset({"text"}),
     "thinking": frozenset({"thinking"}),
@@ -36,15 +36,15 @@ _FIELDS: Final[dict[str, frozenset[str]]] = {
     "tool_use": frozenset({"id", "name", "input"}),
     "tool_result": frozenset({"tool_use_id", "content"}),
 }
-"""Type of a block -> its fields."""
+"""Content block type -> names of its fields."""
 _NAMES: Final = tuple(name for names in _FIELDS.values() for name in sorted(names))
 _CHOICES: Final[dict[str, str]] = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def messages_of(system: str | list[ContentBlock] | None, turns: list[ConversationTurn]) -> list[ChatMessage]:
-    """Return the conversation as messages of chat; an empty conversation stays empty, whatever `system` says.
+    """Return the conversation as chat messages. An empty conversation stays empty, even with a `system` text.
 
-    Raise RequestError for a block whose type is not allowed there.
+    Raise RequestError for a block whose type is not allowed in its position.
     """
     system_messages = [ChatMessage("system", _texts("system", system))] if system and turns else []
     messages = [message for i, turn in enumerate(turns) for message in _turn(f"messages[{i}].content", turn)]
@@ -52,7 +52,7 @@ def messages_of(system: str | list[ContentBlock] | None, turns: list[Conversatio
 
 
 def tools_of(tools: list[AnthropicTool] | None) -> list[Tool] | None:
-    """Return the tools of chat. Raise RequestError for a tool that the server would have to run."""
+    """Return the tools as chat tools. Raise RequestError for a tool that the server would have to run."""
     if tools is None:
         return None
     for i, tool in enumerate(tools):
@@ -62,7 +62,7 @@ def tools_of(tools: list[AnthropicTool] | None) -> list[Tool] | None:
 
 
 def choice_of(choice: ToolChoice | None) -> str | JsonObject | None:
-    """Return `tool_choice` of chat. Raise RequestError where the choice breaks a rule of the protocol."""
+    """Return `tool_choice` of chat. Raise RequestError if the choice breaks a rule of the protocol."""
     if choice is None:
         return None
     if choice.type == "tool":
@@ -72,7 +72,7 @@ def choice_of(choice: ToolChoice | None) -> str | JsonObject | None:
     if choice.type not in _CHOICES:
         raise RequestError("tool_choice.type", f"must be one of {', '.join(_CHOICES)}, tool", choice.type)
     if choice.name is not None:
-        raise RequestError("tool_choice.name", "must be given with type tool only", choice.name)
+        raise RequestError("tool_choice.name", "requires type tool", choice.name)
     return _CHOICES[choice.type]
 
 
@@ -81,22 +81,22 @@ def effort_of(thinking: Thinking | None) -> str | None:
 
 
 def budget_of(thinking: Thinking | None) -> int | None:
-    """Return `thinking_token_budget` of chat. Raise RequestError where `thinking` breaks a rule of the protocol."""
+    """Return `thinking_token_budget` of chat. Raise RequestError if `thinking` breaks a rule of the protocol."""
     if thinking is None:
         return None
     if thinking.type in _WITHOUT_BUDGET:
         if thinking.budget_tokens is not None:
-            raise RequestError("thinking.budget_tokens", "must be given with type enabled only", thinking.budget_tokens)
+            raise RequestError("thinking.budget_tokens", "requires type enabled", thinking.budget_tokens)
         return None
     if thinking.type != "enabled":
         raise RequestError("thinking.type", "must be enabled, adaptive or disabled", thinking.type)
     if thinking.budget_tokens is None:
-        raise RequestError("thinking.budget_tokens", "must be given where thinking is enabled")
+        raise RequestError("thinking.budget_tokens", "is required if thinking is enabled")
     return int(BUDGET.checked("thinking.budget_tokens", thinking.budget_tokens))
 
 
 def response_format_of(config: OutputConfig | None) -> JsonObject | None:
-    """Return `response_format` of chat. Raise RequestError where the format is not a JSON schema."""
+    """Return `response_format` of chat. Raise RequestError if the format is not a JSON schema."""
     given = None if config is None else config.format
     if given is None:
         return None
@@ -133,7 +133,7 @@ def _assistant_messages(field: str, blocks: list[ContentBlock]) -> list[ChatMess
 
 
 def _user_messages(field: str, blocks: list[ContentBlock]) -> list[ChatMessage]:
-    """Return a message for each tool result and for the texts between them, in the order of the blocks."""
+    """Return a message for each tool result and for the texts between tool results, in the order of the blocks."""
     messages: list[ChatMessage] = []
     texts: list[ContentPart] = []
     for i, block in enumerate(blocks):
@@ -152,10 +152,10 @@ def _user_messages(field: str, blocks: list[ContentBlock]) -> list[ChatMessage]:
 
 
 def _check(field: str, block: ContentBlock) -> None:
-    """Raise RequestError where a block has a field of another type of block."""
+    """Raise RequestError if a block has a field that its type does not allow."""
     for name in _NAMES:
         if getattr(block, name) is not None and name not in _FIELDS.get(block.type, _NAMES):
-            raise RequestError(f"{field}.{name}", f"is no field of a block of type {block.type}")
+            raise RequestError(f"{field}.{name}", f"is not a field of a block of type {block.type}")
 
 
 def _texts(field: str, content: str | Sequence[ContentBlock | ResultBlock]) -> str | list[ContentPart]:

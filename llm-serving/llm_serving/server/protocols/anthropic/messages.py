@@ -1,6 +1,6 @@
 """Anthropic's messages: POST /v1/messages and /v1/messages/count_tokens.
 
-The request is translated to that of chat completions. Clients send their API key in `x-api-key`, which all routes read.
+The request is translated to one of chat completions. Clients send their API key in `x-api-key`.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ _ERROR_TYPES: Final[tuple[tuple[type[LLMServingError], str], ...]] = (
     (UnavailableError, "overloaded_error"),
     (TimedOutError, "timeout_error"),
 )
-"""Exception class -> type of the error; the first match counts."""
+"""(exception class, error type); the first match is used."""
 _ID_HEADERS: Final = (REQUEST_ID_HEADER, "request-id")
-"""Clients of this protocol read the second one."""
+"""Response headers with the request id. Clients of this protocol read the second one."""
 
 
 async def create_message(engine: AsyncEngine, http_request: Request) -> Response:
@@ -154,7 +154,7 @@ def _translate_error(error: RequestError) -> RequestError:
 
 
 def _continues_last(turns: list[ConversationTurn]) -> bool:
-    """Return whether the response continues the last message, which is the assistant's."""
+    """Return whether the last message is the assistant's, so that the response continues it."""
     return bool(turns) and turns[-1].role == "assistant"
 
 

@@ -23,23 +23,23 @@ from llm_serving.server.protocols.openai.schemas import CallerFields, JsonObject
 
 
 class ResultBlock(Struct, kw_only=True):
-    """A part of a tool's result."""
+    """A text part of a tool's result."""
 
     type: str
     text: str | None = None
 
 
 class ContentBlock(Struct, kw_only=True):
-    """Text; of the assistant also a tool call or reasoning, of the user also a tool result."""
+    """A part of a message. Types: text; `tool_use` and reasoning for the assistant; `tool_result` for the user."""
 
     type: str
     text: str | None = None
     id: str | None = None
-    """A field of `tool_use`, as are name and input."""
+    """Used by `tool_use`, as are `name` and `input`."""
     name: str | None = None
     input: JsonObject | None = None
     tool_use_id: str | None = None
-    """A field of `tool_result`, as is content: a text, or blocks of type text."""
+    """Used by `tool_result`, as is `content`: a text, or blocks of type text."""
     content: str | list[ResultBlock] | None = None
     thinking: str | None = None
 
@@ -49,17 +49,17 @@ class AnthropicTool(Struct, kw_only=True):
     description: str | None = None
     input_schema: JsonObject | None = None
     type: str | None = None
-    """`custom`, if anything."""
+    """`custom` or null."""
     strict: bool | None = None
 
 
 class ToolChoice(Struct, kw_only=True):
     type: str
-    """auto, any, tool or none."""
+    """`auto`, `any`, `tool` or `none`."""
     name: str | None = None
-    """A field of `tool`."""
+    """Name of the tool, with type `tool` only."""
     disable_parallel_tool_use: bool | None = None
-    """Return only the first of several calls."""
+    """Return only the first of several tool calls."""
 
 
 class ConversationTurn(Struct):
@@ -74,9 +74,9 @@ class OutputConfig(Struct, kw_only=True):
 
 class Thinking(Struct, kw_only=True):
     type: str
-    """enabled, adaptive or disabled."""
+    """`enabled`, `adaptive` or `disabled`."""
     budget_tokens: int | None = None
-    """A field of `enabled`: most tokens of reasoning."""
+    """Maximum number of reasoning tokens, with type `enabled` only."""
 
 
 class CountTokensRequest(Struct, kw_only=True):
@@ -86,14 +86,14 @@ class CountTokensRequest(Struct, kw_only=True):
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
-    """Changes no token of the prompt."""
+    """Accepted; does not change the prompt."""
     thinking: Thinking | None = None
-    """Changes no token of the prompt."""
+    """Accepted; does not change the prompt."""
 
 
 class MessagesRequest(CallerFields, kw_only=True):
     messages: list[ConversationTurn]
-    """The response continues the last message where that is the assistant's."""
+    """If the last message is the assistant's, the response continues it."""
     max_tokens: int
     model: str | None = None
     system: str | list[ContentBlock] | None = None
@@ -107,7 +107,7 @@ class MessagesRequest(CallerFields, kw_only=True):
     top_p: float | None = None
     stop_sequences: list[str] | None = None
     seed: int | None = None
-    """An extension of the protocol: the same seed gives the same response."""
+    """Extension of the protocol: the same seed gives the same response."""
 
 
 class TextBlock(Struct, tag="text", tag_field="type"):
@@ -123,7 +123,7 @@ class ToolUseBlock(Struct, tag="tool_use", tag_field="type"):
     id: str
     name: str
     input: Raw
-    """A JSON object; where the model wrote malformed JSON, {"INVALID_JSON": its text}."""
+    """A JSON object; {"INVALID_JSON": text} if the model wrote malformed JSON."""
 
 
 ResponseBlock = TextBlock | ThinkingBlock | ToolUseBlock
@@ -131,10 +131,10 @@ ResponseBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 class MessagesUsage(Struct):
     input_tokens: int
-    """Tokens of the prompt that were computed for this request."""
+    """Prompt tokens computed for this request."""
     output_tokens: int
     cache_read_input_tokens: int
-    """Tokens of the prompt whose KV cache was reused."""
+    """Prompt tokens reused from the KV cache."""
     cache_creation_input_tokens: int = 0
 
 
@@ -167,7 +167,7 @@ class MessageDelta(Struct):
 
 
 class StreamEvent(Struct, kw_only=True):
-    """One event of a stream; which fields it has depends on its type."""
+    """One event of a stream. Its type determines its fields."""
 
     type: str
     message: MessagesResponse | UnsetType = UNSET
@@ -240,4 +240,4 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
         dict.fromkeys(("effort", "task_budget"), RefusedField("is not supported; `thinking.budget_tokens` is"))
     ),
 }  # fmt: skip
-"""Struct of a body, or of a part of one -> its unsupported fields."""
+"""Struct of a body or of a part of a body -> its unsupported fields."""

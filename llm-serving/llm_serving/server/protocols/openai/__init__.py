@@ -1,1 +1,1 @@
-"""OpenAI's protocol, and the routes that vLLM, Jina and Cohere added to it."""
+"""OpenAI's protocol, with the routes that vLLM, Jina and Cohere added to it."""

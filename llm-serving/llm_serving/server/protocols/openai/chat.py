@@ -56,7 +56,7 @@ async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> 
 
 
 async def respond_to_conversation(engine: AsyncEngine, http_request: Request, body: ChatCompletionRequest) -> Response:
-    """Respond to a request that has just arrived, or to one that was accepted before and is resumed."""
+    """Respond to a new request, or to an earlier one that is resumed."""
     usage = streamed_usage(body)
     request = _ChatRequest(engine, http_request, body, body)
     started = await start_generation(request)
@@ -72,7 +72,7 @@ class _ChatRequest(ConversationRequest):
         top = self.chat.top_logprobs
         if not self.chat.logprobs:
             if top:
-                raise RequestError("top_logprobs", "must be given with logprobs: true only", top)
+                raise RequestError("top_logprobs", "requires logprobs: true", top)
             return None
         if top is not None and not 0 <= top <= MAX_LOGPROBS:
             raise RequestError("top_logprobs", f"must be an integer from 0 to {MAX_LOGPROBS}", top)

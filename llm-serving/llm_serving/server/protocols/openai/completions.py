@@ -61,7 +61,7 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
 
 
 async def respond_to_completion(engine: AsyncEngine, http_request: Request, body: CompletionRequest) -> Response:
-    """Respond to a request that has just arrived, or to one that was accepted before and is resumed."""
+    """Respond to a new request, or to an earlier one that is resumed."""
     usage = streamed_usage(body)
     request = _CompletionRequest(engine, http_request, body)
     request.prompts = await read_prompts(body.prompt, "prompt", MAX_CHOICES, "prompts")
@@ -81,7 +81,7 @@ class _CompletionRequest(ProtocolRequest):
         self._body = body
         self._max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         self.prompts: list[Prompt] = []
-        """Texts or token ids; as token ids once they have been truncated."""
+        """Texts or token ids. Truncated prompts are token ids."""
 
     async def prepare(self) -> PrecheckInput:
         engine, body, choices = self.engine, self._body, self.choices
@@ -123,10 +123,10 @@ class _CompletionRequest(ProtocolRequest):
 
 
 class _TextOffset:
-    """Offset of the next token's text, in characters; of an incomplete character, the offset at which it begins.
+    """Tracks the character offset of each token's text. Tokens of one character share its offset.
 
     Args:
-        text: Makes the text of the tokens.
+        text: Converts tokens to text.
     """
 
     def __init__(self, text: IncrementalDetokenizer) -> None:
@@ -163,7 +163,7 @@ class CompletionBuilder(OpenAIResponseBuilder):
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     def _delta(self, index: int, output: RequestOutput) -> CompletionChoice | None:
-        """Return what an output adds to a choice; None: nothing that a chunk would report."""
+        """Return what an output adds to a choice; None if no chunk would report it."""
         body = self._body
         self.add_usage(index, output)
         is_first = index not in self._started
@@ -218,7 +218,7 @@ class CompletionBuilder(OpenAIResponseBuilder):
         return self._completion(choices, usage)
 
     def _add_prompt_logprobs(self, choices: Sequence[CompletionChoice], index: int, prompt: list[int]) -> None:
-        """Add to the choices of a prompt the logprobs of its tokens that the request asks for."""
+        """Add the logprobs of a prompt's tokens that the request asks for to the choices of the prompt."""
         body, logprobs = self._body, self._prompt_logprobs.get(index)
         if body.prompt_logprobs is not None:
             reported = prompt_token_logprobs(self._tokenizer, logprobs, body.prompt_logprobs)
@@ -257,7 +257,7 @@ class CompletionBuilder(OpenAIResponseBuilder):
         return target
 
     def _extend(self, target: CompletionLogprobs, logprobs: Sequence[TokenLogprobs], offset: _TextOffset) -> None:
-        """Add tokens, of which the first begins at an offset, and advance that to the end of the last."""
+        """Append tokens, of which the first begins at `offset`, and move `offset` to the end of the last."""
         name = self._token_name
         for token in logprobs:
             text, logprob = name(token.token_id), max(token.logprob, MIN_LOGPROB)
@@ -273,7 +273,7 @@ class CompletionBuilder(OpenAIResponseBuilder):
 
 
 def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Append the second to the first, which is returned."""
+    """Append the second to the first, and return the first."""
     first.tokens += second.tokens
     first.token_logprobs += second.token_logprobs
     first.top_logprobs += second.top_logprobs

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, and the vectors of texts, which other routes need too.
+"""POST /v1/embeddings, and the computation of text vectors for other routes.
 
 Every number is rounded once from the exact value, so the result does not depend on the order of additions.
 """
@@ -38,22 +38,22 @@ from llm_serving.server.protocols.openai.vector_schemas import (
 )
 
 MAX_INPUTS: Final = 2048
-"""Most texts of one request; OpenAI's limit."""
+"""Maximum number of texts in one request (OpenAI's limit)."""
 _PROMPT_ONLY: Final = SamplingParams(max_tokens=0)
 FORMATS: Final = ("float", "base64")
 MAX_VALUES: Final = 2**22
-"""Most numbers of one response; each takes some 20 bytes of JSON."""
+"""Maximum number of values in one response; each takes about 20 bytes of JSON."""
 
 FieldName = Callable[[int], str]
-"""Index of a text -> its name in the request."""
+"""Returns the request field of the text with an index, for errors."""
 
 
 class TextVectors(NamedTuple):
-    """The vectors of a request's texts, and what its response needs beside them."""
+    """The vectors of a request's texts, with the other values that its response needs."""
 
     identity: ResponseIdentity
     vectors: list[Float32Array]
-    """[hidden size] each: the last hidden state, as the LM head would read it."""
+    """[hidden size] each: the last hidden state, the input of the LM head."""
     usage: TokensUsage
     headers: dict[str, str]
 
@@ -72,11 +72,11 @@ async def compute_vectors(
     """Compute the vector of each text.
 
     Args:
-        http_request: When its client disconnects, what has not been computed is aborted.
+        http_request: When its client disconnects, the remaining work is aborted.
         field_name: Returns the name of a text in errors.
-        prefix: Put before the request id to form the id of the response.
+        prefix: Prefix of the request id in the id of the response.
         truncations: The maximum number of tokens of each text; None: the limit that the body gives for all texts.
-        add_special_tokens: Let the tokenizer add its special tokens to texts.
+        add_special_tokens: Whether the tokenizer adds its special tokens to texts.
 
     Raises:
         LLMServingError: The model does not support embeddings, a text breaks a rule, or the engine refuses it.
@@ -129,19 +129,19 @@ class _TextsRequest(ProtocolRequest):
 
 
 def normalised(vector: Float32Array) -> Float32Array:
-    """Divide a vector ([H]) by its length; a zero vector stays zero."""
+    """Return a vector ([H]) divided by its length; a zero vector stays zero."""
     length = math.sqrt(_product(vector, vector))
     return vector if length == 0.0 else (vector.astype(np.float64) / length).astype(np.float32)
 
 
 def cosine(first: Float32Array, second: Float32Array) -> float:
-    """Return the cosine of the angle between two vectors ([H]), -1 to 1; 0 where one is zero."""
+    """Return the cosine similarity of two vectors ([H]), from -1 to 1; 0 if one is zero."""
     lengths = math.sqrt(_product(first, first) * _product(second, second))
     return 0.0 if lengths == 0.0 else max(-1.0, min(1.0, _product(first, second) / lengths))
 
 
 def _product(first: Float32Array, second: Float32Array) -> float:
-    """Return the dot product, rounded once: products of float32 are exact in float64, and `fsum` adds exactly."""
+    """Return the dot product, rounded once: float64 holds products of float32 exactly, and `fsum` adds exactly."""
     return math.fsum((first.astype(np.float64) * second.astype(np.float64)).tolist())
 
 
@@ -186,7 +186,7 @@ async def _encode(
 
 
 def _ending(ids: list[int], of_text: list[int]) -> list[int]:
-    """Return the special tokens behind the tokens of a text: vectors are read there, so they are never truncated."""
+    """Return the special tokens after the tokens of a text. The vector is read there, so truncation keeps them."""
     num_around = len(ids) - len(of_text)
     before = next(
         (count for count in range(num_around + 1) if ids[count : count + len(of_text)] == of_text), num_around
@@ -195,7 +195,7 @@ def _ending(ids: list[int], of_text: list[int]) -> list[int]:
 
 
 def _check_lengths(engine: AsyncEngine, prompts: Sequence[list[int]], field_name: FieldName) -> None:
-    """Refuse texts that are empty or too long, by their own names: the engine knows one prompt at a time."""
+    """Refuse empty or too long texts under their own names, because the engine sees only one prompt at a time."""
     most = min(engine.config.model.max_input_len, engine.max_model_len)
     vocab_size = engine.model_spec.vocab_size
     for index, prompt in enumerate(prompts):
@@ -259,7 +259,7 @@ ENDPOINTS: Final = (
         "POST",
         "/v1/embeddings",
         create_embeddings,
-        "Texts as vectors",
+        "Compute the embeddings of texts",
         body=EmbeddingsRequest,
         answer=Embeddings,
     ),

@@ -64,20 +64,20 @@ class Parameter(Struct, kw_only=True):
     kind: str
     """`integer`, `number`, `boolean`, `strings`, `token_ids`, or `other`."""
     default: Any
-    """Default of completions; null: none, or for `seed` a random one."""
+    """Default of completions; null: no default, or for `seed` a random value."""
     chat_default: Any
-    """Default of chat; null for `max_tokens`: as many as fit."""
+    """Default of chat; null for `max_tokens` means the maximum that fits."""
     rule: str
     meaning: str
     minimum: float | int | None = None
     maximum: float | int | None = None
     completions: bool
-    """Whether completions have it."""
+    """Whether completions have the parameter."""
     chat: bool
 
     @property
     def is_sent(self) -> bool:
-        """Whether a request may have the parameter as a field; some parameters follow from other fields."""
+        """Whether requests have a field for it; some parameters are derived from other fields."""
         return self.completions or self.chat
 
 
@@ -89,15 +89,15 @@ class ClassCard(Struct, kw_only=True):
     tpot_slo_s: float | None
     """Target of the time per output token after the first, in seconds."""
     allowed: bool
-    """Whether the client may use it."""
+    """Whether the client may use the class."""
     default: bool
-    """Whether requests without a priority belong to it."""
+    """Whether the class is the default of requests without a priority."""
 
 
 class ParameterTable(Struct, kw_only=True):
     model: str
     max_model_len: int
-    """Tokens of prompt and output together."""
+    """Maximum number of tokens of prompt and output together."""
     parameters: list[Parameter]
     classes: list[ClassCard]
 
@@ -114,7 +114,7 @@ def parameter_table(engine: AsyncEngine, key: ApiKey | None) -> ParameterTable:
 
 @functools.cache
 def meanings() -> Mapping[str, str]:
-    """Parameter -> the docstring below its field of `SamplingParams`."""
+    """Return parameter -> docstring of its field of `SamplingParams`."""
     (body,) = [
         node.body for node in ast.parse(inspect.getsource(sampling_params)).body
         if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"
@@ -150,7 +150,7 @@ def _parameter(name: str, of_model: Mapping[str, Any]) -> Parameter:
 
 
 def _kind(rule: ParameterRule) -> tuple[str, float | int | None, float | int | None]:
-    """Return the kind of values that a rule allows, the least and the largest."""
+    """Return (kind of value, minimum, maximum) of a rule."""
     match rule:
         case Whole(low, high):
             return "integer", low, high
@@ -182,7 +182,7 @@ def _classes(engine: AsyncEngine, key: ApiKey | None) -> list[ClassCard]:
 
 
 _CHAT_FIELDS: Final = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
-"""Fields of chat that change the prompt."""
+"""Fields of chat that affect the prompt."""
 _STARTED: Final = int(time.time())
 
 
@@ -214,7 +214,7 @@ async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
         assert request.prompt is not None
         for name in _CHAT_FIELDS:
             if getattr(request, name) is not None:
-                raise RequestError(name, "must be given with `messages` only")
+                raise RequestError(name, "requires `messages`")
         tokens = await encode_text(engine, request.prompt, "prompt", request.add_special_tokens is not False)
     response = TokenizeResponse(len(tokens), engine.max_model_len, tokens)
     if request.return_token_strs:
@@ -265,9 +265,24 @@ def _card(engine: AsyncEngine) -> ModelCard:
 ENDPOINTS: Final = (
     Endpoint("GET", "/v1/models", list_models, "List the served models", answer=ModelList),
     Endpoint("GET", "/v1/models/{model:path}", show_model, "Show a model", answer=ModelCard),
-    Endpoint("GET", "/v1/parameters", list_parameters, "Tell what a request may say", answer=ParameterTable),
-    Endpoint("POST", "/tokenize", tokenize, "Text to token ids", body=TokenizeRequest, answer=TokenizeResponse),
-    Endpoint("POST", "/detokenize", detokenize, "Token ids to text", body=DetokenizeRequest, answer=DetokenizeResponse),
-    Endpoint("GET", "/tokenizer_info", show_tokenizer, "What the tokenizer is like", answer=TokenizerInfo),
-    Endpoint("GET", "/version", show_version, "Version of the server", answer=VersionResponse),
+    Endpoint(
+        "GET",
+        "/v1/parameters",
+        list_parameters,
+        "List the sampling parameters that a request may set",
+        answer=ParameterTable,
+    ),
+    Endpoint("POST", "/tokenize", tokenize, "Convert text to token ids", body=TokenizeRequest, answer=TokenizeResponse),
+    Endpoint(
+        "POST",
+        "/detokenize",
+        detokenize,
+        "Convert token ids to text",
+        body=DetokenizeRequest,
+        answer=DetokenizeResponse,
+    ),
+    Endpoint(
+        "GET", "/tokenizer_info", show_tokenizer, "Describe the tokenizer and its chat template", answer=TokenizerInfo
+    ),
+    Endpoint("GET", "/version", show_version, "Show the version of the server", answer=VersionResponse),
 )

@@ -1,4 +1,4 @@
-"""Usage, the end of a stream and whole responses of completions and chat; paging and metadata of OpenAI's routes."""
+"""Code shared by the OpenAI routes: usage, end of stream, whole responses, paging and metadata."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from llm_serving.server.protocols.openai.schemas import (
 )
 
 MAX_INLINE_TOKENS: Final = 256
-"""Longer responses with more than the text of each token are encoded off the event loop."""
+"""Longer responses that report more than text are encoded off the event loop."""
 
 AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 
@@ -39,7 +39,7 @@ async def read_request(engine: AsyncEngine, http_request: Request, kind: type[An
     """Read a body that names the served model and has no unsupported field.
 
     Raises:
-        RequestError: Names the field that is wrong.
+        RequestError: Names the wrong field.
     """
     request = await read_fields(engine, http_request, kind)
     check_model(engine, request.model)
@@ -47,34 +47,28 @@ async def read_request(engine: AsyncEngine, http_request: Request, kind: type[An
 
 
 class StreamedUsage(NamedTuple):
-    """Which chunks of a stream report the usage."""
-
     at_end: bool = False
     in_every_chunk: bool = False
 
     def of_output(self, output: RequestOutput) -> Usage | UnsetType | None:
-        """Return the usage of a choice so far; null where only the end of the stream reports it."""
+        """Return the usage of a choice so far; null if only the end of the stream reports it."""
         if self.in_every_chunk:
             return usage_of(output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens)
         return None if self.at_end else UNSET
 
 
 def streamed_usage(request: GenerationRequest) -> StreamedUsage:
-    """Raise RequestError where a request has `stream_options` without `stream`."""
+    """Return which chunks report the usage. Raise RequestError for `stream_options` without `stream`."""
     options = request.stream_options
     if options is None:
         return StreamedUsage()
     if not request.stream:
-        raise RequestError("stream_options", "must be given with stream: true only")
+        raise RequestError("stream_options", "requires stream: true")
     return StreamedUsage(bool(options.include_usage), bool(options.continuous_usage_stats))
 
 
 class OpenAIResponseBuilder(ResponseBuilder):
-    """Base of the builders of completions and chat.
-
-    Args:
-        usage: Which chunks report the usage.
-    """
+    """Base of the builders of completions and chat. `usage` selects the chunks that report the usage."""
 
     def __init__(self, request: GenerationRequest, usage: StreamedUsage, started: StartedGeneration, n: int) -> None:
         self._streamed_usage = usage
@@ -87,11 +81,11 @@ class OpenAIResponseBuilder(ResponseBuilder):
         logprobs = getattr(request, "logprobs", None)
         reports_tokens = (logprobs is not None and logprobs is not False) or bool(request.return_token_ids)
         self._reports_tokens = reports_tokens or request.prompt_logprobs is not None
-        """Whether the response has more than the text of each token."""
+        """Whether the response reports more than the text of each token."""
         self._sends_empty_deltas = reports_tokens or usage.in_every_chunk
-        """Whether an output without text makes a chunk."""
+        """Whether an output without text produces a chunk."""
         self._started: set[int] = set()
-        """Choices of which a delta exists."""
+        """Choices that have sent a delta."""
         self._whole: Completion | ChatCompletion | None = None
 
     check = staticmethod(raise_on_failure)
@@ -113,11 +107,11 @@ class OpenAIResponseBuilder(ResponseBuilder):
 
     @abstractmethod
     def last_chunk(self, usage: Usage | UnsetType) -> Completion | ChatCompletionChunk:
-        """Return a chunk without choices."""
+        """Return the last chunk, which has no choices."""
 
     @abstractmethod
     async def build(self, usage: Usage) -> Completion | ChatCompletion:
-        """Return the whole response without its receipt, once all outputs have been folded."""
+        """Return the complete response without its receipt, after all outputs have been folded."""
 
     async def finish(self) -> bytes:
         at_end, receipt, usage = self._streamed_usage.at_end, self._receipt, self.total_usage()
@@ -151,13 +145,13 @@ def usage_of(num_prompt: int, num_output: int, num_cached: int) -> Usage:
 
 
 MAX_METADATA_PAIRS: Final = 16
-"""OpenAI's limit; so are the lengths."""
+"""OpenAI's limits."""
 MAX_KEY_CHARS: Final = 64
 MAX_VALUE_CHARS: Final = 512
 
 
 def check_metadata(pairs: Mapping[str, str] | None) -> None:
-    """Raise RequestError where the metadata of a response or batch exceed a limit."""
+    """Raise RequestError if the metadata of a response or batch exceed a limit."""
     if not pairs:
         return
     longest = max(map(len, pairs)), max(map(len, pairs.values()))
@@ -171,11 +165,11 @@ PAGE: Final[Mapping[str, Mapping[str, Any]]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ROWS},
     "after": {"type": "string"},
 }
-"""Query parameters of a page of a list -> their JSON schemas."""
+"""Query parameters for one page of a list -> their JSON schemas."""
 
 
 def page_of(http_request: Request) -> tuple[int, str | None]:
-    """Return the most rows of a page, and the id of the row before its first; None: from the beginning."""
+    """Return the maximum number of rows on a page, and the id of the row before its first; None for the first page."""
     given = http_request.query_params.get("limit", str(DEFAULT_ROWS))
     if not (given.isascii() and given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= MAX_ROWS):
         raise RequestError("limit", f"must be an integer from 1 to {MAX_ROWS}", given)

@@ -1,4 +1,4 @@
-"""Stored responses: clients retrieve them, and later requests continue their conversations."""
+"""Stored responses, which clients can retrieve and later requests can continue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from llm_serving.server.protocols.openai.schemas import ChatMessage, ToolCallOfM
 from llm_serving.server.tenant_quota import StoredSizes, TenantQuota
 
 OVERHEAD_BYTES = 4096
-"""Memory of a response beside its texts."""
 
 
 @dataclass
@@ -21,11 +20,11 @@ class StoredResponse:
     response: ResponseObject
     tenant: str
     input: list[ChatMessage]
-    """The conversation before it, without instructions."""
+    """The conversation before the response, without instructions."""
     output: ChatMessage | None = None
     """The response as a message, once it has ended."""
     task: asyncio.Task[None] | None = None
-    """Generates it, if it runs in the background."""
+    """The task that generates it in the background."""
 
     @property
     def in_progress(self) -> bool:
@@ -48,9 +47,9 @@ def _texts_of(call: ToolCallOfMessage) -> tuple[str, str]:
 
 
 class ResponseStore:
-    """Stores finished responses up to a number of bytes, and responses in progress up to the same number of bytes.
+    """Stores finished responses up to a number of bytes, and as many bytes again of responses in progress.
 
-    When it is full, it evicts the oldest response of the tenant that uses most bytes. It belongs to the event loop.
+    When it is full, it evicts the oldest response of the tenant that uses most bytes. For the event loop only.
     """
 
     def __init__(self, quota: TenantQuota) -> None:
@@ -80,7 +79,7 @@ class ResponseStore:
         self._in_progress.add(stored.response.id, tenant, num_bytes)
 
     def add(self, stored: StoredResponse) -> bool:
-        """Store a response that has ended, removing older ones to make room. Return whether it is small enough."""
+        """Store a finished response and evict older ones to make room. Return False if it is too large."""
         self.remove(stored.response.id)
         num_bytes = _size_of(stored)
         older = self._finished.evictions(stored.tenant, num_bytes)
@@ -93,13 +92,13 @@ class ResponseStore:
         return True
 
     def find(self, response_id: str, tenant: str | None) -> StoredResponse:
-        """Return a response. Raise RequestNotFoundError where the tenant has no such response.
+        """Return a response. Raise RequestNotFoundError if the tenant has no such response.
 
-        `tenant` is None where the server has no API keys, so any client may see the response.
+        `tenant` is None if the server has no API keys; then any client may read the response.
         """
         stored = self._stored.get(response_id)
         if stored is None or tenant not in (None, stored.tenant):
-            raise RequestNotFoundError("response_id", "must be that of a response that is stored")
+            raise RequestNotFoundError("response_id", "must be the id of a stored response")
         return stored
 
     def remove(self, response_id: str) -> None:

@@ -1,6 +1,6 @@
-"""OpenAI's responses: POST /v1/responses, and the routes of stored responses: show, list the input, delete, cancel.
+"""OpenAI's responses: POST /v1/responses, and routes to show, list the input of, delete and cancel stored responses.
 
-The request is translated to that of chat completions. A later request continues a stored response by its id.
+The request is translated to one of chat completions. A later request can continue a stored response by its id.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from llm_serving.server.protocols.openai.schemas import (
 logger = get_logger(__name__)
 
 ORDERS: Final = ("desc", "asc")
-"""Orders of input items; the first one is the default."""
+"""Orders of input items; the first is the default."""
 _FIELDS: Final = {"max_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning.effort"}
 """Field of chat -> its name in this protocol."""
 
@@ -174,7 +174,7 @@ async def cancel_response(engine: AsyncEngine, http_request: Request) -> Respons
     del engine
     stored = _find(http_request)
     if not stored.response.background:
-        raise RequestError("response_id", "must be that of a response with background: true", stored.response.id)
+        raise RequestError("response_id", "must be the id of a response with background: true", stored.response.id)
     await _cancel(stored)
     return json_response(stored.response)
 
@@ -200,13 +200,13 @@ def _conversation(store: ResponseStore, response_id: str, tenant: str | None) ->
     except RequestError as error:
         raise error.renamed("previous_response_id", response_id) from None
     if stored.in_progress:
-        raise RequestError("previous_response_id", "must be that of a response that has ended", response_id)
+        raise RequestError("previous_response_id", "must be the id of a response that has ended", response_id)
     calls = (call for message in stored.messages for call in message.tool_calls or ())
     try:
         for call in calls:
             arguments_of("previous_response_id", call.function.arguments)
     except RequestError:
-        rule = "must be that of a response whose calls have whole arguments, JSON objects"
+        rule = "must be the id of a response whose tool calls have complete JSON arguments"
         raise RequestError("previous_response_id", rule, response_id) from None
     return stored.messages
 
@@ -232,7 +232,7 @@ async def _run_in_background(http_request: Request, generation: Generation, buil
         builder.cancel()
         raise
     except Exception:
-        logger.exception("a response in the background failed")
+        logger.exception("a background response failed")
         builder.fail(internal_error())
     finally:
         await generation.aclose()
@@ -287,7 +287,7 @@ class ResponsesBuilder(ResponseBuilder):
         self._close("cancelled", "incomplete")
 
     def _add(self, output: RequestOutput) -> list[BlockDelta]:
-        """Add an output; close and store the response with the last one."""
+        """Add an output, and close and store the response after the last one."""
         deltas = self._blocks.add(output)
         if not output.finished:
             return deltas
@@ -318,7 +318,7 @@ class ResponsesBuilder(ResponseBuilder):
         self._response.status, self._response.error = "failed", ResponseFailure(code, message)
 
     def _keep(self) -> None:
-        """Store the response. One that is too large says so, in the background by failing without its output."""
+        """Store the response. If it is too large, report that; a background response then fails."""
         self._stored.task = None
         if not self._response.store or self._store.add(self._stored):
             return
@@ -330,14 +330,13 @@ class ResponsesBuilder(ResponseBuilder):
         self._store.add(self._stored)
 
     def _opening(self) -> bytes:
-        """Return the events that every stream begins with, if none has been sent."""
         if self._num_events:
             return b""
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._event(kind, response=self._response) for kind in kinds)
 
     def _item(self, block: MessageBlock) -> OutputItem:
-        """Return a block as an item; all but the last are complete."""
+        """Return a block as an item. Every block but the last is complete."""
         is_last = block.index == len(self._blocks.blocks) - 1
         status, item_id, text = self._last_item_status if is_last else "completed", self._item_id(block), block.text
         if block.kind is BlockKind.CALL:
@@ -371,7 +370,7 @@ class ResponsesBuilder(ResponseBuilder):
         return done + self._of_block("output_item.done", block, item=item)
 
     def _of_block(self, kind: str, block: MessageBlock, **fields: object) -> bytes:
-        """Return an event of an item, or of its text."""
+        """Return an event about an item or its text."""
         if "item" not in fields:
             fields["item_id"] = self._item_id(block)
             if block.kind is not BlockKind.CALL:
@@ -397,7 +396,7 @@ def _logprobs(block: MessageBlock) -> dict[str, object]:
 
 
 def _message(blocks: list[MessageBlock]) -> ChatMessage:
-    """Return the response as a message of the conversation that continues it."""
+    """Return the response as a message, for the conversation that continues it."""
     texts = {kind: "".join(block.text for block in blocks if block.kind is kind) for kind in BlockKind}
     calls = [
         ToolCallOfMessage(FunctionOfMessage(block.name, block.text), block.id)
@@ -427,10 +426,10 @@ ENDPOINTS: Final = (
         "GET",
         f"{_PATH}/input_items",
         list_input_items,
-        "List what a stored response was given",
+        "List the input items of a stored response",
         query={**PAGE, "order": {"type": "string", "enum": list(ORDERS)}},
         answer=InputItemList,
     ),
-    Endpoint("DELETE", _PATH, delete_response, "Forget a stored response", answer=DeletedResponse),
-    Endpoint("POST", f"{_PATH}/cancel", cancel_response, "End a response in the background", answer=ResponseObject),
+    Endpoint("DELETE", _PATH, delete_response, "Delete a stored response", answer=DeletedResponse),
+    Endpoint("POST", f"{_PATH}/cancel", cancel_response, "Cancel a background response", answer=ResponseObject),
 )

@@ -37,16 +37,16 @@ _FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "function_call_output": ("call_id", "output"),
     "reasoning": ("content", "summary"),
 }
-"""Type of an item -> its fields."""
+"""Item type -> names of its fields."""
 _OPTIONAL: Final = {"content", "summary"}
-"""Fields of reasoning, which may be absent."""
+"""Fields of reasoning that may be absent."""
 _NAMES: Final = tuple(dict.fromkeys(name for names in _FIELDS.values() for name in names))
 
 
 def messages_of(items: str | list[InputItem]) -> list[ChatMessage]:
-    """Return the conversation as messages of chat; consecutive items of the assistant become one message.
+    """Return the conversation as chat messages. Consecutive items of the assistant become one message.
 
-    Raise RequestError where an item lacks a field of its type, or has one of another type.
+    Raise RequestError if an item lacks a field of its type, or has a field of another type.
     """
     if isinstance(items, str):
         return [ChatMessage("user", items)]
@@ -79,11 +79,7 @@ def messages_of(items: str | list[InputItem]) -> list[ChatMessage]:
 
 
 def items_of(messages: list[ChatMessage], name: str) -> list[GivenItem]:
-    """Return a conversation as items, the inverse of `messages_of`.
-
-    Args:
-        name: Part of the items' ids.
-    """
+    """Return a conversation as items, the inverse of `messages_of`. `name` becomes part of the items' ids."""
     items: list[GivenItem] = []
 
     def new_id(prefix: str) -> str:
@@ -116,7 +112,7 @@ def items_of(messages: list[ChatMessage], name: str) -> list[GivenItem]:
 
 
 def tools_of(tools: list[FunctionTool] | None) -> list[Tool] | None:
-    """Return the tools of chat. Raise RequestError for a tool that is not a function."""
+    """Return the tools as chat tools. Raise RequestError for a tool that is not a function."""
     if tools is None:
         return None
     for i, tool in enumerate(tools):
@@ -128,7 +124,7 @@ def tools_of(tools: list[FunctionTool] | None) -> list[Tool] | None:
 
 
 def choice_of(choice: str | JsonObject | None) -> str | JsonObject | None:
-    """Return `tool_choice` of chat, which nests the name of a function."""
+    """Return `tool_choice` of chat, in which the name of a function is nested."""
     if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
         refuse_unknown_keys("tool_choice", choice, ("type", "name"))
         return {"type": "function", "function": {"name": choice["name"]}}
@@ -136,7 +132,7 @@ def choice_of(choice: str | JsonObject | None) -> str | JsonObject | None:
 
 
 def response_format_of(text: JsonObject | None) -> JsonObject | None:
-    """Return `response_format` of chat. Raise RequestError where `text` has an option that is not supported."""
+    """Return `response_format` of chat. Raise RequestError if `text` has an unsupported option."""
     for name, value in (text or {}).items():
         if name == "verbosity" and value in (None, "medium"):
             continue
@@ -155,7 +151,7 @@ def _check(field: str, item: InputItem) -> None:
     for name in _NAMES:
         given = getattr(item, name) is not None
         if given and name not in own:
-            raise RequestError(f"{field}.{name}", f"is no field of an item of type {item.type}")
+            raise RequestError(f"{field}.{name}", f"is not a field of an item of type {item.type}")
         if not given and name in own and not (item.type == "reasoning" and name in _OPTIONAL):
             raise RequestError(f"{field}.{name}", "is required")
 

@@ -28,20 +28,17 @@ class InputPart(Struct):
 
 
 class InputItem(Struct, kw_only=True):
-    """A message, reasoning or a call of an earlier response, or the output of a called function."""
+    """A message, the reasoning or a call of an earlier response, or the output of a called function."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[InputPart] | None = None
     """Content of a message or of reasoning."""
     call_id: str | None = None
-    """Id of a call, repeated in its output."""
     name: str | None = None
     arguments: str | None = None
-    """Arguments of a call: a JSON object, as text."""
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
-    """Summary of reasoning."""
 
 
 class FunctionTool(Struct, kw_only=True):
@@ -52,7 +49,7 @@ class FunctionTool(Struct, kw_only=True):
     parameters: JsonObject | None = None
     """A JSON schema of the arguments."""
     strict: bool | None = None
-    """Constrain the arguments of calls to that schema."""
+    """Whether the arguments of calls are constrained to the schema."""
 
 
 class Reasoning(Struct, kw_only=True):
@@ -64,15 +61,15 @@ class ResponsesRequest(CallerFields, kw_only=True):
     input: str | list[InputItem]
     model: str | None = None
     instructions: str | None = None
-    """A system message before the conversation; not stored for the next response."""
+    """System message before the conversation. It is not stored for the next response."""
     previous_response_id: str | None = None
-    """The stored response whose conversation this one continues."""
+    """Id of the stored response whose conversation this request continues."""
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    """An extension of the protocol: the same seed gives the same response."""
+    """Extension of the protocol: the same seed gives the same response."""
     tools: list[FunctionTool] | None = None
     """Functions that the model may call."""
     tool_choice: str | JsonObject | None = None
@@ -84,7 +81,7 @@ class ResponsesRequest(CallerFields, kw_only=True):
     """`format`: the response format, of type `text`, `json_object` or `json_schema`."""
     stream: bool | None = None
     background: bool | None = None
-    """Return at once and generate in the background; only with `store`, not with `stream`."""
+    """Respond at once and generate in the background; only with `store`, not with `stream`."""
     store: bool | None = None
     """Store the response. Default: true."""
     metadata: dict[str, str] | None = None
@@ -108,7 +105,6 @@ class FunctionCallItem(Struct, tag="function_call", tag_field="type", kw_only=Tr
     call_id: str
     name: str
     arguments: str
-    """A JSON object, as text."""
     status: str
 
 
@@ -212,7 +208,7 @@ class ResponseObject(Long, kw_only=True):
 
 
 class ResponseEvent(Struct, kw_only=True):
-    """One event of a stream; which fields it has depends on its type."""
+    """One event of a stream. Its type determines its fields."""
 
     type: str
     sequence_number: int
@@ -271,4 +267,4 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
     FunctionTool: BodyFields({"defer_loading": RefusedField()}),
     InputPart: BodyFields(_PART),
 }  # fmt: skip
-"""Struct of a body, or of a part of one -> its unsupported fields."""
+"""Struct of a body or of a part of a body -> its unsupported fields."""

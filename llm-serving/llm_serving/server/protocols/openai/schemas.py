@@ -24,11 +24,11 @@ class CallerFields(Struct, kw_only=True):
     """The fields of all generation routes that describe the caller."""
 
     priority: int | None = None
-    """A smaller number runs first. It belongs to the request class with the largest rank at or below it."""
+    """A smaller number runs first. It selects the request class with the largest rank that does not exceed it."""
     priority_class: str | None = None
     """A name of `request_classes`, in place of `priority`."""
     user: str | None = None
-    """The tenant, where no API key names it. Within a request class, tenants share fairly."""
+    """The tenant, unless an API key identifies it. Tenants share a request class fairly."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
     timeout_s: float | None = None
@@ -36,10 +36,10 @@ class CallerFields(Struct, kw_only=True):
 
 
 class PriorityRequest(Struct):
-    """A new priority, by one of the two fields."""
+    """A new priority, in one of the two fields."""
 
     priority: int | None = None
-    """A smaller number runs first. It belongs to the request class with the largest rank at or below it."""
+    """A smaller number runs first. It selects the request class with the largest rank that does not exceed it."""
     priority_class: str | None = None
     """A name of `request_classes`."""
 
@@ -54,7 +54,7 @@ class GenerationRequest(CallerFields, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    """0 or -1 keeps all."""
+    """0 or -1 keeps all tokens."""
     min_p: float | None = None
     seed: int | None = None
     """-2^63 to 2^64 - 1."""
@@ -62,21 +62,23 @@ class GenerationRequest(CallerFields, kw_only=True):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     n: int | None = None
-    """Choices for each prompt, 1 to 128."""
+    """Number of choices for each prompt, 1 to 128."""
     best_of: int | None = None
-    """Sequences from which the best `n` are returned; the width of a beam search, 1 to 10."""
+    """Number of sequences from which the best `n` are returned; the width of a beam search, 1 to 10."""
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
-    """Texts that are not generated, with or without a space before: their last token cannot follow the rest of them."""
+    """Texts that must not be generated, with or without a space before them. The last token of each is banned after the
+    rest.
+    """
     allowed_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     response_format: JsonObject | None = None
-    """Type `text`, `json_object` or `json_schema`. At most one field may ask for structured output."""
+    """Type `text`, `json_object` or `json_schema`. Only one field may request structured output."""
     structured_outputs: JsonObject | None = None
     """One of `json`, `json_object`, `regex`, `choice` and `grammar`."""
     guided_json: JsonObject | str | None = None
@@ -90,27 +92,29 @@ class GenerationRequest(CallerFields, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
     use_beam_search: bool | None = None
-    """Only without `stream`; temperature must be 0 or absent."""
+    """Beam search; only without `stream`, and with temperature 0 or absent."""
     length_penalty: float | None = None
-    """With beam search, which ranks by logprob / length ** length_penalty. Default: 1."""
+    """Beam search ranks by logprob / length ** length_penalty. Default: 1."""
     early_stopping: bool | None = None
-    """With beam search: stop as soon as `best_of` sequences have finished."""
+    """Beam search stops as soon as `best_of` sequences have finished."""
     detokenize: bool | None = None
-    """False: no text; `return_token_ids` returns the tokens."""
+    """False: return no text; `return_token_ids` returns the tokens."""
     prompt_logprobs: int | None = None
-    """Return the logprob of each token of the prompt and of so many of the most likely tokens; not streamed."""
+    """Return the logprobs of each prompt token and of this number of most likely tokens; not with `stream`."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    """Name the tokens of logprobs "token_id:123" in place of their text."""
+    """Write the tokens of logprobs as "token_id:123" instead of their text."""
     add_special_tokens: bool | None = None
-    """Let the tokenizer add its special tokens to the prompt. Default: true for completions, false for chat, whose
-    template adds them."""
+    """Whether the tokenizer adds its special tokens to the prompt. Default: true for completions, false for chat, whose
+    template adds them.
+    """
     truncate_prompt_tokens: int | None = None
-    """Keep this many tokens from the end of the prompt; -1: as many as fit."""
+    """Keep this number of tokens from the end of the prompt; -1: as many as fit."""
     request_id: str | None = None
     receipt: bool | None = None
-    """Return a receipt too, from which `llm-serving verify` recomputes the response; it holds the token ids of the
-    prompt. A stream has it in its last chunk."""
+    """Also return a receipt, from which `llm-serving verify` recomputes the response. It contains the prompt's token
+    ids. A stream has it in its last chunk.
+    """
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -128,7 +132,6 @@ class ContentPart(Struct):
 class FunctionOfMessage(Struct, omit_defaults=True):
     name: str
     arguments: str | JsonObject
-    """A JSON object, as text or as it is."""
 
 
 class ToolCallOfMessage(Struct, omit_defaults=True):
@@ -142,11 +145,10 @@ class ChatMessage(Struct, omit_defaults=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCallOfMessage] | None = None
-    """Tool calls of the assistant."""
     tool_call_id: str | None = None
-    """The call whose result a message of the role `tool` is."""
+    """Id of the call whose result this message is; for the role `tool`."""
     reasoning_content: str | None = None
-    """Reasoning of the assistant, for chat templates that read it."""
+    """Reasoning of the assistant, for chat templates that use it."""
 
 
 class Function(Struct, omit_defaults=True):
@@ -169,11 +171,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
-    """Open a message of the assistant. Default: true, but not with `continue_final_message`."""
+    """Start a message of the assistant. Default: true, but false with `continue_final_message`."""
     continue_final_message: bool | None = None
     """Leave the last message open, so that the response continues it."""
     echo: bool | None = None
-    """Begin the response with the text of the last message, if that is the assistant's."""
+    """Begin the response with the text of the last message, if it is the assistant's."""
     tools: list[Tool] | None = None
     """Functions that the model may call."""
     tool_choice: str | JsonObject | None = None
@@ -181,7 +183,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     """False: return only the first of several calls."""
     thinking_token_budget: int | None = None
-    """Most tokens of reasoning. One of this, the two fields below and `reasoning_effort` may be given."""
+    """Maximum number of reasoning tokens. Only one of this, the two fields below and
+    `reasoning_effort` may be given.
+    """
     thinking_budget: int | None = None
     max_thinking_tokens: int | None = None
     reasoning_effort: str | None = None
@@ -198,12 +202,12 @@ class TokenizeRequest(Struct, kw_only=True):
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for messages."""
     add_generation_prompt: bool | None = None
-    """As in chat completions, and with messages only; so are the three fields below."""
+    """As in chat completions, but only with messages; so are the three fields below."""
     continue_final_message: bool | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: JsonObject | None = None
     return_token_strs: bool | None = None
-    """Return the text of each token too."""
+    """Also return the text of each token."""
 
 
 class DetokenizeRequest(Struct, kw_only=True):
@@ -217,7 +221,7 @@ class PromptTokensDetails(Struct):
 
 class CompletionTokensDetails(Struct):
     reasoning_tokens: int
-    """Tokens of reasoning, without its marks."""
+    """Reasoning tokens, without the tokens that mark its start and end."""
 
 
 class Usage(Struct):
@@ -226,7 +230,7 @@ class Usage(Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """Present where reasoning is parsed."""
+    """Present if reasoning is parsed."""
 
 
 class PromptLogprob(Struct):
@@ -245,7 +249,7 @@ class CompletionLogprobs(Long):
 
 
 class CompletionChoice(Long, kw_only=True):
-    """A whole choice, or the delta of one."""
+    """A complete choice, or the delta of one."""
 
     index: int
     text: str
@@ -259,11 +263,11 @@ class CompletionChoice(Long, kw_only=True):
 
 
 FINGERPRINT: Final = f"llm-serving-{__version__}"
-"""`system_fingerprint` of whole responses: the program and its version."""
+"""`system_fingerprint` of non-streaming responses: the program and its version."""
 
 
 class Completion(Long, kw_only=True):
-    """A whole response, or one chunk of a stream."""
+    """A complete response, or one chunk of a stream."""
 
     id: str
     object: str = "text_completion"
@@ -291,7 +295,6 @@ class ChatLogprobs(Long):
 class CalledFunction(Struct):
     name: str
     arguments: str
-    """A JSON object, as text."""
 
 
 class ToolCall(Struct, kw_only=True):
@@ -302,13 +305,10 @@ class ToolCall(Struct, kw_only=True):
 
 class FunctionDelta(Struct):
     arguments: str
-    """Further text."""
     name: str | UnsetType = UNSET
 
 
 class ToolCallDelta(Struct, kw_only=True):
-    """A new call with its id and name, or further arguments of a call."""
-
     index: int
     """Index among the calls of its choice."""
     id: str | UnsetType = UNSET
@@ -391,7 +391,7 @@ class TokenizerInfo(Long, kw_only=True):
     chat_template: str | None
     vocab_size: int
     model_max_length: int
-    """Tokens of prompt and output together."""
+    """Maximum number of tokens of prompt and output together."""
     bos_token: str | None
     eos_token: str | None
     unk_token: str | None
@@ -402,7 +402,7 @@ class ModelCard(Struct, kw_only=True):
     id: str
     object: str = "model"
     type: str = "model"
-    """A field of Anthropic's protocol, as are the next two."""
+    """Field of Anthropic's protocol, as are the next two."""
     display_name: str
     created_at: str
     created: int

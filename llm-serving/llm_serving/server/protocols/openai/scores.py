@@ -28,7 +28,7 @@ from llm_serving.server.protocols.openai.vector_schemas import (
 )
 
 _INLINE_PAIRS: Final = 2
-"""Most scores that are computed on the event loop."""
+"""Maximum number of scores computed on the event loop."""
 _NAMES: Final = (("text_1", "text_2"), ("queries", "documents"))
 
 
@@ -107,7 +107,7 @@ def _check_count(name: str, count: int) -> None:
 
 
 async def _scores(computed: TextVectors, num_first: int) -> list[float]:
-    """Return the score of each text behind the first ones, with the only first text or the one at the same position."""
+    """Return the score of each second text with the first text at its position, or with the only first text."""
 
     def compute() -> list[float]:
         first, second = computed.vectors[:num_first], computed.vectors[num_first:]
@@ -117,10 +117,14 @@ async def _scores(computed: TextVectors, num_first: int) -> list[float]:
 
 
 def _ranking(path: str) -> Endpoint:
-    return Endpoint("POST", path, create_ranking, "Documents by their scores", body=RerankRequest, answer=Ranking)
+    return Endpoint(
+        "POST", path, create_ranking, "Rank documents by similarity to a query", body=RerankRequest, answer=Ranking
+    )
 
 
 ENDPOINTS: Final = (
-    Endpoint("POST", "/v1/score", create_scores, "How near texts are", body=ScoreRequest, answer=ScoreList),
+    Endpoint(
+        "POST", "/v1/score", create_scores, "Compute the similarity of texts", body=ScoreRequest, answer=ScoreList
+    ),
     *(_ranking(path) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
 )

@@ -24,8 +24,9 @@ from llm_serving.server.protocols.openai.schemas import CallerFields
 class VectorRequest(CallerFields, kw_only=True):
     model: str | None = None
     truncate_prompt_tokens: int | None = None
-    """Maximum number of tokens of each text, special tokens included; a longer text is cut before the special tokens
-    at its end. -1: as many as fit."""
+    """Maximum number of tokens of each text, special tokens included. Truncation keeps the special tokens at the end.
+    -1: as many as fit.
+    """
     request_id: str | None = None
 
 
@@ -35,15 +36,15 @@ class EmbeddingsRequest(VectorRequest, kw_only=True):
     encoding_format: str | None = None
     """`float`, or `base64`: float32, little-endian. Default: float."""
     dimensions: int | None = None
-    """Keep so many numbers from the start of each vector, which is then normalized again."""
+    """Keep this number of values from the start of each vector, and normalize it again."""
     normalize: bool | None = None
-    """Whether vectors are normalized to length 1. Default: as the model's folder says, otherwise true."""
+    """Whether vectors are normalized to length 1. Default: as the model's folder specifies, else true."""
     add_special_tokens: bool | None = None
-    """Let the tokenizer add its special tokens to the text. Default: true."""
+    """Whether the tokenizer adds its special tokens to the text. Default: true."""
 
 
 class ScoreRequest(VectorRequest, kw_only=True):
-    """Two lists of texts, by one of two pairs of names: one text and several, or as many in each."""
+    """Two lists of texts under one of two pairs of names: one text and several, or equally many."""
 
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
@@ -59,11 +60,11 @@ class RerankRequest(VectorRequest, kw_only=True):
     query: str
     documents: list[str | TextDocument]
     top_n: int | None = None
-    """Return this many of the best; 0 or not given: all."""
+    """Return only this number of best documents; 0 or not given: all."""
     return_documents: bool | None = None
-    """Return the texts too. Default: true."""
+    """Also return the texts. Default: true."""
     max_tokens_per_doc: int | None = None
-    """Keep this many tokens from the start of each document."""
+    """Keep this number of tokens from the start of each document."""
 
 
 class TokensUsage(Struct):
@@ -105,7 +106,7 @@ class ScoreList(Long, kw_only=True):
 
 class RankedDocument(Struct, kw_only=True):
     index: int
-    """Index among the request's documents."""
+    """Index in the request's documents."""
     document: TextDocument | UnsetType = UNSET
     relevance_score: float
 
@@ -114,7 +115,7 @@ class Ranking(Long, kw_only=True):
     id: str
     model: str
     results: list[RankedDocument]
-    """Best first; of equal scores the earlier document first."""
+    """Best first; of equal scores, the earlier document first."""
     usage: TokensUsage
 
 
@@ -150,4 +151,4 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
     ),
     TextDocument: BodyFields(),
 }  # fmt: skip
-"""Struct of a body, or of a part of one -> its unsupported fields."""
+"""Struct of a body or of a part of a body -> its unsupported fields."""
