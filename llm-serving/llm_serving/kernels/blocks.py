@@ -12,7 +12,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.kernels.w8a8 import Floats, Singles, quantize_rows, without_subnormals
+from llm_serving.kernels.rotation import Singles, without_subnormals
+from llm_serving.kernels.w8a8 import Floats, quantize_rows
 
 BLOCK: Final = 32
 """Inputs of a row with one scale."""

@@ -7,8 +7,8 @@
 // block_size and head_dim are multiples of 16.
 //
 // In a cache of qvalues [num_blocks, block_size, num_kv_heads, head_dim + 4], int8, each token has a scale for each
-// head: an element is scale * qvalue. Keys are rotated before they are rounded (rotation.h). A group has its qvalues, of which four inputs are adjacent whatever the model
-// dtype, followed by its 16 float32 scales.
+// head: an element is scale * qvalue. Keys are rotated before they are rounded (rotation.h). A group has its qvalues,
+// of which four inputs are adjacent whatever the model dtype, followed by its 16 float32 scales.
 #pragma once
 
 #include "kernels.h"
