@@ -26,12 +26,14 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.offline import LLM
 from load_test.workload import DEMO_QUESTIONS, Prompt, load
 
+_QUANTIZATION = "quant_config.quantization"
 KEYS = {
-    **{name: f"model_config.model_dtype={name}" for name in MODEL_DTYPES},
-    **{name.value: f"quant_config.quantization={name}" for name in QuantizationName},
-    "kv8": "quant_config.kv_cache_dtype=int8",
+    "stored": (f"{_QUANTIZATION}=null",),
+    **{name: (f"model_config.model_dtype={name}", f"{_QUANTIZATION}=dequantized") for name in MODEL_DTYPES},
+    **{name.value: (f"{_QUANTIZATION}={name}",) for name in QuantizationName},
+    "kv8": ("quant_config.kv_cache_dtype=int8",),
 }
-"""Name of a format -> its configuration override."""
+"""Name of a format -> its configuration overrides. `stored`: the blocks of a GGUF file."""
 
 
 class Accuracy(NamedTuple):
@@ -73,7 +75,7 @@ def measure(llm: LLM, prompts: Sequence[Prompt]) -> Accuracy:
 
 
 def _load(arguments: argparse.Namespace, name: str) -> LLM:
-    kept = [KEYS[part] for part in name.split("+")]
+    kept = [key for part in name.split("+") for key in KEYS[part]]
     group = f"quant_config.group_size={arguments.group_size}"
     return LLM(load_config(None, [*kept, group, "pa_config.num_blocks=4096", *arguments.set], arguments.model))
 

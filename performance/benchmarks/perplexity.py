@@ -191,7 +191,7 @@ def _max_tokens(llm: LLM) -> int:
 
 
 def _load(arguments: argparse.Namespace, name: str) -> LLM:
-    kept = [KEYS[part] for part in name.split("+")]
+    kept = [key for part in name.split("+") for key in KEYS[part]]
     group = f"quant_config.group_size={arguments.group_size}"
     return LLM(load_config(None, [*kept, group, "pa_config.num_blocks=2048", *arguments.set], arguments.model))
 
