@@ -343,7 +343,6 @@ void widen_planes(const uint8_t* planes, size_t blocks, uint8_t* target) {
   for (size_t block = 0; block < blocks; block++, planes += kBits * kLineBytes) {
 #pragma GCC unroll 8
     for (size_t line = 0; line < kBlockLines; line++, target += kLineBytes) {
-      if (line < kBits) __builtin_prefetch(planes + kBlockBytesAhead + line * kLineBytes, 0, 2);
       const Line values = line_of<kBits>(planes, line);
       __builtin_memcpy(target, &values, sizeof(values));
     }
@@ -388,12 +387,16 @@ struct WidePanels {
   const GroupNumbers* numbers[kTilePanels];  // of each group
   BlockForm form;
   size_t first_block, blocks;
+  // What is widened next, in packed form; each tile prefetches `group_lines` lines of each panel a group, as long as
+  // there are more, so that memory is read while tiles are multiplied.
+  const uint8_t* next[kTilePanels];
+  size_t next_bytes, group_lines;
 };
 
 // Adds the products of a few rows and the panels from `panel` on to their totals.
 template <bool kMinima, size_t kRows, size_t kPanels>
 void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x, size_t row, float* totals,
-               size_t panel_stride) {
+               size_t panel_stride, size_t prefetched) {
   const size_t rows = x.layout.rows, stride = x.layout.width;
   const bool is_half = panels.form.group == kHalfBlock;
   const size_t group_bytes = (is_half ? kHalfLines : kBlockLines) * kLineBytes;
@@ -413,6 +416,10 @@ void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x,
   }
   const uint8_t* const end = qvalues[0] + panels.blocks * kBlockLines * kLineBytes;
   for (bool is_first_half = true; qvalues[0] < end; is_first_half = !is_first_half) {
+    for (size_t i = 0; i < panels.group_lines && prefetched < panels.next_bytes; i++, prefetched += kLineBytes) {
+#pragma GCC unroll 8
+      for (size_t p = 0; p < kPanels; p++) __builtin_prefetch(panels.next[panel + p] + prefetched, 0, 2);
+    }
     Sums sums[kRows][kPanels];
 #pragma GCC unroll 8
     for (size_t r = 0; r < kRows; r++) {
@@ -455,20 +462,20 @@ void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x,
 
 template <bool kMinima, size_t kPanels>
 void wide_tile_of(size_t height, const WidePanels& panels, size_t panel, const QuantizedBlocks& x, size_t row,
-                  float* totals, size_t panel_stride) {
+                  float* totals, size_t panel_stride, size_t prefetched) {
   switch (height) {
     case 1:
-      return wide_tile<kMinima, 1, kPanels>(panels, panel, x, row, totals, panel_stride);
+      return wide_tile<kMinima, 1, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 2:
-      return wide_tile<kMinima, 2, kPanels>(panels, panel, x, row, totals, panel_stride);
+      return wide_tile<kMinima, 2, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 3:
-      return wide_tile<kMinima, 3, kPanels>(panels, panel, x, row, totals, panel_stride);
+      return wide_tile<kMinima, 3, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 4:
-      return wide_tile<kMinima, 4, kPanels>(panels, panel, x, row, totals, panel_stride);
+      return wide_tile<kMinima, 4, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 5:
-      return wide_tile<kMinima, 5, kPanels>(panels, panel, x, row, totals, panel_stride);
+      return wide_tile<kMinima, 5, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 6:
-      return wide_tile<kMinima, 6, kPanels>(panels, panel, x, row, totals, panel_stride);
+      return wide_tile<kMinima, 6, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     default:
       return;
   }
@@ -479,16 +486,18 @@ template <bool kMinima>
 void multiply_tiles(const WidePanels& panels, size_t count, const QuantizedBlocks& x, size_t row, size_t rows,
                     float* totals) {
   const size_t tiles = (rows + kTileRows - 1) / kTileRows, panel_stride = rows * kPanelWidth;
+  const size_t groups = panels.blocks * kBlockInputs / panels.form.group;
   for (size_t i = 0, r = 0; i < tiles; i++) {
     const size_t height = (rows - r + tiles - i - 1) / (tiles - i);
+    const size_t prefetched = i * groups * panels.group_lines * kLineBytes;
     size_t panel = 0;
     for (; panel + kWidePanels <= count; panel += kWidePanels) {
       float* to = totals + panel * panel_stride + r * kPanelWidth;
-      wide_tile_of<kMinima, kWidePanels>(height, panels, panel, x, row + r, to, panel_stride);
+      wide_tile_of<kMinima, kWidePanels>(height, panels, panel, x, row + r, to, panel_stride, prefetched);
     }
     if (panel < count) {
       float* to = totals + panel * panel_stride + r * kPanelWidth;
-      wide_tile_of<kMinima, 1>(height, panels, panel, x, row + r, to, panel_stride);
+      wide_tile_of<kMinima, 1>(height, panels, panel, x, row + r, to, panel_stride, prefetched);
     }
     r += height;
   }
@@ -508,10 +517,20 @@ inline void multiply_widened(const BlockForm& form, size_t k, const uint8_t* con
     panels.form = form;
     panels.first_block = first;
     panels.blocks = blocks - first < pass ? blocks - first : pass;
+    // The next pass of these panels, or the first pass of the panels behind them.
+    const bool is_last = first + panels.blocks == blocks;
+    const size_t next_blocks = is_last ? pass : blocks - first - panels.blocks;
+    const size_t next_chunks = ((next_blocks < pass ? next_blocks : pass) + kChunkBlocks - 1) / kChunkBlocks;
+    panels.next_bytes = next_chunks * layout.chunk_bytes;
+    const size_t tiles = (rows + kTileRows - 1) / kTileRows;
+    const size_t iterations = tiles * panels.blocks * layout.block_groups;
+    panels.group_lines = (panels.next_bytes / kLineBytes + iterations - 1) / iterations;
     for (size_t p = 0; p < count; p++) {
       auto* numbers = reinterpret_cast<GroupNumbers*>(memory + p * panel_bytes);
       uint8_t* qvalues = memory + p * panel_bytes + numbers_bytes;
       panels.qvalues[p] = qvalues;
+      const size_t next_chunk = (first + panels.blocks) / kChunkBlocks;
+      panels.next[p] = panel[p] + (is_last ? count * layout.panel_bytes(k) : next_chunk * layout.chunk_bytes);
       panels.numbers[p] = numbers;
       for (size_t block = first; block < first + panels.blocks; block += kChunkBlocks) {
         const BlockChunk chunk(layout, panel[p], k, block / kChunkBlocks);
