@@ -3,6 +3,7 @@
 #
 #   scripts/acceptance.sh [--golden] [--envs FOLDER] [CLIENT ...]
 #   scripts/acceptance.sh --mindformers             tests MindFormers' own networks instead of clients
+#   scripts/acceptance.sh --real [--models NAME ..] tests real pretrained models of the package index instead of clients
 #
 # Each client has an environment of its own in FOLDER (.acceptance), installed from the package index at the first run.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
@@ -21,6 +22,10 @@ if [ "${1:-}" = --mindformers ]; then
     exit
 fi
 python=.venv/bin/python
+if [ "${1:-}" = --real ]; then
+    shift
+    exec $python tests/acceptance/real/run.py "$@"
+fi
 port=$($python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 run_dir=$(mktemp -d)
 end() {
