@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from llm_serving.core.request import Request
 from llm_serving.core.window import NO_WINDOW
 from llm_serving.speculation import NgramProposer, SpeculationController
-from llm_serving.speculation.ngram import FinishedAnswersIndex
+from llm_serving.speculation.ngram import FinishedAnswersIndex, NgramLookup, RequestDrafts
+from support.factories import create_request
 from support.fake_runner import VOCAB_SIZE, next_token, seen
 
 MAX_DRAFT_TOKENS = 7
@@ -22,6 +23,9 @@ class RandomDrafts(SpeculationController):
     def __init__(self, rng: random.Random, wrong: float = 0.2, window: int = NO_WINDOW) -> None:
         self._rng, self._wrong, self._window = rng, wrong, window
         super().__init__(MAX_DRAFT_TOKENS, NgramProposer(3, FinishedAnswersIndex(3, FINISHED_TOKENS)))
+        anyone = create_request(1)
+        self.waiting[anyone] = RequestDrafts(0.0, lookup=NgramLookup([], "", 3, self._ngram.finished))
+        """Makes the engine ask for drafts at every step."""
 
     @property
     def pays(self) -> bool:

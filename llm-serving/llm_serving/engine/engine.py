@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Final
 
 from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT, ComputeFingerprint
@@ -30,6 +31,7 @@ logger = get_logger(__name__)
 
 BuildStep = Callable[[Schedule, int], StepInput]
 
+NEEDS_KNOWN_OUTPUT: Final = attrgetter("needs_known_output")
 SHORT_STEP_S: Final = 0.02
 """While steps are this short, the engine schedules the next step at once, because a late start would cost more."""
 
@@ -137,7 +139,7 @@ class Engine(EngineRequests):
             self._collect()
             self._drain_inbox()
         drafter = self._drafter
-        if drafter is not None and (drafter.pays or drafter.waiting):
+        if drafter is not None and (drafter.waiting or drafter.pays):
             self._propose_drafts(drafter)
         now = self._clock()
         schedule = self._schedule(now)
@@ -245,7 +247,7 @@ class Engine(EngineRequests):
             if not admits and self._reports.num_tokens_left == 0:  # a step that computes prompts verifies no drafts
                 return True
         running = self.scheduler.running
-        num_waiting = sum([request.needs_known_output for request in running])
+        num_waiting: int = sum(map(NEEDS_KNOWN_OUTPUT, running))
         step_s, host_s = self._times.step_s, self._times.host_s
         return num_waiting * (step_s + host_s) > 2 * len(running) * host_s
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.core.request import RUNNING, Request
+from llm_serving.core.request_class import cache_namespace
 from llm_serving.core.timings import Clock
 from llm_serving.speculation.statistics import (
     FIRST_TOKEN_RATE,
@@ -295,7 +296,8 @@ class NgramProposer:
         """Follow a request; `model_rate`: the acceptance rate to assume for the draft model."""
         if not self.requests:
             self.add_finished((), 0)
-        lookup = NgramLookup(request.prompt_token_ids, request.cache_namespace, self._length, self.finished)
+        namespace = cache_namespace(request.tenant, request.cache_salt)
+        lookup = NgramLookup(request.prompt_token_ids, namespace, self._length, self.finished)
         drafts = RequestDrafts(max(model_rate, MIN_ACCEPTANCE_RATE), lookup=lookup)
         self.requests[request] = self.unmatched[request] = drafts
         self.requests.move_to_end(request, last=False)
@@ -310,7 +312,7 @@ class NgramProposer:
             token_ids = tuple(request.output_token_ids)
             if FAILED_TOKEN in token_ids:
                 token_ids = token_ids[: token_ids.index(FAILED_TOKEN)]
-            self._new_answers.append((request.cache_namespace, token_ids))
+            self._new_answers.append((cache_namespace(request.tenant, request.cache_salt), token_ids))
         if len(self._new_answers) * INDEX_SHARE >= num_rows:
             answers, self._new_answers = self._new_answers, []
             self.finished.add(answers)
@@ -350,16 +352,14 @@ class NgramProposer:
         """Return unmatched requests whose lookup is expected to gain more than it costs; drop the other ones.
 
         The gain is the token that an accepted draft saves; the cost is the tokens that all rows of a step would compute
-        during the lookup. A request that may generate only one more token gains nothing.
+        during the lookup.
         """
         cost_s = num_rows * self.lookup_time.value
         if cost_s >= step_s:
             return []
         promising = []
         for request, drafts in list(self.unmatched.items()):
-            num_output = len(request.output_token_ids)
-            is_last = num_output + 1 >= request.sampling.max_tokens
-            if is_last or MATCH_TOKENS * drafts.expected_match_rate(num_output) * step_s <= cost_s:
+            if MATCH_TOKENS * drafts.expected_match_rate(len(request.output_token_ids)) * step_s <= cost_s:
                 del self.unmatched[request]
             elif request.status is RUNNING:
                 promising.append(request)
@@ -375,13 +375,13 @@ class NgramProposer:
         chosen = []
         for request in list(islice(self.requests, num_lookups)):
             self.requests.move_to_end(request)
-            is_last = len(request.output_token_ids) + 1 >= request.sampling.max_tokens
-            if request not in self.matched and not is_last:
+            if request not in self.matched:
                 chosen.append(request)
         return chosen
 
     def _look_up(self, request: Request) -> None:
-        drafts = self.requests[request]
-        if request not in self.matched and drafts.search(request.output_token_ids):
+        drafts, output = self.requests[request], request.output_token_ids
+        is_last = len(output) + 1 >= request.sampling.max_tokens  # no draft token could follow the next one
+        if request not in self.matched and not is_last and drafts.search(output):
             self.matched[request] = drafts
             self.unmatched.pop(request, None)
