@@ -166,6 +166,18 @@ class TestCollect:
         agent.executor.collect()
         assert agent.executor.num_compilations == 3
 
+    def test_only_a_completed_step_ends_a_series_of_restarts(self, agent):
+        agent.executor.num_restarts = 3
+        agent.executor.submit(a_step(0))
+        agent.executor.submit(a_step(1))
+        agent.channel.send(StepFailed(0, "no"))
+        agent.reply(1, 51)
+        with pytest.raises(StepFailedError):
+            agent.executor.collect()
+        assert agent.executor.num_restarts == 3
+        agent.executor.collect()
+        assert agent.executor.num_restarts == 0
+
     @pytest.mark.parametrize("number", [1, 2**40, -1])
     def test_collect_rejects_the_reply_to_another_step(self, agent, number):
         agent.executor.submit(a_step(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from llm_serving.core.step import (
 from llm_serving.kvcache import BlockManager
 from llm_serving.kvcache.block_table import BlockTable
 from llm_serving.scheduler import Schedule
-from llm_serving.scheduler.schedule import ScheduledRow
 
 _FORBIDDEN = float("-inf")
 _NO_WORDS: Int32Array = np.empty(0, np.int32)
@@ -38,7 +38,8 @@ _NO_SCORING = no_scoring()
 _NO_MOVES = no_block_moves()
 _Sample = tuple[Request, int]
 """A token to be sampled: the request, and the number of draft tokens before it."""
-_NUMBERS = {name: SAMPLING_DTYPES[name] for name in SAMPLE_FIELDS if name in RULES}
+_NUMBERS = {name: (attrgetter(name), SAMPLING_DTYPES[name]) for name in SAMPLE_FIELDS if name in RULES}
+"""Field of `SamplingInput` -> its value in `SamplingParams`, and its dtype."""
 
 
 class StepBuilder:
@@ -55,35 +56,45 @@ class StepBuilder:
 
     def build(self, schedule: Schedule, number: int) -> StepInput:
         """Build the input of step `number`; called once for every schedule, in order."""
-        rows = schedule.rows
-        tables = [self._blocks.table(row[0].request_id) for row in rows]
         token_ids: list[int] = []
-        for request, start, query_len, samples, _ in rows:
+        query_lens: list[int] = []
+        num_computed: list[int] = []
+        tables: list[BlockTable] = []
+        sampled: list[_Sample] = []
+        chosen: list[int] = []
+        positions: list[int] = []
+        token = ResultKind.TOKEN.value  # np.array is twice as fast with plain integers
+        for index, (request, start, query_len, num_samples, _) in enumerate(schedule.rows):
             num_known, end = len(request.prompt_token_ids) + len(request.output_token_ids), start + query_len
             if start < num_known:
                 token_ids += request.known_token_ids(start, end)
-            if samples > 1:
+            if num_samples > 1:
                 token_ids += request.draft_token_ids
             elif end > num_known:  # the newest token is still on the device
                 token_ids.append(reference_to_previous_step(self._previous_samples[request]))
-        query_lens = np.array([row[2] for row in rows], np.int32)
-        num_computed = np.array([row[1] for row in rows], np.int32)
-        result_tokens, positions = _chosen(rows)
+            query_lens.append(query_len)
+            num_computed.append(start)
+            tables.append(self._blocks.table(request.request_id))
+            for draft in range(num_samples):
+                offset = query_len - num_samples + draft
+                sampled.append((request, draft))
+                chosen += (index, offset, token)
+                positions.append(start + offset + 1)
+        result_tokens = np.array(chosen, np.int32).reshape(-1, len(ResultToken._fields))
         scoring = _NO_SCORING
         if schedule.prompt_results:
             of_prompts, scoring = _prompt_results(schedule)
             result_tokens = np.concatenate([result_tokens, of_prompts])
-        sampled = [(row[0], draft) for row in rows if row[3] for draft in range(row[3])]
         block_tables, block_epochs = _packed(tables)
         step = StepInput(
             step=number,
             token_ids=np.array(token_ids, np.int32),
-            query_lens=query_lens,
-            num_computed=num_computed,
+            query_lens=np.array(query_lens, np.int32),
+            num_computed=np.array(num_computed, np.int32),
             block_tables=block_tables,
             block_epochs=block_epochs,
             result_tokens=result_tokens,
-            sampling=self._sampling(sampled, positions),
+            sampling=self._sampling(sampled, np.array(positions, np.int32)),
             scoring=scoring,
             block_moves=np.array(schedule.block_moves, np.int32) if schedule.block_moves else _NO_MOVES,
             exports=np.array(schedule.exports, np.int32) if schedule.exports else _NO_MOVES,
@@ -110,12 +121,11 @@ class StepBuilder:
     def _sampling(self, samples: list[_Sample], positions: Int32Array) -> SamplingInput:
         """`positions`: of the sampled tokens."""
         params = self._params
-        requests = [request for request, _ in samples]
-        if params.requests != requests:
-            params = self._params = _SamplingParams(requests, self._params.allowed)
+        if params.samples != samples:
+            params = self._params = _SamplingParams(samples, self._params.allowed)
         histories = [self._history(*sample) for sample in samples] if params.has_penalties else []
         biases = [_biases(*sample) for sample in samples] if params.has_biases else []
-        none = np.zeros(len(requests) + 1, np.int32)
+        none = np.zeros(len(samples) + 1, np.int32)
         return SamplingInput(
             **params.numbers,
             position=positions,
@@ -140,18 +150,6 @@ class StepBuilder:
         return history + request.draft_token_ids[:num_drafts]
 
 
-def _chosen(rows: Sequence[ScheduledRow]) -> tuple[Int32Array, Int32Array]:
-    """Return the `ResultToken` entries of the sampled tokens, and the positions of these tokens."""
-    result_tokens: list[int] = []
-    positions: list[int] = []
-    kind = ResultKind.TOKEN.value  # np.array is twice as fast with plain integers
-    for index, (_, start, query_len, samples, _) in enumerate(rows):
-        for token in range(query_len - samples, query_len):
-            result_tokens += (index, token, kind)
-            positions.append(start + token + 1)
-    return np.array(result_tokens, np.int32).reshape(-1, len(ResultToken._fields)), np.array(positions, np.int32)
-
-
 def _prompt_results(schedule: Schedule) -> tuple[Int32Array, ScoringInput]:
     """Return the `ResultToken` entries of prompt log-probabilities and vectors, and the scoring parameters."""
     scores: list[ResultToken] = []
@@ -171,15 +169,15 @@ def _prompt_results(schedule: Schedule) -> tuple[Int32Array, ScoringInput]:
 
 
 class _SamplingParams:
-    """Sampling parameters of the sampled requests as arrays, reused while the requests stay the same."""
+    """Sampling parameters of the samples as arrays, reused while the samples stay the same."""
 
-    def __init__(self, requests: list[Request], known: Mapping[Request, Int32Array]) -> None:
-        self.requests = requests
+    def __init__(self, samples: list[_Sample], known: Mapping[Request, Int32Array]) -> None:
+        self.samples = samples
         self.has_penalties = self.has_biases = self.has_matchers = False
         self.allowed: dict[Request, Int32Array] = {}
         """Bitmaps of requests whose allowed tokens never change."""
-        num_logprobs, prompt_lens = [], []
-        for request in requests:
+        values, num_logprobs, prompt_lens = [], [], []
+        for request, _ in samples:
             params, prompt_len = request.sampling, 0
             if params.has_penalties:
                 self.has_penalties, prompt_len = True, len(request.prompt_token_ids)
@@ -189,17 +187,18 @@ class _SamplingParams:
                 self.allowed[request] = known[request] if request in known else _bits(params.allowed_token_ids)
             if request.matcher is not None:
                 self.has_matchers = True
+            values.append(params)
             num_logprobs.append(-1 if params.logprobs is None else params.logprobs)
             prompt_lens.append(prompt_len)
         self.num_logprobs = np.array(num_logprobs, np.int32)
         self.history_prompt_lens = np.array(prompt_lens, np.int32)
         self.numbers: dict[str, Any] = {}
-        for name, dtype in _NUMBERS.items():
-            self.numbers[name] = np.array([getattr(request.sampling, name) for request in requests], dtype)
+        for name, (value_of, dtype) in _NUMBERS.items():
+            self.numbers[name] = np.array(list(map(value_of, values)), dtype)
         if self.allowed:
-            self.allowed_tokens = _joined([self.allowed.get(each, _NO_WORDS) for each in requests])
+            self.allowed_tokens = _joined([self.allowed.get(request, _NO_WORDS) for request, _ in samples])
         else:
-            self.allowed_tokens = AllowedTokens(np.zeros(len(requests) + 1, np.int32), _NO_WORDS)
+            self.allowed_tokens = AllowedTokens(np.zeros(len(samples) + 1, np.int32), _NO_WORDS)
 
 
 def _joined(parts: Sequence[Int32Array]) -> AllowedTokens:

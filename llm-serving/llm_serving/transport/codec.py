@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -33,6 +34,9 @@ _STEP_ARRAYS = tuple(
 )
 _SAMPLING_ARRAYS = tuple(f.name for f in fields(SamplingInput))
 _SCORING_ARRAYS = tuple(f.name for f in fields(ScoringInput))
+_arrays_of_step, _arrays_of_sampling, _arrays_of_scoring = (
+    attrgetter(*names) for names in (_STEP_ARRAYS, _SAMPLING_ARRAYS, _SCORING_ARRAYS)
+)
 _NUM_ARRAYS = 1 + len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS) + len(_SCORING_ARRAYS) + 1
 _NUM_ALLOWED_ARRAYS = 1 + len(AllowedTokens._fields)
 _RESULT_BYTES = len(ResultToken._fields) * 4
@@ -54,8 +58,9 @@ def step_arrays(step: StepInput) -> list[NDArray[Any]]:
         histories, num_shared = _drop_shared_prefixes(sampling.history_offsets, sampling.history_token_ids)
         sampling = replace(sampling, history_token_ids=histories)
     arrays: list[NDArray[Any]] = [np.array([step.step], np.uint64)]
-    for owner, names in ((step, _STEP_ARRAYS), (sampling, _SAMPLING_ARRAYS), (step.scoring, _SCORING_ARRAYS)):
-        arrays += [getattr(owner, name) for name in names]
+    arrays += _arrays_of_step(step)
+    arrays += _arrays_of_sampling(sampling)
+    arrays += _arrays_of_scoring(step.scoring)
     arrays.append(num_shared)
     return arrays
 
