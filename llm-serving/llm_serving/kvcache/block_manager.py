@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from llm_serving.core.request import Request, Transfer
+from llm_serving.core.request_class import cache_namespace
 from llm_serving.core.step import NO_BLOCK, BlockMove, BlockMoveKind
-from llm_serving.core.window import Window
+from llm_serving.core.window import NO_WINDOW, Window
 from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.block_table import BlockTable, block_hash, namespace_hash
 from llm_serving.kvcache.transfer_pool import TransferBlock, TransferPool
@@ -63,6 +64,11 @@ class BlockManager:
         self._block_moves: list[BlockMove] = []
 
     # --- capacity ---------------------------------------------------------------------------------------------------
+
+    @property
+    def has_sliding_window(self) -> bool:
+        """Whether requests free blocks behind the window, so that none ever holds more than a maximum."""
+        return self.max_blocks_per_request < NO_WINDOW
 
     @property
     def usage(self) -> float:
@@ -387,7 +393,7 @@ class BlockManager:
         """Return the hashes of the request's first `count` blocks, which are full and known."""
         hashes = self._block_hashes.setdefault(request.request_id, [])
         while len(hashes) < count:
-            previous = hashes[-1] if hashes else namespace_hash(request.cache_namespace)
+            previous = hashes[-1] if hashes else namespace_hash(cache_namespace(request.tenant, request.cache_salt))
             start = len(hashes) * self.block_size
             hashes.append(block_hash(previous, request.known_token_ids(start, start + self.block_size)))
         return hashes[:count]

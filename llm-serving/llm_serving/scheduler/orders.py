@@ -34,29 +34,28 @@ class Order(Protocol):
         The scheduler calls it on arrival, and again after a reload.
         """
 
-    def record_finished(self, request: Request) -> None:
-        """Learn from the length of a finished request."""
+    @property
+    def record_finished(self) -> Callable[[Request], None] | None:
+        """Learns from the length of a finished request; None: the order does not depend on lengths."""
 
 
 class ArrivalOrder:
     """First come, first served."""
 
     shares_fairly = False
+    record_finished = None
 
     def sort_key(self, request: Request) -> float:
         del request
         return 0.0
-
-    def record_finished(self, request: Request) -> None:
-        del request
 
 
 class FairOrder:
     """The tenant with the least service first; its requests in order of arrival."""
 
     shares_fairly = True
+    record_finished = None
     sort_key = ArrivalOrder.sort_key
-    record_finished = ArrivalOrder.record_finished
 
 
 class ShortestOrder:
@@ -91,15 +90,13 @@ class DeadlineOrder:
     """Earliest deadline first (Liu and Layland 1973): the request's own deadline, else its class's SLO for the TTFT."""
 
     shares_fairly = False
+    record_finished = None
 
     def sort_key(self, request: Request) -> float:
         if request.deadline is not None:
             return request.deadline
         slo_s = request.request_class.ttft_slo_s
         return request.arrival_time + (NO_DEADLINE_S if slo_s is None else slo_s)
-
-    def record_finished(self, request: Request) -> None:
-        del request
 
 
 ORDERS: Final[dict[str, Callable[[], Order]]] = {

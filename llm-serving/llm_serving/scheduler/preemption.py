@@ -58,7 +58,7 @@ class Preemptor:
         Other requests are preempted in `preemption_order`. Protected requests are never preempted for blocks: they hold
         all blocks from their admission, or a whole window of them that no other request shares.
         """
-        if self._blocks.window.is_sliding:
+        if self._blocks.has_sliding_window:
             self._slots.free_outside_window(request)
         while not self._slots.can_grow(request):
             victim = next(other for other in preemption_order(self._slots.running) if not self._keeps_slot(other))

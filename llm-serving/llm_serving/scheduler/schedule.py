@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from llm_serving.core.request import Request
@@ -126,8 +127,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         """Sum once what is read several times a step; by index, which is fastest for many rows."""
-        object.__setattr__(self, "num_tokens", sum([row[2] for row in self.rows]))
-        object.__setattr__(self, "num_samples", sum([row[3] for row in self.rows]))
+        object.__setattr__(self, "num_tokens", sum(map(itemgetter(2), self.rows)))
+        object.__setattr__(self, "num_samples", sum(map(itemgetter(3), self.rows)))
 
 
 class StepPlan:

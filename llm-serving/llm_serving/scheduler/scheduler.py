@@ -262,7 +262,8 @@ class Scheduler:
         self._remove(request)
         request.finish_reason = reason
         request.stop_reason = stop_reason
-        self.order.record_finished(request)
+        if self.order.record_finished is not None:
+            self.order.record_finished(request)
 
     def migrate_out(self, request: Request) -> Transfer:
         """Remove a request whose exporting step has been replied to; return its state for the next replica."""
@@ -386,7 +387,7 @@ class Scheduler:
         special = self._num_beams or self._num_with_prompt_results or self._num_migrating or self._num_with_drafts
         limiter = self.waiting_requests.tenant_limiter
         limited = self._closed_classes or limiter.full_tenants or limiter.has_changed_demand
-        return not (special or limited or self.blocks.window.is_sliding or self.limits.static_batching)
+        return not (special or limited or self.blocks.has_sliding_window or self.limits.static_batching)
 
     def fast_forward_step(self, charges: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> None:
         """Count a step that only decodes (simulator): `charges` by class and tenant, `tokens` by class."""

@@ -251,7 +251,7 @@ class PrefillStage:
 
     def _schedule_prefill(self, request: Request, plan: StepPlan, capped: list[Request]) -> None:
         """Add the prompt with at most its share of the step; `capped` requests may get more at the end."""
-        if self._blocks.window.is_sliding and not self._preemptor.ensure_blocks(request, plan):
+        if self._blocks.has_sliding_window and not self._preemptor.ensure_blocks(request, plan):
             return
         share = self._limits.max_long_prefill_tokens or plan.budget
         num_tokens = self._num_computable(request)
@@ -261,7 +261,7 @@ class PrefillStage:
 
     def _num_computable(self, request: Request) -> int:
         """Return the number of uncomputed tokens that have blocks: all of them without a sliding window."""
-        if not self._blocks.window.is_sliding:
+        if not self._blocks.has_sliding_window:
             return request.num_uncomputed_tokens
         room = self._blocks.num_tokens_with_blocks(request.request_id) - request.num_computed_tokens
         return min(request.num_uncomputed_tokens, room)
