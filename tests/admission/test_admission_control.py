@@ -64,7 +64,7 @@ def test_control_admits_again_once_a_waiting_request_has_started() -> None:
     setup = Setup()
     setup.fill()
     setup.refused()
-    setup.queue.start("0")
+    setup.queue.start(["0"])
     setup.check()
 
 
@@ -162,7 +162,7 @@ def test_prediction_of_a_tenant_at_its_limit_waits_for_its_own_requests_only() -
     replica = ReplicaLoad(0, 1, ReplicaSpeed(LIMITS, 1.0, 0.0, 0.05, 2), True, InFlightSteps(1))
     for number in range(4):
         setup.queue.add(str(number), 0, STANDARD, "a", 1)
-    setup.queue.start("0")
+    setup.queue.start(["0"])
     # A step for its prompt, and one that is in flight.
     assert setup.control.predict_s([1], STANDARD, "b", replica) == 2.0
     # Four requests of 20 steps each that run one after the other.
@@ -246,7 +246,7 @@ def test_idle_replica_refuses_no_request_by_an_old_measurement() -> None:
     assert strict.meets_deadline(40, 39.0)
     strict.queue.add("first", 0, STANDARD, "", 1)
     assert not strict.admits(40)
-    strict.queue.start("first")
+    strict.queue.start(["first"])
     assert not strict.meets_deadline(40, 39.0)
 
 

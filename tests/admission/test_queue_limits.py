@@ -42,15 +42,15 @@ def test_queue_counts_a_request_as_waiting_then_running_then_not_at_all() -> Non
     queue.add("x", 0, HIGH, "a", 7)
     queue.add("y", 1, LOW, "", 5)
     assert counts(queue) == (2, 12, 0)
-    queue.start("x")
-    queue.start("x")
+    queue.start(["x"])
+    queue.start(["x"])
     assert counts(queue) == (1, 5, 1)
     assert counts(queue, replica=1) == (1, 5, 0)
     assert counts(queue, max_rank=-1) == (0, 0, 1)
     assert queue.num_unfinished_of("a") == 1
     for request_id in ("x", "y", "x"):
         queue.remove(request_id)
-    queue.start("y")
+    queue.start(["y"])
     assert counts(queue) == (0, 0, 0)
     assert queue.num_unfinished_of("a") == 0
 
@@ -60,7 +60,7 @@ def test_queue_follows_changes_of_class_and_replica() -> None:
     queue.add("x", 0, HIGH, "", 7)
     queue.change_class("x", LOW)
     assert (queue.class_load("high").num_waiting, queue.class_load("low").num_waiting) == (0, 1)
-    queue.start("x")
+    queue.start(["x"])
     queue.change_replica("x", 1)
     queue.change_class("x", HIGH)
     assert (queue.class_load("high").num_running, queue.class_load("low").num_running) == (1, 0)
@@ -91,7 +91,7 @@ def test_queue_names_the_exceeded_limit_with_its_numbers(waiting, more, limit, t
     assert limit in LIMITS
     assert found.name == limit
     assert found.refusal.startswith(text) and found.refusal.endswith("; 1 needed")
-    queue.start("0")
+    queue.start(["0"])
     assert first_exceeded(queue, 1, 4, *more) is None
 
 
@@ -135,7 +135,7 @@ def test_cached_prompt_tokens_count_as_waiting_and_delay_no_request() -> None:
     queue.add("1", 0, STANDARD, "", 20)
     assert queue.waiting_ahead(0, None) == (2, 24)
     assert (queue.load().num_waiting_tokens, queue.load().num_uncached_tokens) == (40, 24)
-    queue.start("0")
+    queue.start(["0"])
     assert (queue.load().num_waiting_tokens, queue.load().num_uncached_tokens) == (20, 20)
 
 
@@ -146,7 +146,7 @@ def test_requests_beyond_their_tenants_concurrency_limit_are_not_ahead_of_other_
     queue.add("5", 0, LOW, "y", 10)
     assert queue.waiting_ahead(0, None) == (2, 20)
     assert queue.waiting_ahead(0, -1) == (1, 10)
-    queue.start("0")
+    queue.start(["0"])
     assert queue.waiting_ahead(0, None) == (1, 10)
     assert queue.waiting_ahead(1, None) == (0, 0)
 

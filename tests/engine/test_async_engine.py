@@ -164,7 +164,7 @@ def test_dispatcher_ends_only_the_request_whose_output_cannot_be_delivered(num_f
     async def run() -> None:
         setup = Setup()
         async with setup.running() as engine:
-            leave, faults = engine._router.record_finished, []
+            leave, faults = engine._queue.remove, []
 
             def fail_at_first(request_id: str) -> None:
                 if len(faults) < num_faults:
@@ -172,7 +172,7 @@ def test_dispatcher_ends_only_the_request_whose_output_cannot_be_delivered(num_f
                     raise ValueError("a fault of ours")
                 leave(request_id)
 
-            engine._router.record_finished = fail_at_first  # type: ignore[method-assign]
+            engine._queue.remove = fail_at_first  # type: ignore[method-assign]
             all_have_come = Event()
             engine.replicas.engines[0].ask(all_have_come.wait)
             streams = [engine.generate([5, 6 + i], GREEDY, request_id=str(i)) for i in range(3)]

@@ -374,7 +374,7 @@ class Simulation:
             self.totals.refusals["no live WorkAgent"] += 1
         else:
             assert fits and not full, "a request was admitted although the queue was full"
-            opened = master._requests.get(stream.request_id)
+            opened = master._requests.by_id.get(stream.request_id)
             assert opened is not None
             client.stream, client.engine = stream, opened.engine
             index = master.replicas.index_of(opened.engine)
@@ -393,7 +393,7 @@ class Simulation:
 
     def _change_priorities_of_migrating(self) -> None:
         """Change priorities of migrating requests, which no engine has, as `Control` does."""
-        for opened in [each for each in self._master._requests._requests.values() if each.is_in_transfer]:
+        for opened in [each for each in self._master._requests.by_id.values() if each.is_in_transfer]:
             if self._migration_rng.random() < 0.3:
                 opened.priority = self._migration_rng.choice(PRIORITIES)
                 self.totals.events["priorities changed during migration"] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -166,11 +167,12 @@ class AdmissionQueue:
         self._waiting[request_id] = entry
         self._count(entry, waiting=1)
 
-    def start(self, request_id: str) -> None:
-        """Count a waiting request as running; do nothing if it has finished."""
-        if (entry := self._waiting.pop(request_id, None)) is not None:
-            self._running[request_id] = entry
-            self._count(entry, waiting=-1, running=1)
+    def start(self, request_ids: Iterable[str]) -> None:
+        """Count waiting requests as running, except those that have finished."""
+        for request_id in request_ids:
+            if (entry := self._waiting.pop(request_id, None)) is not None:
+                self._running[request_id] = entry
+                self._count(entry, waiting=-1, running=1)
 
     def remove(self, request_id: str) -> None:
         """Stop counting a request that finished or was aborted; do nothing the second time."""

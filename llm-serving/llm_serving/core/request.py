@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from llm_serving.core.constraint import Constraint, ConstraintMatcher
-from llm_serving.core.request_class import STANDARD, RequestClass, cache_namespace
+from llm_serving.core.request_class import STANDARD, RequestClass
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.core.timings import HttpTimings
 
@@ -104,10 +104,6 @@ class ClientRequest:
     """`sampling.constraint`, compiled."""
     arrival_time: Final[float] = 0.0
     """Seconds on the engine's clock."""
-
-    @property
-    def cache_namespace(self) -> str:
-        return cache_namespace(self.tenant, self.cache_salt)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -75,10 +75,6 @@ class Caller:
     """Seconds on the engine's clock after which the client does not need the answer; None: never."""
     http_timings: HttpTimings | None = field(default=None, compare=False)
 
-    @property
-    def cache_namespace(self) -> str:
-        return cache_namespace(self.tenant, self.cache_salt)
-
 
 def cache_namespace(tenant: str, cache_salt: str) -> str:
     """Return the namespace within which requests share computed prefixes."""

@@ -226,7 +226,10 @@ class AsyncEngine:
             route.replica in self._router.prefill_replicas and is_alone and not request.has_prompt_results
         )
         stream = self._open(request, request_id, route, caller, admission, sharing)
-        self._router.record_submitted(request.request_id, route, hashes)
+        if hashes:
+            self._router.prompts.add(request.request_id, route.replica, hashes)
+        if self._router.has_several:
+            self._router.policy.record_routed(route.replica)
         self._queue.add(
             request.request_id,
             route.replica,
@@ -287,7 +290,7 @@ class AsyncEngine:
         """Return a stream of an answer that another request computes or has computed."""
         self.metrics.record_coalesced()
         self._requests.record_coalesced(client_id, shared.request_id)
-        opened = self._requests.get(shared.request_id)
+        opened = self._requests.by_id.get(shared.request_id)
         if opened is not None and opened.request.http_timings is not None:
             opened.request.http_timings.num_coalesced += 1
         return shared.read(client_id, caller.http_timings, deadline=caller.deadline)

@@ -85,15 +85,12 @@ class Auditor:
         self._metrics = metrics
         processor = OutputProcessor(tokenizer, None, EventLog(), clock)
         self._context = SinkContext(scheduler, processor, self._add_copy_output)
-        self._num_seen = 0
         self._running: tuple[Answer, Answer] | None = None
         """The answer that a client got, and the answer of the repeated request as far as it is computed."""
 
     def start(self, request: Request) -> None:
-        """Count a request of a client, and record its outputs if it is selected."""
-        self._num_seen += 1
-        if self.every and self._num_seen % self.every == 0:
-            self.watched[request.request_id] = Answer(request)
+        """Record the outputs of a selected request."""
+        self.watched[request.request_id] = Answer(request)
 
     def watches(self, request_id: str) -> bool:
         """Return whether the outputs of a request are recorded."""

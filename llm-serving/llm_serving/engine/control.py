@@ -145,7 +145,7 @@ class Control:
     def _has_moved(self, opened: OpenRequest, record: Request) -> bool:
         """Return whether an open request has migrated since its engine had it as `record`, perhaps back there."""
         has_left = opened.is_in_transfer or opened.request is not record
-        return has_left and self._requests.get(_id_of(opened)) is opened
+        return has_left and self._requests.by_id.get(_id_of(opened)) is opened
 
     def _update_queue(self, opened: OpenRequest, request_class: RequestClass, answer: asyncio.Future[bool]) -> None:
         """Count a request under another class for admission control, once the scheduler has changed its priority."""

@@ -88,6 +88,8 @@ class EngineRequests:
         self._inbox.on_end = self._report_closing
         self._listeners: list[EngineListener] = []
         self._stopping = False
+        self._num_added = 0
+        """Requests of clients so far."""
         self._times = StepTimes()
         self._reports = LoadReports(scheduler, self._times)
         self.ttft_predictor = self._reports.predictor
@@ -331,7 +333,8 @@ class EngineRequests:
             self.migration.hand_over()
 
     def _add(self, request: Request) -> None:
-        if self._auditor.every:
+        self._num_added += 1
+        if (every := self._auditor.every) and self._num_added % every == 0:
             self._auditor.start(request)
         self._expect(request)
         self._attach_sink(request, self._sink_context)

@@ -43,7 +43,8 @@ class OpenRequests:
     """Unfinished requests by engine id, client id and engine; finished requests are dropped."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, OpenRequest] = {}
+        self.by_id: dict[str, OpenRequest] = {}
+        """By engine id. Others only read it."""
         self._num_of: Counter[Engine] = Counter()
         self._ranked: Mapping[int, Engine] = {}
         """The engines of the last call of `by_load`."""
@@ -55,18 +56,15 @@ class OpenRequests:
         self._num_coalesced = 0
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self.by_id)
 
     def add(self, opened: OpenRequest) -> None:
-        self._requests[opened.request.request_id] = opened
+        self.by_id[opened.request.request_id] = opened
         self._count(opened.engine, 1)
-
-    def get(self, request_id: str) -> OpenRequest | None:
-        return self._requests.get(request_id)
 
     def pop(self, request_id: str) -> OpenRequest | None:
         """Remove a request; return None if it has finished before."""
-        opened = self._requests.pop(request_id, None)
+        opened = self.by_id.pop(request_id, None)
         if opened is not None:
             self._count(opened.engine, -1)
             if opened.next_engine is not None:
@@ -75,7 +73,7 @@ class OpenRequests:
 
     def start_transfer(self, request_id: str, engine: Engine) -> None:
         """Record that the blocks of a request are being transferred to an engine; another may continue it after all."""
-        if (opened := self._requests.get(request_id)) is not None:
+        if (opened := self.by_id.get(request_id)) is not None:
             self._end_transfer(opened)
             opened.next_engine = engine
             self._num_migrating_to[engine] += 1
@@ -88,7 +86,7 @@ class OpenRequests:
 
     def of_engine(self, engine: Engine) -> list[OpenRequest]:
         """Return the requests of an engine, without those in transfer."""
-        return [each for each in self._requests.values() if each.engine is engine and not each.is_in_transfer]
+        return [each for each in self.by_id.values() if each.engine is engine and not each.is_in_transfer]
 
     def num_of(self, engine: Engine) -> int:
         """Return the number of requests of an engine, including those in its inbox."""
@@ -114,7 +112,7 @@ class OpenRequests:
         names, engine_ids = client_ids(client_id), {client_id, *self.coalesced_with(client_id)}
         return [
             opened
-            for engine_id, opened in self._requests.items()
+            for engine_id, opened in self.by_id.items()
             if (engine_id in engine_ids or client_id_of(engine_id) in names) and tenant in (None, opened.request.tenant)
         ]
 

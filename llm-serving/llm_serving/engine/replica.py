@@ -127,7 +127,7 @@ def _longest_request(config: ServingConfig, blocks: BlockManager) -> str:
         held = blocks.max_request_tokens
         return f"a request has up to {held} tokens, as many as the KV cache holds ({wanted}: {source})"
     text = f"a request has up to {wanted} tokens ({source})"
-    if blocks.window.is_sliding:
+    if blocks.has_sliding_window:
         most = blocks.max_blocks_per_request
         text += f" and holds at most {most} blocks: every layer sees {blocks.window.num_tokens} tokens"
     return text

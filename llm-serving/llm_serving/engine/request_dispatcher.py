@@ -47,16 +47,16 @@ class RequestDispatcher:
         on_failure: Callable[[LLMServingError], None],
     ) -> None:
         self.requests = OpenRequests()
+        self.queue = AdmissionQueue(config, clock)
         events = Events(
             on_outputs=self.dispatch,
-            on_started=self.start,
+            on_started=self.queue.start,
             on_migrating=self.migrate,
             on_failure=on_failure,
             on_ended=self.end_requests_of,
             on_serving=self.leave_if_idle,
         )
         self.replicas = Replicas(config, open_replica, events)
-        self.queue = AdmissionQueue(config, clock)
         self.admission = AdmissionControl(config, self.queue, metrics.classes, clock)
         self.router = Router(config, self.replicas, self.requests, self.queue, self.admission, clock)
         serving = config.serving
@@ -72,7 +72,8 @@ class RequestDispatcher:
     def close(self, request_id: str) -> OpenRequest | None:
         """Remove a request that has finished or is aborted; return it if it was open."""
         self.queue.remove(request_id)
-        self.router.record_finished(request_id)
+        if request_id in self.router.prompts.requests:
+            self.router.prompts.remove(request_id)
         opened = self.requests.pop(request_id)
         if opened is not None and self.replicas.drained:
             self.leave_if_idle(opened.engine)
@@ -87,7 +88,7 @@ class RequestDispatcher:
 
     def extend_deadline(self, request_id: str, deadline: float | None) -> None:
         """Give a request a later deadline, or none."""
-        opened = self.requests.get(request_id)
+        opened = self.requests.by_id.get(request_id)
         if opened is not None:
             opened.deadline = deadline
             with contextlib.suppress(WorkerDiedError):  # then all requests of the engine have ended
@@ -113,14 +114,10 @@ class RequestDispatcher:
 
     # --- events of replicas -----------------------------------------------------------------------------------------
 
-    def start(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            self.queue.start(request_id)
-
     def dispatch(self, pieces: list[RequestOutput]) -> None:
         """Give outputs to the streams of their requests."""
         for piece in pieces:
-            opened = self.requests.get(piece.request_id)
+            opened = self.requests.by_id.get(piece.request_id)
             if opened is None:
                 continue
             try:
@@ -154,7 +151,7 @@ class RequestDispatcher:
 
     def _migrate_one(self, migrating: MigratingRequest) -> None:
         request = migrating.request
-        opened = self.requests.get(request.request_id)
+        opened = self.requests.by_id.get(request.request_id)
         is_cancelled = opened is None or opened.is_cancelled
         if opened is not None:
             request.deadline = opened.deadline
@@ -176,7 +173,7 @@ class RequestDispatcher:
                     before = opened.engine
                     self.requests.finish_migration(request.request_id, request, engine)
                     self.queue.change_replica(request.request_id, replica)
-                    self.router.record_migrated(request.request_id, replica)
+                    self.router.prompts.move(request.request_id, replica)
                     self.leave_if_idle(before)
                 return
         self._end(request, FinishReason.UNAVAILABLE, "no WorkAgent is left that could go on with it")
@@ -184,7 +181,7 @@ class RequestDispatcher:
     def _fail_migration(self, migrating: MigratingRequest, error: Exception) -> None:
         """End a request whose migration raised an exception, and free its blocks unless a replica has accepted it."""
         request_id = migrating.request.request_id
-        opened = self.requests.get(request_id)
+        opened = self.requests.by_id.get(request_id)
         has_no_replica = opened is None or opened.request is not migrating.request
         if opened is not None:
             self._fail(opened, error)

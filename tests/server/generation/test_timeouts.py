@@ -161,17 +161,17 @@ class Occupied:
 )
 def test_timeout_applies_before_the_engine_has_the_request(monkeypatch, path, fields):
     """Templates and grammars may wait behind those of other clients."""
-    occupied, engine, engine_input = Occupied(), FakeEngine(), pipeline._engine_input
+    occupied, engine, within_deadline = Occupied(), FakeEngine(), pipeline.within_deadline
 
-    def begin_late(request):
+    def begin_late(deadline, clock, work):
         now[0] = 3601.0
-        return engine_input(request)
+        return within_deadline(deadline, clock, work)
 
     now = [0.0]
     engine.clock = lambda: now[0]
     monkeypatch.setattr(conversation, "_RENDERING", occupied)
     monkeypatch.setattr(structured_output, "_COMPILING", occupied)
-    monkeypatch.setattr(pipeline, "_engine_input", begin_late)
+    monkeypatch.setattr(pipeline, "within_deadline", begin_late)
     answer = post(engine, path, BODIES[path] | fields, headers={HEADER: "3600"})
     assert answer.status_code == 504
     assert "the deadline of the request has passed" in answer.text
@@ -211,7 +211,7 @@ def test_timeout_aborts_a_running_request_and_frees_its_blocks():
             body = BODIES["/v1/completions"] | {"timeout_s": 3600, "stream": True}
             asking = asyncio.create_task(client.post("/v1/completions", json=body))
             await server.reach(lambda: server.replica.scheduler.blocks.pool.num_used_blocks > 0)
-            [request_id] = server.engine._requests._requests
+            [request_id] = server.engine._requests.by_id
             server.engine._dispatcher.extend_deadline(request_id, server.engine.clock())
             server.runner.gate.set()
             assert '"code":"timeout"' in (await asking).text

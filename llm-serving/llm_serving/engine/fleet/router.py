@@ -14,7 +14,7 @@ from llm_serving.admission.queue_limits import AdmissionQueue
 from llm_serving.admission.ttft_predictor import ReplicaSpeed
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.enums import RoleName
-from llm_serving.core.request_class import Caller, class_of
+from llm_serving.core.request_class import Caller, cache_namespace, class_of
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.timings import Clock
 from llm_serving.engine.engine import Engine
@@ -150,14 +150,15 @@ class Router:
         self.prefill_replicas = {index for index, role in enumerate(config.roles) if role is RoleName.PREFILL}
         """Replicas whose requests migrate once their prompts are computed."""
         self._decode_replicas = {index for index, role in enumerate(config.roles) if role is RoleName.DECODE}
-        self._has_several = config.num_replicas > 1
+        self.has_several = config.num_replicas > 1
         self._config = config
         self._replicas = replicas
         self._requests = requests
         self._queue = queue
         self._admission = admission
         self._clock = clock
-        self._prompts = PromptBlocks()
+        self.prompts = PromptBlocks()
+        """Of the unfinished requests."""
         self._open = self._prefilling = OpenReplicas({})
         """All replicas that accept requests, and those of them that do not only decode."""
 
@@ -178,7 +179,7 @@ class Router:
         if not engines or not (is_compared or may_be_refused):
             return []
         block_size = next(iter(engines.values())).scheduler.blocks.block_size
-        return prompt_block_hashes(caller.cache_namespace, prompt_token_ids, block_size)
+        return prompt_block_hashes(cache_namespace(caller.tenant, caller.cache_salt), prompt_token_ids, block_size)
 
     def route(self, prompt_lens: Sequence[int], caller: Caller, hashes: Sequence[bytes] = ()) -> Route:
         """Choose the replica for a group of requests, without any change; `hashes`: blocks of the first prompt.
@@ -203,27 +204,13 @@ class Router:
 
     def route_of(self, stream: RequestStream) -> Route | None:
         """Return the route of an unfinished request, for one that shares its prompt; None if its replica is gone."""
-        opened = self._requests.get(stream.request_id)
+        opened = self._requests.by_id.get(stream.request_id)
         if opened is None or opened.engine.dead is not None:
             return None
         index = self._replicas.index_of(opened.engine)
         # A static batch computes the prompt of each of its requests.
         num_shared = 0 if self._config.model.batching_strategy == "static" else opened.request.num_prompt_tokens - 1
         return None if index is None else Route(index, opened.engine, num_shared)
-
-    def record_submitted(self, request_id: str, route: Route, hashes: Sequence[bytes]) -> None:
-        if hashes:
-            self._prompts.add(request_id, route.replica, hashes)
-        if self._has_several:
-            self.policy.record_routed(route.replica)
-
-    def record_migrated(self, request_id: str, replica: int) -> None:
-        self._prompts.move(request_id, replica)
-
-    def record_finished(self, request_id: str) -> None:
-        """Stop counting the prompt of a request; a second call changes nothing."""
-        if request_id in self._prompts.requests:
-            self._prompts.remove(request_id)
 
     def migration_targets(self, preferred: int | None = None) -> list[tuple[int, Engine]]:
         """Return the living replicas that may continue a request whose prompt is computed, the best first.
@@ -255,7 +242,7 @@ class Router:
         speed = None
         if engine.restarting is None:
             speed = engine.ttft_predictor.speed
-            if speed is None and self._has_several:
+            if speed is None and self.has_several:
                 speed = (speed_of_another or self._speed_of_another)()
         return ReplicaLoad(
             index,
@@ -348,13 +335,13 @@ class Router:
 
     def _num_cached(self, index: int, engine: Engine, hashes: Sequence[bytes]) -> int:
         blocks = engine.scheduler.blocks
-        return self._prompts.num_found(index, hashes, blocks.pool) * blocks.block_size
+        return self.prompts.num_found(index, hashes, blocks.pool) * blocks.block_size
 
     def _cached_tokens(
         self, fleet: OpenReplicas, by_load: Sequence[tuple[int, int]], hashes: Sequence[bytes]
     ) -> dict[int, int]:
         """Return the cached tokens of a prompt by replica, the least loaded replica first, without zeros."""
-        found = self._prompts.replicas_with(hashes[0], fleet.caches) if hashes else set()
+        found = self.prompts.replicas_with(hashes[0], fleet.caches) if hashes else set()
         if not found:
             return {}
         cached = {

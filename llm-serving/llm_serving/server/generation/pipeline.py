@@ -145,18 +145,23 @@ async def _start(
         receipt = await hook.start_receipt(engine, identity.id, identity.created)
     if idempotent is None or not idempotent.known:
         precheck(engine, caller, check)
-    inputs = await within_deadline(caller.deadline, engine.clock, _engine_input(request))
+    encoded = await within_deadline(caller.deadline, engine.clock, request.encode())
+    sampling, constraint = encoded.sampling, None
+    if (output := encoded.structured_output) is not None:
+        work = compile_constraint(engine, output, caller.source)
+        constraint = await within_deadline(caller.deadline, engine.clock, work)
+        sampling = replace(sampling, constraint=constraint.grammar.text)
     generation = await submit(
         engine,
         caller,
-        inputs,
+        EngineInput(encoded.prompts, sampling, constraint, request.wants_vectors),
         request_id=identity.request_id,
         choices=request.choices,
         field_names=check.field_names,
         idempotent=idempotent,
         receipt=receipt,
     )
-    return StartedGeneration(generation, identity, idempotent, inputs.prompts, receipt)
+    return StartedGeneration(generation, identity, idempotent, encoded.prompts, receipt)
 
 
 def precheck(engine: AsyncEngine, caller: HttpCaller, request: PrecheckInput) -> None:
@@ -183,13 +188,3 @@ def precheck(engine: AsyncEngine, caller: HttpCaller, request: PrecheckInput) ->
         min_lens.append(1 if request.truncates else low)
     with renaming(request.field_names):
         engine.precheck_capacity(min_lens * request.num_choices, caller)
-
-
-async def _engine_input(request: ProtocolRequest) -> EngineInput:
-    encoded = await request.encode()
-    sampling, output = encoded.sampling, encoded.structured_output
-    if output is None:
-        return EngineInput(encoded.prompts, sampling, None, request.wants_vectors)
-    constraint = await compile_constraint(request.engine, output, request.caller.source)
-    sampling = replace(sampling, constraint=constraint.grammar.text)
-    return EngineInput(encoded.prompts, sampling, constraint, request.wants_vectors)

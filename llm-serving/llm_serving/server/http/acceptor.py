@@ -194,7 +194,7 @@ class Acceptor:
                 self._is_exhausted = False
                 logger.warning("connections are accepted again")
             client.setblocking(False)
-            self._admit(client, address_of(peer))
+            self._admit(client, network_of(str(peer[0]) if peer else ""))
 
     def _admit(self, client: socket.socket, address: str) -> None:
         connection = self._new_connection(self.limits, self._registry, address, client)
@@ -255,11 +255,6 @@ def _drop(connection: Connection, client: socket.socket) -> None:
     """End a connection that was not established."""
     connection.connection_lost(None)
     client.close()
-
-
-def address_of(peer: object) -> str:
-    """Return the address by which `ConnectionLimits` counts a peer, given its socket address."""
-    return network_of(str(peer[0]) if isinstance(peer, tuple) and peer else "")
 
 
 def network_of(host: str) -> str:

@@ -76,15 +76,13 @@ class _CompletionRequest(ProtocolRequest):
     id_prefix = "cmpl"
     route = PATH
 
-    def __init__(self, engine: AsyncEngine, http_request: Request, body: CompletionRequest) -> None:
-        super().__init__(engine, http_request, body)
-        self._body = body
-        self._max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        self.prompts: list[Prompt] = []
-        """Texts or token ids. Truncated prompts are token ids."""
+    body: CompletionRequest
+    prompts: list[Prompt]
+    """Texts or token ids. Truncated prompts are token ids."""
 
     async def prepare(self) -> PrecheckInput:
-        engine, body, choices = self.engine, self._body, self.choices
+        engine, body, choices = self.engine, self.body, self.choices
+        self._max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         self._prompt_field, prompt_logprobs = "prompt_logprobs", body.prompt_logprobs
         if body.echo and body.logprobs is not None:  # asks for the logprobs of the echoed tokens too
             RULES["logprobs"].checked("logprobs", body.logprobs)
@@ -110,7 +108,7 @@ class _CompletionRequest(ProtocolRequest):
         )
 
     async def encode(self) -> EncodedRequest:
-        engine, body = self.engine, self._body
+        engine, body = self.engine, self.body
         prompts = await encode_prompts(engine, self.prompts, "prompt", body.add_special_tokens is not False)
         if body.truncate_prompt_tokens is not None:
             for index, whole in enumerate(prompts):
