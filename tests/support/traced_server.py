@@ -5,7 +5,8 @@
 The line `start` on standard input begins a count; the line `stop` ends it and prints the functions entered, as one
 line of JSON: [[file, function], ...], files relative to the package. It is answered once no function has been new for
 `QUIET_S`: other threads have work after the last byte of the answer. Functions of all threads count, and comprehensions
-as functions of their own where the interpreter runs them as such (before Python 3.12).
+as functions of their own where the interpreter runs them as such (before Python 3.12). The thread that trims the heap
+every second does not count, because it runs beside some requests and not beside others.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Final
 
 PACKAGE: Final = "/llm_serving/"
 QUIET_S: Final = 0.3
+PERIODIC_THREAD: Final = "heap-trim"
 
 entered: set[tuple[str, str]] = set()
 is_counting = False
@@ -26,7 +28,7 @@ is_counting = False
 
 def record_call(frame: FrameType, event: str, argument: object) -> None:
     """Add the called function to `entered` if it belongs to the package."""
-    if is_counting and event == "call":
+    if is_counting and event == "call" and threading.current_thread().name != PERIODIC_THREAD:
         code = frame.f_code
         _, found, file = code.co_filename.rpartition(PACKAGE)
         if found:
