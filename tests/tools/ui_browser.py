@@ -190,7 +190,7 @@ def reasoning_is_shown_apart_from_the_answer(page: Browser, save: Callable[[str]
             answer = f".answer:nth-of-type({2 * number})"
             page.click(f"{answer} .flip")
             assert page.text(f"{answer} .thought") == "Hmm."
-            assert page.text(f"{answer} .text") == "Hmm.\nYes."
+            assert page.text(f"{answer} .markdown") == "Yes."
             save(f"thought-{number}")
             page.click("#stream")
         [_, before, _], _ = prompt_of(engine, 1)
@@ -215,6 +215,163 @@ def hostile_text_is_shown_as_text(page: Browser, save: Callable[[str], None]) ->
         refused = "(() => { try { document.body.innerHTML = '<b>x</b>'; return false; } catch { return true; } })()"
         assert page.run(refused), "the browser makes elements of text"
         page.problems.clear()  # errors of the requests that it refused
+
+
+MARKDOWN = """# Sorting
+
+Use **`sorted`**, *never* __by hand__, ~~ever~~; see [the docs](https://docs.python.org/3/howto/sorting.html "how to").
+A line of its own, snake_case_name, 2 * 3 * 4, and https://example.org/a_(b), so it ends.
+
+```python
+def first(items):
+    return sorted(items)[0]  # **not bold** <b>&amp;</b>
+```
+
+1. one
+   - nested `a``b`
+   - second
+
+   ```
+   in a list
+   ```
+2. two
+
+> quoted
+> text
+
+| name | size |
+| :--- | ---: |
+| a | 1 |
+
+---
+Done"""
+ATTACK = """<img src=x onerror="window.hit = 1"> <b>bold</b> [x](javascript:alert(1))
+[y](data:text/html,<script>hit()</script>)
+[z](https://a.example/"onmouseover="window.hit=1) ![i](https://a.example/i.png)
+<javascript:alert(1)> [//evil](//evil.example)
+[<img src=x onerror=hit()>](https://a.example) **<script>window.hit = 1</script>** `<svg onload=hit()>`
+
+```html onclick="window.hit=1"
+<script>window.hit = 1</script>
+```
+
+| <img src=x> | b |
+| --- | --- |
+| <a href="javascript:hit()">x</a> | **<i>** |
+
+- <iframe srcdoc="<script>parent.hit=1</script>"></iframe>
+> <style>* { display: none }</style>
+"""
+SLOW = "".join(
+    (
+        "[" * 9000,
+        "*a **b " * 3000,
+        "`" * 5000,
+        "\n\n",
+        "> " * 3000,
+        "\n\n",
+        "- " * 3000,
+        "x\n",
+        "|" * 5000,
+        "\n",
+        "|-" * 5000,
+    )
+)
+"""Marks that never close, and blocks in blocks without end."""
+
+
+def answered(page: Browser) -> None:
+    """Ask, and show the text of the answer when it has ended."""
+    page.wait_for("document.querySelector('.parameter')")
+    page.type("#prompt", "x")
+    page.click("#send")
+    page.wait_for("document.querySelector('.answer:not([aria-busy])')")
+    page.click(".flip")
+
+
+@scenario
+def markdown_of_an_answer_becomes_elements(page: Browser, save: Callable[[str], None]) -> None:
+    pieces = re.findall(r"(?s).{1,7}", MARKDOWN)
+    with serving(FakeEngine(script=Script([*map(Piece, pieces), Piece("", 1)]))) as url:
+        start(page, url)
+        page.run(COPIED)
+        answered(page)
+        found = page.run(
+            """[...document.querySelectorAll(".markdown > *")].map((each) => each.tagName + " " + each.className)"""
+        )
+        assert found == ["H3 ", "P ", "DIV code", "OL ", "BLOCKQUOTE ", "DIV wide", "HR ", "P "], found
+
+        def texts(selector: str) -> list[str]:
+            return page.run(f"[...document.querySelectorAll('.markdown {selector}')].map((each) => each.textContent)")
+
+        assert (texts("strong"), texts("em"), texts("s")) == (["sorted", "by hand"], ["never"], ["ever"])
+        links = page.run(
+            "[...document.querySelectorAll('.markdown a')].map((each) => [each.href, each.rel, each.target])"
+        )
+        safe = ["noopener noreferrer nofollow", "_blank"]
+        assert links == [["https://docs.python.org/3/howto/sorting.html", *safe], ["https://example.org/a_(b)", *safe]]
+        assert "snake_case_name, 2 * 3 * 4" in texts("p")[0]
+        assert texts("pre") == [
+            "def first(items):\n    return sorted(items)[0]  # **not bold** <b>&amp;</b>",
+            "in a list",
+        ]
+        assert texts("li li") == ["nested a``b", "second"]
+        assert texts("td") == ["a", "1"]
+        page.click(".code .copy")
+        page.wait_for("window.copied")
+        assert page.run("window.copied") == texts("pre")[0]
+        save("markdown")
+        page.look(width=390, height=900, dark=True)
+        assert page.run("document.documentElement.scrollWidth") <= 390, "the page is wider than the screen"
+        save("narrow-dark")
+
+
+@scenario
+def hostile_markdown_stays_text(page: Browser, save: Callable[[str], None]) -> None:
+    with serving(FakeEngine(script=Script([Piece(ATTACK), Piece("", 1)]))) as url:
+        start(page, url)
+        answered(page)
+        assert page.run("window.hit") is None
+        elements = page.run(
+            "[...new Set([...document.querySelectorAll('.markdown *')].map((each) => each.tagName))].sort()"
+        )
+        known = {
+            "A",
+            "BLOCKQUOTE",
+            "BUTTON",
+            "CODE",
+            "DIV",
+            "LI",
+            "P",
+            "PRE",
+            "SPAN",
+            "STRONG",
+            "TABLE",
+            "TBODY",
+            "TD",
+            "TH",
+        }
+        assert set(elements) <= known | {"THEAD", "TR", "UL"}, elements
+        links = page.run("[...document.querySelectorAll('.markdown a')].map((each) => each.href)")
+        assert links and all(link.startswith("https://a.example/") for link in links), links
+        names = page.run("[...document.querySelectorAll('.markdown *')].flatMap((each) => each.getAttributeNames())")
+        assert set(names) <= {"class", "href", "title", "target", "rel", "type", "tabindex"}, set(names)
+        for text in ("<img src=x onerror", "javascript:alert(1)", "<iframe srcdoc", "<style>", "<svg onload=hit()>"):
+            assert text in page.text(".markdown"), text
+        save("hostile")
+
+
+@scenario
+def markdown_without_end_is_drawn_in_time(page: Browser, save: Callable[[str], None]) -> None:
+    with serving(FakeEngine(script=Script([Piece(SLOW), Piece("", 1)]))) as url:
+        start(page, url)
+        answered(page)
+        assert page.text(".markdown").startswith("[[[")
+        for text in (SLOW, SLOW.replace("\n", ""), "**a*" * 5000, "_a " * 6600, "[a](" * 5000, "http://" * 2800):
+            draw = f"new module.Markdown().show({json.dumps(text)})"
+            timed = f"(() => {{ const began = performance.now(); {draw}; return performance.now() - began; }})()"
+            spent = page.run(f"import('/ui/markdown.js').then((module) => {timed})")
+            assert spent < 5000, (text[:20], spent)
 
 
 @scenario

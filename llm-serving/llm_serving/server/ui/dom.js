@@ -84,3 +84,10 @@ export function sharp(canvas) {
   context.clearRect(0, 0, width, height);
   return { context, width, height };
 }
+
+/** Shows a text for two seconds. */
+export function announce(text) {
+  const note = el("div", { class: "toast", role: "status" }, text);
+  document.body.append(note);
+  setTimeout(() => note.remove(), 2000);
+}

@@ -1,7 +1,8 @@
 // Asking the model: a conversation or a text to go on with.
 
 import { address, ask, askJson, events, key } from "./api.js";
-import { count, duration, el, plural, say } from "./dom.js";
+import { announce, count, duration, el, plural, say } from "./dom.js";
+import { Markdown } from "./markdown.js";
 import { ParameterForm } from "./parameters.js";
 import { asCurl, asPython, json } from "./snippets.js";
 import { TokenView } from "./tokens.js";
@@ -247,11 +248,12 @@ class Run {
     const text = content ?? "";
     if ((text || thought || tokens.length) && this.firstMs === undefined) this.firstMs = performance.now() - this.began;
     if (thought) {
-      answer.thought ??= answer.body.appendChild(el("span", { class: "thought" }));
+      if (!answer.thought) answer.body.prepend((answer.thought = el("span", { class: "thought" })));
       answer.thought.append(thought);
     }
     answer.text += text;
-    answer.body.append(text);
+    if (this.chat) this.#draw(answer);
+    else answer.body.append(text);
     if (calls) answer.body.append(json(calls, "", "  "));
     answer.tokens.add(tokens);
     if (tokens.length) answer.flip.hidden = false;
@@ -260,11 +262,20 @@ class Run {
     if (near) answer.node.scrollIntoView({ block: "nearest" });
   }
 
+  /** Shows the Markdown of an answer with the next frame: pieces come faster than they can be seen. */
+  #draw(answer) {
+    if (!answer.markdown) answer.body.append((answer.markdown = new Markdown()).node);
+    answer.drawing ??= requestAnimationFrame(() => {
+      answer.drawing = null;
+      answer.markdown.show(answer.text);
+    });
+  }
+
   #answer(index) {
     const known = this.answers.get(index);
     if (known) return known;
     const tokens = new TokenView();
-    const body = el("p", { class: "text" });
+    const body = el("div", { class: "text" });
     const flip = el("button", { type: "button", class: "quiet flip", hidden: true, "aria-pressed": "false", on: { click: () => turn(flip.getAttribute("aria-pressed") !== "true") } }, "tokens");
     const turn = (shown) => {
       flip.setAttribute("aria-pressed", String(shown));
@@ -283,6 +294,7 @@ class Run {
     const seconds = (performance.now() - this.began) / 1000;
     for (const [index, answer] of this.answers) {
       answer.node.removeAttribute("aria-busy");
+      answer.markdown?.show(answer.text);
       const { usage } = this;
       const facts = [];
       if (error) facts.push(error);
@@ -314,10 +326,4 @@ function tokensOf(logprobs) {
     logprob: logprobs.token_logprobs[index] ?? 0,
     top: Object.entries(logprobs.top_logprobs?.[index] ?? {}).map(([other, logprob]) => ({ text: other, logprob })),
   }));
-}
-
-function announce(text) {
-  const note = el("div", { class: "toast", role: "status" }, text);
-  document.body.append(note);
-  setTimeout(() => note.remove(), 2000);
 }
