@@ -7,6 +7,7 @@ import os
 import select
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from llm_serving.cli.main import main
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.errors import CapacityError, RequestError, UnavailableError
-from llm_serving.server.admin.advice import Advisor
+from llm_serving.server.admin.advice import COMMAND, Advisor
 from support.fakes import FakeEngine
 from support.http_serving import TIMEOUT_S, connect, serving
 from support.server_client import error_of
@@ -81,6 +82,10 @@ def test_advisor_reports_errors_of_the_simulator() -> None:
 def test_advisor_without_recording_names_the_key() -> None:
     with pytest.raises(RequestError, match=r"`record_path` must name a folder.*scheduler_config.record_path"):
         asyncio.run(advisor("", None).advise(5))
+
+
+def test_advisor_runs_an_existing_module() -> None:
+    assert find_spec(COMMAND[-1]) is not None
 
 
 def test_advisor_reports_a_missing_simulator_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from llm_serving.server.parsing.offload import json_response
 logger = get_logger(__name__)
 
 SIMULATOR: Final = "llm_serving_simulator"
-COMMAND: Final = tuple(command_of(f"{SIMULATOR}.advising"))
+COMMAND: Final = tuple(command_of(f"{SIMULATOR}.advice"))
 BUDGET_S: Final = 120.0
 """Seconds of simulation. Beside a loaded server a process of the lowest priority gets little processor time."""
 TIMEOUT_S: Final = 240.0
