@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import json
 
 import pytest
 from llm_serving.core.request import FinishReason
+from llm_serving.core.request_output import RequestOutput, TokenLogprobs
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.server.generation.sampling import with_choice_seed
 from llm_serving.server.parsing.body import IGNORED_HEADER
+from llm_serving.server.protocols.text_schemas import TGIParameters
+from llm_serving.server.protocols.tgi import TGIBuilder
 from support.fakes import DEMO_TOKENIZER, FULL_QUEUE, FakeEngine, Piece, Script
 from support.server_client import events, leave_while_held, post, request
 
@@ -86,8 +93,8 @@ def test_tgi_stop_sequence_is_part_of_the_text():
     "parameters",
     [
         {"best_of": 2}, {"typical_p": 0.5}, {"grammar": {"type": "regex"}}, {"watermark": True}, {"temperature": 0.0},
-        {"decoder_input_details": True}, {"max_new_tokens": 0}, {"truncate": 0}, {"top_n_tokens": 21},
-        {"stop_sequences": ["x"] * 17}, {"min_new_tokens": 9, "max_new_tokens": 8},
+        {"best_of": 0}, {"best_of": 129, "do_sample": True}, {"max_new_tokens": 0}, {"truncate": 0},
+        {"top_n_tokens": 21}, {"stop_sequences": ["x"] * 17}, {"min_new_tokens": 9, "max_new_tokens": 8},
     ],
 )  # fmt: skip
 def test_tgi_unsupported_values_are_validation_errors(parameters):
@@ -95,6 +102,63 @@ def test_tgi_unsupported_values_are_validation_errors(parameters):
     assert response.status_code == 422
     assert response.json()["error_type"] == "validation"
     assert f"`{next(iter(parameters))}" in response.json()["error"]
+
+
+@pytest.mark.parametrize("parameters", [{"best_of": 2, "do_sample": True}, {"decoder_input_details": True}])
+def test_tgi_stream_has_one_sequence_without_prompt_tokens(parameters):
+    response = post(FakeEngine(), "/generate_stream", body(**parameters))
+    assert response.status_code == 422
+    assert f"`{next(iter(parameters))}`" in response.json()["error"]
+
+
+def test_tgi_decoder_input_details_are_the_prompt_with_logprobs():
+    engine = FakeEngine()
+    details = post(engine, "/generate", body(decoder_input_details=True)).json()["details"]
+    prompt = DEMO_TOKENIZER.encode("hello")
+    assert [token["id"] for token in details["prefill"]] == prompt
+    assert "".join(token["text"] for token in details["prefill"]).endswith("hello")
+    first, *others = [token["logprob"] for token in details["prefill"]]
+    assert first is None and all(logprob <= 0 for logprob in others)
+    assert engine.submitted[0].sampling.prompt_logprobs == 0
+    assert len(details["tokens"]) == 3
+    assert post(FakeEngine(), "/generate", body(details=True)).json()["details"]["prefill"] == []
+
+
+def test_tgi_best_of_returns_the_most_likely_sequence_and_the_others():
+    parameters = TGIParameters(best_of=3, do_sample=True, details=True)
+    sampling = SamplingParams(seed=7)
+    builder = TGIBuilder(DEMO_TOKENIZER, "hello", [5], parameters, sampling, as_list=False)
+    for index, (text, logprob) in enumerate((("a", -3.0), ("b", -1.0), ("c", -2.0))):
+        builder.fold(index, finished(text, logprob))
+    answer = json.loads(asyncio.run(builder.response({})).body)
+    assert answer["generated_text"] == "b"
+    others = answer["details"]["best_of_sequences"]
+    assert [each["generated_text"] for each in others] == ["c", "a"]
+    assert [each["tokens"][0]["logprob"] for each in others] == [-2.0, -3.0]
+    seeds = [each["seed"] for each in (answer["details"], *others)]
+    assert seeds == [with_choice_seed(sampling, choice).seed for choice in (1, 2, 0)]
+
+
+def finished(text, logprob):
+    return RequestOutput(
+        request_id="x",
+        text=text,
+        token_ids=(500,),
+        logprobs=(TokenLogprobs(500, logprob, (), ()),),
+        num_prompt_tokens=1,
+        num_cached_tokens=0,
+        num_output_tokens=1,
+        finish_reason=FinishReason.LENGTH,
+    )
+
+
+def test_tgi_best_of_generates_as_many_sequences():
+    engine = FakeEngine()
+    details = post(engine, "/generate", body(best_of=3, do_sample=True, seed=7, details=True)).json()["details"]
+    assert [submitted.sampling.seed == 7 for submitted in engine.submitted] == [True, False, False]
+    names = {"generated_text", "finish_reason", "generated_tokens", "seed", "input_length", "prefill", "tokens"}
+    assert [set(each) for each in details["best_of_sequences"]] == [names] * 2
+    assert post(FakeEngine(), "/generate", body(best_of=1, details=True)).json()["details"]["best_of_sequences"] is None
 
 
 @pytest.mark.parametrize(

@@ -203,8 +203,15 @@ def _choice(field: str, value: Any, _: str | None) -> StructuredOutput:
 
 
 def _response_format(field: str, value: Any, whitespace: str | None) -> StructuredOutput | None:
-    """Read OpenAI's `{"type": "text" | "json_object" | "json_schema", ...}`; the schema is in `json_schema.schema`."""
-    kind = _kind(field, value, ("text", "json_object", "json_schema"))
+    """Read OpenAI's `{"type": "text" | "json_object" | "json_schema", ...}`; the schema is in `json_schema.schema`.
+
+    Or read TGI's `{"type": "json" | "json_object" | "regex", "value": ...}`, where json_object is another name of json.
+    """
+    kind = _kind(field, value, ("text", "json_object", "json_schema", "json", "regex"))
+    if kind in ("json", "regex"):
+        return _tgi_grammar(field, value, whitespace)
+    if kind == "json_object" and value.get("value") is not None:
+        return _tgi_grammar(field, {**value, "type": "json"}, whitespace)
     known = {"text": ("type",), "json_object": ("type", "schema"), "json_schema": ("type", "json_schema")}
     refuse_unknown_keys(field, value, known[kind])
     if kind == "text":
@@ -244,13 +251,13 @@ def _structured_outputs(field: str, value: Any, _: str | None) -> StructuredOutp
 
 
 def _tgi_grammar(field: str, value: Any, whitespace: str | None) -> StructuredOutput | None:
-    """Read TGI's `{"type": "json" | "regex" | "json_schema", "value": ...}`."""
-    kind = _kind(field, value, ("json", "regex", "json_schema"))
+    """Read TGI's `{"type": "json" | "json_object" | "regex" | "json_schema", "value": ...}`."""
+    kind = _kind(field, value, ("json", "json_object", "regex", "json_schema"))
     refuse_unknown_keys(field, value, ("type", "value"))
     field, given = f"{field}.value", value.get("value")
     if kind == "regex":
         return _regex(field, given, whitespace)
-    if kind == "json":
+    if kind in ("json", "json_object"):
         return _schema(field, given, whitespace)
     if not isinstance(given, dict):
         raise RequestError(field, "must be an object with a `schema`", given)

@@ -34,9 +34,13 @@ class TGIParameters(CallerFields):
     """Keep this number of tokens from the end of the prompt."""
     return_full_text: bool | None = None
     details: bool | None = None
+    decoder_input_details: bool | None = None
+    """Return the tokens of the prompt with their log-probabilities; not streamed."""
+    best_of: int | None = None
+    """Generate so many sequences and return the one with the highest mean log-probability; needs sampling."""
     top_n_tokens: int | None = None
     grammar: JsonObject | None = None
-    """Structured output: `type` is json, json_schema or regex, `value` the schema or expression."""
+    """Structured output: `type` is json, json_object, json_schema or regex, `value` the schema or expression."""
 
 
 class TGIRequest(CallerFields):
@@ -65,10 +69,8 @@ class LegacyRequest(CallerFields):
 
 
 _TGI: Final[Rows] = {
-    "best_of": RefusedField(neutral=(1,)),
     "typical_p": RefusedField(neutral=(1,)),
     "watermark": RefusedField(),
-    "decoder_input_details": RefusedField(),
     "adapter_id": NO_ADAPTERS,
     "max_tokens": named("max_new_tokens"),
     "min_tokens": named("min_new_tokens"),

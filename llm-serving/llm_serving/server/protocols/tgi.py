@@ -3,11 +3,14 @@
 `priority`, `priority_class`, `user` and `cache_salt` may be in the body or in its `parameters`.
 
 As in TGI, tokens are sampled with `do_sample` or with any parameter that affects only sampling; otherwise decoding is
-greedy. A stream has one event per token; the last event has the whole text.
+greedy. A stream has one event per token; the last event has the whole text. As in TGI, a stream takes neither `best_of`
+nor `decoder_input_details`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -17,17 +20,17 @@ from starlette.responses import Response
 
 from llm_serving import __version__
 from llm_serving.core.request import FinishReason
-from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.request_output import PromptLogprobs, RequestOutput
 from llm_serving.core.sampling_params import MAX_STOP_STRINGS, Real, SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import LLMServingError, RequestError
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.generation.choices import MAX_CHOICES
-from llm_serving.server.generation.logprobs import MIN_LOGPROB, token_outputs
+from llm_serving.server.generation.choices import COUNT, MAX_CHOICES, MAX_N, Choices
+from llm_serving.server.generation.logprobs import MIN_LOGPROB, check_prompt_logprobs_size, token_outputs
 from llm_serving.server.generation.pipeline import EncodedRequest, PrecheckInput, ProtocolRequest, start_generation
 from llm_serving.server.generation.prompts import encode_text
 from llm_serving.server.generation.response import ResponseBuilder, respond
-from llm_serving.server.generation.sampling import sampling_params
+from llm_serving.server.generation.sampling import sampling_params, with_choice_seed
 from llm_serving.server.generation.structured_output import structured_output_of
 from llm_serving.server.parsing.body import note_ignored, read_fields
 from llm_serving.server.parsing.errors import tgi_error_content, tgi_error_response
@@ -52,26 +55,52 @@ async def _generate(engine: AsyncEngine, http_request: Request, *, stream: bool 
     streams = bool(body.stream) if stream is None else stream
     if body.stream not in (None, streams):
         note_ignored(http_request, "stream")
-    if parameters.top_n_tokens and not (streams or parameters.details):
+    if parameters.top_n_tokens and not (streams or parameters.details or parameters.decoder_input_details):
         note_ignored(http_request, "top_n_tokens")
-    request = _TGIRequest(engine, http_request, body, parameters)
+    request = _TGIRequest(engine, http_request, body, parameters, streams=streams)
     started = await start_generation(request)
-    builder = TGIBuilder(engine.tokenizer, body.inputs, parameters, request.sampling, as_list=stream is None)
+    prompt = started.prompts[0]
+    builder = TGIBuilder(engine.tokenizer, body.inputs, prompt, parameters, request.sampling, as_list=stream is None)
     return await respond(http_request, started, builder, stream=streams)
 
 
 class _TGIRequest(ProtocolRequest):
-    def __init__(self, engine: AsyncEngine, http_request: Request, body: TGIRequest, parameters: TGIParameters) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        http_request: Request,
+        body: TGIRequest,
+        parameters: TGIParameters,
+        *,
+        streams: bool,
+    ) -> None:
         super().__init__(engine, http_request, body, parameters)
         self._inputs = body.inputs
         self._parameters = parameters
+        self._streams = streams
         self.sampling = SamplingParams()
 
     async def prepare(self) -> PrecheckInput:
         self.sampling = _sampling(self._parameters)
+        count = self._checked_count()
+        self.choices = Choices(count, count)
         self._output = structured_output_of(self._parameters, _FIELDS)
         truncates = self._parameters.truncate is not None
-        return PrecheckInput([self._inputs], self.sampling.max_tokens, _NAMES, truncates=truncates)
+        return PrecheckInput([self._inputs], self.sampling.max_tokens, _NAMES, count, truncates=truncates)
+
+    def _checked_count(self) -> int:
+        """Return how many sequences are generated; raise RequestError where the request asks for more than it may."""
+        parameters = self._parameters
+        if self._streams and parameters.decoder_input_details:
+            raise RequestError("decoder_input_details", "is not supported in a stream", True)
+        if parameters.best_of is None:
+            return 1
+        count = int(COUNT.checked("best_of", parameters.best_of))
+        if count > 1 and self._streams:
+            raise RequestError("best_of", "must be 1 in a stream", count)
+        if count > 1 and self.sampling.greedy:
+            raise RequestError("best_of", "must be 1 without sampling (`do_sample`)", count)
+        return count
 
     async def encode(self) -> EncodedRequest:
         prompt = await encode_text(self.engine, self._inputs, "inputs")
@@ -79,6 +108,7 @@ class _TGIRequest(ProtocolRequest):
             if count < 1:
                 raise RequestError("truncate", "must be an integer of at least 1", count)
             prompt = prompt[-count:]
+        check_prompt_logprobs_size([prompt], self.sampling, "decoder_input_details", 1)
         return EncodedRequest([prompt], self.sampling, self._output)
 
 
@@ -101,7 +131,23 @@ def _sampling(parameters: TGIParameters) -> SamplingParams:
         temperature=(1.0 if parameters.temperature is None else parameters.temperature) if samples else 0.0,
         include_stop_str_in_output=True,
         logprobs=parameters.top_n_tokens or 0,
+        prompt_logprobs=0 if parameters.decoder_input_details else None,
     )
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One generated sequence of a response."""
+
+    texts: list[str]
+    tokens: list[JsonObject] = field(default_factory=list)
+    top_tokens: list[list[JsonObject]] = field(default_factory=list)
+    details: JsonObject = field(default_factory=dict)
+
+    @property
+    def mean_logprob(self) -> float:
+        logprobs: list[float] = [token["logprob"] for token in self.tokens]
+        return sum(logprobs) / max(len(logprobs), 1)
 
 
 class TGIBuilder(ResponseBuilder):
@@ -111,39 +157,44 @@ class TGIBuilder(ResponseBuilder):
         self,
         tokenizer: Tokenizer,
         inputs: str,
+        prompt: Sequence[int],
         parameters: TGIParameters,
         sampling: SamplingParams,
         *,
         as_list: bool,
     ) -> None:
         self._tokenizer = tokenizer
+        self._prompt = prompt
         self._parameters = parameters
         self._sampling = sampling
         self._as_list = as_list
-        self._texts = [inputs if parameters.return_full_text else ""]
+        self._beginning = inputs if parameters.return_full_text else ""
         self._num_events = 0
-        self._tokens: list[JsonObject] = []
-        self._top_tokens: list[list[JsonObject]] = []
-        self._details: JsonObject = {}
+        self._sequences: dict[int, _Sequence] = {}
+        self._prompt_logprobs: PromptLogprobs | None = None
 
-    def _add(self, output: RequestOutput) -> tuple[list[JsonObject], list[list[JsonObject]]]:
+    def _add(self, index: int, output: RequestOutput) -> tuple[list[JsonObject], list[list[JsonObject]]]:
         """Add an output; return its tokens, and for each token the most likely ones."""
-        self._texts.append(output.text)
+        if (sequence := self._sequences.get(index)) is None:
+            sequence = self._sequences[index] = _Sequence([self._beginning])
+        sequence.texts.append(output.text)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
         if output.finished:
-            self._details = self._finish_details(output)
+            sequence.details = self._finish_details(index, output)
         return [self._token(*token) for token in token_outputs(output)], self._likely_tokens(output)
 
     def encode_delta(self, index: int, output: RequestOutput) -> bytes:
-        tokens, top_tokens = self._add(output)
-        events = []
+        tokens, top_tokens = self._add(index, output)
+        sequence, events = self._sequences[index], []
         for i, token in enumerate(tokens):
             self._num_events += 1
             content: JsonObject = {"index": self._num_events, "token": token}
             if self._parameters.top_n_tokens:
                 content["top_tokens"] = top_tokens[i]
             is_last = output.finished and i == len(tokens) - 1
-            content["generated_text"] = "".join(self._texts) if is_last else None
-            content["details"] = self._details if is_last and self._parameters.details else None
+            content["generated_text"] = "".join(sequence.texts) if is_last else None
+            content["details"] = sequence.details if is_last and self._parameters.details else None
             events.append(_event(content))
         return b"".join(events)
 
@@ -151,18 +202,33 @@ class TGIBuilder(ResponseBuilder):
         return _event(tgi_error_content(error))
 
     def fold(self, index: int, output: RequestOutput) -> None:
-        tokens, top_tokens = self._add(output)
-        self._tokens += tokens
-        self._top_tokens += top_tokens
+        tokens, top_tokens = self._add(index, output)
+        self._sequences[index].tokens += tokens
+        self._sequences[index].top_tokens += top_tokens
 
     async def response(self, headers: dict[str, str]) -> Response:
-        whole: JsonObject = {"generated_text": "".join(self._texts)}
-        if not self._parameters.details:
+        in_order = [self._sequences[index] for index in sorted(self._sequences)]
+        best, *others = sorted(in_order, key=lambda sequence: -sequence.mean_logprob)
+        whole: JsonObject = {"generated_text": "".join(best.texts)}
+        if not (self._parameters.details or self._parameters.decoder_input_details):
             return json_response([whole] if self._as_list else whole, headers=headers)
-        whole["details"] = self._details | {"prefill": [], "tokens": self._tokens, "best_of_sequences": None}
-        if self._parameters.top_n_tokens:
-            whole["details"]["top_tokens"] = self._top_tokens
+        prefill = self._prefill() if self._parameters.decoder_input_details else []
+        sequences = [{"generated_text": "".join(each.texts), **self._whole_details(each, prefill)} for each in others]
+        whole["details"] = self._whole_details(best, prefill) | {"best_of_sequences": sequences or None}
         return await large_json_response([whole] if self._as_list else whole, headers)
+
+    def _whole_details(self, sequence: _Sequence, prefill: list[JsonObject]) -> JsonObject:
+        details = sequence.details | {"prefill": prefill, "tokens": sequence.tokens}
+        return details | {"top_tokens": sequence.top_tokens} if self._parameters.top_n_tokens else details
+
+    def _prefill(self) -> list[JsonObject]:
+        """Return the tokens of the prompt; the first has no log-probability."""
+        values = [] if self._prompt_logprobs is None else self._prompt_logprobs.logprobs.tolist()
+        logprobs = [None, *(max(value, MIN_LOGPROB) for value in values)]
+        return [
+            {"id": token_id, "text": self._tokenizer.token_text(token_id), "logprob": logprob}
+            for token_id, logprob in zip(self._prompt, logprobs, strict=True)
+        ]
 
     def _token(self, token_id: int, logprob: float, text: str) -> JsonObject:
         """Return a token with the text that it completes.
@@ -195,7 +261,7 @@ class TGIBuilder(ResponseBuilder):
             for token in output.logprobs
         ]
 
-    def _finish_details(self, output: RequestOutput) -> JsonObject:
+    def _finish_details(self, index: int, output: RequestOutput) -> JsonObject:
         if output.finish_reason is not FinishReason.STOP:
             reason = "length"
         else:
@@ -203,7 +269,7 @@ class TGIBuilder(ResponseBuilder):
         return {
             "finish_reason": reason,
             "generated_tokens": output.num_output_tokens,
-            "seed": None if self._sampling.greedy else self._sampling.seed,
+            "seed": None if self._sampling.greedy else with_choice_seed(self._sampling, index).seed,
             "input_length": output.num_prompt_tokens,
         }
 
@@ -218,7 +284,7 @@ async def show_info(engine: AsyncEngine, http_request: Request) -> Response:
             "model_device_type": config.device.device_target.lower(),
             "model_pipeline_tag": "text-generation",
             "max_concurrent_requests": config.model.decode_batch_size + config.scheduler.max_waiting_queue,
-            "max_best_of": 1,
+            "max_best_of": MAX_N,
             "max_stop_sequences": MAX_STOP_STRINGS,
             "max_input_tokens": config.model.max_input_len,
             "max_total_tokens": engine.max_model_len,
