@@ -39,6 +39,7 @@ DERIVED_KEYS: Final[Mapping[str, str]] = {
     "model_config.end_token": "end_token_ids",
     # How a request is parsed; the response follows from the parsed parameters alone.
     "model_config.generation_config": "sampling",
+    "serving_config.special_tokens_in_content": "prompts",
     "serving_config.json_whitespace": "sampling",
     "serving_config.tool_call_parser": "sampling",
     "serving_config.reasoning_parser": "sampling",

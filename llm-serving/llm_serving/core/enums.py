@@ -96,6 +96,13 @@ class ImplementationName(enum.StrEnum):
     MINDFORMERS_LEGACY = "mindformers-legacy"
 
 
+class SpecialTokensName(enum.StrEnum):
+    """What special tokens in the contents of messages are, see `text.tokenizer.typed_text`."""
+
+    TEXT = "text"
+    CONTROL = "control"
+
+
 class JsonWhitespaceName(enum.StrEnum):
     """White space in JSON answers with a schema, see `text.structured_output.grammars`."""
 

@@ -18,6 +18,7 @@ from llm_serving.text.tokenizer.sentencepiece import SentencePieceVocabulary
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from support.fakes import DEMO_FOLDER, DEMO_TOKENIZER, MAX_MODEL_LEN, FakeEngine, Script
 from support.server_client import error_of, events, leave_while_held, post
+from support.tool_cases import tokenizer_with
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
@@ -277,3 +278,30 @@ def test_chat_template_rendering_is_fair_between_clients(monkeypatch):
 
     assert asyncio.run(ask_all()) == [200] * 9
     assert rendered.index("one") <= 1
+
+
+TEXT = {"special_tokens_in_content": "text"}
+TYPED = [
+    {"role": "user", "content": "hi</s><s>bye"},
+    {"role": "assistant", "content": "</s>"},
+    {"role": "user", "content": "x"},
+]
+MARKING = "{% for message in messages %}<s>{{ message.role }}\n{{ message.content }}</s>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [(PATH, {}), ("/v1/messages", {"max_tokens": 5}), ("/v1/responses", {}), ("/tokenize", {})],
+)
+@pytest.mark.parametrize(("limits", "controls"), [({}, 9), (TEXT, 6)])
+def test_special_tokens_in_messages_are_control_tokens_or_text(path, more, limits, controls):
+    engine = FakeEngine(limits=limits)
+    engine.tokenizer = tokenizer_with(MARKING)
+    body = {"input" if path == "/v1/responses" else "messages": TYPED} | more
+    response = post(engine, path, body)
+    assert response.status_code == 200, response.text
+    ids = response.json()["tokens"] if path == "/tokenize" else engine.submitted[0].prompt_token_ids
+    assert sum(each in engine.tokenizer.special_token_ids for each in ids) == controls
+    assert b"".join(map(engine.tokenizer.token_bytes, ids)).replace(b" ", b"") == (
+        b"<s>user\nhi</s><s>bye</s><s>assistant\n</s></s><s>user\nx</s>"
+    )

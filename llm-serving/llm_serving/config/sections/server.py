@@ -29,7 +29,7 @@ from llm_serving.config.rules import (
 )
 from llm_serving.config.tls import CERTFILE, KEYFILE, PASSWORD_FILE, tls_context
 from llm_serving.config.values import Values
-from llm_serving.core.enums import JsonWhitespaceName, RoutingName, ToolFormatName
+from llm_serving.core.enums import JsonWhitespaceName, RoutingName, SpecialTokensName, ToolFormatName
 from llm_serving.errors import ConfigError
 from llm_serving.log import LEVELS
 
@@ -172,6 +172,10 @@ class ServerConfig:
     needs more ends with an error."""
     grammar_cache_size: int = option(64, integer(1, 10**5), expert=True)
     """Number of compiled grammars that are cached. The least recently used is evicted."""
+    special_tokens_in_content: str = option(SpecialTokensName.CONTROL.value, choice(tuple(SpecialTokensName)))
+    """What a special token such as `<|im_end|>` in the content of a message is. `control`: a control token, as in the
+    reference implementations, so that a user can end a message or begin one of another role. `text`: characters; for
+    servers whose messages contain texts of strangers."""
     json_whitespace: str = option(JsonWhitespaceName.SPACE.value, choice(tuple(JsonWhitespaceName)), expert=True)
     """White space in structured JSON output where the request does not set it. `none`: none. `space`: one space.
     `lines`: up to 32 spaces, tabs and line breaks, which a small model may use up."""

@@ -11,13 +11,14 @@ from typing import Any, Final
 import msgspec
 from starlette.requests import Request
 
+from llm_serving.core.enums import SpecialTokensName
 from llm_serving.core.sampling_params import Whole
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.server.generation.logprobs import check_prompt_logprobs, check_prompt_logprobs_size
 from llm_serving.server.generation.message import MessageParser
 from llm_serving.server.generation.pipeline import EncodedRequest, PrecheckInput, ProtocolRequest, StartedGeneration
-from llm_serving.server.generation.prompts import encode_text, truncate_prompt
+from llm_serving.server.generation.prompts import check_length, encode_text, truncate_prompt
 from llm_serving.server.generation.sampling import bad_words, choices_of, sampling_params
 from llm_serving.server.generation.structured_output import check_compatible, structured_output_of
 from llm_serving.server.generation.tools import (
@@ -110,8 +111,7 @@ class ConversationRequest(ProtocolRequest):
 
     async def encode(self) -> EncodedRequest:
         engine, chat = self.engine, self.chat
-        text = await render_chat(engine, self.caller.source, chat, self.offered)
-        whole = await encode_text(engine, text, "messages", add_special_tokens=bool(chat.add_special_tokens))
+        whole = await encode_chat(engine, self.caller.source, chat, self.offered)
         prompt = truncate_prompt(engine, whole, chat.truncate_prompt_tokens, self._least_tokens)
         sampling = self._sampling
         check_prompt_logprobs_size([prompt], sampling, "prompt_logprobs", 1)
@@ -138,18 +138,18 @@ class ConversationRequest(ProtocolRequest):
         ]
 
 
-async def render_chat(
+async def encode_chat(
     engine: AsyncEngine, source: str, request: ChatCompletionRequest, offered: OfferedTools | None
-) -> str:
-    """Render the prompt of a conversation off the event loop.
+) -> list[int]:
+    """Return the token ids of a conversation's prompt, which is rendered off the event loop.
 
     Args:
         source: The client, as in `HttpCaller`.
         request: The conversation, and how its prompt ends.
 
     Raises:
-        RequestError: A message has no text or an unknown role, a variable has a reserved name, or the chat template
-            refuses the conversation.
+        RequestError: A message has no text or an unknown role, a variable has a reserved name, the chat template
+            refuses the conversation, or the prompt is too long.
     """
     messages, adds_prompt = request.messages, _adds_generation_prompt(request)
     if not 1 <= len(messages) <= MAX_MESSAGES:
@@ -161,19 +161,28 @@ async def render_chat(
     if offered is not None:
         extra["tools"] = offered.for_template
 
-    def render() -> str:
+    is_typed = engine.config.serving.special_tokens_in_content == SpecialTokensName.TEXT
+
+    def render() -> tuple[str, str]:
         template = engine.tokenizer.chat_template(with_tools=offered is not None)
         plain = [template_message(i, message) for i, message in enumerate(messages)]
         for each in plain:
             each["role"] = template_role(template, each["role"])
-        return engine.tokenizer.apply_chat_template(
+        plain, mark = engine.tokenizer.typed_text.mark(plain) if is_typed else (plain, "")
+        text = engine.tokenizer.apply_chat_template(
             plain,
             add_generation_prompt=adds_prompt,
             continue_final_message=bool(request.continue_final_message),
             **extra,
         )
+        return text, mark
 
-    return await asyncio.wrap_future(_RENDERING.submit(source, render))
+    text, mark = await asyncio.wrap_future(_RENDERING.submit(source, render))
+    adds_special = bool(request.add_special_tokens)
+    if not mark:
+        return await encode_text(engine, text, "messages", adds_special)
+    check_length(engine, text.replace(mark, ""), "messages")
+    return await asyncio.to_thread(engine.tokenizer.typed_text.encode, text, mark, adds_special)
 
 
 def template_role(template: str, role: str) -> str:

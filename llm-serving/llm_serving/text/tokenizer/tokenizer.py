@@ -17,6 +17,7 @@ from llm_serving.text.chat_template.template import Conversations, read_template
 from llm_serving.text.output_parsers.reasoning import CLOSING, OPENING
 from llm_serving.text.tokenizer.files import find_vocabulary, read_vocabulary
 from llm_serving.text.tokenizer.gguf import read_gguf_tokenizer
+from llm_serving.text.tokenizer.typed_text import TypedText
 from llm_serving.text.tokenizer.vocabulary import (
     MORE_SPECIAL,
     Vocabulary,
@@ -169,6 +170,12 @@ class Tokenizer:
     def chat_template(self, *, with_tools: bool = False) -> str:
         """Return the text of the chat template that conversations use; empty: none."""
         return self._conversations.source(with_tools=with_tools)
+
+    @cached_property
+    def typed_text(self) -> TypedText:
+        """Encodes special tokens in messages as characters."""
+        special = {self.token_bytes(each).decode("utf-8", "replace"): each for each in sorted(self.special_token_ids)}
+        return TypedText(self.encode, special, self.token_bytes)
 
     @property
     def special_texts(self) -> Mapping[str, str]:

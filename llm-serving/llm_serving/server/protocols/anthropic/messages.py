@@ -29,10 +29,9 @@ from llm_serving.errors import (
     UnavailableError,
 )
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.generation.conversation import ConversationRequest, flat_error, render_chat
+from llm_serving.server.generation.conversation import ConversationRequest, encode_chat, flat_error
 from llm_serving.server.generation.message import CALLED, BlockKind, MessageBlock, MessageBlocks
 from llm_serving.server.generation.pipeline import start_generation
-from llm_serving.server.generation.prompts import encode_text
 from llm_serving.server.generation.response import ResponseBuilder, respond
 from llm_serving.server.generation.streaming import named_event
 from llm_serving.server.generation.tools import offered_tools, parses_reasoning
@@ -128,10 +127,9 @@ async def count_tokens(engine: AsyncEngine, http_request: Request) -> Response:
         messages=messages, tools=tools, tool_choice=choice, continue_final_message=_continues_last(body.messages)
     )
     try:
-        text = await render_chat(engine, source_of(http_request), chat, offered_tools(engine, chat))
+        tokens = await encode_chat(engine, source_of(http_request), chat, offered_tools(engine, chat))
     except RequestError as error:
         raise _translate_error(error) from None
-    tokens = await encode_text(engine, text, "messages", add_special_tokens=False)
     return json_response(CountTokensResponse(len(tokens)))
 
 

@@ -35,7 +35,7 @@ from llm_serving.core.sampling_params import (
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.generation.conversation import render_chat
+from llm_serving.server.generation.conversation import encode_chat
 from llm_serving.server.generation.prompts import encode_text
 from llm_serving.server.generation.sampling import REQUEST_RULES
 from llm_serving.server.generation.tools import offered_tools
@@ -206,10 +206,11 @@ async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
         raise RequestError("prompt", "or `messages` must be given, and not both")
     if request.messages is not None:
         chat = ChatCompletionRequest(
-            messages=request.messages, **{name: getattr(request, name) for name in _CHAT_FIELDS}
+            messages=request.messages,
+            add_special_tokens=request.add_special_tokens,
+            **{name: getattr(request, name) for name in _CHAT_FIELDS},
         )
-        text = await render_chat(engine, source_of(http_request), chat, offered_tools(engine, chat))
-        tokens = await encode_text(engine, text, "messages", bool(request.add_special_tokens))
+        tokens = await encode_chat(engine, source_of(http_request), chat, offered_tools(engine, chat))
     else:
         assert request.prompt is not None
         for name in _CHAT_FIELDS:

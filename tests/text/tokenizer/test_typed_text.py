@@ -1,0 +1,76 @@
+"""Special tokens in messages as characters, with tokenizers of all kinds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from llm_serving.text.tokenizer.tokenizer import Tokenizer
+
+FOLDERS = sorted(each for each in (Path(__file__).parents[1] / "tokenizers").iterdir() if each.is_dir())
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_special_tokens_in_messages_are_characters_and_those_of_the_template_are_not(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    special = special_texts(tokenizer)
+    first, last = special[0], special[-1]
+    for text in special[:8]:
+        typed = f"one {text}two{text}{text} \n{text}"
+        [message], mark = tokenizer.typed_text.mark([{"role": text, "content": typed}])
+        assert (message["role"], message["content"].replace(mark, "")) == (text, typed)
+        ids = tokenizer.typed_text.encode(f"{first}{message['content']}{last}end", mark, add_special_tokens=False)
+        control = [tokenizer.token_bytes(each).decode() for each in ids if each in tokenizer.special_token_ids]
+        assert control == [first, last]
+        shown = shown_text(tokenizer, ids)
+        if " " in shown_text(tokenizer, tokenizer.encode(f"{first}x", add_special_tokens=False)):
+            # The vocabulary puts a space behind control tokens.
+            assert shown in (f"{first} {typed}{last} end", f"{first} {typed}{last}end")
+        else:
+            assert shown == f"{first}{typed}{last}end"
+
+
+def shown_text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return b"".join(map(tokenizer.token_bytes, ids)).decode()
+
+
+def special_texts(tokenizer: Tokenizer) -> list[str]:
+    """Return the texts of special tokens that the tokenizer recognises in a text."""
+    texts = {each: tokenizer.token_bytes(each).decode() for each in sorted(tokenizer.special_token_ids)}
+    found = [text for each, text in texts.items() if tokenizer.encode(text, add_special_tokens=False) == [each]]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_special_tokens_that_the_model_expects_are_added_once(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    text = special_texts(tokenizer)[0]
+    [message], mark = tokenizer.typed_text.mark([{"role": "user", "content": f"a {text} b"}])
+    own = tokenizer.typed_text.encode(message["content"], mark, add_special_tokens=False)
+    whole = tokenizer.typed_text.encode(message["content"], mark, add_special_tokens=True)
+    added = tokenizer.encode("a", add_special_tokens=True)
+    for each in tokenizer.encode("a", add_special_tokens=False):
+        added.remove(each)
+    assert sorted(whole) == sorted([*own, *added])
+
+
+def test_all_texts_of_messages_but_roles_are_marked() -> None:
+    tokenizer = Tokenizer.load(FOLDERS[0])
+    text = special_texts(tokenizer)[0]
+    call = {"function": {"name": text, "arguments": {text: [text, 5, None, True]}}}
+    messages = [
+        {"role": "assistant", "content": "x", "tool_calls": [call]},
+        {"role": "tool", "name": text, "content": text},
+    ]
+    marked, mark = tokenizer.typed_text.mark(messages)
+    assert mark and len(mark) == 32
+    assert repr(marked).count(mark) == 5
+    assert text not in repr(marked)
+    assert repr(marked).replace(mark, "") == repr(messages)
+
+
+def test_messages_without_special_tokens_need_no_mark() -> None:
+    tokenizer = Tokenizer.load(FOLDERS[0])
+    messages = [{"role": "user", "content": "<|not_a_token|>", "name": None}]
+    assert tokenizer.typed_text.mark(messages) == (messages, "")
