@@ -1,1 +1,1 @@
-"""Text to token ids and back: tokenizers, chat templates, stop strings."""
+"""Conversion between text and token ids, and other text processing: chat templates, structured output, tool calls."""

@@ -1,8 +1,7 @@
-"""Confined processes: one kind of work on untrusted input, with limited memory and time and no file access.
+"""Confined processes, for work on untrusted input: limited memory and time, no file access.
 
-Some work has no bound that is known in advance, and a thread cannot be stopped during it. A confined process has limits
-on
-the memory and the CPU time of each question; when it exceeds one, or crashes, only this process ends.
+Some work has no known bound, and a thread cannot be stopped during it. A confined process has memory and CPU limits for
+each question; when it exceeds one, or crashes, only this process exits.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from llm_serving.core.process import command_of
 from llm_serving.transport.channel import Channel
 
 ANSWER_TIMEOUT_S: Final = 60.0
-"""Far beyond the CPU limit of a question, because the process may have to wait for a core."""
+"""Maximum seconds to wait for an answer. Far above the CPU limit, because the process may have to wait for a core."""
 _ENVIRONMENT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TZ", "VIRTUAL_ENV")
 
 Answer = TypeVar("Answer")
 
 
 class ConfinedProcess(Generic[Answer]):
-    """The master's handle of a confined process, which ends when its socket is closed.
+    """The master's handle of a confined process, which exits when its socket is closed.
 
     Args:
         module: Module whose `main` accepts `--socket-fd` and `--cpu-seconds`.
-        cpu_seconds: Most CPU seconds for one question.
+        cpu_seconds: Maximum CPU seconds for one question.
         answers: Union of the answer types.
     """
 
@@ -62,10 +61,8 @@ class ConfinedProcess(Generic[Answer]):
         return self._process.poll() is None
 
     def ask(self, question: msgspec.Struct) -> Answer:
-        """Send a question, wait for the answer and return it.
-
-        Raises:
-            TransportError: The process has ended or does not answer.
+        """Send a question, wait for the answer and return it. Raise TransportError if the process has exited or does
+        not answer.
         """
         self._channel.send(question)
         return self._channel.receive(ANSWER_TIMEOUT_S)
@@ -82,7 +79,7 @@ def _end(process: subprocess.Popen[bytes], channel: Channel[Any]) -> None:
 
 
 def confine(max_memory_bytes: int) -> None:
-    """Limit this process to `max_memory_bytes` of further address space, and keep it from writing files."""
+    """Limit this process to `max_memory_bytes` of further address space, and prevent it from writing files."""
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     for limit, most in (
         (resource.RLIMIT_AS, num_pages * resource.getpagesize() + max_memory_bytes),
@@ -94,7 +91,7 @@ def confine(max_memory_bytes: int) -> None:
 
 @contextlib.contextmanager
 def within(cpu_seconds: float) -> Iterator[None]:
-    """End this process if the body takes more CPU time, even during a call into C."""
+    """Terminate this process if the body takes more CPU time, even inside a C call."""
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # the default action of its signal ends the process
     try:
         yield

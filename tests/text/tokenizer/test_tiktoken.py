@@ -62,15 +62,15 @@ class TestTiktoken:
     def test_tiktoken_panic_is_a_request_error(self, tmp_path, monkeypatch):
         monkeypatch.setattr(tiktoken, "MAX_WHITE_SPACE", 2**30)
         tokenizer = Tokenizer.load(write_ranks(tmp_path, BYTES))
-        with pytest.raises(RequestError, match="cannot be cut into words by the pattern"):
+        with pytest.raises(RequestError, match="cannot be split into words by the pattern"):
             tokenizer.encode(" " * (10 * MAX_WHITE_SPACE))
 
     @pytest.mark.parametrize(
         ("ranks", "message"),
         [
-            (BYTES[1:], "must have every rank from 0 to 254 once"),
+            (BYTES[1:], "must have every rank from 0 to 254 exactly once"),
             ([*BYTES[:-1], (b"ab", 255)], r"must have a token for every byte\. Missing: \[255\]"),
-            ([*BYTES, (b"ab", 300)], "must have every rank from 0 to 256 once"),
+            ([*BYTES, (b"ab", 300)], "must have every rank from 0 to 256 exactly once"),
         ],
     )
     def test_tiktoken_refuses_ranks_with_gaps(self, tmp_path, ranks, message):

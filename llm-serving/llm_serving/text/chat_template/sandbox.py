@@ -1,7 +1,7 @@
 """A confined process that renders one chat template.
 
-A template comes with the model and is a program. `'%1000000000d' | format(1)` is one call that takes a gigabyte, nested
-loops may run for ever, and no thread can be stopped during either: see `text.sandbox`.
+A template comes with the model and is a program. `'%1000000000d' | format(1)` is one call that allocates a gigabyte,
+nested loops may never end, and a thread cannot be stopped during either: see `text.sandbox`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from llm_serving.text.sandbox import confine, within
 from llm_serving.transport.channel import Channel
 
 MAX_RENDERED_CHARS: Final = 3 * 2**20
-"""Maximum length of a rendered text. So many characters, as UTF-8, fit into one message to the master."""
+"""Maximum length of a rendered text, chosen so that it fits into one message to the master as UTF-8."""
 MAX_MEMORY_BYTES: Final = 2**30
-"""Address space beyond that of an idle process."""
+"""Maximum address space in addition to that of an idle process."""
 
 
 class Compile(msgspec.Struct, tag="compile"):
@@ -47,7 +47,7 @@ class Rendered(msgspec.Struct, tag="rendered"):
 
 class RefusedTemplate(msgspec.Struct, tag="refused"):
     rule: str
-    """The violated rule, worded to follow the name of the field."""
+    """The violated rule, phrased as the end of a sentence that begins with the name of the field."""
 
 
 Question = Compile | Render
@@ -55,9 +55,9 @@ Answer = Rendered | RefusedTemplate
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks answers for training: rendered as its content.
+    """`{% generation %}...{% endgeneration %}`, which marks answers for training. It is rendered as its content.
 
-    The body is a call block as in `apply_chat_template`, so variables set in it do not reach the text around it.
+    The body is a call block as in `apply_chat_template`, so variables set in it are not visible outside.
     """
 
     tags = {"generation"}  # noqa: RUF012  the base class has it so
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(channel: Channel[Question], cpu_seconds: float) -> None:
-    """Compile one template, then render it until the master closes the channel."""
+    """Compile one template, then render it for each request until the master closes the channel."""
     template: jinja2.Template | None = None
     while True:
         question = channel.receive()

@@ -1,4 +1,4 @@
-"""Chat templates: find them in a model folder, choose one, and render a conversation in a confined process."""
+"""Chat templates: finding them in a model folder, selecting one, and rendering a conversation in a confined process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MAX_TEMPLATE_CHARS: Final = 2**18
 NUM_PROCESSES: Final = 2
 """Two processes, so that one slow conversation does not block the others."""
 MAX_CPU_S: Final = 2.0
-"""CPU seconds for one conversation; the longest take a tenth of that."""
+"""Maximum CPU seconds for one conversation. The longest conversations take a tenth of it."""
 MODULE: Final = "llm_serving.text.chat_template.sandbox"
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 MORE_TEMPLATES: Final = "additional_chat_templates"
-"""Folder of templates beside `chat_template.jinja`; the file name is the name of the template."""
+"""Folder next to `chat_template.jinja` with more templates; the file name is the name of the template."""
 PROCESSOR_FILE: Final = "chat_template.json"
-"""File of folders whose processor accepts more than text: `{"chat_template": ...}`."""
+"""File with `{"chat_template": ...}` in folders whose processor accepts more than text."""
 DEFAULT: Final = "default"
 TOOL_USE: Final = "tool_use"
 MAX_FILE_BYTES: Final = 2**22
@@ -38,7 +38,7 @@ MAX_TEMPLATES: Final = 64
 
 
 class ChatTemplate:
-    """One template. Its processes start when they are needed, and again after one has ended.
+    """One chat template. Its processes start on demand, and are restarted after they exit.
 
     Args:
         source: Jinja text, as in `chat_template` of `tokenizer_config.json`.
@@ -62,10 +62,8 @@ class ChatTemplate:
             self._free.put(None)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> str:
-        """Return the prompt text of a conversation. This waits for a process: do not call it on the event loop.
-
-        Raises:
-            RequestError: The template rejects the messages, fails, or exceeds the limits of text, time or memory.
+        """Return the prompt text of a conversation. Blocks until a process answers: do not call it on the event loop.
+        Raise RequestError if the template rejects the messages, fails, or exceeds the limits of text, time or memory.
         """
         process = self._free.get()
         try:
@@ -74,13 +72,13 @@ class ChatTemplate:
                 process = process if process is not None and process.lives else _started(self.source)
                 answer = process.ask(question)
             except TransportError as error:
-                logger.warning("A chat template exceeded its time or memory limit, ending its process: %s", error)
+                logger.warning("A chat template exceeded its time or memory limit; ending its process: %s", error)
                 if process is not None:
                     process.end()
                 process = None
-                raise RequestError("messages", "take the model's chat template too much time or memory") from None
+                raise RequestError("messages", "need too much time or memory in the model's chat template") from None
             except OverflowError:
-                raise RequestError(_overflowing(question), "must hold integers of 64 bits only") from None
+                raise RequestError(_overflowing(question), "must contain only integers of at most 64 bits") from None
         finally:
             self._free.put(process)
         if isinstance(answer, RefusedTemplate):
@@ -89,7 +87,7 @@ class ChatTemplate:
 
 
 def _overflowing(question: Render) -> str:
-    """Return the field that has an integer beyond 64 bits."""
+    """Return the name of the field that has an integer beyond 64 bits."""
     for field, value in (("messages", question.messages), ("tools", question.variables.get("tools"))):
         try:
             msgspec.msgpack.encode(value)
@@ -99,7 +97,7 @@ def _overflowing(question: Render) -> str:
 
 
 def _started(source: str) -> ConfinedProcess[Answer]:
-    """Return a process that has compiled the template.
+    """Start a process and compile the template in it.
 
     Raises:
         RequestError: The template cannot be compiled.
@@ -118,16 +116,10 @@ def _started(source: str) -> ConfinedProcess[Answer]:
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates of a folder by name; a single template is named `default`.
+    """Return the chat templates of a model folder by name; a single template is named `default`.
 
-    A `default` in a file of its own replaces all templates in `tokenizer_config.json`.
-
-    Args:
-        folder: The model folder.
-        config: Content of its `tokenizer_config.json`.
-
-    Raises:
-        ModelError: A file cannot be read, or has no templates.
+    A template file named `default` replaces all templates in `config`, the content of `tokenizer_config.json`. Raise
+    ModelError if a file cannot be read, or has no templates.
     """
     files = _read_template_files(folder)
     if DEFAULT in files:
@@ -139,7 +131,6 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def templates_of(value: Any) -> dict[str, str]:
-    """Return the templates in `chat_template` of a config: a text, or a list of `{"name": ..., "template": ...}`."""
     if isinstance(value, str):
         return {DEFAULT: value}
     named = value if isinstance(value, list) else []
@@ -202,9 +193,8 @@ class Conversations:
             messages: At least one message.
             tools: JSON schemas of functions.
             documents: Texts to answer from.
-            add_generation_prompt: End with the opening of an assistant's answer.
+            add_generation_prompt: End with the start of an assistant's answer.
             continue_final_message: End with the text of the last message; not together with `add_generation_prompt`.
-            variables: Further variables of the template.
 
         Raises:
             RequestError: The model has no suitable template, or the template rejects the messages.
@@ -217,13 +207,15 @@ class Conversations:
         last, marked = _marked(messages[-1], mark + " ")
         text = template.render([*messages[:-1], marked], **given)
         if mark not in text or last.strip() not in text:
-            raise RequestError("continue_final_message", "must be false, as the chat template drops the last message")
+            raise RequestError(
+                "continue_final_message", "must be false, because the chat template drops the last message"
+            )
         end = text.rindex(mark)
         keeps_spaces = text.startswith(" ", end + len(mark))
         return text[:end] if keeps_spaces else text[:end].rstrip()
 
     def source(self, *, with_tools: bool) -> str:
-        """Return the text of the template that such a conversation uses; empty: none."""
+        """Return the text of the template that such a conversation uses; empty if there is none."""
         names = (TOOL_USE, DEFAULT) if with_tools else (DEFAULT,)
         return next((self._templates[name].source for name in names if name in self._templates), "")
 
@@ -238,7 +230,7 @@ class Conversations:
 
 
 def _marked(message: Mapping[str, Any], mark: str) -> tuple[str, dict[str, Any]]:
-    """Return the text of a message's last text part, and the message with `mark` behind it."""
+    """Return the text of a message's last text part, and a copy of the message with `mark` appended to that part."""
     content = message.get("content")
     if isinstance(content, str):
         return content, dict(message) | {"content": content + mark}
@@ -247,4 +239,4 @@ def _marked(message: Mapping[str, Any], mark: str) -> tuple[str, dict[str, Any]]
         if isinstance(part, Mapping) and isinstance(text := part.get("text"), str):
             parts[i] = dict(part) | {"text": text + mark}
             return text, dict(message) | {"content": parts}
-    raise RequestError("continue_final_message", "must be false, as the last message has no text")
+    raise RequestError("continue_final_message", "must be false, because the last message has no text")

@@ -1,1 +1,1 @@
-"""Parsers of the text that a model generates: reasoning and the parts of a chat message."""
+"""Parsers of generated text: reasoning and the parts of a chat message."""

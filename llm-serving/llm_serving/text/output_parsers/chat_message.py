@@ -10,11 +10,11 @@ from llm_serving.text.tool_parsers import Call, Part, ToolParser
 
 @dataclass(slots=True)
 class AnswerParts:
-    """The parts of an answer that one piece of text completes; reasoning comes first."""
+    """The parts of an answer that one piece of text completes. Reasoning comes first."""
 
     reasoning: str = ""
     answer: list[Part] = field(default_factory=list)
-    """Text and calls in order; no part is empty."""
+    """Text and calls in order. No part is empty."""
 
 
 class AnswerParser:
@@ -33,7 +33,7 @@ class AnswerParser:
         self._num_calls = 0
 
     def add(self, text: str, *, ended: bool) -> AnswerParts:
-        """Return the parts that are certain with this piece; all remaining parts if it is the last."""
+        """Return the parts that this piece of text completes, or all remaining parts if it is the last piece."""
         split = Split(answer=text) if self._reasoning is None else self._reasoning.add(text)
         parts = AnswerParts(split.reasoning, self._parts(split.answer))
         if ended:

@@ -9,20 +9,20 @@ CLOSING: Final = "</think>"
 
 
 class Split(NamedTuple):
-    """Text that is certain."""
+    """Reasoning and answer text that later pieces cannot change."""
 
     reasoning: str = ""
     answer: str = ""
 
 
 class ReasoningParser:
-    """Splits a text that starts with `<think>` at the first `</think>`, however it is cut into pieces.
+    """Splits a text that starts with `<think>` at the first `</think>`. The result does not depend on the pieces.
 
     White space around the reasoning and before the answer is dropped. A text that does not start with `<think>` is all
-    answer; one without `</think>` is all reasoning.
+    answer; a text without `</think>` is all reasoning.
 
     Args:
-        is_open: Whether the prompt ends with the opening.
+        is_open: Whether the prompt ends with `<think>`.
     """
 
     def __init__(self, *, is_open: bool) -> None:
@@ -30,14 +30,12 @@ class ReasoningParser:
         self._thinks: bool | None = True if is_open else None
         self._text = ""
         self._spaces: list[str] = []
-        """The same text if it is only white space, in pieces: each piece is examined once, however much white space
-        follows.
-        """
+        """Pieces of held-back white space, so that each piece is examined only once."""
         self._has_begun = False
-        """Whether text was returned since the last mark; until then leading white space is dropped."""
+        """Whether text was returned since the last mark. Until then, leading white space is dropped."""
 
     def add(self, text: str) -> Split:
-        """Add a piece of text and return what is certain."""
+        """Add a piece of text, and return the text that later pieces cannot change."""
         if text.isspace() and not self._text and self._thinks is not False:
             self._spaces.append(text)
             return Split()
@@ -76,7 +74,7 @@ class ReasoningParser:
         return Split(reasoning, answer)
 
     def _think(self, ended: bool) -> Split:
-        """Return reasoning text; hold back trailing white space and a partial closing."""
+        """Return reasoning text. Hold back trailing white space and a partial `</think>`."""
         text = self._strip_start(self._text)
         kept = max((n for n in range(1, len(CLOSING)) if text.endswith(CLOSING[:n])), default=0)
         released = text if ended else text[: len(text) - kept].rstrip()

@@ -1,4 +1,4 @@
-"""Structured output: response formats as grammars of llguidance, which decides the allowed tokens of each step."""
+"""Structured output: response formats as grammars of llguidance, which computes the allowed tokens of each step."""
 
 from llm_serving.text.structured_output.compiler import ConstraintCompiler, GrammarLimits, TokenConstraint
 from llm_serving.text.structured_output.grammars import Grammar, GrammarError

@@ -19,9 +19,9 @@ class Calls:
     Attributes:
         format: The model's tool format.
         callees: Tools that may be called.
-            must: Whether the answer must be calls; otherwise it may also be text, or structured output if that is asked
-            for.
-        most: Most calls in an answer; None: unlimited.
+        must: Whether the answer must consist of calls; otherwise it may also be text or the requested structured
+            output.
+        most: Maximum number of calls in an answer; None: unlimited.
     """
 
     format: ToolFormat
@@ -38,9 +38,9 @@ def answer_grammar(
     Args:
         form: Grammar of the text; None: any text.
         calls: Allowed tool calls; None: no calls.
-        thinks_open: Whether the prompt ends with the opening of the reasoning; None: the model does not reason.
-        marks: Marks of the model.
-        budget: Most reasoning tokens; None: unlimited.
+        thinks_open: Whether the prompt ends with `<think>`; None: the model does not reason.
+        marks: Special texts of the model, such as `</think>`.
+        budget: Maximum number of reasoning tokens; None: unlimited.
 
     Raises:
         GrammarError: The schema of a tool, or the budget, cannot be enforced.
@@ -60,17 +60,14 @@ def answer_grammar(
 
 
 def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
-    """Return the grammar of a call's arguments as JSON; for a tool that is not strict, unsupported constraints are
-    ignored.
-
-    Raises:
-        GrammarError: The schema cannot be enforced.
+    """Return the grammar of a call's arguments as JSON. If the tool is not strict, unsupported constraints are ignored.
+    Raise GrammarError if the schema cannot be enforced.
     """
     return json_grammar(json.dumps({"type": "object", **callee.schema}), whitespace, lenient=not callee.strict)
 
 
 def _bounded_thought(budget: int, marks: Marks) -> str:
-    """Return the rule of a reasoning text of at most `budget` tokens."""
+    """Return the grammar rule of a reasoning text with at most `budget` tokens."""
     if not marks.are_special(CLOSING):
         raise GrammarError(f"cannot be enforced: the model has no token for {CLOSING}")
     thinking = f"thinking[max_tokens={budget}]: /(?s:.*)/\n" if budget else ""

@@ -1,4 +1,4 @@
-"""Compiles grammars for one tokenizer within limits, and caches the most recently used."""
+"""Compiles grammars for one tokenizer within limits, and caches the most recently used ones."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ NUM_PROCESSES: Final = 2
 """Two processes, so that one slow grammar does not block the others."""
 MAX_CPU_S: Final = 2.0
 STACK_BYTES: Final = 2**25
-"""Stack of compiling threads, larger than in the process that tries the grammar."""
+"""Stack size of compiling threads, larger than that of the process that tries the grammar first."""
 MAX_ERROR_CHARS: Final = 400
 _THREAD_START: Final = threading.Lock()
-"""Held while a thread starts with a large stack; otherwise two starts could leave the global size changed."""
+"""Held while a thread starts with a large stack, because the stack size is a global setting."""
 
 
 class _Tokens:
@@ -54,10 +54,9 @@ class _Tokens:
 
 
 def token_table(tokenizer: Tokenizer, end_ids: Sequence[int], token_bytes: Sequence[bytes]) -> LLTokenizer:
-    """Return llguidance's table of the tokenizer; this takes a second for 200,000 tokens.
+    """Return llguidance's table of the tokenizer. This takes a second for 200,000 tokens.
 
     Args:
-        tokenizer: The tokenizer.
         end_ids: Ids that end an output, at least one.
         token_bytes: Text of each token that can be sampled.
     """
@@ -68,27 +67,24 @@ def token_table(tokenizer: Tokenizer, end_ids: Sequence[int], token_bytes: Seque
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """Limits on the size of a grammar and on the cache."""
+    """Limits on the size of a grammar and of the cache."""
 
     max_bytes: int = 2**16
     max_states: int = 20_000
-    """Lexer states for each request, of 1 to 2 KB each."""
+    """Maximum number of lexer states for each request, of 1 to 2 KB each."""
     num_kept: int = 64
 
 
 class CostlyGrammarError(GrammarError):
-    """A grammar exceeded the time or memory limit; it may be tried again, because the load of the machine may
-    differ."""
+    """A grammar exceeded the time or memory limit. A retry may succeed when the machine is less busy."""
 
 
 class TokenConstraint:
     """A grammar compiled for the tokens of one tokenizer.
 
     Args:
-        grammar: The grammar.
         compiled: Creates a matcher at the start of the grammar.
         token_bytes: Text of each token that can be sampled.
-        end_ids: Ids that end an output.
     """
 
     def __init__(
@@ -113,7 +109,7 @@ class TokenConstraint:
         return TokenMatcher(self._matcher, self._token_bytes, self._end_ids, self._restart)
 
     def _restart(self) -> LLMatcher:
-        """Replace the matcher by one without lexer states, for this and later outputs, and return it."""
+        """Create and return a new matcher without lexer states, for this and later outputs."""
         self._matcher = self._compiled()
         return self._matcher
 
@@ -133,13 +129,10 @@ class TokenConstraint:
 
 
 class ConstraintCompiler:
-    """Compiles grammars to constraints; thread-safe.
+    """Compiles grammars to constraints. Thread-safe.
 
     Args:
-        tokenizer: The model's tokenizer.
-        end_ids: Ids that end an output.
         vocab_size: Number of token ids that the model can sample.
-        limits: Limits on grammars.
     """
 
     def __init__(
@@ -147,7 +140,7 @@ class ConstraintCompiler:
     ) -> None:
         self.limits = GrammarLimits() if limits is None else limits
         self.can_end = bool(end_ids)
-        """Whether the model has a token that ends an output; without one no output could end where its grammar does."""
+        """Whether the model has an end token. Without one, an output could not end where its grammar does."""
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         self._vocab_size = vocab_size
@@ -158,10 +151,8 @@ class ConstraintCompiler:
             self._free.put(None)
 
     def compiled(self, grammar: Grammar) -> TokenConstraint:
-        """Return the constraint of a grammar; wait if another thread is compiling it.
-
-        Raises:
-            GrammarError: The grammar is invalid or too large.
+        """Return the constraint of a grammar. If another thread is compiling it, wait for that thread. Raise
+        GrammarError if the grammar is invalid or too large.
         """
         self.check_size(grammar.num_bytes)
         with self._lock:
@@ -204,7 +195,7 @@ class ConstraintCompiler:
                     process = ConfinedProcess(MODULE, MAX_CPU_S, Tried)
                 tried = process.ask(Try(grammar.text, self.limits.max_states, self._num_tokens))
             except TransportError as error:
-                logger.warning("A grammar exceeded its time or memory limit, ending its process: %s", error)
+                logger.warning("A grammar exceeded its time or memory limit; its process is terminated: %s", error)
                 if process is not None:
                     process.end()
                 process = None

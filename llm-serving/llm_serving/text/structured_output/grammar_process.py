@@ -1,8 +1,8 @@
-"""A confined process that compiles a grammar and takes some steps in it before the master does.
+"""A confined process that tries a grammar before the master compiles it.
 
 A short grammar may take minutes to compile, and a deeply nested one may overflow the stack: see `text.sandbox`. A
-grammar that passes here is safe in the master, whose threads have larger stacks. The trial uses single bytes as tokens,
-because the model's tokens do not change what a grammar costs to compile.
+grammar that passes here is safe in the master, whose threads have larger stacks. The tokens of this trial are single
+bytes, because the cost of compiling does not depend on the model's tokens.
 """
 
 from __future__ import annotations
@@ -29,24 +29,23 @@ from llm_serving.transport.channel import Channel
 
 MAX_MEMORY_BYTES: Final = 2**30
 STACK_BYTES: Final = 2**22
-"""Stack of the thread that compiles; the master's threads have several times as much."""
+"""Stack size of the compiling thread. The master's threads have several times as much."""
 NUM_STEPS: Final = 16
 MAX_SEARCH_S: Final = 0.5
-"""CPU seconds for the search of the part that has the error."""
 
 
 class Try(msgspec.Struct):
     grammar: str
     max_states: int
     num_tokens: int
-    """Tokens of the model; grammars may refer to tokens by id."""
+    """Number of the model's tokens. Grammars may refer to tokens by id."""
 
 
 class Tried(msgspec.Struct):
     error: str
-    """Why the grammar cannot be compiled; empty: it can."""
+    """Why the grammar cannot be compiled; empty if it can."""
     place: str = ""
-    """JSON pointer to the part of a schema that cannot be compiled; empty: unknown."""
+    """JSON pointer to the part of a schema that cannot be compiled; empty if unknown."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(channel: Channel[Try], cpu_seconds: float) -> int:
-    """Try grammars until the master closes the channel."""
     tokens: LLTokenizer | None = None
     try:
         while True:
@@ -84,7 +82,7 @@ def serve(channel: Channel[Try], cpu_seconds: float) -> int:
 
 
 class _Bytes:
-    """A tokenizer whose tokens are the single bytes, and a last one that ends a text."""
+    """A tokenizer whose tokens are the single bytes and one end token."""
 
     num_tokens = 257
     eos_token_id = 256
@@ -125,7 +123,7 @@ def _walk(matcher: LLMatcher, vocab_size: int) -> None:
 
 
 def _location(grammar: Grammar, error: str, error_of: Callable[[Grammar], str]) -> str:
-    """Return a JSON pointer to the part of the grammar's only schema that has the error; empty: unknown."""
+    """Return a JSON pointer to the faulty part of the grammar's only schema; empty if unknown."""
     schemas = [part["json_schema"] for part in grammar.parts if part.get("json_schema") is not None]
     if len(schemas) != 1:
         return ""

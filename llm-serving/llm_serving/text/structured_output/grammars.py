@@ -1,13 +1,13 @@
 """Response formats as grammars: JSON schema, regular expression, choice, Lark and GBNF, translated for llguidance.
 
-A grammar is a list of parts. The first is where a response starts; in llguidance's language (a Lark with extensions)
-it may refer to others as `@name`.
+A grammar is a list of parts; a response starts with the first. Parts in llguidance's language (Lark with extensions)
+may refer to others as `@name`.
 
-All tokens whose texts match the grammar are allowed, also where the following text is certain. To find the tokens
-that a tokenizer would choose for such a text takes unbounded time, because the text may be a million characters long.
+All tokens whose texts match the grammar are allowed, even if the following text is fixed. The tokens that a tokenizer
+would choose for a fixed text are not computed, because the text may be a million characters long.
 
-Formats such as dates are narrowed by a pattern beside the format where the compiler accepts too much (it knows no
-leap years, and accepts a second 60 in any minute), so that a client that validates the response does not reject it.
+The compiler accepts too much for some formats such as dates (no leap years, second 60 in any minute). An additional
+pattern narrows these formats, so that a client that validates the response accepts it.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ WHITESPACES: Final[Mapping[str, str]] = {
     JsonWhitespaceName.SPACE: " ",
     JsonWhitespaceName.LINES: r"[\x20\x0A\x0D\x09]{1,32}",
 }
-"""White space allowed at each boundary between the parts of a JSON text. It is bounded, because a model may repeat
-white
-space for ever.
+"""White space allowed between the parts of a JSON text. It is bounded, because a model may repeat
+white space endlessly.
 """
 MAX_INT: Final = 2**53
 MAX_INT_CHARS: Final = 20
@@ -61,7 +60,7 @@ _Part = Mapping[str, Any]
 
 
 def fault_in(schema: Any, error: str, error_of: Callable[[Any], str | None]) -> str:
-    """Return a JSON pointer to the innermost part that alone, with the definitions of the whole, has the same error.
+    """Return a JSON pointer to the innermost part that, alone with the definitions of the whole, causes the same error.
 
     Args:
         schema: A schema that cannot be compiled.
@@ -105,7 +104,7 @@ def _pointer(path: Path) -> str:
 
 
 def narrow_formats(schema: dict[str, Any]) -> None:
-    """Add to each part of a schema with a format of `_RULES` the missing rule; repeating it has no effect."""
+    """Add the missing rule to each part of a schema that has a format in `_RULES`. Idempotent."""
     parts = [schema]
     while parts:
         part = parts.pop()
@@ -117,7 +116,7 @@ def narrow_formats(schema: dict[str, Any]) -> None:
 
 
 class GrammarError(LLMServingError):
-    """A client's grammar is invalid or unsupported; the message says where."""
+    """A client's grammar is invalid or unsupported. The message says where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ class Grammar:
     """A grammar that an answer must match.
 
     Attributes:
-        text: The grammar in the form that llguidance compiles. Equal texts are the same grammar.
+        text: The grammar in the form that llguidance compiles. Grammars with equal texts are equal.
     """
 
     text: str
@@ -141,7 +140,7 @@ class Grammar:
 
 
 def json_options(whitespace: str, **others: Any) -> dict[str, Any]:
-    """Return the llguidance options that stand beside a schema; `whitespace` is that of `json_grammar`."""
+    """Return the llguidance options of a schema. `whitespace` is that of `json_grammar`."""
     spaces = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
     return {"x-guidance": {**spaces, **others}}
 
@@ -154,7 +153,7 @@ def json_grammar(
     Args:
         schema: A JSON object as text.
         whitespace: Regular expression of the white space between the parts of a text; empty: none.
-        lenient: Ignore unsupported constraints.
+        lenient: Whether unsupported constraints are ignored.
 
     Raises:
         GrammarError: The schema is not a JSON object, or has integers that would be rounded.
@@ -170,7 +169,7 @@ def json_grammar(
 
 
 def regex_grammar(regex: str) -> Grammar:
-    """Return a grammar of the texts that a regular expression matches as a whole."""
+    """Return a grammar of the texts that a regular expression fully matches."""
     return _whole_answer(json.loads(LLMatcher.grammar_from_regex(regex))["grammars"][0])
 
 
@@ -179,10 +178,8 @@ def choice_grammar(choices: Sequence[str]) -> Grammar:
 
 
 def any_grammar(text: str) -> Grammar:
-    """Return the grammar that a text describes in the language of Lark or of GBNF (`root ::= ...`, also called EBNF).
-
-    Raises:
-        GrammarError: It is neither.
+    """Return the grammar that a text describes in Lark or GBNF (`root ::= ...`, also called EBNF). Raise GrammarError
+    if it is neither.
     """
     try:
         return lark_grammar(text if is_lark(text) else gbnf_to_lark(text))
@@ -193,17 +190,16 @@ def any_grammar(text: str) -> Grammar:
 
 
 def is_lark(text: str) -> bool:
-    """Return whether a grammar is in the language of Lark: a line of it starts the rule `start` or an option.
+    """Return whether a grammar is written in Lark: one of its lines starts the rule `start` or an option.
 
-    The pattern never matches several blank lines at once: such a search takes time quadratic in their number, and a
-    regular
-    expression cannot be interrupted.
+    The pattern never matches several blank lines at once. That would take quadratic time, and a regular expression
+    cannot be interrupted.
     """
     return _LARK.search(text) is not None
 
 
 def lark_grammar(text: str, **named: Grammar) -> Grammar:
-    """Return a grammar in llguidance's language, in which `@name` refers to the single-part grammar of that name."""
+    """Return a grammar in llguidance's language, in which `@name` refers to the single-part grammar with that name."""
     parts: list[_Part] = [{"lark_grammar": text + _OPTIONS}]
     for name, grammar in named.items():
         *_, part = grammar.parts
@@ -217,10 +213,8 @@ def _whole_answer(part: _Part) -> Grammar:
 
 
 def _exact(text: str) -> int:
-    """Return an integer that double precision, which llguidance uses, represents exactly.
-
-    Raises:
-        ValueError: It is larger than `MAX_INT`.
+    """Return an integer that a double, llguidance's number type, represents exactly. Raise ValueError if it is larger
+    than `MAX_INT`.
     """
     value = int(text) if len(text) <= MAX_INT_CHARS else MAX_INT + 1
     if abs(value) > MAX_INT:

@@ -18,18 +18,17 @@ logger = get_logger(__name__)
 FUEL_TO_BEGIN: Final = 500_000
 FUEL_OF_A_STEP: Final = 50_000
 MAX_ITEMS_OF_A_STEP: Final = 20_000
-"""Limits in llguidance's units, which correspond to some milliseconds a step."""
+"""Limits in llguidance's units, equivalent to a few milliseconds per step."""
 MAX_ONLY: Final = 16
-"""Most tokens among which `_only_one` looks for the text that they all begin."""
+"""Maximum number of allowed tokens for which `_only_one` compares the texts."""
 
 
 def matcher_of(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> LLMatcher:
-    """Return a matcher at the start of a grammar; its `is_error` says whether the grammar could be compiled.
+    """Return a matcher at the start of a grammar. Its `is_error` says whether the grammar could be compiled.
 
     Args:
-        grammar: The grammar.
         tokens: The tokenizer, from `token_table`.
-        max_states: Most states of its lexer.
+        max_states: Maximum number of states of its lexer.
     """
     limits = LLParserLimits(
         initial_lexer_fuel=FUEL_TO_BEGIN,
@@ -48,9 +47,8 @@ class TokenMatcher:
     Args:
         start: A matcher at the start of the grammar, which is only copied.
         token_bytes: Text of each token that can be sampled.
-        end_ids: Ids that end an output.
-        create_start: Creates another matcher at the start. Copies of one matcher share the count of lexer states, so an
-            error may only mean that other outputs used up the limit.
+        create_start: Creates another matcher at the start. Copies of one matcher share their count of lexer states, so
+            other outputs may have used up its limit.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class TokenMatcher:
         self._matcher = start.deep_copy()
         self._taken: list[int] = []
         self._num_queried = 0
-        """Number of output tokens in the last query; the rest of `_taken` are draft tokens."""
+        """Number of output tokens in the last query. The rest of `_taken` are draft tokens."""
         self._words: Int32Array | None = None
         """Bit mask of the tokens that may follow the output of the last query; None until it is computed."""
 
@@ -82,7 +80,7 @@ class TokenMatcher:
             self._restart()
             masks = self._masks(output_token_ids, draft_token_ids)
             if self._matcher.is_error():
-                logger.error("A grammar cannot be enforced further: %s", self._matcher.get_error())
+                logger.error("A grammar cannot be enforced for the rest of an output: %s", self._matcher.get_error())
         return masks
 
     def _masks(self, output: Sequence[int], draft_token_ids: Sequence[int]) -> list[Int32Array]:
@@ -112,14 +110,14 @@ class TokenMatcher:
         return found
 
     def _words_behind(self, output: Sequence[int]) -> Int32Array:
-        """Move to the end of an output and return the bit mask of allowed tokens."""
+        """Move to the end of an output, and return the bit mask of the tokens that may follow."""
         matches = self._go_to(output)
         if self._words is None:
             self._words = self._mask() if matches else self._no_words()
         return self._words
 
     def _go_to(self, output: Sequence[int]) -> bool:
-        """Move to the end of an output; return False if the grammar does not allow it."""
+        """Move to the end of an output. Return False if the grammar does not allow the output."""
         num_same = self._num_same(output)
         if num_same < len(output) or len(output) != self._num_queried:
             self._words = None
@@ -138,7 +136,7 @@ class TokenMatcher:
         return min(start + sum(1 for _ in same), len(output))
 
     def _take(self, token_ids: list[int]) -> bool:
-        """Consume tokens; return False if the grammar does not allow all of them."""
+        """Consume tokens. Return False if the grammar does not allow all of them."""
         if not token_ids:
             return True
         num_taken = self._matcher.try_consume_tokens(token_ids)
@@ -156,7 +154,7 @@ class TokenMatcher:
         return np.zeros(-(-len(self._token_bytes) // 32), np.int32)
 
     def _only_one(self, words: Int32Array) -> int | None:
-        """Return the only allowed token, or the longest if all others are prefixes of it; None: there is a choice."""
+        """Return the only allowed token, or the longest if all others are prefixes of it; None if there is a choice."""
         indices = np.flatnonzero(words)
         if not 0 < len(indices) <= MAX_ONLY:
             return None

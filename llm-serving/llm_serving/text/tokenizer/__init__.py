@@ -1,1 +1,0 @@
-"""Tokenizers of all vocabulary kinds, and incremental detokenization."""

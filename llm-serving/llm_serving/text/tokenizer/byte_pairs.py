@@ -1,6 +1,6 @@
 """Byte-pair tokenizers as `tokenizer.json`: vocabulary, merges, and the rule that splits a text into words.
 
-The older form, `vocab.json` with `merges.txt`, has no such rule: it follows from the tokenizer's class.
+The older files, `vocab.json` with `merges.txt`, lack this rule, so it is derived from the tokenizer's class.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from llm_serving.text.tokenizer.vocabulary import (
 VOCAB_FILE: Final = "vocab.json"
 MERGES_FILE: Final = "merges.txt"
 _END: Final = "<|endoftext|>"
-"""Special token of these classes if the config names none."""
+"""Default end token of these classes."""
 
 
 class Words(NamedTuple):
-    """The rule that splits a text into words; merges never cross a word boundary.
+    """The rule that splits a text into words. Merges never cross a word boundary.
 
     Attributes:
         pattern: Regular expression of words; None: that of GPT-2.
-        digits: Each digit is a word.
-        composes: Texts are first normalized to NFC.
-        whole: A word that is a token is not split, whatever the merges.
+        digits: Whether each digit is a word.
+        composes: Whether texts are first normalized to NFC.
+        whole: Whether a word that is a token is kept whole, even if the merges would split it.
     """
 
     pattern: str | None = None
@@ -55,15 +55,15 @@ _CLASSES: Final[Mapping[str, Words]] = {"GPT2Tokenizer": GPT2, "Qwen2Tokenizer":
 def read_byte_pairs(
     path: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken], special: Sequence[str]
 ) -> TokenizersVocabulary:
-    """Read a `vocab.json` and the `merges.txt` beside it.
+    """Read a `vocab.json` and the `merges.txt` next to it.
 
     Args:
         path: The `vocab.json`.
         config: Content of the folder's `tokenizer_config.json`.
-        added, special: As of `TokenizersVocabulary`.
+        added, special: As for `TokenizersVocabulary`.
 
     Raises:
-        ModelError: They cannot be read, contradict each other, or belong to a class with an unknown rule of words.
+        ModelError: They cannot be read, contradict each other, or belong to a class whose word rule is unknown.
     """
     words = _words_of(path, config)
     vocab = read_json(path)
@@ -92,10 +92,10 @@ def tokenizer_json(
 
     Args:
         vocab: Token text -> id.
-        merges: Pairs separated by a space, in the order in which they are merged.
+        merges: Pairs separated by a space, in merge order.
         words: The rule that splits a text into words.
         added: `added_tokens` of the file.
-        begins_with_space: Whether a space is put before a text that does not start with one.
+        begins_with_space: Whether a text that does not start with a space gets one.
     """
     tokenizer = {
         "version": "1.0",

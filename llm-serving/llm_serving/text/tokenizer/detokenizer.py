@@ -10,24 +10,20 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 _Utf8Decoder: Final = codecs.getincrementaldecoder("utf-8")
 CONTEXT_TOKENS: Final = 4
-"""A character of four bytes may be spread over four single-byte tokens."""
+"""Number of prompt tokens needed as context: one character may consist of four single-byte tokens."""
 
 
 class Release(NamedTuple):
-    """Text that is released, and the stop string that ended it."""
-
     text: str
     stop: str | None
 
 
 class StopStringMatcher:
-    """Cuts a text before its first complete stop string, however the text is cut into pieces.
+    """Cuts a text before its first complete stop string. The result does not depend on the pieces of the text.
 
-    Each stop string has a Knuth-Morris-Pratt automaton, whose state is the length of the stop string's prefix with
-    which the
-    text so far ends. The longest such prefix is held back, since it may become a stop string. Of stop strings that end
-    at
-    the same character the longest counts.
+    Each stop string has a Knuth-Morris-Pratt automaton. Its state is the length of the longest prefix of the stop
+    string with which the text so far ends. The longest such prefix is held back, because it may become a stop string.
+    If stop strings end at the same character, the longest one wins.
 
     Args:
         stop: Non-empty strings.
@@ -42,11 +38,11 @@ class StopStringMatcher:
 
     @property
     def held(self) -> str:
-        """Text that is held back, because a stop string may start with it."""
+        """Text that is held back because a stop string may start with it."""
         return self._held
 
     def add(self, text: str) -> Release:
-        """Add a piece of text; not allowed after a stop string was reported."""
+        """Add a piece of text. Not allowed after a stop string was found."""
         if not self._held and not any(char in text for char in self._first_chars):
             return Release(text, None)
         states = self._states
@@ -89,8 +85,6 @@ class Detokenizer(Protocol):
 
 
 class _SilentDetokenizer:
-    """Returns no text, for requests that ask for token ids only."""
-
     stop_string: str | None = None
 
     def add(self, token_ids: Iterable[int]) -> str:
@@ -105,15 +99,13 @@ SILENT: Final = _SilentDetokenizer()
 
 
 class IncrementalDetokenizer:
-    """The text of one request, piece by piece: the pieces and `flush()` joined are the decoded output.
+    """The text of one request in pieces. All pieces and `flush()` joined are the decoded output.
 
     Text is held back while the bytes of a character are incomplete, or while it may start a stop string. The output is
-    decoded as the continuation of the prompt: a character begun there is completed here, and the leading space that
-    sentencepiece drops from a text is kept if the prompt has text before it.
+    decoded as the continuation of the prompt: a character begun there is completed here, and sentencepiece's leading
+    space is kept if the prompt has text before it.
 
     Args:
-        tokenizer: The tokenizer of the ids.
-        prompt_token_ids: The prompt.
         stop: Strings that end the text.
         include_stop_str_in_output: Keep the stop string at the end of the text.
         skip_special_tokens: Omit special tokens from the text.
@@ -140,11 +132,11 @@ class IncrementalDetokenizer:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string ended the text; later tokens add nothing."""
+        """Whether a stop string ended the text. Later tokens add nothing."""
         return self.stop_string is not None
 
     def add(self, token_ids: Iterable[int]) -> str:
-        """Return the text that is certain with these tokens."""
+        """Add tokens, and return the text that later tokens cannot change."""
         text = ""
         for token_id in token_ids:
             if not self._mid_character and 0 <= token_id < len(self._texts):
@@ -155,7 +147,7 @@ class IncrementalDetokenizer:
         return self._release(text) if text else ""
 
     def flush(self) -> str:
-        """Return the rest at the end of the output: U+FFFD for an incomplete character, and a partial stop string."""
+        """Return the rest at the end of the output: U+FFFD for an incomplete character, or a partial stop string."""
         tail = self._decoder.decode(b"", final=True)
         self._mid_character = False
         text = self._release(tail) if tail else ""

@@ -1,4 +1,4 @@
-"""Choice of the tokenizer file in a model folder, and of its reader."""
+"""Selection of the tokenizer file in a model folder, and of its reader."""
 
 from __future__ import annotations
 
@@ -35,11 +35,7 @@ FILES: Final = ("tokenizer.json", "tokenizer.model", TEKKEN_FILE, "qwen.tiktoken
 
 
 def find_vocabulary(folder: Path) -> Path:
-    """Return the tokenizer file of a folder.
-
-    Raises:
-        ModelError: There is none.
-    """
+    """Return the tokenizer file of a folder. Raise ModelError if there is none."""
     for name in FILES:
         if (folder / name).exists():
             return folder / name
@@ -51,15 +47,13 @@ def find_vocabulary(folder: Path) -> Path:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return the files that are read for a tokenizer file, starting with itself."""
+    """Return the files to read for a tokenizer file, starting with the file itself."""
     return [path, path.with_name(MERGES_FILE)] if path.name == VOCAB_FILE else [path]
 
 
 def read_vocabulary(path: Path, config: Mapping[str, Any]) -> Vocabulary:
-    """Read a tokenizer file; `config` is the content of the folder's `tokenizer_config.json`.
-
-    Raises:
-        ModelError: It cannot be read, or is of an unknown kind.
+    """Read a tokenizer file. `config` is the content of the folder's `tokenizer_config.json`. Raise ModelError if it
+    cannot be read, or is of an unknown kind.
     """
     added, names = read_added_tokens(config), special_texts(config)
     special = [*names.values(), *more_special_texts(config)]

@@ -20,24 +20,22 @@ from llm_serving.text.tokenizer.vocabulary import (
 
 UNKNOWN_TEXT: Final = " ⁇ "
 _NO_DUMMY_PREFIX: Final = b"\x1a\x02\x18\x00"
-"""Encoded `normalizer_spec { add_dummy_prefix: false }`: protobuf uses the last value in concatenated messages."""
+"""Encoded `normalizer_spec { add_dummy_prefix: false }`. Appended to a model, it overrides the earlier value."""
 
 
 class SentencePieceVocabulary:
     """A `tokenizer.model`. Special tokens are recognised in the text, as with other tokenizers.
 
-    With `legacy`, text behind a special token gets a leading space of its own, as sentencepiece puts one before every
-    text;
-    otherwise only the whole text gets one. Ids are identical to those of `LlamaTokenizer` of the transformers library.
+    With `legacy`, sentencepiece puts a leading space before every text between special tokens; otherwise only before
+    the whole text. Ids are identical to those of `LlamaTokenizer` of the transformers library.
 
     Args:
-        path: The file.
-        added_tokens: Tokens of `tokenizer_config.json`, by id; also beyond those of the file.
+        added_tokens: Tokens of `tokenizer_config.json`, by id; they may be missing in the file.
         special_texts: Texts of the tokens that the config names by their use, such as `bos_token`.
         legacy: See above.
-        add_prefix_space: Without `legacy`: the text gets a leading space.
+        add_prefix_space: Without `legacy`: whether the text gets a leading space.
         unk_token: The unknown token's name in the config.
-        content: Content to use in place of the file's; `path` is then only named in errors.
+        content: Content to use instead of the file's; `path` is then only named in errors.
     """
 
     adds_special_tokens = False

@@ -1,4 +1,4 @@
-"""Byte-pair tokenizers with ranks: files of tiktoken, and `tekken.json` of Mistral."""
+"""Byte-pair tokenizers with ranks: tiktoken files, and `tekken.json` of Mistral."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _LINE: Final = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]{1,8}\r?(\n|$)")
 MAX_WHITE_SPACE: Final = 100_000
 """Longer runs of white space are split, because the regular expression keeps backtracking state for each character."""
 _SPACES: Final = re.compile(r"\s+")
-"""Matches runs of any length: a pattern with a minimum length would rescan each shorter run from every position."""
+"""Matches runs of any length. A pattern with a minimum length would rescan each shorter run from every position."""
 MAX_SPECIAL_TOKENS: Final = 2**16
 
 
 @dataclass(frozen=True)
 class TiktokenFamily:
-    """What the code of a model family defines beside its tiktoken file.
+    """Properties of a model family's tokenizer that its tiktoken file lacks.
 
     Attributes:
         pattern: Regular expression that splits a text into words; merges never cross a word boundary.
-        special: Special tokens, with the ids behind those of the file, if the config lists none.
+        special: Special tokens, whose ids follow those of the file, if the config lists none.
         names: Special tokens by their use.
         prefix: Special tokens before every text.
-        composes: Texts are first normalized to NFC.
+        composes: Whether texts are first normalized to NFC.
     """
 
     pattern: str
@@ -78,14 +78,13 @@ class RankedPairs:
     """The content of a vocabulary file.
 
     Attributes:
-        path: The file.
         ranks: Bytes of every text token -> rank; the pair with the lowest rank is merged first.
         pattern: Regular expression that splits a text into words.
         first_id: Id of rank 0.
         special: Tokens of the file that are recognised in a text, by id.
         names: Special tokens by their use.
         prefix: Special tokens before every text.
-        composes: Texts are first normalized to NFC.
+        composes: Whether texts are first normalized to NFC.
     """
 
     path: Path
@@ -99,10 +98,9 @@ class RankedPairs:
 
 
 class TiktokenVocabulary:
-    """A tiktoken vocabulary with the ids of the tiktoken library; special tokens are recognised in the text.
+    """A tiktoken vocabulary with the ids of the tiktoken library. Special tokens are recognised in the text.
 
     Args:
-        pairs: The vocabulary.
         added_tokens: Tokens of `tokenizer_config.json`, by id.
 
     Raises:
@@ -116,7 +114,7 @@ class TiktokenVocabulary:
 
         path, ranks, first_id = pairs.path, pairs.ranks, pairs.first_id
         if sorted(ranks.values()) != list(range(len(ranks))):
-            raise ModelError(f"{path}: must have every rank from 0 to {len(ranks) - 1} once")
+            raise ModelError(f"{path}: must have every rank from 0 to {len(ranks) - 1} exactly once")
         if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
             raise ModelError(f"{path}: must have a token for every byte. Missing: {shorten(missing)}")
         try:
@@ -161,7 +159,7 @@ class TiktokenVocabulary:
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # a panic in Rust is not an Exception
                 raise
-            raise RequestError("prompt", "cannot be cut into words by the pattern of the model's tokenizer") from None
+            raise RequestError("prompt", "cannot be split into words by the pattern of the model's tokenizer") from None
 
 
 def _cut(text: str) -> list[str]:
@@ -178,10 +176,8 @@ def is_tiktoken_file(data: bytes) -> bool:
 
 
 def read_tiktoken(path: Path, family: TiktokenFamily) -> RankedPairs:
-    """Read a file of lines with base64 and a rank.
-
-    Raises:
-        ModelError: It is not such a file.
+    """Read a tiktoken file, whose lines are a base64 token and its rank. Raise ModelError if it is not such a
+    file.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(read_limited(path).splitlines(), 1):
@@ -204,10 +200,8 @@ _TEKKEN_SPECIAL: Final = (
 
 
 def read_tekken(path: Path) -> RankedPairs:
-    """Read a `tekken.json`, in which special tokens have the first ids.
-
-    Raises:
-        ModelError: It is not such a file.
+    """Read a `tekken.json`, in which special tokens have the first ids. Raise ModelError if it is not such a
+    file.
     """
     try:
         content: Any = parse_json(read_limited(path))

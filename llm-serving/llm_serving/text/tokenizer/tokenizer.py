@@ -29,16 +29,16 @@ from llm_serving.text.tokenizer.vocabulary import (
 
 
 class Tokenizer:
-    """The tokenizer of a model folder. It executes nothing of the folder except the chat template, in a confined
+    """The tokenizer of a model folder. It executes no code of the folder except the chat template, in a confined
     process.
 
-    `decode` joins the tokens' bytes and decodes them as UTF-8 with U+FFFD for invalid parts, so decoding token by token
+    `decode` joins the tokens' bytes and decodes them as UTF-8, with U+FFFD for invalid parts. Decoding token by token
     gives the same text.
 
     Args:
         vocabulary: Content of the tokenizer file.
         config: Content of `tokenizer_config.json`.
-        more_eos_token_ids: Ids that end a text besides `eos_token` of the config.
+        more_eos_token_ids: Ids that end a text in addition to `eos_token` of the config.
         chat_templates: Name -> text; None: those of the config.
 
     Raises:
@@ -101,7 +101,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids with a text; the model's own vocabulary may be padded beyond it."""
+        """Number of ids with a text. The model's own vocabulary may be padded beyond it."""
         return len(self._vocabulary.token_bytes)
 
     @cached_property
@@ -109,7 +109,7 @@ class Tokenizer:
         return max(len(text.decode("utf-8", "replace")) for text in self._vocabulary.token_bytes)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text; special tokens written in it are recognised.
+        """Return the token ids of a text. Special tokens written in the text are recognised.
 
         Args:
             text: Any text without lone surrogates.
@@ -125,14 +125,16 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids, without ids that have no text."""
+        """Return the text of token ids. Ids without a text are skipped."""
         table, _ = self.token_tables(skip_special_tokens)
         data = b"".join([table[token_id] for token_id in token_ids if 0 <= token_id < len(table)])
         text = data.decode("utf-8", "replace")
         return text.removeprefix(" ") if self.strips_leading_space else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of one token, which may be part of a character; for a special token its name."""
+        """Return the UTF-8 bytes of one token, which may be part of a character. For a special
+        token, return its name.
+        """
         table = self._vocabulary.token_bytes
         return table[token_id] if 0 <= token_id < len(table) else b""
 
@@ -145,7 +147,7 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def token_tables(self, skip_special_tokens: bool) -> tuple[list[bytes], list[str | None]]:
-        """Return the bytes of every token, and its text if it consists of whole characters, else None."""
+        """Return the bytes of every token, and its text if it consists of complete characters, else None."""
         return self._tables_without_special if skip_special_tokens else self._tables
 
     @cached_property
@@ -160,15 +162,13 @@ class Tokenizer:
         return table, [_complete_text(data) for data in table]
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
-        """Return the prompt text of a conversation, to be encoded with `add_special_tokens=False`; see `Conversations`.
-
-        Raises:
-            RequestError: The model has no suitable chat template, or the template rejects the messages.
+        """Return the prompt text of a conversation; see `Conversations`. Encode it with `add_special_tokens=False`.
+        Raise RequestError if the model has no suitable chat template, or the template rejects the messages.
         """
         return self._conversations.render(messages, **given)
 
     def chat_template(self, *, with_tools: bool = False) -> str:
-        """Return the text of the chat template that conversations use; empty: none."""
+        """Return the text of the chat template that conversations use; empty if there is none."""
         return self._conversations.source(with_tools=with_tools)
 
     @cached_property
@@ -187,12 +187,12 @@ class Tokenizer:
 
     @cached_property
     def mark_ids(self) -> frozenset[int]:
-        """Ids of tokens that are not text in structured output: special tokens, and marks of reasoning."""
+        """Ids of tokens that are not text in structured output: special tokens and reasoning tags."""
         marks = (self._vocabulary.token_id(text) for text in (OPENING, CLOSING))
         return self.special_token_ids.union(token_id for token_id in marks if token_id is not None)
 
     def mark_id(self, text: str) -> int | None:
-        """Return the id of a token in `mark_ids` by its text; None: it is not in there."""
+        """Return the id of a token in `mark_ids` by its text; None if it is not in the set."""
         token_id = self._vocabulary.token_id(text)
         return token_id if token_id in self.mark_ids else None
 
@@ -213,7 +213,7 @@ def _complete_text(data: bytes) -> str | None:
 
 
 def notice_of_unknown_tokens(tokenizer: Tokenizer, vocab_size: int) -> str | None:
-    """Return a warning if the tokenizer has tokens that the model lacks, such as marks of images; None: it has none."""
+    """Return a warning if the tokenizer has tokens that the model lacks, such as image tokens; else None."""
     count = tokenizer.vocab_size - vocab_size
     if count <= 0:
         return None
@@ -225,10 +225,8 @@ def notice_of_unknown_tokens(tokenizer: Tokenizer, vocab_size: int) -> str | Non
 
 
 def check_draft_vocabulary(tokenizer: Tokenizer, draft_model_path: Path) -> None:
-    """Check that each token of a draft model is the same as the model's, because draft tokens are passed as ids.
-
-    Raises:
-        ModelError: A token differs, or the draft model has no tokenizer.
+    """Check that each token of a draft model equals the model's, because draft tokens are passed as ids. Raise
+    ModelError if a token differs, or the draft model has no tokenizer.
     """
     draft = Tokenizer.load(draft_model_path)
     rule = f"scheduler_config.draft_model_path: {draft_model_path} must have the vocabulary of the model"
@@ -251,10 +249,8 @@ def _quoted(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def describe_end_tokens(model: ModelConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return a line for each end token: id, text, and the files that name it.
-
-    Raises:
-        ModelError: A file of the model cannot be read.
+    """Return a line for each end token: id, text, and the files that name it. Raise ModelError if a file of the model
+    cannot be read.
     """
     folder = model.model_path
     assert folder is not None

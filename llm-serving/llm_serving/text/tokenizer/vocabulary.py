@@ -1,6 +1,6 @@
-"""Vocabularies: tokenizer files of all kinds behind one interface, with added tokens and `tokenizer_config.json`.
+"""Vocabularies: one interface for all kinds of tokenizer files, with added tokens and `tokenizer_config.json`.
 
-Added tokens are found in a text before it is split further.
+Added tokens are searched before a text is split further.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ class AddedToken:
     """One token of `added_tokens_decoder`.
 
     Attributes:
-        text: Its text.
-        special: It controls the model and is not text.
-        lstrip: It absorbs the white space before it.
-        rstrip: It absorbs the white space behind it.
-        single_word: It is recognised only between spaces, or at the start or the end.
-        normalized: It is searched in the normalized text (only of `tokenizer.json`); None: unless it is special.
+        special: Whether it controls the model and is not text.
+        lstrip: Whether it absorbs the white space before it.
+        rstrip: Whether it absorbs the white space after it.
+        single_word: Whether it is recognised only between spaces, or at the start or the end.
+        normalized: Whether it is searched in the normalized text (`tokenizer.json` only); None: if it is not special.
     """
 
     text: str
@@ -52,7 +51,7 @@ class AddedToken:
 
 
 def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """Return the tokens of `added_tokens_decoder` in a `tokenizer_config.json`, by id; malformed ones are omitted."""
+    """Return the tokens of `added_tokens_decoder` in a `tokenizer_config.json`, by id. Malformed ones are omitted."""
     tokens = config.get("added_tokens_decoder")
     added = {}
     for token_id, token in tokens.items() if isinstance(tokens, dict) else ():
@@ -68,7 +67,7 @@ def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
 
 
 class TokenSplitter:
-    """Finds tokens in a text from left to right; of several at one position the longest.
+    """Finds tokens in a text from left to right. If several match at one position, the longest wins.
 
     Args:
         tokens: Tokens by their text.
@@ -112,8 +111,9 @@ class Vocabulary(Protocol):
     Attributes:
         token_bytes: [vocab_size] UTF-8 bytes of each token, which may be part of a character.
         special_ids: Tokens that control the model and are not text.
-        strips_leading_space: The encoder puts a space before a text, which decoding removes.
-        adds_special_tokens: The file prescribes the special tokens to add; otherwise a text starts with `bos_token`.
+        strips_leading_space: Whether the encoder puts a space before a text, which decoding removes.
+        adds_special_tokens: Whether the file specifies the special tokens to add; if not, a text starts with
+            `bos_token`.
         usual_names: Special tokens by their use, for configs that name none.
     """
 
@@ -124,7 +124,7 @@ class Vocabulary(Protocol):
     usual_names: Mapping[str, str]
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return token ids; `add_special_tokens` adds those that the file prescribes, if any."""
+        """Return token ids. `add_special_tokens` adds the special tokens that the file specifies."""
         ...
 
     def token_id(self, token: str) -> int | None: ...
@@ -134,10 +134,9 @@ class TokenizersVocabulary:
     """A `tokenizer.json`, whose decoder must join the tokens' bytes.
 
     Args:
-        path: The file.
-        added_tokens: Tokens of `tokenizer_config.json` by id; the file may lack the newest.
+        added_tokens: Tokens of `tokenizer_config.json` by id; some may be missing in the file.
         special_texts: Texts that the config names by their use; those in the file become special tokens.
-        content: Content to use in place of the file's; `path` is then only named in errors.
+        content: Content to use instead of the file's; `path` is then only named in errors.
     """
 
     adds_special_tokens = True
@@ -171,7 +170,7 @@ class TokenizersVocabulary:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def _add_tokens(self, added_tokens: Mapping[int, AddedToken], special_texts: Iterable[str]) -> None:
-        """Add the missing tokens in the order of their ids, as the transformers library does; this one assigns ids in
+        """Add the missing tokens in the order of their ids, as the transformers library does. Ids are assigned in
         sequence.
         """
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
@@ -195,11 +194,7 @@ class TokenizersVocabulary:
 
 
 def read_limited(path: Path) -> bytes:
-    """Return the content of a file of the model folder.
-
-    Raises:
-        ModelError: It cannot be read, or is too large.
-    """
+    """Return the content of a file of the model folder. Raise ModelError if it cannot be read, or is too large."""
     return read_regular(path, MAX_FILE_BYTES)
 
 
@@ -231,9 +226,7 @@ def _apply_steps(piece: str, steps: list[dict[str, Any]]) -> bytes:
 
 
 def _printable_byte_alphabet() -> dict[str, int]:
-    """Return the byte-level alphabet of GPT-2: printable Latin-1 maps to itself, other bytes to characters from U+0100
-    on.
-    """
+    """Return GPT-2's byte-level alphabet: printable Latin-1 maps to itself, other bytes to characters from U+0100."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(itself)]
     return {chr(byte): byte for byte in itself} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -253,10 +246,8 @@ SPECIAL_NAMES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file; {} if the file does not exist.
-
-    Raises:
-        ModelError: It cannot be read, or is not an object.
+    """Return a JSON object from a file; {} if the file does not exist. Raise ModelError if it cannot be read, or is not
+    an object.
     """
     if not path.exists():
         return {}
@@ -272,10 +263,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """Return the tokenizer config of a folder.
 
-    A config without added tokens is completed from `added_tokens.json` and `special_tokens_map.json`.
-
-    Raises:
-        ModelError: A file cannot be read.
+    If it lists no added tokens, they are read from `added_tokens.json` and `special_tokens_map.json`. Raise ModelError
+    if a file cannot be read.
     """
     config = read_json(folder / CONFIG_FILE)
     if _lists_tokens(config):
@@ -290,17 +279,15 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def config_files(folder: Path) -> list[Path]:
-    """Return the files that `read_tokenizer_config` reads, which need not exist.
-
-    Raises:
-        ModelError: The first of them cannot be read.
+    """Return the files that `read_tokenizer_config` reads. They need not exist. Raise ModelError if the first of them
+    cannot be read.
     """
     first = folder / CONFIG_FILE
     return [first] if _lists_tokens(read_json(first)) else [first, folder / SPECIAL_FILE, folder / ADDED_FILE]
 
 
 def special_texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the special tokens by their use, such as `bos_token`."""
+    """Return the texts of special tokens by their use, such as `bos_token`."""
     return {name: text for name in SPECIAL_NAMES if (text := _text(config.get(name)))}
 
 

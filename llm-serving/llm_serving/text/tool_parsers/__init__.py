@@ -16,11 +16,13 @@ __all__ = ["TOOL_FORMATS", "Call", "Callee", "Marks", "Part", "ToolFormat", "Too
 @dataclass(frozen=True)
 class ToolFormat:
     create: Callable[[Mapping[str, Mapping[str, Any]]], ToolParser]
-    """Creates a parser of one answer from the tools: name -> JSON schema of the arguments."""
+    """Creates a parser of one answer from tool name -> JSON schema of its arguments."""
     rules: Callable[[Sequence[Callee], int | None, Marks], str]
-    """Returns grammar rules for the tools, the most calls (None: unlimited) and the model's marks."""
+    """Returns grammar rules for the tools, given the maximum number of calls (None: unlimited) and
+    the model's marks.
+    """
     mark: str
-    """Text that only chat templates of such models contain; the first format in the table that matches is used."""
+    """Text that occurs only in chat templates of such models. The first matching format in the table is used."""
     special_tokens: bool = False
     """Whether its marks are special tokens, which answers normally omit."""
     id_chars: int = 24

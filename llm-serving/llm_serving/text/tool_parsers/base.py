@@ -1,8 +1,7 @@
-"""Parts shared by the parsers of all tool formats: calls, the text around them, and their grammar rules.
+"""Code shared by the parsers of all tool formats: calls, the text around them, and their grammar rules.
 
-The rules of a format define `calls`, one or several calls, and `free`, any text whose calls match the rules. They
-name the arguments of tool i as `@args0`, `@args1`, ... In `free`, a text that starts like a call must continue as
-one.
+The rules of a format define `calls`, one or several calls, and `free`, any text whose calls match the rules. They name
+the arguments of tool i as `@args0`, `@args1`, ... In `free`, a text that starts like a call must continue as one.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from llm_serving.core.enums import JsonWhitespaceName
 from llm_serving.text.structured_output.grammars import WHITESPACES, literal
 
 MAX_CALL_CHARS: Final = 2**18
-"""A longer text behind an opening is not a call."""
+"""Maximum length of a call. A longer text after an opening is not a call."""
 MAX_FALSE_OPENINGS: Final = 64
-"""After so many openings without a call, the rest of an answer is text."""
+"""After this number of openings without a call, the rest of an answer is text."""
 
 COMMON: Final = r"""
 WS: /[ \n]{1,2}/
@@ -27,69 +26,67 @@ TEXT: /(?s:.+)/
 
 
 class Call(NamedTuple):
-    """A call of a function. An empty name marks further arguments of the previous call."""
+    """A call of a function. An empty name means further arguments of the previous call."""
 
     name: str
     arguments: str
-    """A JSON object as text. Calls that are streamed may hold invalid JSON of the model."""
+    """A JSON object as text. Streamed calls may contain the model's invalid JSON."""
 
 
 Part = str | Call
 
 
 class NotACallError(Exception):
-    """The text behind an opening is not a call; it stays text."""
+    """The text after an opening is not a call, so it remains text."""
 
 
 class Read(NamedTuple):
-    """Result of parsing the text after the marker that starts a tool call."""
+    """Result of parsing the text after an opening."""
 
     calls: list[Call]
     end: int
     may_continue: bool = False
-    """Whether further calls or further arguments of the last call may follow. What has been returned does not
-    change."""
+    """Whether further calls, or further arguments of the last call, may follow. Returned calls do not change."""
 
 
 class CallReader(Protocol):
-    """Reads the text behind one opening."""
+    """Reads the text after one opening."""
 
     def read(self, body: str, *, ended: bool) -> Read | None:
-        """Parse the text behind the opening; each `body` extends that of the previous call.
+        """Parse the text after the opening. Each `body` extends that of the previous call.
 
         Args:
-            body: All text behind the opening so far.
-            ended: No more text will follow.
+            body: All text after the opening so far.
+            ended: Whether no more text follows.
 
         Returns:
-            The calls; None: more text is needed. The result depends on the text alone, not on the number of calls of
-            `read`, and extends the result for a shorter text.
+            The calls; None if more text is needed. The result depends only on the text, not on how often `read` is
+            called, and extends the result for a shorter text.
 
         Raises:
-            NotACallError: Whatever follows, this text is not a call.
+            NotACallError: The text cannot become a call.
         """
 
 
 class ToolParser(Protocol):
-    """Parses an answer incrementally; the result does not depend on how the answer is cut into pieces."""
+    """Parses an answer incrementally. The result does not depend on how the answer is split into pieces."""
 
     def add(self, text: str) -> list[Part]:
         """Return the parts that are certain with this piece of text."""
 
     def flush(self) -> list[Part]:
-        """Return the remaining parts at the end of the answer; `add` is not called again."""
+        """Return the remaining parts at the end of the answer. `add` must not be called afterwards."""
 
 
 class MarkedCalls:
-    """Parser of formats whose calls follow an opening; a text that is not a call is returned unchanged, with its
-    opening.
+    """Parser of formats whose calls follow an opening. Text after an opening that is not a call is returned unchanged.
 
     White space between text and a call, and between calls, is dropped.
 
     Args:
         opening: Text before a call.
-        reader: Creates a reader of the text behind one opening.
-        begins_open: Whether the answer starts behind an implicit opening.
+        reader: Creates a reader of the text after one opening.
+        begins_open: Whether the answer starts after an implicit opening.
     """
 
     def __init__(self, opening: str, reader: Callable[[], CallReader], *, begins_open: bool = False) -> None:
@@ -101,11 +98,13 @@ class MarkedCalls:
         self._text = ""
         """Text that has not been returned yet, or is part of a call."""
         self._num_calls = self._num_chars = 0
-        """Calls of the current reader that have been returned, and characters of the last one's arguments."""
+        """Number of calls of the current reader that have been returned, and of characters of the
+        last one's arguments.
+        """
         self._num_false = 0
         self._spaces: list[str] = []
-        """White space behind the returned text, kept in pieces so that each is examined once; dropped if a call
-        follows.
+        """White space after the returned text, in pieces so that each is examined only once.
+        Dropped if a call follows.
         """
         self._has_called = False
 
@@ -126,7 +125,7 @@ class MarkedCalls:
         return _joined(parts)
 
     def _step(self, parts: list[Part], ended: bool) -> bool:
-        """Process one opening or one call; return False if more text is needed."""
+        """Process one opening or one call. Return False if more text is needed."""
         if self._reader is not None:
             return self._read(self._reader, parts, ended)
         start = self._text.find(self._opening) if self._num_false < MAX_FALSE_OPENINGS else -1
@@ -208,7 +207,7 @@ class Callee:
     """A tool that may be called.
 
     Attributes:
-        name: Letters, digits and marks that need no escape in a grammar.
+        name: Letters, digits and characters that need no escape in a grammar.
         schema: JSON schema of its arguments.
         strict: Whether calls must match the whole schema.
     """
@@ -219,7 +218,7 @@ class Callee:
 
 
 class Marks:
-    """Grammar terms for the marks of a model, and the white space allowed in JSON.
+    """Grammar terms for the special texts of a model, and the white space allowed in JSON.
 
     Args:
         special_id: Returns the id of a special token by its text; None: the text is not a special token.
@@ -256,16 +255,15 @@ def repeated(rule: str, between: str, most: int | None) -> str:
     """Return a term that matches a rule one or more times.
 
     Args:
-        rule: The repeated rule.
         between: Term between two repetitions.
-        most: Most repetitions; None: unlimited.
+        most: Maximum number of repetitions; None: unlimited.
     """
     times = "*" if most is None else f"{{0,{most - 1}}}"
     return rule if most == 1 else f"{rule} ({between} {rule}){times}"
 
 
 def json_calls(callees: Sequence[Callee], arguments: str, marks: Marks) -> str:
-    """Return rules that define `call`, a JSON object with the name and, under the key `arguments`, the arguments."""
+    """Return rules that define `call`: a JSON object with the name and, under the key `arguments`, the arguments."""
     rules = [f"call: {any_of(callees)}\n"]
     for i, each in enumerate(callees):
         parts = ("{", literal("name"), ":", literal(each.name), ",", literal(arguments), ":")

@@ -1,5 +1,6 @@
-"""Tool calls of GLM-4.5 and later: `<tool_call>name`, `<arg_key>k</arg_key><arg_value>v</arg_value>`,
-`</tool_call>`."""
+"""Tool calls of GLM-4.5 and later: `<tool_call>name`,
+`<arg_key>k</arg_key><arg_value>v</arg_value>`, `</tool_call>`.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def _call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> Call:
 
 
 def _value(text: str, schema: Any) -> Any:
-    """Return an argument's value: JSON, or the text itself; the schema decides if a text is also valid JSON."""
+    """Return an argument's value: JSON, or the text itself. If the text is also valid JSON, the schema decides."""
     try:
         value = parsed(text)
     except NotACallError:
@@ -82,7 +83,7 @@ def _value(text: str, schema: Any) -> Any:
 
 
 def _kinds_of_any(schema: Any) -> set[str]:
-    """Return the JSON types that a schema or its alternatives allow; empty: unspecified."""
+    """Return the JSON types that a schema or its alternatives allow; empty if unspecified."""
     about = schema if isinstance(schema, dict) else {}
     listed = about.get("anyOf", about.get("oneOf"))
     kinds = [_kinds(each) for each in (listed if isinstance(listed, list) else [about])]
@@ -111,16 +112,15 @@ _KINDS: Final[Mapping[type, frozenset[str]]] = {
 
 
 def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
-    """Return a parser; the schemas distinguish numbers from texts that look like numbers."""
+    """Return a parser. It needs the schemas to distinguish numbers from texts that look like numbers."""
     return MarkedCalls(OPENING, partial(_Reader, schemas))
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
     """Return the grammar rules, see `base`.
 
-    Arguments have the names and the order of their schema, and texts are not quoted. Of other constraints in a schema
-    only
-    the listed values of an argument are enforced.
+    Arguments have the names and the order of their schema, and texts are not quoted. The only other constraint that is
+    enforced is the list of allowed values of an argument.
     """
     rest = f"call {marks(CLOSING)}"
     times = "*" if most is None else f"{{0,{most}}}"

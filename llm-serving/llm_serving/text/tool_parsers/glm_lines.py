@@ -21,11 +21,11 @@ from llm_serving.text.tool_parsers.base import (
 from llm_serving.text.tool_parsers.json_text import JsonEnd, StreamedCall, arguments_of, parsed
 
 OPENING: Final = "<|assistant|>"
-"""Opening before a second call; the first call has none."""
+"""Opening before the second call. The first call has none."""
 
 
 class _Reader:
-    """Reads one call; only the name of a tool distinguishes it from text."""
+    """Reads one call. Only a tool name at the start distinguishes a call from text."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -56,7 +56,7 @@ def create(names: Collection[str]) -> ToolParser:
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    """Return the grammar rules, see `base`; an answer has one call, because these models make one at a time."""
+    """Return the grammar rules, see `base`. An answer has one call, because these models make one at a time."""
     del most, marks
     names = "|".join(escaped(each.name) for each in callees)
     calls = [f"call{i}: {literal(each.name + chr(10))} @args{i}\n" for i, each in enumerate(callees)]

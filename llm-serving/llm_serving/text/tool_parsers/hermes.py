@@ -55,7 +55,7 @@ class _Reader:
         return Read([call], self._written.end, may_continue=not ended)
 
     def _closed(self, body: str, call: Call, *, ended: bool) -> Read:
-        """Return the call of an object that is malformed behind its arguments."""
+        """Return the call of an object that is malformed after its arguments."""
         assert self._written is not None
         behind = body[self._written.end :].lstrip()
         if CLOSING.startswith(behind) and len(behind) < len(CLOSING) and not ended:
@@ -65,7 +65,7 @@ class _Reader:
 
 
 def create(names: Collection[str]) -> ToolParser:
-    """Return a parser; a call of an unknown tool is returned only when it is complete."""
+    """Return a parser. A call of an unknown tool is returned only when it is complete."""
     return MarkedCalls(OPENING, partial(_Reader, frozenset(names)))
 
 

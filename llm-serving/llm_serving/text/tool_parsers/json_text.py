@@ -1,4 +1,4 @@
-"""Incremental parsing of JSON, possibly invalid, that a model writes."""
+"""Incremental parsing of JSON, possibly invalid, that a model generates."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from llm_serving.text.tool_parsers.base import Call, NotACallError
 
 MAX_NAME_CHARS: Final = 256
 _MARKS: Final = re.compile(r"[^\s0-9A-Za-z+\-.,:]")
-"""Characters outside of strings that change the nesting or start a string."""
+"""Characters outside strings that change the nesting or start a string."""
 _HEAD: Final = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
 _IN_STRING: Final = re.compile(r'["\\]')
 
 
 class JsonEnd:
-    """Finds the end of an object or array; it does not validate the content."""
+    """Finds the end of an object or array. It does not validate the content."""
 
     def __init__(self) -> None:
         self._at = 0
@@ -27,12 +27,10 @@ class JsonEnd:
         self._in_string = False
 
     def find(self, text: str, start: int = 0) -> int | None:
-        """Return the index behind the value at `start`, after white space; None: it is incomplete.
+        """Return the index after the value at `start`, which may follow white space; None if the value is incomplete.
 
-        Each `text` extends the previous one, and `start` is always the same.
-
-        Raises:
-            NotACallError: Whatever follows, the text is not an object or array.
+        Each `text` extends the previous one, and `start` never changes. Raise NotACallError if the text cannot become
+        an object or array.
         """
         if not self._closing:
             self._at = start + len(text[start:]) - len(text[start:].lstrip())
@@ -55,11 +53,10 @@ class JsonEnd:
 
     @property
     def at(self) -> int:
-        """Index behind the examined text; it never splits an escape sequence."""
+        """Index after the examined text. It never splits an escape sequence."""
         return self._at
 
     def _is_end(self, char: str) -> bool:
-        """Process a quotation mark or a bracket; return whether it ends the value."""
         if char == '"':
             self._in_string = not self._in_string
         elif char in "{[":
@@ -70,10 +67,9 @@ class JsonEnd:
 
 
 class StreamedCall:
-    """A call that is streamed while its arguments, a JSON object, are written, even if they turn out to be invalid.
+    """A call that is streamed while its arguments, a JSON object, are generated, even if they become invalid.
 
     Args:
-        name: Name of the tool.
         start: Index of the opening brace.
     """
 
@@ -82,10 +78,10 @@ class StreamedCall:
         self._start = self.end = start
         self._json = JsonEnd()
         self.is_whole = False
-        """Whether `end` is final: behind the closing brace, or before the first invalid bracket."""
+        """Whether `end` is final: after the closing brace, or before the first invalid bracket."""
 
     def read(self, body: str, *, ended: bool) -> Call:
-        """Return the call written so far; each `body` extends the previous one."""
+        """Return the call generated so far. Each `body` extends the previous one."""
         if not self.is_whole:
             try:
                 end = self._json.find(body, self._start)
@@ -99,18 +95,15 @@ class StreamedCall:
 
 
 def streamed_call(body: str, start: int, names: Collection[str]) -> StreamedCall | None:
-    """Return a streamed call if the object at `start` has the name of an offered tool followed by arguments, else
-    None."""
+    """Return a streamed call if the object at `start` has the name of an offered tool followed by
+    arguments, else None.
+    """
     head = _HEAD.match(body[start : start + _MAX_HEAD_CHARS])
     return StreamedCall(head[1], start + head.end()) if head is not None and head[1] in names else None
 
 
 def parsed(text: str) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        NotACallError: It is not JSON.
-    """
+    """Return the value of a JSON text. Raise NotACallError if it is not JSON."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -118,10 +111,8 @@ def parsed(text: str) -> Any:
 
 
 def call_of(value: Any) -> Call:
-    """Return the call in an object with a name and with `arguments` or `parameters`.
-
-    Raises:
-        NotACallError: The value is not such an object.
+    """Return the call in an object with a name and with `arguments` or `parameters`. Raise NotACallError if the value
+    is not such an object.
     """
     if not isinstance(value, dict) or not is_name(name := value.get("name")):
         raise NotACallError
@@ -130,11 +121,7 @@ def call_of(value: Any) -> Call:
 
 
 def arguments_of(value: Any) -> str:
-    """Return the arguments as JSON text.
-
-    Raises:
-        NotACallError: They are not an object.
-    """
+    """Return the arguments as JSON text. Raise NotACallError if they are not an object."""
     if value is not None and not isinstance(value, dict):
         raise NotACallError
     try:

@@ -23,7 +23,7 @@ OPENING: Final = "<|python_tag|>"
 
 
 class _Reader:
-    """Reads calls; only the name of a tool distinguishes a call from other JSON."""
+    """Reads calls. Only a tool name distinguishes a call from other JSON."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -66,7 +66,7 @@ def create(names: Collection[str]) -> ToolParser:
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    """Return the grammar rules, see `base`; a text that starts with a brace is a call."""
+    """Return the grammar rules, see `base`. A text that starts with a brace must be a call."""
     several = repeated("call", '";" WS?', most)
     return (
         f"calls: {several}\n"

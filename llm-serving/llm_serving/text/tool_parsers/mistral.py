@@ -1,5 +1,6 @@
 """Tool calls of Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, newer
-`[TOOL_CALLS]name[ARGS]{...}`."""
+`[TOOL_CALLS]name[ARGS]{...}`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ OPENING: Final = "[TOOL_CALLS]"
 ARGUMENTS: Final = "[ARGS]"
 _NAME: Final = re.compile(r"([\w.\-]+)(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\])?\s*(?=\{)")
 _MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
-"""Longest name with the marks that may follow it."""
+"""Maximum length of a name with the marks that may follow it."""
 
 
 class _Reader:
@@ -84,7 +85,7 @@ def _head(body: str) -> tuple[str | None, int] | None:
 
 
 def create(names: Collection[str]) -> ToolParser:
-    """Return a parser; a call of an unknown tool is returned only when it is complete."""
+    """Return a parser. A call of an unknown tool is returned only when it is complete."""
     return MarkedCalls(OPENING, partial(_Reader, frozenset(names)))
 
 
