@@ -89,7 +89,7 @@ def test_checkpoint_with_cut_or_changed_bytes_fails_or_differs(tmp_path):
     ("arrays", "content", "message"),
     [
         ({}, b"", "is empty"),
-        ({}, b"PK\x03\x04 a zip", "is no checkpoint of MindSpore, is cut short or encrypted"),
+        ({}, b"PK\x03\x04 a zip", "is not a MindSpore checkpoint, is truncated or encrypted"),
         ({}, b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff", "a number without end"),
         ({}, b"\x0a\x7f", "127 bytes at byte 2, where 0 are left"),
     ],
@@ -104,7 +104,7 @@ def test_checkpoint_reader_refuses_other_files(tmp_path, arrays, content, messag
 def test_checkpoint_reader_refuses_duplicate_names_and_unknown_types(tmp_path):
     path = write(tmp_path / "a.ckpt")
     path.write_bytes(path.read_bytes() * 2)
-    with pytest.raises(ModelError, match="stands twice"):
+    with pytest.raises(ModelError, match="occurs twice"):
         read_checkpoint(path)
     content = write(path).read_bytes()
     path.write_bytes(content.replace(b"Float32", b"Float64"))

@@ -208,7 +208,7 @@ def zeros_like_scales(dtype):
         ("AWQ, 4 bits", cut("scales"), r"scales must have shape \[3, 64\]"),
         ("AWQ, 4 bits", without("qzeros"), "must have qzeros"),
         ("compressed-tensors, W8A8", without("weight_scale"), "must have weight_scale"),
-        ("compressed-tensors, W8A8", cut("weight_scale"), "of each row or of groups"),
+        ("compressed-tensors, W8A8", cut("weight_scale"), "one per row or one per group"),
         ("compressed-tensors, W4A16", cut("weight_packed"), "weight_packed must hold 4 or 8 bits"),
         ("compressed-tensors, W4A16", cut("weight_shape"), r"weight_shape must have shape \[2\]"),
         ("compressed-tensors, W4A16, zeros", cut("weight_zero_point"), r"weight_zero_point must have shape \[8, 3\]"),
@@ -219,7 +219,7 @@ def zeros_like_scales(dtype):
         ),
         ("compressed-tensors, W4A16, zeros", zeros_like_scales(np.float32), "must be I8 of 2 lengths. Found: F32"),
         ("compressed-tensors, W4A16, act-order", cut("weight_g_idx"), r"weight_g_idx must have shape \[96\]"),
-        ("FP8, a scale for a block", cut("weight_scale_inv"), r"blocks of \[24, 40\] in \[64, 96\]"),
+        ("FP8, a scale for a block", cut("weight_scale_inv"), r"block of \[24, 40\] in \[64, 96\]"),
         ("FP8, a scale for a block", without("weight_scale_inv"), "must have weight_scale_inv"),
         ("FP8, a scale for all", other("weight", np.int8), "weight must be F8_E4M3"),
     ],
@@ -248,7 +248,7 @@ def test_schemes_refuse_groups_out_of_range(tmp_path):
 def test_schemes_refuse_a_weight_stored_twice(tmp_path):
     both = lambda parts: {**parts, "weight": np.zeros((64, 96), np.float32)}  # noqa: E731
     scheme = check_folder_of(tmp_path, LAYOUTS["GPTQ, 4 bits"], both)
-    with pytest.raises(ModelError, match="stands twice, also as g_idx, qweight, qzeros, scales"):
+    with pytest.raises(ModelError, match="occurs twice, also as g_idx, qweight, qzeros, scales"):
         WeightReader(tmp_path, scheme)
 
 
@@ -275,21 +275,24 @@ def test_schemes_refuse_other_tensors_of_packed_types(tmp_path):
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "must have a `version` of gemm. Given: 'gemv'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "must have a `fmt` of e4m3"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "must have blocks of two lengths. Given"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "must have blocks of two lengths from 1"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "must have a block of two lengths from 1"),
         (compressed("marlin-24", num_bits=4), "must have a `format` of int-quantized, .* Given: 'marlin-24'"),
         (
             compressed("pack-quantized", num_bits=2),
-            r"have weights of int 4, int 8 or float 8 bits. Given: \('int'",
+            r"have weights of 4-bit or 8-bit integers or 8-bit floating point. Given: \('int'",
         ),
-        (compressed("float-quantized", num_bits=4, type="float"), "must have weights of int 4"),
+        (compressed("float-quantized", num_bits=4, type="float"), "must have weights of 4-bit"),
         ({**compressed("int-quantized", num_bits=8), "format": ["x"]}, r"must have a `format` of .* Given: \['x'\]"),
         ({**compressed("int-quantized", num_bits=8), "sparsity_config": {"format": "x"}}, "must not have `sparsity_"),
         ({**compressed("int-quantized", num_bits=8), "transform_config": {"u": 1}}, "must not have `transform_config`"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt, .* must have a `quant_algo` of FP8 .*NVFP4"),
         ({"quant_method": "modelopt", "quantization": []}, "must have a `quant_algo` of FP8 or .* Given: None"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes, 4 bits, .* not read. Given: 'bitsandb"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            "bitsandbytes, 4 bits, .* an unsupported `quant_method`. Given: 'bitsandb",
+        ),
         ({"quant_method": "newest"}, "'newest', which cannot be served"),
-        ({}, "an unnamed method, .* a `quant_method` that is not read. Given: None"),
+        ({}, "an unnamed method, .* an unsupported `quant_method`. Given: None"),
         ("gptq", "'gptq', which cannot be served"),
         ([], r"\[\], which cannot be served"),
     ],
@@ -297,7 +300,7 @@ def test_schemes_refuse_other_tensors_of_packed_types(tmp_path):
 def test_scheme_of_lists_the_supported_schemes(given, message):
     with pytest.raises(ModelError, match=rf"^config.json: the weights are quantised by .*{message}") as caught:
         scheme_of({"quantization_config": json.loads(json.dumps(given))}, "config.json")
-    assert "Read are compressed-tensors (W8A8, W8A16, W4A16, W4A8, FP8), GPTQ of 4" in str(caught.value)
+    assert "Supported: compressed-tensors (W8A8, W8A16, W4A16, W4A8, FP8), GPTQ of 4" in str(caught.value)
 
 
 def test_scheme_of_returns_none_without_quantization():

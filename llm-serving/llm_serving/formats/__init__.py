@@ -1,1 +1,1 @@
-"""Readers and writers of weight files: from files to named tensors. No format knows the tensor names of a family."""
+"""Readers and writers of weight files, which map files to named tensors. Formats do not depend on the model family."""

@@ -1,4 +1,4 @@
-"""AWQ (Lin et al. 2023) in AutoAWQ's format `gemm`, 4 bits.
+"""AWQ (Lin et al. 2023) in AutoAWQ's `gemm` format, 4 bits.
 
     qweight   [in, out / 8]        I32: quantized values packed along `out`
     qzeros    [groups, out / 8]    I32: zero points packed along `out`
@@ -32,11 +32,7 @@ _POSITION_OF_ROW: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True)
 class Awq:
-    """The AWQ scheme.
-
-    Attributes:
-        group_size: Columns of a group; 0: a row is one group.
-    """
+    """The AWQ scheme. `group_size`: columns of a group; 0: a row is one group."""
 
     description: str
     group_size: int
@@ -62,6 +58,6 @@ class Awq:
 
 
 def _unpack_rows(words: Array) -> Uint8Array:
-    """[n, out / 8] words -> [out, n] quantized values"""
+    """[n, out / 8] words -> [out, n] quantized values."""
     qvalues = unpack_words(words, 4).reshape(len(words), -1, 8)
     return np.ascontiguousarray(qvalues[:, :, _POSITION_OF_ROW].reshape(len(words), -1).T)

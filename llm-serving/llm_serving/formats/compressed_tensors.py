@@ -40,11 +40,11 @@ _ENDINGS: Final = ("weight", SCALE, ZERO, PACKED, SHAPE, ORDER)
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """Weights of 4 and 8 bits; `fp8` reads those in 8-bit floating point.
+    """4-bit and 8-bit integer weights. `fp8` reads 8-bit floating point.
 
     Attributes:
-        group_size: Columns of a group, where a row has several; 0: derived from the number of groups.
-        bits: Bits of values that are stored in a byte each.
+        group_size: Columns of a group, if a row has several; 0: derived from the number of groups.
+        bits: Bits of values that are stored in one byte each.
     """
 
     description: str
@@ -85,7 +85,7 @@ class CompressedTensors:
         return PackedTensor(name, shape, parts, lambda arrays: _unpacked(arrays, shape, bits, size))
 
     def _check_zeros(self, name: str, parts: Parts, zeros: StoredTensor, packed: tuple[int, int]) -> None:
-        """Check zero points: words are packed, others have the shape of the scales."""
+        """Check zero points: stored as words, they are packed; otherwise they have the shape of the scales."""
         scale = parts[SCALE].shape
         like_scale = zeros.dtype != "I32" and zeros.shape == scale
         part(name, parts, ZERO, ["I8"] if like_scale else ["I32"], len(scale) if like_scale else 2)
@@ -98,7 +98,7 @@ class CompressedTensors:
             return 1
         if len(scale.shape) != 2 or scale.shape[0] != shape[0] or not 1 <= scale.shape[1] <= max(1, shape[1]):
             raise ModelError(
-                f"{scale.file}: {name}: {SCALE} must be of the whole, of each row or of groups of {list(shape)}. "
+                f"{scale.file}: {name}: {SCALE} must be one scale, one per row or one per group of {list(shape)}. "
                 f"Found: {list(scale.shape)}"
             )
         return scale.shape[1]
@@ -117,7 +117,7 @@ def _stored_shape(name: str, parts: Parts) -> tuple[int, int]:
     check_shape(name, parts, SHAPE, (2,))
     out, width = (int(length) for length in stored.read())
     if not (0 < out < 2**31 and 0 < width < 2**31):
-        raise ModelError(f"{stored.file}: {name}: {SHAPE} must be two lengths. Found: {[out, width]}")
+        raise ModelError(f"{stored.file}: {name}: {SHAPE} must be two dimensions. Found: {[out, width]}")
     return out, width
 
 
@@ -159,11 +159,10 @@ def _by_row(values: Array, out: int) -> Array:
 
 
 def parts_of(tensor: QuantizedTensor, packed: bool) -> dict[str, Array]:
-    """Return the arrays in which a symmetric tensor without act-order is stored, by their name endings.
+    """Return the arrays that store a symmetric tensor without act-order, by their name endings.
 
     Args:
-        tensor: The tensor.
-        packed: Whether to write `pack-quantized`; otherwise `int-quantized`, with a value in each byte.
+        packed: Whether to write `pack-quantized`; otherwise `int-quantized`, with one value per byte.
     """
     assert tensor.zeros is None
     assert tensor.g_idx is None

@@ -1,6 +1,6 @@
-"""The weight files of a folder and their tensors; unsupported formats are refused with a way to convert them.
+"""The weight files of a folder and their tensors. For an unsupported format, the error says how to convert it.
 
-`check_tensors` compares all names and shapes with those of the model before a tensor is read.
+`check_tensors` compares all names and shapes with those of the model before any tensor is read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_tensors(
         where: Names the folder in the error.
         expected: Tensors of the model, according to its configuration.
         found: Tensors of the files, by the same names.
-        optional: Tensors that may exist and are not used, such as a tied LM head that was written twice.
+        optional: Unused tensors that may exist, such as an LM head that equals the embedding.
 
     Raises:
         ModelError: Tensors are missing, unexpected or of another shape; the text lists some of each kind.
@@ -71,12 +71,12 @@ _READERS: Final[Mapping[str, Callable[[Path, bool], Mapping[str, ReadableTensor]
 }
 
 _IN_FOLDERS: Final = (".safetensors", ".ckpt")
-"""A folder is read through the first of these suffixes that it contains."""
+"""Supported suffixes. The first one that occurs in a folder is used."""
 
 _PICKLES: Final = ("pytorch_model*.bin", "*.bin", "consolidated*.pth", "*.pth", "*.pt")
-"""Patterns of pickle files, which are never read; the first pattern that matches names the weights of a folder."""
+"""Patterns of pickle files, which are never read. The first one that matches identifies the weights of a folder."""
 _META: Final = "consolidated*.pth"
-"""Pattern of Meta's own format, whose tensor names and configuration differ too."""
+"""Pattern of Meta's format, which has its own tensor names and configuration."""
 
 _FROM_META: Final = (
     "with torch and transformers 4: python -m transformers.models.llama.convert_llama_weights_to_hf "
@@ -86,10 +86,7 @@ _FROM_META: Final = (
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the files of the index, or the single file with the usual name, or all files of the first supported
-    format.
-
-    Raises:
-        ModelError: There is none; the text says how to convert an unsupported format.
+    format. Raise ModelError if there is none; the text says how to convert an unsupported format.
     """
     index = folder / INDEX_NAME
     if index.exists():
@@ -107,10 +104,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def indexed_names(index: Path) -> list[str]:
-    """Return the sorted file names of an index.
-
-    Raises:
-        ModelError: The file is no index, or it names files outside its folder.
+    """Return the sorted file names of an index. Raise ModelError if the file is not an index, or it names files outside
+    its folder.
     """
     content = read_regular(index, _MAX_INDEX_BYTES)
     try:
@@ -120,16 +115,13 @@ def indexed_names(index: Path) -> list[str]:
     for name in names:
         # An index is untrusted input: it may name files of its own folder only.
         if not isinstance(name, str) or Path(name).name != name:
-            raise ModelError(f"{index}: `weight_map` must name files of its own folder. Given: {shorten(name)}")
+            raise ModelError(f"{index}: `weight_map` must name only files in its own folder. Given: {shorten(name)}")
     return names
 
 
 def read_tensors(source: Path, packed: bool = False) -> dict[str, ReadableTensor]:
-    """Return every tensor of a folder, or of one file, by its stored name; `packed` allows types of quantized weights
-    only.
-
-    Raises:
-        ModelError: A file is missing, damaged or of an unsupported format, or two tensors have the same name.
+    """Return every tensor of a folder or file by its stored name. `packed` also allows types of quantized weights.
+    Raise ModelError if a file is missing, damaged or of an unsupported format, or two tensors have the same name.
     """
     files = weight_files(source) if source.is_dir() else [source]
     tensors: dict[str, ReadableTensor] = {}
@@ -141,13 +133,15 @@ def read_tensors(source: Path, packed: bool = False) -> dict[str, ReadableTensor
             )
         for name, tensor in reader(file, packed).items():
             if name in tensors:
-                raise ModelError(f"{file}: tensor {name} stands twice, also in {tensors[name].file}")
+                raise ModelError(f"{file}: tensor {name} occurs twice, also in {tensors[name].file}")
             tensors[name] = tensor
     return tensors
 
 
 def how_to_convert(folder: Path) -> str:
-    """Return a hint for an error about a folder without supported weights; empty for a folder without any weights."""
+    """Return a conversion hint for an error about a folder without supported weights; empty if it
+    has no weights at all.
+    """
     for pattern in _PICKLES:
         if files := sorted(folder.glob(pattern)):
             return _converting(files[0], pattern)
@@ -171,9 +165,9 @@ def _converting(file: Path, pattern: str) -> str:
 
 
 def _program(folder: Path, pattern: str) -> str:
-    """Return a Python program that writes a safetensors file beside each file.
+    """Return a Python program that writes a safetensors file next to each file.
 
-    It needs no class of the model family and executes nothing that a pickle contains.
+    It needs no class of the model family and executes no code of a pickle.
     """
     files = f"pathlib.Path({json.dumps(str(folder), ensure_ascii=False)}).glob({json.dumps(pattern)})"
     tensors = 'torch.load(f, "cpu", weights_only=True).items()'

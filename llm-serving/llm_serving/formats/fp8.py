@@ -1,7 +1,7 @@
 """Weights in 8-bit floating point (e4m3, Micikevicius et al. 2022), scaled as a whole, by rows or by blocks.
 
     weight              [out, in]    F8_E4M3
-    weight_scale        [], [1], [out], [out, 1] or [out / rows, in / columns] of blocks
+    weight_scale        [], [1], [out], [out, 1] or, per block, [out / rows, in / columns]
     weight_scale_inv    the same under another name; it is a factor too
 
 They are dequantized to float32.
@@ -26,16 +26,12 @@ IGNORED: Final = (
     *("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale"),
     *("k_scale", "v_scale", "q_scale", "kv_scale"),
 )
-"""Name endings of scales of activations and of a KV cache, which no weight needs."""
+"""Name endings of scales that weights do not need: those of activations and of a KV cache."""
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """The FP8 scheme.
-
-    Attributes:
-        block: Rows and columns of a block, for scales of blocks.
-    """
+    """The FP8 scheme. `block`: rows and columns of a block, for scales of blocks."""
 
     description: str
     block: tuple[int, int] | None = None
@@ -46,11 +42,7 @@ class Fp8:
         return assemble_weights(left, ("weight", *SCALES), self.packed)
 
     def packed(self, name: str, parts: Parts) -> ReadableTensor:
-        """Return one weight; an unquantized one is returned as it is.
-
-        Raises:
-            ModelError: The parts do not fit each other.
-        """
+        """Return one weight; an unquantized one unchanged. Raise ModelError if the parts do not match each other."""
         weight = parts.get("weight")
         if weight is not None and weight.dtype in NUMPY_DTYPES and len(parts) == 1:
             return weight
@@ -61,13 +53,13 @@ class Fp8:
         block = self._block_of(scale.shape, out, width)
         if block is None:
             raise ModelError(
-                f"{scale.file}: {name}: {ending} must be of the whole, of each row or of blocks of "
+                f"{scale.file}: {name}: {ending} must be one scale, one per row or one per block of "
                 f"{list(self.block or ())} in {[out, width]}. Found: {list(scale.shape)}"
             )
         return PackedTensor(name, (out, width), parts, lambda arrays: _values(arrays["weight"], arrays[ending], block))
 
     def _block_of(self, scale: tuple[int, ...], out: int, width: int) -> tuple[int, int] | None:
-        """Return the rows and columns that share a scale; None where the shape of the scale does not fit."""
+        """Return the rows and columns that share a scale; None if the shape of the scale does not match."""
         if scale in ((), (1,), (1, 1)):
             return max(1, out), max(1, width)
         if scale in ((out,), (out, 1)):
@@ -92,8 +84,8 @@ def _values(bits: Array, scale: Array, block: tuple[int, int]) -> Array:
 
 
 def _numbers() -> NDArray[np.float32]:
-    """Return the 256 values: sign, 4 exponent bits with bias 7, 3 fraction bits; all ones are NaN, there is no
-    infinity.
+    """Return the 256 values: sign, 4 exponent bits with bias 7, 3 fraction bits. All ones are NaN;
+    there is no infinity.
     """
     bits = np.arange(128)
     exponent, fraction = bits >> 3, bits & 7

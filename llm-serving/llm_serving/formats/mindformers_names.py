@@ -1,6 +1,6 @@
 """MindFormers' tensor names, and its fused projections.
 
-Llama and Qwen2 have names of their own; newer networks (Qwen3, for example) have those of Megatron's core.
+Llama and Qwen2 have names of their own. Newer networks, such as Qwen3, have those of Megatron's core.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAMES: Final = (
     (".ffn_norm.", ".post_attention_layernorm."),
     ("model.norm_out.", "model.norm."),
 )
-"""MindFormers' name part -> Hugging Face's, in the order of replacement."""
+"""(part of MindFormers' name, part of Hugging Face's name), in the order of replacement."""
 
 _CORE: Final = (
     ("embedding.word_embeddings.", "model.embed_tokens."),
@@ -44,7 +44,7 @@ _CORE: Final = (
     (".mlp.linear_fc2.", ".mlp.down_proj."),
     (".pre_mlp_layernorm.", ".post_attention_layernorm."),
 )
-"""The same for newer networks."""
+"""As `_NAMES`, for newer networks."""
 _CORE_NAME: Final = re.compile(r"^(embedding\.word_embeddings|decoder\.(layers|final_layernorm)|output_layer)\.")
 _CORE_JOINED: Final = re.compile(r"\.(self_attention\.linear_qkv|mlp\.linear_fc1)\.(weight|bias)$")
 
@@ -52,22 +52,22 @@ QKV: Final = re.compile(r"^(?P<at>.*)\.(attention\.w_qkv|self_attention\.linear_
 GATE_UP: Final = re.compile(r"^(?P<at>.*)\.(feed_forward\.w_gate_hidden|mlp\.linear_fc1)\.(?P<kind>weight|bias)$")
 
 Order = Literal["grouped", "stacked"]
-"""Row order of fused projections, which files do not state; newer networks always use `grouped`.
+"""Row order of fused projections, which files do not specify. Newer networks always use `grouped`.
 
-`grouped` (MindFormers 1.4 and newer): for each key head its query heads, itself and its value head; rows of gate and
-up alternate. `stacked` (older releases): one projection after another.
+`grouped` (MindFormers 1.4 and newer): for each key head its query heads, itself and its value head; rows of gate and up
+alternate. `stacked` (older releases): one projection after another.
 """
 ORDERS: Final = ("grouped", "stacked")
 
 
 def are_of_mindformers(names: Iterable[str]) -> bool:
-    """Return whether tensor names are MindFormers'; other families share some of its names, but not these."""
+    """Return whether tensor names are MindFormers'. Only names that no other family has are considered."""
     own = ("tok_embeddings.embedding_weight", ".attention.wq.", ".attention.w_qkv.", ".feed_forward.w_gate_hidden.")
     return any(_CORE_NAME.match(name) or any(part in name for part in own) for name in names)
 
 
 def hugging_face_name(name: str) -> str:
-    """Return the Hugging Face name of a tensor; other names are returned as they are."""
+    """Return the Hugging Face name of a tensor; unknown names unchanged."""
     for theirs, ours in _CORE if _CORE_NAME.match(name) else _NAMES:
         name = name.replace(theirs, ours)
     return name
@@ -89,11 +89,11 @@ def order_of(name: str) -> Order | None:
 
 
 def split(name: str, array: Array, order: Order, heads: int, kv_heads: int) -> Mapping[str, Array]:
-    """Return the projections of a fused tensor by their Hugging Face names; another tensor is returned alone.
+    """Return the projections of a fused tensor by their Hugging Face names; any other tensor alone.
 
     Args:
         name: MindFormers' name.
-        array: [rows, columns], or [rows] of a bias.
+        array: [rows, columns], or [rows] for a bias.
         order: Order of the rows.
         heads, kv_heads: Numbers of query heads and of key/value heads.
     """

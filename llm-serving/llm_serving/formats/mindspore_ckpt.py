@@ -6,8 +6,8 @@ The messages, by field number (proto2):
     Value        1: tag (the name)    2: TensorProto    3: a map of tensors
     TensorProto  1: dims, repeated    2: tensor_type    3: tensor_content
 
-A tensor of more than 512 MiB is stored as consecutive values of one tag, each with the whole shape and a part of the
-content. The file may end with `crc_num` and ten bytes.
+A tensor of more than 512 MiB is stored as consecutive values with the same tag, each with the full shape and a part
+of the content. The file may end with `crc_num` and ten bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TRAINING: Final = re.compile(
     r"^(global_step|learning_rate|loss_scale|current_iterator_step|last_overflow_iterator_step|epoch_num|step_num|"
     r"current_step_step|beta[12]_power|network_.*|weight_decay)$"
 )
-"""Names of training state that a checkpoint may hold in addition to weights."""
+"""Names of training state that a checkpoint may contain in addition to weights."""
 
 
 class _CheckpointPiece(NamedTuple):
@@ -51,10 +51,8 @@ class _CheckpointPiece(NamedTuple):
 
 
 def read_checkpoint(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of one file by name, without training state.
-
-    Raises:
-        ModelError: The file is no checkpoint, is cut short or encrypted, or has a weight of an unsupported type.
+    """Return the tensors of one file by name, without training state. Raise ModelError if the file is not a checkpoint,
+    is truncated or encrypted, or has a weight of an unsupported type.
     """
     with open_regular(file) as stream:
         if not os.fstat(stream.fileno()).st_size:
@@ -63,14 +61,14 @@ def read_checkpoint(file: Path) -> dict[str, StoredTensor]:
             try:
                 found = [_piece(content, start, end) for start, end in _values(content)]
             except (ValueError, IndexError) as error:
-                raise ModelError(f"{file} is no checkpoint of MindSpore, is cut short or encrypted: {error}") from None
+                raise ModelError(f"{file} is not a MindSpore checkpoint, is truncated or encrypted: {error}") from None
     tensors: dict[str, StoredTensor] = {}
     for name, group in itertools.groupby(found, lambda piece: piece.name):
         pieces = list(group)
         if _TRAINING.search(name):
             continue
         if name in tensors:
-            raise ModelError(f"{file}: tensor {shorten(name)} stands twice")
+            raise ModelError(f"{file}: tensor {shorten(name)} occurs twice")
         tensors[name] = _joined(file, name, pieces)
     return tensors
 
@@ -108,7 +106,7 @@ def _piece(content: mmap.mmap, start: int, end: int) -> _CheckpointPiece:
         elif field == 2:
             tensor = first, at
         else:
-            raise ValueError(f"a value that is no tensor at byte {first}")
+            raise ValueError(f"a value that is not a tensor at byte {first}")
     if tensor is None or not name:
         raise ValueError(f"no tensor or no name at byte {start}")
     return _tensor(content, name.decode(), *tensor)
@@ -141,7 +139,7 @@ def _field(content: mmap.mmap, at: int, end: int) -> tuple[int, int, int]:
     if kind == 0:
         return field, at, _varint(content, at, end)[1]
     if kind != 2:
-        raise ValueError(f"a field of kind {kind} at byte {at}")
+        raise ValueError(f"a field of unknown kind {kind} at byte {at}")
     length, at = _varint(content, at, end)
     if length > end - at:
         raise ValueError(f"{length} bytes at byte {at}, where {end - at} are left")
@@ -162,7 +160,7 @@ def _varint(content: mmap.mmap, at: int, end: int) -> tuple[int, int]:
 
 
 def varint(value: int) -> bytes:
-    """Encode a non-negative number, seven bits a byte, the lowest first."""
+    """Encode a non-negative number with seven bits per byte, the lowest first."""
     encoded = bytearray()
     while value >= 0x80:
         encoded.append(value & 0x7F | 0x80)
@@ -175,7 +173,7 @@ def number(field: int, value: int) -> bytes:
 
 
 def opening(field: int, length: int) -> bytes:
-    """Encode the tag and the length that precede a content."""
+    """Encode the tag and length that precede the content of a field."""
     return varint(field << 3 | 2) + varint(length)
 
 

@@ -1,5 +1,5 @@
-"""Weights that several tensors store together (quantized values, scales, zero points), and the schemes that combine
-them.
+"""Weights stored as several tensors (quantized values, scales, zero points), and the schemes that
+combine the tensors.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ Unpack = Callable[[Mapping[str, Array]], Quantized | Array]
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A matrix of a quantized model; it is read on access only.
+    """A matrix of a quantized model, read only on access.
 
     Attributes:
         name: Name of the matrix in an unquantized model.
         shape: (out, in)
         stored: The tensors that store it.
-        unpack: Arrays of `stored` -> quantized values and scales, or float32 values where products cannot use those.
+        unpack: Converts the arrays of `stored` to quantized values and scales, or to float32 values if kernels
+            cannot use these.
     """
 
     name: str
@@ -43,7 +44,6 @@ class PackedTensor:
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        """The tensors of the file that store this one."""
         return tuple(self.stored.values())
 
     @property
@@ -51,10 +51,8 @@ class PackedTensor:
         return sum(part.num_bytes for part in self.parts)
 
     def read_packed(self) -> Quantized | Array:
-        """Return quantized values and scales if products can use them, else float32 values.
-
-        Raises:
-            ModelError: Values of the file contradict each other.
+        """Return quantized values and scales if kernels can use them, else float32 values. Raise ModelError if values
+        of the file contradict each other.
         """
         try:
             return self.unpack({ending: part.read() for ending, part in self.stored.items()})
@@ -84,10 +82,8 @@ class Scheme(Protocol):
     def activation_bits(self) -> int | None: ...
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-        """Return the tensors of files under the names and shapes of an unquantized model.
-
-        Raises:
-            ModelError: A part of a weight is missing, or its type or shape does not fit the other parts.
+        """Convert the tensors of files to the names and shapes of an unquantized model. Raise ModelError if a part of a
+        weight is missing, or its type or shape does not match the other parts.
         """
         ...
 
@@ -95,12 +91,11 @@ class Scheme(Protocol):
 def assemble_weights(
     tensors: Mapping[str, ReadableTensor], endings: Collection[str], pack: Callable[[str, Parts], ReadableTensor]
 ) -> dict[str, ReadableTensor]:
-    """Combine tensors that share a name up to its ending into `<name>.weight`; the others stay as they are.
+    """Combine tensors whose names differ only in their ending into `<name>.weight`. Return other tensors unchanged.
 
     Args:
-        tensors: Tensors of the files.
         endings: Name endings of parts.
-        pack: Name of a weight and its parts -> the weight.
+        pack: Creates a weight from its name and parts.
 
     Raises:
         ModelError: As `pack`, or a remaining tensor has an unsupported type.
@@ -116,7 +111,7 @@ def assemble_weights(
     for module, parts in modules.items():
         name = f"{module}.weight"
         if name in weights:
-            raise ModelError(f"{weights[name].file}: tensor {name} stands twice, also as {', '.join(sorted(parts))}")
+            raise ModelError(f"{weights[name].file}: tensor {name} occurs twice, also as {', '.join(sorted(parts))}")
         weights[name] = pack(name, parts)
     for name, tensor in weights.items():
         if isinstance(tensor, StoredTensor) and tensor.dtype not in NUMPY_DTYPES:
@@ -125,10 +120,8 @@ def assemble_weights(
 
 
 def part(name: str, parts: Parts, ending: str, dtypes: Collection[str], num_dimensions: int = 2) -> StoredTensor:
-    """Return one part of a weight.
-
-    Raises:
-        ModelError: It is missing, or has another type or number of dimensions.
+    """Return one part of a weight. Raise ModelError if it is missing, or has another type or number of
+    dimensions.
     """
     found = parts.get(ending)
     if found is None:
@@ -141,9 +134,6 @@ def part(name: str, parts: Parts, ending: str, dtypes: Collection[str], num_dime
 
 
 def check_shape(name: str, parts: Parts, ending: str, shape: tuple[int, ...]) -> None:
-    """Raises:
-    ModelError: The part has another shape.
-    """
     found = parts[ending]
     if found.shape != shape:
         rule = f"must have shape {list(shape)} by its other parts"

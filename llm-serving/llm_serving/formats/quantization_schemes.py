@@ -1,4 +1,4 @@
-"""Choose the quantization scheme that a config.json asks for."""
+"""Select the quantization scheme that a config.json specifies."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ _MODELOPT_FP8: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 
 
 class _RefusedError(Exception):
-    """Message: why the configuration is not supported, worded to follow `quantization_config`."""
+    """Why the configuration is not supported, as the end of a sentence that begins with `quantization_config`."""
 
 
 def scheme_of(config: Mapping[str, Any], where: str) -> Scheme | None:
-    """Return the scheme of a model's weights; None: they are not quantized. `where` names the config.json in errors.
-
-    Raises:
-        ModelError: The scheme is not supported; the text lists the supported ones.
+    """Return the scheme of a model's weights; None if they are not quantized. `where` names the config.json in errors.
+    Raise ModelError if the scheme is not supported; the text lists the supported ones.
     """
     description = describe_quantization(config)
     if description is None:
@@ -38,12 +36,12 @@ def scheme_of(config: Mapping[str, Any], where: str) -> Scheme | None:
     make = _SCHEMES.get(method.lower()) if isinstance(method, str) else None
     try:
         if make is None:
-            raise _RefusedError(f"has a `quant_method` that is not read. Given: {shorten(method)}")
+            raise _RefusedError(f"has an unsupported `quant_method`. Given: {shorten(method)}")
         return make(given, description)
     except _RefusedError as refused:
         raise ModelError(
             f"{where}: the weights are quantised by {description}, which cannot be served: `quantization_config` "
-            f"{refused}. Read are {READ}; or name a copy of the model in bfloat16, float16 or float32"
+            f"{refused}. Supported: {READ}. Or use a copy of the model in bfloat16, float16 or float32"
         ) from None
 
 
@@ -77,7 +75,9 @@ def _compressed(given: Mapping[str, Any], description: str) -> Scheme:
     for row in weights:
         kind, bits = row.get("type") or "int", row.get("num_bits")
         if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
-            raise _RefusedError(f"must have weights of int 4, int 8 or float 8 bits. Given: {shorten((kind, bits))}")
+            raise _RefusedError(
+                f"must have weights of 4-bit or 8-bit integers or 8-bit floating point. Given: {shorten((kind, bits))}"
+            )
     sizes = {_group_size(row, ("group_size",)) for row in weights} - {0}
     bits = {row.get("num_bits") for row in weights}
     inputs = [each for row in groups if isinstance(each := row.get("input_activations"), Mapping)]
@@ -153,5 +153,5 @@ def _block(value: object) -> tuple[int, int] | None:
         raise _RefusedError(f"must have blocks of two lengths. Given: {shorten(value)}")
     rows, columns = value
     if not (0 < rows <= _MAX_GROUP and 0 < columns <= _MAX_GROUP):
-        raise _RefusedError(f"must have blocks of two lengths from 1 to {_MAX_GROUP}. Given: {shorten(value)}")
+        raise _RefusedError(f"must have a block of two lengths from 1 to {_MAX_GROUP}. Given: {shorten(value)}")
     return rows, columns

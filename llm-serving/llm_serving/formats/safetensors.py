@@ -17,29 +17,27 @@ from llm_serving.formats.stored_tensor import NUMPY_DTYPES, PACKED_DTYPES, Store
 
 _MAX_HEADER_BYTES: Final = 32 * 2**20
 _LFS_POINTER: Final = b"version "
-"""First bytes of the pointer file that a clone without Git LFS contains."""
 _MAX_DIMENSIONS: Final = 8
 
 
 def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor]:
-    """Return the tensors of one file by name; every tensor lies within the file, and none overlap.
+    """Return the tensors of one file by name. Every tensor lies within the file, and tensors do not overlap.
 
     Args:
-        file: The file.
-        packed: Whether it may hold types that only quantized weights use.
+        packed: Whether to allow types that only quantized weights use.
 
     Raises:
-        ModelError: The file is no safetensors file, is cut short, or has a tensor of an unsupported type.
+        ModelError: The file is not a safetensors file, is truncated, or has a tensor of an unsupported type.
     """
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         first_bytes = stream.read(8)
         header_bytes = int.from_bytes(first_bytes, "little")
         if first_bytes == _LFS_POINTER:
-            raise ModelError(f"{file} is a pointer of Git LFS and no file of weights: run `git lfs pull` in its folder")
+            raise ModelError(f"{file} is a Git LFS pointer, not a weight file: run `git lfs pull` in its folder")
         if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, size - 8):
             what = f"header of {header_bytes} bytes in {size}; download it again"
-            raise ModelError(f"{file} is not a safetensors file or is cut short: {what}")
+            raise ModelError(f"{file} is not a safetensors file or is truncated: {what}")
         content = stream.read(header_bytes)
     try:
         header = json.loads(content, object_pairs_hook=_distinct)
@@ -57,12 +55,12 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a JSON object and refuse duplicate names, which different readers resolve differently."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a name occurs twice")
     return found
 
 
 class _FileLayout(NamedTuple):
-    """A file, the offset of its data, its size, and the types it may hold."""
+    """A file, the offset of its data, its size, and the types it may contain."""
 
     file: Path
     data_start: int

@@ -18,7 +18,6 @@ from llm_serving.errors import ModelError, shorten
 Array = NDArray[Any]
 
 NUMPY_DTYPES: Final[Mapping[str, type[np.generic]]] = {each.safetensors: each.numpy for each in MODEL_DTYPES.values()}
-"""safetensors' type name -> NumPy type."""
 
 PACKED_DTYPES: Final[Mapping[str, type[np.generic]]] = {
     "I8": np.int8,
@@ -27,7 +26,7 @@ PACKED_DTYPES: Final[Mapping[str, type[np.generic]]] = {
     "I64": np.int64,
     "F8_E4M3": np.uint8,
 }
-"""The same for types that only quantized weights use; `F8_E4M3` as its bits."""
+"""As `NUMPY_DTYPES`, for types that only quantized weights use. `F8_E4M3` is read as its bits."""
 
 _ALL_DTYPES: Final = {**NUMPY_DTYPES, **PACKED_DTYPES}
 
@@ -36,11 +35,9 @@ _NOT_FINITE: Final[Mapping[str, tuple[type[np.unsignedinteger[Any]], int]]] = {
     "float16": (np.uint16, 0x7C00 << 1),
     "float32": (np.uint32, 0x7F800000 << 1),
 }
-"""Array type -> integer type of the same width, and the smallest non-finite value without its sign bit, shifted
-left.
-"""
+"""Array type -> (integer type of the same width, bits of infinity without the sign bit, shifted left by one)."""
 _AT_ONCE: Final = 2**18
-"""Elements that are checked together, so that they stay in the CPU cache."""
+"""Number of elements checked at a time, so that they stay in the CPU cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,6 @@ class StoredTensor:
     """The location of a tensor's elements.
 
     Attributes:
-        file: The file.
         dtype: A key of `NUMPY_DTYPES` or `PACKED_DTYPES`.
         shape: Dimensions.
         pieces: (first byte, number of bytes) of each piece, in order; they sum to `num_bytes`.
@@ -61,7 +57,6 @@ class StoredTensor:
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        """The tensors of the file that store this one."""
         return (self,)
 
     @property
@@ -69,7 +64,7 @@ class StoredTensor:
         return math.prod(self.shape) * np.dtype(_ALL_DTYPES[self.dtype]).itemsize
 
     def read(self) -> Array:
-        """Return the elements: a read-only memory map, whose pages are read on access, or a copy.
+        """Return the elements as a read-only memory map, whose pages are read on access, or as a copy.
 
         Several pieces are concatenated. A misaligned piece is copied, because kernels read aligned elements.
         """
@@ -90,7 +85,6 @@ class StoredTensor:
 
 
 def check_apart(file: Path, tensors: Iterable[tuple[str, StoredTensor]]) -> None:
-    """Raise ModelError if two named tensors of a file overlap."""
     places = sorted((*piece, name) for name, each in tensors for piece in each.pieces if piece[1])
     for (start, num_bytes, name), (next_start, _, next_name) in itertools.pairwise(places):
         if next_start < start + num_bytes:
@@ -98,14 +92,13 @@ def check_apart(file: Path, tensors: Iterable[tuple[str, StoredTensor]]) -> None
 
 
 def to_float32(array: Array) -> NDArray[np.float32]:
-    """Convert stored elements exactly; a bfloat16 is the upper half of the float32 of the same value."""
+    """Convert stored elements exactly. A bfloat16 is the upper half of the float32 of the same value."""
     if array.dtype == np.uint16:
         return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return array.astype(np.float32)
 
 
 def is_finite(array: Array) -> bool:
-    """Return whether all elements of a C-contiguous array are finite."""
     words, least = _NOT_FINITE[array.dtype.name]
     elements = array.reshape(-1).view(words)
     without_sign = np.empty(min(_AT_ONCE, elements.size), words)

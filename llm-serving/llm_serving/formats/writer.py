@@ -29,7 +29,9 @@ Advance = Callable[[int], object]
 
 
 class TensorSource(NamedTuple):
-    """A tensor to write; the writer calls `read` when it writes the tensor and keeps no reference to the result."""
+    """A tensor to write. The writer calls `read` only when it writes the tensor, and keeps no
+    reference to the result.
+    """
 
     name: str
     dtype: np.dtype[np.generic]
@@ -44,10 +46,9 @@ class TensorSource(NamedTuple):
 def write_safetensors(
     folder: Path, tensors: list[TensorSource], advance: Advance, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write one file, or several with an index, named as Hugging Face does.
+    """Write one safetensors file, or several with an index, named as Hugging Face does.
 
     Args:
-        folder: Exists.
         tensors: In file order.
         advance: Called with the number of bytes written.
         max_shard_bytes: Maximum bytes of tensors in one file, unless a single tensor is larger.
