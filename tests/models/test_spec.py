@@ -144,7 +144,7 @@ def test_num_parameters_includes_biases():
         ({"architectures": ["FalconForConditionalGeneration"]}, "'FalconForConditionalGeneration' is not supported. K"),
         (
             {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {}},
-            "is not supported. It takes pictures; models of text alone are served. Known: Llama",
+            "is not supported. It accepts images; only text models are supported. Known: Llama",
         ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: `factor` must be given for linear"),
         ({"rope_scaling": 2}, "`rope_scaling` must be an object. Given: 2"),

@@ -1,4 +1,6 @@
-"""The older layout of GLM-4 (`glm-4-9b-chat`), ChatGLM 3 and 2: GLM's network with its own tensor and config names."""
+"""The older layout of GLM-4 (`glm-4-9b-chat`), ChatGLM 3 and 2: GLM's network with different tensor
+and config names.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -26,7 +28,6 @@ _CONFIG_KEYS: Final[Mapping[str, str]] = {
     "padded_vocab_size": "vocab_size",
     "add_qkv_bias": "attention_bias",
 }
-"""ChatGLM's config key -> the key of other families."""
 _MUST_BE: Final[Mapping[str, bool]] = {
     "rmsnorm": True,
     "post_layer_norm": True,
@@ -36,10 +37,8 @@ _MUST_BE: Final[Mapping[str, bool]] = {
 
 
 def normalized_config(c: ConfigReader) -> dict[str, Any]:
-    """Return the configuration with the keys of other families.
-
-    Raises:
-        ModelError: The configuration asks for a feature that the network lacks.
+    """Return the configuration with the keys of other families. Raise ModelError if the configuration requires a
+    feature that the network lacks.
     """
     for key, value in _MUST_BE.items():
         if c.boolean(key, value) is not value:

@@ -1,4 +1,4 @@
-"""Typed access to a model's configuration; an error names the key, the rule and the value."""
+"""Typed access to a model's configuration. An error names the key, the rule and the value."""
 
 from __future__ import annotations
 
@@ -24,21 +24,19 @@ _LARGEST: Final[Mapping[str, int]] = {
 _LEAST: Final[Mapping[str, int]] = {
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "original_max_position_embeddings"), 2)
 }
-"""Configuration key -> minimum, where it differs from the default: the logarithm of these values is a divisor."""
+"""Configuration key -> minimum, if it differs from the default. The logarithm of these values is a divisor."""
 _LARGEST_INTEGER: Final = 2**31 - 1
 _LARGEST_NUMBER: Final = 1e30
 _LEAST_NUMBER: Final = 1e-30
-"""Limits well inside single precision, so that products and quotients of such numbers stay inside it."""
+"""Minimum of numbers, well inside single precision, so that products and quotients stay inside it too."""
 
 
 class ConfigReader:
-    """Reads typed values from an untrusted mapping; null counts as absent.
-
-    Args:
-        config: The mapping.
-        where: Names it in errors.
+    """Reads typed values from an untrusted mapping. null counts as absent.
 
     Every method raises ModelError for a value that breaks its rule.
+
+    Args:
     """
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
@@ -52,7 +50,7 @@ class ConfigReader:
         return self.config.get(key) is not None
 
     def is_absent(self, key: str) -> bool:
-        """Return whether the key is absent; null differs from absence for some keys."""
+        """Return whether the key is absent. For some keys, null differs from absence."""
         return key not in self.config
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
@@ -101,7 +99,7 @@ class ConfigReader:
         return value
 
     def flags(self, key: str, count: int) -> list[bool] | None:
-        """Return 0 or 1 for each of `count` layers; None where the key is absent."""
+        """Return 0 or 1 for each of `count` layers; None if the key is absent."""
         value = self.config.get(key)
         if value is None:
             return None
@@ -110,7 +108,7 @@ class ConfigReader:
         return [bool(each) for each in value]
 
     def integers(self, key: str) -> list[int]:
-        """Return a list of at most MAX_LAYERS integers >= 0; empty where the key is absent."""
+        """Return a list of at most MAX_LAYERS integers >= 0; empty if the key is absent."""
         value = self.config.get(key)
         if value is None:
             return []
@@ -136,7 +134,7 @@ class ConfigReader:
         return ConfigReader(value, f"{self.where}: {key}")
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """Return an id or a list of ids as a tuple, without negative ids, which some folders write for "none"."""
+        """Return an id or a list of ids as a tuple. Negative ids, which some folders write for "none", are omitted."""
         value = self.config.get(key)
         items = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):

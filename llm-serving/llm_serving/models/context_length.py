@@ -1,4 +1,4 @@
-"""The context length that a model folder allows, RoPE scaling included."""
+"""The context length of a model folder, including RoPE scaling."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ContextLengths:
     Attributes:
         default: Length without a user's setting.
         maximum: Longest length that the model allows.
-        reason: Explanation for the user where RoPE scaling exceeds `max_position_embeddings`; else empty.
+        reason: Explanation for the user if RoPE scaling exceeds `max_position_embeddings`; else empty.
     """
 
     default: int
@@ -35,13 +35,10 @@ class ContextLengths:
 def context_lengths(spec: ModelSpec, folder: Path) -> ContextLengths:
     """Return the context lengths of a model in Hugging Face format.
 
-    `linear` multiplies `max_position_embeddings` by `factor`, `yarn` the positions of the first training. `dynamic`
-    applies only to contexts longer than `max_position_embeddings`, so a user must ask for them. The other kinds already
-    state the scaled number in `max_position_embeddings`, and so does a model with unscaled layers. `model_max_length`
-    of tokenizer_config.json limits the result.
-
-    Raises:
-        ModelError: A file of the folder cannot be read.
+    RoPE scaling `linear` multiplies `max_position_embeddings` by `factor`; `yarn` multiplies the original training
+    length. `dynamic` applies only to contexts longer than `max_position_embeddings`, so a user must request them. For
+    the other kinds, and if some layers are not scaled, `max_position_embeddings` is the result. `model_max_length` of
+    tokenizer_config.json limits the result. Raise ModelError if a file of the folder cannot be read.
     """
     own = spec.max_position_embeddings
     scaling = _smallest_scaling(spec.network.rotaries, own)
@@ -58,7 +55,7 @@ def context_lengths(spec: ModelSpec, folder: Path) -> ContextLengths:
 
 
 def _smallest_scaling(rotaries: Iterable[Rotary], own: int) -> Scaling | None:
-    """Return the RoPE scaling with the shortest context; None where a layer has no scaling."""
+    """Return the RoPE scaling with the shortest context; None if a layer has no scaling."""
     scalings = [each.scaling for each in rotaries]
     found = [each for each in scalings if each is not None and each.first(own) is not None]
     return min(found, key=lambda each: _scaled_length(each, own)) if found and len(found) == len(scalings) else None

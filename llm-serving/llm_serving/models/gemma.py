@@ -46,7 +46,7 @@ def _gemma(
     norms: tuple[str, str] | None = None,
     caps: tuple[float | None, float | None] = (None, None),
 ) -> Network:
-    """Build either network; `caps` are the default caps of scores and of logits."""
+    """Build the network of Gemma 2 or 3. `caps` are the default caps of scores and of logits."""
     net, heads = empty_network(c, plus_one), attention_heads(c)
     num_layers, inner = c.integer("num_hidden_layers"), c.integer("intermediate_size")
     alternating = [SLIDING if (index + 1) % every else FULL for index in range(num_layers)]

@@ -1,4 +1,4 @@
-"""Building blocks that several families share. No function here knows a family."""
+"""Building blocks shared by several families. They are independent of the family."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from llm_serving.network.operations import Transform, Value, Weight
 from llm_serving.network.rope import ROPE_SCALINGS, Rotary, Scaling
 
 HEAD_MULTIPLE: Final = 16
-"""Heads of a KV cache are padded to multiples of this number of elements."""
+"""Heads in a KV cache are padded to a multiple of this number of elements."""
 
 MAX_WIDTH: Final = 2**20
-"""Maximum elements of all heads of a row together."""
+"""Maximum number of elements of all heads in a row."""
 MAX_EXPERT_COLUMNS: Final = 2**21
-"""Maximum intermediate columns of all experts of a layer together."""
+"""Maximum number of intermediate columns of all experts in a layer."""
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 Layer = Callable[[Value, int, str], Value]
-"""(hidden, layer index, tensor name prefix) -> hidden"""
+"""(hidden, layer index, tensor name prefix) -> hidden."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of query and KV heads, and the elements of a head in the checkpoint (`own`) and here (`dim`, padded)."""
+    """Numbers of query and KV heads, and elements of a head in the checkpoint (`own`) and here (`dim`, padded)."""
 
     q: int
     kv: int
@@ -69,13 +69,10 @@ def rotary_embedding(
     theta: float = 10000.0,
     fraction: float = 1.0,
 ) -> Rotary:
-    """Read the rotary embedding of a configuration.
-
-    It comes from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`, which may differ by layer kind.
+    """Read the rotary embedding of a configuration, from `rope_theta` and `rope_scaling` or the newer
+    `rope_parameters`.
 
     Args:
-        c: The configuration.
-        heads: Heads of the attention.
         interleaved: As `Rotary.interleaved`.
         kind: Kind of layer, for a configuration with parameters for each kind.
         theta, fraction: Defaults of the base and of the fraction of a head that rotates.
@@ -94,7 +91,7 @@ def rotary_embedding(
 
 
 def rope_config(c: ConfigReader) -> ConfigReader:
-    """Return `rope_parameters` or `rope_scaling`; empty where the configuration has neither."""
+    """Return `rope_parameters` or `rope_scaling`; empty if the configuration has neither."""
     key = "rope_parameters" if c.has("rope_parameters") else "rope_scaling"
     return c.inner(key) if c.has(key) else ConfigReader({}, c.where)
 
@@ -146,7 +143,7 @@ def rope_scaling(c: ConfigReader, reader: ConfigReader, rotary_dim: int) -> Scal
 
 
 def empty_network(c: ConfigReader, gamma_transform: Transform | None = None, *, eps: float = 1e-6) -> Network:
-    """Return an empty network with the sizes of a configuration; `eps` is the default of `rms_norm_eps`."""
+    """Return an empty network with the sizes of a configuration. `eps` is the default of `rms_norm_eps`."""
     sizes = c.integer("hidden_size"), c.integer("vocab_size")
     return Network(*sizes, c.number("rms_norm_eps", eps), gamma_transform)
 
@@ -171,7 +168,6 @@ def decoder(
 
     Args:
         net: Receives the operations and is returned.
-        c: The configuration.
         layer: Adds one layer.
         table, head, layers, norm: Tensor name prefixes.
         tied: Default of `tie_word_embeddings`.
@@ -209,18 +205,16 @@ def self_attention(
     """Add the QKV projection, norms of heads, rotary embedding, attention and the output projection.
 
     Args:
-        net: Receives the operations.
         x: Normalised rows.
         at: Tensor name prefix.
-        heads: Heads of the attention.
-        rotary: None for attention without rotary embedding.
+        rotary: None: attention without rotary embedding.
         names: Tensors of query, key and value, or the one tensor that stacks them.
         out: Tensor of the output projection.
         norms: Tensors of the query and key norms.
-        grouped: Whether the stacked tensor interleaves: the query heads of a group, its key head, its value head.
+        grouped: Whether the stacked tensor has, group after group, query heads, key head and value head.
         bias, out_bias: Whether the QKV and the output projection have a bias.
-        scale: Factor of the scores; None is head_dim^-0.5.
-        window, cap, slopes: As of `Network.attention`.
+        scale: Factor of the scores; None: head_dim^-0.5.
+        window, cap, slopes: As for `Network.attention`.
     """
     q_rows, kv_rows = heads.q * heads.own, heads.kv * heads.own
     sizes = (q_rows, kv_rows, kv_rows) if len(names) == 3 else (q_rows + 2 * kv_rows,)
@@ -257,8 +251,8 @@ def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -
 
 @lru_cache(8)
 def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, ...]:
-    """Return the order of rows that puts queries, keys and values one after another, in the layout of the rotary
-    embedding.
+    """Return the row order that puts queries, keys and values one after another, in the layout of
+    the rotary embedding.
     """
     order = _padded(heads) if rotary is None else rotary.order()
     group = heads.q // heads.kv
@@ -325,7 +319,7 @@ def mixture_of_experts(
 
 
 def sliding_window(c: ConfigReader, default: int | None = None) -> int | None:
-    """Return the tokens that a row attends to, None for all; `default` applies where the key is absent."""
+    """Return the number of tokens that a row attends to; None: all. `default` applies if the key is absent."""
     if c.has("sliding_window"):
         return c.integer("sliding_window")
     return default if c.is_absent("sliding_window") else None

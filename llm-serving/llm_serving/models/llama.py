@@ -1,4 +1,4 @@
-"""Llama 2 and 3; the configuration states biases, tied embeddings and RoPE scaling."""
+"""Llama 2 and 3. The configuration specifies biases, tied embeddings and RoPE scaling."""
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (

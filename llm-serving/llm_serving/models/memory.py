@@ -1,4 +1,4 @@
-"""Memory that a WorkAgent needs besides its KV cache, computed from the model and the limits alone."""
+"""The memory that a WorkAgent needs in addition to its KV cache, computed only from the model and the limits."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from llm_serving.models.spec import ModelSpec
 from llm_serving.network.quantization import Quantization, bytes_saved
 
 PROCESS_BYTES: Final = 600_000_000
-"""Bytes of a WorkAgent without the model: the interpreter, MindSpore with its graphs, the buffers of steps."""
+"""Memory of a WorkAgent without the model: interpreter, MindSpore with its graphs, step buffers."""
 IDLE_BYTES: Final = 250_000_000
 """Resident bytes of a WorkAgent on a CPU that has computed nothing yet, without the weights."""
 FREE_MEMORY_FRACTION: Final = 0.5
-"""Fraction of a host's free memory that all its WorkAgents use together without `max_device_memory`."""
+"""Without `max_device_memory`: fraction of a host's free memory that all its WorkAgents use together."""
 FREE_NPU_MEMORY_FRACTION: Final = 0.9
-"""Fraction of an NPU's free memory that a WorkAgent uses without `max_device_memory`.
+"""Without `max_device_memory`: fraction of an NPU's free memory that a WorkAgent uses.
 
 The rest is for CANN's workspaces and for fragmentation.
 """
 NPU_RESERVE: Final = 2**30
-"""Bytes that stay free on an NPU whatever `max_device_memory` allows: MindSpore refuses a limit of the whole memory."""
+"""Bytes that stay free on an NPU with any `max_device_memory`, because MindSpore does not accept
+all memory as limit.
+"""
 MASK_BYTES: Final = 1 + 4 + 4 + 2
-"""Peak bytes for each element of an NPU's attention mask: a bool, two float32 and the model dtype."""
+"""Peak bytes per element of an NPU's attention mask: a bool, two float32 and the model dtype."""
 LOGITS_BYTES: Final = 2**25
 """Maximum bytes of prompt logits that one step computes at a time."""
 MAX_SLOTS: Final = 2**31 - 1
-"""Maximum tokens of a KV cache: slot numbers are int32."""
+"""Maximum number of tokens in a KV cache, because slot numbers are int32."""
 
 
 def readable_size(num_bytes: float) -> str:
@@ -35,21 +37,22 @@ def readable_size(num_bytes: float) -> str:
 
 
 def num_mask_keys(device_target: str, max_model_len: int) -> int:
-    """Return the columns of a step's attention mask; only the graph for an NPU computes one, [tokens, keys]."""
+    """Return the number of columns of a step's attention mask [tokens, keys]. Only the graph for an
+    NPU computes one.
+    """
     return max_model_len if device_target == "Ascend" else 0
 
 
 def working_bytes(
     spec: ModelSpec, dtype_bytes: int, max_num_batched_tokens: int, max_num_seqs: int, num_keys: int = 0
 ) -> int:
-    """Return the largest temporary memory: of the largest step, or of loading one weight.
+    """Return the largest temporary memory in bytes: that of the largest step, or of loading one weight.
 
     A step holds the widest values of each token, the logits of every row with the sampler's copies, and a chunk of
-    prompt logits with the same copies. Loading holds a weight as stored, and a second copy where tensors are stacked; a
-    quantized weight is also held as float32 beside its quantized values.
+    prompt logits with the same copies. Loading holds a weight as stored, and a second copy if tensors are stacked; a
+    quantized weight is also held as float32.
 
     Args:
-        spec: The model.
         dtype_bytes: Bytes of a number in the model dtype.
         max_num_batched_tokens: Maximum tokens of a step.
         max_num_seqs: Maximum requests of a step.
@@ -90,7 +93,7 @@ def kv_cache_bytes_left(
     quantization: Quantization | None = None,
     num_keys: int = 0,
 ) -> int:
-    """Return the bytes of `limit` that remain for the KV cache; negative where the model alone does not fit."""
+    """Return the bytes of `limit` that remain for the KV cache; negative if the model alone does not fit."""
     weights = weight_bytes(spec, dtype_bytes, quantization)
     working = working_bytes(spec, dtype_bytes, max_num_batched_tokens, max_num_seqs, num_keys)
     return limit - weights - PROCESS_BYTES - working

@@ -1,11 +1,11 @@
-"""MindFormers models: their YAML configuration in Hugging Face's keys, and where MindFormers' classes keep each weight.
+"""MindFormers models: their YAML in Hugging Face's keys, and the parameters of MindFormers' classes.
 
-This was written for MindFormers 2.1. Its inference classes are one model, `GPTModel`, built in the way of each family.
-A Llama is computed by the Qwen2 class without biases, because 2.1 has no other class for it. Classes with experts or
-latent keys use operators that the operator library does not have.
+The supported version is MindFormers 2.1. Its inference classes are one model, `GPTModel`, with options for each family.
+The Qwen2 class without biases computes a Llama, because 2.1 has no other class for it. Classes with experts or latent
+keys use operators that the operator library lacks.
 
-The `LlamaForCausalLM` of the releases before 2 is still part of 2.1, as 1.9 has it. It computes queries, keys, values
-and both halves of a gate with one product each.
+`LlamaForCausalLM` of releases before 2 is still part of 2.1. It computes queries, keys, values and both halves of a
+gate with one product each.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FAMILIES: Final[Mapping[str, str]] = {
 }
 """Prefix of a network class of MindFormers -> the architecture that serves it."""
 _LIKE_LLAMA: Final = ("Llama", "Qwen", "InternLM")
-"""Prefixes of classes that are a Llama, or with biases a Qwen2."""
+"""Prefixes of classes that are a Llama or, with biases, a Qwen2."""
 _EXTENSIONS: Final = ("None", "PI", "linear", "NTK", "YARN", "LLAMA3")
 
 _TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -84,8 +84,8 @@ def _architecture(reader: ConfigReader, network: str) -> str:
 def _of_llama(reader: ConfigReader, architecture: str, network: str) -> dict[str, Any]:
     """Convert the keys of MindFormers' Llama and of the networks derived from it.
 
-    The first Llama models have no `intermediate_size`: it is two thirds of four times the width, which is multiplied by
-    `ffn_dim_multiplier` + 0.01 first, rounded up to a multiple of `multiple_of`.
+    The first Llama models have no `intermediate_size`: it is 2/3 of 4 times the hidden size, multiplied by
+    `ffn_dim_multiplier` + 0.01, rounded up to a multiple of `multiple_of`.
     """
     heads = reader.integer("num_heads")
     hidden = reader.integer("hidden_size")
@@ -193,12 +193,12 @@ _WEIGHT_NAMES: Final = tuple(
 )
 """Pattern of a weight's first tensor -> its parameter in a `GPTModel`.
 
-A `GPTModel` stacks queries, keys and values, and both halves of a gate, as the description does.
+A `GPTModel` stacks queries, keys and values, and both halves of a gate, as our `Network` does.
 """
 
 
 def mindformers_parameter(weight: Weight) -> str | None:
-    """Return the name of a weight's parameter in a `GPTModel`; None where it has none."""
+    """Return the name of a weight's parameter in a `GPTModel`; None if it has none."""
     for pattern, place in _WEIGHT_NAMES:
         if (found := pattern.fullmatch(weight.names[0])) is not None:
             return found.expand(place)
@@ -206,15 +206,15 @@ def mindformers_parameter(weight: Weight) -> str | None:
 
 
 def _is_as_wide_as_stored(weight: Weight) -> bool:
-    """Return whether a weight has its stored width. Reordered heads are fine: our rotary tables replace those of the
-    class.
-    """
+    """Return whether a weight has its stored width. Its heads may be reordered, because our rotary tables are used."""
     is_whole = all(order is None or min(order) >= 0 for order in (weight.rows, weight.columns))
     return is_whole and weight.transform is None
 
 
 def unsupported_by_mindformers(architecture: str, network: Network, num_positions: int) -> str | None:
-    """Return what a model needs and no class of MindFormers computes in contexts of `num_positions` tokens, or None."""
+    """Return what a model needs and MindFormers' classes lack for contexts of `num_positions`
+    tokens; None if nothing.
+    """
     if architecture not in MINDFORMERS_CLASSES:
         return (
             f"{architecture} has no class of MindFormers 2.1 that is served; {', '.join(MINDFORMERS_CLASSES)} have one"
@@ -249,7 +249,7 @@ _LEGACY_WEIGHT_NAMES: Final = tuple(
 
 
 def mindformers_llama_parameter(name: str) -> str | None:
-    """Return the name of a tensor's parameter in a `LlamaModel`; None where it has none, as for the LM head."""
+    """Return the name of a tensor's parameter in a `LlamaModel`; None if it has none, as the LM head."""
     for pattern, place in _LEGACY_WEIGHT_NAMES:
         if (found := pattern.fullmatch(name)) is not None:
             return found.expand(place)
@@ -257,7 +257,7 @@ def mindformers_llama_parameter(name: str) -> str | None:
 
 
 def split_stacked_weights(network: Network) -> Network:
-    """Return a network whose stacked weights are separate; it serves to read weights and cannot run."""
+    """Return a network whose stacked weights are separate. It is used to read weights and cannot run."""
     apart = copy.copy(network)
     apart.operations = []
     for operation in network.operations:
@@ -275,7 +275,7 @@ def _part(weight: Weight, at: int) -> Weight:
 
 
 def unsupported_by_mindformers_llama(architecture: str, network: Network, num_positions: int) -> str | None:
-    """Return what a model needs and MindFormers' `LlamaForCausalLM` does not compute, or None."""
+    """Return what a model needs and MindFormers' `LlamaForCausalLM` lacks; None if nothing."""
     if architecture != ARCHITECTURE:
         return f"{architecture} is none of MindFormers' classes before 2 that are served; {ARCHITECTURE} is"
     lacks = unsupported_by_ascend(network, num_positions)

@@ -1,4 +1,4 @@
-"""Mistral, optionally with a sliding window, and Mixtral with its own names of experts."""
+"""Mistral, optionally with a sliding window, and Mixtral, whose experts have their own tensor names."""
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (

@@ -1,6 +1,4 @@
-"""Phi-3 and Phi-4: query, key and value are stacked, gate and up too; rotary embeddings may cover a part of each
-head.
-"""
+"""Phi-3 and Phi-4: query, key and value are stacked, and so are gate and up. Only part of each head may rotate."""
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (

@@ -1,4 +1,4 @@
-"""How the folder of an embedding model says that the embedding of a text is pooled.
+"""The pooling of an embedding model, as its folder specifies it.
 
 The files are those of sentence-transformers: `modules.json` lists the modules after the transformer, one folder each.
 """
@@ -16,7 +16,7 @@ from llm_serving.errors import ModelError, shorten
 
 MODULES_NAME: Final = "modules.json"
 POOLING_FILES: Final = ("1_Pooling/config.json",)
-"""Usual paths of such files inside subfolders."""
+"""Usual paths of such files in subfolders."""
 _MAX_BYTES: Final = 2**20
 _MODE: Final = "pooling_mode_"
 _LAST: Final = "lasttoken"
@@ -27,16 +27,14 @@ class Pooling:
     """Last-token pooling: the embedding of a text is the hidden state of its last token after the final norm."""
 
     normalises: bool = True
-    """Whether embeddings are normalised to length 1 unless the request says otherwise."""
+    """Whether embeddings are normalised to length 1 by default."""
     embedding_only: bool = False
-    """Whether the model serves embeddings only: its LM head, if any, was not trained to generate text."""
+    """Whether the model serves only embeddings, because its LM head, if any, was not trained to generate text."""
 
 
 def resolve_pooling(mode: str, folder: Path) -> Pooling | None:
-    """Return the pooling of `model_config.pooling` for a model folder, or None for a model without embeddings.
-
-    Raises:
-        ModelError: As `read_pooling`.
+    """Return the pooling of a model folder for `model_config.pooling`; None if the model serves no embeddings. Raise
+    ModelError as `read_pooling` does.
     """
     if mode == "auto":
         return read_pooling(folder)
@@ -48,10 +46,8 @@ def is_embedding_model(folder: Path) -> bool:
 
 
 def read_pooling(folder: Path) -> Pooling | None:
-    """Read the pooling that a folder declares; None for a generative model.
-
-    Raises:
-        ModelError: A file cannot be read, or asks for a pooling that is not supported.
+    """Read the pooling that a folder specifies; None for a generative model. Raise ModelError if a file cannot be read,
+    or specifies an unsupported pooling.
     """
     path = folder / MODULES_NAME
     if not path.exists():
@@ -95,7 +91,7 @@ def _check_pooling(path: Path) -> None:
 
 
 def _modes(config: Mapping[str, Any]) -> list[str]:
-    """Return the pooling modes: newer folders have one key, older ones a flag for each mode
+    """Return the pooling modes. Newer folders have one key, older ones a flag per mode
     (`pooling_mode_cls_token`, ...).
     """
     if isinstance(named := config.get("pooling_mode"), str):

@@ -1,4 +1,4 @@
-"""Qwen2: biases of query, key and value. Qwen3: norms of heads instead. Both: optionally experts in most layers."""
+"""Qwen2 has biases of query, key and value; Qwen3 has norms of heads instead. Both may have experts in most layers."""
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (

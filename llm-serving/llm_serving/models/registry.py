@@ -13,9 +13,9 @@ from llm_serving.models.config_reader import ConfigReader
 from llm_serving.network.builder import Network
 
 Family = Callable[[ConfigReader], Network]
-"""A configuration -> its network.
+"""Builds the network of a configuration.
 
-Raises ModelError where a value is missing or out of its range, or asks for a feature that the family lacks.
+Raises ModelError if a value is missing or out of range, or requires a feature that the family lacks.
 """
 
 FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
@@ -40,7 +40,7 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
     "SmolLM3ForCausalLM": ("smollm3", "smollm3"),
     "DeepseekV2ForCausalLM": ("deepseek", "deepseek_v2"),
 }
-"""Name in `architectures` of a configuration -> module of this package, function."""
+"""Name in `architectures` of a configuration -> (module of this package, function)."""
 
 
 _DECODERS_THAT_EMBED: Final = ("Qwen3", "Qwen2", "Mistral", "Llama")
@@ -49,10 +49,9 @@ _WHAT_FOR: Final = re.compile(r"(For[A-Z]\w*|LMHead)?(Model)?$")
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> str:
-    """Return the first known name in `architectures`; `Qwen3Model`, which has no LM head, counts as `Qwen3ForCausalLM`.
-
-    Raises:
-        ModelError: No name is known (the text lists the known ones and the nearest), or the network is bidirectional.
+    """Return the first known name in `architectures`. `Qwen3Model`, which has no LM head, counts as `Qwen3ForCausalLM`.
+    Raise ModelError if no name is known (the text lists the known ones and the nearest), or the network is
+    bidirectional.
     """
     known = ", ".join(FAMILIES)
     names = config.get("architectures")
@@ -64,25 +63,25 @@ def architecture_of(config: Mapping[str, Any], where: str) -> str:
         whole = name if name in FAMILIES else f"{name.removesuffix('Model')}ForCausalLM"
         if config.get("is_causal") is False or config.get("use_bidirectional_attention") or _ENCODERS.search(name):
             raise ModelError(
-                f"{where}: {shorten(name)} is an encoder, which sees a text in both directions. Only decoders are "
-                f"served, as embedding models too: those made of {', '.join(_DECODERS_THAT_EMBED)} and the like"
+                f"{where}: {shorten(name)} is an encoder (bidirectional). Only decoders are supported, also as "
+                f"embedding models, such as those based on {', '.join(_DECODERS_THAT_EMBED)}"
             )
         if whole in FAMILIES:
             return whole
-    takes = " It takes pictures; models of text alone are served." if config.get("vision_config") is not None else ""
+    takes = " It accepts images; only text models are supported." if config.get("vision_config") is not None else ""
     text = f"architecture {shorten(names[0])} is not supported.{takes or _nearest(names[0])} Known: {known}"
     raise ModelError(f"{where}: {text}")
 
 
 def _nearest(name: Any) -> str:
-    """Return a hint at the most similar known name, compared without common suffixes."""
+    """Return a hint with the most similar known name, compared without common suffixes."""
     own = {_WHAT_FOR.sub("", each): each for each in FAMILIES}
     near = difflib.get_close_matches(_WHAT_FOR.sub("", name), own, 1, 0.7) if isinstance(name, str) else []
     return f" Nearest: {own[near[0]]}." if near else ""
 
 
 def describe(architecture: str, reader: ConfigReader) -> Network:
-    """Build the network of a configuration with the family of that name in `FAMILIES`."""
+    """Build the network of a configuration with the family's function in `FAMILIES`."""
     module, function = FAMILIES[architecture]
     family: Family = getattr(importlib.import_module(f"llm_serving.models.{module}"), function)
     return family(reader)

@@ -1,4 +1,4 @@
-"""The model spec, known before a weight is read: from `config.json`, a GGUF file or a MindFormers YAML."""
+"""The model spec, read from `config.json`, a GGUF file or a MindFormers YAML before any weight is read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from llm_serving.network.sharding import sharded
 CONFIG_NAME: Final = "config.json"
 MAX_CONFIG_BYTES: Final = 2**20
 MAX_VOCAB_SIZE: Final = 2**20
-"""Maximum vocabulary: the sampler sums the probabilities of this many tokens exactly."""
+"""Maximum vocabulary size for which the sampler sums the probabilities exactly."""
 
 _QUANTIZATION_FILES: Final[Mapping[str, str]] = {
     "quantize_config.json": "gptq",
@@ -42,14 +42,14 @@ _UNLIMITED: Final = 2**20
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What the server knows of a model before it reads a weight.
+    """The properties of a model that are known before its weights are read.
 
     Attributes:
         architecture: Name as in `models.registry.FAMILIES`.
         config: Content of `config.json`, validated.
-        vocab_size: Tokens.
-        max_position_embeddings: Tokens of the longest context that the model was made for.
-        bos_token_id, pad_token_id: None where the model has none.
+        vocab_size: Number of tokens.
+        max_position_embeddings: Longest context in tokens that the model was made for.
+        bos_token_id, pad_token_id: None if the model has none.
         eos_token_ids: Every id that ends a text; Llama 3 has several.
     """
 
@@ -68,13 +68,11 @@ class ModelSpec:
 
     @cached_property
     def scheme(self) -> Scheme | None:
-        """How the weights of the files are quantized, or None."""
+        """The quantization scheme of the weight files, or None."""
         return scheme_of(self.config, CONFIG_NAME)
 
     def fact(self, key: str) -> Any:
-        """Return a configuration value; numbers of KV heads and layers are derived where the configuration omits
-        them.
-        """
+        """Return a configuration value. If the numbers of KV heads and layers are missing, they are derived."""
         found = {"num_key_value_heads": self.caches[0].kv_heads, "num_hidden_layers": len(self.caches)}
         return self.config.get(key) if self.config.get(key) is not None else found.get(key)
 
@@ -89,25 +87,25 @@ class ModelSpec:
 
     @cached_property
     def window(self) -> int | None:
-        """Tokens that a token attends to in the layer with the largest window, itself included; None for all."""
+        """Number of tokens, including itself, that a token attends to in the layer with the largest
+        window; None: all.
+        """
         windows = [each.attributes["window"] for each in self.network.operations if each.kind == "attention"]
         return max(windows) if windows and all(windows) else None
 
     @cached_property
     def num_parameters(self) -> int:
-        """Elements of all distinct tensors in use."""
+        """Number of elements of all distinct tensors in use."""
         return sum(math.prod(shape) for shape in self.tensors.values())
 
     @cached_property
     def num_weight_elements(self) -> int:
-        """Elements of the weights as computed, padding included; of this rank's part only."""
+        """Number of weight elements as computed, including padding; only this rank's part."""
         return sum(math.prod(weight.shape) for weight in self.network.weights if weight.generate is None)
 
     def of_rank(self, rank: int, num_ranks: int) -> ModelSpec:
-        """Return the spec of one rank; `tensors` are those of its part of the network.
-
-        Raises:
-            ModelError: The model cannot be split over this many ranks.
+        """Return the spec of one rank, whose `tensors` are those of its part of the network. Raise ModelError if the
+        model cannot be split over this many ranks.
         """
         if num_ranks == 1:
             return self
@@ -127,7 +125,7 @@ class ModelSpec:
 
     @cached_property
     def num_active_parameters(self) -> int:
-        """Elements of the weights that one token is multiplied by, without the LM head; of experts the top-k alone."""
+        """Number of weight elements that one token is multiplied by, without the LM head; of experts only the top-k."""
         total = 0.0
         top_k = 1
         for each in self.network.operations[:-1]:
@@ -138,7 +136,7 @@ class ModelSpec:
 
     @cached_property
     def max_row_elements(self) -> int:
-        """Maximum elements that one operation reads and writes together for a row."""
+        """Maximum number of elements that one operation reads and writes for a row."""
         return max(
             sum(x.root.width for x in {*each.inputs.values(), *each.outputs.values()})
             for each in self.network.operations
@@ -149,15 +147,13 @@ class ModelSpec:
         return max(math.prod(weight.shape) for weight in self.network.weights if weight.generate is None)
 
     def kv_bytes_per_token(self, dtype_bytes: int, *, int8: bool = False) -> int:
-        """Return the bytes that the keys and values of one token take over all layers; `int8`: in an int8 KV cache."""
+        """Return the bytes of the keys and values of one token over all layers. `int8`: in an int8 KV cache."""
         return sum(cache.bytes_per_token(dtype_bytes, int8=int8) for cache in self.caches)
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelSpec:
-        """Read `config.json` of a Hugging Face folder, or the metadata of a GGUF file.
-
-        Raises:
-            ModelError: The folder or the file is missing or unreadable, or the model is not supported.
+        """Read `config.json` of a Hugging Face folder, or the metadata of a GGUF file. Raise ModelError if the folder
+        or the file is missing or unreadable, or the model is not supported.
         """
         if is_gguf(folder):
             return cls.from_hugging_face(read_config(folder), str(folder))
@@ -179,7 +175,7 @@ class ModelSpec:
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any], where: str = CONFIG_NAME) -> ModelSpec:
-        """Return the spec of a parsed `config.json`; `where` names it in errors."""
+        """Return the spec of a parsed `config.json`, which errors call `where`."""
         architecture = architecture_of(config, where)
         if architecture in chatglm.ARCHITECTURES:
             config = chatglm.normalized_config(ConfigReader(config, where))
@@ -205,15 +201,15 @@ class ModelSpec:
 
     @classmethod
     def from_mindformers(cls, config: Mapping[str, Any], where: str = "model_config", network: str = "") -> ModelSpec:
-        """Return the spec of `model.model_config` in a MindFormers YAML; `where` names it in errors.
+        """Return the spec of `model.model_config` in a MindFormers YAML, which errors call `where`.
 
-        `network` is `model.arch.type`, which distinguishes families that share a configuration.
+        `network` is `model.arch.type`, which distinguishes families with the same configuration.
         """
         return cls.from_hugging_face(config_from_mindformers(config, network, where), where)
 
 
 def _older_quantization_config(folder: Path, config: Mapping[str, Any]) -> Any:
-    """Return `quantization_config` from its older key or from a file of its own, or None."""
+    """Return `quantization_config` from its older key or from a separate file, or None."""
     if (compressed := config.get("compression_config")) is not None:
         return {"quant_method": "compressed-tensors", **compressed} if isinstance(compressed, Mapping) else compressed
     for name, method in _QUANTIZATION_FILES.items():

@@ -1,7 +1,7 @@
 """The weights of a model folder: memory-mapped tensors by their Hugging Face names, read ahead into the page cache.
 
-`formats` reads the files. Nothing of the folder is executed. Several threads that touch the pages of a mapping make
-the system read small pieces in random order, slower than the disk allows; `ReadAhead` reads the files sequentially.
+`formats` reads the files and executes nothing in them. If several threads touched the pages of a mapping, the system
+would read small pieces in random order, slower than the disk allows. So `ReadAhead` reads the files sequentially.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 
 MAX_READ_AHEAD_BYTES: Final = 1 << 30
-"""Maximum bytes read before they are needed: the system may evict pages that are far ahead."""
+"""Maximum bytes to read ahead, because the system may evict pages that are far ahead."""
 
 _AT_ONCE: Final = 1 << 23
 
@@ -44,7 +44,7 @@ class Extent:
 
 
 class ReadAhead:
-    """Reads extents one after another in its own thread; it ignores read errors, which the later access reports."""
+    """Reads extents in sequence in its own thread. It ignores read errors, which the later access reports."""
 
     def __init__(self, extents: Iterable[Extent], max_ahead: int = MAX_READ_AHEAD_BYTES) -> None:
         self._max_ahead = max_ahead
@@ -60,7 +60,7 @@ class ReadAhead:
         return self._num_read
 
     def consumed(self, num_bytes: int) -> None:
-        """Advance the read-ahead window by the bytes consumed. This never blocks."""
+        """Advance the read-ahead window by the bytes consumed. Never blocks."""
         with self._changed:
             self._num_consumed += num_bytes
             self._changed.notify()
@@ -83,7 +83,7 @@ class ReadAhead:
                     self._num_read += count
 
     def _may_read(self) -> bool:
-        """Wait while the thread is too far ahead; return False once closed."""
+        """Wait while the thread is too far ahead. Return False after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._num_read < self._num_consumed + self._max_ahead)
             return not self._closed
@@ -93,7 +93,7 @@ __all__ = ["INDEX_NAME", "WeightReader"]
 
 _BASE: Final = "model."
 _WITHOUT_BASE: Final = "embed_tokens.weight"
-"""Name of a tensor that only folders without the `model.` prefix contain: those of embedding models without LM head."""
+"""Name of a tensor that exists only in folders without the `model.` prefix: embedding models without LM head."""
 
 # For smaller models, reading ahead saves less time than the thread costs.
 _MIN_READ_AHEAD_BYTES: Final = 1 << 26
@@ -111,8 +111,6 @@ class WeightReader:
         """Read the headers.
 
         Args:
-            folder: The folder.
-            scheme: How its weights are quantized.
             on_read: Called after each tensor with the bytes of the tensors read so far and of all tensors.
 
         Raises:
@@ -134,7 +132,7 @@ class WeightReader:
                 )
             name = hugging_face_name(stored_name) if theirs else prefix + stored_name
             if name in self._tensors:
-                raise ModelError(f"{tensor.file}: tensor {name} stands twice, also in {self._tensors[name].file}")
+                raise ModelError(f"{tensor.file}: tensor {name} occurs twice, also in {self._tensors[name].file}")
             self._tensors[name] = tensor
         self._unread = {name for name in self._tensors if not DERIVED.search(name)}
         self._read_ahead: ReadAhead | None = None
@@ -162,7 +160,7 @@ class WeightReader:
         return sum(tensor.num_bytes for tensor in self._tensors.values())
 
     def read(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Return one tensor as stored: float32, float16, or bfloat16 as uint16 bits; a quantized one is dequantized.
+        """Return one tensor as stored: float32, float16, or bfloat16 as uint16 bits. A quantized tensor is dequantized.
 
         Returns:
             A read-only memory map, whose pages are read on access; a float32 array for a quantized tensor.
@@ -178,7 +176,7 @@ class WeightReader:
         return found.read_packed() if isinstance(found, PackedTensor) else found.read()
 
     def first_non_finite(self, names: Sequence[str]) -> str:
-        """Return file and name of the first tensor with an infinite or NaN element, or ""."""
+        """Return file and name of the first tensor with an infinite or NaN element; empty if there is none."""
         for name in names:
             tensor = self._tensors[name]
             if not is_finite(np.ascontiguousarray(tensor.read())):
@@ -198,7 +196,7 @@ class WeightReader:
         return stored
 
     def ignore(self, name: str) -> None:
-        """Accept this tensor in the folder although the model does not use it."""
+        """Allow this tensor in the folder although the model does not use it."""
         self._unread.discard(name)
 
     def check_all_read(self) -> None:
@@ -234,13 +232,8 @@ def _model_order(name: str) -> tuple[bool, bool, list[int], str]:
 
 
 def check_folder(folder: Path) -> ModelSpec:
-    """Check that a folder holds the weights of its config.json; this reads headers only.
-
-    Returns:
-        The model.
-
-    Raises:
-        ModelError: A format is not supported, a file is damaged, or the tensors are not those of the model.
+    """Check that a folder holds the weights of its config.json, reading only headers. Return the model's spec. Raise
+    ModelError if a format is not supported, a file is damaged, or the tensors do not match the model.
     """
     spec = ModelSpec.from_folder(folder)
     reader = WeightReader(folder, spec.scheme)
@@ -258,14 +251,12 @@ WHOLE_BYTES: Final = 2**20
 """Files up to this size are hashed completely."""
 SAMPLE_BYTES: Final = 4096
 EVERY_BYTES: Final = 2**22
-"""Distance between the samples of a larger file; its end is sampled too. A model of 16 GB has 16 MB of samples."""
+"""Distance between the samples of a larger file, whose end is sampled too. A model of 16 GB has 16 MB of samples."""
 
 
 def weight_fingerprint(model: Path) -> str:
-    """Return a hash of the names, sizes and sampled contents of a model's files (a folder or a GGUF file).
-
-    Raises:
-        ModelError: A file cannot be read, or there is none.
+    """Return a hash of the names, sizes and sampled contents of a model's files (a folder or a GGUF file). Raise
+    ModelError if a file cannot be read, or there is none.
     """
     names = [model] if is_gguf(model) else [model / CONFIG_NAME, model / INDEX_NAME, *weight_files(model)]
     digest = hashlib.sha256()
