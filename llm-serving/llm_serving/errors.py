@@ -50,7 +50,7 @@ _short.maxlist = _short.maxtuple = _short.maxdict = 4
 
 
 def shorten(value: object) -> str:
-    """Return a bounded `repr` for an error text, which must not echo megabytes of a client's input."""
+    """Return a `repr` of limited length for an error text, because a client's input may have megabytes."""
     try:
         return _short.repr(value)
     except ValueError:  # an integer with more digits than Python converts
@@ -64,7 +64,7 @@ class LLMServingError(Exception):
 
 
 class ConfigError(LLMServingError):
-    """The configuration cannot be served; the text names file, line, key, rule and value where they exist."""
+    """The configuration cannot be served. The text names file, line, key, rule and value where they exist."""
 
 
 class ModelError(ConfigError):
@@ -82,7 +82,7 @@ class RequestError(LLMServingError):
 
     Args:
         field: Name of the field as the client wrote it.
-        rule: The rule, worded to follow the name: "must be >= 1".
+        rule: The rule, phrased to follow the name: "must be >= 1".
         value: The given value, shown shortened; omitted if it would echo a client's text.
     """
 
@@ -97,7 +97,7 @@ class RequestError(LLMServingError):
         self._given = value
 
     def renamed(self, field: str, value: object = ...) -> Self:
-        """Return the same error for another field name, and another `value` if one is given."""
+        """Return the same error for another field name and, if given, another `value`."""
         return type(self)(field, self.rule, self._given if value is ... else value)
 
 
@@ -129,7 +129,7 @@ class GoneError(LLMServingError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt, or the prompt with its output, can never fit."""
+    """The prompt, alone or with its output, exceeds the model's context length or the KV cache."""
 
 
 class PermissionDeniedError(RequestError):
@@ -139,7 +139,7 @@ class PermissionDeniedError(RequestError):
 
 
 class ModelNotFoundError(RequestError):
-    """The request names another model than the served one."""
+    """The request names a model other than the served one."""
 
     http_status: ClassVar[int] = 404
 
@@ -176,12 +176,12 @@ class RequestTimeoutError(RequestError):
 
 
 class CapacityError(LLMServingError):
-    """The request is refused because too many are waiting.
+    """The request is refused because of a load limit.
 
     Args:
         message: Which limit is reached, with the numbers.
         retry_after: Seconds until a retry is expected to succeed; None: unknown.
-        queue_estimate_ms: Milliseconds the request would have waited for its first token; None: unknown.
+        queue_estimate_ms: Milliseconds that the request would have waited for its first token; None: unknown.
         predicted_s: Predicted seconds to first token of a retry after `retry_after`; None: unknown.
     """
 
@@ -236,15 +236,15 @@ class WorkerError(LLMServingError):
 
 
 class WorkerDiedError(WorkerError):
-    """The process of a WorkAgent ended, or its channel broke."""
+    """The process of a WorkAgent exited, or its channel broke."""
 
 
 class RankLostError(WorkerError):
-    """Another rank of the replica ended or runs another step, so no rank can continue."""
+    """Another rank of the replica exited or computes another step, so no rank can continue."""
 
 
 class StepMismatchError(WorkerError):
-    """A reply does not match the step, slot, epoch or request in flight; its tokens are discarded."""
+    """A reply does not match the step, KV slot, epoch or request in flight. Its tokens are discarded."""
 
 
 class ReceiptError(LLMServingError):

@@ -1,4 +1,4 @@
-"""Constraints on the output of a request (structured output): which tokens may follow."""
+"""Constraints on the output of a request (structured output), which determine the tokens that may follow."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ConstraintMatcher(Protocol):
     def allowed_words(self, output_token_ids: Sequence[int]) -> Int32Array:
         """Return the bit mask of the tokens that may come next, a part of `SamplingInput.allowed_words`.
 
-        The mask depends on the output alone, not on earlier calls, so preemption needs no notification. An output that
-        extends the one of the last call costs only its new tokens. Tokens that end an output are allowed only if the
+        The mask depends only on the output, not on earlier calls, so preemption needs no notification. If the output
+        extends that of the last call, the cost depends only on the new tokens. End tokens are allowed only if the
         constraint is satisfied. If the matcher fails, no bit is set.
 
         Args:
@@ -25,17 +25,17 @@ class ConstraintMatcher(Protocol):
     def allowed_words_after_drafts(
         self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int]
     ) -> list[Int32Array]:
-        """Return `allowed_words` of the output, then of the output with the first draft token, the first two, ..."""
+        """Return `allowed_words` for the output, then for the output plus the first draft token, the first two, ..."""
 
     def constrain_draft(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], count: int) -> list[int]:
         """Return the draft tokens up to the first forbidden one, then the tokens that must follow; at most `count`.
 
-        If the same text can be written in several tokens, the longest token is used.
+        If several tokens can spell the same text, the longest one is used.
         """
 
 
 class Constraint(Protocol):
-    """A compiled constraint; immutable, shared by requests."""
+    """A compiled constraint. Immutable and shared by requests."""
 
     def create_matcher(self) -> ConstraintMatcher:
         """Return a matcher for one output."""

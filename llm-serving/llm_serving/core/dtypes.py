@@ -1,4 +1,4 @@
-"""Dtypes of models, and the description of quantized weights in a config.json."""
+"""Dtypes of models, and descriptions of quantized weights in a config.json."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from llm_serving.errors import shorten
 @dataclass(frozen=True)
 class ModelDtype:
     name: str
-    """Name in configurations, MindSpore and PyTorch."""
     numpy: type[np.generic]
-    """Type of its arrays. NumPy has no bfloat16, so its bits are kept as uint16."""
+    """Type of its arrays. NumPy has no bfloat16, so bfloat16 is stored as uint16 bits."""
     safetensors: str
     checkpoint: str
     """Name in MindSpore's `.ckpt` files."""
     on_ascend: bool
-    """Whether Ascend's primitives compute in it."""
+    """Whether Ascend's primitives support it."""
     aliases: tuple[str, ...]
-    """Other names in configurations and flags."""
 
     @property
     def num_bytes(self) -> int:
@@ -62,7 +60,7 @@ _GROUPS: Final = ("group_size", "q_group_size")
 
 
 def describe_quantization(config: Mapping[str, Any]) -> str | None:
-    """Return how the weights of a config.json are quantized, such as "GPTQ, 4 bits, groups of 128", or None."""
+    """Describe the quantization in a config.json, for example "GPTQ, 4 bits, groups of 128"; None if there is none."""
     given = config.get("quantization_config")
     if given is None:
         return None

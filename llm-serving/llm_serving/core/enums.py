@@ -1,4 +1,4 @@
-"""Names that a configuration may choose, and exit codes of WorkAgents."""
+"""Enumerations of values that a configuration may have, and exit codes of WorkAgents."""
 
 from __future__ import annotations
 
@@ -133,18 +133,17 @@ class Proposer(enum.StrEnum):
     """Component that proposes draft tokens."""
 
     NGRAM = "ngram"
-    """The tokens that followed the same n-gram earlier."""
+    """Tokens that followed an earlier occurrence of the same n-gram."""
     DRAFT_MODEL = "draft_model"
-    """A small model."""
     FORCED = "forced"
-    """A constraint that allows only one token."""
+    """Tokens that a constraint determines, because it allows no others."""
 
 
 class AgentExit(IntEnum):
-    """Exit code of a WorkAgent; the negative number of a signal if one ended it."""
+    """Exit code of a WorkAgent; if a signal killed it, the negative signal number."""
 
     ENDED = 0
-    """The master stopped it or is gone."""
+    """The master stopped it or has exited."""
     BROKEN = 1
     """The channel broke in the middle of a frame."""
     NO_SECRET = 3
@@ -160,6 +159,6 @@ _SAID = {
 
 
 def describe_exit(code: int | None) -> str:
-    """Return an exit code with its meaning, such as "code 4: it did not reach ..."."""
+    """Describe an exit code, for example "code 4: it did not reach ..."."""
     said = next((f": {text}" for known, text in _SAID.items() if known == code), "")
     return f"code {code}{said}"

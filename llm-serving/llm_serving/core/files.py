@@ -1,6 +1,6 @@
-"""Safe reading of untrusted files, lock files, and texts that UTF-8 can encode.
+"""Safe reading of untrusted files, lock files, and checks that UTF-8 can encode a text.
 
-A folder of weights may hold pipes, devices and files without end. An escape in JSON or YAML, or a file name, may hold
+A folder of weights may contain pipes, devices and endless files. An escape in JSON or YAML, or a file name, may contain
 half a surrogate pair, which UTF-8 cannot encode.
 """
 
@@ -17,10 +17,8 @@ from llm_serving.errors import ModelError
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file, or a link to one, for unbuffered reading.
-
-    Raises:
-        ModelError: It is a folder, a device or a pipe, or cannot be opened. A pipe does not block.
+    """Open a regular file, or a link to one, for unbuffered reading. Raise ModelError if it is a folder, a device or a
+    pipe, or cannot be opened. A pipe does not block.
     """
     try:
         # Without O_NONBLOCK, opening a pipe waits for a writer; without O_NOCTTY, a terminal could control the process.
@@ -34,10 +32,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Return the content of a regular file.
-
-    Raises:
-        ModelError: It is no regular file, cannot be read, or has more than `max_bytes` when it is read.
+    """Return the content of a regular file. Raise ModelError if it is not a regular file, cannot be read, or is larger
+    than `max_bytes`.
     """
     with open_regular(path) as file:
         parts, size = [], 0
@@ -53,12 +49,10 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def lock_file(path: Path) -> int | None:
-    """Lock a file, created if missing; return the descriptor that holds the lock, or None if it is locked already.
+    """Lock a file, creating it if needed. Return the descriptor that holds the lock; None if the file is already
+    locked.
 
-    The lock ends when the descriptor is closed or the process ends.
-
-    Raises:
-        OSError: The file cannot be opened.
+    The lock ends when the descriptor is closed or the process exits. Raise OSError if the file cannot be opened.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -73,7 +67,6 @@ def lock_file(path: Path) -> int | None:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can encode the text."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -95,5 +88,5 @@ def parse_json(data: bytes) -> object:
 
 
 def escape_surrogates(text: str) -> str:
-    r"""Return the text with characters that UTF-8 cannot encode as escapes such as \udc80."""
+    r"""Replace characters that UTF-8 cannot encode by escapes such as \udc80."""
     return text.encode("utf-8", "backslashreplace").decode()

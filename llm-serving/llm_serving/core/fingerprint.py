@@ -1,4 +1,6 @@
-"""Fingerprints of what the bits of an answer depend on beside weights and configuration: compute stack and code."""
+"""Fingerprints of the compute stack and the code, which affect the bits of an answer as weights and
+configuration do.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,19 @@ import msgspec
 
 
 class ComputeFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Reported by a WorkAgent after it has loaded its model."""
+    """Compute stack of a WorkAgent, reported after it has loaded its model."""
 
     kernels: str
-    """Resolved `device_config.kernels`: program, primitives, plain; ascend, ascend_fast, ascend_invariant or ge."""
+    """Effective `device_config.kernels`: program, primitives, plain; ascend, ascend_fast, ascend_invariant or ge."""
     instruction_set: str = ""
     """Instruction set of the operator library, such as avx512_bf16; empty if the library is not used."""
     sources: str = ""
     """Hash of the library's sources and flags; empty if the library is not used."""
     compiler: str = ""
-    """Compiler of the library."""
     framework: str = ""
     """Version of MindSpore, and of MindFormers if its network is used."""
     ranks: int = 1
-    """Number of tensor-parallel ranks; it affects the order of additions."""
+    """Number of tensor-parallel ranks, which affects the order of additions."""
 
 
 UNKNOWN_FINGERPRINT: Final = ComputeFingerprint(kernels="")
@@ -36,9 +37,9 @@ _CODE: Final = (".py", ".cc", ".h")
 
 @cache
 def code_fingerprint() -> str:
-    """Return the SHA-256 over path and content of each source file, Python and C++, at the time of the first call.
+    """Return the SHA-256 over path and content of each Python and C++ source file, computed at the first call.
 
-    All processes of a server must have the same, because answers depend on the code as well.
+    All processes of a server must have the same fingerprint, because answers depend on the code.
     """
     digest = hashlib.sha256()
     for path in sorted(each for each in _PACKAGE.rglob("*") if each.suffix in _CODE):

@@ -1,4 +1,4 @@
-"""Memory of a process: return of unused memory to the system, resource shortages, and address space limits."""
+"""Memory of a process: returning freed memory to the system, detecting shortages, address space limits."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ from typing import Any, Final
 import psutil
 
 M_MMAP_THRESHOLD: Final = -3
-"""The constant of glibc's `malloc.h`."""
+"""Value in glibc's `malloc.h`."""
 LARGE_BYTES: Final = 128 * 1024
-"""Allocations of this size are mappings of their own; glibc's initial threshold."""
+"""Allocations of at least this size are separate mappings; glibc's initial threshold."""
 KEPT_BYTES: Final = 2**20
-"""Free bytes to leave at the top of the heap."""
+"""Number of free bytes to leave at the top of the heap."""
 PERIOD_S: Final = 1.0
-"""Seconds between two trims. A trim locks the allocator for 0.1 ms, and for 0.3 ms more for each MB that it returns, so
-frequent trims are short."""
+"""Seconds between two trims. A trim locks the allocator for 0.1 ms, plus 0.3 ms for each MB that it returns, so
+frequent trims are short.
+"""
 
 _NUMBERS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN))
-"""EAGAIN: too many processes or threads."""
+"""Error numbers of shortages. EAGAIN: too many processes or threads."""
 _NO_THREAD: Final = "can't start new thread"
-"""Python raises it without an errno."""
+"""Message of an error that Python raises without an errno."""
 ENOUGH_GB: Final = 4
-"""Address space for MindSpore and its threads, beside weights and KV blocks."""
+"""Address space in GB for MindSpore and its threads, in addition to weights and KV blocks."""
 _WORDS: Final = ("allocate memory", "bad_alloc", "failed to map", "resource temporarily unavailable")
-"""Parts of messages of frameworks, whose errors have no errno; lower case."""
+"""Parts of messages, in lower case, of framework errors that have no errno."""
 
 
 def return_large_blocks() -> bool:
-    """Let glibc return large allocations to the system when they are freed; return False if it is not glibc.
+    """Let glibc return large allocations to the system when they are freed; return False if the C library is not glibc.
 
-    By default, glibc raises its threshold to the size of each mapping that is freed, up to 32 MiB (mallopt(3),
-    M_MMAP_THRESHOLD). After the first body of 4 MiB, or the first TLS connection with its 256 KiB, such allocations
-    come from the heap, which a small allocation above them keeps from shrinking. A threshold that was set stays.
+    By default, glibc raises its threshold to the size of each freed mapping, up to 32 MiB (mallopt(3),
+    M_MMAP_THRESHOLD). After the first body of 4 MiB, or the first TLS connection with 256 KiB, such allocations would
+    come from the heap, which cannot shrink below a small allocation. An explicit threshold does not change.
     """
     mallopt = _of_allocator("mallopt")
     return mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, LARGE_BYTES))
@@ -92,7 +93,7 @@ def resident_bytes(pids: Iterable[int]) -> int:
 
 @contextmanager
 def periodic_heap_trim(trim: Callable[[], None] = trim_heap, period_s: float = PERIOD_S) -> Iterator[None]:
-    """Trim the heap periodically inside the context, in a thread that does not hold the GIL meanwhile."""
+    """Trim the heap periodically inside the context, in a thread that releases the GIL meanwhile."""
     over = threading.Event()
 
     def run() -> None:
@@ -110,7 +111,6 @@ def periodic_heap_trim(trim: Callable[[], None] = trim_heap, period_s: float = P
 
 @cache
 def _of_allocator(name: str) -> Any:
-    """Return a function of the C library, or None if there is none of this name."""
     try:
         return getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError):
@@ -127,7 +127,7 @@ def shortage(error: BaseException) -> str | None:
 
 
 def describe_address_space_limit() -> str | None:
-    """Return a text with the limit of the address space (`ulimit -v`) and the remedy; None without a limit."""
+    """Describe the limit of the address space (`ulimit -v`) and the remedy; None without a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None
@@ -138,6 +138,6 @@ def describe_address_space_limit() -> str | None:
 
 
 def explain_address_space_limit(error: BaseException) -> str | None:
-    """Return the same text if an error may be caused by the limit; otherwise None."""
+    """Return `describe_address_space_limit()` if the limit may have caused an error; otherwise None."""
     lacks_memory = shortage(error) is not None or any(each in str(error).lower() for each in _WORDS)
     return describe_address_space_limit() if lacks_memory else None

@@ -1,6 +1,4 @@
-"""The start of processes: commands of subprocesses, their end with the parent, MindSpore's environment variables, and
-the import of packages that may be missing.
-"""
+"""Starting processes: commands of subprocesses, exit with the parent, MindSpore's environment, optional packages."""
 
 from __future__ import annotations
 
@@ -16,11 +14,12 @@ from typing import Final
 from llm_serving.errors import ConfigError
 
 _PR_SET_PDEATHSIG: Final = 1
-"""Option of prctl(2)."""
 DISABLED_KERNELS: Final = "MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST"
 """Comma-separated names of MindSpore's own Ascend kernels that ATB's kernels replace."""
 NEEDED_ATB_KERNELS: Final = ("FlashAttentionScore", "PagedAttention")
-"""MindSpore's own PagedAttention accepts no mask with two-dimensional queries, [tokens, hidden], which a step has."""
+"""Kernels to replace. MindSpore's own PagedAttention accepts no mask with queries [tokens, hidden],
+which a step has.
+"""
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
@@ -34,18 +33,17 @@ def command_of(module: str, *arguments: str) -> list[str]:
 def die_with_parent() -> None:
     """Let the kernel kill this process when the thread that started it ends, even if this process hangs or is stopped.
 
-    If the parent has ended before the call, this process keeps running.
+    If the parent has already exited, this process keeps running.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables that a serving process needs, before the first import of MindSpore.
+    """Set the variables that a serving process needs. Call it before MindSpore is imported.
 
     Kernels that the operator disabled stay disabled. On a CPU the variables have no effect.
 
     Args:
-        environment: The variables to change.
     """
     disabled = [name.strip() for name in environment.get(DISABLED_KERNELS, "").split(",") if name.strip()]
     missing = [name for name in NEEDED_ATB_KERNELS if name not in disabled]
@@ -55,7 +53,7 @@ def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ
 
 
 def import_optional(module: str, user: str, remedy: str = "") -> ModuleType:
-    """Import a module of the simulator or of the receipts, packages beside this one that may not be installed.
+    """Import a module of the simulator or of the receipts, which are packages that may not be installed.
 
     Args:
         module: With its package, "llm_serving_receipts.issuer".

@@ -1,4 +1,4 @@
-"""One request in the master: what the client requested, and what scheduler and engine track of it.
+"""One request in the master: what the client requested, and the state that scheduler and engine keep of it.
 
 Three slotted dataclasses extend one another, one per owner, so every attribute is one load away:
 
@@ -45,31 +45,31 @@ class FinishReason(enum.StrEnum):
     TIMEOUT = "timeout"
     """The deadline passed, or could not be met any more."""
     UNAVAILABLE = "unavailable"
-    """No WorkAgent could compute it; the client may send it again."""
+    """No WorkAgent could compute it. The client may send it again."""
 
 
 RUNNING: Final = RequestStatus.RUNNING
 FINISHED: Final = RequestStatus.FINISHED
-"""Module-level names, because Python 3.11 takes five times as long to look up an enum member as to compare it."""
+"""Module-level alias, because in Python 3.11 looking up an enum member takes five times as long as comparing it."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Blocks of the transfer pool with the KV cache of the first tokens of a request, and its history.
+    """The KV blocks of a migrating request's first tokens in the transfer pool, and its history.
 
-    The blocks stay unchanged until the importing replica lets them be reclaimed. The memory holds the epoch of each
-    block, and the reader checks it.
+    The blocks do not change until the importing replica releases them. The pool stores an epoch with each block, which
+    the reader checks.
     """
 
     block_ids: tuple[int, ...] = ()
-    """In token order; empty: everything is computed again."""
+    """In token order; empty: everything is recomputed."""
     epochs: tuple[int, ...] = ()
     start: int = 0
-    """Number of blocks before these, which later tokens do not see."""
+    """Number of earlier blocks that are not included, because later tokens do not attend to them."""
     num_tokens: int = 0
     """Number of computed tokens, including those before `start`."""
     num_waited: int = 0
-    """Steps that it waited for its first admission."""
+    """Number of steps that it waited for its first admission."""
     num_preemptions: int = 0
 
     @property
@@ -78,13 +78,13 @@ class Transfer:
         return list(zip(self.block_ids, self.epochs, strict=True))
 
     def without_blocks(self) -> Transfer:
-        """Return a copy without blocks, so everything is computed again."""
+        """Return a copy without blocks, so that everything is recomputed."""
         return replace(self, block_ids=(), epochs=(), start=0, num_tokens=0)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class ClientRequest:
-    """What the client requested. No field changes after construction."""
+    """The client's request. No field changes after construction."""
 
     request_id: Final[str]
     prompt_token_ids: Final[list[int]]
@@ -92,16 +92,17 @@ class ClientRequest:
     stop_token_ids: Final[frozenset[int]] = frozenset()
     """Ids that end the output: the request's own and, unless `ignore_eos`, the model's."""
     tenant: Final[str] = ""
-    """Name of the API key, or the user that the client names; tenants of a class share fairly."""
+    """Name of the API key, or the user that the client names. Tenants share a class fairly."""
     cache_salt: Final[str] = ""
-    """Requests share computed prefixes only if tenant and salt are equal."""
+    """Requests share cached prefixes only if tenant and salt are equal."""
     fork_of: Final[str | None] = None
-    """Id of a request with the same prefix. This one waits until that prefix is computed, then shares its blocks."""
+    """Id of a request with the same prefix. This request waits until that prefix is computed, then
+    shares its blocks.
+    """
     wants_vector: Final[bool] = False
-    """Whether the answer has the last hidden state of the prompt."""
+    """Whether the answer includes the last hidden state of the prompt."""
     beam_search: Final[BeamSearchParams | None] = None
     constraint: Final[Constraint | None] = None
-    """`sampling.constraint`, compiled."""
     arrival_time: Final[float] = 0.0
     """Seconds on the engine's clock."""
 
@@ -119,9 +120,9 @@ class ClientRequest:
 class ScheduledRequest(ClientRequest):
     """The state that the scheduler keeps of a request.
 
-    One rule moves it forward: a step computes tokens until `num_computed_tokens` reaches `num_tokens`; when it gets
-    there, the step samples the next token. Scheduling runs ahead of the device, so tokens may be sampled whose ids are
-    not known here yet: `num_tokens_in_flight` counts them.
+    A step computes tokens until `num_computed_tokens` reaches `num_tokens`; then it samples the next token. Scheduling
+    runs ahead of the device, so there may be sampled tokens whose ids are not known yet: `num_tokens_in_flight` counts
+    them.
 
         |<------- prompt ------->|<-- known output -->|<- in flight ->|
         |<------------- num_tokens_known ------------>|               |
@@ -132,72 +133,75 @@ class ScheduledRequest(ClientRequest):
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    """Tokens whose keys and values are in the cache once every submitted step has run."""
+    """Number of tokens whose keys and values will be in the cache after every submitted step has run."""
     num_confirmed_tokens: int = 0
-    """Computed tokens whose step has been replied to."""
+    """Number of computed tokens of steps whose reply has arrived."""
     num_tokens_in_flight: int = 0
-    """Tokens sampled by submitted steps whose ids have not come back."""
+    """Number of tokens sampled by submitted steps whose ids have not arrived."""
     num_cached_tokens: int = 0
-    """Prompt tokens that prefix caching provided when the request first ran."""
+    """Number of prompt tokens found in the prefix cache at its first admission."""
     num_new_tokens: int = 0
-    """Tokens that the newest reply added."""
+    """Number of tokens that the latest reply added."""
     draft_token_ids: list[int] = field(default_factory=list)
-    """Draft tokens after the newest token. The step that computes the newest token verifies some of them. Until its
-    reply they stay, and the request is not scheduled again."""
+    """Draft tokens after the latest token. The step that computes the latest token verifies some of them. They stay
+    until its reply, and the request is not scheduled before.
+    """
     num_prompt_logprobs_wanted: int = 0
-    """First tokens of the prompt after which log-probabilities are wanted: all but the last, or none."""
+    """Number of prompt tokens, from the first, for which the log-probabilities of the next token are requested."""
     num_prompt_logprobs_received: int = 0
-    """First tokens of the prompt after which log-probabilities have come."""
+    """Number of prompt tokens, from the first, for which these log-probabilities have arrived."""
     needs_known_output: bool = False
     """Whether a step needs the ids of all earlier tokens, so that it cannot be scheduled before the last reply."""
     is_beam: bool = False
-    """Whether it is one beam of a search: after each token it is paused until the other beams have theirs."""
+    """Whether it is one beam of a search. After each token it is paused until the other beams have theirs."""
     paused: bool = False
-    """Whether its beam search has not decided how it continues. It is not scheduled, and is preempted first."""
+    """Whether it waits for its beam search to select beams. It is then not scheduled, and is preempted first."""
 
     # Order
     priority: int = 0
-    """Smaller runs first; it also selects the class."""
+    """Smaller runs first. It also selects the request class."""
     deadline: float | None = None
-    """Seconds on the engine's clock after which the client does not need the answer; None: never."""
+    """Seconds on the engine's clock after which the client does not need the answer; None: no deadline."""
     request_class: RequestClass = STANDARD
     """Set by the scheduler from `priority`."""
     sequence: int = 0
-    """Order of arrival at the scheduler; unique, so it breaks ties."""
+    """Order of arrival at the scheduler. Unique, so it breaks ties."""
     queue_key: tuple[int, float, int, int] = (0, 0.0, 0, 0)
-    """Sort key of waiting and running requests: rank of the class, key of the order, step of arrival shifted by
-    `priority`, `sequence`."""
+    """Sort key of waiting and running requests: rank of the class, key of the order, step of arrival adjusted by
+    `priority`, `sequence`.
+    """
     class_sequence: int = 0
-    """Order of arrival in its class, in numbers of `sequence`."""
+    """Order of arrival in its class, comparable with `sequence`."""
     class_entry_step: int = 0
     """First step that could schedule it in its class."""
     class_change_step: int = -1
-    """First step after it changed its class while it ran; -1: never."""
+    """First step after its class changed while it ran; -1: never."""
 
     # Waits and preemptions
     arrival_clock: int = 0
-    """Clock of its class at its arrival: the number of steps in which the class could be scheduled."""
+    """Clock of its class at its arrival: the number of steps that could schedule the class."""
     wait_bound: int | None = None
     """Guaranteed maximum number of steps from arrival to first admission; None: no guarantee.
 
-    The scheduler sets it on arrival. It sets it again, and counts from then, for a fork whose parent's prompt is
-    computed, for a request that its tenant's limit no longer holds back, and after the cache was lost."""
+    The scheduler sets it on arrival. It restarts the count after the cache was lost, for a fork whose parent's prompt
+    has been computed, and for a request that its tenant's limit no longer blocks.
+    """
     num_steps_waited: int | None = None
-    """Steps counted against `wait_bound` until the first admission; None: not admitted yet."""
+    """Number of steps counted against `wait_bound` until the first admission; None: not admitted yet."""
     admission_number: int = 0
-    """Order of its latest admission; prefills continue in this order."""
+    """Order of its latest admission, in which prefills continue."""
     running_since: tuple[int, float] = (0, 0.0)
-    """Step, and seconds on the engine's clock, of its latest admission."""
+    """Step and time (seconds on the engine's clock) of its latest admission."""
     first_scheduled_time: float | None = None
     last_scheduled_step: int = -1
-    """Newest step that computed a token of it, or the step before its admission."""
+    """Latest step that computed one of its tokens, or the step before its admission."""
     num_preemptions: int = 0
 
     # Migration
     wants_migration: bool = False
-    """Whether another replica decodes it once its prompt is computed and its KV blocks can be exported."""
+    """Whether it migrates to another replica after its prompt is computed, once its KV blocks can be exported."""
     is_migrating: bool = False
-    """Whether its blocks are being exported: no further step computes it here."""
+    """Whether its blocks are being exported, so that no further step computes it here."""
     transfer: Transfer | None = None
     """State imported from the replica that computed its prompt."""
 
@@ -208,7 +212,7 @@ class ScheduledRequest(ClientRequest):
 
     @property
     def has_prompt_results(self) -> bool:
-        """Whether steps give prompt log-probabilities or a vector for it, or no token at all."""
+        """Whether steps return prompt log-probabilities or a vector for it, or no token at all."""
         return self.num_prompt_logprobs_wanted > 0 or self.wants_vector or self.sampling.max_tokens == 0
 
     @property
@@ -230,17 +234,17 @@ class ScheduledRequest(ClientRequest):
 
     @property
     def max_prefix_hit_tokens(self) -> int:
-        """Maximum length of the prefix that it may share with other requests instead of computing it.
+        """Maximum length of a prefix that it may share with other requests.
 
-        A token that gives a result must be computed for this request. So the prefix ends before the first token whose
-        log-probabilities are missing, and before the newest token.
+        Tokens that give a result must be computed for this request. So the prefix ends before the first token whose
+        log-probabilities are missing, and before the latest token.
         """
         received = self.num_prompt_logprobs_received
         return received if received < self.num_prompt_logprobs_wanted else self.num_tokens_known - 1
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only the newest token is left to compute."""
+        """Whether only the latest token remains to be computed."""
         return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
 
     @property
@@ -253,7 +257,7 @@ class ScheduledRequest(ClientRequest):
         return self.status is FINISHED
 
     def known_token_ids(self, start: int, end: int) -> list[int]:
-        """Return tokens [start, end) of prompt and known output."""
+        """Return tokens [start, end) of the prompt and the known output."""
         split = len(self.prompt_token_ids)
         if end <= split:
             return self.prompt_token_ids[start:end]
@@ -271,11 +275,11 @@ class Request(ScheduledRequest):
     matcher: ConstraintMatcher | None = None
     """Computes which tokens `constraint` allows after its output."""
     http_timings: HttpTimings | None = None
-    """Times of the HTTP request that it answers, alone or with other requests."""
+    """Times of its HTTP request, which may have several engine requests."""
     num_lost_steps: int = 0
-    """Steps that computed it and failed, since its progress last exceeded `num_tokens_at_loss`."""
+    """Number of failed steps that computed it since its progress last exceeded `num_tokens_at_loss`."""
     num_tokens_at_loss: int = 0
-    """Maximum of the tokens that were computed when a step with this request failed."""
+    """Maximum number of tokens that were computed when a step of this request failed."""
 
     def __post_init__(self) -> None:
         if self.sampling.bad_words:
@@ -288,5 +292,5 @@ class Request(ScheduledRequest):
 
     @property
     def root_request(self) -> Request:
-        """The request that the client sent: itself, or the one whose beam it is."""
+        """The request that the client sent: itself, or the request of whose beam search it is a part."""
         return self if self.sink is None else self.sink.request

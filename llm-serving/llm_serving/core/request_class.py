@@ -9,7 +9,7 @@ from typing import Final
 from llm_serving.core.timings import HttpTimings
 
 MAX_PRIORITY: Final = 1_000_000
-"""Bound on the absolute value of priorities and ranks."""
+"""Maximum absolute value of priorities and ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ DEFAULT_CLASSES: Final = (
 
 
 def class_of(priority: int, classes: Sequence[RequestClass]) -> RequestClass:
-    """Return the class with the largest rank at or below a priority; if there is none, the first one.
+    """Return the class with the largest rank that does not exceed a priority, or the first class if there is none.
 
     `classes`: in ascending order of rank, at least one.
     """
@@ -61,23 +61,23 @@ def class_of(priority: int, classes: Sequence[RequestClass]) -> RequestClass:
 
 @dataclass(frozen=True)
 class Caller:
-    """Identity and urgency of the client of a request. They never change the answer."""
+    """Identity and urgency of the client of a request. They do not affect the answer."""
 
     priority: int = 0
-    """Smaller runs first; it also selects the class."""
+    """Smaller runs first. It also selects the request class."""
     tenant: str = ""
-    """Name of the API key, or the user that the client names; tenants of a class share fairly."""
+    """Name of the API key, or the user that the client names. Tenants share a class fairly."""
     cache_salt: str = ""
-    """Requests share computed prefixes only if tenant and salt are equal."""
+    """Requests share cached prefixes only if tenant and salt are equal."""
     source: str = ""
     """Name of the API key, or the client's network."""
     deadline: float | None = None
-    """Seconds on the engine's clock after which the client does not need the answer; None: never."""
+    """Seconds on the engine's clock after which the client does not need the answer; None: no deadline."""
     http_timings: HttpTimings | None = field(default=None, compare=False)
 
 
 def cache_namespace(tenant: str, cache_salt: str) -> str:
-    """Return the namespace within which requests share computed prefixes."""
+    """Return the namespace within which requests share cached prefixes."""
     return f"{tenant}\0{cache_salt}"
 
 

@@ -1,4 +1,4 @@
-"""The output of a request, piece by piece, and the sink that turns sampled tokens into pieces."""
+"""The output of a request in pieces, and the sink that turns sampled tokens into pieces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 PIECE_BYTES, TOKEN_BYTES, ALTERNATIVE_BYTES = 300, 150, 80
-"""Memory that Python uses for a piece, for a token's log-probability, and for each alternative token."""
+"""Estimated Python memory of a piece, of a token's log-probability, and of each alternative token."""
 FAILURES: Final = frozenset({FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.UNAVAILABLE})
 
 
@@ -27,7 +27,6 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top_token_ids: tuple[int, ...]
-    """Most likely first."""
     top_logprobs: tuple[float, ...]
 
 
@@ -64,33 +63,33 @@ class PromptLogprobs:
 
 @dataclass(slots=True)  # not frozen: one is created for each token, and that would take four times as long
 class RequestOutput:
-    """What one step added to a request. The concatenated pieces are the whole answer. Treat it as immutable."""
+    """The output that one step added to a request. All pieces concatenated are the complete answer.
+    Treat it as immutable.
+    """
 
     request_id: str
     text: str
     """New text; empty while a character or a possible stop string is incomplete."""
     token_ids: tuple[int, ...]
-    """New token ids, including those whose text is still held back and the one that ended the output."""
+    """New token ids, including the token that ended the output and tokens whose text is held back."""
     logprobs: tuple[TokenLogprobs, ...]
     """One for each of `token_ids` if the client requested them, otherwise empty."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
-    """Number of tokens generated so far."""
     finish_reason: FinishReason | None = None
     """None until the last piece."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended the output; None for the model's end of sequence."""
     error: str | None = None
-    """Set when it `failed`."""
     queued_s: float = 0.0
-    """Seconds from arrival to first being scheduled."""
+    """Seconds from arrival until the request was first scheduled."""
     prompt_logprobs: PromptLogprobs | None = None
     """Log-probabilities of the next prompt tokens, if the client requested them; the first token has none."""
     vector: Float32Array | None = None
     """Last hidden state of the prompt, [hidden size], in the last piece, if the client requested it."""
     beams: tuple[RequestOutput, ...] = ()
-    """Answers of a beam search, each as one piece, best first; only in the last piece, which is the best one."""
+    """Answers of a beam search, each as one piece, best first. Only in the last piece, which is the best answer."""
 
     @property
     def finished(self) -> bool:
@@ -98,7 +97,7 @@ class RequestOutput:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size in memory."""
+        """Estimate of its size in memory."""
         size = PIECE_BYTES + len(self.text)
         size += sum(TOKEN_BYTES + ALTERNATIVE_BYTES * len(each.top_token_ids) for each in self.logprobs)
         if (of_prompt := self.prompt_logprobs) is not None:
@@ -134,18 +133,18 @@ def join_pieces(pieces: Sequence[RequestOutput]) -> RequestOutput:
 
 
 class OutputSink(Protocol):
-    """Makes the answer to a client's request from the results of the requests that are computed for it.
+    """Creates the answer to a client's request from the results of the engine requests computed for it.
 
     The engine's thread owns it; scheduler and WorkAgent never use it. It publishes each piece of the answer once.
     """
 
     @property
     def request(self) -> Request:
-        """The client's request. The scheduler tracks it only if it is one of `active_requests`."""
+        """The client's request. The scheduler knows it only if it is one of `active_requests`."""
 
     @property
     def active_requests(self) -> Sequence[Request]:
-        """The requests that the scheduler computes for the answer at present."""
+        """The requests that the scheduler currently computes for the answer."""
 
     def start(self) -> None:
         """Add the first requests to the scheduler."""
@@ -162,13 +161,13 @@ class OutputSink(Protocol):
 
         Args:
             request: One of `active_requests`; it may have finished.
-            start: A token of its prompt.
-            logprobs: Of the tokens after `start`.
+            start: Index of a token of its prompt.
+            logprobs: Log-probabilities of the tokens after `start`.
             vector: The last hidden state of the prompt.
         """
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
-        """Finish the answer and free its blocks at once, unless it has finished."""
+        """Finish the answer and free its blocks at once. No effect if the answer has finished."""
 
     def set_priority(self, priority: int) -> bool:
-        """Change the priority of all active requests, or of none; return whether they have it now."""
+        """Change the priority of all active requests, or of none. Return whether it was changed."""

@@ -1,10 +1,10 @@
 """Sampling parameters of a request, their ranges, and beam search parameters.
 
-Name, default, range and meaning of each parameter are defined here and nowhere else. Routes, the offline interface,
-step arrays and the checks of the WorkAgent are derived from this table.
+This table is the only definition of each parameter's name, default, range and meaning. Routes, the offline interface,
+step arrays and the checks of the WorkAgent are derived from it.
 
-A rule checks a client's value and returns the value that is used. A real number is rounded to float32 before it is
-compared with its range, because tokens are sampled in float32.
+A rule checks a client's value and returns the value to use. A real number is rounded to float32 before it is compared
+with its range, because tokens are sampled in float32.
 """
 
 from __future__ import annotations
@@ -29,17 +29,13 @@ def as_float32(value: float) -> float:
 
 
 class ParameterRule(Protocol):
-    """Range of a parameter; `text` follows the name of a field, as in "must be an integer from 0 to 20"."""
+    """Range of a parameter. `text` follows the name of a field, as in "must be an integer from 0 to 20"."""
 
     @property
     def text(self) -> str: ...
 
     def checked(self, field: str, value: Any) -> Any:
-        """Return the value that is used.
-
-        Raises:
-            RequestError: The value of `field` is outside the range.
-        """
+        """Return the value to use. Raise RequestError if the value of `field` is outside the range."""
         ...
 
 
@@ -48,7 +44,6 @@ class Whole:
     low: int
     high: int = MAX_INT32
     optional: bool = False
-    """Whether None is allowed."""
 
     @property
     def text(self) -> str:
@@ -87,7 +82,7 @@ class Real:
         return used
 
     def holds(self, value: float) -> bool:
-        """Whether the number is in the range; NaN is not."""
+        """Return whether the number is in the range. NaN is not."""
         low, high = as_float32(self.low), as_float32(self.high)
         return low <= value <= high and not (self.above_low and value == low)
 
@@ -230,57 +225,58 @@ def _parameter(default: Any, rule: ParameterRule) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters of a request, checked on construction.
-
-    Raises:
-        RequestError: A field is outside its range.
+    """Sampling parameters of a request, checked on construction. Raise RequestError if a field is outside its
+    range.
     """
 
     max_tokens: int = _parameter(16, Whole(0))
-    """Most tokens to generate; 0: the prompt is computed and nothing follows it."""
+    """Maximum number of tokens to generate. 0: only the prompt is computed."""
     min_tokens: int = _parameter(0, Whole(0))
-    """End-of-sequence and stop token ids cannot be sampled before this many tokens; at most `max_tokens`."""
+    """End-of-sequence and stop token ids cannot be sampled before this number of tokens; at most `max_tokens`."""
     temperature: float = _parameter(1.0, Real(0.0, 100.0))
-    """0 is greedy; otherwise logits are divided by it."""
+    """Divisor of the logits; 0 means greedy sampling."""
     top_k: int = _parameter(0, Whole(0))
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = _parameter(1.0, Real(0.0, 1.0, above_low=True))
-    """Keep the smallest set of tokens whose probability reaches this."""
+    """Keep the smallest set of tokens whose total probability reaches this value."""
     min_p: float = _parameter(0.0, Real(0.0, 1.0))
-    """Drop tokens less likely than this share of the most likely one."""
+    """Drop tokens whose probability is below this fraction of the most likely token's."""
     repetition_penalty: float = _parameter(1.0, Real(0.01, 100.0))
     """Divides positive and multiplies negative logits of tokens seen in prompt or output (Keskar et al. 2019)."""
     presence_penalty: float = _parameter(0.0, Real(-2.0, 2.0))
     """Subtracted from the logit of every token already generated."""
     frequency_penalty: float = _parameter(0.0, Real(-2.0, 2.0))
-    """Subtracted once per earlier occurrence in the output."""
+    """Subtracted from the logit of a token once for each earlier occurrence in the output."""
     logit_bias: tuple[tuple[int, float], ...] = _parameter((), TokenBiases(MAX_LOGIT_BIAS, LOGIT_BIAS))
-    """(token id, added logit) pairs; added logit -100 to 100."""
+    """(token id, number added to its logit) pairs; -100 to 100."""
     allowed_token_ids: tuple[int, ...] | None = _parameter(None, SomeTokenIds(MAX_ALLOWED_TOKEN_IDS))
-    """Only these tokens can be chosen. None: all."""
+    """The only tokens that may be sampled. None: all."""
     bad_words: tuple[tuple[int, ...], ...] = _parameter((), TokenSequences(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS))
-    """Token sequences: the last token of one cannot follow the others in the output."""
+    """Banned token sequences: the last token of a sequence cannot be sampled after the others."""
     constraint: str | None = _parameter(None, GrammarText())
-    """A grammar as llguidance reads it (docs/guides/structured_output.md). The output conforms to it and ends only
-    where it is complete."""
+    """A grammar in llguidance's format (docs/guides/structured_output.md). The output conforms to it, and ends only
+    where the grammar allows.
+    """
     seed: int = _parameter(0, Whole(0, MAX_SEED))
-    """With the position it keys the random numbers: same seed, same tokens."""
+    """Seed of the random numbers, together with the token position: same seed, same tokens."""
     stop: tuple[str, ...] = _parameter((), Texts(MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS))
-    """Generation ends before the first of these strings to appear in the text."""
+    """Generation ends before the first occurrence of one of these strings in the text."""
     stop_token_ids: tuple[int, ...] = _parameter((), TokenIds(MAX_STOP_TOKEN_IDS))
-    """Generation ends at these ids, as at the model's own end of sequence."""
+    """Token ids at which generation ends, in addition to the model's end of sequence."""
     include_stop_str_in_output: bool = _parameter(False, Flag())
     """Keep the stop string at the end of the text."""
     ignore_eos: bool = _parameter(False, Flag())
-    """Continue past the model's end-of-sequence ids; `stop_token_ids` of the request still end the output."""
+    """Continue past the model's end-of-sequence ids. `stop_token_ids` of the request still end the output."""
     logprobs: int | None = _parameter(None, Whole(0, MAX_LOGPROBS, optional=True))
-    """None: none; n: the chosen token's log-probability and those of the n most likely."""
+    """n: return log-probabilities of the chosen token and of the n most likely ones. None: return none."""
     prompt_logprobs: int | None = _parameter(None, Whole(0, MAX_LOGPROBS, optional=True))
-    """None: none; n: the log-probability of every token of the prompt but the first, and those of the n most likely."""
+    """n: return the log-probabilities of every prompt token but the first, and of the n most
+    likely. None: return none.
+    """
     skip_special_tokens: bool = _parameter(True, Flag())
     """Leave special tokens out of the text."""
     detokenize: bool = _parameter(True, Flag())
-    """False: token ids alone, no text; stop strings cannot be found then."""
+    """False: return token ids but no text. Stop strings then cannot be found."""
 
     def __post_init__(self) -> None:
         for name, rule in RULES.items():
@@ -294,7 +290,7 @@ class SamplingParams:
                 if getattr(self, name) != DEFAULTS[name]:
                     raise RequestError(name, "is not supported with a constraint: it might leave no token to choose")
         if self.stop and not self.detokenize:
-            raise RequestError("stop", "must be empty with detokenize: false, as there is no text to find it in")
+            raise RequestError("stop", "must be empty with detokenize: false, because there is no text to search")
 
     @property
     def greedy(self) -> bool:
@@ -304,7 +300,7 @@ class SamplingParams:
     def needs_known_output(self) -> bool:
         """Whether a step depends on all earlier tokens, so that it cannot be formed before the last reply.
 
-        A constraint does as well, but its tokens are sent later: `StepInput.allowed_follow`.
+        A constraint is not included, because the master sends its allowed tokens later: `StepInput.allowed_follow`.
         """
         return any(len(sequence) > 1 for sequence in self.bad_words)
 
@@ -315,33 +311,28 @@ class SamplingParams:
 
 
 RULES: Final[Mapping[str, ParameterRule]] = {each.name: each.metadata["rule"] for each in fields(SamplingParams)}
-"""Name of a parameter -> its range."""
 DEFAULTS: Final[Mapping[str, Any]] = {each.name: each.default for each in fields(SamplingParams)}
-"""Name of a parameter -> its default."""
 NOT_WITH_A_CONSTRAINT: Final = ("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids")
-"""Parameters that restrict tokens and could conflict with a constraint."""
+"""Parameters that restrict tokens, and so could conflict with a constraint."""
 
 
 MAX_BEAM_WIDTH: Final = MAX_LOGPROBS // 2
-"""Each beam needs the log-probabilities of twice as many tokens as there are beams."""
+"""A search needs the log-probabilities of twice as many tokens as it has beams."""
 LENGTH_PENALTY: Final = Real(-10.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """Parameters of a beam search, checked on construction.
-
-    Raises:
-        RequestError: A field is outside its range.
-    """
+    """Parameters of a beam search, checked on construction. Raise RequestError if a field is outside its range."""
 
     width: int
-    """Number of beams, and of finished sequences that are kept; 1 to 10."""
+    """Number of beams, and of finished sequences to keep; 1 to 10."""
     num_returned: int = 1
-    """Number of best finished sequences that are returned; 1 to `width`."""
+    """Number of best finished sequences to return; 1 to `width`."""
     length_penalty: float = 1.0
-    """A sequence's score is its log-probability divided by its number of generated tokens to this power, -10 to 10: 0
-    compares sums, 1 compares means, larger values prefer longer sequences."""
+    """A sequence's score is its log-probability divided by its number of generated tokens to this power, -10 to 10. 0
+    compares sums, 1 compares means, larger values prefer longer sequences.
+    """
     early_stopping: bool = False
     """End as soon as `width` sequences have finished, even if an unfinished one could still be better."""
 

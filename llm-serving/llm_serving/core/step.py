@@ -1,11 +1,11 @@
-"""The contract of master and WorkAgent: input and output of a step, and of a draft model between two steps.
+"""The interface of master and WorkAgent: input and output of a step, and of a draft model between two steps.
 
 A step is self-contained. For each row (one request) it has the tokens to run, the number of context tokens in the cache
 and the blocks that hold them. The WorkAgent derives positions, KV slots and context lengths. Its only state is the KV
 cache and the tokens of its latest step.
 
-A step also lists the tokens that give a result, with the kind of each result; all other tokens only fill the cache. The
-reply has one result for each.
+A step also lists the tokens that give a result, with the kind of each result. All other tokens only fill the cache. The
+reply has one result for each listed token.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Float32Array = NDArray[np.float32]
 
 
 NO_BLOCK: Final = -1
-"""Entry of a block table behind the sliding window, which no token of the step sees."""
+"""Block table entry outside the sliding window, to which no token of the step attends."""
 
 
 class BlockMoveKind(enum.IntEnum):
-    """Source and target of a block move; it covers all layers."""
+    """Source and target of a block move, which covers all layers."""
 
     COPY = 0
     """From the cache to the cache."""
@@ -51,7 +51,7 @@ class BlockMove(NamedTuple):
     source_epoch: int
     target_epoch: int
     num_tokens: int
-    """Number of the block's first tokens that are valid."""
+    """Number of valid tokens at the start of the block."""
 
 
 def no_block_moves() -> Int32Array:
@@ -66,7 +66,7 @@ class ResultKind(enum.IntEnum):
     LOGPROBS = 1
     """Log-probabilities of the next token, for the tokens in `ScoringInput` and the most likely ones."""
     VECTOR = 2
-    """Its last hidden state, the input of the LM head."""
+    """Last hidden state of the token, the input of the LM head."""
 
 
 class ResultToken(NamedTuple):
@@ -80,7 +80,7 @@ class ResultToken(NamedTuple):
 
 
 def reference_to_previous_step(sample: int) -> int:
-    """Return the token id that refers to the token of sample `sample` of the previous step."""
+    """Return a token id that stands for the token of sample `sample` of the previous step."""
     return -1 - sample
 
 
@@ -88,7 +88,7 @@ class AllowedTokens(NamedTuple):
     """The tokens that each of S samples may choose, as ragged bit masks."""
 
     offsets: Int32Array
-    """[S + 1] into words; an empty part allows all tokens."""
+    """[S + 1] offsets into `words`; an empty part allows all tokens."""
     words: Int32Array
     """One bit for each token: token i is bit i % 32 of word i // 32; bits beyond the last token are 0."""
 
@@ -100,7 +100,7 @@ def all_tokens_allowed(num_samples: int) -> AllowedTokens:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInput:
-    """Sampling parameters of S samples; ragged lists are split by their offsets."""
+    """Sampling parameters of S samples. Ragged lists are split by their offsets."""
 
     temperature: Float32Array  # [S], 0 is greedy
     top_k: Int32Array  # [S], 0 is off
@@ -174,7 +174,7 @@ SAMPLING_DTYPES: Final[Mapping[str, type[np.generic]]] = {
 SAMPLE_FIELDS: Final = tuple(
     name for name in SAMPLING_DTYPES if not name.endswith(("_offsets", "_token_ids", "_values", "_words"))
 )
-"""Fields with one number for each sample; the others are ragged lists."""
+"""Fields with one number per sample. The others are ragged lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class StepInput:
     """
 
     step: int
-    """Step number of the WorkAgent, from 0 without gaps; the reply repeats it."""
+    """Step number of the WorkAgent, from 0 without gaps. The reply repeats it."""
     token_ids: Int32Array  # [T]; >= 0 a token, < 0 see `reference_to_previous_step`
     query_lens: Int32Array  # [B], each at least 1, sum T
     num_computed: Int32Array  # [B]
@@ -217,8 +217,9 @@ class StepInput:
     exports: Int32Array = field(default_factory=no_block_moves)
     """[N, 6], each a `BlockMove` of kind EXPORT, executed after the tokens are computed and before the reply."""
     allowed_follow: bool = False
-    """Whether the master sends the allowed tokens while the step is computed, in place of those in `sampling`, because
-    they may depend on the reply to the previous step."""
+    """Whether the master sends the allowed tokens while the step is computed, instead of in `sampling`, because they
+    may depend on the reply to the previous step.
+    """
 
     @property
     def num_rows(self) -> int:
@@ -236,7 +237,7 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class TopTokens:
-    """The most likely tokens of each of N results: as many as the result wants and the vocabulary has."""
+    """The most likely tokens of each of N results: as many as the result requests and the vocabulary has."""
 
     offsets: Int32Array  # [N + 1] into the two lists below
     token_ids: Int32Array  # most likely first
@@ -278,34 +279,34 @@ class StepOutput:
     logprobs: Float32Array  # [S]; meaningful where num_logprobs >= 0
     top: TopTokens  # of the S samples; none if num_logprobs is below 1 or no token could be chosen
     row_errors: dict[int, str] = field(default_factory=dict)
-    """Index in `result_tokens` -> why the result is impossible, for example because all logits are NaN. Its token id is
-    -1. Only the first of several failed results of the same row and kind is listed."""
+    """Index in `result_tokens` -> why there is no result, for example because all logits are NaN. Its token id is -1.
+    Of several failed results of the same row and kind, only the first is listed.
+    """
     scores: Scores = NO_SCORES
     vectors: Float32Array = field(default_factory=lambda: NO_VECTORS)  # [results of kind VECTOR, hidden size]
 
 
 DRAFT_WINDOW: Final = 256
-"""Maximum number of tokens of a request that a draft model sees. If there are more, the older half is dropped at once,
-so that its KV cache of the newer half stays valid for the next 128 tokens."""
+"""Maximum number of a request's tokens that a draft model reads. If there are more, the older half is dropped at once,
+so that the KV cache of the newer half stays valid for the next 128 tokens.
+"""
 MAX_DRAFT_REQUESTS: Final = 16
 """Maximum number of requests in one call of a draft model."""
 MAX_DRAFT_TOKENS: Final = 64
-"""Maximum number of draft tokens of a request."""
 MAX_PROPOSED_TOKENS: Final = 1024
-"""Maximum number of tokens that a draft model computes at once; requests that do not fit get no draft tokens."""
+"""Maximum number of tokens that a draft model computes at once. Requests that do not fit get no draft tokens."""
 
 
 class DraftRequest(NamedTuple):
     """A request for which a draft model proposes tokens, and its sampling parameters."""
 
     key: int
-    """Id of the request for the draft model's KV cache, which is reused while the tokens are the same."""
+    """Id of the request in the draft model's KV cache, which is reused while the tokens are the same."""
     start: int
     """Index of the first of `token_ids` in the request."""
     token_ids: list[int]
-    """The newest tokens, at most `DRAFT_WINDOW`."""
+    """The latest tokens, at most `DRAFT_WINDOW`."""
     num_draft_tokens: int
-    """Number of draft tokens to propose, at most `MAX_DRAFT_TOKENS`."""
     temperature: float
     top_k: int
     top_p: float
@@ -315,15 +316,15 @@ class DraftRequest(NamedTuple):
 
 class DraftModelClient(Protocol):
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return at most `num_draft_tokens` draft tokens for each."""
+        """Return at most `num_draft_tokens` draft tokens for each request."""
 
 
 def blocks_per_draft_request(block_size: int) -> int:
-    """Return the blocks that a draft model's cache has for each of `MAX_DRAFT_REQUESTS` requests."""
+    """Return the number of blocks in a draft model's cache for each of `MAX_DRAFT_REQUESTS` requests."""
     return -(-(DRAFT_WINDOW + MAX_DRAFT_TOKENS) // block_size)
 
 
 def draft_window_start(num_tokens: int) -> int:
-    """Return the index of the first of `num_tokens` tokens that a draft model sees."""
+    """Return the index of the first of `num_tokens` tokens that a draft model reads."""
     half = DRAFT_WINDOW // 2
     return 0 if num_tokens <= DRAFT_WINDOW else ((num_tokens - 1) // half - 1) * half

@@ -1,4 +1,4 @@
-"""The sliding window of a model: which part of a sequence the KV cache must hold."""
+"""The sliding window of a model, which determines the part of a sequence that the KV cache must hold."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from typing import Final
 
 NO_WINDOW: Final = 2**31
-"""Number of tokens that no sequence reaches."""
+"""A number of tokens that no sequence reaches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
     """The part of the KV cache that a request needs.
 
-    A block holds the keys and values of all layers, so it is needed while any layer sees a token of it. If one layer
-    sees all tokens, no block can be freed.
+    A block holds the keys and values of all layers, so it is needed while any layer attends to one of its tokens. If
+    one layer attends to all tokens, no block can be freed.
     """
 
     num_tokens: int = NO_WINDOW
-    """Tokens that a token sees in the layer with the largest window, itself included."""
+    """Number of tokens, including itself, that a token attends to in the layer with the largest window."""
     max_chunk: int = 1
     """Maximum number of tokens of one request in a step."""
 
@@ -26,24 +26,24 @@ class Window:
     def from_model(cls, num_tokens: int | None, max_chunk: int, max_model_len: int) -> Window:
         """Return the window of a model.
 
-        `num_tokens`: the largest window of its layers; None if a layer sees all tokens. A window as long as
+        `num_tokens`: the largest window of its layers; None if a layer attends to all tokens. A window as long as
         `max_model_len` never slides.
         """
         return cls() if num_tokens is None or num_tokens >= max_model_len else cls(num_tokens, max_chunk)
 
     @property
     def is_sliding(self) -> bool:
-        """Whether requests free blocks behind the window."""
+        """Whether requests free blocks that the window has passed."""
         return self.num_tokens < NO_WINDOW
 
     def first_block(self, num_computed: int, block_size: int) -> int:
-        """Return the first block that the token after `num_computed` others, or any later one, sees."""
+        """Return the first block to which the token after `num_computed` others, or any later token, attends."""
         return max(0, num_computed + 1 - self.num_tokens) // block_size
 
     def max_blocks(self, block_size: int, num_blocks: int) -> int:
         """Return the maximum number of blocks that a request holds: the window of a step's first token, and the step.
 
-        If a cache of `num_blocks` is too small for that but holds the window, steps are shorter.
+        If a cache of `num_blocks` is too small for both but holds the window, steps are shorter.
         """
         if not self.is_sliding:
             return NO_WINDOW
@@ -51,15 +51,15 @@ class Window:
         return max(least, min(most, num_blocks))
 
     def max_blocks_of(self, num_tokens: int, block_size: int, num_blocks: int = NO_WINDOW) -> int:
-        """Return the maximum number of blocks that a request of `num_tokens` holds at once."""
+        """Return the maximum number of blocks that a request of `num_tokens` holds at the same time."""
         return min(-(-num_tokens // block_size), self.max_blocks(block_size, num_blocks))
 
     def max_request_tokens(self, block_size: int, num_blocks: int) -> int:
-        """Return the length of the longest request that a cache of `num_blocks` has room for."""
+        """Return the length of the longest request that fits into a cache of `num_blocks`."""
         return NO_WINDOW if self.max_blocks(block_size, num_blocks) <= num_blocks else num_blocks * block_size
 
     def min_chunk(self, block_size: int, num_blocks: int) -> int:
-        """Return the number of tokens of a prompt that a step always has room for."""
+        """Return the number of prompt tokens for which a step always has room."""
         if not self.is_sliding:
             return self.max_chunk
         most = self.max_blocks(block_size, num_blocks)
