@@ -157,7 +157,9 @@ def test_same_files_starts_no_work_agent_after_a_change(folder: Path, same_files
     same_files.start_checked(Agent)
     before = (folder / name).stat()
     change(folder / name)
-    with pytest.raises(ModelError, match=f"{name}: is not what the first WorkAgent read, .* start the server again"):
+    with pytest.raises(
+        ModelError, match=f"{name}: has changed since the first WorkAgent read it, .* restart the server"
+    ):
         same_files.start_checked(lambda: pytest.fail("was started"))
     os.utime(folder / name, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert not same_files.start_checked(Agent).is_killed
@@ -179,9 +181,7 @@ def test_same_files_kills_a_work_agent_that_read_during_a_change(folder: Path, s
 def test_same_files_kills_a_work_agent_with_another_fingerprint(folder: Path, same_files: SameFiles) -> None:
     agents = [Agent(weight_fingerprint(folder)), Agent("of another")]
     assert not same_files.start_checked(lambda: agents[0]).is_killed
-    with pytest.raises(
-        ModelError, match=rf"{folder}: is another model at 10\.0\.0\.3 than on the master's machine: put"
-    ):
+    with pytest.raises(ModelError, match=rf"{folder}: differs between 10\.0\.0\.3 and the master's machine: copy"):
         same_files.start_checked(lambda: agents[1])
     assert agents[1].is_killed
 

@@ -1,1 +1,1 @@
-"""Executors run steps on WorkAgents, start these processes, and replace those that die."""
+"""Executors run steps on WorkAgents, start these processes, and replace them when they exit."""

@@ -41,7 +41,7 @@ logger = get_logger(__name__)
 
 
 class StepFailedError(LLMServingError):
-    """The WorkAgent could not run one step. It keeps running; the KV cache of the step's requests is lost."""
+    """The WorkAgent could not run one step. It keeps running, but the KV cache of the step's requests is lost."""
 
 
 class RestartFailedError(LLMServingError):
@@ -49,7 +49,7 @@ class RestartFailedError(LLMServingError):
 
 
 class Executor(ABC):
-    """Runs steps strictly in the order they are submitted.
+    """Runs steps in the order of submission.
 
     The defaults suit an executor whose WorkAgent is never restarted and shares the master's memory.
     """
@@ -57,18 +57,17 @@ class Executor(ABC):
     max_steps_in_flight: int
     """Number of steps that may be submitted before one is collected."""
     next_step: int
-    """The number that the next submitted step must have."""
     restart_status: RestartStatus | None = None
-    """State of the restart, while the WorkAgent is being restarted."""
+    """State of the restart, while the WorkAgent is being restarted; otherwise None."""
 
     @property
     def restarts_exhausted(self) -> bool:
-        """Whether more consecutive restarts were made, without a completed step in between, than are allowed."""
+        """Whether the number of consecutive restarts without a completed step exceeds the limit."""
         return False
 
     @property
     def machine(self) -> str:
-        """Address of the machine the WorkAgent runs on; empty: the master's own."""
+        """Address of the machine on which the WorkAgent runs; empty: the master's own."""
         return ""
 
     @property
@@ -78,7 +77,7 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, step: StepInput, announce_ending: bool = False) -> None:
-        """Submit a step. `announce_ending`: `await_ending` will be called for it."""
+        """Submit a step. `announce_ending`: whether `await_ending` will be called for it."""
 
     @property
     def needs_allowed_tokens(self) -> bool:
@@ -86,16 +85,16 @@ class Executor(ABC):
         return False
 
     def set_allowed_tokens(self, allowed: AllowedTokens) -> None:  # noqa: B027
-        """Send the allowed tokens of the oldest submitted step. `collect` reports a WorkAgent that is gone."""
+        """Send the allowed tokens of the oldest submitted step. If the WorkAgent has exited,
+        `collect` raises the error.
+        """
 
     def await_ending(self) -> None:  # noqa: B027
-        """Wait until the newest step is about to end, the best moment to schedule the next one.
+        """Wait until the latest step is about to end, the best moment to schedule the next one.
 
-        A step scheduled earlier lacks requests that arrive in between; scheduled later, the WorkAgent idles. Return at
-        once if no step is in flight or the newest one was submitted without `announce_ending`.
-
-        Raises:
-            WorkerError: As for `collect`.
+        A step scheduled earlier misses requests that arrive in between; if it is scheduled later, the WorkAgent idles.
+        Return at once if no step is in flight or the latest one was submitted without `announce_ending`. Raise
+        WorkerError as `collect` does.
         """
 
     @abstractmethod
@@ -104,21 +103,18 @@ class Executor(ABC):
 
         Raises:
             StepFailedError: That step failed.
-            WorkerError: The WorkAgent is gone or sent an invalid message; no further output will come.
+            WorkerError: The WorkAgent exited or sent an invalid message, so no further output will come.
         """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return draft tokens for each request, from the draft model. No step may be in flight.
+        """Return the draft model's draft tokens for each request. No step may be in flight.
 
-        A list is empty where the draft model proposes nothing or fails.
-
-        Raises:
-            WorkerError: As for `collect`.
+        A list is empty if the draft model proposes nothing or fails. Raise WorkerError as `collect` does.
         """
         return [[] for _ in requests]
 
     def fileno(self) -> int | None:
-        """Return a descriptor that becomes readable when an idle WorkAgent dies; None if that cannot happen."""
+        """Return a descriptor that becomes readable when an idle WorkAgent exits; None if that cannot happen."""
         return None
 
     def restart(self, reason: str) -> None:
@@ -131,7 +127,7 @@ class Executor(ABC):
         raise WorkerDiedError(reason)
 
     def cancel_restarts(self) -> None:  # noqa: B027
-        """Start no further WorkAgent and cancel a restart in progress. Thread-safe."""
+        """Prevent further starts of WorkAgents, and cancel a restart in progress. Thread-safe."""
 
 
 class Runner(Protocol):
@@ -139,7 +135,7 @@ class Runner(Protocol):
 
 
 class LocalExecutor(Executor):
-    """Runs each step in this process, when it is collected."""
+    """Runs each step in this process when it is collected."""
 
     max_steps_in_flight = 1
     next_step = 0
@@ -176,7 +172,7 @@ class LocalExecutor(Executor):
 
 
 class _ExpectedResults(NamedTuple):
-    """Number of results of each kind in the output of a step."""
+    """Expected number of results of each kind in the output of a step."""
 
     num_samples: int
     num_scores: int
@@ -208,10 +204,10 @@ class _ExpectedResults(NamedTuple):
 
 
 class RemoteExecutor(Executor):
-    """Sends steps to a WorkAgent: a small frame on the socket, the arrays in a shared buffer or inside the frame.
+    """Sends steps to a WorkAgent: a small frame on the socket, with the arrays in a shared buffer or inside the frame.
 
-    Steps use the buffers cyclically. There are as many buffers as steps in flight, so a buffer is only rewritten after
-    the reply to the step that used it.
+    Steps use the buffers cyclically. There are as many buffers as steps in flight, so a buffer is only overwritten
+    after the reply to the step that used it.
     """
 
     num_restarts = 0
@@ -224,7 +220,7 @@ class RemoteExecutor(Executor):
         step_timeout_s: float | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        """A WorkAgent that needs longer than `step_timeout_s` seconds for a step counts as dead."""
+        """A WorkAgent that takes longer than `step_timeout_s` seconds for a step counts as dead."""
         self._channel = channel
         self._step_timeout_s = step_timeout_s
         self._clock = clock
@@ -232,13 +228,13 @@ class RemoteExecutor(Executor):
         self._in_flight: deque[RunStep] = deque()
         self._expected: deque[_ExpectedResults] = deque()
         self._replies: deque[AgentMessage] = deque()
-        """Replies received by `await_ending`, not collected yet."""
+        """Replies received by `await_ending` but not collected yet."""
         self._ending = -1
-        """Newest step whose end was announced."""
+        """Latest step whose end was announced."""
         self._waited_s = 0.0
-        """Time spent waiting for the oldest step in flight."""
+        """Seconds spent waiting for the oldest step in flight."""
         self._allowed = -1
-        """Newest step whose allowed tokens were sent."""
+        """Latest step whose allowed tokens were sent."""
         self.max_steps_in_flight = self._num_buffers = buffers.num_buffers
         self.next_step = 0
         self.num_compilations = 0
@@ -309,7 +305,7 @@ class RemoteExecutor(Executor):
             logger.warning("the draft model failed: %s", reply.error)
             return [[] for _ in requests]
         if len(reply.token_ids) != len(requests):
-            raise WorkerDiedError(f"expected {len(requests)} proposals, got {len(reply.token_ids)}")
+            raise WorkerDiedError(f"expected draft tokens for {len(requests)} requests, got {len(reply.token_ids)}")
         for request, token_ids in zip(requests, reply.token_ids, strict=True):
             if len(token_ids) > request.num_draft_tokens:
                 raise WorkerDiedError(f"expected at most {request.num_draft_tokens} tokens, got {len(token_ids)}")
@@ -319,7 +315,7 @@ class RemoteExecutor(Executor):
         return self._channel.fileno()
 
     def _check_unused(self, buffer: int) -> None:
-        """Raise AssertionError if a step whose arrays are in the buffer may still be read."""
+        """Raise AssertionError if the buffer has arrays of a step that may still be read."""
         for each in self._in_flight:
             assert each.buffer != buffer, f"buffer {buffer} is still used by step {each.step}"
 

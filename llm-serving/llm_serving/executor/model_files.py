@@ -1,4 +1,6 @@
-"""The files of a model: their state, the hashes of their content, and the check that all WorkAgents read the same."""
+"""The files of a model: their state, the hashes of their content, and the check that all WorkAgents
+read the same files.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from llm_serving.text.tokenizer.vocabulary import config_files
 from llm_serving.transport.messages import Loaded
 
 CHUNK_BYTES: Final = 2**20
-"""Bytes that are read and hashed at once; other threads run between two chunks."""
+"""Number of bytes read and hashed at a time. Other threads can run between two chunks."""
 
 
 class FileState(NamedTuple):
@@ -33,7 +35,6 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> FileState:
-        """Return the present state; raise ModelError if the file cannot be read."""
         try:
             found = path.stat()
         except OSError as error:
@@ -47,19 +48,14 @@ class FileState(NamedTuple):
 
 
 class ModelFiles(NamedTuple):
-    """Files that determine the responses of a model."""
+    """The files that determine the responses of a model."""
 
     weights: tuple[FileState, ...]
-    """See `served_weights`."""
     tokenizer: tuple[FileState, ...]
 
     @classmethod
     def served(cls, model: ModelConfig) -> ModelFiles:
-        """Record the state of the files of the configured model.
-
-        Raises:
-            ModelError: A file is missing.
-        """
+        """Record the state of the files of the configured model. Raise ModelError if a file is missing."""
         assert model.model_path is not None
         return cls(served_weights(model), _tokenizer(model.model_path, model.tokenizer_path))
 
@@ -68,8 +64,7 @@ class ModelFiles(NamedTuple):
         """Record the state of the files of a model folder or a GGUF file.
 
         Args:
-            folder: The model.
-            tokenizer: A tokenizer file or folder in place of the model's own.
+            tokenizer: A tokenizer file or folder to use instead of the model's own.
 
         Raises:
             ModelError: A file is missing.
@@ -92,7 +87,7 @@ class ContentHashes(NamedTuple):
 
 
 def content_hashes(files: ModelFiles, on_progress: Callable[[int], None] = lambda num_bytes: None) -> ContentHashes:
-    """Hash the content of these files; reads every byte.
+    """Hash the complete content of these files.
 
     A hash is SHA-256 over a line for each file, sorted: the SHA-256 of its content, two spaces and its name, as
     `sha256sum` writes them.
@@ -108,10 +103,8 @@ def content_hashes(files: ModelFiles, on_progress: Callable[[int], None] = lambd
 
 
 def served_weights(model: ModelConfig) -> tuple[FileState, ...]:
-    """Record the state of the weight files of the configured model, with config.json and graphs that hold weights.
-
-    Raises:
-        ModelError: There are no weight files.
+    """Record the state of the configured model's weight files, config.json and exported graphs with weights. Raise
+    ModelError if there are no weight files.
     """
     assert model.model_path is not None
     if model.mindir_path is None:
@@ -171,7 +164,7 @@ class SameFiles:
     """Ensures that all WorkAgents of a server read the same model, because any of them may continue a response.
 
     The files that the first WorkAgent read are the reference. A WorkAgent on another machine reports a fingerprint of
-    its files, which is compared with that of the master's. Methods may be called from any thread.
+    its files, which is compared with the master's. Thread-safe.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -179,13 +172,11 @@ class SameFiles:
         self._lock = threading.Lock()
         self._reference: tuple[FileState, ...] = ()
         self._fingerprint = ""
-        """Fingerprint of the master's files; empty until it is needed."""
+        """Fingerprint of the master's files; empty until needed."""
 
     def start_checked(self, start: Callable[[], Agent]) -> Agent:
-        """Start a WorkAgent; kill it unless it has read the same files as the first one.
-
-        Raises:
-            ModelError: The files differ.
+        """Start a WorkAgent; kill it unless it has read the same files as the first one. Raise ModelError if the files
+        differ.
         """
         files = served_weights(self._model)
         self._check(files)
@@ -210,14 +201,14 @@ class SameFiles:
         self._fingerprint = self._fingerprint or weight_fingerprint(path)
         if agent.loaded.model != self._fingerprint:
             raise ModelError(
-                f"{path}: is another model at {agent.machine} than on the master's machine: put the same files there, "
-                f"or have them come with `cluster_config.weights: object_store`"
+                f"{path}: differs between {agent.machine} and the master's machine: copy the same files there, or "
+                f"set `cluster_config.weights: object_store`"
             )
 
     def _check(self, files: tuple[FileState, ...]) -> None:
         if self._reference and files != self._reference:
             path = min(each.path for each in {*files} ^ {*self._reference})
             raise ModelError(
-                f"{path}: is not what the first WorkAgent read, and answers would change in their middle: put that "
-                f"back, or start the server again"
+                f"{path}: has changed since the first WorkAgent read it, so responses would be inconsistent: restore "
+                f"the file, or restart the server"
             )

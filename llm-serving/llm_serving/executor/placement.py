@@ -30,11 +30,9 @@ def start_processes(
 ) -> LocalProcess | RankProcesses:
     """Start the processes of one replica, one per rank.
 
-    Several ranks inherit shared memory for all-reduce, and a free port of this machine by which compiled graphs form
+    Several ranks inherit shared memory for all-reduce, and a free port of this machine on which compiled graphs form
     their collective group. If another process takes the port first, the ranks exit and are restarted with another port.
-
-    Raises:
-        OSError: Not all processes could be started; those that were are killed.
+    Raise OSError if not all processes could be started; those that were are killed.
     """
     if len(each) == 1:
         return _spawn(each[0], environment)
@@ -62,7 +60,7 @@ def _free_port() -> int:
 
 
 class StartedAgent(NamedTuple):
-    """A WorkAgent that is connected, before the handshake."""
+    """A connected WorkAgent, before the handshake."""
 
     process: AgentProcess
     channel: AgentLink
@@ -70,7 +68,7 @@ class StartedAgent(NamedTuple):
     machine: str = ""
     """Address of its machine; empty: the master's own."""
     blocks: AgentChannel | None = None
-    """Connection that transfers KV blocks; None: through shared memory, or not at all."""
+    """Connection that transfers KV blocks; None: they are transferred through shared memory, or not at all."""
 
 
 class Placement(Protocol):
@@ -82,10 +80,8 @@ class Placement(Protocol):
         timeout_s: float | None,
         cancellation: StartCancellation | None,
     ) -> StartedAgent:
-        """Start WorkAgent `index` within `timeout_s` seconds.
-
-        Raises:
-            WorkerDiedError: It could not be started, exited, did not connect in time, or the start was cancelled.
+        """Start WorkAgent `index` within `timeout_s` seconds. Raise WorkerDiedError if it could not be started, exited,
+        did not connect in time, or the start was cancelled.
         """
 
     def settings(self, settings: LoadModel) -> LoadModel:
@@ -97,13 +93,13 @@ class Placement(Protocol):
 class LocalPlacement:
     """Starts WorkAgents as child processes of the master.
 
-    Each process (each rank) inherits three descriptors: one end of a socket pair for messages, a memory file for step
-    arrays, and its standard input, a pipe that is closed when the master ends, however it ends. All of them inherit the
-    transfer memory, if there is one.
+    Each process (one per rank) inherits three descriptors: one end of a socket pair for messages, a memory file for
+    step arrays, and a pipe as standard input, which is closed when the master exits for any reason. All processes
+    inherit the transfer memory, if there is one.
     """
 
     def __init__(self, transfer_fd: int | None = None) -> None:
-        """`transfer_fd`: the KV transfer pool's memory; the caller keeps it."""
+        """`transfer_fd`: memory of the KV transfer pool, which the caller owns."""
         self._transfer_fd = transfer_fd
 
     def start(

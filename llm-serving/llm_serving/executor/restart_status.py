@@ -9,26 +9,26 @@ from dataclasses import dataclass
 from typing import Final
 
 SLOW_FACTOR: Final = 2.0
-"""An attempt that takes this many times as long as the first start may never succeed, so nothing is predicted."""
+"""An attempt that takes this multiple of the first start may never succeed, so no time is predicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartStatus:
-    """State of a restart, written by the engine's thread and read by any. Times are seconds of the engine's clock."""
+    """State of a restart, written by the engine's thread and read by any. Times are seconds on the engine's clock."""
 
     reason: str
     lost_at: float
-    """When the last working WorkAgent was lost."""
+    """Time at which the last working WorkAgent was lost."""
     attempt_at: float
-    """When the latest attempt starts, after its delay."""
+    """Time at which the latest attempt starts, after its delay."""
     load_s: float
-    """Time the first WorkAgent needed to become ready."""
+    """Seconds that the first WorkAgent needed to become ready."""
     num_failed: int
-    """Failed attempts since `lost_at`."""
+    """Number of failed attempts since `lost_at`."""
     num_restarts: int
-    """Consecutive attempts without a completed step, the latest included."""
+    """Number of consecutive attempts without a completed step, including the latest."""
     max_restarts: int
-    """Largest `num_restarts` after which a recovery is still expected."""
+    """Maximum `num_restarts` at which a recovery is still expected."""
 
     @property
     def restarts_exhausted(self) -> bool:
@@ -41,7 +41,9 @@ class RestartStatus:
         return max(self.attempt_at + self.load_s - now, 0.0)
 
     def retry_after_s(self, now: float) -> float:
-        """Return the seconds after which a client should retry, if this attempt takes as long as the first start."""
+        """Return the seconds after which a client should retry, assuming that this attempt takes as long as the first
+        start.
+        """
         return max(self.attempt_at + self.load_s - now, 1.0)
 
     def __str__(self) -> str:
@@ -51,7 +53,7 @@ class RestartStatus:
 
 
 class StartCancellation:
-    """Cancellation of all starts of WorkAgents: it ends waits and calls registered callbacks. Thread-safe."""
+    """Cancellation of all starts of WorkAgents. It ends waits and calls registered callbacks. Thread-safe."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -70,7 +72,7 @@ class StartCancellation:
                 callback()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the cancellation, at most `timeout_s` seconds; return whether it happened."""
+        """Wait for the cancellation for at most `timeout_s` seconds. Return whether it happened."""
         return self._event.wait(timeout_s)
 
     @contextmanager

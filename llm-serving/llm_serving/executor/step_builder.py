@@ -45,8 +45,8 @@ _NUMBERS = {name: (attrgetter(name), SAMPLING_DTYPES[name]) for name in SAMPLE_F
 class StepBuilder:
     """Builds the input of each step.
 
-    It remembers the position of each request's sample in the previous step. A token that is not known to the master yet
-    must be one of these samples: a request that skips a step has its tokens back before the next step is built.
+    It remembers the position of each request's sample in the previous step, because a token unknown to the master must
+    be one of these samples: a request that skips a step gets its tokens before the next step is built.
     """
 
     def __init__(self, blocks: BlockManager) -> None:
@@ -106,7 +106,7 @@ class StepBuilder:
         return step
 
     def allowed(self, schedule: Schedule) -> AllowedTokens:
-        """Return the allowed tokens of a step with grammar walks, once all steps before it have been replied to."""
+        """Return the allowed tokens of a step with constraints, once all earlier steps have been replied to."""
         parts: list[Int32Array] = []
         for request, _, _, samples, _ in schedule.rows:
             matcher, output = request.matcher, request.output_token_ids
@@ -119,7 +119,6 @@ class StepBuilder:
         return _joined(parts)
 
     def _sampling(self, samples: list[_Sample], positions: Int32Array) -> SamplingInput:
-        """`positions`: of the sampled tokens."""
         params = self._params
         if params.samples != samples:
             params = self._params = _SamplingParams(samples, self._params.allowed)
@@ -206,8 +205,8 @@ def _joined(parts: Sequence[Int32Array]) -> AllowedTokens:
 
 
 def _biases(request: Request, num_drafts: int) -> list[tuple[int, float]]:
-    """Return the logit biases of a request. The last tokens of bad words and, below `min_tokens`, stop tokens are
-    forbidden.
+    """Return the logit biases of a request. They forbid the last tokens of bad words and, below
+    `min_tokens`, stop tokens.
     """
     params = request.sampling
     biases = list(params.logit_bias)
@@ -223,7 +222,6 @@ def _biases(request: Request, num_drafts: int) -> list[tuple[int, float]]:
 
 
 def _bits(token_ids: Sequence[int]) -> Int32Array:
-    """Return a bitmap as in `AllowedTokens` with the bits of these tokens set."""
     ids = np.array(token_ids, np.int64)
     bits = np.zeros(32 * (int(ids.max()) // 32 + 1), np.uint8)
     bits[ids] = 1

@@ -1,4 +1,4 @@
-"""Starts WorkAgents, loads the model into them, and replaces a WorkAgent that dies."""
+"""Starts WorkAgents, loads the model into them, and replaces a WorkAgent that exits."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ from llm_serving.transport.messages import (
 from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers
 
 NUM_BUFFERS = 2
-"""One step computed, one ahead."""
+"""One for the step being computed, one for the next."""
 
 _EXIT_TIMEOUT_S = 5.0
 FIRST_DELAY_S: Final = 0.1
 MAX_DELAY_S: Final = 5.0
 MIN_RESTART_TIMEOUT_S: Final = 20.0
-"""Shortest time limit of a restart attempt, however quick the first start was."""
+"""Minimum time limit of a restart attempt, for any duration of the first start."""
 RESTART_TIMEOUT_FACTOR: Final = 3.0
 """Time limit of the first restart attempt, as a multiple of the first start."""
 LOCAL_PLACEMENT: Final = LocalPlacement()
@@ -85,7 +85,6 @@ class WorkAgentProcess:
             self._close()
 
     def kill(self) -> None:
-        """Kill the WorkAgent and free its memory."""
         if not self._closed:
             _kill_and_wait(self.process)
             self._close()
@@ -158,9 +157,9 @@ def _load(
     timeout_s: float | None,
     silence_s: float,
 ) -> Loaded:
-    """Check that the WorkAgent runs the same code, then have it load the model.
+    """Check that the WorkAgent runs the same code, then make it load the model.
 
-    The codes differ if the package was upgraded while the master runs, or is another version on another machine.
+    The code differs if the package was upgraded while the master runs, or has another version on another machine.
     """
     deadline = math.inf if timeout_s is None else monotonic() + timeout_s
 
@@ -177,7 +176,7 @@ def _load(
     channel.send(Hello(PROTOCOL_VERSION))
     welcome = receive()
     if not isinstance(welcome, Welcome) or welcome.version != PROTOCOL_VERSION:
-        raise ProtocolError(f"WorkAgent {index} does not speak version {PROTOCOL_VERSION} of the protocol")
+        raise ProtocolError(f"WorkAgent {index} does not support version {PROTOCOL_VERSION} of the protocol")
     if welcome.code_fingerprint != code_fingerprint():
         raise ProtocolError(
             f"WorkAgent {index} runs other code (fingerprint {welcome.code_fingerprint[:12]}) than the master "
@@ -238,7 +237,6 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
 
 
 def _max_draft_tokens(config: ServingConfig) -> int:
-    """Return the maximum number of draft tokens in a step."""
     scheduler = config.scheduler
     if scheduler.speculative_method == "none":
         return 0
@@ -259,7 +257,7 @@ StartFunction = Callable[[Loaded | None, float | None], WorkAgentProcess]
 
 
 class ConsistencyCheck:
-    """Checks that every WorkAgent has the compute fingerprint of the first one, so all give bit-identical answers.
+    """Checks that every WorkAgent has the compute fingerprint of the first one, so that all give bit-identical answers.
 
     Thread-safe.
     """
@@ -269,7 +267,7 @@ class ConsistencyCheck:
         self._reference: tuple[int, ComputeFingerprint] | None = None
 
     def check(self, agent: WorkAgentProcess) -> WorkAgentProcess:
-        """Return the WorkAgent; kill it and raise WorkerDiedError if its fingerprint differs."""
+        """Return the WorkAgent. If its fingerprint differs, kill it and raise WorkerDiedError."""
         with self._lock:
             if self._reference is None:
                 self._reference = agent.index, agent.loaded.compute_fingerprint
@@ -283,7 +281,9 @@ class ConsistencyCheck:
             for name in ComputeFingerprint.__struct_fields__
             if (ours := getattr(found, name)) != (theirs := getattr(expected, name))
         )
-        raise WorkerDiedError(f"WorkAgent {agent.index} would give other answers than WorkAgent {first}: {names}")
+        raise WorkerDiedError(
+            f"WorkAgent {agent.index} would compute different answers than WorkAgent {first}: {names}"
+        )
 
 
 def restart_delay_s(attempt: int) -> float:
@@ -294,20 +294,20 @@ def restart_delay_s(attempt: int) -> float:
 def restart_timeout_s(load_s: float, num_failed: int) -> float:
     """Return the time limit of an attempt after `num_failed` failures, if the first start took `load_s`.
 
-    A WorkAgent that hangs while loading is replaced soon. Each attempt gets twice the time of the one before, so that
-    on a machine that has become slow one of them succeeds.
+    The limit is short at first, because a WorkAgent may hang while loading. It doubles with each attempt, so that an
+    attempt can succeed on a machine that has become slow.
     """
     return max(MIN_RESTART_TIMEOUT_S, RESTART_TIMEOUT_FACTOR * load_s) * 2.0 ** min(num_failed, 60)
 
 
 class SupervisedExecutor(RemoteExecutor):
-    """Runs steps on a WorkAgent that `restart` replaces when it dies.
+    """Runs steps on a WorkAgent that `restart` replaces when it exits.
 
     Args:
         start: Starts a WorkAgent.
-        step_timeout_s: Longest time of a step.
-        max_restarts: Consecutive restarts, without a completed step in between, before the start of the first WorkAgent
-            fails for good, or a later one counts as exhausted (`restarts_exhausted`; it is still retried).
+        step_timeout_s: Maximum duration of a step.
+        max_restarts: Maximum number of consecutive restarts without a completed step. Beyond it, the start of the first
+            WorkAgent fails; a later WorkAgent is still retried, but counts as exhausted (`restarts_exhausted`).
         cancellation: Cancelled by `cancel_restarts`; `start` should observe it.
         pause: Waits for a number of seconds and returns whether restarts were cancelled.
     """
@@ -389,7 +389,7 @@ class SupervisedExecutor(RemoteExecutor):
         super().__init__(agent.channel, agent.buffers, self._step_timeout_s, self._clock)
 
     def _start_first(self) -> WorkAgentProcess:
-        """Start the first WorkAgent: retry if it dies while loading, but not if it reports why it cannot load."""
+        """Start the first WorkAgent. Retry if it exits while loading, but not if it reports why it cannot load."""
         while True:
             began = self._clock()
             try:

@@ -1,4 +1,4 @@
-"""The ranks of a replica under tensor parallelism, controlled as if they were one WorkAgent."""
+"""The ranks of a replica under tensor parallelism, controlled like a single WorkAgent."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from llm_serving.transport.messages import (
 class RankChannels:
     """Sends every message to all ranks, and returns a message once all ranks have sent an equal one.
 
-    So a reply to a step means that no rank reads its arrays any more, and ranks that disagree about tokens are
-    detected. Only rank 0 announces the end of a step. A rank that fails to load reports it for all.
+    So after the reply to a step, no rank reads the step's arrays, and ranks that disagree about tokens are detected.
+    Only rank 0 announces the end of a step. A rank that fails to load reports the failure for all ranks.
     """
 
     def __init__(self, channels: Sequence[AgentChannel]) -> None:
         self._channels = channels
         self._received: list[deque[AgentMessage]] = [deque() for _ in channels]
-        """Messages that have arrived from each rank but not yet from all."""
+        """Messages of each rank that have not arrived from all ranks yet."""
         self._poll = select.epoll(len(channels))
         for channel in channels:
             self._poll.register(channel, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when a rank sends something or is gone."""
+        """Return a descriptor that is readable when a rank sends something or has exited."""
         return self._poll.fileno()
 
     def send(self, message: msgspec.Struct) -> None:
@@ -55,7 +55,7 @@ class RankChannels:
 
         Raises:
             DeadlineExceededError: A rank has not sent it within `timeout_s` seconds.
-            ChannelClosedError: A rank is gone.
+            ChannelClosedError: A rank has exited.
             ProtocolError: The ranks' messages differ, or one is invalid.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -75,7 +75,6 @@ class RankChannels:
         return first
 
     def _ready(self, deadline: float | None) -> list[int]:
-        """Return the ranks from which data has arrived."""
         read = [rank for rank, channel in enumerate(self._channels) if channel.has_frame]
         if read:
             return read
@@ -105,7 +104,9 @@ def _to_rank(rank: int, message: msgspec.Struct) -> msgspec.Struct:
 
 
 def _compared(message: AgentMessage) -> object:
-    """Return the part of a message that must be equal on all ranks: for the reply to a step, every bit."""
+    """Return the part of a message that must be equal on all ranks. For the reply to a step, every
+    bit must be equal.
+    """
     match message:
         case Welcome():
             return message.version, message.code_fingerprint
@@ -119,13 +120,12 @@ def _compared(message: AgentMessage) -> object:
 
 
 class RankProcesses:
-    """The processes of a replica's ranks. When one exits, all of them are ended."""
+    """The processes of a replica's ranks. When one exits, all others are terminated."""
 
     def __init__(self, processes: Sequence[LocalProcess]) -> None:
         self.ranks = processes
-        """By rank."""
         self._first: int | None = None
-        """The rank that exited first by itself, if that was observed."""
+        """The rank that exited first by itself, if it was observed."""
 
     @property
     def pids(self) -> list[int]:

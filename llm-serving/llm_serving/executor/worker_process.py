@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 AgentChannel = Channel[AgentMessage]
 
 KILL_TIMEOUT_S: Final = 10.0
-"""Seconds within which a killed process exits, unless the kernel holds it, for example in a driver that hangs."""
+"""Seconds for a killed process to exit. The kernel may hold it longer, for example in a driver that hangs."""
 
 
 class AgentLink(Protocol):
@@ -35,7 +35,7 @@ class AgentLink(Protocol):
 
 
 class AgentProcess(Protocol):
-    """The process of a WorkAgent, as its supervisor sees it."""
+    """The process of a WorkAgent, as seen by its supervisor."""
 
     @property
     def pids(self) -> list[int]:
@@ -46,7 +46,7 @@ class AgentProcess(Protocol):
 
     @property
     def exit_description(self) -> str:
-        """How it exited, for example "code 3". Only valid after it has."""
+        """How it exited, for example "code 3". Only valid after the exit."""
 
     def kill(self) -> None: ...
 

@@ -258,7 +258,7 @@ def test_messages_of_an_earlier_start_are_not_read(placement: ClusterPlacement, 
         return late
 
     placement._starter = types.SimpleNamespace(start=come, close=starter.close)  # type: ignore[assignment]
-    with pytest.raises(ProtocolError, match="WorkAgent 0 does not speak version"):
+    with pytest.raises(ProtocolError, match="WorkAgent 0 does not support version"):
         start(placement)
     assert late.is_killed
     channels[0].close()

@@ -59,10 +59,8 @@ class BlockLink:
                 self._release()
 
     def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[BlockContents, None, None]:
-        """Yield the contents of blocks, one frame per piece. Close the generator if it is not exhausted.
-
-        Raises:
-            WorkerError: The contents cannot be read.
+        """Yield the contents of blocks, one frame per piece. Close the generator if it is not exhausted. Raise
+        WorkerError if the contents cannot be read.
         """
         requests = (ReadBlocks([each for each, _ in piece], [epoch for _, epoch in piece]) for piece in pieces)
         with contextlib.closing(self._replies(requests)) as replies:

@@ -35,9 +35,7 @@ class AgentStarter(Protocol):
 
     def start(self, index: int, ranks: Sequence[Sequence[str]]) -> AgentProcess:
         """Run `python -m llm_serving.work_agent ARGUMENTS` for each rank of WorkAgent `index`, all on one machine.
-
-        Raises:
-            WorkerDiedError: It cannot be started.
+        Raise WorkerDiedError if it cannot be started.
         """
 
     def close(self) -> None: ...

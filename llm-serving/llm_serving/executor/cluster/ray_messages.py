@@ -31,7 +31,6 @@ class StartAgent(msgspec.Struct, tag="start", frozen=True):
     """Identifies the start."""
     index: int
     ranks: tuple[tuple[str, ...], ...]
-    """Arguments of each rank."""
 
 
 class KillAgent(msgspec.Struct, tag="kill", frozen=True):

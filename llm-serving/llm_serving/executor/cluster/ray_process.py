@@ -44,7 +44,6 @@ NAMESPACE: Final = "llm-serving"
 PLACEMENT_TIMEOUT_S: Final = 120.0
 """Seconds within which the cluster must have room for all WorkAgents."""
 DEVICE: Final = "NPU"
-"""Ray's resource name of Ascend NPUs."""
 ATTEMPTS: Final = "2"
 """Attempts to reach a head node; each takes at least 41 s. Ray's default is 20."""
 EXIT_GRACE_S: Final = 10.0
@@ -282,10 +281,8 @@ def _resources(ray: Any) -> str:
 
 
 def status_lines(address: str) -> Iterator[str]:
-    """Yield a table row for each machine: address, state, free and total cores and devices, WorkAgents.
-
-    Raises:
-        ConfigError: Ray is not installed, or there is no cluster at the address.
+    """Yield a table row for each machine: address, state, free and total cores and devices, WorkAgents. Raise
+    ConfigError if Ray is not installed, or there is no cluster at the address.
     """
     with connect_to_ray(address) as ray:
         free = importlib.import_module("ray._private.state").available_resources_per_node()

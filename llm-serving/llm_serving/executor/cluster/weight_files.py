@@ -24,7 +24,6 @@ from llm_serving.executor.cluster.ray_messages import RayWeights
 PIECE_BYTES: Final = 2**25
 """Maximum bytes of a file read into memory and sent at a time."""
 DEFAULT_CACHE: Final = "~/.cache/llm_serving/weights"
-"""Default cache folder on every machine."""
 _DIGEST_BYTES: Final = 20
 
 
@@ -68,10 +67,8 @@ def describe_folder(folder: Path) -> WeightFiles:
 
 
 def read_pieces(folder: Path, files: WeightFiles) -> Iterator[bytes]:
-    """Yield the contents of the files in pieces. No piece spans two files.
-
-    Raises:
-        ModelError: The files have changed since they were described.
+    """Yield the contents of the files in pieces. No piece spans two files. Raise ModelError if the files have changed
+    since they were described.
     """
     names, digest = [each.name for each in files.files], _Digest()
     for piece in _read(folder, names):
@@ -91,10 +88,8 @@ def find_cached(cache: str, files: WeightFiles) -> Path | None:
 
 
 def store_in_cache(cache: str, files: WeightFiles, pieces: Iterable[bytes | memoryview]) -> Path:
-    """Write the files to this machine's cache folder and verify them. Only one process writes at a time.
-
-    Raises:
-        ConfigError: The files cannot be stored, or do not match the description.
+    """Write the files to this machine's cache folder and verify them. Only one process writes at a time. Raise
+    ConfigError if the files cannot be stored, or do not match the description.
     """
     folder = _folder(cache, files)
     try:
