@@ -331,12 +331,12 @@ def test_replay_refuses_another_format_and_another_state() -> None:
     reader = replay(data)._reader
     for changes, text in [
         ({"format": 99}, f"has format 99; this version reads formats 14 and {FORMAT}"),
-        ({"nodes": [["scheduler.scheduler:Lost", []]]}, "does not fit this version"),
-        ({"nodes": [["config.loader:Path", []]]}, "no part of a scheduler's state"),
-        ({"nodes": []}, "does not fit this version"),
-        ({"nodes": [["array", [2**40], "i"]]}, "does not fit this version"),
-        ({"nodes": [["list", [1, 2, 3]]]}, "does not fit this version"),
-        ({"nodes": [["dict", [], []], ["tuple", [[0], [0]]]]}, "does not fit this version"),
+        ({"nodes": [["scheduler.scheduler:Lost", []]]}, "does not match this version"),
+        ({"nodes": [["config.loader:Path", []]]}, "cannot be part of a scheduler's state"),
+        ({"nodes": []}, "does not match this version"),
+        ({"nodes": [["array", [2**40], "i"]]}, "does not match this version"),
+        ({"nodes": [["list", [1, 2, 3]]]}, "does not match this version"),
+        ({"nodes": [["dict", [], []], ["tuple", [[0], [0]]]]}, "does not match this version"),
     ]:
         header = msgspec.structs.replace(reader.header, **changes)
         with pytest.raises(RecordingError, match=text):

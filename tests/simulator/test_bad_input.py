@@ -67,7 +67,7 @@ FILES = [  # every kind of YAML
     ("hello\n", ":1: must be a mapping of sections. Given: 'hello'"),
     (bytes(range(256)), "is not valid YAML"),
     ("a:\n\t- [\n", ":2: is not valid YAML"),
-    ("a: 1\na: 2\n", ":2: key 'a' stands twice"),
+    ("a: 1\na: 2\n", ":2: key 'a' is given twice"),
     ("nowhere: 1\n", ":1: "),
 ]
 LENGTHS = [0, -1, 10**30, "x", [1], {}, {"low": 5, "high": 1}, {"median": 5, "p99": 1}, {"median": 9, "p99": 1e300}]
@@ -173,7 +173,7 @@ RECORDINGS = [
     (b"", "a.rec: is not a recording of the scheduler"),
     (b"PK\x03\x04" + bytes(999), "a.rec: is not a recording of the scheduler"),
     (lambda good: good[:80], "a.rec: ends before its header does"),
-    (flipped, "is damaged: it, or one before it, is not what was written"),
+    (flipped, "is damaged: its hash, or that of an earlier record, does not match"),
     (lambda good: good[: len(MAGIC) + 30] + b"\xff" + good[len(MAGIC) + 31 :], "a.rec: record 0 at byte 32 is damaged"),
     (header_only, "a.rec"),
 ]

@@ -1,1 +1,1 @@
-"""Records the inputs and decisions of a scheduler in files, and replays them."""
+"""Recording of a scheduler's inputs and decisions in files, and replay of these files."""

@@ -1,4 +1,4 @@
-"""The files of a recording, written by a thread."""
+"""The files of a recording, which a thread writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm_serving.log import get_logger
 logger = get_logger(__name__)
 
 MAX_PENDING_BYTES: Final = 64 * 2**20
-"""Unwritten bytes at which the recording stops, because the disk is too slow."""
+"""Maximum unwritten bytes. Beyond it the disk is too slow, and the recording stops."""
 BATCH_S: Final = 0.1
 """Seconds for which records are collected before they are written."""
 CLOSE_S: Final = 10.0
@@ -20,14 +20,12 @@ CLOSE_S: Final = 10.0
 
 
 class RecordFiles:
-    """Files `{name}-{number}.rec` in a folder; numbers continue after existing files, and the oldest are deleted.
+    """Files `{name}-{number}.rec` in a folder. Numbers continue after existing files, and the oldest files are deleted.
 
     Only the writing thread and `close` wait for the disk. The first error stops the recording with one log line.
 
     Args:
         folder: Folder of the files; it is created if necessary.
-        name: Name of the scheduler.
-        max_files: Number of files to keep.
     """
 
     def __init__(self, folder: Path, name: str, max_files: int) -> None:
@@ -38,7 +36,7 @@ class RecordFiles:
         self._is_open = True
         self._is_complete = False
         self._pending: list[tuple[bool, bytes]] = []
-        """(whether the data start a file, data)."""
+        """(whether the data start a new file, data)."""
         self._pending_bytes = 0
         self._lock = threading.Lock()
         self._filled = threading.Event()
@@ -57,7 +55,7 @@ class RecordFiles:
         self._put(False, data)
 
     def close(self) -> bool:
-        """Accept no more data; return whether everything was written."""
+        """Stop accepting data. Return whether everything was written."""
         self._closing.set()
         self._filled.set()
         self._thread.join(CLOSE_S)

@@ -1,4 +1,4 @@
-"""Recording of a scheduler: each call that changes its state, and each decision. `replay.py` reads a recording."""
+"""Recording of a scheduler: each call that changes its state, and each decision. `replay.py` reads recordings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _NO_BLOCKS: Final[list[int]] = []
 
 
 class Sink(Protocol):
-    """The output of a recorder. Only `close` blocks, and no method raises."""
+    """The output of a recorder. Only `close` blocks, and no method raises an error."""
 
     @property
     def is_open(self) -> bool:
@@ -65,11 +65,11 @@ class Sink(Protocol):
     def append(self, data: bytes) -> None: ...
 
     def close(self) -> bool:
-        """Accept no more data; return whether everything was written."""
+        """Stop accepting data. Return whether everything was written."""
 
 
 class DecisionEncoder:
-    """Encodes decisions as records. A row has only the blocks added to its table since the request's last row.
+    """Encodes decisions as records. A row contains only the blocks added to its table since the request's previous row.
 
     This works because a block table is one object from admission to the end of a request, and only grows. The encoders
     of a recording and of its replay start with the file and see the same decisions, so they omit the same blocks.
@@ -78,7 +78,7 @@ class DecisionEncoder:
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
         self._encoded: dict[int, tuple[BlockTable, int]] = {}
-        """`Request.sequence` -> (block table, number of its blocks that were encoded)."""
+        """`Request.sequence` -> (block table, number of its blocks that have been encoded)."""
 
     def encode(self, schedule: Schedule | None) -> bytes:
         if schedule is None:
@@ -106,14 +106,12 @@ class DecisionEncoder:
 class Recorder:
     """Writes events and decisions as sealed records, and starts a new file when one is full.
 
-    Each file begins with the scheduler's whole state, so it can be replayed without earlier files. An error ends the
-    recording and does not affect serving.
+    Each file begins with the scheduler's complete state, so it can be replayed without earlier files. An error ends the
+    recording but does not affect serving.
 
     Args:
-        sink: Gets the data.
         name: Name of the scheduler within its server.
         max_file_bytes: Approximate size of a full file.
-        clock: The engine's clock.
     """
 
     def __init__(self, sink: Sink, name: str, max_file_bytes: int, clock: Clock = monotonic) -> None:
@@ -125,7 +123,7 @@ class Recorder:
         self._chain: Chain | None = None
         self._file_bytes = self._state_bytes = 0
         self._open: dict[int, Schedule] = {}
-        """Step -> schedule, of the steps without results."""
+        """Step -> schedule, for steps without results."""
         self._num_events = self._num_decisions = 0
 
     @property

@@ -1,8 +1,8 @@
 """The format of a recording: the scheduler's calls and decisions as a chain of sealed records.
 
-A file is `MAGIC`, a header, then records. A record is its length and the complement of the length (two u32, little
-endian), its payload (msgpack), and the seal: the running hash of all payloads from the header to this one. The header
-has the last seal of the file before, so the seals of all files of one run form a chain.
+A file consists of `MAGIC`, a header and records. A record consists of its length and the complement of the length (two
+u32, little endian), its payload (msgpack), and the seal: the running hash of all payloads from the header to this one.
+The header has the last seal of the previous file, so the seals of all files of one run form a chain.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class Header(msgspec.Struct, array_like=True, frozen=True, tag="header"):
 
     format: int
     version: str
-    """Version of the package that recorded."""
+    """Version of the package that wrote the recording."""
     name: str
     """Name of the scheduler within its server."""
     seal: bytes
-    """Last seal of the file before; empty in the first file."""
+    """Last seal of the previous file; empty in the first file."""
     layouts: dict[str, list[str]]
     nodes: list[Any]
-    """With `layouts`, the scheduler's state; see `snapshot.py`."""
+    """The scheduler's state, together with `layouts`; see `snapshot.py`."""
 
 
 # Records identify requests by `Request.sequence`, which the scheduler assigns in order. Tags are part of the format.
 
 
 class Added(msgspec.Struct, array_like=True, frozen=True, tag="add"):
-    """`Scheduler.add`, with the fields of the request that decisions depend on."""
+    """`Scheduler.add`, with the fields of the request that affect decisions."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -74,14 +74,12 @@ class Added(msgspec.Struct, array_like=True, frozen=True, tag="add"):
 
 
 class Drafted(msgspec.Struct, array_like=True, frozen=True, tag="draft"):
-    """`Scheduler.set_draft_tokens`."""
-
     sequence: int
     token_ids: list[int]
 
 
 class ScheduleCalled(msgspec.Struct, array_like=True, frozen=True, tag="schedule"):
-    """`Scheduler.schedule`; a `Decided` follows, unless it raised."""
+    """`Scheduler.schedule`. A `Decided` follows, unless the call raised an error."""
 
     now: float
 
@@ -92,7 +90,7 @@ class Updated(msgspec.Struct, array_like=True, frozen=True, tag="update"):
     step: int
     token_ids: list[int]
     time: float
-    """When the reply arrived. No decision depends on it; the simulator's profiles do."""
+    """Arrival of the reply. Decisions do not depend on it, but the simulator's profiles do."""
 
 
 class Paused(msgspec.Struct, array_like=True, frozen=True, tag="pause"):
@@ -102,7 +100,7 @@ class Paused(msgspec.Struct, array_like=True, frozen=True, tag="pause"):
 class Resumed(msgspec.Struct, array_like=True, frozen=True, tag="resume"):
     sequence: int
     newest_token_id: int
-    """The last token of the request, which may have changed during the pause."""
+    """The last token of the request, which may have changed while it was paused."""
 
 
 class RequestFinished(msgspec.Struct, array_like=True, frozen=True, tag="finish"):
@@ -113,14 +111,10 @@ class RequestFinished(msgspec.Struct, array_like=True, frozen=True, tag="finish"
 
 
 class MigratedOut(msgspec.Struct, array_like=True, frozen=True, tag="depart"):
-    """`Scheduler.migrate_out`."""
-
     sequence: int
 
 
 class BlocksReclaimed(msgspec.Struct, array_like=True, frozen=True, tag="give_back"):
-    """`Scheduler.reclaim_exported_blocks`."""
-
     blocks: list[TransferBlock]
 
 
@@ -135,26 +129,20 @@ class DeadlineChanged(msgspec.Struct, array_like=True, frozen=True, tag="put_off
 
 
 class RemoteServiceCharged(msgspec.Struct, array_like=True, frozen=True, tag="served_elsewhere"):
-    """`Scheduler.charge_remote_service`."""
-
     service: list[tuple[str, str, int]]
-    """(class, tenant, tokens) of each."""
+    """(class, tenant, tokens)."""
 
 
 class TenantLeasesAdjusted(msgspec.Struct, array_like=True, frozen=True, tag="deal"):
-    """`Scheduler.adjust_tenant_leases`."""
-
     leases: dict[str, int]
 
 
 class ClassesDeprioritized(msgspec.Struct, array_like=True, frozen=True, tag="put_ahead"):
-    """`Scheduler.deprioritize`."""
-
     classes: list[str]
 
 
 class Reloaded(msgspec.Struct, array_like=True, frozen=True, tag="reload"):
-    """`Scheduler.reload`, with the rules in the form of the state in `Header`."""
+    """`Scheduler.reload`, with the rules in the same form as the state in `Header`."""
 
     layouts: dict[str, list[str]]
     nodes: list[Any]
@@ -165,8 +153,9 @@ class CacheReset(msgspec.Struct, array_like=True, frozen=True, tag="lose_cache")
 
 
 Row = tuple[int, int, int, int, int, list[int]]
-"""(request, tokens in the cache before, tokens computed, samples, blocks of its table, those of these blocks that no
-earlier row of this file has)."""
+"""(request, tokens already in the cache, tokens computed, samples, blocks of its table, those of these blocks that no
+earlier row of this file has).
+"""
 
 
 class Decided(msgspec.Struct, array_like=True, frozen=True, tag="decision"):
@@ -236,13 +225,8 @@ class Entry(NamedTuple):
 
 
 class Reader:
-    """Reads the records of one file in order, up to an incomplete last record, which a crash may leave.
-
-    Args:
-        file: The file.
-
-    Raises:
-        RecordingError: The file does not begin as a recording.
+    """Reads the records of one file in order, up to an incomplete last record, which a crash may leave. Raise
+    RecordingError if the file is not a recording.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -266,7 +250,7 @@ class Reader:
         self.header_payload = first.payload
 
     def __iter__(self) -> Iterator[Entry]:
-        """Yield the records after the header; raise RecordingError at a damaged record."""
+        """Yield the records after the header. Raise RecordingError at a damaged record."""
         return self._entries
 
     def _read(self) -> Iterator[Entry]:
@@ -280,7 +264,7 @@ class Reader:
             payload = body[:length]
             self._chain.add(payload)
             if body[length:] != self._chain.seal:
-                raise _damaged(number, offset, "it, or one before it, is not what was written")
+                raise _damaged(number, offset, "its hash, or that of an earlier record, does not match")
             try:
                 record = _decode(payload)
             except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors, as is invalid UTF-8
@@ -293,7 +277,7 @@ class Reader:
             return 0
         length, complement = _LENGTH.unpack(prefix)
         if length ^ complement != _COMPLEMENT or length > MAX_RECORD_BYTES:
-            raise _damaged(number, offset, "its length makes no sense")
+            raise _damaged(number, offset, "its length is invalid")
         return int(length)
 
 

@@ -1,4 +1,4 @@
-"""Replay of a recording: the scheduler must make the recorded decisions again, without a device or a clock."""
+"""Replay of a recording: the scheduler must repeat the recorded decisions, without a device or a clock."""
 
 from __future__ import annotations
 
@@ -45,23 +45,16 @@ from llm_serving.scheduler.scheduler import Scheduler
 
 
 class ReplayDiffersError(RecordingError):
-    """The scheduler makes another decision than the recorded one, or fails; the text says where and how."""
+    """The scheduler makes a different decision than the recorded one, or fails. The text says where and how."""
 
 
 class Replay:
-    """Replays one recording.
-
-    Args:
-        reader: Reads the recording.
-
-    Raises:
-        RecordingError: The recorded state does not fit this version.
-    """
+    """Replays one recording. Raise RecordingError if the recorded state does not match this version."""
 
     def __init__(self, reader: Reader) -> None:
         self.num_events = self.num_decisions = 0
         self.explanation = ""
-        """The state and the decision at which `run` with `explain` stopped."""
+        """Description of the state and the decision at which `run` with `explain` stopped."""
         self.on_decision: Callable[[Schedule, float], None] = lambda schedule, now: None
         """Called with each reproduced schedule and its time."""
         self.on_request: Callable[[Request], None] = lambda request: None
@@ -78,7 +71,7 @@ class Replay:
             self._encoder = DecisionEncoder(self.scheduler.blocks)
             self.first_step = self.next_step = self.scheduler._step
         except (AttributeError, TypeError, ValueError) as error:
-            raise RecordingError(f"its state does not fit this version: {error!r}") from None
+            raise RecordingError(f"its scheduler state does not match this version: {error!r}") from None
         self._ids = {sequence: request.request_id for sequence, request in self._requests.items()}
         self._chain = Chain()
         self._chain.add(reader.header_payload)
@@ -90,7 +83,7 @@ class Replay:
 
     @property
     def hash(self) -> str:
-        """Hash of all events and reproduced decisions; equal to the recorded hash while all decisions are."""
+        """Hash of all events and reproduced decisions. It equals the recorded hash as long as all decisions do."""
         return self._chain.seal.hex()
 
     def run(self, until: int | None = None, *, explain: bool = False) -> None:
@@ -194,7 +187,7 @@ class Replay:
                 scheduler.reset_cache()
                 self._open.clear()
             case _:
-                raise ValueError("an event is expected, but the record is none")
+                raise ValueError("an event is expected, but the record is something else")
 
     def _restore(self, layouts: Layouts, nodes: list[Any]) -> Any:
         if self._reader.header.format == OLD_FORMAT:

@@ -17,13 +17,13 @@ from llm_serving.scheduler.schedule import Schedule, WaitReason
 from llm_serving.scheduler.scheduler import Scheduler
 
 MAX_SHOWN: Final = 20
-"""Waiting requests of a class in a text; further ones are only counted."""
+"""Maximum number of waiting requests of a class in a text; further ones are only counted."""
 
 _HEADINGS: Final = ("request", "class", "computed", "of", "blocks", "preemptions")
 MAX_STEPS: Final = 2000
-"""Steps on a page, the newest; a browser opens a larger page slowly."""
+"""Maximum number of steps on a page, the latest, because a browser opens a larger page slowly."""
 MAX_WAITING: Final = 64
-"""Waiting requests of a step on a page; further ones are only counted."""
+"""Maximum number of waiting requests of a step on a page; further ones are only counted."""
 
 
 def describe_state(scheduler: Scheduler) -> str:
@@ -85,7 +85,7 @@ def describe_decision(schedule: Schedule) -> str:
 
 
 def describe_waiting(scheduler: Scheduler, schedule: Schedule) -> str:
-    """Return why the step admitted none of the waiting requests; numbers are those after the step."""
+    """Return why the step admitted none of the waiting requests, with numbers from after the step."""
     blocked = scheduler.blocked
     if blocked is None:
         return "no request waits for admission"
@@ -185,16 +185,16 @@ class ReplayedStep(msgspec.Struct, array_like=True):
     rows: list[tuple[int, int, int, int]]
     """(request, first token computed, tokens computed, tokens sampled)."""
     running: list[tuple[int, int]]
-    """(request, blocks), in the order in which they decode."""
+    """(request, blocks), in decode order."""
     waiting: list[int]
     """In order of admission, at most `MAX_WAITING`."""
     num_waiting: int
     preempted: list[tuple[int, str, bool]]
     """(request, class that needed its blocks, whether its blocks were swapped out)."""
     next: int | None
-    """The next request to admit, which could not be admitted."""
+    """The next request to admit, if it could not be admitted."""
     reason: str
-    """Why it could not be admitted; empty: no request waits."""
+    """Why it could not be admitted; empty if no request waits."""
     behind: str | None
     """Class that holds most slots or blocks, depending on the reason."""
     closed: tuple[str, ...]
@@ -205,7 +205,7 @@ class ReplayedStep(msgspec.Struct, array_like=True):
 class ReplayPageData(msgspec.Struct):
     name: str
     version: str
-    """Version of the package that recorded."""
+    """Version of the package that wrote the recording."""
     slots: int
     budget: int
     """Token budget of a step."""
@@ -214,7 +214,7 @@ class ReplayPageData(msgspec.Struct):
     requests: list[ReplayedRequest]
     steps: list[ReplayedStep]
     num_left_out: int
-    """Earlier steps that are not included."""
+    """Number of earlier steps that are not included."""
 
 
 class ReplayPageBuilder:
@@ -222,7 +222,7 @@ class ReplayPageBuilder:
 
     Args:
         scheduler: The replaying scheduler.
-        max_steps: Steps to keep, the newest.
+        max_steps: Number of steps to keep, the latest.
     """
 
     def __init__(self, scheduler: Scheduler, max_steps: int = MAX_STEPS) -> None:
@@ -260,7 +260,7 @@ class ReplayPageBuilder:
         )
 
     def page_data(self, name: str, version: str) -> ReplayPageData:
-        """Return the kept steps with their requests; `name` and `version` are those of the recording's header."""
+        """Return the kept steps with their requests. `name` and `version` are from the recording's header."""
         pool = self._scheduler.blocks.pool
         indices: dict[int, int] = {}
         steps = [_renumbered(step, indices) for step in self._steps]
@@ -277,7 +277,7 @@ class ReplayPageBuilder:
         )
 
     def _add_request(self, request: Request) -> int:
-        """Return `Request.sequence`, after remembering the request."""
+        """Remember a request, and return its `Request.sequence`."""
         if request.sequence not in self._requests:
             self._requests[request.sequence] = ReplayedRequest(
                 request.request_id,
@@ -295,7 +295,7 @@ def _admission_order(request: Request) -> tuple[Any, ...]:
 
 
 def _renumbered(step: ReplayedStep, indices: dict[int, int]) -> ReplayedStep:
-    """Return a step in which each `Request.sequence` is replaced by an index; new requests are added to `indices`."""
+    """Return a step with an index in place of each `Request.sequence`. New requests are added to `indices`."""
 
     def index_of(sequence: int) -> int:
         return indices.setdefault(sequence, len(indices))

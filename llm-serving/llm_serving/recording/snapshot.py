@@ -1,8 +1,8 @@
-"""Serialization of a scheduler's state: a restored scheduler decides as the original would.
+"""Serialization of a scheduler's state, so that a restored scheduler makes the same decisions as the original.
 
 The state is a graph of objects, some of which are shared and compared by identity. It is written as a list of nodes,
-each after the nodes it refers to. A node has the name of its type and cells: scalars, or `[index]` of other nodes.
-Only containers and classes of the packages named below are restored; their constructors do not run.
+each after the nodes it refers to. A node has the name of its type and cells: scalars, or `[index]` of other nodes. Only
+containers and classes of the packages named below are restored; their constructors do not run.
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ _PARTS: Final = ("core", "kvcache", "scheduler")
 _LEFT_OUT: Final[dict[type, frozenset[str]]] = {
     Request: frozenset({"constraint", "matcher", "beam_search", "sink", "http_timings"})
 }
-"""Attributes that no decision depends on; they are restored as None."""
+"""Attributes that do not affect decisions. They are restored as None."""
 
 
 def capture(value: object) -> tuple[Layouts, list[Any]]:
-    """Return `value` and everything it refers to as (layouts, nodes); `value` is the last node.
-
-    Raises:
-        TypeError: It contains an object that is neither a container nor of a class that a state may contain.
+    """Return `value` and everything it refers to as (layouts, nodes). `value` is the last node. Raise TypeError if it
+    contains an object of a type that a state may not contain.
     """
     writer = _Writer()
     writer.cell(value)
@@ -46,10 +44,8 @@ def capture(value: object) -> tuple[Layouts, list[Any]]:
 
 
 def restore(layouts: Layouts, nodes: list[Any]) -> Any:
-    """Return the object that `capture` wrote.
-
-    Raises:
-        RecordingError: The data are malformed, or their classes have other attributes in this version.
+    """Return the object that `capture` wrote. Raise RecordingError if the data are malformed, or their classes have
+    other attributes in this version.
     """
     made: list[Any] = []
     try:
@@ -57,7 +53,7 @@ def restore(layouts: Layouts, nodes: list[Any]) -> Any:
             made.append(_make(node, layouts, made))
         return made[-1]
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise RecordingError(f"its state does not fit this version: {error!r}") from None
+        raise RecordingError(f"its scheduler state does not match this version: {error!r}") from None
 
 
 class _Writer:
@@ -65,7 +61,7 @@ class _Writer:
         self.layouts: Layouts = {}
         self.nodes: list[Any] = []
         self._indices: dict[object, int] = {}
-        """Identity of each object -> index of its node; for frozen sets the value, because Python may copy them."""
+        """Identity of each object -> index of its node. For frozen sets: their value, because Python may copy them."""
         self._names: dict[type, str] = {}
 
     def cell(self, value: Any) -> Any:
@@ -86,7 +82,9 @@ class _Writer:
 
     @staticmethod
     def _is_plain_set(value: Any) -> bool:
-        """Return whether a value is a set of scalars, which can be sorted: its own order depends on its history."""
+        """Return whether a value is a set of scalars. It is sorted, because the order of a set
+        depends on its history.
+        """
         return isinstance(value, set | frozenset) and _SCALARS.issuperset(map(type, value))
 
     def _node(self, value: Any) -> list[Any]:
@@ -115,7 +113,7 @@ def _name_of(kind: type) -> str:
     """Return `package.module:Class` for a class that a state may contain."""
     name = f"{kind.__module__.removeprefix(_PACKAGE + '.')}:{kind.__name__}"
     if _class_of(name) is not kind:
-        raise TypeError(f"{kind} is no part of a scheduler's state")
+        raise TypeError(f"{kind} cannot be part of a scheduler's state")
     return name
 
 
@@ -123,7 +121,7 @@ def _class_of(name: str) -> type[Any]:
     """Return the class of a name from `_name_of`; only loaded modules are searched."""
     module, _, class_name = name.partition(":")
     if module.partition(".")[0] not in _PARTS:
-        raise TypeError(f"{name} is no part of a scheduler's state")
+        raise TypeError(f"{name} cannot be part of a scheduler's state")
     kind = getattr(sys.modules[f"{_PACKAGE}.{module}"], class_name)
     if not isinstance(kind, type) or kind.__module__ != f"{_PACKAGE}.{module}":
         raise TypeError(f"{name} is no class")

@@ -103,7 +103,7 @@ _ATTRIBUTES: Final[dict[str, dict[str, str]]] = {
 
 
 def upgrade_snapshot(layouts: dict[str, list[str]], nodes: list[Any]) -> tuple[dict[str, list[str]], list[Any]]:
-    """Return a snapshot of the old format with the present names of classes and attributes."""
+    """Convert a snapshot of the old format to the present names of classes and attributes."""
     names = {name: _present_name(name) for name in {node[0] for node in nodes} | layouts.keys()}
     new_layouts = {}
     for name, attributes in layouts.items():
@@ -113,7 +113,7 @@ def upgrade_snapshot(layouts: dict[str, list[str]], nodes: list[Any]) -> tuple[d
 
 
 def upgrade_scheduler(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a scheduler from those in a restored snapshot of the old format."""
+    """Return the attributes of a scheduler, given those in a restored snapshot of the old format."""
     components = attributes.pop("_deciders")
     limits, policy, order = attributes["limits"], attributes["policy"], attributes["order"]
     blocks = attributes["blocks"]
@@ -141,7 +141,7 @@ def upgrade_scheduler(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _present_name(name: str) -> str:
-    """Return the present `package.module:Class` of a class name; return names of containers unchanged."""
+    """Return the present `package.module:Class` of a class name; names of containers unchanged."""
     _, colon, class_name = name.partition(":")
     if not colon:
         return name
