@@ -1,4 +1,4 @@
-"""A network as a graph of Cells, one for each operation of the description."""
+"""A network as a graph of Cells, one for each operation."""
 
 from __future__ import annotations
 
@@ -18,32 +18,29 @@ from llm_serving.network.operations import Operation, Value, Weight
 from llm_serving.network.rewriting import Plan, apply, fuse_residual_into_norm, select_rows
 
 RESULTS: Final = ("lm_head", "hidden_states")
-"""Operations whose result is that of the network."""
+"""Operations that compute the result of a network."""
 
 EMBEDDING_ATTRIBUTES: Final = ("scale", "rounded_scale", "first", "rows")
 LM_HEAD_ATTRIBUTES: Final = ("scale", "cap", "first", "rows")
-"""Attributes that the Cells take as arguments."""
+"""Attributes that the Cell takes as arguments."""
 
 MAX_READS: Final = 4
 NUM_REGISTERS: Final = 8
-"""Maximum number of values that any network keeps alive; `RegisterStep` lists them explicitly."""
+"""Maximum number of values that a network keeps alive. `RegisterStep` lists them explicitly."""
 
 Registers = Any
-"""A tuple of tensors; MindSpore's compiler, not Python, interprets the functions that take it."""
+"""A tuple of tensors. MindSpore's compiler, not Python, interprets the functions that take it."""
 
 
 class CellNetwork(nn.Cell):
     """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> logits, float32 [S, V], or hidden states, float32 [S, H].
 
-    Values live in a few registers: MindSpore compiles a graph faster when each Cell passes on fewer values.
+    Values are kept in a few registers, because MindSpore compiles a graph faster if each Cell passes on fewer values.
 
     Args:
-        network: The network.
-        backend: Makes the operations.
-        parameters: Parameters of every weight.
         kv_caches: One pair for each layer.
         max_positions: Longest context of a row, in tokens; a window of at least that many tokens has no effect.
-        whole_prompts: Whether the graph serves steps of whole prompts only; B is then fixed, and unused rows have
+        whole_prompts: Whether the graph computes only steps of whole prompts; B is then fixed, and unused rows have
             length 0.
         of_states: Whether the result is the input of the LM head.
 
@@ -94,7 +91,7 @@ class CellNetwork(nn.Cell):
 
 
 class CellLmHead(nn.Cell):
-    """Hidden states float32 [P, H], then `step_inputs_for_rows` -> logits, float32 [P, V]"""
+    """Hidden states float32 [P, H], then `step_inputs_for_rows` -> logits, float32 [P, V]."""
 
     def __init__(self, network: Network, backend: Backend, parameters: Parameters) -> None:
         super().__init__()
@@ -119,10 +116,10 @@ class CellLmHead(nn.Cell):
 
 
 class RegisterStep(nn.Cell):
-    """Runs a Cell on values from registers and stores the values it returns in registers.
+    """Runs a Cell on values from registers, and stores its results in registers.
 
-    Every register is written out: MindSpore builds a graph for each iteration of a loop, and loops over the registers
-    took it longer to compile than the rest of a network.
+    The registers are written out, because MindSpore builds a graph for each iteration of a loop, and loops over the
+    registers took longer to compile than the rest of a network.
 
     Args:
         cell: (`MAX_READS` values, step inputs) -> tuple of values
@@ -246,7 +243,7 @@ class _Schedule:
             return cells.AttentionCell(paged, self._kv_caches[layer])
         prompts = self._backend.prompt_attention(attention)
         if prompts is None:
-            raise ModelError(f"kernels of {self._backend.name} have no attention of their own for whole prompts")
+            raise ModelError(f"kernels of {self._backend.name} have no separate attention for whole prompts")
         return cells.PromptAttentionCell(prompts)
 
 
@@ -256,7 +253,7 @@ def weights_width(operation: Operation) -> int:
 
 
 class _ScheduledOperation:
-    """An operation with what it reads and writes: values, views, and keys of dependencies that are no values."""
+    """An operation with what it reads and writes: values, views, and keys of dependencies without a value."""
 
     def __init__(self, operation: Operation, reads: Sequence[object], writes: Sequence[object]) -> None:
         self.operation = operation

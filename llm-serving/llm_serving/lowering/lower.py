@@ -1,4 +1,4 @@
-"""Lower a model to Cells: read its weights and build its network with the chosen implementation."""
+"""Lowering a model to Cells: reading its weights and building its network with the selected implementation."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from llm_serving.network.quantization import Quantization, unsupported_by_int8_c
 
 
 class Lowered(NamedTuple):
-    """A lowered network: its hidden states and its LM head, and both together where that is faster.
+    """A lowered network: hidden states and LM head separately, and both together if that is faster.
 
-    The bits of a row do not depend on the choice between them.
+    Both ways compute the same bits.
     """
 
     logits: nn.Cell | None
-    """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> float32 [S, V]"""
+    """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> float32 [S, V]."""
     states: nn.Cell
-    """Step inputs -> input of the LM head for the sampled rows, float32 [S, H]"""
+    """Step inputs -> input of the LM head for the sampled rows, float32 [S, H]."""
     head: nn.Cell
-    """(float32 [P, H], `lowering.step_inputs.step_inputs_for_rows`) -> float32 [P, V]"""
+    """(float32 [P, H], `lowering.step_inputs.step_inputs_for_rows`) -> float32 [P, V]."""
     of_prompts: nn.Cell | None = None
-    """As `states`, for steps without a cached prefix; None if `states` serves them."""
+    """As `states`, for steps without a cached prefix; None if `states` computes them."""
 
     @staticmethod
     def head_inputs(hidden: int) -> list[ms.Tensor]:
-        """Return dynamic inputs for `head`, as `lowering.step_inputs.dynamic_inputs`."""
+        """Return dynamic inputs for `head`, as `lowering.step_inputs.dynamic_inputs` does."""
         return [ms.Tensor(shape=[None, hidden], dtype=ms.float32), *dynamic_inputs()]
 
 
@@ -58,12 +58,10 @@ def lower(
     """Build the network of a model and read every weight it needs.
 
     Args:
-        spec: The model.
-        backend: Makes operations and Parameters.
         reader: Reader of the folder; it is read once.
         kv_caches: One pair for each layer.
         max_positions: Longest context of a row, in tokens.
-        as_program: Whether one operator runs the network, where the backend has one; otherwise it is a graph of Cells.
+        as_program: Whether one operator runs the network if the backend has one; otherwise it is a graph of Cells.
         whole_prompts: Whether steps of whole prompts have their own graph of Cells.
         quantization: How weights are quantized. None: they stay in the model dtype.
         implementation: Whose network computes the hidden states; all but the native one exclude `as_program` and
@@ -71,7 +69,7 @@ def lower(
 
     Raises:
         KernelError: MindFormers' network is required and not available.
-        ModelError: A tensor is missing, unexpected or of another shape; or the backend lacks an operation.
+        ModelError: A tensor is missing, unexpected or of another shape, or the backend lacks an operation.
     """
     network = spec.network
     program = build_program(network, backend.dtype)

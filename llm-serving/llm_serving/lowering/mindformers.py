@@ -1,16 +1,15 @@
-"""MindFormers' own networks as Cells with the step inputs, the KV cache and the weights of this server.
+"""MindFormers' own networks as Cells with the step inputs, KV cache and weights of this server.
 
-MindFormers builds the network; only its Parameters and its rotary tables are replaced. PagedAttention with query
-lengths computes prompts, chunks and decode steps alike, as in the native network, so other requests change no bit. The
-LM head is the native one with the same weight: it multiplies the sampled rows only and keeps its sums in float32 on a
-CPU.
+MindFormers builds the network; only its Parameters and rotary tables are replaced. As in the native network,
+PagedAttention with query lengths computes prompts, chunks and decode steps alike, so other requests change no bit. The
+LM head is the native one with the same weight: it multiplies only the sampled rows, and keeps float32 sums on a CPU.
 
-`MindFormersLlamaNetwork` runs the `LlamaForCausalLM` of the releases before 2. Its parallel decoding accepts packed
+`MindFormersLlamaNetwork` runs the `LlamaForCausalLM` of the releases before 2, whose parallel decoding accepts packed
 rows with query lengths, a mask and positions.
 
 `import mindformers` imports data sets, metrics and training with large dependencies (`datasets`, `pyarrow`), one of
-which is in no package index (`hyper_parallel`). Inside `import_stubs`, a missing package of NEVER_CALLED imports as an
-empty stub; every other import behaves as usual.
+which is in no package index (`hyper_parallel`). Inside `import_stubs`, a missing package of NEVER_CALLED is imported as
+an empty stub; other imports do not change.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ from llm_serving.network.builder import Network
 NEVER_CALLED: Final = frozenset(
     {"datasets", "hyper_parallel", "jieba", "mindpet", "pyarrow", "rouge_chinese", "tensorboardX"}
 )
-"""Packages that MindFormers 2.1 imports and its networks never call."""
+"""Packages that MindFormers 2.1 imports but its networks never call."""
 
 
 @contextmanager
 def import_stubs() -> Iterator[None]:
-    """Let missing packages of `NEVER_CALLED` be imported as stubs. The stubs stay in `sys.modules`."""
+    """Import missing packages of `NEVER_CALLED` as stubs, which stay in `sys.modules`."""
     finder = _StubFinder()
     sys.meta_path.append(finder)  # last, so it sees only packages that no other finder knows
     try:
@@ -108,20 +107,14 @@ _PACKAGE: Final = "mindformers"
 
 
 def mindformers_version() -> str:
-    """Return the version of the installed MindFormers.
-
-    Raises:
-        KernelError: It cannot be imported.
-    """
+    """Return the version of the installed MindFormers. Raise KernelError if it cannot be imported."""
     return str(module_of_mindformers(_PACKAGE).__version__)
 
 
 @functools.cache
 def module_of_mindformers(module: str) -> Any:
-    """Import a module of MindFormers.
-
-    Raises:
-        KernelError: The module or one of its dependencies is not installed.
+    """Import a module of MindFormers. Raise KernelError if the module or one of its dependencies is not
+    installed.
     """
     try:
         with import_stubs():
@@ -136,13 +129,13 @@ def module_of_mindformers(module: str) -> Any:
             return package
     except ImportError as error:
         raise KernelError(
-            f"model_config.implementation: mindformers needs MindFormers 2.1 and what it imports, and {INSTALL} "
-            f"installs them: {error}"
+            f"model_config.implementation: mindformers needs MindFormers 2.1 and its dependencies, which {INSTALL} "
+            f"installs: {error}"
         ) from None
 
 
 def _quieten(mindformers_logger: logging.Logger) -> None:
-    """Remove MindFormers' log files and its messages below WARNING."""
+    """Disable MindFormers' log files and its messages below WARNING."""
     mindformers_logger.setLevel(logging.WARNING)
     for handler in list(mindformers_logger.handlers):
         if isinstance(handler, logging.FileHandler):
@@ -168,8 +161,6 @@ class MindFormersNetwork(nn.Cell):
     """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> input of the LM head for the sampled rows.
 
     Args:
-        spec: The model.
-        backend: Backend whose operators compute it.
         parameters: Parameters of every weight, as for a graph of Cells.
         kv_caches: One pair for each layer.
         max_positions: Longest context of a row, in tokens.
@@ -261,10 +252,8 @@ def _config_arguments(spec: ModelSpec, dtype: str, max_positions: int) -> Mappin
 
 
 def _set_weights(model: nn.Cell, network: Network, parameters: Parameters) -> None:
-    """Replace the Parameters that MindFormers made by those of the model.
-
-    Raises:
-        ModelError: The model has no weight for one of them.
+    """Replace the Parameters that MindFormers created by those of the model. Raise ModelError if the model has no
+    weight for one of them.
     """
     for operation in network.operations:
         for role, weight in operation.weights.items():
@@ -280,11 +269,7 @@ def _set_weights(model: nn.Cell, network: Network, parameters: Parameters) -> No
 
 
 def check_no_own_parameters(model: nn.Cell, ours: Iterable[ms.Parameter]) -> None:
-    """Refuse a network of MindFormers that computes with Parameters of its own.
-
-    Raises:
-        ModelError: It has some.
-    """
+    """Raise ModelError if a network of MindFormers computes with Parameters that it created itself."""
     known = {id(each) for each in ours}
     unknown = [each.name for each in model.get_parameters() if id(each) not in known]
     if unknown:
@@ -298,9 +283,7 @@ class MindFormersLlamaNetwork(nn.Cell):
     """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> input of the LM head for the sampled rows.
 
     Args:
-        spec: The model.
         network: The network from `models.mindformers.split_stacked_weights`.
-        backend: Backend whose operators compute it.
         parameters: Parameters of every weight of `network`, as for a graph of Cells.
         kv_caches: One pair for each layer.
         max_positions: Longest context of a row, in tokens.

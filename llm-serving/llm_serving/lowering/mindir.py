@@ -1,6 +1,4 @@
-"""Export the graphs of a model as MindIR files, which `model_config.backend: ge` runs without this project's
-lowering.
-"""
+"""Export of a model's graphs as MindIR files, which `model_config.backend: ge` runs without this package's lowering."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from llm_serving.models.weight_reader import WeightReader
 from llm_serving.network.quantization import Quantization
 
 GRAPHS: Final = ("states", "head")
-"""Names of the fields of `Lowered`; `graph_file` returns their paths."""
+"""The exported fields of `Lowered`. `graph_file` returns their paths."""
 SETTINGS_FILE: Final = "mindir.json"
 
 
@@ -31,15 +29,15 @@ def inputs_of(spec: ModelSpec, graph: str) -> list[ms.Tensor]:
 
 
 def graph_file(folder: Path, graph: str) -> Path:
-    """Return the path of a graph. With more than 1 GB of weights, MindSpore writes `<graph>_graph.mindir` and data
-    files.
+    """Return the path of a graph. For more than 1 GB of weights, MindSpore writes
+    `<graph>_graph.mindir` and data files.
     """
     split = folder / f"{graph}_graph.mindir"
     return split if split.is_file() else folder / f"{graph}.mindir"
 
 
 def write_mindir(network: nn.Cell, path: Path, inputs: Sequence[ms.Tensor]) -> None:
-    """Write a graph to `path` (*.mindir); it serves every shape that `inputs` leave open."""
+    """Write a graph to `path` (*.mindir). It accepts every shape that `inputs` leave open."""
     network.set_train(False)
     network.set_inputs(*inputs)
     ms.export(network, *inputs, file_name=str(path), file_format="MINDIR")
@@ -54,13 +52,10 @@ def export(
     max_positions: int,
     quantization: Quantization | None = None,
 ) -> None:
-    """Write the graphs with their weights and caches, and a JSON file of the settings that they were made for.
+    """Write the graphs with their weights and caches, and a JSON file with the settings that they depend on.
 
     Args:
-        spec: The model.
         backend: A backend of Ascend primitives.
-        source: Folder of the model.
-        folder: Output folder.
         kv_caches: KV caches of every layer; the graph has caches of these sizes.
         max_positions: Longest context of a row, in tokens.
         quantization: How weights are quantized; None: they stay in the model dtype.
@@ -81,7 +76,7 @@ def export(
 def graph_settings(
     spec: ModelSpec, dtype: str, quantization: str | None, num_blocks: int, block_size: int, max_positions: int
 ) -> dict[str, Any]:
-    """Return what a graph was made for; a graph serves only a configuration with equal values."""
+    """Return the settings that a graph depends on. It can only be used with a configuration with equal values."""
     return {
         "architecture": spec.architecture,
         "num_parameters": spec.num_weight_elements,
@@ -95,10 +90,8 @@ def graph_settings(
 
 
 def check_graph_settings(folder: Path, wanted: Mapping[str, Any]) -> None:
-    """Refuse graphs of another model, dtype or cache.
-
-    Raises:
-        ConfigError: The folder has no graphs, or they were made for another configuration.
+    """Check that exported graphs match the model, dtype and cache. Raise ConfigError if the folder has no graphs, or
+    they were exported for another configuration.
     """
     path = folder / SETTINGS_FILE
     missing = [each.name for each in (path, *(graph_file(folder, graph) for graph in GRAPHS)) if not each.is_file()]

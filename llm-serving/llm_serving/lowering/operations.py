@@ -1,9 +1,9 @@
-"""The operations of a description as Cells, each made of the operations of a backend.
+"""The operations of a network as Cells, each composed of operations of a backend.
 
 Every Cell takes a tuple of the values it reads and the step inputs, and returns a tuple of the values it writes. The
 step inputs are those of `lowering.step_inputs.STEP_INPUTS`, then both lengths in the memory from which attention reads
 them, and the attention mask (`Backend.host_lengths`, `Backend.attention_mask`). Operations without a device operator
-are made of MindSpore's own operations.
+are composed of MindSpore's own operations.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from mindspore import nn, ops
 from llm_serving.backends.base import Backend
 
 Tensors = Any
-"""A tuple of tensors; MindSpore's compiler, not Python, interprets these functions."""
+"""A tuple of tensors. MindSpore's compiler, not Python, interprets these functions."""
 
 
 def is_quantized(weight: Sequence[ms.Parameter]) -> bool:
-    """Return whether a weight is quantized values and scales."""
+    """Return whether a weight consists of quantized values and scales."""
     return bool(weight[0].dtype == ms.int8)
 
 
 class CosSinCell(nn.Cell):
-    """() -> cosines and sines [T, head_dim] at the rows' positions"""
+    """() -> cosines and sines [T, head_dim] at the rows' positions."""
 
     def __init__(self, backend: Backend, cos: ms.Parameter, sin: ms.Parameter) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class CosSinCell(nn.Cell):
 
 
 class SplitCell(nn.Cell):
-    """x -> consecutive column ranges"""
+    """x -> consecutive column ranges."""
 
     def __init__(self, backend: Backend, widths: Sequence[int]) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class SplitCell(nn.Cell):
 
 
 class Scale(nn.Cell):
-    """x * scale, rounded once"""
+    """x * scale, rounded once."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Scale(nn.Cell):
 
 
 class EmbeddingCell(nn.Cell):
-    """() -> scaled rows of a table by token id; zeros for a token whose row another rank holds"""
+    """() -> scaled rows of a table by token id; zeros for a token whose row another rank holds."""
 
     def __init__(
         self, backend: Backend, table: Sequence[ms.Parameter], scale: float, rounded: bool, first: int, rows: int
@@ -109,7 +109,7 @@ class LinearCell(nn.Cell):
 
 
 class RmsNormCell(nn.Cell):
-    """x -> its root mean square norm, over rows or over each `group` columns"""
+    """x -> its root mean square norm, over rows or over each `group` columns."""
 
     def __init__(self, backend: Backend, gain: ms.Parameter, eps: float, group: int) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class GatedActivationCell(nn.Cell):
 
 
 class GeluTanhGate(nn.Cell):
-    """gelu of the first half by its tanh approximation (Hendrycks and Gimpel 2016), times the second half"""
+    """gelu of the first half by its tanh approximation (Hendrycks and Gimpel 2016), times the second half."""
 
     def construct(self, x: ms.Tensor) -> ms.Tensor:
         half = x.shape[-1] // 2
@@ -255,7 +255,7 @@ class SigmoidGateCell(nn.Cell):
 
 
 class RouteCell(nn.Cell):
-    """x -> the two tensors from which `ExpertsCell` takes each row's experts and their weights"""
+    """x -> two tensors from which `ExpertsCell` takes each row's experts and their weights."""
 
     def __init__(
         self, backend: Backend, weight: ms.Parameter, correction: ms.Parameter | None, attributes: Mapping[str, Any]
@@ -296,8 +296,8 @@ class SelectRowsCell(nn.Cell):
 
 
 class LmHeadCell(nn.Cell):
-    """x -> float32 logits, scaled and capped. A rank with a part of the head adds its logits to the zeros of other
-    ranks.
+    """x -> float32 logits, scaled and capped. With a sharded head, the logits of the other ranks
+    are zeros to be added.
     """
 
     def __init__(

@@ -51,11 +51,10 @@ def parameters_of(
     as_cells: bool,
     quantization: Quantization | None = None,
 ) -> Parameters:
-    """Make the Parameters of every weight, one weight after another: a stacked weight takes memory until it is packed.
+    """Create the Parameters of all weights, one weight at a time, because a stacked weight takes extra memory until
+    packed.
 
     Args:
-        network: The network.
-        backend: Makes the Parameters.
         reader: Reader of the folder; it is read once.
         max_positions: Longest context of a row, in tokens.
         as_cells: Whether experts have Parameters in the form of Cells, and biases are tables of one row.
@@ -114,7 +113,7 @@ def parameters_of(
 def _quantized_values(
     weight: Weight, reader: WeightReader, format_name: QuantizationName, group_size: int, rotates: bool
 ) -> QuantizedTensor:
-    """Return the stored quantized values where products take them, else quantize the weight anew."""
+    """Return the stored quantized values if products can use them, else quantize the weight."""
     parts = _read_packed(weight, reader)
     if (stored := stored_qvalues(weight, parts, format_name)) is not None:
         return stored

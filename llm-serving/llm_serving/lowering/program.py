@@ -18,19 +18,17 @@ from llm_serving.network.program import DTYPES, Program
 _STEP: Final = 2
 """Index of the first step input among the operator's parameters, after instructions and operands."""
 _WEIGHTS: Final = _STEP + len(STEP_INPUTS)
-"""Index of the first weight."""
 
 
 class ProgramNetwork(nn.Cell):
-    """Computes the step that `bind_inputs` has bound; the Cell's own result is a placeholder.
+    """Computes the step whose arrays `bind_inputs` has bound. The Cell's own result is a placeholder.
 
-    The operator finds every array by its address. MindSpore runs a graph without arguments, with fixed shapes and a
-    single Parameter, fastest.
+    The operator finds every array by its address, because MindSpore is fastest with a graph without arguments, with
+    fixed shapes and a single Parameter.
 
     Args:
-        program: The program.
         operator: Result of `Backend.program`.
-        weights: Parameters of the program's weights, in its order; without the last one if that is `rows`.
+        weights: Parameters of the program's weights, in order; without the last one if `rows`.
         kv_caches: One pair for each layer.
         width: Columns of the result.
         rows: Whether the program's last weight is bound with each step.
@@ -77,7 +75,7 @@ class ProgramNetwork(nn.Cell):
                 the model dtype if the program takes rows.
 
         Returns:
-            The array that holds the result, float32 [S, width], until the run after that.
+            The array that will hold the result, float32 [S, width]. It is valid until the run after that.
         """
         step: Sequence[Array] = arrays
         if self._has_rows:

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 KVCaches = Sequence[tuple[ms.Parameter, ms.Parameter]]
-"""Key and value cache of each layer."""
 
 STEP_INPUTS: Final = (
     ("token_ids", 1),  # [T]
@@ -21,9 +20,9 @@ STEP_INPUTS: Final = (
     ("batch_valid_length", 1),  # [B], tokens of its context, those rows included
     ("sample_indices", 1),  # [S]
 )
-"""Name and rank of the arguments of `construct`, all int32; the result is float32 [S, vocab_size].
+"""(name, rank) of the arguments of `construct`, all int32; the result is float32 [S, vocab_size].
 
-The arguments are the parameters of the graph; Ascend's attention kernels find lengths by these names.
+The arguments become parameters of the graph, in which Ascend's attention kernels find lengths by these names.
 """
 
 
@@ -35,7 +34,7 @@ def step_inputs_for_rows(count: int) -> tuple[NDArray[np.int32], ...]:
 
 
 def dynamic_inputs(num_rows: int | None = None) -> list[ms.Tensor]:
-    """Return inputs of every shape for `Cell.set_inputs`: one compilation serves all batches.
+    """Return inputs for `Cell.set_inputs` with dynamic shapes, so that one compilation serves all batches.
 
     Args:
         num_rows: B, for a graph in which it is fixed.
