@@ -133,7 +133,7 @@ def test_huggingface_downloads_the_shards_of_the_index(hub):
 
 
 def test_huggingface_refuses_an_invalid_index(hub):
-    cases = ("model-3.safetensors", "which the hub does not have"), ("../x.safetensors", "of its own folder")
+    cases = ("model-3.safetensors", "which the hub does not have"), ("../x.safetensors", "in its own folder")
     for named, message in cases:
         files = tiny_files()
         files["model.safetensors.index.json"] = b'{"weight_map": {"a": "%s"}}' % named.encode()

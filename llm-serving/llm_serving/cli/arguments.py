@@ -128,10 +128,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides_of(arguments: argparse.Namespace) -> list[str]:
-    """Return the flags in the form of `--set`.
-
-    Raises:
-        ConfigError: A flag is refused; the text names an alternative.
+    """Return the flags in the form of `--set`. Raise ConfigError if a flag is refused; the text
+    names an alternative.
     """
     for refused in REFUSED:
         value = _value(arguments, refused.name)
@@ -225,10 +223,8 @@ def api_key_of(arguments: argparse.Namespace) -> str:
 
 
 def load(arguments: argparse.Namespace) -> ServingConfig:
-    """Load the configuration, and add the flags and the environment to `arguments.overrides`.
-
-    Raises:
-        ConfigError: A flag, a key or the model is invalid.
+    """Load the configuration, and add the flags and the environment to `arguments.overrides`. Raise ConfigError if a
+    flag, a key or the model is invalid.
     """
     arguments.overrides += overrides_of(arguments)
     config = load_config(arguments.config, arguments.overrides, arguments.model)
@@ -239,10 +235,8 @@ def load(arguments: argparse.Namespace) -> ServingConfig:
 
 
 def load_servable(arguments: argparse.Namespace) -> ServingConfig:
-    """Load the configuration of a model, and download missing weights of a model from a hub.
-
-    Raises:
-        ConfigError: No model is given, or it cannot be served here.
+    """Load the configuration of a model, and download missing weights of a model from a hub. Raise ConfigError if no
+    model is given, or it cannot be served here.
     """
     config = load(arguments)
     if config.model.model_path is None:

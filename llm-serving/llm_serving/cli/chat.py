@@ -168,10 +168,7 @@ class Chat:
     """The terminal side of a conversation.
 
     Args:
-        client: The client of the conversation.
         read: Shows a prompt and reads a line; raises EOFError at the end of input.
-        out: Stream for answers.
-        clock: Returns seconds.
     """
 
     def __init__(
@@ -375,10 +372,8 @@ def read_value(text: str) -> Any:
 
 
 def chat(client: ChatClient) -> None:
-    """Run a conversation in the terminal.
-
-    Raises:
-        LLMServingError: The server cannot be reached, or refuses the API key.
+    """Run a conversation in the terminal. Raise LLMServingError if the server cannot be reached, or
+    refuses the API key.
     """
     models = client.served_models()
     with suppress(ImportError):  # line editing and history, where Python has readline

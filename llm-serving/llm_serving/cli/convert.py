@@ -97,7 +97,6 @@ def _config(source: Path, yaml: Path | None) -> dict[str, Any]:
 
 
 def _tensors(stored: dict[str, StoredTensor], order: Order | None, config: dict[str, Any]) -> Iterator[TensorSource]:
-    """Yield the tensors under Hugging Face names, with fused projections split."""
     for name, tensor in stored.items():
         if DERIVED.search(name):
             continue

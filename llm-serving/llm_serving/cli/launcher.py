@@ -200,7 +200,6 @@ def curl_line(config: ServingConfig) -> str:
 
 
 def _keep_log(path: Path, serving: ServerConfig) -> subprocess.Popen[bytes]:
-    """Start the process that copies its standard input to the log, see `log_keeper`."""
     command = command_of("llm_serving.log_keeper", str(path), str(serving.log_file_bytes), str(serving.log_files))
     return subprocess.Popen(  # noqa: S603
         command,

@@ -44,11 +44,7 @@ class PackageCommand:
     help: str
 
     def add_to(self, commands: Subcommands) -> None:
-        """Add the subcommand with its arguments.
-
-        Raises:
-            ConfigError: The package is not installed.
-        """
+        """Add the subcommand with its arguments. Raise ConfigError if the package is not installed."""
         module = import_optional(f"{self.package}.{self.name}", f"llm-serving {self.name}")
         parser = commands.add_parser(self.name, help=self.help, allow_abbrev=False)
         module.add_arguments(parser)
@@ -150,7 +146,6 @@ def _flush_output() -> None:
 
 
 def _is_closed_by_reader(pipe: int) -> bool:
-    """Return whether the reader of a pipe has closed it, as `head` does."""
     poll = select.poll()
     poll.register(pipe, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

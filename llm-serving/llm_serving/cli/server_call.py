@@ -29,7 +29,6 @@ def opened(
 
     Args:
         url: URL of the server, without a path.
-        path: Path of the route.
         key: API key; empty: none is sent.
         body: Value to send as JSON; None: no body.
         method: None: POST with a body, GET without.

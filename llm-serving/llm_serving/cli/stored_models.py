@@ -50,10 +50,8 @@ def get_weights(config: ServingConfig, say: Callable[[str], None]) -> None:
 
 
 def check_weights(config: ServingConfig) -> None:
-    """Check a model folder as a WorkAgent does, but without reading weights.
-
-    Raises:
-        ModelError: See `models.weight_reader.check_folder`.
+    """Check a model folder as a WorkAgent does, but without reading weights. Raise ModelError as
+    `models.weight_reader.check_folder` does.
     """
     model = config.hub_model
     complete = model is None or not missing_files(model.folder)

@@ -144,9 +144,7 @@ class MindFormersFile:
 
 def read_mindformers(path: Path) -> MindFormersFile:
     """Read a MindFormers YAML. An unknown key gives a notice and not an error, because MindFormers owns the format.
-
-    Raises:
-        ConfigError: The file cannot be read, or a value that describes the model has a wrong type.
+    Raise ConfigError if the file cannot be read, or a value that describes the model has a wrong type.
     """
     root = read_yaml(path)
     values: dict[str, Located] = {}
@@ -176,10 +174,8 @@ def read_mindformers(path: Path) -> MindFormersFile:
 
 
 def spec_of(root: Located) -> ModelSpec | None:
-    """Return the shape of the model that a MindFormers YAML describes; None if it describes none.
-
-    Raises:
-        ModelError: The model cannot be served.
+    """Return the shape of the model that a MindFormers YAML describes; None if it describes none. Raise ModelError if
+    the model cannot be served.
     """
     shape = _shape_of(root)
     if shape is None or shape.get("hidden_size") is None:

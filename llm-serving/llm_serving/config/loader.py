@@ -253,7 +253,6 @@ def _typed(reading: _Reading) -> Values:
 
 
 def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
-    """Read the MindFormers YAML, if one is named. Its values apply where the serving YAML gives none."""
     given = reading.given.get(MODEL_CFG_PATH)
     if given is None:
         _use_compute_dtype(reading, None)
@@ -320,7 +319,6 @@ def _use_checkpoint(values: Values, file: MindFormersFile) -> None:
 
 
 def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
-    """Make all paths absolute, set the model's name, and read its config.json."""
     graphs = (MINDIR_PATH, MINDIR_INI) if values.is_given(MINDIR_PATH) else ()
     for name in (*RESOLVED_PATHS, *graphs):
         if (given := reading.given.get(name)) is not None:

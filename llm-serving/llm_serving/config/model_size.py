@@ -35,7 +35,6 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     """Estimate the memory that a WorkAgent needs for the model.
 
     Args:
-        config: The configuration, with a model.
         stored_bytes: Size of the weight files, where known.
     """
     assert config.model.model_path is not None

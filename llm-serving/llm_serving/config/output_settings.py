@@ -103,7 +103,6 @@ _NEUTRAL_KEYS: Final[tuple[tuple[str, str], ...]] = (
 )
 
 NEUTRAL_KEYS: Final = frozenset(f"{section}.{name}" for section, names in _NEUTRAL_KEYS for name in names.split())
-"""Keys that cannot change a byte of a response."""
 
 
 def output_settings(config: ServingConfig) -> dict[str, Setting]:

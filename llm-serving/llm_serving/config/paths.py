@@ -37,10 +37,8 @@ def find(path: Path, folders: Sequence[Path]) -> Path | None:
 
 
 def resolve(path: Path, folders: Sequence[Path], key: str, where: str) -> Path:
-    """Return the absolute path of the first match.
-
-    Raises:
-        ConfigError: The path does not exist. The error names the key and the folders searched.
+    """Return the absolute path of the first match. Raise ConfigError if the path does not exist. The error names the
+    key and the folders searched.
     """
     found = find(path, folders)
     if found is None:
@@ -64,7 +62,6 @@ def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, wri
     """Return the folder of a model, or its GGUF file. The word `demo` means the shipped model.
 
     Args:
-        path: The path as given.
         folders: Where a relative path is looked up.
         key: The key that errors name.
         where: The place where the path was given.
@@ -148,7 +145,6 @@ class Kind(Enum):
 
 
 CREATED: Final = (Kind.MADE_FILE, Kind.LOG, Kind.MADE_FOLDER)
-"""Kinds of paths that the server creates where they do not exist."""
 _READ: Final = (Kind.FILE, Kind.FOLDER, Kind.FILE_OR_FOLDER)
 _ALLOWED: Final[Mapping[Kind, tuple[Callable[[int], bool], ...]]] = {
     Kind.FILE: (stat.S_ISREG,),

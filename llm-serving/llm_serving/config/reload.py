@@ -32,10 +32,8 @@ class Change(NamedTuple):
 
 
 def read_again(running: ServingConfig) -> ServingConfig:
-    """Read the files of a configuration again, with the original flags and environment.
-
-    Raises:
-        ConfigError: The files break a rule, or there is no file.
+    """Read the files of a configuration again, with the original flags and environment. Raise ConfigError if the files
+    break a rule, or there is no file.
     """
     origin = running.origin
     if origin is None or origin.path is None:
@@ -51,8 +49,6 @@ def check_reload(started: ServingConfig, running: ServingConfig, read: ServingCo
 
     Args:
         started: The configuration that the WorkAgents were loaded with.
-        running: The current configuration.
-        read: The new configuration.
 
     Raises:
         ConfigError: A changed key requires a restart. The caller must apply none of the changes.

@@ -60,8 +60,6 @@ def option(default: Any, rule: Rule, **traits: Any) -> Any:
 
 
 def _rule(text: str, holds: Callable[[Any], Any], convert: Callable[[Any], Any], **settings: Any) -> Rule:
-    """Return a rule that checks a value, then converts it."""
-
     def parse(value: Any) -> Any:
         if not holds(value):
             raise ValueError

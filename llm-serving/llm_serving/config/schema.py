@@ -84,7 +84,6 @@ SECTIONS: Final[Mapping[str, tuple[str, type]]] = {
     "quant_config": ("quant", QuantConfig),
     "cluster_config": ("cluster", ClusterConfig),
 }
-"""YAML section -> attribute of `ServingConfig`, dataclass."""
 
 _FIELDS: Final = {
     f"{section}.{item.name}": item for section, (_, section_type) in SECTIONS.items() for item in fields(section_type)

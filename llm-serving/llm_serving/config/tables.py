@@ -115,10 +115,8 @@ class TableReader:
             self.rows[default.name] = Row("default", values)
 
     def read(self, located: Located) -> None:
-        """Replace the default rows by those of a file.
-
-        Raises:
-            ConfigError: A name, a key or a value breaks its rule.
+        """Replace the default rows by those of a file. Raise ConfigError if a name, a key or a
+        value breaks its rule.
         """
         if located.value is None:
             return
@@ -130,11 +128,7 @@ class TableReader:
                 self.set(name, key, item)
 
     def set(self, name: str, key: str, item: Located) -> None:
-        """Set one value of a row.
-
-        Raises:
-            ConfigError: The key is unknown, or the value breaks its rule.
-        """
+        """Set one value of a row. Raise ConfigError if the key is unknown, or the value breaks its rule."""
         if name not in self.rows:
             self._add_row(name, item.where)
         row, rule = self.rows[name], self._table.rules.get(key)
@@ -154,10 +148,8 @@ class TableReader:
             raise ConfigError(f"{item.where}: `{full}` {rule.broken_by(value)}") from None
 
     def build(self) -> tuple[Any, ...]:
-        """Return the rows as instances of the section's dataclass.
-
-        Raises:
-            ConfigError: A row lacks a required key.
+        """Return the rows as instances of the section's dataclass. Raise ConfigError if a row lacks a required
+        key.
         """
         return tuple(self._build_row(name, row) for name, row in self.rows.items())
 
@@ -199,10 +191,8 @@ class TableReader:
 
 
 def check_tables(values: Values, tables: Mapping[str, TableReader]) -> None:
-    """Check the rows against each other and against the sections.
-
-    Raises:
-        ConfigError: Two rows contradict each other, or a request class does not exist.
+    """Check the rows against each other and against the sections. Raise ConfigError if two rows contradict each other,
+    or a request class does not exist.
     """
     classes, keys = tables["request_classes"], tables["api_keys"]
     _check_request_classes(values, classes)

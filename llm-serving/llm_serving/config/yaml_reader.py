@@ -40,7 +40,6 @@ def read_yaml(path: Path, keys_in: str = "configs/serving.yaml") -> Located:
     """Read a YAML file whose top level is a mapping.
 
     Args:
-        path: The file.
         keys_in: The document that lists its keys, for an error.
 
     Raises:

@@ -226,10 +226,8 @@ def weight_files(names: Collection[str], index: Path) -> list[str]:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Return the names or patterns of required files that a folder lacks.
-
-    Raises:
-        ModelError: Its index is invalid.
+    """Return the names or patterns of required files that a folder lacks. Raise ModelError if its index is
+    invalid.
     """
     names = [path.name for path in folder.iterdir() if path.exists()] if folder.is_dir() else []
     missing = [] if CONFIG_NAME in names else [CONFIG_NAME]

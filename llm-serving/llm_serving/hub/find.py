@@ -44,11 +44,7 @@ class HubModel:
 
     @property
     def weight_sizes(self) -> dict[str, int]:
-        """Weight file -> bytes.
-
-        Raises:
-            ModelError: The hub has no weights in a supported format.
-        """
+        """Weight file -> bytes. Raise ModelError if the hub has no weights in a supported format."""
         if self.listing is None:
             names = weight_files([path.name for path in self.folder.iterdir()], self.folder / INDEX_NAME)
             return {name: (self.folder / name).stat().st_size for name in names}

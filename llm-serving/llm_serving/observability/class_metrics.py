@@ -88,8 +88,6 @@ class ClassMetrics:
         had already missed.
 
         Args:
-            priority: Priority of the request.
-            reason: Why it finished.
             ttft_s: Seconds from arrival to the first token; None: it has no token.
             tpot_s: Mean seconds between its tokens; None: it has fewer than two.
             e2e_s: Seconds from arrival to the end.

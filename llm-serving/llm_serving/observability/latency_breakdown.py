@@ -23,7 +23,6 @@ class Part(enum.StrEnum):
     TOKENIZING = "tokenizing"
     """From the HTTP headers to the engine's inbox: reading, validation and tokenization."""
     INBOX = "inbox"
-    """In the engine's inbox."""
     QUEUED = "queued"
     PREFILL = "prefill"
     """Steps that computed prompt tokens."""
@@ -172,7 +171,6 @@ class _SpanBuilder:
         return replies[-1] if complete and replies else self._end
 
     def _finish(self) -> None:
-        """Add the spans after the request ended in the engine."""
         record, http_timings, now = self._record, self._record.http_timings, nanoseconds(self._events.now)
         self._until(self._end, Part.SENDING)
         if record.ended_time is None or http_timings is None:
@@ -283,7 +281,6 @@ class ExplainedPart(Struct, kw_only=True):
     detail: str
     ms: float
     steps: int
-    """Number of steps that ran during that time."""
 
 
 class ExplainedSteps(Struct, kw_only=True):

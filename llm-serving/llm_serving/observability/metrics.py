@@ -53,7 +53,6 @@ class Load(NamedTuple):
 class ReplicaCounts(NamedTuple):
     num_replicas: int
     num_ready: int
-    """Number of replicas that are ready."""
 
 
 class WorkAgentMemory(NamedTuple):
@@ -127,7 +126,6 @@ class Metrics(Collector):
         """Register functions about a replica's WorkAgent that every scrape calls.
 
         Args:
-            replica: Index of the replica.
             num_compilations: Returns how many graphs the WorkAgent has compiled.
             machine: Returns the address of its machine; empty: the master's own.
         """
@@ -173,15 +171,11 @@ class Metrics(Collector):
         """Record a finished request.
 
         Args:
-            reason: Why it finished.
             e2e_s: Seconds from its arrival to now.
             ttft_s: Seconds from its arrival to its first token; None: it has no token.
-            num_prompt: Tokens of its prompt.
-            num_output: Tokens generated.
             queued_s: Seconds from its arrival until it was first scheduled.
             decode_s: Seconds from its first token to its last; None: it has no token.
             num_cached: Prompt tokens found in the prefix cache.
-            priority: Its priority.
         """
         counts, histograms = self._counts, self._histograms
         tpot_s = None if ttft_s is None or num_output < 2 else (e2e_s - ttft_s) / (num_output - 1)
@@ -349,9 +343,7 @@ class HttpMetrics:
         Method and route must be from small sets; otherwise clients could create time series.
 
         Args:
-            method: HTTP method.
             route: Path template of the route.
-            status: HTTP status.
             longest: For each prompt of the request, the number of tokens in its longest answer.
         """
         self._counts[method, route, status] += 1

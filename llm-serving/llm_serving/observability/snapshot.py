@@ -49,7 +49,6 @@ class RunningRequest(Struct, kw_only=True):
     age: float
     """Seconds since it arrived."""
     prompt: int
-    """Tokens of its prompt."""
     cached: int
     """Prompt tokens found in the prefix cache at its first admission."""
     most: int
@@ -207,7 +206,6 @@ def scheduler_state(
     """Return the state of a scheduler. Call it in the thread that owns the scheduler.
 
     Args:
-        scheduler: The scheduler.
         now: Seconds on the engine's clock.
         step_s: Mean seconds per step, if known.
         max_waiting: Maximum number of waiting requests to copy.

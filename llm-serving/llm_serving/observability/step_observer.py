@@ -20,7 +20,6 @@ class CompletedStep(NamedTuple):
     num_tokens: int
     """Tokens computed, draft tokens included."""
     finished: list[Request]
-    """Requests that finished with it."""
     accepted: Mapping[int, int]
     """`Request.sequence` -> number of accepted draft tokens, for rows with drafts."""
     in_flight: Sequence[Schedule]

@@ -21,8 +21,6 @@ class ThroughputLine:
     """Makes a line from the change of the metrics since the previous line.
 
     Args:
-        metrics: Metrics of all engines.
-        clock: Seconds.
     """
 
     def __init__(self, metrics: Metrics, clock: Clock) -> None:

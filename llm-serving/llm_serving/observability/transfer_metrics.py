@@ -24,7 +24,6 @@ class SwapMetrics:
     """Swapped requests and blocks, summed over replicas. Engine threads count them; a scrape reads the current load.
 
     Args:
-        labels: Labels of every metric.
     """
 
     def __init__(self, labels: Labels) -> None:
@@ -64,7 +63,6 @@ class MoveMetrics:
     """Migrated requests and blocks, counted by the engines that receive them.
 
     Args:
-        labels: Labels of every metric.
     """
 
     def __init__(self, labels: Labels) -> None:

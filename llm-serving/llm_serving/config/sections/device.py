@@ -134,9 +134,7 @@ def _quantization(name: str | None, group_size: int) -> Quantization | None:
 
 def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None) -> None:
     """Check the requirements of the device's kernels and memory, which otherwise fail when a WorkAgent loads the model.
-
-    Raises:
-        ConfigError: A combination that cannot be served.
+    Raise ConfigError for a combination that cannot be served.
     """
     on_ascend = values[TARGET] == "Ascend"
     if on_ascend:

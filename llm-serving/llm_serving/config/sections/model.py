@@ -135,10 +135,8 @@ _SAME_SHAPE: Final = (
 
 
 def check_model(values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None) -> None:
-    """Compare the configuration with the files of the model, and set the keys that only the model gives.
-
-    Raises:
-        ConfigError: The files contradict each other.
+    """Compare the configuration with the files of the model, and set the keys that only the model gives. Raise
+    ConfigError if the files contradict each other.
     """
     described = mindformers.spec if mindformers is not None else None
     if spec is not None:
@@ -305,10 +303,8 @@ def check_lengths(values: Values, spec: ModelSpec | None) -> None:
 
 
 def check_implementation(values: Values, spec: ModelSpec | None) -> None:
-    """Check the requirements of MindFormers' classes, and change `kernels: auto` to `primitives`.
-
-    Raises:
-        ConfigError: A combination that cannot be served.
+    """Check the requirements of MindFormers' classes, and change `kernels: auto` to `primitives`. Raise ConfigError for
+    a combination that cannot be served.
     """
     implementation = values[IMPLEMENTATION]
     if implementation == ImplementationName.NATIVE:
@@ -325,10 +321,8 @@ def check_implementation(values: Values, spec: ModelSpec | None) -> None:
 
 
 def check_graph_engine(values: Values) -> None:
-    """Check the requirements of `backend: ge`. Without exported graphs, add a notice that `kbk` is used.
-
-    Raises:
-        ConfigError: A combination that cannot be served.
+    """Check the requirements of `backend: ge`. Without exported graphs, add a notice that `kbk` is used. Raise
+    ConfigError for a combination that cannot be served.
     """
     if not values.is_given(MINDIR_PATH):
         if values[BACKEND] == "ge":

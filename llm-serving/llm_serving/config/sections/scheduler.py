@@ -163,10 +163,8 @@ _FOR_DRAFT_MODEL: Final = (
 
 
 def check_scheduler(values: Values) -> None:
-    """Check the budget, the order, the draft model and the limits of the queue.
-
-    Raises:
-        ConfigError: A combination that cannot be served.
+    """Check the budget, the order, the draft model and the limits of the queue. Raise ConfigError for a combination
+    that cannot be served.
     """
     budget_key = "scheduler_config.max_prefill_tokens"
     budget, slots = values[budget_key], values["model_config.decode_batch_size"]

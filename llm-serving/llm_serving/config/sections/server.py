@@ -245,10 +245,8 @@ def is_loopback(host: str) -> bool:
 
 
 def check_server(values: Values) -> None:
-    """Check the buffer sizes, the certificate and the request log.
-
-    Raises:
-        ConfigError: A combination that cannot be served.
+    """Check the buffer sizes, the certificate and the request log. Raise ConfigError for a combination that cannot be
+    served.
     """
     name, body = "serving_config.max_buffered_bytes", values["serving_config.max_request_body_bytes"]
     if values[name] < 2 * body:
