@@ -132,7 +132,7 @@ def test_sharding_gives_output_biases_to_rank_0_alone() -> None:
         ("llama", {"intermediate_size": 97}, 2, "must divide the 97 columns of a feed-forward layer"),
         ("mixtral", {"intermediate_size": 80, **SIX_HEADS}, 3, "must divide the 80 columns of an expert"),
         ("llama", {"vocab_size": 1}, 2, "must be at most the 1 tokens of the vocabulary"),
-        (LATENT, {}, 2, "must be 1 for a model whose keys are latent"),
+        (LATENT, {}, 2, "must be 1 for a model with latent attention"),
     ],
 )
 def test_sharding_refuses_networks_that_cannot_be_split(

@@ -1,4 +1,4 @@
-"""The operations of a decoder, one implementation for each device, imported on demand."""
+"""The operations of a decoder, with one implementation per device. Implementations are imported on demand."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BACKENDS = {
 def create_backend(name: str, dtype: str) -> Backend:
     """Create a backend for a model dtype (a name of `core.dtypes`).
 
-    Call it before the first operator of the process: the CPU backend registers its operator library with MindSpore,
-    which looks for plugins once.
+    Call it before the first operator of the process, because MindSpore looks for plugins only once, and the CPU backend
+    registers its operator library with MindSpore.
 
     Raises:
         ConfigError: The backend or the dtype is unknown, or the backend does not support the dtype.

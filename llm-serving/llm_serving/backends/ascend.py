@@ -1,4 +1,4 @@
-"""The backend of Ascend devices: the operations of a decoder as the primitives such a device has."""
+"""The backend for Ascend devices, which composes a decoder from Ascend primitives."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from llm_serving.network.quantization import unsupported_by_ascend
 
 
 class AscendBackend:
-    """Ascend primitives; weights and caches in row-major order."""
+    """Ascend primitives, with weights and caches in row-major order."""
 
     name = "ascend"
     dtypes = tuple(dtype.name for dtype in MODEL_DTYPES.values() if dtype.on_ascend)
@@ -120,7 +120,7 @@ class AscendBackend:
         return self._copy(array, name)
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
-        """Return one Parameter [experts, K, N]: GroupedMatmulV4 takes no transposed weights."""
+        """Return one Parameter [experts, K, N], because GroupedMatmulV4 takes no transposed weights."""
         of_experts = array.reshape(num_experts, -1, array.shape[1])
         return [self._copy(of_experts.transpose(0, 2, 1), name)]
 
@@ -130,7 +130,7 @@ class AscendBackend:
     def packed_quantized_weight(
         self, weight: QuantizedTensor, weight_only: bool, name: str | None = None
     ) -> ms.Parameter:
-        raise ModelError(f"the operations of {self.name} run no programs, which such weights require")
+        raise ModelError(f"backend {self.name} cannot run programs, which this quantized weight requires")
 
     def quantized_weight(self, weight: QuantizedTensor, name: str) -> tuple[ms.Parameter, ms.Parameter]:
         _check_quantized("QuantBatchMatmul", weight, name)
@@ -167,7 +167,7 @@ class AscendBackend:
     def int8_kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        raise ModelError(f"the operations of {self.name} do not support an int8 KV cache; kernels: program does")
+        raise ModelError(f"the operations of {self.name} do not support an int8 KV cache; use kernels: program")
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         for batch in _independent(pairs, source is target):
@@ -200,7 +200,9 @@ class AscendBackend:
 
 
 class FastAscendBackend(AscendBackend):
-    """As `AscendBackend`, for `exactness: fast`: the device chooses the order in which ranks are added."""
+    """As `AscendBackend`, for `exactness: fast`: the device chooses the order in which partial sums
+    of ranks are added.
+    """
 
     name = "ascend_fast"
 
@@ -210,7 +212,9 @@ class FastAscendBackend(AscendBackend):
 
 def _check_quantized(primitive: str, weight: QuantizedTensor, name: str) -> None:
     if weight.bits != 8 or weight.num_groups != 1 or weight.g_idx is not None:
-        raise ModelError(f"{primitive} takes 8 bits in one group. Given: {weight.bits} bits, {name}")
+        raise ModelError(
+            f"{primitive} supports only 8-bit weights with one scale per row. Given: {weight.bits} bits, {name}"
+        )
 
 
 def _copy_qvalues(qvalues: Array, name: str) -> ms.Parameter:
@@ -224,9 +228,9 @@ def _index(block_ids: Int32Array) -> ms.Tensor:
 
 
 def _independent(pairs: Int32Array, same_memory: bool) -> Iterator[Int32Array]:
-    """Split block copies [n, 2] into batches whose reads can all precede their writes, in any order.
+    """Split block copies [n, 2] into batches whose copies can run in any order.
 
-    No batch writes a block twice, and none reads a block that it has written before.
+    Within a batch, no block is written twice, and no block is read after it was written.
     """
     start, written = 0, set[int]()
     for index, (source, target) in enumerate(pairs.tolist()):

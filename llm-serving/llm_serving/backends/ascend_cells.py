@@ -1,7 +1,7 @@
 """The operations of a decoder as Cells of Ascend primitives.
 
-A CPU runs the same Cells: the operator library implements the primitives (`cpu.py`). A graph of these Cells exports to
-MindIR on any machine.
+A CPU runs the same Cells, because the operator library implements the primitives (`cpu.py`). A graph of these Cells can
+be exported to MindIR on any machine.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class AscendLogits(nn.Cell):
 
 
 class AscendQuantizedLinear(nn.Cell):
-    """Sums of products of quantized values are integers, so their order does not matter."""
+    """A product of quantized values. Their sums are integers, so the order of additions does not matter."""
 
     def __init__(self, dtype: Any) -> None:
         super().__init__()
@@ -105,7 +105,9 @@ class AscendQuantizedEmbedding(nn.Cell):
 
 
 class AscendRotary(nn.Cell):
-    """Cosines and sines have one row for each token, so the lengths that the primitive requires have no effect."""
+    """Rotary embedding. Cosines and sines have one row per token, so the lengths that the primitive requires have no
+    effect.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,16 +118,16 @@ class AscendRotary(nn.Cell):
 
 
 class AscendHostLengths(nn.Cell):
-    """The device's attention plans its work on the host, which reads the lengths there."""
+    """Copies lengths to the host, where the device's attention reads them to plan its work."""
 
     def construct(self, lengths: ms.Tensor) -> ms.Tensor:
         return ops.move_to(lengths, "CPU")
 
 
 class AscendCausalMask(nn.Cell):
-    """[T, keys], added to scores: 0 up to a row's own position, -10,000 after it
+    """[T, keys], added to scores: 0 up to a row's own position, -10,000 after it.
 
-    The mask has a column for each token of the widest block table. It is computed in each step: a table of all
+    The mask has a column for each token of the widest block table. It is computed in each step, because a table of all
     positions would grow with the square of the context length.
     """
 
@@ -191,20 +193,20 @@ class AscendPromptAttention(nn.Cell):
 
 
 def prompt_mask(dtype: Any) -> ms.Tensor:
-    """Return the mask [128, 128] that FlashAttentionScore in layout TH applies along the diagonal; it is set above it.
+    """Return the mask [128, 128] that FlashAttentionScore in layout TH applies along the diagonal. It is set above the
+    diagonal.
 
-    The device multiplies a bfloat16 mask by a large negative number itself and adds a float16 mask as it is.
+    The device multiplies a bfloat16 mask by a large negative number itself, and adds a float16 mask unchanged.
     """
     above = np.triu(np.ones((_MASK_SIZE, _MASK_SIZE), np.float32), 1)
     return ms.Tensor(above if dtype == ms.bfloat16 else above * _MASKED).astype(dtype)
 
 
 class AscendSwiglu(nn.Cell):
-    """silu(gate) * up as split, SiLU and multiply
+    """silu(gate) * up as split, SiLU and multiply.
 
-    MindSpore's fusion pass replaces these three operations by the primitive `Swiglu` and sets its attribute
-    `FusionType`. The device's kernel library refuses a primitive without that attribute, so the graph must not call it
-    directly.
+    MindSpore's fusion pass replaces these operations by the primitive `Swiglu` and sets its attribute `FusionType`. The
+    device refuses the primitive without that attribute, so the graph must not call it directly.
     """
 
     def __init__(self) -> None:
@@ -238,11 +240,11 @@ class AscendSplit(nn.Cell):
 
 
 class AscendOrderedSum(nn.Cell):
-    """(x [T, N]) -> the sum of x over all ranks in rank order, computed in float32 and rounded once
+    """(x [T, N]) -> the sum of x over all ranks in rank order, computed in float32 and rounded once.
 
-    AllReduce passes chunks around a ring: the number of elements, and so the batch, decides at which rank the sum of an
-    element starts. Here every rank gathers all parts and adds them itself, as `kernels/csrc/ranks.h` does. Without a
-    group of processes, as in an export, the environment variable RANK_SIZE states the number of ranks.
+    AllReduce passes chunks around a ring, so the batch size decides at which rank the sum of an element starts. Here
+    every rank gathers all parts and adds them itself, as `kernels/csrc/ranks.h` does. Without a process group, as in an
+    export, the environment variable RANK_SIZE gives the number of ranks.
     """
 
     def __init__(self) -> None:
@@ -259,7 +261,7 @@ class AscendOrderedSum(nn.Cell):
 
 
 class AscendUnorderedSum(nn.Cell):
-    """(x [T, N]) -> the sum of x over all ranks, in an order that may depend on T"""
+    """(x [T, N]) -> the sum of x over all ranks, in an order that may depend on T."""
 
     def __init__(self) -> None:
         super().__init__()

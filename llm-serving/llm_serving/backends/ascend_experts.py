@@ -1,11 +1,11 @@
 """Mixture of experts as Ascend primitives, called as MindFormers calls them.
 
-Rows are sorted by expert, the rows of an expert are multiplied together, and the results are combined with the router
-weights. Each product is rounded to the model dtype, and the sum once more.
+Rows are sorted by expert, the rows of an expert are multiplied together, and the results are summed with the router
+weights. Each product is rounded to the model dtype, and so is the sum.
 
-For 8-bit weights GroupedMatmulV4 returns int32 sums: with scales it would return float16 only for float32 scales, and
-bfloat16 only for scales rounded to bfloat16. The sums are scaled here in float32 and in the order of QuantBatchMatmul,
-which gives the same bits on every device.
+For 8-bit weights, GroupedMatmulV4 returns int32 sums, because with scales it would return float16 only for float32
+scales, and bfloat16 only for scales rounded to bfloat16. The sums are scaled here in float32 in the order of
+QuantBatchMatmul, which gives the same bits on every device.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from mindspore import nn, ops
 from mindspore.ops.auto_generate import gen_ops_prim
 
 _ONE_TENSOR, _BY_ROWS, _COUNTS = 3, 0, 1
-"""Arguments of GroupedMatmulV4: it returns one tensor, splits the rows among the experts, and gets the number of rows
-of each expert."""
+"""Arguments of GroupedMatmulV4: return one tensor, split the rows among the experts, take row counts per expert."""
 
 _COUNTS_OF_ROWS = 2
-"""MoeInitRoutingV2: return the number of rows of each expert."""
+"""Argument of MoeInitRoutingV2: return the number of rows of each expert."""
 
 
 class AscendRouter(nn.Cell):
-    """logits float32 [T, experts] -> topk_weights float32 [T, k] in descending order, and topk_ids int32 [T, k]"""
+    """logits float32 [T, experts] -> topk_weights float32 [T, k] in descending order, and topk_ids int32 [T, k]."""
 
     def __init__(self, attributes: Mapping[str, Any]) -> None:
         super().__init__()
@@ -49,10 +48,8 @@ class AscendRouter(nn.Cell):
 
 
 class ExpertDispatch(nn.Cell):
-    """(x [T, H], topk_ids [T, k]) -> rows [T*k, H] sorted by expert, destination of each row [T*k], rows of each expert
-
-    Args:
-        num_experts: Experts of the layer.
+    """(x [T, H], topk_ids [T, k]) -> rows [T*k, H] sorted by expert, destination of each row [T*k], rows of each
+    expert.
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -66,7 +63,7 @@ class ExpertDispatch(nn.Cell):
 
 
 class GroupedMatmul(nn.Cell):
-    """(x [T*k, K], weight [experts, K, N], int64 [experts]) -> [T*k, N]; int32 for quantized values"""
+    """(x [T*k, K], weight [experts, K, N], int64 [experts]) -> [T*k, N]; int32 for quantized values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,10 +75,9 @@ class GroupedMatmul(nn.Cell):
 
 
 class AscendExperts(nn.Cell):
-    """(x [T, H], topk_weights, topk_ids, gate_up [experts, H, 2*I], down [experts, I, H]) -> [T, H]
+    """(x [T, H], topk_weights, topk_ids, gate_up [experts, H, 2*I], down [experts, I, H]) -> [T, H].
 
     Args:
-        num_experts: Experts of the layer.
         gate: (x [T, 2*I]) -> [T, I]
     """
 
@@ -126,7 +122,6 @@ class AscendQuantizedExperts(nn.Cell):
     """As `AscendExperts`, with weights as int8 quantized values [experts, K, N] and float32 scales [experts, N].
 
     Args:
-        num_experts: Experts of the layer.
         gate: (x [T, 2*I]) -> [T, I]
         dtype: Type of x and of the result.
     """

@@ -1,7 +1,7 @@
 """The Ascend backend with batch-invariant products.
 
-MindSpore's MatMul may split its sums by the shape of the batch. `ms_custom_ops`, a package for devices, has a product
-that does not; MindFormers uses it for the same purpose (`VLLM_BATCH_INVARIANT`).
+MindSpore's MatMul may split its sums differently for each batch shape. `ms_custom_ops`, a package for devices, has a
+batch-invariant product, which MindFormers also uses (`VLLM_BATCH_INVARIANT`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ PRODUCT = "matmul_batch_invariant"
 
 
 class AscendInvariantBackend(AscendBackend):
-    """As `AscendBackend`; no other operation of a step adds over rows of several requests."""
+    """As `AscendBackend`, with batch-invariant products. No other operation of a step adds over
+    rows of several requests.
+    """
 
     name = "ascend_invariant"
 
@@ -40,11 +42,11 @@ class AscendInvariantBackend(AscendBackend):
 
 
 class InvariantProduct(nn.Cell):
-    """(x [T, K], weight [N, K]) -> [T, N] = x @ weight.T
+    """(x [T, K], weight [N, K]) -> [T, N] = x @ weight.T.
 
     Args:
         product: (x [T, K], y [K, N]) -> x @ y; it takes no transposed weight.
-        dtype: Type of the result; None keeps that of x.
+        dtype: Type of the result; None: the type of x.
     """
 
     def __init__(self, product: Callable[..., Any], dtype: Any = None) -> None:

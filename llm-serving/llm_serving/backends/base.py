@@ -1,8 +1,8 @@
-"""The interface of a backend: the operations of a decoder as Cells, and the Parameters they work on.
+"""The interface of a backend: the operations of a decoder as Cells, and the Parameters that they use.
 
-Shapes: T packed tokens of a step (the rows of its B requests one after another, without padding), S sampled rows, H
-hidden size, N output features, K input features, D head_dim, V vocabulary size, I intermediate size, W blocks in the
-widest block table. First dimensions may be dynamic; a change of theirs causes no recompilation.
+Shapes: T packed tokens of a step (the rows of its B requests in sequence, without padding), S sampled rows, H hidden
+size, N output features, K input features, D head_dim, V vocabulary size, I intermediate size, W blocks in the widest
+block table. First dimensions may be dynamic, so changing them causes no recompilation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.network.builder import CacheShape, Network
 
 Array = NDArray[Any]
-"""float32, float16, or bfloat16 carried as uint16 bits."""
+"""float32, float16, or bfloat16 as uint16 bits."""
 
 BlockMemory: TypeAlias = ms.Parameter | Array
 """KV blocks: a cache, or host memory."""
@@ -31,11 +31,10 @@ BlockMemory: TypeAlias = ms.Parameter | Array
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The shape and the options of an attention operation.
+    """The shape and options of an attention operation.
 
     Attributes:
-        scale: Factor of the scores.
-        window: Tokens that a row attends to, itself included; 0 for all.
+        window: Number of tokens that a row attends to, including itself; 0: all.
         cap: Scores s become cap * tanh(s / cap); 0 disables the cap.
     """
 
@@ -48,18 +47,19 @@ class AttentionShape:
 
 
 class Backend(Protocol):
-    """One implementation of a decoder. Cells are cheap to create and hold no weights: weights are arguments."""
+    """One implementation of a decoder's operations. Cells are cheap to create and hold no weights:
+    weights are arguments.
+    """
 
     name: str
 
     dtype: str
-    """Model dtype, a key of `MODEL_DTYPES`."""
 
     activation_dtype: Any
     """MindSpore dtype of activations, of cosines and sines, and of the result of `embedding`."""
 
     def unsupported(self, network: Network, num_positions: int) -> str | None:
-        """Return what a network needs and the Cells of this backend do not compute, or None."""
+        """Return what the network needs and this backend's Cells lack; None if they can compute it."""
 
     def embedding(self) -> nn.Cell:
         """(token_ids int32[T], table [V, H]) -> [T, H]. The table is from `table` or from `linear_weight`."""
@@ -80,24 +80,22 @@ class Backend(Protocol):
         """(token_ids int32[T], qvalues, scales, both from `quantized_weight`) -> value * scale, [T, K]"""
 
     def quantized_linear(self) -> nn.Cell:
-        """(x [T, K], qvalues, scales) -> [T, N], with rows quantized to 8 bits and a scale each, as in
-        `kernels.w8a8`
+        """(x [T, K], qvalues, scales) -> [T, N], with rows quantized to 8 bits and one scale each,
+        as in `kernels.w8a8`.
         """
 
     def quantized_logits(self) -> nn.Cell:
-        """As `quantized_linear`, in float32, as `logits`."""
+        """As `quantized_linear`, with a float32 result as in `logits`."""
 
     def route(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> nn.Cell:
-        """(logits float32 [T, experts]) -> two tensors with each row's experts and weights, in the form `experts` takes
+        """(logits float32 [T, experts]) -> two tensors with each row's experts and weights, as input of `experts`.
 
         Args:
-            attributes: Attributes of the operation `route`.
-            num_experts: Experts of the layer.
-            correction: float32 [experts], added to scores for the choice alone.
+            correction: float32 [experts], added to the scores only for the choice of experts.
         """
 
     def experts(self, num_experts: int) -> nn.Cell:
-        """(x [T, H], both tensors of `route`, gate_up, down) -> [T, H], as the operation `experts`
+        """(x [T, H], both tensors of `route`, gate_up, down) -> [T, H], as the operation `experts`.
 
         gate_up and down are tuples of Parameters from `expert_weights`.
         """
@@ -106,57 +104,56 @@ class Backend(Protocol):
         """As `experts`, with Parameters from `quantized_expert_weights` and products as in `quantized_linear`."""
 
     def split(self, widths: Sequence[int]) -> nn.Cell:
-        """(x [T, sum of widths]) -> consecutive column ranges"""
+        """(x [T, sum of widths]) -> consecutive column ranges."""
 
     def rotary(self, head_dim: int) -> nn.Cell:
-        """(q [T, heads*D], k [T, kv_heads*D], cos [T, D], sin [T, D], context_lens int32[B]) -> rotated (q, k)
+        """(q [T, heads*D], k [T, kv_heads*D], cos [T, D], sin [T, D], context_lens int32[B]) -> rotated (q, k).
 
-        Element i of a head is paired with element i + D/2 (rotate half); row t of cos and sin has two equal halves.
+        Element i of a head is paired with element i + D/2 (rotate half). Rows of cos and sin have two equal halves.
         """
 
     def store_kv(self) -> nn.Cell:
-        """(k, v, key_cache, value_cache, slot_mapping) -> a tensor on which attention depends
+        """(k, v, key_cache, value_cache, slot_mapping) -> a tensor on which attention depends.
 
-        Key and value of row t go to KV slot `slot_mapping[t]` = block_id * block_size + offset, int32[T]; -1 skips the
-        row; any other slot outside the cache raises.
+        Key and value of row t are written to KV slot `slot_mapping[t]` = block_id * block_size + offset, int32[T]. -1
+        skips the row; any other slot outside the cache raises an error.
         """
 
     def host_lengths(self) -> nn.Cell:
-        """(int32[B]) -> the same lengths in the memory from which attention reads them"""
+        """(int32[B]) -> the same lengths in the memory from which attention reads them."""
 
     def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
-        """(positions int32[T], block_tables int32[B, W]) -> a mask or positions that select the keys of each row
+        """(positions int32[T], block_tables int32[B, W]) -> a mask or positions that select the keys of each row.
 
-        A row attends to the keys of its request up to its own position. One result serves all layers.
+        A row attends to the keys of its request up to its own position. All layers use the same result.
         """
 
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
-        """(q, key_cache, value_cache, block_tables, query_lens, context_lens, attention_mask) -> [T, num_heads*D]
+        """(q, key_cache, value_cache, block_tables, query_lens, context_lens, attention_mask) -> [T, num_heads*D].
 
-        block_tables int32[B, W]; query_lens and context_lens int32[B], from `host_lengths`. Request b owns
+        block_tables int32[B, W]; query_lens and context_lens int32[B], from `host_lengths`. Request b has
         `query_lens[b]` rows, the last ones of its context of `context_lens[b]` tokens. Decode rows, chunks and whole
-        prompts mix freely.
+        prompts may be mixed.
 
         Args:
-            shape: Shape of the attention.
-            slopes: float32 [num_heads], ALiBi slopes; None for none.
+            slopes: float32 [num_heads], ALiBi slopes; None: no ALiBi.
         """
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
-        """(q, k, v, query_lens, context_lens) -> [T, num_heads*D], for steps without a cached prefix
+        """(q, k, v, query_lens, context_lens) -> [T, num_heads*D], for steps without a cached prefix.
 
-        This is the device's fastest prompt attention: keys and values come straight from the products of the step, and
-        a row attends to those of its prompt up to its own position. B is fixed when the graph is compiled; trailing
-        lengths may be 0. None if the backend has no such operation.
+        This is the device's fastest prompt attention. Keys and values are those computed in the step, and a row attends
+        to the rows of its prompt up to its own position. B is fixed when the graph is compiled; trailing lengths may be
+        0. None if the backend has no such operation.
         """
 
     def program(self) -> nn.Cell | None:
-        """(table) -> float32 [1], a placeholder; None if the backend does not run programs
+        """(table) -> float32 [1], a placeholder; None if the backend does not run programs.
 
         `table` holds the address of every array (`kernels.address_table.AddressTable`): instructions and operands, the
         step inputs (`lowering.step_inputs.STEP_INPUTS`), weights, caches and the result. `network.program.Program`
-        numbers the weights; each is from `linear_weight`, `packed_quantized_weight`, `table`, `vector` or `numbers`.
-        Each layer has a key and a value cache.
+        numbers the weights. Each weight is from `linear_weight`, `packed_quantized_weight`, `table`, `vector` or
+        `numbers`. Each layer has a key cache and a value cache.
         """
 
     def rounded(self, number: float) -> float:
@@ -169,10 +166,8 @@ class Backend(Protocol):
         """(a [T, H], b [T, H]) -> a + b"""
 
     def all_reduce(self) -> nn.Cell:
-        """(x [T, N]) -> the sum of x over all ranks
-
-        Raises:
-            ModelError: This backend does not support tensor parallelism.
+        """(x [T, N]) -> the sum of x over all ranks. Raise ModelError if this backend does not
+        support tensor parallelism.
         """
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
@@ -184,8 +179,8 @@ class Backend(Protocol):
         """
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
-        """Return the matrices [N, K] of all experts, given as [num_experts * N, K], as one Parameter each or one for
-        all.
+        """Return the matrices [N, K] of all experts, given as [num_experts * N, K]: one Parameter per expert, or one
+        for all.
         """
 
     def block_weight(self, segments: Sequence[BlockTensor], name: str | None = None) -> ms.Parameter:
@@ -206,20 +201,18 @@ class Backend(Protocol):
 
         Args:
             weight: Quantized values and scales; they are copied.
-            weight_only: Whether activations stay in the model dtype; otherwise they are quantized to 8 bits, and 8-bit
+            weight_only: Whether activations stay in the model dtype. If not, they are quantized to 8 bits, and 8-bit
                 weights must have one group.
-            name: Parameter name.
 
         Raises:
             ModelError: This backend has no such product.
         """
 
     def quantized_weight(self, weight: QuantizedTensor, name: str) -> tuple[ms.Parameter, ms.Parameter]:
-        """Return quantized values int8 [N, K] and scales float32 [N], copied; for Cells.
+        """Return quantized values int8 [N, K] and scales float32 [N], copied, for Cells.
 
         Args:
-            weight: 8 bits, with a scale for each row.
-            name: Prefix of both Parameter names.
+            weight: 8 bits, with one scale per row.
 
         Raises:
             ModelError: The weight has another format, or this backend has no such product.
@@ -228,12 +221,10 @@ class Backend(Protocol):
     def quantized_expert_weights(
         self, weight: QuantizedTensor, num_experts: int, name: str
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """Return quantized values int8 [experts, K, N] and scales float32 [experts, N], copied; for Cells.
+        """Return quantized values int8 [experts, K, N] and scales float32 [experts, N], copied, for Cells.
 
         Args:
-            weight: [num_experts * N, K], 8 bits, with a scale for each row.
-            num_experts: Experts of the layer.
-            name: Prefix of both Parameter names.
+            weight: [num_experts * N, K], 8 bits, with one scale per row.
 
         Raises:
             ModelError: The weight has another format, or this backend has no such product.
@@ -243,7 +234,7 @@ class Backend(Protocol):
         """Return vectors, such as norm weights, concatenated and copied."""
 
     def numbers(self, array: Array, name: str | None = None) -> ms.Parameter:
-        """Return a vector in float32, whatever the model dtype, copied."""
+        """Return a vector in float32 (for any model dtype), copied."""
 
     def table(self, array: Array, name: str | None = None) -> ms.Parameter:
         """Return a lookup table [V, H], copied."""
@@ -253,23 +244,21 @@ class Backend(Protocol):
     ) -> tuple[ms.Parameter, ms.Parameter]:
         """Return the zeroed key and value cache of one layer, of shape [num_blocks, block_size, kv_heads, width].
 
-        Block i is row i of the buffer, so blocks may be copied whole; the layout inside a block is the backend's own.
+        Block i is row i of the buffer, so blocks may be copied as a whole. The layout inside a block depends on the
+        backend.
         """
 
     def int8_kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """As `kv_cache`, in 8 bits; for programs alone.
+        """As `kv_cache`, in 8 bits. For programs only.
 
-        A row of a head has `network.builder.INT8_SCALE_BYTES` bytes after its quantized values, so a block contains its
-        scales and is copied with them.
-
-        Raises:
-            ModelError: This backend does not support int8 KV caches.
+        A head's row has `network.builder.INT8_SCALE_BYTES` bytes after its quantized values, so a block contains its
+        scales and is copied with them. Raise ModelError if this backend does not support int8 KV caches.
         """
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
-        """Copy whole blocks as if one after another; the next run of a graph sees the copies.
+        """Copy whole blocks in the given order. The next run of a graph reads the copies.
 
         Args:
             source: A cache from `kv_cache` or `int8_kv_cache`, or host memory from `parameters.host_blocks`.
@@ -278,20 +267,18 @@ class Backend(Protocol):
         """
 
     def announce_ending(self, callback: Callable[[], None] | None) -> bool:
-        """Call `callback` once when the next step is nearly done; this replaces the callback of an earlier call.
+        """Call `callback` once when the next step is nearly done. It replaces the callback of an earlier call.
 
         Another thread calls it while the step is computed; the step continues when the callback returns.
 
         Returns:
-            False if this backend cannot do so; it then never calls the callback.
+            False if this backend does not support this; `callback` is then never called.
         """
 
 
 def model_dtype(name: str) -> Any:
-    """Return the MindSpore dtype of `model_dtype` in the configuration.
-
-    Raises:
-        ConfigError: The name is not in `MODEL_DTYPES`.
+    """Return the MindSpore dtype of `model_dtype` in the configuration. Raise ConfigError if the name is not in
+    `MODEL_DTYPES`.
     """
     if name not in MODEL_DTYPES:
         raise ConfigError(f"`model_dtype` must be one of {', '.join(MODEL_DTYPES)}. Given: {name}")

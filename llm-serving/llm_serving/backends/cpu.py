@@ -1,6 +1,6 @@
-"""The Ascend backend's network on a CPU: the operator library implements its primitives.
+"""The Ascend backend's network on a CPU, where the operator library implements its primitives.
 
-The library fixes the order of every sum of a row, so the bits of a row do not depend on the batch, on chunking, on the
+The library fixes the order of every sum of a row. So the bits of a row do not depend on the batch, on chunking, on the
 number of threads or on the location of its blocks.
 """
 
@@ -43,10 +43,8 @@ _MULTIPLE = 16
 
 
 def load_plugin() -> None:
-    """Build the library if needed and register it with MindSpore, before the first operator of the process.
-
-    Raises:
-        KernelError: The library cannot be built or loaded, or another operator plugin is registered already.
+    """Build the library if needed and register it with MindSpore, before the first operator of the process. Raise
+    KernelError if the library cannot be built or loaded, or another operator plugin is registered already.
     """
     path = str(library_path())
     given = os.environ.get(PLUGIN_VARIABLE)
@@ -58,7 +56,7 @@ def load_plugin() -> None:
 
 @functools.cache
 def _require_dispatch() -> None:
-    """Check that MindSpore calls our products: its own cannot read packed weights."""
+    """Check that MindSpore calls the library's products, because its own cannot read packed weights."""
     kernels = library.load()
     before = kernels.llm_num_calls()
     one = ms.Tensor(np.ones((1, 1), dtype=np.float32))
@@ -68,9 +66,10 @@ def _require_dispatch() -> None:
 
 
 class CpuBackend(AscendBackend):
-    """Weights are packed into the order in which the products read them; blocks store one head after another.
+    """Ascend's Cells on a CPU. Weights are packed in the order in which products read them; blocks store head after
+    head.
 
-    A whole network can be one operator of the library: MindSpore's overhead for the operators of a step exceeds the
+    A whole network can be one operator of the library, because MindSpore's overhead per operator exceeds the
     computation of a small model.
     """
 
@@ -144,11 +143,11 @@ class CpuBackend(AscendBackend):
         form = weight.group_size, weight.rotated, address, self.dtype.encode(), rows, columns, shown[1]
         status = library.done(kernels.llm_pack_qvalues(weight_only, bits, *arrays, *form))
         if status != 0 or weight.g_idx is not None:
-            rule = "groups of 32, 64, 128, .. inputs in order"
+            rule = "groups of 32, 64, 128, ... consecutive inputs"
             if not weight_only:
                 rule = f"8 bits in one group or 4 in {rule}, at most 65536 inputs"
             given = f"{bits} bits, groups of {weight.group_size} of {columns} inputs"
-            raise ModelError(f"products take weights of {rule}. Given: {given}")
+            raise ModelError(f"quantized weights must have {rule}. Given: {given}")
         shape = shown if num_experts is None else (num_experts, shown[1], shown[0] // num_experts)
         parameter = parameter_over(memory[: math.prod(shape)].view(np.int8).reshape(shape), "int8", name)
         weakref.finalize(parameter, kernels.llm_release_weight, address)
@@ -199,7 +198,7 @@ def _zeroed_int8(shape: tuple[int, ...], name: str) -> ms.Parameter:
 
 
 class CpuLogits(nn.Cell):
-    """Returns the float32 sums of the product unrounded: MatMul infers the type of its result from `cast_type`."""
+    """Returns the float32 sums of the product unrounded, because `cast_type` sets the type of MatMul's result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,9 +210,7 @@ class CpuLogits(nn.Cell):
 
 
 class CpuQuantizedLogits(nn.Cell):
-    """Scales the sums itself, because MindSpore infers no other type than that of x for the result of
-    QuantBatchMatmul.
-    """
+    """Scales the sums itself, because MindSpore gives the result of QuantBatchMatmul the type of x."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +223,7 @@ class CpuQuantizedLogits(nn.Cell):
 
 
 class CpuSwiglu(nn.Cell):
-    """One operator of the library, which rounds once, as a program does."""
+    """silu(gate) * up as one operator of the library, which rounds once, as a program does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +236,7 @@ class CpuSwiglu(nn.Cell):
 class CpuProgram(nn.Cell):
     """The operator of `Backend.program`, with fixed shapes and one parameter.
 
-    MindSpore's overhead for an operator with dynamic shapes is twenty times as large (csrc/addressed.h).
+    With dynamic shapes, MindSpore's overhead for an operator is twenty times as large (csrc/addressed.h).
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""Parameters in the model dtype, stored once: on a CPU in aligned memory of this process, on an NPU in its memory."""
+"""Parameters in the model dtype, stored once: on a CPU in aligned memory of this process, on an NPU
+in device memory.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ _LARGE_PAGE = 2**21
 
 
 def to_model_dtype(array: Array, dtype: str) -> Array:
-    """Convert `array` to the model dtype (bfloat16 as uint16 bits); return the same array if it has that dtype
-    already.
+    """Convert `array` to the model dtype (bfloat16 as uint16 bits). Return the array itself if it
+    already has that dtype.
     """
     storage = np.dtype(MODEL_DTYPES[dtype].numpy)
     if array.dtype == storage:
@@ -37,10 +39,10 @@ def to_model_dtype(array: Array, dtype: str) -> Array:
 
 
 def zeroed_array(shape: tuple[int, ...], dtype: str) -> Array:
-    """Return zeroed memory for a tensor: aligned to a cache line, in large pages where it spans many.
+    """Return zeroed memory for a tensor, aligned to a cache line; large arrays use large pages.
 
-    The system provides pages on first access. With pages of 4 KB, address translation of scattered blocks and long
-    weights takes longer than reading them.
+    The system provides pages on first access. With 4 KB pages, address translation of scattered blocks and long weights
+    takes longer than reading them.
     """
     storage = np.dtype(MODEL_DTYPES[dtype].numpy)
     elements: Array = zeroed_bytes(int(np.prod(shape)) * storage.itemsize).view(storage).reshape(shape)
@@ -70,8 +72,8 @@ def zeroed_parameter(shape: tuple[int, ...], dtype: str, name: str | None = None
 def parameter_over(array: Array, dtype: str, name: str | None = None) -> ms.Parameter:
     """Return a Parameter with the elements of `array`.
 
-    On a CPU it aliases `array`, which it keeps alive as `storage`: the graph sees writes to the array. On an NPU the
-    elements are copied to the device and the Parameter holds nothing on the host.
+    On a CPU it aliases `array` and keeps it alive as `storage`, so the graph sees writes to the array. On an NPU the
+    elements are copied to the device, and the Parameter holds no host memory.
     """
     tensor = ms.Tensor.from_numpy(array.view(numpy_bfloat16) if dtype == "bfloat16" else array)
     if _is_on_npu():
@@ -125,11 +127,10 @@ def host_blocks(cache: ms.Parameter, num_blocks: int) -> Array:
 
 
 def copy_blocks_in_memory(source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
-    """`Backend.copy_blocks` for Parameters in the memory of this process, over the arrays they were made of.
+    """`Backend.copy_blocks` for Parameters in the memory of this process, using the arrays that they alias.
 
-    Between two memories, runs of adjacent blocks are copied at once; blocks that were allocated together are adjacent.
-    Within one memory blocks are copied one at a time: this keeps the order and is faster than gather and scatter for
-    blocks of usual size.
+    Between two memories, runs of adjacent blocks are copied at once; blocks allocated together are adjacent. Within one
+    memory, blocks are copied one at a time, which keeps the order and is faster than gather and scatter.
     """
     blocks, copies = _memory(source), _memory(target)
     if blocks is copies:
@@ -153,7 +154,6 @@ def _neighbours(pairs: Int32Array) -> Iterator[tuple[slice, slice]]:
 
 
 def _slice(first: int, last: int) -> slice:
-    """Return the slice from one block to another, both included, ascending or descending."""
     if first <= last:
         return slice(first, last + 1)
     return slice(first, None if last == 0 else last - 1, -1)

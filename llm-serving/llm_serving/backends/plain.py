@@ -1,8 +1,8 @@
-"""The operations of a decoder out of stock MindSpore operations: no compiler needed, any device, slow.
+"""The operations of a decoder as stock MindSpore operations: no compiler needed, any device, slow.
 
-Everything is computed in float32: weights are rounded to the model dtype and stored as float32. Rows of a batch do not
-mix, but MindSpore's products may order their sums by the shape of the batch. An answer can therefore differ in its
-last bits from the answer at batch size 1; the CPU backend guarantees equal bytes, this one does not.
+Everything is computed in float32: weights are rounded to the model dtype and stored as float32. MindSpore's products
+may order their sums by the shape of the batch, so an answer may differ in its last bits from the answer at batch size
+1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from llm_serving.network.quantization import unsupported_by_cells
 
 
 class PlainBackend:
-    """A backend of MindSpore's own operators on a CPU. Tests compare the graphs of the other backends with it."""
+    """A backend of MindSpore's own operators on a CPU, used by tests as reference for the other backends' graphs."""
 
     name = "plain"
 
@@ -164,7 +164,7 @@ class PlainBackend:
     def int8_kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        raise ModelError(f"the operations of {self.name} do not support an int8 KV cache; kernels: program does")
+        raise ModelError(f"the operations of {self.name} do not support an int8 KV cache; use kernels: program")
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         copy_blocks_in_memory(source, target, pairs)
@@ -173,7 +173,7 @@ class PlainBackend:
         return False
 
     def _no_quantized_products(self) -> ModelError:
-        return ModelError(f"the operations of {self.name} do not support quantized weights; kernels: program does")
+        return ModelError(f"the operations of {self.name} do not support quantized weights; use kernels: program")
 
     def _copy(self, array: Array, name: str | None) -> ms.Parameter:
         rounded = to_model_dtype(array, self.dtype)
@@ -238,7 +238,7 @@ class PlainRotary(nn.Cell):
 
 
 class PlainStoreKV(nn.Cell):
-    """Writes skipped rows to an extra block after the last one, which no block table refers to."""
+    """Writes keys and values. Skipped rows go to an extra block after the last one, which no block table contains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class PlainStoreKV(nn.Cell):
 
 
 class PlainVisiblePositions(nn.Cell):
-    """Returns the positions of rows, from which attention computes how many keys each row attends to."""
+    """Returns the positions of rows, which determine how many keys each row attends to."""
 
     def construct(self, positions: ms.Tensor, block_tables: ms.Tensor) -> ms.Tensor:
         return positions

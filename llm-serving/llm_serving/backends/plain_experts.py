@@ -1,6 +1,4 @@
-"""Mixture of experts out of stock MindSpore operations: every expert computes every row, with weight zero if not
-chosen.
-"""
+"""Mixture of experts as stock MindSpore operations. Every expert computes every row, with weight zero if not chosen."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from mindspore import nn, ops
 
 
 class PlainRouter(nn.Cell):
-    """logits [T, experts] -> weights of all experts, float32 [T, experts], zero if not chosen; the same tensor twice
+    """logits [T, experts] -> weights of all experts, float32 [T, experts], zero if not chosen; returned twice.
 
     Ties go to the lower expert number.
     """
@@ -31,7 +29,7 @@ class PlainRouter(nn.Cell):
         self.group_numbers = ms.Tensor(np.arange(self.groups, dtype=np.int32))
 
     def rank(self, choice_scores: ms.Tensor, numbers: ms.Tensor) -> ms.Tensor:
-        """Return how many elements of a row precede each one: larger ones, and equal ones with a lower number."""
+        """Return how many elements of a row precede each element: larger ones, and equal ones with a lower number."""
         larger = choice_scores.expand_dims(1) > choice_scores.expand_dims(2)
         equal = ops.logical_and(
             choice_scores.expand_dims(1) == choice_scores.expand_dims(2),
@@ -57,7 +55,7 @@ class PlainRouter(nn.Cell):
 
 
 class PlainExperts(nn.Cell):
-    """Adds the weighted results in the order of expert numbers; each expert has its own weight.
+    """Adds the weighted results in the order of expert numbers. Each expert has its own weight Parameter.
 
     Args:
         product: (x [T, K], weight [N, K]) -> [T, N]

@@ -1,4 +1,4 @@
-"""Quantize weights on all cores, with the bits of `formats.quantized_tensor`, which does the same in NumPy."""
+"""Quantize weights on all cores, with results bit-identical to the NumPy code of `formats.quantized_tensor`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def quantize(weight: Array, bits: int, group_size: int | None = None, rotates: b
         rotates: Rotate rows before they are rounded (`QuantizedTensor.rotated`).
 
     Raises:
-        ModelError: It is no matrix, has other groups, or an element is infinite or NaN.
-        KernelError: The operator library is missing and no compiler is installed, or memory is short.
+        ModelError: It is not a matrix, has other groups, or has an infinite or NaN element.
+        KernelError: The operator library is missing and no compiler is installed, or memory is insufficient.
     """
     if weight.ndim != 2 or str(weight.dtype) not in _DTYPES:
         raise ModelError(f"a quantized weight must be a matrix of numbers. Given: {weight.dtype} {list(weight.shape)}")

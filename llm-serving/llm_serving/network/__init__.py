@@ -1,1 +1,1 @@
-"""Networks as lists of operations: the description language, rewriting and sharding rules, and the program encoding."""
+"""Networks as lists of operations: description language, rewriting rules, sharding rules, and encoding as programs."""

@@ -18,13 +18,13 @@ from llm_serving.network.operations import ElementType, Float32Array, Operation,
 from llm_serving.network.rope import Rotary
 
 PANEL_ROWS: Final = 16
-"""Rows of a weight that a product computes together; widths of experts are padded to multiples of it."""
+"""Number of weight rows that a product computes together. Widths of experts are padded to multiples of it."""
 
 INT8_SCALE_BYTES: Final = 4
 """Bytes of the scale that each head of a token has in an int8 KV cache (csrc/kv_layout.h)."""
 
 MAX_EXPERTS: Final = 2**16
-"""Maximum number of experts over all layers; several times that of any known model."""
+"""Maximum number of experts over all layers, several times that of any known model."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ class CacheShape:
         """Return the bytes that the keys and values of one token take.
 
         Args:
-            dtype_bytes: Bytes of an element.
-            int8: Whether the cache stores 8 bits an element and a scale for each head of keys and of values.
+            int8: Whether the cache stores 8 bits per element, with a scale for each head of keys and of values.
         """
         widths = self.key_width + self.value_width
         return self.kv_heads * (widths + 2 * INT8_SCALE_BYTES if int8 else widths * dtype_bytes)
@@ -60,12 +59,12 @@ class ExpertRouting:
     """How the router chooses the experts of a row. It scores a float32 product; ties go to the lower expert number.
 
     Attributes:
-        top_k: Experts of a row.
+        top_k: Number of experts per row.
         score: Function that turns router logits into scores.
         normalise: Whether the weights of a row's experts sum to 1.
         scale: Factor of the weights, applied last.
-        groups, top_groups: The experts form `groups` of equal size; a row uses the best `top_groups` of them only.
-        correction: Tensor added to the scores for the choice alone (DeepSeek-V3).
+        groups, top_groups: The experts form `groups` of equal size; a row uses only the best `top_groups` of them.
+        correction: Tensor added to the scores only for the choice (DeepSeek-V3).
     """
 
     top_k: int
@@ -78,18 +77,17 @@ class ExpertRouting:
 
 
 class Network:
-    """A network under construction: each method appends one operation and returns what the operation writes.
+    """A network under construction. Each method appends one operation and returns the value that the operation writes.
 
     Args:
-        hidden: Hidden size.
         vocab: Rows of the token embedding and of the LM head.
         eps: Default epsilon of norms.
-        gamma_transform: Applied to norm weights, which are then stored in float32: Gemma stores them minus one.
+        gamma_transform: Applied to norm weights, which are then stored in float32 (Gemma stores them minus one).
 
     Attributes:
         operations: In execution order.
         caches: The KV cache of each layer.
-        optional: Tensors that a folder may contain although nothing uses them.
+        optional: Unused tensors that a folder may contain.
         rotaries: The distinct rotary embeddings.
     """
 
@@ -113,7 +111,7 @@ class Network:
         return self.operations[-1]
 
     def hidden_states(self) -> list[Operation]:
-        """Return the operations with the LM head replaced by its input as the result."""
+        """Return the operations without the LM head, whose input is the result."""
         return [*self.operations[:-1], Operation("hidden_states", self.head.inputs, {}, {}, {})]
 
     def allow_unused(self, name: str) -> None:
@@ -146,15 +144,13 @@ class Network:
         """Compute x * weight^T plus an optional bias.
 
         Args:
-            x: Input.
             names: Prefixes of the tensors `<name>.weight` and `<name>.bias`, which are stacked.
             sizes: Rows of each tensor.
-            bias: Whether there is a bias.
             rows, columns: As `Weight.rows` and `Weight.columns`; the bias follows the same rows.
             heads: With more than one, each head of x is multiplied by its own equal share of the weight's rows.
             transform: As `Weight.transform`.
-            stored_shapes: Shape of the tensor where it is not (sum of sizes, columns).
-            width: Columns of the result where they are not the rows of the weight.
+            stored_shapes: Shape of the tensor, if it is not (sum of sizes, columns).
+            width: Columns of the result, if different from the rows of the weight.
         """
         names = (names,) if isinstance(names, str) else tuple(names)
         sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
@@ -187,14 +183,13 @@ class Network:
         eps: float | None = None,
         rows: Sequence[int] | None = None,
     ) -> Value:
-        """Compute x / sqrt(mean(x^2) + eps) * gamma in float32, over whole rows or over each `group` columns.
+        """Compute x / sqrt(mean(x^2) + eps) * gamma in float32, over whole rows or over each `group` of columns.
 
         Args:
-            x: Input.
             name: Prefix of the norm weight `<name>.weight`.
-            group: Columns that are normalised together; 0 for whole rows.
-            unpadded: Columns of a group without its zero padding; 0 for all.
-            eps: Epsilon; None uses the default of the network.
+            group: Number of columns that are normalised together; 0: whole rows.
+            unpadded: Number of columns of a group without its zero padding; 0: all.
+            eps: Epsilon; None: the default of the network.
             rows: As `Weight.rows`, for the norm weight.
         """
         size = group or x.width
@@ -211,7 +206,7 @@ class Network:
         return self._record("rms_norm", {"x": x}, {"gamma": gamma}, attributes, x.width)
 
     def split(self, x: Value, *widths: int) -> list[Value]:
-        """Return views of consecutive column ranges of x; this adds no operation."""
+        """Return views of consecutive column ranges of x. This adds no operation."""
         starts = np.cumsum([0, *widths[:-1]]).tolist()
         return [
             Value(f"{x.name}[{at}:]", width, x.dtype, x.root, x.start + at)
@@ -227,11 +222,9 @@ class Network:
         return self._record("rope", {"x": x}, tables, {}, x.width)
 
     def store_kv(self, k: Value, v: Value, kv_heads: int, k_offset: Weight | None = None) -> int:
-        """Write keys and values to the cache of the next layer and return the number of that layer.
+        """Write keys and values to the cache of the next layer, and return the number of that layer.
 
         Args:
-            k, v: Keys and values.
-            kv_heads: Their heads.
             k_offset: Numbers that an int8 cache subtracts from the keys of every token before it rounds them. All
                 scores of a query change equally, so attention must not have a cap.
         """
@@ -257,12 +250,11 @@ class Network:
         Args:
             q: Queries; equal groups of query heads share one KV head.
             layer: Result of `store_kv`.
-            scale: Factor of the scores.
-            window: Tokens that a row attends to, itself included; None for all.
+            window: Number of tokens that a row attends to, including itself; None: all.
             cap: Scores s become cap * tanh(s / cap).
-            slopes: ALiBi slope of each head (Press et al. 2021): a score loses it once for each token of distance.
+            slopes: ALiBi slope of each head (Press et al. 2021), subtracted from a score for each token of distance.
             q_rope: Rotary part of the queries, for an MLA latent KV (DeepSeek-V2). The cached k is then the latent
-                vector, which serves as key and value; the cached v is the rotary part of the key.
+                vector, which is both key and value; the cached v is the rotary part of the key.
         """
         attributes = {"layer": layer, "scale": scale, "window": window or 0, "cap": cap or 0.0, "eps": 0.0}
         return self._record("attention", {"q": q, "q_rope": q_rope}, {"slopes": slopes}, attributes, q.width)
@@ -275,15 +267,13 @@ class Network:
         return self._record("add", {"a": a, "b": b}, {}, {"scale": scale}, a.width)
 
     def sigmoid_gate(self, x: Value, gate: Value) -> Value:
-        """Compute x * sigmoid(gate), where `gate` has one element in each row."""
+        """Compute x * sigmoid(gate), where `gate` has one element per row."""
         return self._record("sigmoid_gate", {"x": x, "gate": gate}, {}, {}, x.width)
 
     def experts(self, x: Value, router: str, routing: ExpertRouting, experts: Sequence[Expert], inner: int) -> Value:
-        """Compute the sum over a row's experts of topk_weight * down(silu(gate) * up), added in the order of expert
-        numbers.
+        """Compute the sum over a row's experts of topk_weight * down(silu(gate) * up), in the order of expert numbers.
 
         Args:
-            x: Input.
             router: Prefix of the router weight `<router>.weight` [number of experts, H].
             routing: How the router chooses experts.
             experts: Tensor names of the experts.
@@ -353,7 +343,7 @@ class Network:
 
 @dataclass(frozen=True)
 class _PaddedMeanScale:
-    """Scales a norm weight to compensate a mean that includes zero padding."""
+    """Scales a norm weight to compensate for zero padding that the mean includes."""
 
     share: float
     transform: Transform | None
@@ -364,7 +354,7 @@ class _PaddedMeanScale:
 
 
 def padded_order(unpadded: int, multiple: int) -> list[int]:
-    """Return 0, 1, ..., unpadded - 1, then -1 up to a multiple: the order of elements that are padded with zeros."""
+    """Return 0, 1, ..., unpadded - 1, then -1 up to a multiple: the order of elements padded with zeros."""
     return [i if i < unpadded else -1 for i in range(-(-unpadded // multiple) * multiple)]
 
 

@@ -33,12 +33,12 @@ from llm_serving.core.dtypes import MODEL_DTYPES
 Float32Array = NDArray[np.float32]
 
 ElementType = Literal["model", "float32", "int32"]
-"""Type of the elements of a value or a weight; "model" is the model dtype."""
+"""Element type of a value or a weight; "model" means the model dtype."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The roles of an operation, in the order in which an instruction encodes them. Each role is optional."""
+    """The roles of an operation, in the order in which an instruction encodes them. Every role is optional."""
 
     outputs: tuple[str, ...]
     inputs: tuple[str, ...]
@@ -71,17 +71,17 @@ SIGNATURES: Final[Mapping[str, Signature]] = {
     "hidden_states": _signature("", "x", "", ""),
     "all_reduce": _signature("y", "x", "", ""),
 }
-"""Operation kind -> signature; the position of a kind is its number in a program.
+"""Operation kind -> signature. The position of a kind is its number in a program.
 
-Families never write `select_rows`, `hidden_states`, `residual`, `residual_out`, `tiled`, `consumer` and the `attention`
-roles for keys and rotary embedding: `network.rewriting` adds them. `network.sharding` adds `all_reduce` and sets
-`first` and `rows`: the weight holds the rows from `first` on of a table or head of `rows` rows; `rows` 0 means all.
+Families never use `select_rows`, `hidden_states`, `residual`, `residual_out`, `tiled`, `consumer` or the `attention`
+roles for keys and rotary embedding, which `network.rewriting` adds. `network.sharding` adds `all_reduce` and sets
+`first` and `rows`: the weight holds the rows from `first` of a table or head with `rows` rows; `rows` 0 means all.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """One row of `width` elements for each token. A view is `width` columns of `base`, from column `start` on."""
+    """One row of `width` elements per token. A view consists of `width` columns of `base`, from column `start`."""
 
     name: str
     width: int
@@ -99,11 +99,11 @@ Transform = Callable[[Float32Array], Float32Array]
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter and how it is assembled from the tensors of a model folder. Equal weights are one parameter.
+    """A parameter, and how it is assembled from the tensors of a model folder. Equal weights are one parameter.
 
     Attributes:
         names: Tensors, stacked along their rows.
-        shape: Shape of the parameter: (rows, columns) of matrices and tables, (size,) of vectors.
+        shape: Shape of the parameter: (rows, columns) for matrices and tables, (size,) for vectors.
         stored_shapes: Shape of each tensor.
         rows: Row i of the parameter is row rows[i] of the stack; -1 is a row of zeros. None keeps the stacked order.
         columns: As `rows`, for the second axis.
@@ -123,7 +123,7 @@ class Weight:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """One operation; absent roles have no entry."""
+    """One operation. Absent roles have no entry."""
 
     kind: str
     inputs: Mapping[str, Value]

@@ -1,8 +1,8 @@
-"""The integer encoding of a network, which the kernel library interprets as a program.
+"""The encoding of a network as integers, which the kernel library interprets as a program.
 
-An instruction is the number of an operation followed by its outputs, inputs, weights and attributes in the order of
+An instruction is the number of an operation, followed by its outputs, inputs, weights and attributes in the order of
 `SIGNATURES`; -1 marks an absent role, and non-integer numbers are stored as the bits of a float32. An operand is a
-column range of a buffer. All buffers share one memory whose size is proportional to the rows of a step, so their
+column range of a buffer. All buffers share one memory block whose size is proportional to the rows of a step, so their
 offsets are fixed when the program is built. Row 0 of the instructions is a header.
 """
 
@@ -32,7 +32,7 @@ DTYPES: Final = ("float32", "float16", "bfloat16")
 
 _ABSENT: Final = -1
 _TILED_COLUMNS: Final = 1024
-"""Multiple to which buffers in a tiled layout are padded; equals kMaxPassWidth of csrc/tiled_layout.h."""
+"""Buffers in a tiled layout are padded to a multiple of it; equals kMaxPassWidth of csrc/tiled_layout.h."""
 
 # An output may reuse the buffer of an input that no later operation reads: each element is read before it is written.
 _IN_PLACE: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
@@ -50,10 +50,10 @@ class Program:
 
     Attributes:
         instructions: int32 [1 + n, INSTRUCTION_LENGTH]; row 0 is VERSION, the numbers of weights and caches, the bytes
-            of memory for a row, INSTRUCTION_LENGTH and the number of the model dtype in DTYPES.
-        operands: int32 [m, 6]: offset of the buffer in bytes for each row, its columns, the first column and the
-            columns of the operand, whether it holds the sampled rows only, and its type (0 model, 1 float32, 2 int32).
-        weights: The weights that instructions number; the LM head comes first.
+            of memory per row, INSTRUCTION_LENGTH and the number of the model dtype in DTYPES.
+        operands: int32 [m, 6]: offset of the buffer in bytes per row, its columns, the first column and the columns of
+            the operand, whether it holds only the sampled rows, and its type (0 model, 1 float32, 2 int32).
+        weights: The weights in the order of their numbers; the LM head is first.
     """
 
     instructions: Int32Array
@@ -76,7 +76,7 @@ def build_hidden_states_program(network: Network, dtype: str) -> Program:
 
 
 def build_lm_head_program(network: Network, dtype: str) -> Program:
-    """Build the program that computes logits from hidden states, its last weight, which token ids index."""
+    """Build the program that computes logits. Its last weight is a table of hidden states, indexed by token ids."""
     rows = Value("rows", network.hidden)
     states = Weight(("hidden_states",), (0, network.hidden))
     given = Operation("embedding", {}, {"table": states}, {"y": rows}, {"scale": 1.0, "first": 0, "rows": 0})
@@ -84,13 +84,12 @@ def build_lm_head_program(network: Network, dtype: str) -> Program:
 
 
 def assemble(plan: Plan, num_caches: int, dtype: str, head: Weight | None = None) -> Program:
-    """Number the operands and weights of a plan and encode its operations.
+    """Number the operands and weights of a plan, and encode its operations.
 
     Args:
         plan: What the program computes.
         num_caches: Layers of the network.
-        dtype: Model dtype.
-        head: Weight of the LM head; None takes it from the last operation.
+        head: Weight of the LM head; None: taken from the last operation.
     """
     memory = ProgramMemory(plan.operations, ELEMENT_BYTES[dtype])
     head = head or plan.operations[-1].weights["weight"]
@@ -133,7 +132,7 @@ class ProgramMemory:
     """The memory layout of a program. Values with disjoint lifetimes share memory.
 
     Attributes:
-        offsets: First byte of each value, for each row of a step.
+        offsets: First byte of each value, per row of a step.
         bytes_per_row: Bytes of all values of a row.
     """
 
@@ -179,7 +178,7 @@ class ProgramMemory:
 
 
 def _assign_offsets(spans: Mapping[Value, tuple[int, int]], sizes: Mapping[Value, int]) -> dict[Value, int]:
-    """Assign each buffer an offset that overlaps no buffer with an overlapping lifetime; wide buffers first."""
+    """Assign offsets so that buffers with overlapping lifetimes do not overlap. Wide buffers are placed first."""
     offsets: dict[Value, int] = {}
     for buffer in sorted(spans, key=lambda each: -sizes[each]):
         first, last = spans[buffer]

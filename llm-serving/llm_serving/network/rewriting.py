@@ -1,4 +1,6 @@
-"""Rules that shorten a list of operations without changing a bit of its result. No rule knows a model family."""
+"""Rules that shorten a list of operations without changing a bit of its result. They are
+independent of the model family.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ _ROW_BY_ROW: Final = frozenset(
         "all_reduce",
     }
 )
-"""Operations whose output row depends on the same input row alone."""
+"""Operations whose output row depends only on the same input row."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Plan:
 
     Attributes:
         operations: In execution order.
-        selected: Values (no views) that hold the sampled rows of a step only.
+        selected: Values (no views) that hold only the sampled rows of a step.
     """
 
     operations: Operations
@@ -68,7 +70,7 @@ def select_rows(operations: Sequence[Operation]) -> Plan:
 
 
 def rewrite(plan: Plan) -> Plan:
-    """Apply every rule wherever it fits, one rule after the other."""
+    """Apply every rule to all operations, one rule after the other."""
     return apply(plan, RULES)
 
 
@@ -98,11 +100,11 @@ class Graph:
         return self._producers.get(value)
 
     def consumers(self, value: Value) -> list[Operation]:
-        """Return the operations that read a value or a view of it, one entry for each read."""
+        """Return the operations that read a value or a view of it, once for each read."""
         return self._consumers.get(value.root, [])
 
     def single_use_producer(self, value: Value, *kinds: str) -> Operation | None:
-        """Return the operation that writes a value which is read once, if it is of one of these kinds."""
+        """Return the operation that writes a value, if it has one of these kinds and the value is read only once."""
         producer = self.producer(value)
         return producer if producer is not None and producer.kind in kinds and len(self.consumers(value)) == 1 else None
 
@@ -174,7 +176,7 @@ def fuse_attention(graph: Graph, operation: Operation) -> Changes:
 
 
 def tile_for_consumer(graph: Graph, operation: Operation) -> Changes:
-    """Write a value that one product alone reads in the tiled layout in which that product reads it."""
+    """Write a value that only one product reads in the tiled layout of that product."""
     if operation.kind not in ("rms_norm", "linear", "attention") or "consumer" in operation.weights:
         return {}
     is_gate = operation.kind != "linear" or operation.attributes["function"]
@@ -196,11 +198,13 @@ def tile_for_consumer(graph: Graph, operation: Operation) -> Changes:
 
 Rule = Callable[[Graph, Operation], Changes]
 RULES: Final[tuple[Rule, ...]] = (fuse_gate, fuse_residual, fuse_residual_into_norm, fuse_attention, tile_for_consumer)
-"""Each rule maps an operation to its changes; they are empty where the rule does not fit."""
+"""Rules in the order of application. Each maps an operation to its changes, which are empty if the
+rule does not apply.
+"""
 
 
 def _changes(rule: Rule, operations: Sequence[Operation]) -> Changes:
-    """Collect the changes of one pass of a rule, skipping those that overlap."""
+    """Collect the changes of one pass of a rule. Skip changes that overlap earlier ones."""
     graph, changes = Graph(operations), Changes()
     for operation in operations:
         change = rule(graph, operation)

@@ -1,11 +1,11 @@
 """Rotary position embedding (Su et al. 2021, RoFormer): which elements of a head rotate together, and how fast.
 
-Checkpoints pair the elements of a head in two ways, and some rotate a part of the head only. Here every head has one
+Checkpoints pair the elements of a head in two ways, and some rotate only part of a head. Here every head has one
 layout: element i is paired with element i + head_dim / 2, and an element that does not rotate has cosine 1 and sine 0.
-`Rotary.order` maps the layout of a checkpoint to this one; scores are sums over a head, so the order is free.
+`Rotary.order` maps the layout of a checkpoint to this one. A score is a sum over a head, so the order does not matter.
 
-Where a family scales its frequencies by the sequence length, the longest context that is served decides for every
-request: the rotation of a token must not depend on later tokens.
+If a family scales its frequencies by the sequence length, the longest served context is used for every request, because
+the rotation of a token must not depend on later tokens.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MEAN_POSITIONS: Final = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """RoPE scaling: how the frequencies change beyond the positions that a model was first trained on.
+    """RoPE scaling: how the frequencies change for positions beyond the original training length.
 
     Attributes:
         kind: A key of `ROPE_SCALINGS`.
         factor: Factor by which the context grows.
-        original: Positions that the model was first trained on.
+        original: Number of positions that the model was first trained on.
         low, high: llama3: low_freq_factor and high_freq_factor; yarn (Peng et al. 2023): beta_slow and beta_fast.
-        attention_factor: Factor of cosines and sines; None derives it from `factor`.
+        attention_factor: Factor of cosines and sines; None: derived from `factor`.
         mscale, mscale_all_dim: yarn in DeepSeek's variant.
         short, long: longrope (Ding et al. 2024): a divisor for each pair of elements, for contexts up to `original`
             positions and for longer ones.
@@ -54,7 +54,7 @@ class Scaling:
     truncate: bool = True
 
     def first(self, own: int) -> int | None:
-        """Return the number of positions that `factor` multiplies, or None for kinds whose configuration states the
+        """Return the number of positions that `factor` multiplies; None for kinds whose configuration contains the
         result.
 
         Args:
@@ -73,7 +73,7 @@ class Rotary:
         theta: Base of the frequencies.
         interleaved: Whether the checkpoint pairs neighbours; otherwise it pairs elements i and i + rotary_dim / 2.
         scaling: RoPE scaling, or None.
-        own: Elements of a head in the checkpoint; the remaining ones of `head_dim` are zeros. 0: all.
+        own: Elements of a head in the checkpoint; the others up to `head_dim` are zeros. 0: all.
     """
 
     head_dim: int
@@ -84,7 +84,7 @@ class Rotary:
     own: int = 0
 
     def order(self) -> list[int]:
-        """Return the index in the checkpoint's head of each element of a head here; -1 is a zero."""
+        """Return, for each element of a head here, its index in the checkpoint's head; -1 is a zero."""
         half, fixed = self.rotary_dim // 2, (self.head_dim - self.rotary_dim) // 2
         first = [2 * i if self.interleaved else i for i in range(half)]
         second = [2 * i + 1 if self.interleaved else i + half for i in range(half)]
@@ -111,7 +111,7 @@ class Rotary:
         """Return the radians per position of each rotating pair: theta^(-2i/D) (RoFormer equation 15), after scaling.
 
         Args:
-            num_positions: Longest context that is served.
+            num_positions: Longest served context.
         """
         plain = self.theta ** -(np.arange(0, self.rotary_dim, 2, dtype=np.float64) / self.rotary_dim)
         if self.scaling is None:
@@ -142,7 +142,7 @@ def attention_factor(scaling: Scaling | None) -> float:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """Peng et al. 2023, equation 22, with DeepSeek's weight of the logarithm."""
+    """Compute equation 22 of Peng et al. 2023, with DeepSeek's weight of the logarithm."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -151,7 +151,7 @@ def _linear(_: Rotary, scaling: Scaling, plain: Float64Array, __: int) -> Float6
 
 
 def _dynamic(rotary: Rotary, scaling: Scaling, plain: Float64Array, num_positions: int) -> Float64Array:
-    """Grow the base with the context ("NTK-aware" scaling)."""
+    """Increase the base with the context length ("NTK-aware" scaling)."""
     if num_positions <= scaling.original:
         return plain
     growth = scaling.factor * num_positions / scaling.original - (scaling.factor - 1)
@@ -173,7 +173,9 @@ def _llama3(_: Rotary, scaling: Scaling, plain: Float64Array, __: int) -> Float6
 
 
 def _yarn(rotary: Rotary, scaling: Scaling, plain: Float64Array, _: int) -> Float64Array:
-    """Keep the frequency of pairs that rotate often, divide that of pairs that rotate rarely, with a ramp between."""
+    """Keep the frequency of pairs that rotate often, divide that of pairs that rotate rarely, and
+    interpolate in between.
+    """
 
     def pair_of(rotations: float) -> float:
         ratio = math.log(scaling.original / (rotations * 2 * math.pi)) / (2 * math.log(rotary.theta))

@@ -1,11 +1,11 @@
-"""Tensor parallelism: the part of a network that one rank computes, by rules over operations. No rule knows a family.
+"""Tensor parallelism: the part of a network that one rank computes, by rules that are independent of the model family.
 
-    attention, store_kv  heads are split: a rank computes its own and stores their keys and values only
+    attention, store_kv  heads are split: a rank computes its own heads and stores only their keys and values
     gated_activation     columns of the gate and the matching columns of its other half are split
     experts              the same within each expert
     linear               the producer of a split value holds the rows of its weight that the rank needs. The consumer
-                         holds the matching columns and computes a partial sum: an `all_reduce` follows, and rank 0
-                         alone adds the bias
+                         holds the matching columns and computes a partial sum: an `all_reduce` follows, and only
+                         rank 0 adds the bias
     embedding, lm_head   rows of the table and of the head are split: a token's row is added to the zeros of the other
                          ranks, and each rank shares the logits it computes
     other operations     every rank computes them with identical bits
@@ -32,14 +32,12 @@ Indices = tuple[int, ...]
 
 
 class _CannotShardError(Exception):
-    """Message: the rule that the network breaks."""
+    """The network breaks a sharding rule. The message is the rule."""
 
 
 def sharded(network: Network, rank: int, count: int) -> Network:
-    """Return the network that `rank` of `count` ranks computes.
-
-    Raises:
-        ModelError: The network cannot be split over this many ranks.
+    """Return the network that `rank` of `count` ranks computes. Raise ModelError if the network cannot be split over
+    this many ranks.
     """
     try:
         return _Sharding(network, rank, count).result
@@ -48,7 +46,7 @@ def sharded(network: Network, rank: int, count: int) -> Network:
 
 
 def sharding_violation(network: Network, count: int) -> str | None:
-    """Return the rule that prevents sharding over `count` ranks, or None where the network can be split."""
+    """Return the rule that prevents sharding over `count` ranks; None if the network can be split."""
     try:
         _Sharding(network, 0, count)
     except _CannotShardError as error:
@@ -57,7 +55,7 @@ def sharding_violation(network: Network, count: int) -> str | None:
 
 
 class _Sharding:
-    """Shards a network: one pass finds the split values, a second one writes the operations of the rank."""
+    """Shards a network. One pass finds the split values, a second one writes the operations of the rank."""
 
     def __init__(self, network: Network, rank: int, count: int) -> None:
         self._network, self._rank, self._count = network, rank, count
@@ -65,7 +63,7 @@ class _Sharding:
         self._columns: dict[Value, Indices] = {}
         """Split value -> the columns that this rank holds."""
         self._values: dict[Value, Value] = {}
-        """Value of the whole network -> the value of this rank that replaces it."""
+        """Value of the whole network -> the value that replaces it on this rank."""
         self.result = Network(network.hidden, network.vocab)
         self.result.rotaries = network.rotaries
         self.result.optional = set(network.optional)
@@ -83,7 +81,7 @@ class _Sharding:
     def _shard_heads(self, attend: Operation) -> None:
         """Split the query, key and value heads so that each rank has whole groups."""
         if "q_rope" in attend.inputs:
-            raise _CannotShardError("must be 1 for a model whose keys are latent")
+            raise _CannotShardError("must be 1 for a model with latent attention")
         store = self._graph.stores[attend.attributes["layer"]]
         kv_heads = self._network.caches[attend.attributes["layer"]].kv_heads
         products: dict[Value, list[tuple[int, int]]] = {}
@@ -96,7 +94,7 @@ class _Sharding:
             self._shard(product, ranges, "heads")
 
     def _product_of(self, value: Value) -> Value:
-        """Return the columns of the product that the heads are computed from, through norms and rotary embedding."""
+        """Return the columns of the product from which the heads are computed, through norms and rotary embedding."""
         while (producer := self._graph.producer(value)) is not None and producer.kind in ("rope", "rms_norm"):
             if producer.kind == "rms_norm" and not producer.attributes["group"]:
                 raise _CannotShardError("must be 1 for a model that normalises all heads together")
@@ -106,14 +104,14 @@ class _Sharding:
     def _shard(self, value: Value, ranges: Iterable[tuple[int, int]], what: str) -> None:
         producer = self._graph.producer(value)
         if producer is None or producer.kind != "linear" or producer.attributes["heads"] > 1:
-            raise _CannotShardError(f"must be 1 for a model in which no single product computes {what}")
+            raise _CannotShardError(f"must be 1 for a model that does not compute {what} in one matrix product")
         columns: list[int] = []
         for start, width in sorted(ranges):
             if width % self._count:
                 raise _CannotShardError(f"must divide {what}")
             columns += range(start, start + width)[self._share(width)]
         if len(columns) * self._count != value.width:
-            raise _CannotShardError(f"must be 1 for a model whose products compute more than {what}")
+            raise _CannotShardError(f"must be 1 for a model whose matrix product computes other values beside {what}")
         self._columns[value] = _cached(tuple(columns))
 
     def _share(self, size: int) -> slice:
@@ -156,7 +154,7 @@ class _Sharding:
     def _consumer_weights(self, operation: Operation) -> dict[str, Weight]:
         x, weights = operation.inputs["x"], dict(operation.weights)
         if x.base is not None or operation.attributes["heads"] > 1 or weights["weight"].transform is not None:
-            raise _CannotShardError("must be 1 for a model that multiplies views of split values")
+            raise _CannotShardError("must be 1 for a model that multiplies only some columns of a split value")
         weights["weight"] = _columns(weights["weight"], self._columns[x])
         if self._rank and (bias := weights.pop("bias", None)) is not None:
             self.result.optional.update(bias.names)
@@ -177,7 +175,7 @@ class _Sharding:
             self._write_partial_sum(part, weights)
 
     def _write_partial_sum(self, operation: Operation, weights: Mapping[str, Weight]) -> None:
-        """Write an operation that computes a partial sum, and the all_reduce after it."""
+        """Write an operation that computes a partial sum, and the `all_reduce` after it."""
         y = operation.outputs["y"]
         part = replace(y, name=f"{y.name}.part")
         self._record(operation.changed(outputs={"y": part}), weights)
@@ -206,7 +204,7 @@ class _Sharding:
 
 
 def _shard_experts(operation: Operation, rank: int, count: int) -> dict[str, Weight]:
-    """Split the columns of each expert; padding fills them up as it does for whole experts."""
+    """Split the columns of each expert. They are padded like those of whole experts."""
     gate_up, down = operation.weights["gate_up"], operation.weights["down"]
     inner = down.shape[1]
     if inner % count:
@@ -250,5 +248,5 @@ def _picked(order: Indices | None, indices: Indices) -> Indices:
 
 @lru_cache(64)
 def _cached(indices: Indices) -> Indices:
-    """Return one shared tuple for equal ones: layers of the same shape have equal orders."""
+    """Return one shared tuple for equal ones, because layers of the same shape have equal orders."""
     return indices

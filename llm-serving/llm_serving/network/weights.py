@@ -1,4 +1,4 @@
-"""Assemble the parameters of a network from the tensors of a model folder."""
+"""Assembles the parameters of a network from the tensors of a model folder."""
 
 from __future__ import annotations
 
@@ -12,27 +12,25 @@ from llm_serving.formats.stored_tensor import to_float32
 from llm_serving.network.operations import Weight
 
 Array = NDArray[Any]
-"""float32, float16, or bfloat16 carried as uint16 bits."""
+"""float32, float16, or bfloat16 as uint16 bits."""
 
 
 class Tensors(Protocol):
     """A source of tensors."""
 
     def read(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Return a tensor, which must have this shape; it may be a read-only memory map."""
+        """Return a tensor, which must have this shape. It may be a read-only memory map."""
 
 
 def load_parameter(weight: Weight, tensors: Tensors, num_positions: int) -> Array:
-    """Return the array that a weight holds.
+    """Return the array of a weight.
 
     Args:
-        weight: The weight.
-        tensors: The tensors of the model.
-        num_positions: Longest context that is served.
+        num_positions: Longest served context.
 
     Returns:
-        A C-contiguous array of `weight.shape` (a generated table has `num_positions` rows), in a stored type or
-        float32; it may be a read-only memory map.
+        A C-contiguous array of `weight.shape` (generated tables have `num_positions` rows), of a stored type or
+        float32; possibly a read-only memory map.
     """
     if weight.generate is not None:
         return weight.generate(num_positions)
