@@ -121,7 +121,7 @@ def test_stream_refuses_a_position_of_another_number_of_choices():
             gated.runner.gate.clear()
             for event_id in ("1.2", f"{last}.0"):
                 refused = await client.get(url, headers={"Last-Event-ID": event_id})
-                assert "must have the numbers of 1 choices" in error_of(refused)["message"]
+                assert "must have one number for each of 1 choices" in error_of(refused)["message"]
                 again = await client.post(PATH, json=BODY, headers={"Last-Event-ID": f"{last}.0"})
                 assert again.status_code == 400
             assert gated.engine.num_running + gated.engine.num_waiting == 0

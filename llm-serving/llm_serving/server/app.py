@@ -1,4 +1,4 @@
-"""The ASGI application of an engine, and the process that serves it until a signal ends it."""
+"""The ASGI application of an engine, and the process that serves it until a signal arrives."""
 
 from __future__ import annotations
 
@@ -61,12 +61,14 @@ from llm_serving.server.ui import page_routes
 logger = get_logger(__name__)
 
 GARBAGE_THRESHOLDS: Final = (2_000, 1, 200)
-"""Thresholds of the three generations of Python's garbage collector. A search holds the event loop for 1 to 2
-microseconds an object: some milliseconds for the two younger generations, a tenth of a second for all objects of a
-thousand connections. So a full search is rare; requests and connections leave no reference cycles behind."""
+"""Thresholds of the three generations of Python's garbage collector. A collection holds the event loop for 1 to 2
+milliseconds for the two younger generations, and for a tenth of a second for all objects of a thousand connections. So
+full collections are rare; requests and connections leave no reference cycles.
+"""
 SWITCH_INTERVAL_S: Final = 0.0005
-"""Seconds for which another thread keeps the GIL when the event loop wants it. With Python's default of 5 ms the loop
-could wait so long after each of its events."""
+"""Seconds for which another thread keeps the GIL when the event loop wants it. Python's default of 5 ms would delay the
+loop after each of its events.
+"""
 
 OPENAPI_PATH: Final = "/openapi.json"
 
@@ -76,12 +78,12 @@ class Site:
     public: Accounting
     """The application for clients."""
     internal: InternalClient
-    """The client of the same routes for stored requests, such as lines of batches."""
+    """A client of the same routes for stored requests, such as lines of batches."""
     routes: Application
 
 
 def create_app(engine: AsyncEngine, access_log: AccessLog | None = None) -> Accounting:
-    """Return the ASGI application of an engine; it neither starts nor stops the engine, nor closes the log."""
+    """Return the ASGI application of an engine. It does not start or stop the engine, or close the log."""
     return build_site(engine, access_log).public
 
 
@@ -160,10 +162,10 @@ def _encoded_document(*, with_keys: bool) -> bytes:
 
 
 class Application:
-    """Passes each request to its route, and responds with 404 or 405 where there is none.
+    """Passes each request to its route, and responds with 404 or 405 if there is none.
 
-    It does not wrap `send`, as Starlette's own application does three times, because each chunk of a stream would pay
-    for it. Endpoints respond to their own errors.
+    Unlike Starlette's own application, it does not wrap `send`, because each chunk of a stream would pay for the
+    wrappers. Endpoints respond to their own errors.
     """
 
     def __init__(
@@ -186,7 +188,7 @@ class Application:
         self.advisor = advisor
         self.response_buffers = response_buffers
         self.batches: Batches | None = None
-        """None until the server runs, and where the configuration has no batches."""
+        """None before the server runs, or if batches are not configured."""
         self._router = Router(routes, redirect_slashes=False)  # a redirect would repeat the client's Host header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -198,17 +200,14 @@ class Application:
 
 
 def serve(engine: AsyncEngine) -> int:
-    """Start an engine, serve it on the address of its configuration, and stop it.
+    """Start an engine, serve it on the address of its configuration, and stop it. Return 0 after an orderly end.
 
     The port is bound first, and `/health` responds with 503 while the engine loads. The first SIGINT or SIGTERM lets
-    running requests finish within `shutdown_timeout_s`, the second one ends them.
-
-    Returns:
-        The exit code: 0 after an orderly end.
+    running requests finish within `shutdown_timeout_s`, the second one aborts them.
 
     Raises:
         ConfigError: The address, the access log or the folder of recordings cannot be used, too few files can be open,
-            or an environment variable is set that only the configuration may decide.
+            or an environment variable is set that only the configuration may determine.
         LLMServingError: The engine has failed.
     """
     serving = engine.config.serving
@@ -251,7 +250,6 @@ def serve(engine: AsyncEngine) -> int:
 
 
 async def _reload_files(engine: AsyncEngine, access_log: AccessLog | None) -> None:
-    """Reopen the access log and reload the YAML file."""
     if access_log is not None:
         access_log.reopen()
     if engine.config.origin is not None and engine.config.origin.path is not None:
@@ -260,17 +258,17 @@ async def _reload_files(engine: AsyncEngine, access_log: AccessLog | None) -> No
 
 
 def reduce_garbage_collection() -> None:
-    """Exclude all present objects from garbage collection, and search for reference cycles less often.
+    """Exclude all existing objects from garbage collection, and collect less often.
 
-    With Python's default thresholds the searches take a tenth of the time of a short request, though requests leave no
-    cycles behind.
+    With Python's default thresholds, collections take a tenth of the time of a short request, although requests leave
+    no reference cycles.
     """
     gc.freeze()
     gc.set_threshold(*GARBAGE_THRESHOLDS)
 
 
 def shorten_switch_interval() -> None:
-    """Let the event loop get the GIL back soon from the threads of engines and of long bodies."""
+    """Let the event loop get the GIL back sooner from the threads of engines and of long bodies."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
@@ -296,9 +294,9 @@ async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
 
 @contextmanager
 def lock_recordings(folder: Path | None) -> Iterator[None]:
-    """Hold the lock of a folder of recordings: two servers would delete each other's oldest files.
+    """Lock a folder of recordings, because two servers would delete each other's oldest files.
 
-    Raise ConfigError where the folder cannot be used, or another server uses it.
+    Raise ConfigError if the folder cannot be used, or another server uses it.
     """
     if folder is None:
         yield
@@ -317,9 +315,9 @@ def lock_recordings(folder: Path | None) -> Iterator[None]:
 
 
 def open_request_log(serving: ServerConfig) -> LogFile | None:
-    """Return the log of accepted requests; None: they are kept in memory only, or not at all.
+    """Return the log of accepted requests; None if they are only kept in memory, or not at all.
 
-    Raise ConfigError where its folder cannot be used, or another server uses it.
+    Raise ConfigError if its folder cannot be used, or another server uses it.
     """
     if serving.request_log != "disk" or serving.request_log_path is None:
         return None
@@ -327,13 +325,13 @@ def open_request_log(serving: ServerConfig) -> LogFile | None:
 
 
 def tenant_quota_of(engine: AsyncEngine, key: str) -> TenantQuota:
-    """Return the quota by which the tenants share a number of bytes, which a key of `serving_config` names."""
+    """Return the quota by which tenants share the bytes that the key of `serving_config` sets."""
     limit = getattr(engine.config.serving, key)
     return TenantQuota(limit, lambda: len(engine.config.api_keys) > 1, f"serving_config.{key}")
 
 
 def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRequests:
-    """Return the table of accepted requests, filled from a log, to which it appends."""
+    """Return the table of accepted requests, filled from a log to which it appends."""
     serving, quota = engine.config.serving, tenant_quota_of(engine, "request_log_bytes")
     if serving.request_log == "none":
         quota = replace(quota, num_bytes=0)
@@ -346,12 +344,12 @@ def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRe
 
 
 def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Batches | None:
-    """Return the batches of the configuration; None: it has none.
+    """Return the batches of the configuration; None if batches are not configured.
 
     Args:
         engine: Its configuration limits the concurrency and the bytes.
         ask: Sends a request to a route.
-        path: Database in place of the configuration's; the size of its responses is not limited.
+        path: Database to use instead of the configured one; the size of its responses is not limited.
 
     Raises:
         ConfigError: The database cannot be used.
@@ -374,7 +372,7 @@ def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Bat
 async def run_file(
     engine: AsyncEngine, source: Path, target: Path, on_progress: Callable[[RequestCounts], None]
 ) -> RequestCounts:
-    """Respond to a file of requests with an engine of its own; start it and stop it.
+    """Answer a file of requests with a new engine.
 
     Raises:
         ConfigError: The files cannot be used.

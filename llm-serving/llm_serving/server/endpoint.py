@@ -1,4 +1,4 @@
-"""One route as one line of a table."""
+"""The declaration of one route."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from llm_serving.server.request_context import quota_of, request_context_of
 logger = get_logger(__name__)
 
 RETRY_AFTER_S: Final = 1.0
-"""When a client may retry after the machine ran out of memory, files or threads."""
+"""Seconds until a retry after the machine ran out of memory, files or threads."""
 
 Handler = Callable[[AsyncEngine, Request], Awaitable[Response]]
 
@@ -46,26 +46,23 @@ class Endpoint:
     handler: Handler
     summary: str
     body: type | None = None
-    """Struct of the request body."""
     answer: type | None = None
     """Struct of the response with status 200; None: not JSON, or in the protocol's own form."""
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Query parameter -> its JSON schema."""
     error_response: Callable[[LLMServingError], Response] = openai_error_response
     id_headers: tuple[str, ...] = (REQUEST_ID_HEADER,)
     """Response headers that hold the request id."""
     takes_form: bool = False
     """Whether the body is a form, which the handler reads."""
     is_probe: bool = False
-    """Whether monitoring asks for it; any query is ignored, which defeats caches on the way."""
+    """Whether it is for monitoring. Any query is then ignored, because probes add one to bypass caches."""
     needs_key: bool = True
-    """Whether requests need an API key, if the server has any."""
+    """Whether requests need an API key, if the server has API keys."""
 
     def route(self, engine: AsyncEngine) -> Route:
         return Route(self.path, _EndpointApplication(self, engine), methods=[self.method])
 
     async def respond(self, engine: AsyncEngine, request: Request) -> Response:
-        """Return the handler's response, or that of the error that it raises."""
         serving = engine.config.serving
         try:
             ignored: list[str] = []

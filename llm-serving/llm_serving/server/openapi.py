@@ -1,4 +1,4 @@
-"""The OpenAPI document, generated from the table of endpoints, with the limits that types do not express."""
+"""The OpenAPI document, generated from the endpoints, with limits that types do not express."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ LIMITS: Final[dict[str, str]] = {
     "parameters": "Each as its own description says.",
     "steps": "1 to `serving_config.timeline_steps`.",
 }
-"""Field, or path or query parameter -> the values that are accepted beyond what its type says."""
+"""Field, or path or query parameter -> the accepted values, if its type does not tell."""
 
 DOCUMENT_PATH: Final = "/openapi.json"
 DOCUMENT_OPERATION: Final[JsonObject] = {
@@ -156,7 +156,7 @@ SECURITY_SCHEMES: Final = {
 
 
 def with_limits(components: dict[str, JsonObject], bodies: set[str]) -> dict[str, JsonObject]:
-    """Add ranges and descriptions to the schemas of these bodies and of the structs inside them."""
+    """Add ranges and descriptions to the schemas of these bodies and of their nested structs."""
     for name in _reached(components, bodies):
         schema = components[name]
         schema["additionalProperties"] = False
@@ -168,7 +168,7 @@ def with_limits(components: dict[str, JsonObject], bodies: set[str]) -> dict[str
 
 
 def _reached(components: dict[str, JsonObject], start: set[str]) -> set[str]:
-    """Return the schemas that these refer to, directly or not, and these themselves."""
+    """Return these schemas and all schemas that they refer to, directly or indirectly."""
     found, waiting = set(start), list(start)
     while waiting:
         for name in _references(components[waiting.pop()]) - found:
@@ -211,12 +211,7 @@ def _add_range(about: JsonObject, limits: JsonObject) -> None:
 
 
 def openapi_document(endpoints: Sequence[Endpoint], *, with_keys: bool) -> JsonObject:
-    """Return an OpenAPI 3.1 document with schemas of the structs that decode and encode the bodies.
-
-    Args:
-        endpoints: Endpoints of the server.
-        with_keys: Whether API keys are needed.
-    """
+    """Return an OpenAPI 3.1 document with schemas of the structs that decode and encode the bodies."""
     kinds = {kind for endpoint in endpoints for kind in (endpoint.body, endpoint.answer) if kind is not None}
     ordered = sorted({*kinds, ErrorResponse}, key=lambda kind: kind.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")

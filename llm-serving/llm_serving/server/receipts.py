@@ -1,4 +1,4 @@
-"""The server's hook for receipts: it loads the package that issues them by name, and works without it."""
+"""The server's hook for receipts. The package that issues them is loaded by name and may be missing."""
 
 from __future__ import annotations
 
@@ -39,12 +39,10 @@ class ReceiptIssuerProtocol(Protocol):
 
 
 class ReceiptHook:
-    """Loads the issuer of receipts when it is needed first: for a request, or at the start of the server.
+    """Loads the issuer of receipts when it is first needed: for a request, or at the start of the server.
 
-    The hook is created before the model is loaded, because it records the state of the model's files.
-
-    Raises:
-        ConfigError: `serving_config.receipts` is `at_start`, and the package is not installed.
+    The hook is created before the model is loaded, because it records the state of the model's files. Raise ConfigError
+    if `serving_config.receipts` is `at_start`, and the package is not installed.
     """
 
     def __init__(self, config: ServingConfig) -> None:
@@ -62,12 +60,12 @@ class ReceiptHook:
             self._issuer  # noqa: B018  # a missing package is reported before the model is loaded
 
     def start(self) -> None:
-        """Start to hash the model's files if the configuration says so; requires a running event loop."""
+        """Start hashing the model's files if the configuration requires it. Needs a running event loop."""
         if self._hashes_at_start and self._files is not None:
             self._issuer.start_hashing()
 
     async def start_receipt(self, engine: AsyncEngine, response_id: str, created: int) -> ReceiptDraftProtocol:
-        """Start the receipt of a response; the first one waits until the model's files are hashed.
+        """Start the receipt of a response. The first one waits until the model's files are hashed.
 
         Raises:
             RequestError: `serving_config.receipts` is `none`.

@@ -1,4 +1,4 @@
-"""What the server attaches to the scope of one HTTP request: its log record, its API key and the quota of that key."""
+"""The objects attached to the scope of one HTTP request: its log record, its API key and the quota of that key."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ QUOTA_KEY: Final = "llm_serving.quota"
 
 @dataclass(eq=False, slots=True)
 class RequestContext:
-    """The log record of one request, which `Accounting` creates; it never holds a text of the request or response."""
+    """The log record of one request, which `Accounting` creates. It never holds a text of the request or response."""
 
     http_timings: HttpTimings
     method: str
     route: str
-    """Path of the endpoint, with the names of its parameters; "other" where no endpoint has the path."""
+    """Path of the endpoint, with the names of its parameters; "other" if no endpoint has the path."""
     client: str = ""
     """Address of the client."""
     status: int | None = None
     """Status of the response; None until the response begins."""
     error: str = ""
-    """Kind of an error and, where a field was wrong, its name."""
+    """Kind of an error and, if a field was wrong, its name."""
     request_id: str = ""
     tenant: str = ""
     request_class: str = ""
     num_prompt_tokens: int = 0
-    """Tokens of all prompts."""
+    """Number of tokens of all prompts."""
     streams_per_prompt: int = 1
     outputs: Sequence[RequestOutput | None] | None = None
-    """The latest output of each stream, in the order of the prompts; None: nothing was generated."""
+    """The latest output of each stream, in the order of the prompts; None if nothing was generated."""
 
     @property
     def longest_answers(self) -> list[int]:
@@ -50,25 +50,27 @@ class RequestContext:
 
 
 def request_context_of(connection: HTTPConnection) -> RequestContext:
-    """Return the log record of a request, which every request has behind `Accounting`."""
+    """Return the log record of a request, which `Accounting` attaches to every request."""
     context: RequestContext = connection.scope[CONTEXT_KEY]
     return context
 
 
 def api_key_of(connection: HTTPConnection) -> ApiKey | None:
-    """Return the API key of a request; None where the server needs no keys."""
+    """Return the API key of a request; None if the server requires no keys."""
     key: ApiKey | None = connection.scope.get(API_KEY_KEY)
     return key
 
 
 def quota_of(connection: HTTPConnection) -> Quota | None:
-    """Return the quota of the request's API key; None: there are no limits, or no keys."""
+    """Return the quota of the request's API key; None if there are no limits, or no keys."""
     quota: Quota | None = connection.scope.get(QUOTA_KEY)
     return quota
 
 
 def source_of(connection: HTTPConnection) -> str:
-    """Return the client that is charged for a request; of an IPv6 address its network, which one customer owns."""
+    """Return the client to which a request is charged. For an IPv6 address this is its network, which belongs to one
+    customer.
+    """
     if (key := api_key_of(connection)) is not None:
         return key.name
     return "" if connection.client is None else network_of(connection.client.host)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TenantQuota:
-    """Limits the bytes of each tenant to the bytes that are free, so that no tenant can fill the store.
+    """Limits the bytes of each tenant to the number of free bytes, so that no tenant can fill the store.
 
     These are dynamic thresholds: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet
     switches", IEEE/ACM Transactions on Networking 6 (2), 1998.
@@ -31,19 +31,17 @@ class TenantQuota:
 
     @property
     def rule(self) -> str:
-        """The limit, in the form of the second half of an error message."""
+        """The limit, as the second half of an error message."""
         of_one = ", and those of one API key at most as many as they leave free" if self.is_shared() else ""
         return f"have at most {self.num_bytes} bytes{of_one} ({self.key})"
 
 
 class StoredSizes:
-    """Sizes and tenants of the entries of a store, oldest first; chooses the entries to evict for a new one.
+    """Sizes and tenants of the entries of a store, oldest first. It selects the entries to evict for a new one.
 
-    The oldest entries are evicted. With several tenants they are those of the tenant that would use the most bytes.
-    This is
-    longest queue drop: Suter, Lakshman, Stiliadis and Choudhury, "Buffer management schemes for supporting TCP in
-    gigabit
-    routers with per-flow queueing", IEEE Journal on Selected Areas in Communications 17 (6), 1999.
+    The oldest entries of the tenant that would use the most bytes are evicted. This is longest queue drop: Suter,
+    Lakshman, Stiliadis and Choudhury, "Buffer management schemes for supporting TCP in gigabit routers with per-flow
+    queueing", IEEE Journal on Selected Areas in Communications 17 (6), 1999.
     """
 
     def __init__(self, shares: TenantQuota) -> None:
@@ -74,7 +72,7 @@ class StoredSizes:
             del self._of_tenant[tenant], self._own[tenant]
 
     def evictions(self, tenant: str, num_bytes: int) -> list[str] | None:
-        """Return the entries to evict for `num_bytes` of a tenant; None: they exceed the store."""
+        """Return the entries to evict for `num_bytes` of a tenant; None if the bytes exceed the store."""
         too_many = self.num_bytes + num_bytes - self._shares.num_bytes
         if too_many <= 0:
             return []

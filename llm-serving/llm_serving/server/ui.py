@@ -1,6 +1,6 @@
 """The monitoring page at /ui, and recordings exported as one HTML file.
 
-The page's files need no authentication; the page reads its data from the other routes with the user's API key.
+The files of the page need no authentication; it reads its data from the other routes with the user's API key.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ HEADERS: Final = {
 
 
 def page_routes() -> list[Route]:
-    """Return one route for each file of the page, and one that leads browsers from / to it.
+    """Return one route for each file of the page, and one that redirects browsers from / to it.
 
-    The files are read once, so no path of a client is ever opened.
+    The files are read only once, so no client can make the server open a path.
     """
     files = [
         _route(path, PATH if path.name == FIRST else f"{PATH}/{path.name}")
@@ -99,13 +99,13 @@ def _route(path: Path, shown_at: str) -> Route:
 
 
 MODULES: Final = ("dom.js", "theme.js", "replay.js")
-"""Scripts of the page at /ui, each behind those that it imports."""
+"""Scripts of the page at /ui, each after those that it imports."""
 IMPORT: Final = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 EXPORT: Final = re.compile(r"^export ", re.MULTILINE)
 
 
 def write_replay_page(story: ReplayPageData, target: Path) -> None:
-    """Write a recording as an HTML file; raise ConfigError if it cannot be written."""
+    """Write a recording as an HTML file. Raise ConfigError if it cannot be written."""
     try:
         target.write_text(replay_page(story), encoding="utf-8")
     except OSError as error:
@@ -113,7 +113,7 @@ def write_replay_page(story: ReplayPageData, target: Path) -> None:
 
 
 def replay_page(story: ReplayPageData) -> str:
-    """Return the HTML file. Texts of the recording are data in it, never code."""
+    """Return the HTML file. Texts of the recording are embedded as data, never as code."""
     style = (FOLDER / "style.css").read_text(encoding="utf-8")
     code = "\n".join(_without_imports((FOLDER / name).read_text(encoding="utf-8")) for name in MODULES)
     code += "\nshowStory();\n"

@@ -75,7 +75,7 @@ def test_advisor_reports_errors_of_the_simulator() -> None:
         told("""print('{"error": "must be 20. Given: 4"}'); sys.exit(1)""")
     rule = "`minutes` must cover enough recorded requests; there is no advice on 5"
     assert str(caught.value) == f"{rule}: must be 20. Given: 4"  # what was given is told once
-    with pytest.raises(UnavailableError, match="more time or memory than the simulator process may use"):
+    with pytest.raises(UnavailableError, match="the simulation exceeded its time or memory limit"):
         told("sys.exit(137)")
 
 

@@ -157,11 +157,11 @@ def test_number_of_viewers_is_limited():
     async def run():
         feed = create_feed(Engines(), Pauses(), max_viewers=4)
         mine = [feed.join("ann"), feed.join("ann")]
-        with pytest.raises(CapacityError, match="2 clients with this key watch already"):
+        with pytest.raises(CapacityError, match="2 clients with this key are already watching"):
             feed.join("ann")
         feed.join("bob")
         feed.join(None)
-        with pytest.raises(CapacityError, match=r"4 clients watch already \(serving_config.max_live_viewers\)"):
+        with pytest.raises(CapacityError, match=r"4 clients are already watching \(serving_config.max_live_viewers\)"):
             feed.join(None)
         feed.leave(mine[0])
         feed.join(None)

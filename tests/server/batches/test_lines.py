@@ -313,7 +313,7 @@ def test_batch_lines_wait_for_room_in_the_store(tmp_path, monkeypatch, caplog):
             site.batches._ask = ask
             other = await site.upload(b"x" * 50_000)
             batch_id = await site.begin(jsonl(*(line(str(n)) for n in range(9))))
-            while "store: files and batches have at most 100000 bytes" not in caplog.text:
+            while "no room: files and batches have at most 100000 bytes" not in caplog.text:
                 await asyncio.sleep(0)
             num_asked, counts = len(asked), (await site.show(batch_id))["request_counts"]
             await site.client.delete(f"/v1/files/{other}")

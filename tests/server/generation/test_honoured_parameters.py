@@ -86,7 +86,7 @@ class TestOpenMessage:
         response = post(
             engine_with("{{ messages[0].content }}"), CHAT, {"messages": OPEN, "continue_final_message": True}
         )
-        assert "as the chat template drops the last message" in error_of(response)["message"]
+        assert "because the chat template drops the last message" in error_of(response)["message"]
 
     def test_an_echo_begins_the_answer_with_it(self):
         body = {"messages": OPEN, "continue_final_message": True, "echo": True}

@@ -152,7 +152,7 @@ def test_request_log_stops_on_a_full_disk(tmp_path, monkeypatch, caplog):
         monkeypatch.undo()
         write(log, 4)
     assert [line.getMessage().partition(": ")[2] for line in caplog.records] == [
-        "no more requests are logged, until a restart: No space left on device"
+        "no more requests are logged until the server restarts: No space left on device"
     ]
     log.close()
     log, found = opened(tmp_path)
@@ -192,8 +192,8 @@ def test_request_log_on_a_hanging_disk_uses_bounded_memory(tmp_path, monkeypatch
     log.close()
     assert len(waited) == 2, "for the first, and when it was over"
     assert [line.getMessage().partition(": ")[2] for line in caplog.records] == [
-        "the disk is behind; requests are not logged until it has caught up",
-        "requests are logged again; 4 are not in it",
+        "the disk is too slow; requests are not logged until it has written the waiting ones",
+        "requests are logged again; 4 were lost",
     ]
     log, found = opened(tmp_path)
     assert found == streams(0, 1, 2, 3, 4, 9)

@@ -29,7 +29,7 @@ def test_stream_is_found_by_its_tenant_only():
     assert accepted.find("f", "stream-0", "ann").request_id == "request-0"
     assert accepted.find("f", "stream-0", None).request_id == "request-0"
     for stream, tenant in (("stream-0", "bob"), ("stream-1", "ann")):
-        with pytest.raises(RequestNotFoundError, match="still known"):
+        with pytest.raises(RequestNotFoundError, match="still stored"):
             accepted.find("f", stream, tenant)
     accepted.restore(record(2, streams=False))
     with pytest.raises(RequestNotFoundError):

@@ -111,7 +111,7 @@ def test_unused_tokens_are_refunded():
     quota = Quota(ApiKey(name="a", key_sha256="", max_tokens_per_minute=100), clock)
     give_back = quota.take_tokens(20, 60)
     assert quota.headers()["x-ratelimit-remaining-tokens"] == "20"
-    with pytest.raises(RateLimitError, match=r"30 more would exceed 100 tokens a minute .*; 20 are left") as refused:
+    with pytest.raises(RateLimitError, match=r"30 more would exceed 100 tokens a minute .*; 20 remain") as refused:
         quota.take_tokens(10, 20)
     assert refused.value.retry_after == pytest.approx(6.0)
     give_back(5)

@@ -70,7 +70,7 @@ def test_addresses_of_a_network_are_one_source():
 def test_contradictory_caller_fields_are_refused():
     response = post(FakeEngine(), "/generate", {"inputs": "x", "user": "a", "parameters": {"user": "b"}})
     assert response.status_code == 422
-    assert response.json()["error"] == "`user` must be given once, or with one value"
+    assert response.json()["error"] == "`user` must not be given twice with different values"
 
 
 @pytest.mark.parametrize("path", BODIES)

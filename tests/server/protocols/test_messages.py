@@ -107,7 +107,7 @@ def test_messages_continue_a_final_assistant_message():
 
 def test_messages_report_a_template_that_drops_the_final_message():
     error = error_of(post(FakeEngine(), PATH, body(messages=[USER, {"role": "assistant", "content": "well"}])))
-    rule = "must not end with the assistant's: as the chat template drops the last message"
+    rule = "must not end with the assistant's: because the chat template drops the last message"
     assert error["message"] == f"`messages` {rule}"
 
 

@@ -17,7 +17,7 @@ def test_models_route_lists_parameter_rules_and_defaults():
     temperature = rows["temperature"]
     assert (temperature["kind"], temperature["default"]) == ("number", 0.25)
     assert (temperature["minimum"], temperature["maximum"]) == (0.0, 100.0)
-    assert temperature["meaning"].startswith("0 is greedy")
+    assert temperature["meaning"].startswith("Divisor of the logits")
     assert (rows["seed"]["default"], rows["seed"]["maximum"]) == (None, 2**64 - 1)
     assert (rows["max_tokens"]["default"], rows["max_tokens"]["chat_default"]) == (16, None)
     assert rows["stop"]["kind"] == "strings"

@@ -1,6 +1,6 @@
-"""GET /v1/scheduler/advice: how other values of configuration keys would have served the recent requests.
+"""GET /v1/scheduler/advice: estimate how other values of configuration keys would have served the recent requests.
 
-`Advisor` runs the simulator in a process of its own.
+`Advisor` runs the simulator in a separate process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ logger = get_logger(__name__)
 SIMULATOR: Final = "llm_serving_simulator"
 COMMAND: Final = tuple(command_of(f"{SIMULATOR}.advice"))
 BUDGET_S: Final = 120.0
-"""Seconds of simulation. Beside a loaded server a process of the lowest priority gets little processor time."""
+"""Maximum seconds of simulation. Next to a loaded server, a process of the lowest priority gets
+little processor time.
+"""
 TIMEOUT_S: Final = 240.0
 RETRY_AFTER_S: Final = 30.0
 MAX_OUTPUT_CHARS: Final = 300
@@ -47,9 +49,9 @@ MAX_MINUTES: Final = 60
 
 
 class Advisor:
-    """Runs one simulator process at a time on behalf of all waiting clients; it ends when the last of them leaves.
+    """Runs one simulator process at a time for all waiting clients. It is terminated when the last of them disconnects.
 
-    It belongs to the event loop.
+    For the event loop only.
 
     Args:
         config: Returns the current configuration.
@@ -72,7 +74,7 @@ class Advisor:
         self._minutes = 0
         self._task: asyncio.Task[dict[str, Any]] | None = None
         self._num_waiting = 0
-        """Number of clients that wait for the task; at 0 it has ended or is being cancelled."""
+        """Number of clients that wait for the task. At 0 it has ended or is being cancelled."""
 
     async def advise(self, minutes: int) -> dict[str, Any]:
         """Return advice on the last `minutes`. If the last waiting client is cancelled, the work is cancelled too.
@@ -87,7 +89,7 @@ class Advisor:
         folder = self._config().scheduler.record_path
         if folder is None:
             rule = "must name a folder, so that the server records the inputs and decisions of its schedulers"
-            raise RequestError("record_path", f"{rule} (scheduler_config.record_path; it takes a restart)")
+            raise RequestError("record_path", f"{rule} (scheduler_config.record_path; it requires a restart)")
         while self._task is not None and self._num_waiting == 0 and not self._task.done():
             await asyncio.wait([self._task])
         if self._task is not None and not self._task.done():
@@ -150,7 +152,7 @@ class Advisor:
                 process.returncode,
                 last[:MAX_OUTPUT_CHARS],
             )
-            raise UnavailableError("advice needs more time or memory than the simulator process may use") from None
+            raise UnavailableError("the simulation exceeded its time or memory limit") from None
         if "error" in advice:
             rule = f"must cover enough recorded requests; there is no advice on {minutes}"
             raise RequestError("minutes", f"{rule}: {advice['error']}")
@@ -171,7 +173,7 @@ class AdviceView(Struct):
 
 
 async def show_advice(engine: AsyncEngine, http_request: Request) -> Response:
-    """Simulate the requests of the last minutes under neighbouring configurations, until the client disconnects."""
+    """Simulate the requests of the last minutes with similar configurations, until the client disconnects."""
     check_operator(http_request)
     given = http_request.query_params.get("minutes", str(MINUTES))
     if not (given.isascii() and given.isdecimal() and len(given) < 4 and 1 <= int(given) <= MAX_MINUTES):

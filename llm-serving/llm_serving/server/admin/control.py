@@ -1,6 +1,4 @@
-"""Routes that act on requests by their id, POST /v1/reload, and GET /v1/scheduler, which shows slots, queues and
-blocks.
-"""
+"""Routes to cancel or reprioritise requests, and GET /v1/scheduler, which shows slots, queues and blocks."""
 
 from __future__ import annotations
 
@@ -27,11 +25,11 @@ from llm_serving.server.request_context import api_key_of
 class Cancelled(Struct):
     request_id: str
     cancelled: list[str]
-    """Ids of the engine's requests that were cancelled, one for each choice; empty: all had ended before."""
+    """Ids of the engine requests that were cancelled, one per choice; empty: all had ended before."""
 
 
 async def cancel_request(engine: AsyncEngine, http_request: Request) -> Response:
-    """Abort a request at the next step; its client gets the tokens so far and the finish reason `abort`."""
+    """Abort a request at the next step. Its client gets the tokens so far and the finish reason `abort`."""
     request_id = http_request.path_params["request_id"]
     return json_response(Cancelled(request_id, engine.control.cancel(request_id, tenant_seen(http_request))))
 
@@ -41,11 +39,10 @@ class Reprioritised(Struct):
     priority: int
     priority_class: str
     changed: list[str]
-    """Ids of the engine's requests that now have this priority."""
+    """Ids of the engine requests that now have this priority."""
     unchanged: list[str]
-    """Ids of those whose priority stays: they ended, or they have or had a slot and would exceed the bypass limit of
-    their
-    class.
+    """Ids of the engine requests whose priority did not change: they have ended, or they have or had a running slot and
+    would exceed the bypass limit of their class.
     """
 
 
@@ -65,7 +62,7 @@ async def reprioritise_request(engine: AsyncEngine, http_request: Request) -> Re
 
 
 async def show_scheduler(engine: AsyncEngine, http_request: Request) -> Response:
-    """Show slots, queues, tenants and blocks of every replica; of other tenants the caller sees only totals."""
+    """Show slots, queues, tenants and blocks of every replica. Of other tenants, the caller sees only totals."""
     states = await engine.lookup.scheduler_states()
     known = {index: state for index, state in states.items() if state is not None}
     silent, tenant = [index for index, state in states.items() if state is None], tenant_seen(http_request)

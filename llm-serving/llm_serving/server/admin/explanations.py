@@ -1,4 +1,4 @@
-"""GET /v1/requests/{id}/explain and GET /v1/timeline: where the time of requests went."""
+"""GET /v1/requests/{id}/explain and GET /v1/timeline: how the time of requests was spent."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from llm_serving.server.request_context import source_of
 T = TypeVar("T")
 
 _LOOKUPS: Final = FairThreads(1, "lookup")
-"""One thread: a lookup over thousands of steps holds Python's lock for up to a second, which the engines need too."""
+"""Only one thread, because a lookup over thousands of steps holds the GIL for up to a second, and
+the engines need it too.
+"""
 
 
 class Explanations(Long):
-    """All engine requests with one id: several choices, or several clients that chose the same id."""
+    """Explanations of all engine requests with one id: several choices, or several clients that chose the same id."""
 
     request_id: str
     requests: list[Explanation]
@@ -43,13 +45,15 @@ async def explain_request(engine: AsyncEngine, http_request: Request) -> Respons
     tenant = tenant_seen(http_request)
     found = await _looked_up(http_request, lambda: engine.lookup.explain(request_id, tenant))
     if not found:
-        rule = f"must be that of an unfinished request or one of the newest {engine.config.serving.explain_requests}"
+        rule = (
+            f"must be the id of an unfinished request or of one of the latest {engine.config.serving.explain_requests}"
+        )
         raise RequestNotFoundError("request_id", f"{rule} finished ones (serving_config.explain_requests)", request_id)
     return await large_json_response(Explanations(request_id, found))
 
 
 async def show_timeline(engine: AsyncEngine, http_request: Request) -> Response:
-    """Return the newest steps and the requests alive during them, for Perfetto; `?steps=N` limits the steps."""
+    """Return the latest steps and the requests alive during them, for Perfetto. `?steps=N` limits the steps."""
     most = engine.config.serving.timeline_steps
     given = http_request.query_params.get("steps", str(most))
     if not (given.isascii() and given.isdecimal() and len(given) < 9 and 1 <= int(given) <= most):
@@ -60,7 +64,7 @@ async def show_timeline(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def _looked_up(http_request: Request, look: Callable[[], T]) -> T:
-    """Run a lookup in the lookup thread, unless the client disconnects before its turn."""
+    """Run a lookup in the lookup thread, unless the client disconnects before it starts."""
 
     async def turn() -> T:
         return await asyncio.wrap_future(_LOOKUPS.submit(source_of(http_request), look))

@@ -15,7 +15,7 @@ from llm_serving.server.protocols.openai.schemas import HealthResponse
 
 
 async def show_health(engine: AsyncEngine, http_request: Request) -> Response:
-    """Return 200 while at least one WorkAgent serves, else 503; the body gives the reason."""
+    """Return 200 if at least one WorkAgent is ready, else 503. The body gives the reason."""
     health = engine.health()
     status = HTTPStatus.OK if health.ready else HTTPStatus.SERVICE_UNAVAILABLE
     return json_response(

@@ -1,9 +1,9 @@
 """GET /v1/live: snapshots of all schedulers as server-sent events.
 
-A snapshot is taken only while clients watch, once for all of them. The pause between two snapshots is at least
-`LEAST_PAUSE_S`, and long enough that taking, encoding and sending snapshots uses `SHARE` of one core. A client that
-reads slowly gets the newest snapshot when it is ready for one; those in between are dropped. Rows are arrays without
-names: the first event lists the columns.
+Snapshots are taken only while clients watch, once for all clients. The pause between two snapshots is at least
+`LEAST_PAUSE_S`, and long enough that taking, encoding and sending snapshots uses `SHARE` of one core. A slow client
+gets the latest snapshot when it is ready for one; those in between are dropped. Rows are arrays without names: the
+first event lists the columns.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ LEAST_PAUSE_S: Final = 0.25
 MOST_PAUSE_S: Final = 10.0
 SHARE: Final = 0.01
 SEND_S: Final = 0.0002
-"""Seconds of processor time to send one snapshot to one client, including TLS."""
+"""Estimated processor time in seconds to send one snapshot to one client, including TLS."""
 TIMEOUT_S: Final = 1.0
-"""Seconds to wait for an engine; without a reply the snapshot lists the replica as silent."""
+"""Seconds to wait for an engine. Without a reply, the snapshot lists the replica as silent."""
 RETRY_AFTER_S: Final = 10.0
 
 
@@ -62,18 +62,20 @@ class EndedRequest(Struct, kw_only=True):
 
 
 class ComputedStep(Struct, kw_only=True):
-    """A step that has ended since the previous snapshot. A tenant sees only its own rows, and no step without one."""
+    """A step that has ended since the previous snapshot. A tenant sees only its own rows, and only
+    steps that have some.
+    """
 
     number: int
     ended: float
     """Time of its end, on the clock of the snapshot's `time`."""
     seconds: float
-    """Time from its scheduling, or from the end of the previous step if that is later, to its results."""
+    """Seconds from its scheduling, or from the end of the previous step if that is later, to its results."""
     prompts: int
-    """Rows that computed parts of prompts, or recomputed tokens after a preemption."""
+    """Number of rows that computed parts of prompts, or recomputed tokens after a preemption."""
     prompt_tokens: int
     decoding: int
-    """Rows that computed one token and sampled the next."""
+    """Number of rows that computed one token and sampled the next."""
 
 
 ROWS: Final[Mapping[str, type[Struct]]] = {
@@ -152,7 +154,7 @@ def _values(row: Struct) -> list[Any]:
 
 
 def _visible_sequences(seen: EngineSnapshot, tenant: str | None) -> frozenset[int] | None:
-    """Return `Request.sequence` of a tenant's waiting, running and just ended requests; None: of all tenants."""
+    """Return `Request.sequence` of a tenant's waiting, running and just ended requests; None for all tenants."""
     if tenant is None:
         return None
     running = [sequence for sequence, row in seen.state.running.items() if row.tenant == tenant]
@@ -203,7 +205,7 @@ class Watched(Protocol):
 
 
 class Viewer:
-    """One watching client; it sees what its tenant may see, or everything with None."""
+    """One watching client. It sees what its tenant may see, or everything if the tenant is None."""
 
     def __init__(self, tenant: str | None) -> None:
         self.tenant = tenant
@@ -223,7 +225,7 @@ class Viewer:
         self._changed.set()
 
     async def next(self) -> bytes | None:
-        """Wait for a snapshot that the client has not read yet and return it; None: the stream has ended."""
+        """Wait for a snapshot that the client has not read yet and return it; None at the end of the stream."""
         await self._changed.wait()
         self._changed.clear()
         if self._ended:
@@ -234,14 +236,13 @@ class Viewer:
 
 
 class LiveFeed:
-    """Takes snapshots while clients watch, and hands them to the clients. It belongs to the event loop.
+    """Takes snapshots while clients watch, and passes them to the clients. For the event loop only.
 
     Args:
         watched: Returns snapshots of the engines.
         metrics: Totals of the engines.
         policy: Name of their scheduling policy.
-        max_viewers: Most clients at a time; one tenant may have half of them.
-        clock: The engine's clock, in seconds.
+        max_viewers: Maximum number of clients; one tenant may have half of them.
         cpu_clock: Processor time of the thread, in seconds.
         sleep: Waits for a number of seconds.
     """
@@ -270,17 +271,17 @@ class LiveFeed:
         self._closed = False
 
     def join(self, tenant: str | None) -> Viewer:
-        """Add a client, until `leave`.
-
-        Raises:
-            CapacityError: The limit of clients, or of this tenant's clients, is reached.
+        """Add a client. The caller removes it with `leave`. Raise CapacityError if the limit of clients, or of this
+        tenant's clients, is reached.
         """
         most = self._max_viewers
         if self._closed or len(self._viewers) >= most:
-            raise CapacityError(f"{most} clients watch already (serving_config.max_live_viewers)", RETRY_AFTER_S)
+            raise CapacityError(f"{most} clients are already watching (serving_config.max_live_viewers)", RETRY_AFTER_S)
         if tenant is not None and Counter(each.tenant for each in self._viewers)[tenant] >= max(1, most // 2):
             rule = "half of serving_config.max_live_viewers"
-            raise CapacityError(f"{max(1, most // 2)} clients with this key watch already ({rule})", RETRY_AFTER_S)
+            raise CapacityError(
+                f"{max(1, most // 2)} clients with this key are already watching ({rule})", RETRY_AFTER_S
+            )
         viewer = Viewer(tenant)
         self._viewers.append(viewer)
         if self._task is None:
@@ -288,14 +289,14 @@ class LiveFeed:
         return viewer
 
     def leave(self, viewer: Viewer) -> None:
-        """Remove a client; without clients no more snapshots are taken."""
+        """Remove a client. Without clients, no more snapshots are taken."""
         self._viewers.remove(viewer)
         if not self._viewers and self._task is not None:
             self._task.cancel()
             self._task = None
 
     def close(self) -> None:
-        """End all streams, which would otherwise keep the server from ending."""
+        """End all streams, which would otherwise keep the server from exiting."""
         self._closed = True
         for viewer in self._viewers:
             viewer.end()
@@ -313,7 +314,7 @@ class LiveFeed:
             await self._sleep(pause_s(spent_s))
 
     async def _show(self, snapshots: Mapping[int, EngineSnapshot | None]) -> float:
-        """Hand every client its snapshot; return the processor time used, in seconds."""
+        """Pass every client its snapshot. Return the processor time used, in seconds."""
         self._number += 1
         now = self._clock()
         spent_s = sum(each.cpu_s for each in snapshots.values() if each is not None)
@@ -330,17 +331,19 @@ class LiveFeed:
 
 
 def pause_s(spent_s: float) -> float:
-    """Return the seconds until the next snapshot after one that used `spent_s` seconds of processor time."""
+    """Return the pause in seconds after a snapshot that used `spent_s` seconds of processor time."""
     return min(MOST_PAUSE_S, max(LEAST_PAUSE_S, spent_s / SHARE))
 
 
 async def watch(engine: AsyncEngine, http_request: Request) -> Response:
-    """Stream snapshots of all schedulers until the client disconnects; of other tenants the caller sees only totals."""
+    """Stream snapshots of all schedulers until the client disconnects. Of other tenants, the caller
+    sees only totals.
+    """
     return _LiveResponse(http_request.app.live, tenant_seen(http_request))
 
 
 class _LiveResponse(Response):
-    """Sends the newest snapshot whenever the client has read the previous one."""
+    """Sends the latest snapshot whenever the client has read the previous one."""
 
     def __init__(self, feed: LiveFeed, tenant: str | None) -> None:
         self._feed = feed

@@ -1,4 +1,4 @@
-"""Routes for administrators: show, drain and rejoin replicas, and read the YAML again."""
+"""Routes for administrators: show, drain and rejoin replicas, and reload the YAML."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ async def show_replicas(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def drain_replica(engine: AsyncEngine, http_request: Request) -> Response:
-    """Drain a replica: it gets no further requests, and its WorkAgent ends when its last request has finished."""
+    """Drain a replica: it gets no further requests, and its WorkAgent exits after its last request."""
     check_operator(http_request)
     engine.control.drain(_replica(http_request))
     return _view(engine)
 
 
 async def join_replica(engine: AsyncEngine, http_request: Request) -> Response:
-    """Let a drained replica serve again; one that has left is loaded first."""
+    """Let a drained replica serve again. If it has left, it is loaded first."""
     check_operator(http_request)
     engine.control.join(_replica(http_request))
     return _view(engine)
@@ -51,7 +51,7 @@ class ReloadView(Struct):
     changed: list[str]
     """Changes as "section.key: before -> after"; for an API key's hash only the key."""
     late: list[int]
-    """Replicas whose WorkAgent is restarting; the changes apply there when it has started."""
+    """Replicas whose WorkAgent is restarting. They apply the changes when it has started."""
 
 
 async def reload(engine: AsyncEngine, http_request: Request) -> Response:

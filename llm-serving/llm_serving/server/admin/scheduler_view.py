@@ -1,4 +1,4 @@
-"""The response of GET /v1/scheduler: running slots, queues, tenants and blocks that the caller may see."""
+"""The response of GET /v1/scheduler: the running slots, queues, tenants and blocks that the caller may see."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llm_serving.observability.snapshot import (
 )
 
 MAX_ROWS: Final = 256
-"""Most requests and tenants listed one by one; the totals count all."""
+"""Maximum number of requests and tenants listed one by one. Totals count all."""
 
 
 class Tenant(Struct, kw_only=True):
@@ -27,7 +27,7 @@ class Tenant(Struct, kw_only=True):
     waiting: int
     blocks: int
     served: dict[str, int]
-    """By class: tokens served, each generated one counted twice. The tenant with the fewest is scheduled next."""
+    """Class -> tokens served, each generated one counted twice. The tenant with the fewest is scheduled next."""
 
 
 class Replica(Struct, kw_only=True):
@@ -42,7 +42,7 @@ class Replica(Struct, kw_only=True):
     blocks: BlockUsage
     classes: list[ClassQueueState]
     tenants: list[Tenant]
-    """With API keys, only the caller's own unless it is an administrator; the same holds for the lists below."""
+    """With API keys: only the caller's own, unless it is an administrator. The same applies to the lists below."""
     running_requests: list[RunningRequest]
     waiting_requests: list[WaitingRequest]
 
@@ -54,7 +54,7 @@ class SchedulerView(Struct):
 
 
 def view_of(states: dict[int, SchedulerState], silent: list[int], policy: str, tenant: str | None) -> SchedulerView:
-    """Return what a tenant may see; None: everything."""
+    """Return the view of a tenant; None: everything."""
     return SchedulerView([_replica(index, states[index], policy, tenant) for index in sorted(states)], silent)
 
 
@@ -97,9 +97,7 @@ def _tenants(
 
 
 def _with_groups(requests: Sequence[RunningRequest]) -> list[RunningRequest]:
-    """Number the first blocks in the order of these requests: real block ids would reveal the activity of other
-    tenants.
-    """
+    """Replace block ids in `group` by numbers, because block ids would reveal the activity of other tenants."""
     groups: dict[int, int] = {}
     return [
         each if each.group is None else replace(each, group=groups.setdefault(each.group, len(groups)))

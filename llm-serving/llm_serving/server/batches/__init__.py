@@ -1,1 +1,1 @@
-"""OpenAI's files and batches, kept in SQLite so that they survive the end of the process."""
+"""OpenAI's files and batches, stored in SQLite so that they survive the end of the process."""

@@ -1,4 +1,4 @@
-"""Routes of OpenAI's files and batches: a file of requests is answered when the server has room."""
+"""Routes of OpenAI's files and batches. The requests of a file are computed when the server has capacity."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ PURPOSE: Final = "batch"
 MAX_FILENAME_CHARS: Final = 256
 MAX_FIELD_BYTES: Final = 4096
 HELD_BYTES: Final = MultiPartParser.spool_max_size + 2**16
-"""Most bytes of a form in memory: a longer file is spooled to disk, plus a little of what follows it."""
+"""Maximum number of bytes of a form in memory. A longer file is spooled to disk."""
 RETRY_AFTER_S: Final = 10.0
 KEPT_LEAST_S: Final = 3600
-"""Shortest lifetime of a file in seconds, as with OpenAI; the longest is `KEPT_S`."""
+"""Minimum lifetime of a file in seconds, as with OpenAI. The maximum is `KEPT_S`."""
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FILES: Final = {**PAGE, "purpose": {"type": "string"}}
 
 
 async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
-    """Store a file from a form with `purpose`, `file` and optionally its lifetime."""
+    """Store a file from a form with `purpose`, `file` and an optional lifetime."""
     batches = _batches(http_request)
     limits = engine.config.serving
     if (set_max_weight := http_request.scope.get(MAX_WEIGHT_KEY)) is not None:
@@ -115,7 +115,7 @@ async def show_content(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def delete_file(engine: AsyncEngine, http_request: Request) -> Response:
-    """Delete a file; a batch that has started keeps its lines."""
+    """Delete a file. A batch that has started keeps its lines."""
     del engine
     about = await _file(http_request)
     await _batches(http_request).stored(BatchStore.delete_file, about.id)
@@ -161,7 +161,7 @@ async def show_batch(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def cancel_batch(engine: AsyncEngine, http_request: Request) -> Response:
-    """Cancel a batch; lines that have been answered keep their answers."""
+    """Cancel a batch. Lines that have been answered keep their answers."""
     del engine
     return json_response(await _batches(http_request).cancel((await _batch(http_request)).id))
 
@@ -190,10 +190,8 @@ def _tenant(http_request: Request) -> str:
 
 
 def _lifetime_s(form: FormData) -> int | None:
-    """Return the lifetime in seconds that the form asks for; None without one.
-
-    Raises:
-        RequestError: The lifetime is invalid, or the form has a field that forms of files do not have.
+    """Return the lifetime in seconds that the form requests; None without one. Raise RequestError if the lifetime is
+    invalid, or the form has an unknown field.
     """
     names = [name for name, _ in form.multi_items()]
     for name in names:
@@ -211,7 +209,7 @@ def _lifetime_s(form: FormData) -> int | None:
 
 
 async def _list_of(kind: type[FileList | BatchList], found: list[Any], limit: int) -> Response:
-    """Return the first `limit` rows; `has_more` says whether there are more."""
+    """Return the first `limit` rows. `has_more` says whether there are more."""
     shown = found[:limit]
     first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
     return await large_json_response(kind(data=shown, has_more=len(found) > limit, first_id=first, last_id=last))
@@ -224,7 +222,7 @@ def _pieces(file: UploadFile) -> Iterator[bytes]:
 
 @asynccontextmanager
 async def _counted(batches: Batches, http_request: Request) -> AsyncIterator[Request]:
-    """Wrap a request so that reading its body raises once it, or all uploads together, exceed the limits."""
+    """Wrap a request so that reading its body raises an error if it, or all uploads together, exceed the limits."""
     shares, incoming, tenant = batches.shares, batches.num_incoming_bytes, _tenant(http_request)
     num_bytes, most = 0, shares.room(0, 0)
 

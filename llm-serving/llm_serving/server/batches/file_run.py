@@ -1,4 +1,4 @@
-"""Answers one file of requests offline; an interrupted run continues where it stopped."""
+"""Answers one file of requests offline. An interrupted run continues where it stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llm_serving.server.batches.store import CHUNK_BYTES, BatchStore, new_id
 POLL_EVERY_S: Final = 0.5
 NEVER: Final = 2**40
 UNFINISHED: Final = ".unfinished"
-"""Suffix of the store beside the output file that holds the progress so far."""
+"""Suffix of the store with the progress, which is next to the output file."""
 ERRORS: Final = ".errors"
 
 

@@ -20,11 +20,11 @@ READY_EVERY_S: Final = 0.5
 
 
 class InternalClient:
-    """A client within the process; API keys and rate limits apply as they do to other clients.
+    """A client within the process. API keys and rate limits apply as they do to other clients.
 
     Args:
-        app: The application behind authentication.
-        keys: Tenant -> its API key; empty if the server needs no keys.
+        app: The application, including authentication.
+        keys: Tenant -> its API key; empty if the server requires no keys.
         quotas: Tenant -> the rate limits of its key.
         ready: Whether the engine can compute now; requests wait until it can.
     """
@@ -41,7 +41,7 @@ class InternalClient:
         self._keys = keys
 
     async def __call__(self, url: str, body: bytes, tenant: str) -> Answered:
-        """Return the response to a POST with this body; it is 401 if the tenant's key no longer exists."""
+        """Return the response to a POST with this body. It is 401 if the tenant's key no longer exists."""
         key = self._keys.get(tenant)
         if self._keys and key is None:
             gone = openai_error_response(AuthenticationError("the API key of this tenant no longer exists"))
@@ -70,7 +70,7 @@ class InternalClient:
 
 
 class _InternalRequest:
-    """The receive and send channels of one request; its client never disconnects."""
+    """The receive and send channels of one request. Its client never disconnects."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body

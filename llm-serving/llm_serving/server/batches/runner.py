@@ -1,4 +1,4 @@
-"""Runs batches: each line becomes a request to the server's own routes, in the lowest class, when there is room."""
+"""Runs batches. Each line becomes a request of the lowest class to the server's own routes, when there is capacity."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 WINDOW_S: Final = 24 * 3600
-"""Seconds until a batch expires; lines without an answer then fail."""
+"""Seconds until a batch expires. Lines without an answer then fail."""
 KEPT_S: Final = 30 * 24 * 3600
 MAX_AT_ONCE: Final = 8
-"""Most batches of a tenant that are validated and computed at once, the oldest first; the others wait in the store."""
+"""Maximum number of a tenant's batches in progress, the oldest first. The others wait in the store."""
 MAX_LINES: Final = 50_000
 MAX_LINE_BYTES: Final = 2**24
 MAX_ERRORS: Final = 100
 SPARE_DEPTH: Final = 64
-"""Extra nesting with which each line is parsed: later calls leave less stack for nested lists than this check has."""
+"""Extra nesting with which each line is checked, because later calls have less stack left for nested lists."""
 EXPIRE_EVERY_S: Final = 3600.0
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 60.0
-"""Bounds of the wait in seconds before a refused line is retried."""
+"""Minimum and maximum seconds before a refused line is retried."""
 LEAST_STORE_PAUSE_S: Final = 1.0
-"""First wait in seconds before a batch continues whose store could not be written (disk full); it doubles each time."""
+"""Seconds before a batch continues after its store could not be written (disk full). They double each time."""
 BUSY: Final = frozenset((429, 503))
-"""Statuses after which a line is retried: always, or within `timeout_s` if the line has one."""
+"""Statuses after which a line is retried: without limit, or within its `timeout_s`."""
 _NULL: Final = msgspec.Raw(b"null")
 _decode_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _EXPIRED: Final = Failure("batch_expired", "the batch did not complete within its completion window")
@@ -69,18 +69,17 @@ class Ask(Protocol):
 
 
 class Batches:
-    """Files, batches and the lines in progress. It belongs to the event loop; the store has a thread of its own.
+    """Files, batches and the lines in progress. For the event loop only; the store has its own thread.
 
     Args:
         store: Opens the store, in its thread.
         ask: Sends a request to a route.
-            concurrency: Most requests at once, of all batches; and most lines of one batch in progress, including
-            refused lines
-            that will be retried.
+        concurrency: Maximum number of requests of all batches, and of one batch's lines in progress, including refused
+            lines that will be retried.
         priority_class: Class of lines that name none.
         shares: Quota for files that are being uploaded.
         bounds_answers: Whether lines wait until the store has room for their answers.
-        now: Returns seconds since 1970.
+        now: Returns seconds since the epoch.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class Batches:
         self._cancelled: dict[str, asyncio.Event] = {}
         self._num_running: Counter[str] = Counter()
         self._failed: set[str] = set()
-        """Batches that failed with an unexpected error; they resume after a restart, and can be cancelled."""
+        """Batches that failed with an unexpected error. They resume after a restart, and can be cancelled."""
         self._starting: set[asyncio.Task[None]] = set()
         self._is_stopped = False
         self.num_incoming_bytes: Counter[str] = Counter()
@@ -123,7 +122,7 @@ class Batches:
             await self._start_next(tenant)
 
     async def stop(self) -> None:
-        """Abort the lines in progress; they are answered again after a restart."""
+        """Abort the lines in progress. They are answered again after a restart."""
         self._is_stopped = True
         tasks = [*self._tasks.values(), *self._starting, *filter(None, [self._expiry_task])]
         for task in tasks:
@@ -133,10 +132,8 @@ class Batches:
         self._thread.shutdown()
 
     async def stored(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run a method of the store in its thread and return its result.
-
-        Raises:
-            UnavailableError: The database cannot be read or written; the call has changed nothing.
+        """Run a method of the store in its thread and return its result. Raise UnavailableError if the database cannot
+        be read or written; the call has changed nothing.
         """
         loop, call = asyncio.get_running_loop(), partial(work, self._store, *arguments)
         try:
@@ -146,12 +143,12 @@ class Batches:
             raise UnavailableError(f"files and batches cannot be stored now: {error}") from None
 
     async def create(self, batch: Batch, tenant: str) -> None:
-        """Add a batch; it starts when the tenant has fewer than `MAX_AT_ONCE` batches in progress."""
+        """Add a batch. It starts when the tenant has fewer than `MAX_AT_ONCE` batches in progress."""
         await self.stored(BatchStore.add_batch, batch, tenant, self.now())
         await self._start_next(tenant)
 
     async def cancel(self, batch_id: str) -> Batch:
-        """Cancel a batch and abort its lines in progress; a batch that has ended is unchanged."""
+        """Cancel a batch and abort its lines in progress. A batch that has ended does not change."""
         tenant = await self.stored(BatchStore.tenant_of, batch_id)
         batch = await self.stored(BatchStore.cancel, batch_id, self.now())
         if batch_id in self._cancelled:
@@ -169,7 +166,7 @@ class Batches:
         return ended
 
     async def _start_next(self, tenant: str) -> None:
-        """Start the tenant's oldest batches up to `MAX_AT_ONCE`; retry while the store cannot be read."""
+        """Start the tenant's oldest batches up to `MAX_AT_ONCE`. Retry while the store cannot be read."""
         while True:
             try:
                 oldest = await self.stored(BatchStore.unfinished, tenant, MAX_AT_ONCE + len(self._failed))
@@ -203,20 +200,20 @@ class Batches:
                 next_one.add_done_callback(self._starting.discard)
 
     async def _compute_with_retries(self, batch_id: str, tenant: str) -> None:
-        """Compute a batch, waiting while the store cannot be written."""
+        """Compute a batch, and wait while the store cannot be written."""
         pause_s = LEAST_STORE_PAUSE_S
         while True:
             try:
                 return await self._compute(batch_id, tenant)
             except UnavailableError as error:  # stored answers stay; the other lines are computed again
                 self.trouble = error
-                logger.warning("Batch %s cannot be stored, retrying in %.0f s: %s", batch_id, pause_s, error)
+                logger.warning("Batch %s cannot be stored; retrying in %.0f s: %s", batch_id, pause_s, error)
             await self._pause(self._cancelled[batch_id], pause_s)
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
     @staticmethod
     async def _pause(cancelled: asyncio.Event, pause_s: float) -> None:
-        """Sleep until the batch is cancelled, but for the full time if it is cancelled already."""
+        """Sleep until the batch is cancelled, or for the full time if it is cancelled already."""
         if cancelled.is_set():
             await asyncio.sleep(pause_s)
             return
@@ -238,7 +235,7 @@ class Batches:
         await self.stored(BatchStore.finish, batch, tenant, unanswered, now, int(now) + KEPT_S)
 
     async def _answer_all(self, batch: Batch, tenant: str) -> tuple[str, Failure | None]:
-        """Answer the remaining lines; return the final status and the error of lines without an answer."""
+        """Answer the remaining lines. Return the final status and the error of lines without an answer."""
         work = asyncio.create_task(self._answer_lines(batch.id, tenant))
         cancelled = asyncio.create_task(self._cancelled[batch.id].wait())
         try:
@@ -295,9 +292,9 @@ class Batches:
         self.trouble = None
 
     async def _request(self, batch_id: str, line: PendingLine, tenant: str) -> tuple[Answered | None, float]:
-        """Return the response, None if the store has no room for it, and for how many seconds the line may be retried.
+        """Return the response (None if the store has no room for it), and for how many seconds the line may be retried.
 
-        A line that is retried waits outside of `_room`, so a key without tokens blocks no other line.
+        A line that is retried waits outside `_room`, so a rate-limited key blocks no other line.
         """
         async with self._room:
             if not await self._has_room(tenant):
@@ -313,12 +310,14 @@ class Batches:
         if tenant not in self._tenants_over_quota:
             self._tenants_over_quota.add(tenant)
             logger.warning(
-                "Batches of tenant %r wait for room in the store: files and batches %s", tenant, self.shares.rule
+                "Batches of tenant %r wait, because the store has no room: files and batches %s",
+                tenant,
+                self.shares.rule,
             )
         return False
 
     def _prepared(self, body: bytes) -> tuple[bytes, float]:
-        """Return the body with its class, and its `timeout_s`. All other values keep their digits and their nesting."""
+        """Return the body with the request class added, and its `timeout_s`. Other values are copied as raw JSON."""
         content = _decode_fields(body)
         timeout_s = _timeout_s(content.get("timeout_s", _NULL))
         if all(content.get(name, _NULL) == _NULL for name in ("priority", "priority_class")):
@@ -330,7 +329,7 @@ class Batches:
             try:
                 await self.stored(BatchStore.expire, self.now(), KEPT_S)
             except UnavailableError as error:
-                logger.warning("Deleting old files and batches failed, retrying in an hour: %s", error)
+                logger.warning("Failed to delete old files and batches; retrying in an hour: %s", error)
             await asyncio.sleep(EXPIRE_EVERY_S)
 
 
@@ -358,7 +357,7 @@ def check_lines(pieces: Iterable[bytes], endpoint: str) -> list[LineError]:
 
 
 def first_url(pieces: Iterable[bytes]) -> str:
-    """Return the route that the first line names; "" if it names none."""
+    """Return the route that the first line names; empty if it names none."""
     try:
         return next((msgspec.json.decode(text, type=Line).url for _, text in _lines_of(pieces)), "")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -382,7 +381,7 @@ def _start_batch(store: BatchStore, batch_id: str, now: float) -> Batch:
 
 
 def _fault_of(text: bytes, endpoint: str, ids: dict[str, int], number: int) -> str | None:
-    """Return what is wrong with a line, if anything; add its id with its number to `ids`."""
+    """Return what is wrong with a line, or None. Add its id and number to `ids`."""
     try:
         check_json_limits(text)
     except RequestError as error:
@@ -411,7 +410,7 @@ def _fault_of(text: bytes, endpoint: str, ids: dict[str, int], number: int) -> s
 
 
 def _lines_of(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, text) of the lines that are not blank; a line that is too long may come in part."""
+    """Yield (number from 1, text) of the lines that are not blank. Lines that are too long may be truncated."""
     rest, number = b"", 0
     for piece in chain(pieces, [b"\n"]):
         *whole, rest = (rest + piece).split(b"\n")

@@ -102,7 +102,7 @@ class BatchRequest(Struct, kw_only=True):
 
 
 class Line(Struct, kw_only=True, forbid_unknown_fields=True):
-    """One line of the input; its route decodes the body."""
+    """One line of the input. Its route decodes the body."""
 
     custom_id: str
     method: Literal["POST"] = "POST"

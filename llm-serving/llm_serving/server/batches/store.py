@@ -1,4 +1,4 @@
-"""The SQLite database of files and batches; it stays consistent if the process is killed at any moment."""
+"""The SQLite database of files and batches. It stays consistent if the process is killed at any moment."""
 
 from __future__ import annotations
 
@@ -49,14 +49,16 @@ _KEPT: Final = """SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WH
     SELECT tenant, bytes + LENGTH(about) AS bytes FROM files
     UNION ALL SELECT tenant, LENGTH(about) FROM batches
     UNION ALL SELECT tenant, bytes FROM outputs JOIN batches ON id = batch)"""
-"""Bytes stored, of all tenants and of one. Answers of unfinished batches count, as they become files."""
+"""Query of the bytes stored by all tenants and by one. Answers of unfinished batches count, because
+they become files.
+"""
 _INPUTS: Final = """SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WHERE tenant = ?), 0)
     FROM inputs JOIN batches ON id = batch WHERE NOT ended"""
-"""Input bytes of unfinished batches, of all tenants and of one."""
+"""Query of the input bytes of unfinished batches, of all tenants and of one."""
 
 
 class PendingLine(NamedTuple):
-    """A line without an answer; its body stays in the database until it is requested."""
+    """A line without an answer. Its body stays in the database until it is requested."""
 
     number: int
     url: str
@@ -65,10 +67,11 @@ class PendingLine(NamedTuple):
 class BatchStore:
     """Files, batches and their lines. Each call is one transaction.
 
-    It belongs to one thread. A lock keeps a second process out, which would answer the same lines.
+    Use it in one thread only. A lock excludes a second process, which would answer the same lines.
 
     Args:
-        path: The database, created if it is missing. A file `PATH.lock` beside it is locked while the database is open.
+        path: The database, created if it is missing. A file `PATH.lock` next to it is locked while the database is
+            open.
         shares: Quota for all stored bytes, and separately for the inputs of unfinished batches.
 
     Raises:
@@ -97,18 +100,14 @@ class BatchStore:
         os.close(self._lock)
 
     def release_disk_space(self) -> None:
-        """Release disk space that a failed change has used in the write-ahead log, if possible."""
+        """Try to release disk space that a failed change has used in the write-ahead log."""
         with suppress(sqlite3.Error):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     # --- files ------------------------------------------------------------------------------------------------------
 
     def add_file(self, about: FileObject, tenant: str, chunks: Iterable[bytes], now: float) -> FileObject:
-        """Store a file and set `about.bytes` to its size.
-
-        Raises:
-            RequestTooLargeError: It exceeds the quota.
-        """
+        """Store a file and set `about.bytes` to its size. Raise RequestTooLargeError if it exceeds the quota."""
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             self._insert(about, tenant, chunks, now, self._room(_KEPT, tenant))
@@ -122,20 +121,14 @@ class BatchStore:
         return self._shares.room(used, own)
 
     def file(self, file_id: str, tenant: str | None) -> FileObject:
-        """Return a file of this tenant; None: of any tenant.
-
-        Raises:
-            RequestNotFoundError: There is no such file.
-        """
+        """Return a file of this tenant; None: of any tenant. Raise RequestNotFoundError if there is no such file."""
         query = "SELECT about FROM files WHERE id = :id AND (:tenant IS NULL OR tenant = :tenant)"
         row = self._db.execute(query, {"id": file_id, "tenant": tenant}).fetchone()
         return _decoded(row, FileObject, "file_id")
 
     def files(self, tenant: str | None, purpose: str | None, limit: int, after: str | None) -> list[FileObject]:
-        """Return up to `limit` files, the newest first, starting behind the file `after`.
-
-        Raises:
-            RequestNotFoundError: There is no file `after`.
+        """Return up to `limit` files, the newest first, starting after the file `after`. Raise RequestNotFoundError if
+        there is no file `after`.
         """
         if after is not None:
             self.file(after, tenant)
@@ -148,7 +141,7 @@ class BatchStore:
         return [each for each, _ in zip(wanted, range(limit), strict=False)]
 
     def chunk(self, file_id: str, number: int) -> bytes | None:
-        """Return a piece of a file; None behind the last."""
+        """Return a piece of a file; None after the last one."""
         query = "SELECT data FROM chunks WHERE file = ? AND number = ?"
         row = self._db.execute(query, (file_id, number)).fetchone()
         return None if row is None else bytes(row[0])
@@ -164,11 +157,7 @@ class BatchStore:
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def add_batch(self, batch: Batch, tenant: str, now: float) -> None:
-        """Store a new batch.
-
-        Raises:
-            StoreFullError: Its input or its answers exceed the quota.
-        """
+        """Store a new batch. Raise StoreFullError if its input or its answers exceed the quota."""
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             query = "SELECT COALESCE((SELECT bytes FROM files WHERE id = ?), 0)"
@@ -202,7 +191,7 @@ class BatchStore:
         return self._counted(_decoded(row, Batch, "batch_id"))
 
     def batches(self, tenant: str | None, limit: int, after: str | None) -> list[Batch]:
-        """Return up to `limit` batches, the newest first, like `files`."""
+        """Return up to `limit` batches, the newest first, as `files` does."""
         if after is not None:
             self.batch(after, tenant)
         query = """SELECT about FROM batches WHERE (:tenant IS NULL OR tenant = :tenant)
@@ -212,7 +201,7 @@ class BatchStore:
         return [self._counted(msgspec.json.decode(about, type=Batch)) for (about,) in rows]
 
     def tenant_of(self, batch_id: str) -> str:
-        """Return the batch's tenant; "" if there is no such batch."""
+        """Return the batch's tenant; empty if there is no such batch."""
         row = self._db.execute("SELECT tenant FROM batches WHERE id = ?", (batch_id,)).fetchone()
         return "" if row is None else str(row[0])
 
@@ -231,7 +220,7 @@ class BatchStore:
             self._save(batch)
 
     def pending(self, batch_id: str, after: int, count: int) -> list[PendingLine]:
-        """Return the next lines without an answer behind line `after`."""
+        """Return the next unanswered lines after line `after`."""
         query = """SELECT number, url FROM lines
             WHERE batch = ? AND number > ? AND status IS NULL ORDER BY number LIMIT ?"""
         return [PendingLine(*row) for row in self._db.execute(query, (batch_id, after, count))]
@@ -241,7 +230,7 @@ class BatchStore:
         return bytes(self._db.execute(query, (batch_id, number)).fetchone()[0])
 
     def answer(self, batch_id: str, number: int, status: int, answer: bytes, ignored: str | None = None) -> None:
-        """Store the answer to a line, and the names of its fields that were ignored; only the first answer is kept."""
+        """Store the answer to a line, and the names of its ignored fields. Only the first answer is kept."""
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             query = "UPDATE lines SET status = ?, answer = ? WHERE batch = ? AND number = ? AND status IS NULL"
@@ -256,10 +245,9 @@ class BatchStore:
         """Write the output and error files of a batch, in the order of its lines, and its final state.
 
         Args:
-            batch: The batch with its final status; its file ids and counts are set.
-            tenant: The tenant that owns it.
+            batch: The batch with its final status; its file ids and counts are set here.
             unanswered: Error to write for lines without an answer; None: omit those lines.
-            now: Seconds since 1970.
+            now: Seconds since the epoch.
             expires_at: When the files expire.
         """
         batch.request_counts = self._counts(batch.id)
@@ -335,7 +323,7 @@ class BatchStore:
         self._db.execute("UPDATE batches SET about = ?, ended = ? WHERE id = ?", row)
 
     def _counted(self, batch: Batch) -> Batch:
-        """Return the batch with current counts; an ended batch has its counts, but no lines."""
+        """Return the batch with current counts. An ended batch stores its counts, but no lines."""
         if not batch.has_ended:
             batch.request_counts = self._counts(batch.id)
         return batch
@@ -351,7 +339,7 @@ def lock_of(path: Path) -> Path:
 
 
 def _locked(path: Path) -> int:
-    """Lock a database and return the file descriptor; the lock ends with the process."""
+    """Lock a database and return the file descriptor. The lock ends with the process."""
     lock = lock_file(lock_of(path))
     if lock is None:
         raise ConfigError(f"serving_config.batch_path: {path} is used by another process")
@@ -364,7 +352,7 @@ def new_id(prefix: str) -> str:
 
 def _decoded(row: tuple[bytes] | None, kind: type[T], field: str) -> T:
     if row is None:
-        raise RequestNotFoundError(field, f"must be that of a stored {field.removesuffix('_id')}")
+        raise RequestNotFoundError(field, f"must be the id of a stored {field.removesuffix('_id')}")
     return msgspec.json.decode(row[0], type=kind)
 
 

@@ -49,7 +49,6 @@ async def select_best(
 
     Args:
         outputs: Outputs with logprobs. Their index is the prompt's index times `best_of`, plus the sequence's index.
-        with_logprobs: Whether the response has logprobs.
     """
     by_sequence: dict[int, list[RequestOutput]] = {}
     async for index, output in outputs:

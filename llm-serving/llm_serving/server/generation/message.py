@@ -111,7 +111,6 @@ class MessageFold:
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
         self._arguments: list[list[str]] = []
-        """The pieces of each call's arguments."""
 
     def add(self, delta: ChatDelta) -> None:
         if delta.content is not UNSET:

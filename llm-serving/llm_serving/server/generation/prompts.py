@@ -27,7 +27,6 @@ async def read_prompts(value: PromptField, field: str, max_count: int, noun: str
     """Return the prompts of a field that holds one prompt or a list of prompts.
 
     Args:
-        max_count: Maximum number of prompts.
         noun: Plural noun for the prompts in error messages.
 
     Raises:

@@ -42,7 +42,6 @@ class ResponseBuilder(ABC):
     """
 
     media_type = EVENT_STREAM
-    """Content type of the stream."""
 
     def check(self, output: RequestOutput) -> None:
         """Raise LLMServingError for the final output of a choice if the protocol cannot express its finish reason."""
@@ -116,7 +115,6 @@ class BufferedResponse:
     source: str
     """The client to which the memory is charged."""
     cancel: Callable[[], None]
-    """Cancels the work on the response."""
     failure: LLMServingError | None = None
     """Why the response was evicted."""
     num_bytes: int = 0

@@ -143,7 +143,6 @@ def _check_whitespace(found: Sequence[StructuredOutput], field: str) -> None:
 
 
 def _schema(field: str, value: Any, whitespace: str | None) -> StructuredOutput:
-    """Read a JSON schema, given as an object or as text."""
     if not isinstance(value, dict | str):
         raise RequestError(field, "must be a JSON schema, an object", value)
 
@@ -298,4 +297,3 @@ _READERS: Final[Mapping[str, _Read]] = {
     "ebnf": _grammar,
     "grammar": _tgi_grammar,
 }
-"""Field -> function that reads its value."""

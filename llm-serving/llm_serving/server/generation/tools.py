@@ -59,7 +59,6 @@ class ReasoningBudget(NamedTuple):
     """Maximum number of reasoning tokens, after which the model must begin its response."""
 
     field: str
-    """The request field that sets the budget."""
     num_tokens: int
 
 
@@ -110,7 +109,6 @@ class OfferedTools:
     must_call: bool = False
     """Whether the output must consist of calls only."""
     max_calls: int | None = None
-    """Maximum number of calls; None: unlimited."""
 
     @property
     def constrained_by(self) -> str | None:

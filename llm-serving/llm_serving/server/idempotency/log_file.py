@@ -1,8 +1,8 @@
-"""Records of accepted requests in files that stay readable, whenever the process ends.
+"""Records of accepted requests in files that stay readable, even if the process is killed.
 
 A folder holds files `requests-N.log`. A file is a sequence of records: length and CRC-32 of the content as
-little-endian 32-bit integers, then the content as MessagePack. A truncated or damaged record ends its file, which is
-truncated there before it is appended to. The oldest files are deleted first. One process uses a folder at a time.
+little-endian 32-bit integers, then the content as MessagePack. A file ends at a truncated or damaged record, which is
+removed before the next record is appended. The oldest files are deleted first. One process uses a folder at a time.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from llm_serving.server.idempotency.store import AcceptedRequest
 logger = get_logger(__name__)
 
 NUM_FILES: Final = 4
-"""Files of a full log; deleting one frees a fourth of the bytes."""
+"""Number of files of a full log. Deleting one frees a quarter of the bytes."""
 WAIT_S: Final = 1.0
-"""Longest time for which a response waits for the disk."""
+"""Maximum seconds that a response waits for the disk."""
 MAX_WAITING_BYTES: Final = 2**25
-"""Bytes of records that wait for a disk that hangs; further records are not logged."""
+"""Maximum bytes of records that wait for a disk that hangs. Further records are not logged."""
 _NAME: Final = re.compile(r"requests-(0|[1-9][0-9]{0,17})\.log")
 _HEAD: Final = struct.Struct("<II")
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -42,10 +42,8 @@ class LogFile:
     """The log of accepted requests. `append` is called on the event loop.
 
     A write error ends the log, with one line in the server's log. A disk that hangs delays one request; records that
-    exceed `MAX_WAITING_BYTES` meanwhile are lost, and the server's log reports their number.
-
-    Raises:
-        ConfigError: The folder cannot be used, or another process uses it.
+    exceed `MAX_WAITING_BYTES` meanwhile are lost, and the server's log reports their number. Raise ConfigError if the
+    folder cannot be used, or another process uses it.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -55,7 +53,7 @@ class LogFile:
         self._broken = False
         self._num_waiting_bytes = 0
         self._num_lost = 0
-        """Records lost since the disk fell behind."""
+        """Number of records lost while the disk was too slow."""
         self._is_late = False
         """Whether a request has waited `WAIT_S` for the disk, and no record was written since."""
         try:
@@ -72,7 +70,7 @@ class LogFile:
         self._size = 0
 
     def read(self) -> Iterator[AcceptedRequest]:
-        """Yield all valid records, oldest first; read to the end before the first `append`."""
+        """Yield all valid records, oldest first. Read all of them before the first `append`."""
         number, end = 0, 0
         for number in self._numbers:
             path, end = self._path(number), 0
@@ -91,14 +89,17 @@ class LogFile:
             self._end(error)
 
     async def append(self, record: AcceptedRequest) -> None:
-        """Write a record; return when it is written, or after `WAIT_S`."""
+        """Write a record. Return when it is written, or after `WAIT_S`."""
         if self._broken:
             return
         content = _encode(record)
         if self._num_waiting_bytes + len(content) > MAX_WAITING_BYTES:
             self._num_lost += 1
             if self._num_lost == 1:
-                logger.error("%s: the disk is behind; requests are not logged until it has caught up", self._folder)
+                logger.error(
+                    "%s: the disk is too slow; requests are not logged until it has written the waiting ones",
+                    self._folder,
+                )
             return
         self._num_waiting_bytes += len(content)
         writing = asyncio.get_running_loop().run_in_executor(self._thread, self._write, content)
@@ -111,7 +112,7 @@ class LogFile:
         self._is_late = False
         self._num_waiting_bytes -= size
         if self._num_waiting_bytes == 0 and self._num_lost:
-            logger.error("%s: requests are logged again; %d are not in it", self._folder, self._num_lost)
+            logger.error("%s: requests are logged again; %d were lost", self._folder, self._num_lost)
             self._num_lost = 0
 
     def close(self) -> None:
@@ -131,7 +132,7 @@ class LogFile:
             if self._size and self._size + len(data) > self._file_bytes:
                 self._begin_next()
             if os.write(self._file, data) != len(data):
-                raise OSError(0, "a record was cut short")
+                raise OSError(0, "a record was written only partly")
             self._size += len(data)
         except OSError as error:
             self._end(error)
@@ -153,7 +154,9 @@ class LogFile:
 
     def _end(self, error: OSError) -> None:
         self._broken = True
-        logger.error("%s: no more requests are logged, until a restart: %s", self._folder, error.strerror or error)
+        logger.error(
+            "%s: no more requests are logged until the server restarts: %s", self._folder, error.strerror or error
+        )
 
     def _path(self, number: int) -> Path:
         return self._folder / f"requests-{number}.log"
@@ -174,4 +177,4 @@ def _records(path: Path, data: bytes) -> Iterator[tuple[AcceptedRequest, int]]:
         offset += _HEAD.size + length
         yield record, offset
     if offset < len(data):
-        logger.warning("%s: what follows byte %d is no record and is left out", path, offset)
+        logger.warning("%s: ignored the content after byte %d, which is not a valid record", path, offset)

@@ -1,4 +1,4 @@
-"""Claiming a request: it is new, or it was accepted before and its client retries it by key or resumes its stream."""
+"""Claiming a request: it is new, a retry with the same key, or it resumes a stream."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _encode_json: Final = msgspec.json.Encoder().encode
 
 
 class ResumedStream(NamedTuple):
-    """An accepted request whose stream continues behind a position."""
+    """An accepted request whose stream continues after a position."""
 
     record: AcceptedRequest
     position: Position
@@ -61,14 +61,14 @@ async def claim_request(
     prefix: str,
     num_streams: int,
 ) -> AsyncIterator[ClaimedRequest]:
-    """Yield a request with the identity of its response; no other request gets its key until the context ends.
+    """Yield a request with the identity of its response. No other request gets its key until the context exits.
 
-    A request that can be retried or resumed has a seed from here on. That of a key follows from the key, its tenant and
-    the body, so a request whose record has been evicted still generates the same tokens.
+    A request that can be retried or resumed gets a seed here. The seed is derived from the key, its tenant and the
+    body, so a request whose record has been evicted still generates the same tokens.
 
     Args:
-        prefix: Put before the request id to form the id of the response.
-        num_streams: Choices of all prompts.
+        prefix: Prefix of the request id in the id of the response.
+        num_streams: Number of choices of all prompts.
 
     Raises:
         RequestError: The key or the event id is malformed, or belongs to another request.
@@ -146,7 +146,7 @@ def _known_request(
 ) -> ClaimedRequest:
     record, position = resumed
     if record.model != state:
-        raise GoneError("it was accepted by another model, or by one that is computed otherwise")
+        raise GoneError("the request was accepted by another model or with other kernels")
     request.seed = record.seed
     request_context_of(http_request).request_id = record.request_id
     name = engine.config.model.model_name
@@ -163,7 +163,7 @@ async def _add(accepted: AcceptedRequests, claim: Claim | None, record: Accepted
 
 
 def seed_of(tenant: str, key: str, digest: bytes) -> int:
-    """Return the seed of a request that has a key and no seed of its own."""
+    """Derive the seed of a request that has a key but no seed."""
     hashed = hashlib.blake2b(_encode_json((tenant, key)) + digest, digest_size=SEED_BYTES, person=b"idempotency-key")
     return int.from_bytes(hashed.digest())
 
@@ -176,23 +176,22 @@ def _key(http_request: Request) -> str:
 
 
 def _by_event(accepted: AcceptedRequests, http_request: Request, event_id: str, digest: bytes) -> ResumedStream:
-    """Return the stream that a repeated request resumes behind an event."""
     record, position = resumed_by(accepted, http_request, "Last-Event-ID", event_id)
     if record.digest != digest:
-        raise IdempotencyError("Last-Event-ID", "must be that of an event of the same request", event_id)
+        raise IdempotencyError("Last-Event-ID", "must be the id of an event of the same request", event_id)
     return ResumedStream(record, position)
 
 
 def resumed_by(
     accepted: AcceptedRequests, http_request: Request, field: str, event_id: str, stream_id: str | None = None
 ) -> ResumedStream:
-    """Return the accepted request and the position that the id of an event means.
+    """Return the accepted request and the position that an event id stands for.
 
     Args:
         http_request: The client's request; its API key must be that of the stream's tenant.
         field: Field or header that holds the id.
-        event_id: Id of an event, or the part behind its colon.
-        stream_id: The stream, where the URL names it.
+        event_id: Id of an event, or its part after the colon.
+        stream_id: The stream, if the URL names it.
 
     Raises:
         RequestNotFoundError: The stream is unknown, or belongs to another tenant.

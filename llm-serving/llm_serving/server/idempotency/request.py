@@ -1,7 +1,7 @@
-"""One generation request of a client: a new one, or one that was accepted before and is retried or resumed.
+"""One generation request of a client: a new one, a retry, or one whose stream is resumed.
 
-The id of an event says how far the client has read. It is the id of the stream, a colon, and the number of events
-sent for each choice, joined by dots; after a plus sign the number of events that follow all choices, or `end`. The
+An event id says how far the client has read. It consists of the id of the stream, a colon, and the number of events
+sent for each choice, joined by dots; after a plus sign, the number of events that follow all choices, or `end`. The
 order of choices depends on the load, but the events of each choice do not, so the id determines the remaining events.
 """
 
@@ -25,7 +25,7 @@ from llm_serving.server.parsing.caller import HttpCaller
 from llm_serving.server.parsing.offload import INLINE_ITEMS, off_loop
 
 MAX_NUMBERED_CHOICES: Final = 16
-"""Streams of more choices have no ids: each id has a number for each choice."""
+"""Maximum number of choices of a stream with event ids, because each id has a number for each choice."""
 END: Final = "end"
 _COUNT: Final = r"(?:0|[1-9][0-9]{0,8})"
 _POSITION: Final = re.compile(rf"({_COUNT}(?:\.{_COUNT}){{0,{MAX_NUMBERED_CHOICES - 1}}})(?:\+({_COUNT}|{END}))?")
@@ -39,14 +39,14 @@ class Position(NamedTuple):
     """How far a client has read a stream."""
 
     num_read: tuple[int, ...] = ()
-    """Events of each choice; empty at the beginning."""
+    """Number of events read of each choice; empty at the beginning."""
     num_closing: int = 0
-    """Events behind those of all choices."""
+    """Number of events read after those of all choices."""
     is_end: bool = False
 
     @classmethod
     def read(cls, field: str, text: str) -> Position:
-        """Return the position that a text means. Raise RequestError where the text is no position."""
+        """Parse a position. Raise RequestError if the text is not a position."""
         found = _POSITION.fullmatch(text)
         if found is None:
             raise RequestError(field, "must be the id of an event of this stream, or what follows its colon", text)
@@ -55,9 +55,9 @@ class Position(NamedTuple):
         return cls(num_read, 0, True) if closing == END else cls(num_read, int(closing or 0))
 
     def check(self, num_choices: int) -> None:
-        """Raise RequestError where it is that of a stream with another number of choices."""
+        """Raise RequestError if the position belongs to a stream with another number of choices."""
         if self.num_read and len(self.num_read) != num_choices:
-            raise RequestError("Last-Event-ID", f"must have the numbers of {num_choices} choices")
+            raise RequestError("Last-Event-ID", f"must have one number for each of {num_choices} choices")
 
 
 BEGINNING: Final = Position()
@@ -68,11 +68,11 @@ def digest_of(content: bytes) -> bytes:
 
 
 class SharingRules(NamedTuple):
-    """Keys of the configuration for responses that several requests share."""
+    """Configuration of responses that several requests share."""
 
     coalesces_identical: bool
     grace_s: float
-    """Seconds for which a stream without a reader keeps running."""
+    """Seconds for which a stream without a reader continues."""
 
 
 class IdempotentRequest:
@@ -108,11 +108,11 @@ class IdempotentRequest:
 
     @property
     def stream_id(self) -> str:
-        """Id of a stream that can be resumed; empty: it cannot."""
+        """Id of a stream that can be resumed; otherwise empty."""
         return self.record.stream_id if self.record is not None and self.record.streams else ""
 
     def chance(self, choice: int) -> Random:
-        """Return the generator of a choice's ids: the same for a repeated request, otherwise unpredictable."""
+        """Return the generator of a choice's ids. It is the same for a repeated request, otherwise unpredictable."""
         return SystemRandom() if self.record is None else Random(f"{self.record.stream_id} {choice}")
 
     @property
@@ -125,10 +125,10 @@ class IdempotentRequest:
     async def sharing(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices, caller: HttpCaller
     ) -> Sharing | None:
-        """Return how the response is shared, with identical requests of the tenant or with repetitions of this request.
+        """Return how identical requests of the tenant, or repetitions of this request, share the response; None if they
+        do not.
 
-        Returns:
-            Its key lacks the number of the sequence, which the caller appends. None: the response is not shared.
+        The caller appends the number of the sequence to the key of the result.
         """
         if self._rules.coalesces_identical and caller.deadline is None and (self._seeded or sampling.greedy):
             scope = ""
@@ -145,13 +145,13 @@ class IdempotentRequest:
     async def accept(self) -> None:
         """Store the record with the prompts given to `sharing`, so that the request can be repeated from now on.
 
-        Raise GoneError where the request was accepted before with other prompts.
+        Raise GoneError if the request was accepted before with other prompts.
         """
         if self.record is None:
             return
         if self.known:
             if not hmac.compare_digest(self.record.prompts, self._prompts):
-                raise GoneError("its text comes to other tokens than before, by its chat template")
+                raise GoneError("the chat template now renders the conversation to different tokens")
         elif self._add is not None:
             self.record = msgspec.structs.replace(self.record, prompts=self._prompts)
             await self._add(self.record)
@@ -165,7 +165,7 @@ def _digest_of_ids(prompts: Sequence[list[int]]) -> bytes:
 
 
 def _distinctive(sampling: SamplingParams) -> object:
-    """Return the parameters that change a response; the seed does not change a greedy one."""
+    """Return the parameters that affect a response. The seed does not affect greedy sampling."""
     content = msgspec.to_builtins(sampling)
     if sampling.greedy:
         del content["seed"]

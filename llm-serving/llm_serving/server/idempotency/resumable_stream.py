@@ -1,4 +1,4 @@
-"""Events of a stream with ids that say how far a client has read, so that it can resume behind the last one."""
+"""Events of a stream with ids that say how far a client has read, so that it can resume after the last one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _BLANK: Final = b"\n\n"
 
 
 class NumberedPieces:
-    """Chunks of a stream whose events have ids; events that the client has read are left out.
+    """Chunks of a stream whose events have ids. Events that the client has read are omitted.
 
     Args:
-        pieces: Writes the chunks without ids.
-        stream_id: Begins each id.
+        pieces: Formats the chunks without ids.
+        stream_id: Prefix of each id.
         num_choices: Choices of the stream.
     """
 

@@ -1,7 +1,7 @@
-"""Accepted requests by stream and key: the newest, up to a number of bytes and an age.
+"""Accepted requests by stream and key: the latest, up to a number of bytes and an age.
 
-A record has all that is needed to compute the same response again. `ModelState` identifies the model, configuration
-and kernels without reading the weights.
+A record has everything needed to compute the same response again. `ModelState` identifies the model, configuration and
+kernels without reading the weights.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from llm_serving.errors import IdempotencyError, RequestNotFoundError
 from llm_serving.server.tenant_quota import StoredSizes, TenantQuota
 
 OVERHEAD_BYTES: Final = 1024
-"""Memory of a record beside the request and its names."""
+"""Estimated memory of a record without the request and its names."""
 
 
 class AcceptedRequest(msgspec.Struct, kw_only=True, frozen=True):
-    """A request of completions or chat, with everything that is needed to compute its response again."""
+    """A request of completions or chat, with everything needed to compute its response again."""
 
     stream_id: str
     """Random, so that it cannot be predicted."""
@@ -46,13 +46,13 @@ class AcceptedRequest(msgspec.Struct, kw_only=True, frozen=True):
     """Whether its response is a stream that can be resumed."""
     request_id: str
     created: int
-    """Seconds since 1970, as in the response."""
+    """Seconds since the epoch, as in the response."""
     model: bytes
     """Digest of the model, its configuration and kernels, on which the response depends."""
     prompts: bytes
     """Digest of the token ids of its prompts."""
     accepted_at: float
-    """Seconds since 1970."""
+    """Seconds since the epoch."""
 
     @property
     def num_bytes(self) -> int:
@@ -67,7 +67,7 @@ class Log(Protocol):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Claim:
-    """The right of one request to a key, for which other requests with the key wait."""
+    """The exclusive right of one request to a key. Other requests with the key wait."""
 
     name: tuple[str, str]
     """Tenant and key."""
@@ -76,13 +76,13 @@ class Claim:
 
 
 class AcceptedRequests:
-    """The accepted requests that clients may repeat. The table belongs to the event loop.
+    """The accepted requests that clients may repeat. For the event loop only.
 
     Args:
         quota: Memory for the records; with 0 bytes no record is kept.
         max_age_s: Seconds from a request's acceptance until its record expires.
-        wall_clock: Seconds since 1970; gives the age of a record that comes from a log.
-        clock: Seconds; records expire by it, whatever happens to the wall clock.
+        wall_clock: Seconds since the epoch; gives the age of a record that comes from a log.
+        clock: Seconds by which records expire. Changes of the wall clock do not affect it.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class AcceptedRequests:
         self._records: dict[str, AcceptedRequest] = {}
         """Stream -> its record, oldest first."""
         self._known_until: dict[str, float] = {}
-        """Stream -> when its record expires, on `clock`."""
+        """Stream -> time on `clock` when its record expires."""
         self._by_key: dict[tuple[str, str], AcceptedRequest] = {}
         self._claims: dict[tuple[str, str], Claim] = {}
         self.log: Log | None = None
@@ -113,21 +113,21 @@ class AcceptedRequests:
         return self._sizes.num_bytes
 
     def find(self, field: str, stream_id: str, tenant: str | None) -> AcceptedRequest:
-        """Return the request of a stream that can be resumed. Raise RequestNotFoundError where the tenant has none.
+        """Return the request of a stream that can be resumed. Raise RequestNotFoundError if the tenant has none.
 
-        `field` names the stream in the error. `tenant` is None where the server has no API keys: the id is enough.
+        `field` names the stream in the error. `tenant` is None if the server has no API keys; then the id is enough.
         """
         self._expire()
         record = self._records.get(stream_id)
         if record is None or not record.streams or tenant not in (None, record.tenant):
-            raise RequestNotFoundError(field, "must be that of a stream whose request is still known")
+            raise RequestNotFoundError(field, "must be the id of a stream whose request is still stored")
         return record
 
     async def claim(self, tenant: str, key: str, digest: bytes) -> AcceptedRequest | Claim:
         """Return the accepted request of a key, after waiting for one that is being accepted or logged.
 
-        Without one, return a claim, whose owner holds the key until it calls `settle`. Raise IdempotencyError where the
-        key belongs to a different request.
+        If there is none, return a claim, whose owner holds the key until it calls `settle`. Raise IdempotencyError if
+        the key belongs to a different request.
         """
         name = (tenant, key)
         while True:
@@ -143,13 +143,15 @@ class AcceptedRequests:
             return claim
 
     def settle(self, claim: Claim) -> None:
-        """Release a claimed key, whose request was added or refused; does nothing the second time."""
+        """Release a claimed key, whose request was added or refused. Idempotent."""
         if self._claims.get(claim.name) is claim:
             del self._claims[claim.name]
             claim.settled.set_result(None)
 
     async def add(self, record: AcceptedRequest) -> None:
-        """Keep a record, and log it if there is a log; evict older records, first of the tenant that holds most."""
+        """Keep a record, and log it if there is a log. Evict older records, first of the tenant
+        that uses most memory.
+        """
         self.restore(record)
         if self.log is not None and record.stream_id in self._records:
             await self.log.append(record)
@@ -185,7 +187,7 @@ class AcceptedRequests:
 
 def _check(key: str, known: bytes, digest: bytes) -> None:
     if not hmac.compare_digest(known, digest):
-        raise IdempotencyError("Idempotency-Key", "must be a new one for another request", key)
+        raise IdempotencyError("Idempotency-Key", "must be a new key for a different request", key)
 
 
 class ModelState:
@@ -207,6 +209,6 @@ class ModelState:
         self._state = msgspec.msgpack.encode(state)
 
     def digest(self, compute_fingerprint: ComputeFingerprint, max_model_len: int, max_input_len: int) -> bytes:
-        """Return a digest that is the same only for a model and configuration that give the same responses."""
+        """Return a digest that is equal only for models and configurations that give the same responses."""
         state = self._state + msgspec.msgpack.encode((compute_fingerprint, max_model_len, max_input_len))
         return hashlib.blake2b(state, digest_size=16).digest()

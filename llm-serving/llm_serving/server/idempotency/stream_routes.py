@@ -22,9 +22,10 @@ RESUME_FROM: Final = "resume_from"
 
 
 async def resume_stream(engine: AsyncEngine, http_request: Request) -> Response:
-    """Continue a stream behind the event that `Last-Event-ID` or `resume_from` names; without them from the beginning.
+    """Continue a stream after the event that `Last-Event-ID` or `resume_from` names, or from the beginning without
+    them.
 
-    The header comes first: an `EventSource` that has lost its connection sends it to its first URL again.
+    The header takes precedence, because an `EventSource` that reconnects sends it to its original URL.
     """
     if not engine.config.serving.resume_streams:
         raise RequestNotFoundError("stream_id", "cannot be resumed: serving_config.resume_streams is False")

@@ -1,6 +1,6 @@
 """Access log, HTTP metrics and timings of every HTTP request.
 
-A line of the access log has client, route, times and sizes, never a text of a request or an answer.
+A line of the access log has client, route, times and sizes, but no text of a request or an answer.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ from llm_serving.server.request_context import CONTEXT_KEY, RequestContext
 logger = get_logger(__name__)
 STANDARD_OUTPUT: Final = Path("-")
 REFUSED_BURST, REFUSED_PER_SECOND = 200, 20.0
-"""Lines of refused requests (4xx, 503) in the access log: a flood of refusals must not rotate the other lines away."""
+"""Limits of access log lines for refused requests (4xx, 503), so that a flood of them does not
+rotate other lines away.
+"""
 _encode: Final = msgspec.json.Encoder().encode
 OTHER: Final = "other"
-"""Route and method to report for those that the server does not have."""
+"""Reported for a route or method that the server does not have."""
 METHODS: Final = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 PROBES: Final = frozenset(("/health", "/ping", "/metrics"))
-"""Routes that monitoring polls: counted in the metrics, and logged only when they fail."""
+"""Routes that monitoring polls. They are counted in the metrics, and logged only when they fail."""
 CLIENT_LEFT: Final = 499
 MAX_ADDRESS_CHARS: Final = 64
 REFUSED_LOG_BURST, REFUSED_LOG_LINES_PER_SECOND = 10, 0.2
-"""Lines of refused and failed requests in the server's log; the metrics count all of them."""
+"""Limits of lines for refused and failed requests in the server's log. The metrics count all of them."""
 
 
 class LineBudget:
-    """Token bucket for log lines: a burst of `burst` lines, then `per_second`. It counts the lines that it suppresses.
+    """Token bucket for log lines: `burst` lines, then `per_second`. It counts the suppressed lines.
 
-    It reads no clock: the caller passes times in seconds, which never decrease.
+    The caller passes times in seconds, which never decrease.
     """
 
     def __init__(self, burst: int, per_second: float) -> None:
@@ -57,8 +59,7 @@ class LineBudget:
         self._num_suppressed = 0
 
     def take(self, now: float) -> int | None:
-        """Return None to suppress the line, or the number of lines suppressed since the last one that was let
-        through."""
+        """Return None to suppress the line, else the number of lines suppressed since the last line that passed."""
         self._left = min(self._burst, self._left + (now - self._since) * self._per_second)
         self._since = now
         if self._left < 1.0:
@@ -91,22 +92,22 @@ class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):
     output_tokens: int | None = None
     """Generated tokens of all choices."""
     finish: str | None = None
-    """Finish reasons of all choices, sorted and separated by commas; `abort` where the client disconnected."""
+    """Finish reasons of all choices, sorted and separated by commas; `abort` if the client disconnected."""
     queue_ms: float | None = None
     """From the arrival at the engine until the first scheduling."""
     ttft_ms: float | None = None
     error: str | None = None
     suppressed: int | None = None
-    """Lines of refused requests that were suppressed since the previous such line."""
+    """Number of suppressed lines of refused requests since the previous such line."""
 
 
 class AccessLog:
-    """Writes one line for each request; lines of refused requests are rate-limited.
+    """Writes one line for each request. Lines of refused requests are rate-limited.
 
     Args:
         put: Writes a line without blocking.
         wall_clock: Returns the time of day.
-        reopen: Makes the writer open its file again, after a rotation.
+        reopen: Makes the writer reopen its file after a rotation.
     """
 
     def __init__(
@@ -149,10 +150,8 @@ class AccessLog:
 
 
 def open_access_log(serving: ServerConfig) -> tuple[AccessLog | None, Callable[[], None]]:
-    """Return the access log that the configuration asks for, if any, and a function that closes it.
-
-    Raises:
-        ConfigError: The file cannot be opened.
+    """Return the access log of the configuration, if any, and a function that closes it. Raise ConfigError if the file
+    cannot be opened.
     """
     path = serving.access_log
     if path is None:
@@ -194,8 +193,6 @@ class Accounting:
     """Outermost ASGI middleware: records timings, metrics, access log and trace of every request.
 
     Args:
-        app: The application.
-        clock: The engine's clock, in seconds.
         metrics: Counts requests.
         access_log: None if the configuration has no access log.
         paths: Paths of the routes that have no parameters.
@@ -263,8 +260,7 @@ class Accounting:
                 self._tracer.answered(trace, context, int(status), http_timings.response_sent_time)
 
     def refused(self, address: str, status: int) -> None:
-        """Record a connection that was refused before it became a request: connection limit, bad HTTP, size or
-        timeout."""
+        """Record a connection refused before it became a request: connection limit, bad HTTP, size or timeout."""
         now = self._clock()
         context = RequestContext(HttpTimings(now), OTHER, OTHER, client=address, error="connection limits")
         self._record(context, int(status), now)

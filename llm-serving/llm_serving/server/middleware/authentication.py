@@ -1,6 +1,6 @@
-"""Authentication by API key: every path needs a key, except those that are listed as open.
+"""Authentication by API key. Every path needs a key, except those listed as open.
 
-Each client address may present a few unknown keys a minute; further requests of it are refused unchecked.
+Each client address may present only a few unknown keys per minute; its further requests are refused without a check.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 PAGE_METHODS: Final = ("GET", "HEAD")
 WRONG_KEYS_PER_MINUTE: Final = 20
 MAX_ADDRESSES: Final = 4096
-"""Addresses for which failures are remembered, the newest; an IPv6 address counts as its /64 network."""
+"""Maximum number of addresses with recorded failures, the latest. An IPv6 address counts as its /64 network."""
 LOG_INTERVAL_S: Final = 10.0
 
 K = TypeVar("K")
@@ -39,7 +39,6 @@ class FailedKeys:
     """Failed authentication attempts, counted by client address on the event loop.
 
     Args:
-        clock: Returns seconds.
         refused: Counts a refusal by its reason: `missing_key`, `unknown_key` or `too_many_unknown_keys`.
     """
 
@@ -48,13 +47,14 @@ class FailedKeys:
         self._refused = refused
         self._addresses: OrderedDict[str, TokenBucket] = OrderedDict()
         self._succeeded: OrderedDict[tuple[str, bytes], None] = OrderedDict()
-        """(address, key hash) pairs that succeeded: they stay valid when other clients at the address fail."""
+        """(address, key hash) pairs that succeeded. They remain valid when other clients at the address fail."""
         self._num_unlogged = 0
         self._logged_at = -LOG_INTERVAL_S
 
     def check(self, client: str, digest: bytes) -> None:
-        """Raise RateLimitError if this address has exhausted its attempts and the key has not succeeded from it
-        before."""
+        """Raise RateLimitError if this address has exhausted its attempts, unless the key has
+        succeeded from it before.
+        """
         address = network_of(client)
         bucket = self._addresses.get(address)
         if bucket is None or (address, digest) in self._succeeded:
@@ -65,7 +65,7 @@ class FailedKeys:
             raise RateLimitError("too many unknown API keys came from this address", wait_s)
 
     def failed(self, client: str, *, shown: bool) -> None:
-        """Record a request without a known key; `shown`: it presented an unknown one."""
+        """Record a request without a known key. `shown`: whether it presented an unknown key."""
         address = network_of(client)
         if shown:
             now = self._clock()
@@ -100,7 +100,7 @@ def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
 class ApiKeyAuthentication:
     """ASGI middleware that requires an API key, as `Authorization: Bearer KEY` or `X-API-Key: KEY`.
 
-    The matching row of `api_keys` goes into the request's scope, where `api_key_of` finds it and `quota_of` its limits.
+    The matching row of `api_keys` is stored in the request's scope: `api_key_of` returns it, `quota_of` its limits.
 
     Args:
         open_paths: Paths that need no key.
@@ -152,7 +152,7 @@ class ApiKeyAuthentication:
     def _find(self, shown: Sequence[bytes], client: str) -> ApiKey:
         """Return the row of the key that the request presents.
 
-        All hashes are compared, each in constant time, so the duration reveals nothing about the keys that exist.
+        All hashes are compared, each in constant time, so the duration reveals nothing about the existing keys.
 
         Raises:
             AuthenticationError: The request has no key, several keys, or an unknown key.
@@ -175,16 +175,16 @@ class ApiKeyAuthentication:
 def tenant_seen(connection: HTTPConnection) -> str | None:
     """Return the tenant whose requests the caller may see and control.
 
-    None means all tenants: the caller has an administrator's key, or the server needs no keys.
+    None means all tenants: the caller has an administrator's key, or the server requires no keys.
     """
     key = api_key_of(connection)
     return None if key is None or key.admin else key.name
 
 
 def check_operator(connection: HTTPConnection) -> None:
-    """Raise PermissionDeniedError for a caller that may see and control only its own tenant's requests."""
+    """Raise PermissionDeniedError if the caller may see and control only its own tenant's requests."""
     if tenant_seen(connection) is not None:
-        raise PermissionDeniedError("api_key", "must be that of an administrator")
+        raise PermissionDeniedError("api_key", "must be an administrator's key")
 
 
 def hash_key(key: str) -> str:
@@ -192,7 +192,7 @@ def hash_key(key: str) -> str:
 
 
 def _presented_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
-    """Return the distinct keys in a request's headers; `Authorization` counts with the scheme Bearer only."""
+    """Return the distinct keys in a request's headers. `Authorization` counts only with the scheme Bearer."""
     shown = []
     for name, value in headers:
         scheme, _, rest = value.partition(b" ")

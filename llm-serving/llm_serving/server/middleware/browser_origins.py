@@ -1,7 +1,7 @@
-"""Checks of requests that browsers send: only pages of the configured origins and the server's own may use it.
+"""Checks of requests from browsers: only the server's own pages and those of configured origins may send requests.
 
 A browser sends requests of any web page to any address it can reach, including a server on the loopback address.
-Without API keys such requests look like those of the user's own programs. Three headers reveal them: `Origin`; `Host`,
+Without API keys, such requests look like those of the user's own programs. Three headers reveal them: `Origin`; `Host`,
 if a page's domain was made to resolve to this machine (DNS rebinding); and `Sec-Fetch-Site`, for images and scripts,
 which are requested without an `Origin`.
 """
@@ -48,9 +48,9 @@ class BrowserGuard:
     """ASGI middleware that refuses requests of foreign web pages, and answers CORS preflights.
 
     Args:
-        app: The application behind it.
+        app: The application to protect.
         server: The configuration of origins, hosts and address.
-        needs_keys: Whether API keys protect the server; then a foreign page is not refused, because it needs a key.
+        needs_keys: Whether API keys protect the server. Then foreign pages are not refused, because they need a key.
         refused: Counts a refusal by its reason.
     """
 
@@ -66,8 +66,9 @@ class BrowserGuard:
         )
         self._needs_keys = needs_keys
         self._hosts: frozenset[str] | None = None
-        """Accepted host names; None accepts all, because the server is not on the loopback address or needs API
-        keys."""
+        """Accepted host names; None accepts all, because the server is not on the loopback address
+        or requires API keys.
+        """
         if not needs_keys and is_loopback(server.server_ip):
             self._hosts = frozenset(("localhost", "127.0.0.1", *map(str.lower, server.allowed_hosts)))
         self._refused = refused
@@ -121,7 +122,7 @@ class BrowserGuard:
         raise PermissionDeniedError("Origin", rule, origin)
 
     def _check_site(self, fetched: Mapping[bytes, bytes]) -> None:
-        """Refuse embedded resources of other sites; links to the server are allowed from everywhere."""
+        """Refuse resources embedded in other sites. Links to the server are allowed from everywhere."""
         if self._needs_keys or "*" in self._origins or fetched.get(b"sec-fetch-dest") == b"document":
             return
         if (site := fetched.get(b"sec-fetch-site")) in FOREIGN_SITES:

@@ -12,7 +12,7 @@ from llm_serving.errors import RateLimitError
 class TokenBucket:
     """A token bucket that starts full and is refilled with `capacity` tokens per minute.
 
-    A withdrawal may exceed the level: the level is then negative until it is refilled.
+    A withdrawal may exceed the level, which is then negative until it is refilled.
     """
 
     def __init__(self, capacity: float, now: float) -> None:
@@ -22,7 +22,7 @@ class TokenBucket:
         self._at = now
 
     def resized(self, capacity: float, now: float) -> TokenBucket:
-        """Return a bucket of another capacity with the same level, at most its capacity."""
+        """Return a bucket with another capacity and the same level, limited to its capacity."""
         other = TokenBucket(capacity, now)
         other._level = min(capacity, self.level(now))
         return other
@@ -37,12 +37,12 @@ class TokenBucket:
         return max(0.0, (min(amount, self.capacity) - self.level(now)) / self._per_s)
 
     def take(self, amount: float, now: float) -> None:
-        """Withdraw `amount`; a negative amount is a refund."""
+        """Withdraw `amount`. A negative amount is a refund."""
         self._level, self._at = self.level(now) - amount, now
 
 
 class Quota:
-    """The rate limits of one API key, counted on the event loop; each limit may be absent.
+    """The rate limits of one API key, counted on the event loop. Each limit may be absent.
 
     A request withdraws its prompt tokens and all tokens that it may generate. When it ends, tokens that it did not
     generate are refunded. A request larger than the limit per minute waits until the bucket is full.
@@ -56,7 +56,7 @@ class Quota:
         self._buckets = {what: TokenBucket(limit, now) for what, limit in limits.items() if limit is not None}
 
     def reload(self, key: ApiKey) -> None:
-        """Apply new limits; requests and tokens used so far still count."""
+        """Apply new limits. Requests and tokens used so far still count."""
         now = self._clock()
         before, self._buckets = self._buckets, Quota(key, self._clock)._buckets
         for what, bucket in self._buckets.items():
@@ -64,18 +64,14 @@ class Quota:
                 self._buckets[what] = before[what].resized(bucket.capacity, now)
 
     def take_request(self) -> None:
-        """Count one request.
-
-        Raises:
-            RateLimitError: The limit of requests per minute is exceeded.
-        """
+        """Count one request. Raise RateLimitError if the limit of requests per minute is exceeded."""
         self._take("requests", 1)
 
     def take_tokens(self, num_prompt: int, num_output: int) -> Callable[[int], None] | None:
-        """Withdraw the prompt tokens of a request and all that it may generate.
+        """Withdraw the prompt tokens of a request and all tokens that it may generate.
 
         Returns:
-                A function to call at the end of the request with the number of generated tokens; None without a token
+            A function to call at the end of the request with the number of generated tokens; None without a token
             limit.
 
         Raises:
@@ -87,9 +83,7 @@ class Quota:
         return lambda num_generated: self._refund("tokens", num_output - num_generated)
 
     def headers(self) -> dict[str, str]:
-        """Return the `x-ratelimit-*` headers that OpenAI defines: limit, remaining amount, and time until the bucket is
-        full.
-        """
+        """Return OpenAI's `x-ratelimit-*` headers: limit, remaining amount, and time until the bucket is full."""
         now = self._clock()
         found = {}
         for what, bucket in self._buckets.items():
@@ -107,9 +101,7 @@ class Quota:
         if wait_s > 0.0:
             place = f"api_keys.{self._name}.max_{what}_per_minute"
             limit = f"{bucket.capacity:.0f} {what} a minute ({place})"
-            raise RateLimitError(
-                f"{amount} more would exceed {limit}; {max(0, int(bucket.level(now)))} are left", wait_s
-            )
+            raise RateLimitError(f"{amount} more would exceed {limit}; {max(0, int(bucket.level(now)))} remain", wait_s)
         bucket.take(amount, now)
 
     def _refund(self, what: str, amount: int) -> None:
@@ -118,7 +110,7 @@ class Quota:
 
 
 def reload_quotas(quotas: dict[str, Quota], keys: Iterable[ApiKey], clock: Clock) -> None:
-    """Replace the rate limits in `quotas`; keys of the same name keep their bucket levels."""
+    """Replace the rate limits in `quotas`. Keys of the same name keep their bucket levels."""
     after = quotas_of(keys, clock)
     for key in keys:
         if key.name in after and key.name in quotas:

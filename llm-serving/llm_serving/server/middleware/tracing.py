@@ -1,8 +1,7 @@
 """OpenTelemetry traces: one span for each request, with child spans for queueing, prefill and decode.
 
-Spans are posted to a collector as JSON over HTTP (OTLP 1). Trace contexts are read from the header `traceparent` of
-requests (W3C Trace Context) and returned in answers. Spans have numbers and names, never a text of a request or an
-answer.
+Spans are posted to a collector as JSON over HTTP (OTLP 1). Trace contexts are read from the header `traceparent` (W3C
+Trace Context) and returned in answers. Spans contain numbers and names, but no text of a request or an answer.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ HEADER: Final = b"traceparent"
 _CONTEXT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED: Final = 1
 MAX_PENDING: Final = 4096
-"""Spans in the export queue; further spans are dropped and counted."""
+"""Maximum number of spans in the export queue. Further spans are dropped and counted."""
 MAX_SENT: Final = 512
 MAX_ANSWER_BYTES: Final = 2**16
 SEND_EVERY_S: Final = 1.0
 """Seconds between two messages, unless `MAX_SENT` spans are waiting."""
 TIMEOUT_S: Final = 5.0
-"""Seconds allowed for one message, and for the export when the process ends."""
+"""Seconds allowed for one message, and for the export when the process exits."""
 _SERVER, _INTERNAL = 2, 1
 _ERROR: Final = 2
 
@@ -57,9 +56,9 @@ class TraceContext(NamedTuple):
 
 
 def context_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
-    """Return the trace context of a request.
+    """Return the trace context of a request; None if the header says that the trace is not sampled.
 
-    A request without a valid `traceparent` starts a new trace. None: the header says that the trace is not sampled.
+    A request without a valid `traceparent` starts a new trace.
     """
     given = [value for name, value in headers if name == HEADER]
     found = _CONTEXT.fullmatch(given[0].decode("latin-1")) if len(given) == 1 else None
@@ -74,11 +73,9 @@ def spans_of(context: TraceContext, request: RequestContext, status: int, now: f
     """Yield the spans of an answered request.
 
     Args:
-        context: Trace context of the request.
-        request: What the middleware recorded.
         status: HTTP status of the answer.
         now: Time when the answer ended, in seconds on the engine's clock.
-        epoch: Seconds since 1970 when the engine's clock showed 0.
+        epoch: Seconds since the epoch when the engine's clock showed 0.
     """
 
     def span(name: str, kind: int, start: float, end: float, span_id: str, parent_id: str) -> Span:
@@ -119,7 +116,7 @@ class Tracer:
     Args:
         send: Sends a message, or raises OSError or HTTPException.
         service: Service name in the traces.
-        wall_clock: Returns seconds since 1970.
+        wall_clock: Returns seconds since the epoch.
     """
 
     def __init__(self, send: Send, service: str, wall_clock: Callable[[], float] = time.time) -> None:
@@ -194,8 +191,7 @@ def send_to(endpoint: str) -> Send:
 
 
 def _attributes(request: RequestContext, status: int) -> list[dict[str, Any]]:
-    """Return the attributes of the root span, named after OpenTelemetry's semantic conventions where those have a
-    name."""
+    """Return the attributes of the root span, named after OpenTelemetry's semantic conventions if possible."""
     outputs = [output for output in request.outputs or () if output is not None]
     values: dict[str, str | int] = {
         "http.request.method": request.method,

@@ -1,1 +1,1 @@
-"""Reading a request (body, headers, caller) and refusing it in the form of its protocol."""
+"""Reading a request (body, headers, caller), and error responses in the form of each protocol."""

@@ -1,14 +1,13 @@
-"""Reading a request body: limit its size, bound the cost of decoding it, decode it strictly, check unsupported fields.
+"""Reading a request body: limiting its size and decoding cost, decoding it strictly, checking unsupported fields.
 
-Decoding JSON is one uninterruptible call: while it runs, no other request is served. Its cost depends on the number of
-values rather than of bytes: an empty list costs as much as a hundred letters. So the values are counted first, in calls
-that are short for any input.
+Decoding JSON is one uninterruptible call, during which no other request is served. Its cost depends on the number of
+values rather than of bytes: an empty list costs as much as a hundred letters. So the values are counted first, in short
+calls.
 
-Supported fields stand in the structs of the bodies, and rules of sampling parameters in `core.sampling_params`. An
-unsupported field that might change a response is refused by name; one that cannot is ignored and named in the header
-`x-ignored-parameters` of the response. An unknown field might change a response, so it is refused, as OpenAI does: a
-misspelt `temprature` must not pass for the default. Only the older routes, which never refused a field, ignore it. A
-field that is null counts as absent.
+Supported fields are the fields of the body structs; rules of sampling parameters are in `core.sampling_params`. An
+unsupported field is refused by name if it might change a response; otherwise it is ignored and named in the response
+header `x-ignored-parameters`. An unknown field might change a response (a misspelt `temprature`), so it is refused, as
+OpenAI does. Only the older routes ignore unknown fields. A null field counts as absent.
 """
 
 from __future__ import annotations
@@ -36,20 +35,22 @@ from llm_serving.server.protocols.openai import responses_schemas, vector_schema
 from llm_serving.server.protocols.openai import unsupported_fields as openai_fields
 
 MAX_VALUES: Final = 2**19
-"""Most values of any kind, enough for the token ids of a batch of long prompts. Decoding so many takes about 6 ms."""
+"""Maximum number of values, enough for the token ids of a batch of long prompts. Decoding them takes about 6 ms."""
 MAX_TEXTS: Final = 2**16
-"""Most strings, names included: about 5 ms."""
+"""Maximum number of strings, names included. Decoding them takes about 5 ms."""
 MAX_CONTAINERS: Final = 2**15
-"""Most lists, objects and names together, each at most about 0.5 microseconds; 4,096 messages in parts have fewer."""
+"""Maximum number of lists, objects and names together, each at most about 0.5 microseconds. 4,096
+messages have fewer.
+"""
 MAX_DIGITS: Final = 64
-"""Most digits of a number: the time to decode an integer grows with their square."""
+"""Maximum number of digits in a number. The time to decode an integer grows with the square of its digits."""
 MAX_ECHOED_BYTES: Final = 2**16
-"""Longest body whose errors report the wrong value, because that takes decoding it a second time."""
+"""Maximum size of a body whose errors report the wrong value, because that requires decoding it a second time."""
 IGNORED_HEADER: Final = "x-ignored-parameters"
 MAX_NAMED: Final = 20
-"""Most fields that the header names."""
+"""Maximum number of fields that the header names."""
 MAX_NEUTRAL_BYTES: Final = 64
-"""Longest value that may be neutral."""
+"""Maximum size of a value that is compared with neutral values."""
 MAX_NAME_CHARS: Final = 60
 EMPTY_BODIES: Final = (b"", b"{}", b"null")
 ANY_MODEL: Final = "*"
@@ -63,7 +64,7 @@ BODIES: Final[Mapping[type, BodyFields]] = {
     **text_schemas.UNSUPPORTED,
     BatchRequest: BodyFields({"output_expires_after": RefusedField()}),
 }
-"""Struct of a body, or of a part of one -> its unsupported fields."""
+"""Struct of a body or of a part of a body -> its unsupported fields."""
 
 _DIGITS_TO_ZERO: Final = bytes.maketrans(b"123456789", b"000000000")
 _CUT_OFF: Final = "Input data was truncated"
@@ -80,10 +81,10 @@ _names: Final = {kind: frozenset(each.encode_name for each in msgspec.structs.fi
 
 
 async def read_fields(engine: AsyncEngine, http_request: Request, kind: type[T], *, strict: bool = True) -> T:
-    """Read the body of a request and check its unsupported fields; decode a long one off the event loop.
+    """Read the body of a request and check its unsupported fields. A long body is decoded off the event loop.
 
     Args:
-        http_request: The request; its state keeps the names of ignored fields.
+        http_request: The request; its state stores the names of ignored fields.
         strict: Do not convert strings to numbers and booleans.
 
     Raises:
@@ -106,10 +107,10 @@ def _decode_long(http_request: Request, body: bytes, kind: type[T], strict: bool
 
 
 async def read_body(request: Request, limits: ServerConfig) -> bytes:
-    """Return the whole body.
+    """Return the complete body.
 
     Raises:
-        RequestTooLargeError: It is longer than `max_request_body_bytes`; raised before all of it has been read.
+        RequestTooLargeError: It is longer than `max_request_body_bytes`; raised before the rest is read.
         RequestTimeoutError: It did not arrive within `body_timeout_s`.
         ClientDisconnect: The client disconnected.
     """
@@ -135,7 +136,7 @@ async def read_body(request: Request, limits: ServerConfig) -> bytes:
 
 
 async def check_no_body(request: Request, limits: ServerConfig) -> None:
-    """Raise RequestError for a body that is not empty, on a route that reads none."""
+    """Raise RequestError if the body is not empty, on a route without a body."""
     body = (await read_body(request, limits)).strip()
     if body in EMPTY_BODIES:
         return
@@ -156,10 +157,8 @@ def check_model(engine: AsyncEngine, name: str | None) -> None:
 
 
 def check_json_limits(body: bytes) -> None:
-    """Refuse a body that would take long to decode; malformed JSON may pass.
-
-    Raises:
-        RequestError: Names the limit that the body exceeds.
+    """Refuse a body that would take long to decode. Malformed JSON is not detected here. Raise RequestError, which
+    names the limit that the body exceeds.
     """
     # An upper bound, which counts commas inside strings too, settles most bodies.
     if _num_structural(body) <= MAX_CONTAINERS and body.count(b'"') <= 2 * MAX_TEXTS and not _has_long_number(body):
@@ -185,7 +184,7 @@ def _has_long_number(text: bytes) -> bool:
 
 
 def repeated_name(text: bytes, content: Mapping[str, msgspec.Raw]) -> str | None:
-    """Return a name that an object has twice, nested objects aside; None: there is none."""
+    """Return a name that occurs twice in an object, not counting nested objects; None if there is none."""
     # Each name is followed by a colon; all other colons are inside names and values.
     inside = sum(name.count(":") + bytes(value).count(b":") for name, value in content.items())
     if text.count(b":") <= len(content) + inside:
@@ -218,7 +217,7 @@ def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:
         strict: Do not convert strings to numbers and booleans.
 
     Raises:
-        RequestError: Names the field that is wrong and the value it has.
+        RequestError: Names the wrong field and its value.
     """
     try:
         return msgspec.json.decode(body, type=kind, strict=strict)
@@ -231,10 +230,10 @@ def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:
 
 
 def malformed(text: bytes, error: msgspec.DecodeError | UnicodeDecodeError | RecursionError) -> str:
-    """Return what is wrong with a JSON text, given the error of decoding it.
+    """Describe what is wrong with a JSON text, given the error of decoding it.
 
-    A lone surrogate is reported as such. In the last six bytes, where its other half could follow, msgspec reports a
-    truncated text instead; so decode it again with six bytes more.
+    If a lone surrogate is in the last six bytes, where its other half could follow, msgspec reports a truncated text.
+    So the text is decoded again with six more bytes.
     """
     if str(error) == _CUT_OFF:
         try:
@@ -246,7 +245,7 @@ def malformed(text: bytes, error: msgspec.DecodeError | UnicodeDecodeError | Rec
 
 
 def _field_error(body: bytes, message: str, kind: type) -> RequestError:
-    """Turn msgspec's "Expected `int`, got `str` - at `$.messages[0].role`" into an error of that field."""
+    """Convert msgspec's "Expected `int`, got `str` - at `$.messages[0].role`" to an error of that field."""
     rule, _, path = message.partition(" - at `$")
     path = path.rstrip("`").lstrip(".").partition("[...]")[0]  # msgspec does not report the names in a dict
     rule = rule[0].lower() + rule[1:]
@@ -272,7 +271,7 @@ def _value_at(body: bytes, path: str) -> tuple[bool, Any]:
 
 
 def _literals_at(kind: type, path: str) -> list[str]:
-    """Return the values that the field at a path may have, if its type lists them."""
+    """Return the allowed values of the field at a path, if its type lists them."""
     types = _alternatives(msgspec.inspect.type_info(kind))
     for name, _ in _STEP.findall(path):
         types = [inner for each in types for inner in _within(each, name)]
@@ -282,7 +281,7 @@ def _literals_at(kind: type, path: str) -> list[str]:
 
 
 def _within(kind: msgspec.inspect.Type, name: str) -> list[msgspec.inspect.Type]:
-    """Return the types of a field of an object; without a name, those of an item of a list."""
+    """Return the types of a field of an object or, without a name, of the items of a list."""
     if not name and isinstance(kind, msgspec.inspect.ListType):
         return _alternatives(kind.item_type)
     if isinstance(kind, msgspec.inspect.StructType):
@@ -295,10 +294,8 @@ def _alternatives(kind: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
 
 
 def check_other_fields(http_request: Request, kind: type, body: bytes) -> None:
-    """Refuse the first unsupported field of a valid body that would change the response; record the ignored ones.
-
-    Raises:
-        RequestError: Names the field.
+    """Refuse the first unsupported field that would change the response, and record the ignored fields. Raise
+    RequestError, which names the field.
     """
     try:
         ignored = list(dict.fromkeys(_ignored(body, kind, "")))
@@ -311,7 +308,7 @@ def check_other_fields(http_request: Request, kind: type, body: bytes) -> None:
 
 
 def note_ignored(http_request: Request, name: str) -> None:
-    """Name a supported field too in the header of the response, because this request makes it ineffective."""
+    """Name a supported field in `x-ignored-parameters`, because it has no effect in this request."""
     before = getattr(http_request.state, "ignored_parameters", None)
     http_request.state.ignored_parameters = name if before is None else f"{before}, {name}"
 

@@ -1,4 +1,4 @@
-"""The caller of a request: its tenant, priority and deadline, within the limits of its API key."""
+"""The caller of a request: tenant, priority and deadline, within the limits of the API key."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HttpCaller(Caller):
-    """The caller with what only the HTTP server needs."""
+    """The caller, with fields that only the HTTP server needs."""
 
     context: RequestContext | None = field(default=None, compare=False)
-    """The log record of the HTTP request; None outside of HTTP requests."""
+    """The log record of the HTTP request; None outside HTTP requests."""
     quota: Quota | None = field(default=None, compare=False)
-    """The quota of its API key; None: there is no limit."""
+    """The quota of its API key; None: no limit."""
 
 
 def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerFields) -> HttpCaller:
     """Return the caller of a request.
 
     Args:
-        bodies: The body, and parts of it that may hold the fields as well.
+        bodies: The body, and nested objects that may contain the same fields.
 
     Raises:
         RequestError: A field breaks its rule, or is given twice with different values.
@@ -80,7 +80,7 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
 
 
 async def within_deadline(deadline: float | None, clock: Clock, work: Awaitable[T]) -> T:
-    """Return the result of work that precedes the engine, which enforces the deadline from then on.
+    """Return the result of work done before the engine takes over and enforces the deadline.
 
     Args:
         deadline: Time on the clock; None: there is none.
@@ -106,11 +106,11 @@ class PriorityCeiling(NamedTuple):
     class_name: str
     rank: int
     condition: str
-    """When the ceiling applies, worded for an error."""
+    """When the ceiling applies, as a part of an error text."""
 
 
 def ceiling_of(config: ServingConfig, key: ApiKey | None) -> PriorityCeiling | None:
-    """Return the ceiling of requests with this key, or without one; None: there is no ceiling."""
+    """Return the ceiling of requests with this key, or without a key; None if there is no ceiling."""
     name = config.serving.anonymous_highest_class if key is None else key.highest_class
     if name is None:
         return None
@@ -122,7 +122,7 @@ def ceiling_of(config: ServingConfig, key: ApiKey | None) -> PriorityCeiling | N
 def requested_priority(
     config: ServingConfig, ceiling: PriorityCeiling | None, priority: int | None, class_name: str | None
 ) -> int | None:
-    """Return the requested priority, given as a number or as the name of a class; None: neither is given.
+    """Return the requested priority, given as a number or as the name of a class; None if neither is given.
 
     Raises:
         RequestError: Both are given, or no class has the name.
@@ -153,7 +153,7 @@ def _timeout(config: ServingConfig, http_request: Request, bodies: Sequence[Call
         if not SECONDS.fullmatch(header):
             raise RequestError(TIMEOUT_HEADER, rule, header)
         if value is not None and value != float(header):
-            raise RequestError("timeout_s", f"must be given once, or with the value of {TIMEOUT_HEADER}", value)
+            raise RequestError("timeout_s", f"must equal the header {TIMEOUT_HEADER} if both are given", value)
         value = float(header)
     if value is not None and not 0 < value <= most:
         raise RequestError("timeout_s" if header is None else TIMEOUT_HEADER, rule, value)
@@ -161,12 +161,11 @@ def _timeout(config: ServingConfig, http_request: Request, bodies: Sequence[Call
 
 
 def _given(field: str, bodies: Sequence[CallerFields]) -> Any:
-    """Return the value of a field that any of the bodies may have; None: none of them has it."""
     found = None
     for body in bodies:
         value = getattr(body, field)
         if value is not None:
             if found is not None and value != found:
-                raise RequestError(field, "must be given once, or with one value")
+                raise RequestError(field, "must not be given twice with different values")
             found = value
     return found

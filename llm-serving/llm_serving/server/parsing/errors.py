@@ -47,15 +47,16 @@ _CODES: tuple[tuple[type[LLMServingError], str, str | None], ...] = (
     (CapacityError, "rate_limit_error", "queue_full"),
     (UnavailableError, "service_unavailable_error", "unavailable"),
 )
-"""Exception class, and type and code of OpenAI's error body; the first match counts."""
+"""(exception class, type and code of OpenAI's error body); the first match is used."""
 
 FIELD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.\[\]]{0,63}")
 UNAVAILABLE_RETRY_AFTER_S = 5.0
 RETRY_AFTER_MS_HEADER = "retry-after-ms"
-"""Sent beside `Retry-After`, which has whole seconds; the client libraries of OpenAI and Anthropic read it."""
+"""More precise than `Retry-After`, which has whole seconds. The client libraries of OpenAI and Anthropic read it."""
 PREDICTED_TTFT_HEADER = "x-predicted-ttft-ms"
-"""Predicted milliseconds to the first token: of an admitted request from its arrival, of a refused one from now if the
-client retries after `Retry-After`."""
+"""Predicted milliseconds to the first token. For an admitted request: from its arrival. For a refused one: from now, if
+the client retries after `Retry-After`.
+"""
 
 
 def openai_error(error: LLMServingError) -> ErrorResponse:
@@ -69,7 +70,7 @@ def openai_error_response(error: LLMServingError) -> Response:
 
 
 def tgi_error_content(error: LLMServingError) -> dict[str, str]:
-    """Return TGI's body of an error: `{"error", "error_type"}`."""
+    """Return TGI's error body: `{"error", "error_type"}`."""
     if isinstance(error, RequestError):
         kind = "validation"
     elif isinstance(error, CapacityError | UnavailableError):
@@ -95,7 +96,7 @@ def legacy_error_response(error: LLMServingError) -> Response:
 
 
 def kind_of(error: LLMServingError) -> str:
-    """Return what logs may say of an error: its class and the wrong field, never text of the client.
+    """Return what logs may contain about an error: its class and the wrong field, but no text of the client.
 
     The client may have invented the name of a field, so it is only logged if it looks like a name.
     """
@@ -104,10 +105,10 @@ def kind_of(error: LLMServingError) -> str:
 
 
 def error_headers(error: LLMServingError) -> dict[str, str]:
-    """Return the headers of an error response: when to retry, the predicted time to first token and the length of the
-    queue, or how to authenticate.
+    """Return the headers of an error response: retry time, predicted time to first token, queue length, authentication
+    scheme.
 
-    The connection is closed where the body was not read to the end.
+    If the body was not read completely, the connection is closed.
     """
     headers = {}
     if isinstance(error, CapacityError | UnavailableError):

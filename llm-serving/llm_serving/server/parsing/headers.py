@@ -1,7 +1,7 @@
 """Query parameters, headers and the request id of a request.
 
-As with fields of bodies, an unsupported query parameter or header is refused by name or, if it cannot change a
-response, ignored and named in a header of the response.
+Like a field of a body, an unsupported query parameter or header is refused by name if it might change a response;
+otherwise it is ignored and named in a header of the response.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
 def check_query(request: Request, known: Collection[str]) -> list[str]:
-    """Return the names of the query parameters that are ignored.
+    """Return the names of ignored query parameters.
 
-    Raise RequestError where a parameter is unknown to the route, or given twice.
+    Raise RequestError if the route does not know a parameter, or a parameter is given twice.
     """
     ignored, seen = [], set()
     for name, value in request.query_params.multi_items():
@@ -45,9 +45,9 @@ def check_query(request: Request, known: Collection[str]) -> list[str]:
 
 
 def check_headers(request: Request) -> list[str]:
-    """Return the names of the checked headers that a request has.
+    """Return the names of the checked headers in a request.
 
-    Raise RequestError where a checked header is given twice, or the body is compressed.
+    Raise RequestError if a checked header is given twice, or the body is compressed.
     """
     given: list[str] = []
     encoding: str | None = None
@@ -64,7 +64,7 @@ def check_headers(request: Request) -> list[str]:
 
 
 def read_header(request: Request, name: str) -> str | None:
-    """Return a checked header for a route that supports it; None: it is absent."""
+    """Return a checked header for a route that supports it; None if it is absent."""
     value = request.headers.get(name)
     if value is not None:
         request.state.read_headers = (*getattr(request.state, "read_headers", ()), name)
@@ -72,7 +72,7 @@ def read_header(request: Request, name: str) -> str | None:
 
 
 def ignored_headers(request: Request, given: Collection[str]) -> list[str]:
-    """Return those of the given checked headers that the route has not read."""
+    """Return the checked headers in `given` that the route has not read."""
     read = getattr(request.state, "read_headers", ())
     return [name for name in given if name not in read]
 
@@ -84,7 +84,7 @@ class ResponseIdentity:
     id: str
     request_id: str
     created: int
-    """Seconds since 1970."""
+    """Seconds since the epoch."""
     model: str
 
     @property
@@ -93,10 +93,10 @@ class ResponseIdentity:
 
 
 def identify(engine: AsyncEngine, http_request: Request, request_id: str | None, prefix: str) -> ResponseIdentity:
-    """Return the identity of a new response. Raise RequestError where the body's `request_id` is malformed.
+    """Return the identity of a new response. Raise RequestError if the body's `request_id` is malformed.
 
-    Without that field, the header `x-request-id` has the id; without either, the id is random. The id of the response
-    is the request id behind `prefix`.
+    The request id is the first of: this field, the header `x-request-id`, a random id. `prefix` and the request id form
+    the id of the response.
     """
     if request_id is None:
         request_id = request_id_of(http_request)

@@ -1,7 +1,7 @@
-"""Running work off the event loop: in threads once it is long, and in threads that clients share fairly.
+"""Running work off the event loop: in a thread if it takes long, or in threads that clients share fairly.
 
-A thread hands over the GIL every few milliseconds, but not within one call of a C library. So work in threads consists
-of many short calls, or is bounded before it starts.
+A thread releases the GIL every few milliseconds, but not within one call of a C library. So work in threads consists of
+many short calls, or is limited before it starts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import msgspec
 from starlette.responses import Response
 
 INLINE_BYTES: Final = 2**15
-"""Longest body that is decoded on the event loop: at most 4 ms. A thread would cost 0.1 ms."""
+"""Maximum size of a body that is decoded on the event loop, which takes at most 4 ms. A thread would cost 0.1 ms."""
 INLINE_ITEMS: Final = 2**11
-"""Longest list that is processed on the event loop."""
+"""Maximum length of a list that is processed on the event loop."""
 INLINE_TOKENS: Final = 64
-"""Most tokens with logprobs that are processed on the event loop: each may have twenty top logprobs."""
+"""Maximum number of tokens with logprobs processed on the event loop. Each may have twenty top logprobs."""
 ITEMS_AT_ONCE: Final = 2**8
-"""Items of a list that are encoded as JSON in one call."""
+"""Number of list items that are encoded as JSON in one call."""
 
 T = TypeVar("T")
 _encode: Final = msgspec.json.Encoder().encode
@@ -40,16 +40,15 @@ class Long(msgspec.Struct):
 
 
 def encode_in_parts(content: Any) -> bytes:
-    """Return the result of `msgspec.json.encode`, made by many short calls, for a thread beside the event loop.
+    """Return the result of `msgspec.json.encode`, computed in many short calls, for a thread next to the event loop.
 
-    `Long` structs and objects are encoded field by field, `Long` structs in lists one by one, and other items of lists
-    many at a time.
+    `Long` structs and objects are encoded field by field, `Long` structs in lists one by one, other list items in
+    groups.
     """
     return b"".join(_parts(content))
 
 
 def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return a JSON response, encoded on the event loop."""
     return Response(_encode(content), status, headers, media_type="application/json")
 
 
@@ -100,14 +99,14 @@ _Work = tuple["Future[Any]", Callable[[], Any]]
 
 
 class FairThreads:
-    """A pool of threads that serves next the client that has used the least of their time.
+    """A pool of threads that next serves the client that has used the least thread time.
 
-    This is start-time fair queueing (Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996, section 2) with
-    costs that are known afterwards. An idle client saves nothing up: it starts level with the client that is served. So
-    a new client waits for the running work and for at most one piece of work of each other client.
+    This is start-time fair queueing (Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996, section 2), with
+    costs that are known only afterwards. An idle client gains no advantage: it starts level with the client being
+    served. So a new client waits for the running work and at most one piece of work of each other client.
 
     Args:
-        name: Prefix of their names.
+        name: Prefix of the threads' names.
     """
 
     def __init__(self, num_threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -116,12 +115,12 @@ class FairThreads:
         self._lock = threading.Lock()
         self._waiting: dict[str, deque[_Work]] = {}
         self._used_s: dict[str, float] = {}
-        """Client -> seconds used, of clients that are ahead of `_served_s`."""
+        """Client -> seconds used, for clients that have used more than `_served_s`."""
         self._served_s = 0.0
-        """The seconds used by the client served last, when it was served."""
+        """Seconds used by the client served last, at the time when it was served."""
 
     def submit(self, client: str, work: Callable[[], T]) -> Future[T]:
-        """Queue work of a client; cancelling its future before it starts removes it."""
+        """Queue work of a client. Cancelling its future before it starts removes it."""
         future: Future[T] = Future()
         with self._lock:
             self._waiting.setdefault(client, deque()).append((future, work))

@@ -1,4 +1,4 @@
-"""Rules for fields of request bodies that are not supported; each protocol has a table of them beside its schemas."""
+"""Rules for unsupported fields of request bodies. Each protocol has a table of such fields next to its schemas."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class RefusedField:
 
     why: str = "is not supported"
     neutral: tuple[Any, ...] = ("", 0, False)
-    """Values that change nothing, besides null and empty ones."""
+    """Values without effect, in addition to null and empty ones."""
     empty_asks: bool = False
-    """Whether an empty value changes the response too: an object that only has options."""
+    """Whether an empty value is refused too, because it also changes the response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class BodyFields:
     rows: Rows = field(default_factory=dict)
     unknown: RefusedField | IgnoredField = RefusedField("is not a parameter of this route", ())
     nested: Mapping[str, type] = field(default_factory=dict)
-    """Field -> struct of the object, or of the objects in the list, that it holds."""
+    """Field -> struct of the object (or of the objects in the list) that it contains."""
 
 
 NEVER_NEUTRAL: Final = ()
@@ -48,5 +48,5 @@ EARLIER_RESPONSE: Final = IgnoredField("only describes an earlier response")
 
 
 def named(here: str) -> RefusedField:
-    """Return the row of a field that another protocol calls `here`."""
+    """Return the rule for a field of another protocol, which this route calls `here`."""
     return RefusedField(f"is not a parameter of this route; `{here}` is", NEVER_NEUTRAL)

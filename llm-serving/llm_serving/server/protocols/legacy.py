@@ -1,4 +1,4 @@
-"""The routes of the older `llm-serving` server. Their responses are byte-for-byte equal.
+"""The routes of the older `llm-serving` server, with byte-for-byte the same responses.
 
 `POST /models/{name}` (`stream` selects), `/models/{name}/generate`, `/models/{name}/generate_stream`. `name` is the
 served model, or `llama2` or `internlm`, which also mean the served model. Body: `{"inputs": text, "parameters": {...},

@@ -161,7 +161,7 @@ class CompletionBuilder(OpenAIResponseBuilder):
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     def _delta(self, index: int, output: RequestOutput) -> CompletionChoice | None:
-        """Return what an output adds to a choice; None if no chunk would report it."""
+        """Return the part of a choice that an output adds; None if the stream sends nothing for it."""
         body = self._body
         self.add_usage(index, output)
         is_first = index not in self._started
@@ -216,7 +216,7 @@ class CompletionBuilder(OpenAIResponseBuilder):
         return self._completion(choices, usage)
 
     def _add_prompt_logprobs(self, choices: Sequence[CompletionChoice], index: int, prompt: list[int]) -> None:
-        """Add the logprobs of a prompt's tokens that the request asks for to the choices of the prompt."""
+        """Add the requested prompt logprobs to the choices of a prompt."""
         body, logprobs = self._body, self._prompt_logprobs.get(index)
         if body.prompt_logprobs is not None:
             reported = prompt_token_logprobs(self._tokenizer, logprobs, body.prompt_logprobs)

@@ -36,10 +36,8 @@ AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 
 
 async def read_request(engine: AsyncEngine, http_request: Request, kind: type[AnyRequest]) -> AnyRequest:
-    """Read a body that names the served model and has no unsupported field.
-
-    Raises:
-        RequestError: Names the wrong field.
+    """Read a body that names the served model and has no unsupported field. Raise RequestError, which names the wrong
+    field.
     """
     request = await read_fields(engine, http_request, kind)
     check_model(engine, request.model)

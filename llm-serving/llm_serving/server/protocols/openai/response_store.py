@@ -71,8 +71,8 @@ class ResponseStore:
         """
         num_bytes, tenant = _size_of(stored), stored.tenant
         if num_bytes > self._max_bytes:
-            limit = f"{self._max_bytes} ({self._quota.key})"
-            raise RequestError("background", f"must be false: it takes {num_bytes} bytes of {limit}")
+            limit = f"{self._quota.key} {self._max_bytes}"
+            raise RequestError("background", f"must be false: storing it takes {num_bytes} bytes, more than {limit}")
         if num_bytes > self._in_progress.room(tenant):
             raise StoreFullError(f"responses in the background {self._quota.rule}")
         self._stored[stored.response.id] = stored
