@@ -190,7 +190,7 @@ class TestStart:
 
     def test_start_refuses_a_second_server_on_a_port(self, tmp_path):
         write(tmp_path, record_of(os.getpid(), 8835))
-        with pytest.raises(ConfigError, match=rf"already \(pid {os.getpid()}\)") as error:
+        with pytest.raises(ConfigError, match=rf"already runs on port 8835 \(pid {os.getpid()}\)") as error:
             start(a_config(8835), [], tmp_path)
         program, *arguments = re.search(r"; end it with `(.*)`$", str(error.value))[1].split()
         assert subprocess.run([program, "version"], capture_output=True, check=True).stdout.startswith(b"llm-serving ")

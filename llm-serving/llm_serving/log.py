@@ -21,15 +21,14 @@ _CONTROL_CHARACTERS: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\
 
 
 BATCH_S: Final = 0.1
-"""Time for which lines are collected before they are written."""
+"""Seconds for which lines are collected before they are written."""
 BATCH_CHARS: Final = 2**16
-"""Size limit of one write, except for a single longer line."""
+"""Maximum number of characters in one write, unless a single line is longer."""
 MAX_PENDING_BYTES: Final = 16 * 2**20
-"""Memory limit of lines that are not written yet. Further lines are dropped."""
+"""Memory limit of unwritten lines. Further lines are dropped."""
 RETRY_S: Final = 1.0
-"""Delay after a failed write."""
 CLOSE_S: Final = 5.0
-"""Longest time `close` waits for the disk."""
+"""Maximum seconds that `close` waits for the disk."""
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -38,14 +37,16 @@ def get_logger(name: str) -> logging.Logger:
 
 
 class SingleLineFormatter(logging.Formatter):
-    """Escapes control characters, so that client texts cannot forge log lines. Tracebacks stay as they are."""
+    """Escapes control characters, so that client texts cannot forge log lines. Tracebacks are not changed."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         return _CONTROL_CHARACTERS.sub(lambda found: repr(found[0])[1:-1], super().formatMessage(record))
 
 
 def configure_logging(level: str = "INFO", process: str = "master") -> None:
-    """Send the log lines of the package to standard error, named by process. A second call replaces the first."""
+    """Send the package's log lines, labelled with the process name, to standard error. A second
+    call replaces the first.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(SingleLineFormatter(f"%(asctime)s %(levelname)-7s [{process}] %(name)s: %(message)s"))
     logger = logging.getLogger(ROOT)
@@ -57,12 +58,9 @@ def configure_logging(level: str = "INFO", process: str = "master") -> None:
 
 
 class RotatingFile(logging.handlers.RotatingFileHandler):
-    """Log files `path`, `path.1`, ...: `num_files` files of at most `max_bytes` each, the newest lines in the first.
+    """Log files `path`, `path.1`, ...: `num_files` files of at most `max_bytes` each, the latest lines in the first.
 
-    Unlike other handlers, it raises errors instead of printing them.
-
-    Raises:
-        OSError: The file cannot be opened.
+    Unlike other handlers, it raises errors instead of printing them. Raise OSError if the file cannot be opened.
     """
 
     def __init__(self, path: Path, max_bytes: int, num_files: int) -> None:
@@ -75,9 +73,9 @@ class RotatingFile(logging.handlers.RotatingFileHandler):
 class LogWriter:
     """Writes lines through a handler in a background thread, so that callers never wait for the disk. Thread-safe.
 
-    Writes to a full disk are retried. Lines that exceed `MAX_PENDING_BYTES` in the meantime are dropped and counted. A
-    problem is passed to `report` once when it begins and once when it is over. The writer owns the handler, whose
-    `emit` writes a text of one or more lines, or raises.
+    Writes to a full disk are retried. Lines that exceed `MAX_PENDING_BYTES` meanwhile are dropped and counted. `report`
+    is called once when a problem begins and once when it ends. The writer owns the handler, whose `emit` writes a text
+    of one or more lines, or raises.
     """
 
     def __init__(self, handler: logging.Handler, report: Callable[[str], None]) -> None:
@@ -109,11 +107,11 @@ class LogWriter:
             self._filled.set()
 
     def reopen(self) -> None:
-        """Open the file again before the next write, because it was renamed or removed."""
+        """Reopen the file before the next write, because it was renamed or deleted."""
         self._is_stale = True
 
     def close(self) -> None:
-        """Stop the writer. Queued lines are written, unless that takes longer than `CLOSE_S`."""
+        """Write the queued lines within `CLOSE_S`, then stop the writer."""
         self._closing.set()
         self._filled.set()
         self._thread.join(CLOSE_S)

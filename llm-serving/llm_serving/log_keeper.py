@@ -1,8 +1,8 @@
-"""`python -m llm_serving.log_keeper FILE BYTES FILES`: copies standard input to rotating log files.
+"""`python -m llm_serving.log_keeper FILE BYTES FILES`: copy standard input to rotating log files.
 
-`llm-serving start` pipes the output of the server and its WorkAgents into it. As a separate process it also keeps the
-last lines of a process that crashes, and it reads while the disk is slow, so that no writer blocks. It exits when the
-last process that writes to the pipe has exited.
+`llm-serving start` pipes the output of the server and its WorkAgents into this process. Because it is separate, it
+keeps the last lines of a crashed process, and slow disks do not block the writers. It exits when all processes that
+write to the pipe have exited.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 from llm_serving.log import LogWriter, RotatingFile
 
 READ_BYTES: Final = 2**16
-"""Longest line; longer ones are split."""
+"""Maximum line length. Longer lines are split."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -32,10 +32,7 @@ logger = get_logger(__name__)
 
 
 def run(config: ServingConfig) -> int:
-    """Serve until SIGINT or SIGTERM.
-
-    Returns:
-        The exit code: 0 after a graceful shutdown.
+    """Serve until SIGINT or SIGTERM, and return the exit code: 0 after a graceful shutdown.
 
     Raises:
         ConfigError: The model, its tokenizer or the port cannot be used.
@@ -47,10 +44,8 @@ def run(config: ServingConfig) -> int:
 
 
 def run_batch(config: ServingConfig, source: Path, target: Path) -> RequestCounts:
-    """Answer a file of requests, or continue an interrupted run of the same files.
-
-    Raises:
-        LLMServingError: As `run`, or the files cannot be used.
+    """Answer a file of requests, or continue an interrupted run of the same files. Raise LLMServingError as `run`, or
+    the files cannot be used does.
     """
     with DownloadProgress(unit="line") as bar:
 

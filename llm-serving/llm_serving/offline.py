@@ -30,7 +30,7 @@ Prompt = str | list[int]
 
 
 class LLM:
-    """A model loaded into this process. Only the thread that created it may use it, because MindSpore requires that.
+    """A model loaded into this process. Use it only in the thread that created it, because MindSpore requires that.
 
     Example:
         llm = LLM(load_config(None, [], Path("demo")))
@@ -38,10 +38,8 @@ class LLM:
     """
 
     def __init__(self, config: ServingConfig) -> None:
-        """Load the model of a configuration; its `serving_config` is ignored.
-
-        Raises:
-            ConfigError: The model or its tokenizer cannot be used.
+        """Load the model of a configuration, whose `serving_config` is ignored. Raise ConfigError if the model or its
+        tokenizer cannot be used.
         """
         assert config.model.model_path is not None
         if config.cluster.tensor_parallel > 1:
@@ -77,7 +75,7 @@ class LLM:
             self.model_spec.vocab_size,
             GrammarLimits(serving.max_grammar_bytes, serving.max_grammar_states, serving.grammar_cache_size),
         )
-        """Compiles grammars to `SamplingParams(constraint=grammar.text)`."""
+        """Compiles grammars for `SamplingParams(constraint=grammar.text)`."""
         self._counter = itertools.count()
         self._pieces: list[RequestOutput] = []
 
@@ -88,18 +86,17 @@ class LLM:
         *,
         priorities: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer all prompts, as many at once as the configuration allows.
+        """Answer all prompts, as many at a time as the configuration allows.
 
         Args:
-            prompts: Texts or token ids.
-            sampling: Parameters for all prompts, or for each.
+            sampling: Parameters for all prompts, or one set for each.
             priorities: Priority of each prompt, smaller first; None: all equal.
 
         Returns:
             One output for each prompt, in order, with the whole text and all tokens.
 
         Raises:
-            RequestError: A request can never be served; none is started then.
+            RequestError: A request can never be served; then none is started.
         """
         pieces: list[list[RequestOutput]] = [[] for _ in prompts]
         for index, piece in self.stream(prompts, sampling, priorities=priorities):
@@ -123,14 +120,11 @@ class LLM:
     def embed(self, prompts: Sequence[Prompt]) -> list[Float32Array]:
         """Return the last hidden state of each prompt after the final norm, the input of the LM head.
 
-        Args:
-            prompts: Texts or token ids.
-
         Returns:
             [hidden size] for each prompt, float32.
 
         Raises:
-            RequestError: A prompt can never be computed; none is started then.
+            RequestError: A prompt can never be computed; then none is started.
             WorkerError: Computing a prompt failed.
         """
         requests = [self._request(prompt, SamplingParams(max_tokens=0), wants_vector=True) for prompt in prompts]
@@ -147,12 +141,11 @@ class LLM:
         """Return the best sequences of each prompt, best first.
 
         Args:
-            prompts: Texts or token ids.
             search: Beam width, number of returned sequences and scoring.
-            sampling: `max_tokens`, stop conditions and `logprobs`; must be greedy and change no logits.
+            sampling: `max_tokens`, stop conditions and `logprobs`; must be greedy and not change logits.
 
         Raises:
-            RequestError: A request can never be served; none is started then.
+            RequestError: A request can never be served; then none is started.
         """
         check_beam_search(self.config.model, sampling)
         requests = [self._request(prompt, sampling, beam_search=search) for prompt in prompts]

@@ -1,6 +1,6 @@
-"""The WorkAgent process: owns one device, loads the model, and runs steps strictly in the order they arrive.
+"""The WorkAgent process. It owns one device, loads the model, and runs steps in the order of their arrival.
 
-Started as `python -m llm_serving.work_agent`, by the master on its own machine or by an `AgentHost` on another one.
+It is started as `python -m llm_serving.work_agent`, by the master or, on another machine, by an `AgentHost`.
 """
 
 from __future__ import annotations
@@ -73,10 +73,11 @@ logger = get_logger(__name__)
 MINDSPORE_FRAMES: Final = "\n\n----"
 """Start of MindSpore's own stack frames in an error text."""
 CONNECT_TIMEOUT_S: Final = 30.0
-"""Time to connect to a master on another machine."""
+"""Seconds to connect to a master on another machine."""
 POLL_S: Final = 0.0005
-"""Time to poll for the next message before the process sleeps: as long as the master needs to build the next step from
-a reply, draft tokens included."""
+"""Seconds to poll for the next message before sleeping: the time that the master needs to build the next step,
+including draft tokens.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         serve(channel, args.memory_fd, args.ranks_fd, args.transfer_fd, blocks, args.model_path, args.group_port)
     except ChannelClosedError:
-        logger.info("the master is gone")
+        logger.info("the master has exited")
     except TransportError as error:
         logger.error("the connection to the master failed: %s", error)
         return AgentExit.BROKEN
@@ -116,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def connect_to_master(address: str, token: str, secret_file: Path) -> Channel[MasterMessage]:
-    """Connect to the master on another machine. `token` names the start that this connection belongs to.
+    """Connect to the master on another machine. `token` identifies the start to which this connection belongs.
 
     Raises:
         ConfigError: The secret cannot be read, or is not the master's.
@@ -154,15 +155,15 @@ def serve(
 
     Args:
         memory_fd: Memory file of the step buffers; None: arrays are in the frames.
-        ranks_fd: Memory shared by the ranks of this replica; None: this process computes the replica alone.
+        ranks_fd: Memory shared by the ranks of this replica; None: the replica has only this process.
         transfer_fd: Memory of the KV transfer pool; None: there is none.
         blocks: Channel to the master that transfers KV blocks; None: memory is shared, or nothing is transferred.
         model_path: Folder of the model on this machine; None: the path in `LoadModel`.
-        group_port: Port of this machine by which ranks form a collective group, if they compute graphs.
+        group_port: Port of this machine on which ranks form a collective group, if they compute graphs.
 
     Raises:
-        TransportError: The channel failed, or the master is gone.
-        RankLostError: Another rank is gone, or computes something else.
+        TransportError: The channel failed, or the master has exited.
+        RankLostError: Another rank has exited, or computes another step.
     """
     hello = channel.receive()
     if not isinstance(hello, Hello) or hello.version != PROTOCOL_VERSION:
@@ -219,8 +220,8 @@ def serve(
 def _serve_blocks(
     blocks: Channel[MasterMessage], pool: BlockStore, steps: Channel[MasterMessage], throttle: BackgroundThrottle
 ) -> None:
-    """Serve KV block requests. If this connection ends, close the step channel too: the WorkAgent exits and is
-    replaced.
+    """Serve KV block requests. When this connection ends, close the step channel too, so that the
+    WorkAgent is replaced.
     """
     try:
         serve_blocks(blocks, pool, throttle.pause_after)
@@ -238,7 +239,7 @@ def run_steps(
     buffers: SharedBuffers | InlineArrays,
     throttle: BackgroundThrottle | None = None,
 ) -> None:
-    """Run steps and proposals until the master sends Shutdown. Raises as `serve`."""
+    """Run steps and proposals until the master sends Shutdown. Raise the same errors as `serve`."""
     if not channel.peer and len(os.sched_getaffinity(0)) > 1:
         channel.poll_s = POLL_S
     for message in _requests(channel):
@@ -260,10 +261,12 @@ def run_steps(
 
 
 def _announce_ending(runner: ModelRunner, channel: Channel[MasterMessage], step: RunStep) -> None:
-    """Send `StepEnding` shortly before the step ends, if requested; at once if the backend cannot tell when."""
+    """Send `StepEnding` shortly before the step ends, if requested; immediately if the backend does
+    not support this.
+    """
 
     def announce() -> None:
-        with contextlib.suppress(ChannelClosedError):  # the master is gone
+        with contextlib.suppress(ChannelClosedError):  # the master has exited
             channel.send(StepEnding(step.step))
 
     if not runner.announce_ending(announce if step.announce_ending else None) and step.announce_ending:
@@ -277,7 +280,7 @@ def _requests(channel: Channel[MasterMessage]) -> Iterator[RunStep | Propose]:
 
 
 def _propose(runner: ModelRunner, message: Propose) -> Proposed:
-    """Return draft tokens, or an error: the WorkAgent does not depend on the draft model."""
+    """Return draft tokens, or an error, because the WorkAgent continues without the draft model."""
     try:
         if runner.draft_model is None:
             raise ConfigError("no draft model was loaded")
@@ -290,7 +293,7 @@ def _propose(runner: ModelRunner, message: Propose) -> Proposed:
 def _await_allowed_tokens(
     channel: Channel[MasterMessage], buffers: SharedBuffers | InlineArrays, step: RunStep
 ) -> AllowedTokens:
-    """Wait for the allowed tokens of a step; raise TransportError if the master is gone or sends another message."""
+    """Wait for the allowed tokens of a step. Raise TransportError if the master has exited or sends another message."""
     message = channel.receive()
     while isinstance(message, SetAllowedTokens) and message.step < step.step:  # for a step that failed
         message = channel.receive()
@@ -303,9 +306,9 @@ def _await_allowed_tokens(
 
 
 def _exit_with_the_master() -> None:
-    """Exit when standard input ends: it is a pipe whose other end the parent holds.
+    """Exit at the end of standard input, a pipe whose other end the parent holds.
 
-    This also covers a parent that died before `die_with_parent` took effect.
+    This also covers a parent that exited before `die_with_parent` took effect.
     """
     while sys.stdin.read(1):
         pass

@@ -23,14 +23,14 @@ FIRST_AGENT_PORT: Final = 16002
 
 
 class Converted(NamedTuple):
-    """A key with a counterpart."""
+    """This server's `key` for a key of MindIE, and how its value is converted."""
 
     key: str
     convert: Callable[[Any], Any] = lambda value: value
 
 
 class Dropped(NamedTuple):
-    """A key without a counterpart. An empty reason: another key covers it, and no note names it."""
+    """A key of MindIE that this server lacks. An empty reason: another key covers it, and no note names it."""
 
     reason: str
     usual: tuple[Any, ...] = ()

@@ -42,8 +42,6 @@ def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ
     """Set the variables that a serving process needs. Call it before MindSpore is imported.
 
     Kernels that the operator disabled stay disabled. On a CPU the variables have no effect.
-
-    Args:
     """
     disabled = [name.strip() for name in environment.get(DISABLED_KERNELS, "").split(",") if name.strip()]
     missing = [name for name in NEEDED_ATB_KERNELS if name not in disabled]

@@ -35,8 +35,6 @@ class ConfigReader:
     """Reads typed values from an untrusted mapping. null counts as absent.
 
     Every method raises ModelError for a value that breaks its rule.
-
-    Args:
     """
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:

@@ -21,10 +21,7 @@ class SwapLoad(NamedTuple):
 
 
 class SwapMetrics:
-    """Swapped requests and blocks, summed over replicas. Engine threads count them; a scrape reads the current load.
-
-    Args:
-    """
+    """Swapped requests and blocks, summed over replicas. Engine threads count them; a scrape reads the current load."""
 
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
@@ -60,10 +57,7 @@ class SwapMetrics:
 
 
 class MoveMetrics:
-    """Migrated requests and blocks, counted by the engines that receive them.
-
-    Args:
-    """
+    """Migrated requests and blocks, counted by the engines that receive them."""
 
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
