@@ -21,9 +21,9 @@ def test_tests_of_each_threat_exist(row):
     ["", "tests/test_imports.py", "`tests/nowhere.py`", "`tests/test_imports.py::test_nothing_of_the_kind`"],
 )
 def test_table_check_detects_missing_paths(cell):
-    assert len(missing_tests(["threat", "duty", "where", cell])) == 1
+    assert len(missing_tests(["threat", "defence", "where", cell])) == 1
 
 
 def test_table_check_accepts_existing_paths():
     cell = "`tests/test_imports.py::test_every_part_has_a_layer`, `tests/test_launcher.py::TestStop`"
-    assert missing_tests(["threat", "duty", "where", cell]) == []
+    assert missing_tests(["threat", "defence", "where", cell]) == []
