@@ -1,1 +1,1 @@
-"""Code that runs in the WorkAgent, beside its device. Most of it imports MindSpore."""
+"""Code that runs in the WorkAgent, next to its device. Most modules import MindSpore."""

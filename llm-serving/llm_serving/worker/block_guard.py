@@ -1,6 +1,4 @@
-"""Checks, in every step, that moves of KV blocks stay inside their memories and that each row only reads blocks that
-were written for it.
-"""
+"""Per-step checks that block moves stay inside their memories, and that rows read only blocks written for them."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def check_block_moves(
     *,
     exports: bool = False,
 ) -> None:
-    """Check that every move stays inside cache, host pool and transfer pool; raise WorkerError otherwise.
+    """Check that every move stays inside cache, host pool and transfer pool. Raise WorkerError otherwise.
 
     With `exports`, all moves must be of kind EXPORT; otherwise none may be.
     """
@@ -87,10 +85,10 @@ class BlockTags(NamedTuple):
 class BlockGuard:
     """Tags every block with the epoch of its writer and the number of tokens written.
 
-    A row may only read blocks that carry the epoch it names, up to the tokens written; two rows may not write one
-    block. A move must name the epoch and at most the tokens of its source; its target gets the epoch the move names. So
-    a fault of the master (a block assigned twice, an outdated block table, a skipped position) is an error before
-    anything is computed, instead of wrong text.
+    A row may only read blocks with the epoch it names, up to the tokens written; two rows may not write one block. A
+    move must name the epoch and at most the tokens of its source; its target gets the epoch the move names. So an error
+    of the master (a block assigned twice, an outdated block table, a skipped position) is detected before anything is
+    computed, instead of producing wrong text.
     """
 
     def __init__(
@@ -112,7 +110,9 @@ class BlockGuard:
         }
 
     def move(self, block_moves: Int32Array) -> None:
-        """Check moves before they are done and tag their targets; raise WorkerError if a source is not its owner's."""
+        """Check moves before they are executed, and tag their targets. Raise WorkerError if a
+        source has another epoch.
+        """
         for move in map(BlockMove._make, block_moves.tolist()):
             source, target = SOURCE_AND_TARGET[BlockMoveKind(move.kind)]
             self._check_source(self._memories[source], move)
@@ -120,7 +120,7 @@ class BlockGuard:
             self._memories[target].num_written[move.target] = move.num_tokens
 
     def start_exports(self, exports: Int32Array) -> None:
-        """Check moves to the transfer pool before they are done; `finish_exports` makes their targets readable."""
+        """Check moves to the transfer pool before they are executed. `finish_exports` makes their targets readable."""
         num_written = self._memories[BlockLocation.TRANSFER].num_written
         for move in map(BlockMove._make, exports.tolist()):
             self._check_source(self._cache, move)
@@ -134,16 +134,14 @@ class BlockGuard:
             tags.num_written[move.target] = move.num_tokens
 
     def check_imports(self, block_moves: Int32Array) -> None:
-        """Raise WorkerError if blocks just read from the transfer pool were overwritten in the meantime."""
+        """Raise WorkerError if blocks just read from the transfer pool have been overwritten meanwhile."""
         for move in map(BlockMove._make, block_moves.tolist()):
             if move.kind == BlockMoveKind.IMPORT:
                 self._check_source(self._memories[BlockLocation.TRANSFER], move)
 
     def check(self, step: StepInput) -> None:
-        """Check the blocks that the rows of a step read, and tag those they write. The indices were checked before.
-
-        Raises:
-            WorkerError: A row reads a block that was not written for it, or two rows write one block.
+        """Check the blocks that the rows of a step read, and tag those they write. Indices must be valid. Raise
+        WorkerError if a row reads a block that was not written for it, or two rows write one block.
         """
         block_size = self._block_size
         starts = np.arange(0, step.block_tables.shape[1] * block_size, block_size, dtype=np.int32)

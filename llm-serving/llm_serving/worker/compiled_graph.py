@@ -32,9 +32,9 @@ LITE_PACKAGE = "mindspore_lite"
 class CompiledNetwork:
     """One graph for batches of every shape, called without the checks of `Cell.__call__`.
 
-    Those checks (signature, types, compilation key) take about 140 of the 160 microseconds of a call and find nothing,
-    because the arguments are always int32 arrays of the same ranks. The faster call uses private names of MindSpore;
-    where a release lacks them, the ordinary call is used.
+    Those checks (signature, types, compilation key) take about 140 of the 160 microseconds of a call. They are
+    unnecessary, because the arguments are always int32 arrays of the same ranks. The faster call uses private names of
+    MindSpore; if a release lacks them, the ordinary call is used.
 
     Args:
         network: Its arguments are those of a step, unless `inputs` is given.
@@ -54,7 +54,7 @@ class CompiledNetwork:
         return len(self._network.compile_cache)
 
     def __call__(self, arrays: Sequence[Int32Array | Float32Array]) -> NDArray[Any]:
-        """Run the graph; the first call compiles it.
+        """Run the graph. The first call compiles it.
 
         The arguments are not copied, so they must not change before this returns. The result of a program is valid
         until the next call.
@@ -77,7 +77,7 @@ class CompiledNetwork:
 
 
 def load_lite() -> Any:
-    """Import mindspore_lite, which comes with the software of an NPU; raise KernelError if it is not installed."""
+    """Import mindspore_lite, which comes with the software of an NPU. Raise KernelError if it is not installed."""
     try:
         return importlib.import_module(LITE_PACKAGE)
     except ImportError as error:
@@ -85,10 +85,10 @@ def load_lite() -> Any:
 
 
 class LiteNetwork:
-    """A MINDIR file computed by mindspore_lite on an NPU. Called like a `CompiledNetwork`.
+    """A MINDIR file computed by mindspore_lite on an NPU. It is called like a `CompiledNetwork`.
 
     Args:
-        ini: Options of the graph engine, as older servers have them.
+        ini: Options of the graph engine, in the format of older servers.
         inputs: The expected arguments. Only number of dimensions and type are used.
 
     Raises:
@@ -132,8 +132,8 @@ class LiteNetwork:
 
 
 def _describe_argument(lite: Any, tensor: Any) -> str:
-    """Return the name, type and number of dimensions of an argument; in a file, the name of the graph precedes its
-    name.
+    """Return the name, type and number of dimensions of an argument, whose name in a file has the
+    graph's name as prefix.
     """
     types = {lite.DataType.INT32: "int32", lite.DataType.FLOAT32: "float32"}
     return f"{tensor.name.split(':')[-1]} {types.get(tensor.dtype, tensor.dtype)} of {len(tensor.shape)}"
@@ -150,7 +150,7 @@ class StepNetwork(Protocol):
 
 
 class StepNetworks(NamedTuple):
-    """The parts of `Lowered`, ready to be called."""
+    """The callable parts of `Lowered`."""
 
     logits: StepNetwork | None
     states: StepNetwork
@@ -162,8 +162,7 @@ def compile_networks(lowered: Lowered, hidden: int, num_prompt_rows: int = 0) ->
     """Return networks that are compiled at their first call.
 
     Args:
-        hidden: Size of a hidden state.
-        num_prompt_rows: Most requests in a step of whole prompts.
+        num_prompt_rows: Maximum number of requests in a step of whole prompts.
     """
     prompts = lowered.of_prompts
     return StepNetworks(

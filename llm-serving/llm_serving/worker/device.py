@@ -1,4 +1,4 @@
-"""Device settings of this process, and the choice of the backend."""
+"""Device settings of this process, and selection of the backend."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ logger = get_logger(__name__)
 
 _UNSUPPORTED_SOC = "310p"
 _DISPATCH_THREADS = 5
-"""Threads by which MindSpore dispatches kernels to an NPU: its documented default.
+"""Number of threads with which MindSpore dispatches kernels to an NPU: its documented default.
 
-If it is not set, MindSpore uses fewer on a machine of up to 16 cores, infers shapes in another order and then rejects
-PagedAttention ("Invalid shape")."""
+If it is not set, MindSpore uses fewer on a machine with up to 16 cores, infers shapes in another order and then rejects
+PagedAttention ("Invalid shape").
+"""
 
 
 def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
-    """Select the device and graph mode for the whole process, before the first operator.
-
-    Raises:
-        ConfigError: The NPU is of an unsupported kind.
+    """Select the device and graph mode for the whole process, before the first operator. Raise ConfigError if the NPU
+    is of an unsupported kind.
     """
     on_ascend = device.device_target == "Ascend"
     ms.set_device(device.device_target, device_id if on_ascend else 0)
@@ -48,14 +47,14 @@ def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
 
 
 def free_npu_memory() -> int:
-    """Return the bytes that are free on the NPU that `configure_device` selected, by CANN's own count."""
+    """Return the number of free bytes on the NPU that `configure_device` selected, as reported by CANN."""
     return int(ms.hal.get_device_properties(0, "Ascend").free_memory)  # the id is ignored
 
 
 def npu_memory_limit(max_device_memory: int, free: int) -> int:
     """Return the bytes that a WorkAgent may use on its NPU: `max_device_memory`, or less if the device has less.
 
-    Older YAMLs may name the memory of a larger device. `free` is 0 if the device does not report it.
+    Older YAMLs may give the memory of a larger device. `free` is 0 if the device does not report it.
     """
     return min(max_device_memory, max(free - NPU_RESERVE, 0)) if free > 0 else max_device_memory
 
@@ -63,8 +62,8 @@ def npu_memory_limit(max_device_memory: int, free: int) -> int:
 def _jit_config(device: DeviceConfig) -> dict[str, str]:
     """Return settings of the graph compiler; on Ascend those of vllm-mindspore and MindFormers.
 
-    PagedAttention's kernel only exists in the library that infer boost adds, and infer boost only supports level O0
-    (`config.sections.device` rejects others).
+    PagedAttention's kernel exists only in the library that infer boost adds, and infer boost supports only level O0
+    (`config.sections.device` rejects other levels).
     """
     if device.device_target == "Ascend":
         return {"jit_level": "O0", "infer_boost": "on"}
@@ -94,11 +93,8 @@ def _refuse_soc(version: str) -> None:
 def backend_for(device: DeviceConfig, dtype: str) -> tuple[Backend, str]:
     """Return the backend for `device_target` and `kernels`, and a notice for the operator.
 
-    The notice is not empty if the operator library was not available, or if the device does not guarantee what
-    `exactness: exact` asks for.
-
-    Raises:
-        KernelError: `kernels` requires the operator library, which cannot be built or loaded.
+    The notice is not empty if the operator library is not available, or if the device cannot guarantee `exactness:
+    exact`. Raise KernelError if `kernels` requires the operator library, which cannot be built or loaded.
     """
     if device.device_target != "CPU":
         return _on_ascend(device, dtype)

@@ -33,7 +33,7 @@ class _Slot:
         self.token_ids: list[int] = []
 
     def switch_to(self, start: int, token_ids: list[int]) -> int:
-        """Assign other tokens to the slot; return how many of them are cached already, at most all but one."""
+        """Assign other tokens to the slot. Return how many of them are already cached, at most all but one."""
         known = 0
         if start == self.start:
             for before, now in zip(self.token_ids, token_ids[:-1], strict=False):
@@ -45,10 +45,10 @@ class _Slot:
 
 
 class DraftModel:
-    """Runs the draft model. Belongs to the thread of its runner."""
+    """Runs the draft model, in the thread of its runner."""
 
     def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
-        """`vocab_size`: of the large model; tokens beyond it are not proposed."""
+        """`vocab_size`: that of the large model; tokens beyond it are not proposed."""
         self._runner = runner
         self._vocab_size = vocab_size
         count = blocks_per_draft_request(runner.kv_tensors.block_size)
@@ -58,10 +58,8 @@ class DraftModel:
         self._step = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return draft tokens for each request, at most `num_draft_tokens`; none for one that exceeds a limit.
-
-        Raises:
-            WorkerError: The model failed. All cached tokens are dropped.
+        """Return draft tokens for each request, at most `num_draft_tokens`; none for a request that exceeds a limit.
+        Raise WorkerError if the model failed. All cached tokens are dropped.
         """
         proposed: list[list[int]] = [[] for _ in requests]
         try:
@@ -77,7 +75,7 @@ class DraftModel:
         return proposed
 
     def _rows(self, requests: Sequence[DraftRequest]) -> list[tuple[int, _Slot, int]]:
-        """Return index, slot and number of cached tokens of the requests within the limits."""
+        """Return (index, slot, number of cached tokens) of the requests within the limits."""
         rows, left = [], MAX_PROPOSED_TOKENS
         for index, request in enumerate(requests[:MAX_DRAFT_REQUESTS]):
             token_ids = request.token_ids
@@ -102,7 +100,7 @@ class DraftModel:
     def _extend(
         self, requests: Sequence[DraftRequest], rows: list[tuple[int, _Slot, int]], proposed: list[list[int]]
     ) -> list[tuple[int, _Slot, int]]:
-        """Add one draft token to each row; return the rows that need more."""
+        """Add one draft token to each row. Return the rows that need more."""
         extended = [requests[index] for index, _, _ in rows]
         known = np.array([known for _, _, known in rows], np.int32)
         lens = np.array([len(slot.token_ids) for _, slot, _ in rows], np.int32)

@@ -32,7 +32,7 @@ GUARANTEES: Final[Mapping[tuple[ExactnessName, str], str]] = {
 _OF_EXPERTS: Final = (
     f"{ATTENTION_SPLITS}; GroupedMatmulV4 multiplies experts, and may order its sums by how many rows an expert has"
 )
-"""For a mixture of experts on a device without batch-invariant products for it."""
+"""Guarantee for a mixture of experts on a device without batch-invariant products for experts."""
 
 
 def guarantee(exactness: str, backend_name: str, has_experts: bool = False) -> str:

@@ -1,6 +1,4 @@
-"""The KV cache of a WorkAgent: one pair of block tensors per layer, a host pool, a pool through which WorkAgents hand
-blocks over to each other, and moves of blocks between them.
-"""
+"""The KV cache of a WorkAgent: block tensors per layer, host pool, transfer pool, and moves of blocks between them."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ _MAX_EPOCH = 2**31 - 1
 
 
 def group_by_kind(block_moves: Int32Array) -> Iterator[tuple[BlockMoveKind, Int32Array]]:
-    """Yield runs of consecutive moves of one kind: (kind, [n, 2] of source and target)."""
+    """Yield (kind, [n, 2] of source and target) for runs of consecutive moves of the same kind."""
     if not len(block_moves):
         return
     kinds = block_moves[:, 0]
@@ -38,9 +36,9 @@ def group_by_kind(block_moves: Int32Array) -> Iterator[tuple[BlockMoveKind, Int3
 
 
 class TransferMemory:
-    """A pool of KV blocks in an anonymous file that the master created.
+    """A pool of KV blocks in an anonymous file that the master created, for transfers between WorkAgents.
 
-    All WorkAgents of one machine inherit the same file. A WorkAgent of another machine has its own; the master copies
+    All WorkAgents of one machine inherit the same file. A WorkAgent on another machine has its own; the master copies
     blocks between pools by `read` and `write`. All replicas have the same model and settings, so the layout is the
     same. The first user sets the size; pages are allocated when first written.
 
@@ -50,7 +48,7 @@ class TransferMemory:
     """
 
     def __init__(self, fd: int, num_blocks: int, layers: Sequence[tuple[ms.Parameter, ms.Parameter]]) -> None:
-        """Map the file behind `fd`, which the caller keeps, for blocks like those of `layers`."""
+        """Map the file `fd`, which the caller keeps, for blocks like those of `layers`."""
         self.num_blocks = num_blocks
         sizes = list(_sizes(num_blocks, layers))
         length = _whole_pages(8 * num_blocks) + sum(sizes)
@@ -74,9 +72,7 @@ class TransferMemory:
 
     def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]:
         """Return the tokens written in each block, and the contents in the order of `transport.messages.BlockContents`.
-
-        Raises:
-            WorkerError: A block does not exist or has another epoch.
+        Raise WorkerError if a block does not exist or has another epoch.
         """
         ids = self._ids(block_ids, epochs)
         num_written = self.num_written[ids].tolist()
@@ -88,10 +84,8 @@ class TransferMemory:
     def write(
         self, block_ids: Sequence[int], epochs: Sequence[int], num_written: Sequence[int], content: bytes
     ) -> None:
-        """Write contents as `read` returns them. The blocks are unreadable until it is done.
-
-        Raises:
-            WorkerError: A block does not exist, or the contents or numbers are invalid.
+        """Write contents as `read` returns them. The blocks are unreadable until the write is complete. Raise
+        WorkerError if a block does not exist, or the contents or numbers are invalid.
         """
         ids = self._ids(block_ids, epochs)
         if (len(num_written), len(content)) != (len(ids), len(ids) * self.block_bytes):
@@ -138,7 +132,7 @@ class KVTensors:
     """KV tensors of all layers. They must live as long as the network that uses the same Parameters.
 
     Block i of the block manager is row i of every tensor, so a block can be copied as a whole; the layout inside a
-    block is the backend's. The host pool holds blocks in the same layout and is not computed on.
+    block is the backend's. The host pool holds blocks in the same layout, but attention does not read it.
     """
 
     backend: Backend
@@ -168,10 +162,10 @@ class KVTensors:
         *,
         int8: bool = False,
     ) -> KVTensors:
-        """Allocate zeroed tensors; `int8`: keys and values are quantized to 8 bits.
+        """Allocate zeroed tensors. `int8`: keys and values are quantized to 8 bits.
 
         Raises:
-            ConfigError: There are more KV slots than an int32 slot number can name.
+            ConfigError: There are more KV slots than an int32 slot number can represent.
             ModelError: The backend has no attention over 8-bit keys and values.
         """
         if num_blocks * block_size > MAX_SLOTS:
@@ -193,7 +187,7 @@ class KVTensors:
             clear_cache(cache)
 
     def move_blocks(self, block_moves: Int32Array) -> None:
-        """Move whole blocks of all layers, one move after the other. The moves passed `check_block_moves`."""
+        """Move whole blocks of all layers in the given order. The moves must have passed `check_block_moves`."""
         for kind, pairs in group_by_kind(block_moves):
             sources, targets = map(self._layers_of, SOURCE_AND_TARGET[kind])
             for source, target in zip(chain(*sources), chain(*targets), strict=True):
@@ -225,18 +219,18 @@ class GraphOwnedCache(KVTensors):
 
 
 def element_bytes(backend: Backend) -> int:
-    """Return the size of an activation."""
+    """Return the bytes of an activation element."""
     size: int = type_size_in_bytes(backend.activation_dtype)
     return size
 
 
 def block_bytes(spec: ModelSpec, backend: Backend, block_size: int, *, int8: bool = False) -> int:
-    """Return the size of a block in all layers, keys and values."""
+    """Return the bytes of a block over all layers, keys and values."""
     return block_size * spec.kv_bytes_per_token(element_bytes(backend), int8=int8)
 
 
 def num_blocks_for(num_bytes: int, one: int, block_size: int) -> int:
-    """Return how many blocks of `one` bytes fit into `num_bytes`; raise ConfigError if not even one fits."""
+    """Return how many blocks of `one` bytes fit into `num_bytes`. Raise ConfigError if not even one fits."""
     if num_bytes < one:
         raise ConfigError(f"the KV cache must have room for one block of {one} bytes. Left: {num_bytes} bytes")
     return min(num_bytes // one, MAX_SLOTS // block_size)

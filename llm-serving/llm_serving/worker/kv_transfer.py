@@ -1,6 +1,6 @@
-"""The thread that serves a KV transfer pool to the master.
+"""The thread that serves the KV transfer pool to the master.
 
-This module does not import MindSpore, so a WorkAgent with another model runner starts without it.
+This module does not import MindSpore, so a WorkAgent with another model runner starts without MindSpore.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llm_serving.transport.channel import Channel
 from llm_serving.transport.messages import BlockContents, BlocksRefused, BlocksWritten, MasterMessage, ReadBlocks
 
 SHARE: Final = 0.1
-"""Largest share of a core that background work may use while steps run."""
+"""Maximum fraction of a core that background work may use while steps run."""
 
 
 class BlockStore(Protocol):
@@ -35,9 +35,9 @@ def serve_blocks(
     pause_after: Callable[[float], None] = lambda took_s: None,
     clock: Clock = time.thread_time,
 ) -> None:
-    """Serve the master's requests for blocks in a thread of its own, until the connection ends with a TransportError.
+    """Serve the master's requests for blocks in a separate thread, until the connection ends with a TransportError.
 
-    `pause_after` is called after each frame with the CPU seconds it took; `clock` is the CPU time of this thread.
+    `pause_after` is called after each frame with the CPU seconds it took. `clock` is the CPU time of this thread.
     """
     began = clock()
     while True:
@@ -60,7 +60,7 @@ def _answer(message: MasterMessage, pool: BlockStore) -> BlockContents | BlocksW
 
 
 class BackgroundThrottle:
-    """Slows a background thread down while steps run. The background thread works in small pieces."""
+    """Slows down a background thread, which works in small pieces, while steps run."""
 
     def __init__(self, pause: Callable[[float], object] = time.sleep) -> None:
         self._pause = pause
@@ -69,7 +69,7 @@ class BackgroundThrottle:
 
     @contextlib.contextmanager
     def step_running(self) -> Iterator[None]:
-        """Mark a step as running while inside."""
+        """Mark a step as running while the context is active."""
         self._num_started += 1
         self._is_running = True
         try:

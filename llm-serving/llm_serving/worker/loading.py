@@ -63,9 +63,9 @@ def load_runner(
     """Select the device, prepare the kernels, read the weights and compile the network.
 
     Args:
-        ranks_fd: Memory shared by the ranks of the replica; None: this process computes it alone.
+        ranks_fd: Memory shared by the ranks of the replica; None: the replica has only this process.
         transfer_fd: Memory of the KV transfer pool; None: there is none.
-        group_port: Port of this machine by which ranks form a collective group, if they compute graphs.
+        group_port: Port of this machine on which ranks form a collective group, if they compute graphs.
 
     Returns:
         The runner, and a notice for the operator; usually empty.
@@ -173,7 +173,7 @@ def limit_progress_reports(
 ) -> Callable[[int, int], None]:
     """Return a callback for bytes read that reports every `PROGRESS_INTERVAL_S`.
 
-    The master treats a WorkAgent that reports nothing for long as dead.
+    Regular reports are needed, because the master treats a silent WorkAgent as dead.
     """
     reported_at = clock()
 
@@ -187,7 +187,7 @@ def limit_progress_reports(
 
 
 def _load_exported(settings: LoadModel, folder: Path, on_progress: Callable[[str], None]) -> ModelRunner:
-    """Return a runner of graphs that mindspore_lite computes; they contain weights and caches."""
+    """Return a runner of graphs that mindspore_lite computes. The graphs contain weights and caches."""
     assert settings.num_blocks is not None  # `config.sections.model` checks it
     spec = check_folder(Path(settings.model_path))
     sizes = settings.num_blocks, settings.block_size, settings.max_model_len
@@ -204,7 +204,7 @@ def _load_exported(settings: LoadModel, folder: Path, on_progress: Callable[[str
 
 
 def _join_ranks(ranks_fd: int, settings: LoadModel, backend: Backend) -> Ranks:
-    """Wait for the other ranks of the replica, whose programs add up in shared memory."""
+    """Wait for the other ranks of the replica, whose programs add partial sums in shared memory."""
     if backend.name != "cpu":
         raise ConfigError(f"cluster_config.tensor_parallel: must be 1 on {backend.name}. Given: {settings.num_ranks}")
     ranks = Ranks(ranks_fd, settings.rank, settings.num_ranks)
@@ -238,8 +238,8 @@ def _has_int8_cache(settings: LoadModel) -> bool:
 
 
 def _npu_memory(settings: LoadModel) -> int:
-    """Return the bytes of its NPU that this WorkAgent uses; raise ConfigError if there is no limit and no free memory
-    known.
+    """Return the bytes of its NPU that this WorkAgent uses. Raise ConfigError if neither a limit
+    nor free memory is known.
     """
     free, given = free_npu_memory(), settings.max_device_memory
     if given is None and free <= 0:
@@ -258,7 +258,7 @@ def _npu_memory(settings: LoadModel) -> int:
 
 
 def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
-    """Return the number of blocks that memory allows, at most what all running requests can fill."""
+    """Return the number of blocks that fit into memory, limited to what all running requests can fill."""
     one = block_bytes(spec, backend, settings.block_size, int8=_has_int8_cache(settings))
     window = Window.from_model(spec.window, settings.max_num_batched_tokens, settings.max_model_len)
     useful = settings.max_num_seqs * window.max_blocks_of(settings.max_model_len, settings.block_size)

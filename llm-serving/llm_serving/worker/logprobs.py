@@ -1,7 +1,7 @@
 """Log-probabilities of the model's own distribution, and token weights whose sums are exact.
 
-Log-probabilities are those before penalties, bias and temperature. Sums of weights are exact, so no order of
-summation (threads, vector width, filters) can change which token is sampled.
+Log-probabilities are those before penalties, bias and temperature. Sums of weights are exact, so the order of summation
+(threads, vector width, filters) cannot change which token is sampled.
 
 The weight of a token is 2^y, y = (value - largest) * log2(e) / temperature, computed in float32 by additions and
 multiplications that every IEEE 754 machine rounds alike, and rounded to a multiple of 2^-33. Weights are at most 1, so
@@ -73,7 +73,7 @@ def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) 
 
 
 def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | None = None) -> Float32Array:
-    """Keep the `count` >= 1 largest of `weights` ([V]; among equals the lowest ids) and set the others to 0.
+    """Keep the `count` >= 1 largest of `weights` ([V]; among equal ones the lowest ids) and set the others to 0.
 
     `descending`: the weights in descending order, if known.
     """
@@ -90,9 +90,9 @@ def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | 
 
 
 def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.float32) -> Float32Array:
-    """Set the weights of tokens that a filter removes to 0; the heaviest one is always kept.
+    """Set the weights of tokens that a filter removes to 0. The largest weight is always kept.
 
-    `top_p` applies to what `min_p` and `top_k` leave.
+    `top_p` applies to the tokens that `min_p` and `top_k` leave.
     """
     if min_p > 0:
         weights = np.where(weights >= min_p, weights, np.float32(0))
@@ -109,7 +109,8 @@ def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.fl
 def draw_token(weights: Float32Array, number: float) -> int:
     """Return the first token whose cumulative weight exceeds `number`, in [0, 1), times the total.
 
-    It exists and has a weight above 0: `number` is at most 1 - 2^-53, so the product rounds to less than the total.
+    Such a token exists and has a weight above 0: `number` is at most 1 - 2^-53, so the product rounds to less than the
+    total.
     """
     cumulative = weights.astype(np.float64).cumsum()
     return int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))

@@ -1,7 +1,7 @@
-"""Conversion of a step into the arguments of a network: NumPy index arithmetic and all checks of indices.
+"""Conversion of a step into the arguments of a network: NumPy index arithmetic and all index checks.
 
-Token ids are checked against the vocabulary, positions against the rotary tables, block ids against the cache, so no
-kernel checks them again. Each check of an array is one pass, as the arrays are short and the calls are the cost.
+Token ids are checked against the vocabulary, positions against the rotary tables, block ids against the cache, so
+kernels need no checks. Each check of an array is one pass, because the arrays are short and calls dominate the cost.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def all_zero(numbers: NDArray[Any]) -> bool:
 
 
 def all_in_range(values: Int32Array, end: int) -> bool:
-    """Return whether all values, possibly none, are from 0 to `end` - 1. As unsigned numbers, negative ones are the
-    largest.
+    """Return whether all values, possibly none, are from 0 to `end` - 1.
+
+    One comparison is enough, because negative values are very large when read as unsigned numbers.
     """
     return int(np.maximum.reduce(values.view(np.uint32), axis=None, initial=0)) < end
 
@@ -49,7 +50,6 @@ def is_partition(offsets: Int32Array, num_entries: int, num_parts: int) -> bool:
 
 
 def stack_rows(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Stack arrays [n] into [len(arrays), n]."""
     rows: NDArray[Any] = np.concatenate(arrays).reshape(len(arrays), -1)
     return rows
 
@@ -62,14 +62,14 @@ _PLACEHOLDER_TOKEN = 0
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Sizes of what the arrays of a step index into."""
+    """Sizes of the objects that the arrays of a step index."""
 
     vocab_size: int
     max_positions: int
     num_blocks: int
     block_size: int
     window: int | None = None
-    """Sliding window in tokens, the token itself included; None: full attention in some layer."""
+    """Sliding window in tokens, the token itself included; None: some layer has full attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class ModelInputs:
 
 
 def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array:
-    """Replace references in `token_ids` by tokens that the previous step sampled; copy only if there are references.
+    """Replace references in `token_ids` by tokens that the previous step sampled. Copy only if there are references.
 
     Args:
         token_ids: >= 0: a token; -1 - j: sample j of the previous step.
@@ -139,10 +139,8 @@ def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array
 
 
 def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimits) -> ModelInputs:
-    """Return the network's arguments for `step`; `previous`: tokens that the previous step sampled.
-
-    Raises:
-        WorkerError: The step is inconsistent or exceeds vocabulary, positions or cache. Nothing was computed.
+    """Return the network's arguments for `step`. `previous`: tokens that the previous step sampled. Raise WorkerError
+    if the step is inconsistent or exceeds vocabulary, positions or cache. Nothing was computed.
     """
     num_tokens, num_rows = step.num_tokens, step.num_rows
     query_lens, num_computed, block_tables = step.query_lens, step.num_computed, step.block_tables
@@ -192,10 +190,8 @@ def first_visible_blocks(step: StepInput, block_size: int, window: int | None) -
 
 
 def _without_gaps(step: StepInput, limits: ModelLimits) -> Int32Array:
-    """Return the block tables with block 0 in place of blocks behind the sliding window.
-
-    Raises:
-        WorkerError: Another entry is not a block of the cache.
+    """Return the block tables with block 0 in place of blocks outside the sliding window. Raise WorkerError if another
+    entry is not a block of the cache.
     """
     columns = np.arange(step.block_tables.shape[1], dtype=np.int32)
     behind = columns < first_visible_blocks(step, limits.block_size, limits.window)[:, None]

@@ -33,9 +33,9 @@ _FIRST_TAG: Final = 1
 
 
 class ModelRunner:
-    """Owns the network and the KV cache. One thread must construct and use it.
+    """Owns the network and the KV cache. Construct and use it in one thread.
 
-    Between steps it only keeps the cache, the number of the next step and the tokens of the latest step.
+    Between steps it keeps only the cache, the number of the next step and the tokens of the latest step.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class ModelRunner:
         transfer_fd: int | None = None,
         num_transfer_blocks: int = 0,
     ) -> None:
-        """Read the weights and allocate the cache; `warm_up` compiles.
+        """Read the weights and allocate the cache. `warm_up` compiles the network.
 
         Args:
             folder: Folder of the safetensors files.
             as_program: Whether one operator runs the whole network, if the backend supports it.
-            num_prompt_rows: Most requests of a step that runs on the graph for whole prompts. 0: there is no such
+            num_prompt_rows: Maximum number of requests of a step on the graph for whole prompts. 0: there is no such
                 graph.
-            implementation: Other implementations than the native one need `as_program=False`.
+            implementation: Implementations other than the native one need `as_program=False`.
             networks: Networks that contain weights and caches; None: build them from the folder.
-            ranks: The ranks that compute `spec`'s replica together with this process; None: it computes alone.
+            ranks: The ranks that compute the replica together with this process; None: it computes alone.
             on_weights: Called with the bytes of weights read so far, and the total.
             transfer_fd: Memory of the KV transfer pool; None: there is none.
 
@@ -119,12 +119,14 @@ class ModelRunner:
 
     @property
     def num_compilations(self) -> int:
-        """Graphs compiled so far. After `warm_up` there is one for each part of the network, whatever the batches."""
+        """Number of graphs compiled so far. After `warm_up` it is one per part of the network and does not grow."""
         parts = self._network, self._states, self._head, self._prompts
         return sum(each.num_compilations for each in parts if each is not None)
 
     def warm_up(self) -> None:
-        """Compile the network and touch what the first steps need. All blocks are cleared, so no step may have run."""
+        """Compile the network and initialize what the first steps need. Call it before any step, because it clears all
+        blocks.
+        """
         for query_lens in ((1,), (2, 1)):
             lens = np.array(query_lens, np.int32)
             num_rows, num_tokens = len(lens), int(lens.sum())
@@ -149,15 +151,14 @@ class ModelRunner:
         """Move the blocks of a step, run it and return its results.
 
         Args:
-            step: The step.
-            await_allowed: Waits for the allowed tokens of its samples, if they follow.
+            await_allowed: Waits for the allowed tokens of its samples, if they are sent later.
 
         Raises:
             StepMismatchError: The step is not the next one. Nothing was moved or computed.
             WorkerError: The step is inconsistent, exceeds model, cache or host pool, or reads blocks that are not its
                 own. Nothing was computed. The step counts as done; rows of the next step that refer to its tokens
                 compute results to be discarded.
-            RankLostError: Another rank is gone or computes something else. No step can be computed any more.
+            RankLostError: Another rank has exited or computes another step. No further step can be computed.
         """
         if self._ranks is None:
             return self._execute(step, await_allowed)
@@ -213,7 +214,7 @@ class ModelRunner:
         return replace(step, sampling=sampling)
 
     def _results(self, step: StepInput, states: Float32Array, previous: Int32Array) -> StepOutput:
-        """Return the results of a step that gives more than sampled tokens, from the states [R, H] of its results."""
+        """Return the results of a step that has other results than sampled tokens, from their states [R, H]."""
         num_samples, num_scored = step.sampling.num_samples, step.scoring.num_results
         vectors = states[num_samples + num_scored :]
         logits = self._logits_of(states[: max(num_samples, 1)])[:num_samples]
@@ -245,7 +246,9 @@ class ModelRunner:
 
 
 def _network_arguments(inputs: ModelInputs) -> tuple[Int32Array, ...]:
-    """Return the network's arguments. A step without results asks for one, as some kernels reject an empty tensor."""
+    """Return the network's arguments. A step without results requests one, because some kernels
+    reject an empty tensor.
+    """
     arrays = inputs.arrays()
     return arrays if len(inputs.sample_indices) else (*arrays[:-1], np.zeros(1, np.int32))
 

@@ -1,8 +1,8 @@
 """The group of ranks that compute a replica together.
 
-Programs on a CPU add up in shared memory (`kernels.ranks`). Graphs use MindSpore's collectives, whose processes find
-each other through an additional *scheduler* process ("Dynamic Cluster" in MindSpore's documentation). Rank 0 starts
-it; it listens on a port that all ranks know, computes nothing and exits with rank 0.
+Programs on a CPU add partial sums in shared memory (`kernels.ranks`). Graphs use MindSpore's collectives, whose
+processes find each other through an additional *scheduler* process ("Dynamic Cluster" in MindSpore's documentation).
+Rank 0 starts it; it listens on a port that all ranks know, computes nothing and exits with rank 0.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ logger = get_logger(__name__)
 HOST: Final = "127.0.0.1"
 """Address of scheduler and ranks, not reachable from other machines."""
 JOIN_TIMEOUT_S: Final = 600
-"""Seconds within which all ranks must join. The master ends a group that stays incomplete."""
+"""Seconds within which all ranks must join. The master terminates a group that stays incomplete."""
 POLL_INTERVAL_S: Final = 1
 """Interval of the scheduler protocol. MindSpore's default of 3 to 5 s is for large clusters."""
 RECEIVE_TIMEOUT_S: Final = 24 * 3600
-"""Seconds that MCCL waits for another rank. `serving_config.step_timeout_s` decides earlier."""
+"""Seconds that MCCL waits for another rank. The shorter `serving_config.step_timeout_s` takes effect first."""
 
 
 class RankGroup(Protocol):
-    """The ranks of a replica, as one of them sees it."""
+    """The ranks of a replica, as seen by one of them."""
 
     def start_step(self, step: int, timeout_s: float) -> None:
-        """Start a step, whose number must be the same on all ranks; wait at most `timeout_s` for another rank."""
+        """Start a step, whose number must be the same on all ranks. Wait at most `timeout_s` for another rank."""
 
     def check(self) -> None:
-        """Raise RankLostError if another rank is gone or computes something else."""
+        """Raise RankLostError if another rank has exited or computes another step."""
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers that each rank passes, by rank. All pass equally many, each below 2^31."""
+        """Return the numbers of all ranks, by rank. All ranks must pass equally many numbers, each below 2^31."""
 
 
 class CollectiveGroup:
     """Ranks whose graphs use collectives. Create it once per process, before the first tensor.
 
-    A collective never ends if a rank is missing. The master ends all ranks when one exits or a step exceeds
+    A collective never ends if a rank is missing. The master terminates all ranks when one exits or a step exceeds
     `serving_config.step_timeout_s`, so nothing is monitored here.
     """
 
     def __init__(self, rank: int, count: int, port: int, device_target: str) -> None:
-        """Wait until all ranks have joined. `port`: of this machine, for the scheduler."""
+        """Wait until all ranks have joined. `port`: port of this machine for the scheduler process."""
         os.environ.update(
             MS_ROLE="MS_WORKER",
             MS_NODE_ID=str(rank),
@@ -74,10 +74,10 @@ class CollectiveGroup:
         init("hccl" if device_target == "Ascend" else "mccl")
 
     def start_step(self, step: int, timeout_s: float) -> None:
-        """Do nothing: all ranks get all steps in the same order."""
+        """Do nothing, because all ranks get all steps in the same order."""
 
     def check(self) -> None:
-        """Do nothing: a rank that gets here has not lost another."""
+        """Do nothing, because a rank that reaches this call has not lost another rank."""
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         gathered = _Gather()(ms.Tensor(np.array([numbers], np.int32))).asnumpy()
@@ -85,7 +85,7 @@ class CollectiveGroup:
 
 
 class _Gather(nn.Cell):
-    """[1, N] of each rank -> [ranks, N]"""
+    """[1, N] of each rank -> [ranks, N]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,9 @@ class _Gather(nn.Cell):
 
 
 def _start_scheduler(port: int) -> None:
-    """Start the scheduler process in rank 0. If it exits, this process exits too, as the ranks would wait for ever."""
+    """Start the scheduler process in rank 0. If it exits, this process exits too, because the ranks
+    would wait forever.
+    """
     environment = {**os.environ, "MS_ROLE": "MS_SCHED"}
     command = command_of(__name__, str(os.getpid()))
     scheduler = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603

@@ -1,8 +1,8 @@
 """Sampling: from logits to tokens, each row independent of the others.
 
-The same logits and sampling parameters give the same token whatever else is in the batch, and whichever
-implementation computes it: `sampling_reference` in NumPy, which is the definition, or the operator library, which is
-bit-identical and many times faster. Both use single IEEE 754 operations and exact sums (`logprobs.token_weights`).
+The same logits and sampling parameters give the same token in any batch and with either implementation: the NumPy
+reference `sampling_reference`, or the operator library, which is bit-identical and many times faster. Both use single
+IEEE 754 operations and exact sums (`logprobs.token_weights`).
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class SampleArgs(ctypes.Structure):
 
 
 def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32Array) -> SampledTokens:
-    """Sample one token for each row, by the operator library. See `sampling_reference.choose_tokens`.
+    """Sample one token for each row with the operator library. See `sampling_reference.choose_tokens`.
 
-    `sampling` passed `check_sampling`, as the library does not check it again.
+    `sampling` must have passed `check_sampling`, because the library does not check it again.
     """
     choices = SampledTokens.unset(sampling)
     logits = np.ascontiguousarray(logits, np.float32)
@@ -80,7 +80,7 @@ ChooseTokens: TypeAlias = Callable[[Float32Array, SamplingInput, Int32Array], Sa
 
 
 def choose_tokens_for(backend_name: str) -> ChooseTokens:
-    """Return the operator library's function if the backend loads the library, else the NumPy one."""
+    """Return the operator library's function if the backend loads the library, else the NumPy function."""
     return choose_tokens if backend_name == "cpu" else sampling_reference.choose_tokens
 
 
@@ -96,11 +96,8 @@ _WHOLE_LEAST = np.array([[least] for least in _WHOLE.values()], np.int32)
 
 
 def check_sampling(sampling: SamplingInput, vocab_size: int) -> None:
-    """Check sampling parameters before the step is computed.
-
-    Raises:
-        WorkerError: Offsets do not partition their lists, a token id is outside the vocabulary, arrays have different
-            numbers of samples, or a parameter is out of range.
+    """Check sampling parameters before the step is computed. Raise WorkerError if offsets do not partition their lists,
+    a token id is outside the vocabulary, arrays have different numbers of samples, or a parameter is out of range.
     """
     if vocab_size > MAX_VOCAB_SIZE:
         raise WorkerError(f"vocab_size must be at most {MAX_VOCAB_SIZE} to sample. Given: {vocab_size}")
@@ -125,7 +122,7 @@ def check_sampling(sampling: SamplingInput, vocab_size: int) -> None:
 
 
 def check_allowed(sampling: SamplingInput, vocab_size: int) -> None:
-    """Check the allowed tokens of a step; raise WorkerError if a bitmap is longer than the vocabulary."""
+    """Check the allowed tokens of a step. Raise WorkerError if a bitmap is longer than the vocabulary."""
     offsets, num_words = sampling.allowed_offsets, len(sampling.allowed_words)
     _check_offsets("allowed", offsets, num_words, sampling.num_samples)
     if num_words and (offsets[1:] - offsets[:-1]).max() > -(-vocab_size // 32):
@@ -141,7 +138,7 @@ def _check_offsets(name: str, offsets: Int32Array, num_entries: int, num_samples
 
 
 def _check_ranges(sampling: SamplingInput) -> None:
-    """Check the ranges of `SamplingParams` again, for the numbers that arrived."""
+    """Check the ranges of `SamplingParams` again, for the received numbers."""
     reals = stack_rows([getattr(sampling, name) for name in _REALS])
     inside = (reals >= _REALS_LOW) & (reals <= _REALS_HIGH) & (reals != _REALS_EXCLUDED)
     if not all_true(inside):
@@ -166,8 +163,8 @@ def sample(
     """Sample one token for each row of logits ([S, V], C-contiguous, not changed).
 
     Args:
-        sampling: Passed `check_sampling`.
-        previous: Tokens of the previous step, for histories that end in a reference.
+        sampling: Must have passed `check_sampling`.
+        previous: Tokens of the previous step, for histories that end with a reference.
         choose_tokens: From `choose_tokens_for`.
 
     Returns:

@@ -1,11 +1,11 @@
 """Sampling of tokens in NumPy: the reference, and the fallback without the operator library.
 
 Steps for one row, in this order: penalties, bias, allowed tokens, temperature, min_p, top_k, top_p, draw. The draw runs
-over the kept tokens in the order of ids, so a filter only decides which tokens are candidates.
+over the kept tokens in the order of ids, so a filter only determines which tokens are candidates.
 
 Random numbers come from a counter-based generator: Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random
-numbers: as easy as 1, 2, 3" (SC 2011), section 3.3, with the constants of that paper. The same (seed, position) gives
-the same number, whatever was drawn before.
+numbers: as easy as 1, 2, 3" (SC 2011), section 3.3, with the constants of that paper. The same (seed, position) always
+gives the same number.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WORD_BITS = np.uint64(32)
 
 
 def philox4x32(counter: tuple[UInt64Array, ...], key: tuple[UInt64Array, UInt64Array]) -> tuple[UInt64Array, ...]:
-    """Compute ten rounds of Philox on n counters and keys at once. All words are 32 bits, held in 64."""
+    """Compute ten rounds of Philox on n counters and keys at once. All words are 32 bits, stored in 64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -102,7 +102,7 @@ class SampledTokens:
 
 
 def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32Array) -> SampledTokens:
-    """Sample one token for each row of logits ([S, V], not changed); `history`: with all references resolved."""
+    """Sample one token for each row of logits ([S, V], not changed). All references in `history` must be resolved."""
     choices = SampledTokens.unset(sampling)
     choices.token_ids.fill(-1)
     choices.failures.fill(SamplingFailure.NONE)
@@ -131,7 +131,7 @@ def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32A
 def _choose(
     values: Float32Array, best: int, row: int, sampling: SamplingInput, history: Int32Array, number: float
 ) -> int | None:
-    """Return the token of one row of logits ([V], the largest finite, at `best`); None if none is left."""
+    """Return the token of one row of logits ([V], the largest finite, at `best`); None if no token is left."""
     tokens = history[sampling.history_offsets[row] : sampling.history_offsets[row + 1]]
     biased = slice(sampling.bias_offsets[row], sampling.bias_offsets[row + 1])
     allowed = sampling.allowed_words[sampling.allowed_offsets[row] : sampling.allowed_offsets[row + 1]]
@@ -162,7 +162,7 @@ def _choose(
 
 
 def _forbid_others(values: Float32Array, allowed: Int32Array) -> None:
-    """Forbid the tokens whose bit is not set, in place; see `SamplingInput.allowed_words`."""
+    """Forbid, in place, the tokens whose bit is not set; see `SamplingInput.allowed_words`."""
     bits = np.unpackbits(allowed.astype("<i4").view(np.uint8), count=len(values), bitorder="little")
     values[bits == 0] = -np.inf
 
@@ -178,7 +178,7 @@ def _penalize(
     """Apply penalties to the logits of earlier tokens, in place.
 
     The repetition penalty (Keskar et al. 2019, section 4.1, with the sign rule of later practice) counts prompt and
-    output, presence and frequency penalties the output only.
+    output; presence and frequency penalties count only the output.
     """
     if repetition != 1:
         seen = np.unique(tokens)

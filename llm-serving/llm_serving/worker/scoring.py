@@ -22,11 +22,11 @@ ChooseTokens = Callable[[Float32Array, SamplingInput, Int32Array], SampledTokens
 class Scored(NamedTuple):
     scores: Scores
     errors: dict[int, str]
-    """Errors by result index; the entries of `scores` are undefined there."""
+    """Result index -> error. The entries of `scores` are undefined there."""
 
 
 def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
-    """Check scoring parameters before the step is computed; raise WorkerError if one is out of range."""
+    """Check scoring parameters before the step is computed. Raise WorkerError if one is out of range."""
     token_ids, count = scoring.token_ids, scoring.num_results
     if not is_partition(scoring.offsets, len(token_ids), count):
         raise WorkerError(f"offsets of scoring must divide {len(token_ids)} ids into {count} parts")
