@@ -177,6 +177,7 @@ def test_a_missing_mindformers_is_reported_with_the_install_command(monkeypatch)
     monkeypatch.setitem(sys.modules, "mindformers", None)
     mindformers.module_of_mindformers.cache_clear()
     with pytest.raises(
-        KernelError, match=r"needs MindFormers 2\.1 and its dependencies, which scripts/install_mindformers\.sh installs"
+        KernelError,
+        match=r"needs MindFormers 2\.1 and its dependencies, which scripts/install_mindformers\.sh installs",
     ):
         mindformers.mindformers_version()
