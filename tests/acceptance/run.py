@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,12 +41,16 @@ LAST_LINES: Final = 3
 
 
 class Client(NamedTuple):
-    """A package of the index; `clients/use_NAME.py` uses it."""
+    """A package of the Python index, which `clients/use_NAME.py` uses, or of npm, which `clients/use_NAME.mjs` uses."""
 
     name: str
     packages: tuple[str, ...]
     only_by_name: bool = False
     """Whether it is skipped if no clients are named and it has no environment yet."""
+
+    @property
+    def script(self) -> str:
+        return f"use_{self.name}.{'mjs' if self.name.startswith('npm_') else 'py'}"
 
 
 CLIENTS: Final = (
@@ -63,6 +68,10 @@ CLIENTS: Final = (
     Client("guidellm", ("guidellm",)),  # depends on torch
     Client("aiperf", ("aiperf",)),
     Client("vllm", ("vllm",), only_by_name=True),  # depends on several GB of CUDA libraries
+    # Later versions need a later Node.js than 20.
+    Client("npm_openai", ("openai@6",)),
+    Client("npm_ai_sdk", ("ai@5", "@ai-sdk/openai-compatible@1", "@ai-sdk/openai@2", "@ai-sdk/anthropic@2", "zod@4")),
+    Client("npm_langchain", ("@langchain/openai@1", "@langchain/core@1")),
 )
 
 
@@ -100,17 +109,17 @@ def main() -> int:
 
 
 def run(client: Client, arguments: argparse.Namespace) -> list[Result]:
+    folder = arguments.envs.resolve() / client.name
     try:
-        python = environment(arguments.envs.resolve() / client.name, client.packages)
+        command = npm_environment(folder, client) if client.script.endswith(".mjs") else environment(folder, client)
     except (OSError, subprocess.SubprocessError) as error:
         return [Result(client.name, "?", "installation", str(error))]
     address = urlsplit(arguments.url)
     with recording(address.hostname or "127.0.0.1", address.port or 80) as recorder:
         given = {"ACCEPTANCE_URL": recorder.url, "ACCEPTANCE_MODEL": arguments.model, "PATH": os.environ["PATH"]}
-        given |= {"HOME": str(python.parents[1]), "PYTHONDONTWRITEBYTECODE": "1", "NO_PROXY": "*"}
+        given |= {"HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "NO_PROXY": "*"}
         given |= {"OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none"}
-        script = HERE / "clients" / f"use_{client.name}.py"
-        ended = call([str(python), str(script)], TIMEOUT_S, given)
+        ended = call(command, TIMEOUT_S, given, folder)
     lines = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{") and line.endswith("}")]
     version = next((each["version"] for each in lines if "version" in each), "?")
     results = [
@@ -123,21 +132,41 @@ def run(client: Client, arguments: argparse.Namespace) -> list[Result]:
     return results
 
 
-def environment(folder: Path, packages: tuple[str, ...]) -> Path:
-    """Return the interpreter of an environment with these packages; raise `SubprocessError` if installing fails."""
+def environment(folder: Path, client: Client) -> list[str]:
+    """Return the command that runs the client in an environment with its packages.
+
+    Raises:
+        SubprocessError: Installing fails.
+    """
     python, done = folder / "bin" / "python", folder / "done"
+    command = [str(python), str(HERE / "clients" / client.script)]
     if python.exists() and not done.exists() and folder.is_symlink():
-        return python  # an existing environment of the user, which is not changed
+        return command  # an existing environment of the user, which is not changed
     if not done.exists():
         venv.create(folder, with_pip=True, clear=True)
         constraints = folder / "constraints.txt"
         constraints.write_text("".join(f"{each}\n" for each in CONSTRAINTS))
         pip = (str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", str(constraints))
-        ended = call([*pip, *packages], INSTALLATION_TIMEOUT_S)
+        ended = call([*pip, *client.packages], INSTALLATION_TIMEOUT_S)
         if ended.error:
             raise subprocess.SubprocessError(ended.error)
         done.touch()
-    return python
+    return command
+
+
+def npm_environment(folder: Path, client: Client) -> list[str]:
+    """As `environment`, for a client of npm. Modules are found beside the script, so it is copied into the folder."""
+    done = folder / "done"
+    if not done.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        npm = ("npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder))
+        ended = call([*npm, *client.packages], INSTALLATION_TIMEOUT_S)
+        if ended.error:
+            raise subprocess.SubprocessError(ended.error)
+        done.touch()
+    for name in ("checking.mjs", client.script):
+        shutil.copyfile(HERE / "clients" / name, folder / name)
+    return ["node", client.script]
 
 
 class Ended(NamedTuple):
@@ -147,13 +176,15 @@ class Ended(NamedTuple):
     error: str
 
 
-def call(command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None) -> Ended:
-    """Run a program; after `timeout_s` seconds kill it with all its children."""
+def call(
+    command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None, folder: Path | None = None
+) -> Ended:
+    """Run a program in a folder; after `timeout_s` seconds kill it with all its children."""
     with (
         tempfile.TemporaryFile("w+", errors="replace") as out,
         tempfile.TemporaryFile("w+", errors="replace") as errors,
     ):
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=errors, start_new_session=True)
+        process = subprocess.Popen(command, env=env, cwd=folder, stdout=out, stderr=errors, start_new_session=True)
         how = ""
         try:
             if process.wait(timeout_s):

@@ -1,5 +1,6 @@
 """scripts/acceptance.sh: the table reports failures of one client, and the other clients still run."""
 
+import os
 import re
 import subprocess
 import sys
@@ -135,10 +136,22 @@ def test_acceptance_installs_with_the_constraints(clients, pip):
     envs = clients("")
     (envs / "one").unlink()
     pip('echo "$@" > "$(dirname "$0")/../said"')
-    run.environment(envs / "one", ("guidellm",))
+    run.environment(envs / "one", run.Client("one", ("guidellm",)))
     assert (envs / "one" / "said").read_text().split()[-3:] == ["-c", str(envs / "one" / "constraints.txt"), "guidellm"]
     assert (envs / "one" / "constraints.txt").read_text().splitlines() == list(run.CONSTRAINTS)
     assert (envs / "one" / "done").exists()
+
+
+def test_acceptance_copies_the_script_of_an_npm_client_beside_its_packages(monkeypatch, tmp_path):
+    npm = tmp_path / "bin" / "npm"
+    npm.parent.mkdir()
+    npm.write_text('#!/bin/sh\nfor last in "$@"; do :; done; echo "$last" > "$(dirname "$0")/installed"\n')
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", str(npm.parent), prepend=os.pathsep)
+    command = run.npm_environment(tmp_path / "npm_openai", run.Client("npm_openai", ("openai@6",)))
+    assert command == ["node", "use_npm_openai.mjs"]
+    assert (npm.parent / "installed").read_text() == "openai@6\n"
+    assert {each.name for each in (tmp_path / "npm_openai").iterdir()} == {"checking.mjs", "use_npm_openai.mjs", "done"}
 
 
 @pytest.mark.parametrize("is_there", [True, False])
