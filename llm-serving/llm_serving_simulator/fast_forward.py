@@ -338,9 +338,9 @@ class FastForwardEngine:
         self._report_in_flight(self._num_in_flight)
         engine.num_steps += 1
         if drafter is not None:
-            drafter.record_step_time(num_rows, engine._times.step_s, engine._times.host_s)
+            drafter.gain.record_step(num_rows, engine._times.step_s, engine._times.host_s)
             drafter.record_step((), num_rows)
-        engine._step_metrics.record_step(num_rows)
+        engine._step_metrics.record_load(num_rows)
         if self._predicts:
             engine.ttft_predictor.record_step(
                 num_tokens=num_rows, num_rows=num_rows, seconds=engine._times.step_s, num_finished=0

@@ -16,6 +16,7 @@ from llm_serving.core.step import Float32Array, StepOutput, TopTokens, no_top_to
 from llm_serving.executor.executor import Executor
 from llm_serving.scheduler import Schedule
 from llm_serving.speculation import NgramProposer, SpeculationController
+from llm_serving.speculation.controller import GainModel
 from llm_serving.speculation.ngram import FINISHED_TOKENS, FinishedAnswersIndex, Int64Array, RequestDrafts
 
 from llm_serving_simulator.cost_model import StepShape
@@ -295,22 +296,30 @@ class VirtualNgramProposer(NgramProposer):
         super()._look_up(request)
 
 
+class VirtualGainModel(GainModel):
+    """The gain model of a server. Step times count as on a master that notes the arrival of a reply when it comes,
+    because the virtual clock advances before the engine reads it.
+    """
+
+    def __init__(self, config: ServingConfig, agent: VirtualWorkAgent) -> None:
+        super().__init__(config.scheduler.num_speculative_tokens)
+        self._agent, self._ahead = agent, config.scheduler.async_scheduling
+
+    def record_step(self, num_tokens: int, seconds: float, host_s: float) -> None:
+        agent = self._agent
+        super().record_step(num_tokens, agent.step_s, host_s + agent.process_s if self._ahead else 0.0)
+
+
 class VirtualSpeculationController(SpeculationController):
     """The speculation controller of a server, whose work takes no virtual time.
 
-    The CPU time of the work is counted, and decides how often the controller updates the drafts. Step times count as on
-    a master that notes the arrival of a reply when it comes, because the virtual clock advances before the engine reads
-    it.
+    The CPU time of the work is counted, and decides how often the controller updates the drafts.
     """
 
     def __init__(self, config: ServingConfig, agent: VirtualWorkAgent) -> None:
         self.ngram = VirtualNgramProposer(config)
         super().__init__(config.scheduler.num_speculative_tokens, self.ngram, clock=lambda: self.ngram.worked_s)
-        self._agent, self._ahead = agent, config.scheduler.async_scheduling
-
-    def record_step_time(self, num_tokens: int, seconds: float, host_s: float) -> None:
-        agent = self._agent
-        super().record_step_time(num_tokens, agent.step_s, host_s + agent.process_s if self._ahead else 0.0)
+        self.gain = VirtualGainModel(config, agent)
 
     def _evaluate(self, num_rows: int, model: Mapping[Request, RequestDrafts]) -> bool:
         self.ngram.worked_s += EVALUATE_S

@@ -101,8 +101,9 @@ class MeasuredDrafts(PayingDrafts):
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)
         self.told: list[tuple[float, float]] = []
+        self.gain.record_step = self._record_step  # type: ignore[method-assign]
 
-    def record_step_time(self, num_tokens: int, seconds: float, host_s: float) -> None:
+    def _record_step(self, num_tokens: int, seconds: float, host_s: float) -> None:
         self.told.append((seconds, host_s))
 
 

@@ -24,7 +24,7 @@ def test_no_drafts_are_proposed_while_no_request_runs() -> None:
     """A static batch has ended, and the requests of the next one wait with a step's time already measured."""
     controller = SpeculationController(4, NgramProposer(3), clock=itertools.count().__next__)
     predictable(controller, rounds=3)
-    controller.record_step_time(1, 0.01, 0.0)
+    controller.gain.record_step(1, 0.01, 0.0)
     assert controller.propose(0, synchronous=True) == []
 
 
@@ -116,7 +116,7 @@ def test_requests_that_wait_for_replies_get_drafts_although_drafts_do_not_pay() 
     controller = SpeculationController(4, NgramProposer(3))
     request = predictable(controller, rounds=3, bad_words=((500, 6),))
     for num_tokens in (1, 2, 9):
-        controller.record_step_time(num_tokens, 0.01 + 0.001 * num_tokens, 0.1)
+        controller.gain.record_step(num_tokens, 0.01 + 0.001 * num_tokens, 0.1)
     for index in range(16):
         answer(controller, request, [AGAIN[index % 8]])
         assert not controller.pays
@@ -174,7 +174,7 @@ def test_forced_tokens_are_drafted_where_that_pays() -> None:
     for host_s, pays in ((0.001, True), (0.05, False)):
         controller = SpeculationController(6, NgramProposer(3))
         for num_tokens in (1, 2, 7):
-            controller.record_step_time(num_tokens, 0.01 + 0.0001 * num_tokens, host_s)
+            controller.gain.record_step(num_tokens, 0.01 + 0.0001 * num_tokens, host_s)
         request = constrained_ahead(controller, 500)
         assert controller.pays is pays
         assert controller.propose(1, synchronous=pays) == ([(request, [7, 8, 9])] if pays else [])
@@ -183,7 +183,7 @@ def test_forced_tokens_are_drafted_where_that_pays() -> None:
 def test_one_constrained_request_does_not_delay_many_others() -> None:
     controller = SpeculationController(6, NgramProposer(3))
     for num_tokens in (100, 128, 140):
-        controller.record_step_time(num_tokens, 0.0001 * num_tokens, 0.001)
+        controller.gain.record_step(num_tokens, 0.0001 * num_tokens, 0.001)
     answer(controller, constrained_ahead(controller, 500), [500], num_rows=128)
     assert not controller.pays
 
@@ -191,7 +191,7 @@ def test_one_constrained_request_does_not_delay_many_others() -> None:
 def test_a_constraint_that_forces_nothing_is_queried_seldom() -> None:
     controller = SpeculationController(6, NgramProposer(3))
     for num_tokens in (1, 2, 7):
-        controller.record_step_time(num_tokens, 0.01 + 0.001 * num_tokens, 0.003)
+        controller.gain.record_step(num_tokens, 0.01 + 0.001 * num_tokens, 0.003)
     request, num_asked = constrained_ahead(controller, 3), 0
     for index in range(400):
         num_asked += controller.pays
@@ -243,16 +243,16 @@ def test_drafts_that_cost_their_gain_are_not_proposed() -> None:
     controller = SpeculationController(8, NgramProposer(3))
     request = predictable(controller, rounds=4)
     for num_tokens in (1, 2, 4, 8):
-        controller.record_step_time(num_tokens, 0.01 * num_tokens, 0.0)  # a step of two takes twice the time of one
+        controller.gain.record_step(num_tokens, 0.01 * num_tokens, 0.0)  # a step of two takes twice the time of one
     answer(controller, request, AGAIN)
     assert not controller.pays
     for _ in range(2000):
         for num_tokens in (1, 2, 4, 8):
-            controller.record_step_time(num_tokens, 0.01 + 0.0001 * num_tokens, 0.0)
+            controller.gain.record_step(num_tokens, 0.01 + 0.0001 * num_tokens, 0.0)
     answer(controller, request, AGAIN)
     assert controller.pays
     for num_tokens in (1, 9):
-        controller.record_step_time(num_tokens, 0.01 + 0.0001 * num_tokens, 1.0)  # forming no step ahead costs more
+        controller.gain.record_step(num_tokens, 0.01 + 0.0001 * num_tokens, 1.0)  # forming no step ahead costs more
     answer(controller, request, AGAIN)
     assert not controller.pays
 
@@ -261,8 +261,8 @@ def test_one_slow_step_does_not_stop_drafts() -> None:
     controller = SpeculationController(8, NgramProposer(3))
     request = predictable(controller, rounds=4)
     for num_tokens in (1, 2, 9, 9, 9):
-        controller.record_step_time(num_tokens, 0.01, 0.001)
-    controller.record_step_time(9, 0.01, 0.05)
+        controller.gain.record_step(num_tokens, 0.01, 0.001)
+    controller.gain.record_step(9, 0.01, 0.05)
     answer(controller, request, AGAIN)
     assert controller.pays
 
@@ -280,7 +280,7 @@ def test_the_time_of_proposals_counts() -> None:
         request = predictable(controller, rounds=6)
         for _ in range(100):
             for num_tokens in (1, 2, 9):
-                controller.record_step_time(num_tokens, 0.01 + 0.001 * num_tokens, 0.0)
+                controller.gain.record_step(num_tokens, 0.01 + 0.001 * num_tokens, 0.0)
             controller.propose(1, synchronous=True)
             answer(controller, request, AGAIN)
         assert controller.pays is pays
@@ -290,7 +290,7 @@ def test_draft_tokens_are_free_in_a_small_step_and_cost_in_a_large_one() -> None
     for num_rows in (1, 128):
         controller = SpeculationController(8, NgramProposer(3))
         for num_tokens in (*range(1, 10), *range(120, 138)) * 20:
-            controller.record_step_time(num_tokens, 0.01 * max(1.0, num_tokens / 32), 0.001)
+            controller.gain.record_step(num_tokens, 0.01 * max(1.0, num_tokens / 32), 0.001)
         requests = repeating_requests(controller, num_rows)
         assert controller.pays is (num_rows == 1)
         drafted = [(request, AGAIN) for request in requests] if num_rows == 1 else []
@@ -301,7 +301,7 @@ def test_the_delay_of_other_requests_counts() -> None:
     controller = SpeculationController(8, NgramProposer(3))
     request = predictable(controller, rounds=4)
     for num_tokens in (1, 2, 100):
-        controller.record_step_time(num_tokens, 0.2 + 0.0002 * num_tokens, 0.002)
+        controller.gain.record_step(num_tokens, 0.2 + 0.0002 * num_tokens, 0.002)
     answer(controller, request, AGAIN, num_rows=4)
     assert controller.pays
     answer(controller, request, AGAIN, num_rows=1024)
@@ -312,7 +312,7 @@ def test_requests_without_drafts_are_delayed_by_three_percent_at_most() -> None:
     for num_rows, num_predictable, pays in ((4, 1, False), (4, 3, False), (16, 15, True), (4, 4, True)):
         controller = SpeculationController(8, NgramProposer(3))
         for num_tokens in (1, 2, 9):
-            controller.record_step_time(
+            controller.gain.record_step(
                 num_tokens, 0.01, 0.003
             )  # draft tokens are free, but forming no step ahead is not
         requests = [predictable(controller, rounds=4) for _ in range(num_predictable)]
@@ -325,7 +325,7 @@ def test_drafts_are_shorter_where_long_ones_would_delay_others() -> None:
     for knee, num_draft_tokens in ((56, 8), (24, 4), (8, 0)):
         controller = SpeculationController(8, NgramProposer(3))
         for num_tokens in (*range(8, 57),) * 4:
-            controller.record_step_time(num_tokens, 0.01 * max(1.0, num_tokens / knee), 0.00001)
+            controller.gain.record_step(num_tokens, 0.01 * max(1.0, num_tokens / knee), 0.00001)
         requests = [predictable(controller, rounds=4) for _ in range(4)]
         answer(controller, requests[0], AGAIN, num_rows=8)
         assert controller.pays is (num_draft_tokens > 0), knee
@@ -338,7 +338,7 @@ def test_the_draft_length_maximizes_throughput() -> None:
         controller = SpeculationController(8, NgramProposer(3))
         for num_tokens in (*range(8, 73),) * 4:  # two draft tokens each for eight fill a step to 24 tokens, four to 40
             seconds = 0.01 if num_tokens <= 24 else middle_s if num_tokens <= 56 else long_s
-            controller.record_step_time(num_tokens, seconds, 0.00001)
+            controller.gain.record_step(num_tokens, seconds, 0.00001)
         repeating_requests(controller, 8)
         drafts = [token_ids for _, token_ids in controller.propose(8, synchronous=controller.pays)]
         assert drafts == [AGAIN[:num_draft_tokens]] * 8, num_draft_tokens
@@ -347,7 +347,7 @@ def test_the_draft_length_maximizes_throughput() -> None:
 def test_a_request_that_lost_its_draft_for_a_moment_does_not_count_as_delayed() -> None:
     controller = SpeculationController(8, NgramProposer(3))
     for num_tokens in (*range(4, 37),) * 4:
-        controller.record_step_time(num_tokens, 0.001 * max(1.0, num_tokens / 18), 0.00001)
+        controller.gain.record_step(num_tokens, 0.001 * max(1.0, num_tokens / 18), 0.00001)
     requests = [predictable(controller, rounds=4) for _ in range(4)]
     lost = controller._ngram.requests[requests[0]]
     del controller._ngram.matched[requests[0]], controller._predictable[requests[0]]
@@ -375,7 +375,7 @@ def test_aborted_requests_are_removed() -> None:
 def test_aborted_requests_do_not_count_as_predictable() -> None:
     controller = SpeculationController(4, NgramProposer(3))
     costly(controller, 8, 0.0005)  # hardly any request is looked up
-    controller.record_step_time(1, 0.0005, 0.0)
+    controller.gain.record_step(1, 0.0005, 0.0)
     new = create_request(4, max_tokens=200)
     new.status = RequestStatus.RUNNING
     controller.add_request(new)

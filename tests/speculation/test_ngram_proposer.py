@@ -14,7 +14,7 @@ from support.factories import create_request
 
 def test_all_requests_are_looked_up_where_steps_are_long() -> None:
     controller = SpeculationController(4, NgramProposer(3))
-    controller.record_step_time(40, 0.05, 0.0)
+    controller.gain.record_step(40, 0.05, 0.0)
     repeating_requests(controller, 40)
     assert [token_ids for _, token_ids in controller.propose(40, synchronous=True)] == [AGAIN[:4]] * 40
 
@@ -22,7 +22,7 @@ def test_all_requests_are_looked_up_where_steps_are_long() -> None:
 def test_short_steps_look_up_some_of_many_requests_in_turn() -> None:
     """A lookup is assumed to take 2.5 us; a step of 2 ms has time for two."""
     controller = SpeculationController(4, NgramProposer(3))
-    controller.record_step_time(40, 0.002, 0.0)
+    controller.gain.record_step(40, 0.002, 0.0)
     requests = repeating_requests(controller, 40, num_new=60)
     assert [token_ids for _, token_ids in controller.propose(40, synchronous=True)] == [AGAIN[:4]] * 40
     new = range(1000, 1060)
@@ -47,7 +47,7 @@ def test_lookups_in_turn_take_their_share_of_the_time_on_any_machine() -> None:
     for look_s in (2.5e-6, 25e-6):
         now = 0.0
         controller = SpeculationController(4, NgramProposer(3, clock=lambda: now), clock=lambda: now)  # noqa: B023
-        controller.record_step_time(40, 0.02, 0.0)
+        controller.gain.record_step(40, 0.02, 0.0)
         look_up, looked = controller._ngram._look_up, []
 
         def slowly(request, look_up=look_up, looked=looked, look_s=look_s):
@@ -100,8 +100,8 @@ def test_lookups_after_mismatches_keep_to_their_share_while_drafts_do_not_pay() 
 def with_slow_lookups(controller: SpeculationController, step_s: float) -> None:
     """Set steps of a small model and lookups that take a fiftieth of one: one in twenty steps has a lookup in turn."""
     for num_tokens in (1, 2, 17):
-        controller.record_step_time(num_tokens, step_s * (1 + num_tokens / 50), 0.0)
-    controller.record_step_time(1, step_s, 0.0)
+        controller.gain.record_step(num_tokens, step_s * (1 + num_tokens / 50), 0.0)
+    controller.gain.record_step(1, step_s, 0.0)
     controller._ngram.lookup_time.value = step_s / 50
 
 
@@ -175,7 +175,7 @@ def test_nothing_is_compared_where_accepted_drafts_would_not_pay() -> None:
     assert not controller.pays
     assert num_compared == 0
     for num_tokens in range(1, 300, 20):
-        controller.record_step_time(num_tokens, 0.001, 0.0)  # a smaller model
+        controller.gain.record_step(num_tokens, 0.001, 0.0)  # a smaller model
     say(MAX_UPDATE_PERIOD, 64)
     assert num_compared
     assert controller.pays
@@ -251,7 +251,7 @@ def test_updates_take_their_share_of_the_time_while_drafts_do_not_pay() -> None:
 def test_controller_notices_sooner_that_drafts_pay_again_after_a_shorter_pause() -> None:
     now = 0.0
     controller = SpeculationController(4, NgramProposer(3), clock=lambda: now)
-    controller.record_step_time(1, 0.001, 0.0)
+    controller.gain.record_step(1, 0.001, 0.0)
     request = predictable(controller, rounds=3)
     compare = controller._ngram._compare
 

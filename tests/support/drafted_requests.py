@@ -41,4 +41,4 @@ def repeating_requests(controller: SpeculationController, count: int, num_new: i
 def costly(controller: SpeculationController, num_rows: int, step_s: float) -> None:
     """Record steps whose duration is proportional to their tokens."""
     for num_tokens in (num_rows // 2, num_rows):
-        controller.record_step_time(num_tokens, step_s * num_tokens / num_rows, 0.0)
+        controller.gain.record_step(num_tokens, step_s * num_tokens / num_rows, 0.0)

@@ -80,6 +80,8 @@ class GainModel:
         """Duration of the newest decode step."""
         self._max_draft_tokens = self._max_length = max_draft_tokens
         """`_max_length`: shorter if that yields more tokens per second or delays other requests less."""
+        self._best_drafts = [(each, expected_tokens(_BEST_ACCEPTANCE, each)) for each in {1, max_draft_tokens}]
+        """The shortest and the longest draft: its length, and how many of its tokens are accepted at best."""
         self._step_times = StepTimeModel()
         self._host = MovingAverage(HOST_MEMORY)
         """Additional time of a step that is not formed ahead."""
@@ -143,7 +145,7 @@ class GainModel:
         if not self.step_s or not num_rows:
             return True
         num_delayed = max(0, num_rows - len(candidates) - num_unmatched)
-        host_s, best_length, best_rate = self._host_s(len(candidates)), 0, 0.0
+        host_s, best_length, best_rate = self._host.value + len(candidates) * self._proposal.value, 0, 0.0
         length = self._max_draft_tokens
         while length:
             self._num_rows, self._max_length = 0, length
@@ -165,12 +167,12 @@ class GainModel:
 
     def could_pay(self, num_rows: int) -> bool:
         """Return whether drafts would raise the throughput if all running requests had good ones."""
-        step_s, host_s = self._step_times.step_s(num_rows), self._host_s(num_rows)
+        step_s, host_s = self._step_times.step_s(num_rows), self._host.value + num_rows * self._proposal.value
         if not step_s:
             return True
-        for length in {1, self._max_draft_tokens}:
+        for length, most_accepted in self._best_drafts:
             cost_s = host_s + self._step_times.added_s(num_rows, length * num_rows)
-            if expected_tokens(_BEST_ACCEPTANCE, length) > cost_s / step_s:
+            if most_accepted > cost_s / step_s:
                 return True
         return False
 
@@ -187,10 +189,6 @@ class GainModel:
             num_draft_tokens += min(length, max_tokens)
             gain += min(accepted, max_tokens)
         return gain, longest * pass_s + self._step_times.added_s(self._num_rows, num_draft_tokens)
-
-    def _host_s(self, num_drafted: int) -> float:
-        """Return the seconds by which drafts for so many requests delay the start of a step."""
-        return self._host.value + num_drafted * self._proposal.value
 
 
 def alike(rate: float) -> Acceptance:
@@ -236,7 +234,8 @@ class SpeculationController:
         self._num_steps = 0
         """Steps since the last update."""
         self._sweep_at = MIN_SWEPT
-        self._gain = GainModel(max_draft_tokens)
+        self.gain = GainModel(max_draft_tokens)
+        """The engine records in it the times of steps without prompts."""
         self.pays = False
         """Whether drafts raise the throughput, waiting for replies included."""
 
@@ -276,7 +275,7 @@ class SpeculationController:
                     candidates[request] = drafts
         if not candidates or not num_running:  # requests that wait may be known, but only running ones get drafts
             return []
-        self._gain.prepare(num_running, self._max_drafted)
+        self.gain.prepare(num_running, self._max_drafted)
         model_drafts = self._propose_by_model(model)
         began = self._now()
         proposed = []
@@ -286,7 +285,7 @@ class SpeculationController:
                 if token_ids:
                     proposed.append((request, token_ids))
         if self._is_timed and pays and proposed:
-            self._gain.record_proposal((self._now() - began) / len(proposed))
+            self.gain.record_proposal((self._now() - began) / len(proposed))
         return proposed
 
     def record_verified(self, request: Request, num_draft_tokens: int, num_accepted: int) -> list[VerifiedDraft]:
@@ -319,18 +318,14 @@ class SpeculationController:
             self._update(num_rows)
             self._num_steps = 0
 
-    def record_step_time(self, num_tokens: int, seconds: float, host_s: float) -> None:
-        """Record the duration of a step without prompts; for `host_s` see `GainModel.record_step`."""
-        self._gain.record_step(num_tokens, seconds, host_s)
-
     def _update(self, num_rows: int) -> None:
         """Update the n-gram drafts and decide whether drafts pay; update less often while they do not."""
-        began, step_s = self._now(), self._gain.step_s
+        began, step_s = self._now(), self.gain.step_s
         self._remove_aborted()
-        if len(self._ngram.matched) >= MIN_CHECKED and not self._gain.could_pay(num_rows):
+        if len(self._ngram.matched) >= MIN_CHECKED and not self.gain.could_pay(num_rows):
             self.pays, self._update_period = False, MAX_UPDATE_PERIOD
             return
-        is_promising = self._ngram.update(num_rows, self._num_steps, step_s, partial(self._gain.could_pay, num_rows))
+        is_promising = self._ngram.update(num_rows, self._num_steps, step_s, partial(self.gain.could_pay, num_rows))
         self._predictable = {}
         for request, drafts in self._ngram.matched.items():
             if drafts.acceptance.first >= self._min_ngram_rate:
@@ -361,7 +356,7 @@ class SpeculationController:
         pass_s = self._model.pass_s / len(requests)
         proposed = self._model.propose(
             [
-                (request, self._gain.draft_length(alike(drafts.model_rate), pass_s))
+                (request, self.gain.draft_length(alike(drafts.model_rate), pass_s))
                 for request, drafts in requests.items()
                 if _is_ready(request)
             ]
@@ -381,13 +376,13 @@ class SpeculationController:
         output = request.output_token_ids
         token_ids, drafts.proposer = model_draft, Proposer.DRAFT_MODEL
         if request in self._predictable and drafts.compare(output):
-            token_ids = drafts.lookup.propose(self._gain.plan(drafts.acceptance)[0])
+            token_ids = drafts.lookup.propose(self.gain.plan(drafts.acceptance)[0])
             drafts.proposer = Proposer.NGRAM
         drafts.num_proposed = len(token_ids)
         if request.matcher is None:
             return token_ids
         rate = drafts.forced_rate
-        max_forced = self._gain.draft_length(alike(rate)) if rate >= MIN_ACCEPTANCE_RATE else 0
+        max_forced = self.gain.draft_length(alike(rate)) if rate >= MIN_ACCEPTANCE_RATE else 0
         if not token_ids and not max_forced:
             return []
         allowed = request.matcher.constrain_draft(output, token_ids, max(len(token_ids), max_forced))
@@ -418,7 +413,7 @@ class SpeculationController:
         for request, drafts in self._ngram.unmatched.items():
             num_unmatched += drafts.match_rate >= MIN_ACCEPTANCE_RATE and request.status is RUNNING
         pass_s = 0.0 if self._model is None else self._model.pass_s
-        return self._gain.pays(num_rows, self._max_drafted, candidates, num_unmatched, pass_s)
+        return self.gain.pays(num_rows, self._max_drafted, candidates, num_unmatched, pass_s)
 
     def _remove_aborted(self) -> None:
         for request in list(self._ngram.requests):

@@ -115,7 +115,10 @@ class FinishedAnswersIndex:
         return answer, index
 
     def add(self, answers: Sequence[tuple[str, Sequence[int]]]) -> None:
-        """Add answers with their namespaces and remove the oldest ones; skip an answer longer than the capacity."""
+        """Add answers with their namespaces and remove the oldest ones; skip an answer longer than the capacity.
+
+        Each token gets the slot of the n-gram before it. `find` rejects n-grams that span two answers.
+        """
         first, salts, texts, lengths = self._num_answers + 1, [], [], []
         for answer in answers:
             namespace, tokens = answer
@@ -127,22 +130,16 @@ class FinishedAnswersIndex:
                 lengths.append(len(tokens))
         if not texts:
             return
-        self.num_tokens += sum(lengths)
+        num_tokens = sum(lengths)
+        self.num_tokens += num_tokens
         while self.num_tokens > self._max_tokens:
             self.num_tokens -= len(self._answers.pop(next(iter(self._answers)))[1])
-        self._store_slots(first, salts, texts, lengths)
-
-    def _store_slots(self, first: int, salts: list[int], texts: list[Sequence[int]], lengths: list[int]) -> None:
-        """Store the n-gram before each token of the answers from number `first` on; `find` rejects those that span two
-        answers.
-        """
-        num_tokens = sum(lengths)
-        tokens = np.fromiter(chain.from_iterable(texts), np.uint64, num_tokens)
+        joined = np.fromiter(chain.from_iterable(texts), np.uint64, num_tokens)
         starts = np.cumsum(lengths) - lengths
         values = np.repeat((np.arange(first, first + len(texts)) << 32) - starts, lengths) + np.arange(num_tokens)
         keys = np.repeat(np.array(salts, np.uint64), lengths)
         for length, weight in enumerate(self._weights, 1):
-            keys[length:] += tokens[:-length] * np.uint64(weight)
+            keys[length:] += joined[:-length] * np.uint64(weight)
             if (slots := self._slots.get(length)) is not None:
                 slots[(keys[length:] >> np.uint64(self._shift)).astype(np.int64)] = values[length:]
 
@@ -208,33 +205,29 @@ class NgramLookup:
         return len(token_ids), False
 
     def search(self) -> bool:
-        """Look for a draft after the newest token; return whether there is one."""
+        """Index the new tokens and look for a draft after the newest one; return whether there is one."""
         self._draft = None
         tokens, length = self._tokens, self._length
         if len(tokens) < length:
             return False
-        self._index_tokens()
-        found = self._finished.find(self._namespace, tokens, 2 * length)
-        if found is None:
-            if (position := self._positions.get(self._ngram)) is not None:
-                found = tokens, position
-            else:
-                found = self._finished.find(self._namespace, tokens, length)
-        if found is not None:
-            self._draft, self._index = found
-        return found is not None
-
-    def _index_tokens(self) -> None:
-        tokens, positions, mask, ngram = self._tokens, self._positions, self._mask, self._ngram
-        start = self._indexed
+        positions, mask, ngram, start = self._positions, self._mask, self._ngram, self._indexed
         if not start:
-            start = self._length
+            start = length
             for token_id in tokens[:start]:
                 ngram = ngram << TOKEN_BITS | token_id
         for index in range(start, len(tokens)):
             positions[ngram] = index
             ngram = (ngram << TOKEN_BITS | tokens[index]) & mask
         self._ngram, self._indexed = ngram, len(tokens)
+        found = self._finished.find(self._namespace, tokens, 2 * length)
+        if found is None:
+            if (position := positions.get(ngram)) is not None:
+                found = tokens, position
+            else:
+                found = self._finished.find(self._namespace, tokens, length)
+        if found is not None:
+            self._draft, self._index = found
+        return found is not None
 
 
 @dataclass(eq=False, kw_only=True)
