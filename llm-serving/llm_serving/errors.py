@@ -38,9 +38,8 @@ LLMServingError
 `http_status` is the status of the response when the error ends a request.
 """
 
-import contextlib
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import ClassVar, Self
 
 _short = reprlib.Repr()
@@ -100,20 +99,9 @@ class RequestError(LLMServingError):
         """Return the same error for another field name and, if given, another `value`."""
         return type(self)(field, self.rule, self._given if value is ... else value)
 
-
-@contextlib.contextmanager
-def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the fields in request errors raised by the body.
-
-    Args:
-        names: Internal field name -> its name in the protocol.
-    """
-    try:
-        yield
-    except RequestError as error:
-        if error.field in names:
-            raise error.renamed(names[error.field]) from None
-        raise
+    def renamed_by(self, names: Mapping[str, str]) -> Self:
+        """Return the error by a protocol's name of its field; `names`: internal name -> the protocol's."""
+        return self.renamed(names[self.field]) if self.field in names else self
 
 
 class IdempotencyError(RequestError):

@@ -22,7 +22,6 @@ from llm_serving.errors import (
     RequestNotFoundError,
     RequestTimeoutError,
     RequestTooLargeError,
-    renaming,
 )
 from llm_serving.server.batches.runner import KEPT_S, WINDOW_S, Batches, new_file
 from llm_serving.server.batches.schemas import (
@@ -90,8 +89,10 @@ async def list_files(engine: AsyncEngine, http_request: Request) -> Response:
     purpose = http_request.query_params.get("purpose")
     limit, after = page_of(http_request)
     batches, tenant = _batches(http_request), tenant_seen(http_request)
-    with renaming({"file_id": "after"}):
+    try:
         files = await batches.stored(BatchStore.files, tenant, purpose, limit + 1, after)
+    except RequestError as error:
+        raise error.renamed_by({"file_id": "after"}) from None
     return await _list_of(FileList, files, limit)
 
 
@@ -150,8 +151,10 @@ async def list_batches(engine: AsyncEngine, http_request: Request) -> Response:
     del engine
     limit, after = page_of(http_request)
     batches, tenant = _batches(http_request), tenant_seen(http_request)
-    with renaming({"batch_id": "after"}):
+    try:
         found = await batches.stored(BatchStore.batches, tenant, limit + 1, after)
+    except RequestError as error:
+        raise error.renamed_by({"batch_id": "after"}) from None
     return await _list_of(BatchList, found, limit)
 
 

@@ -17,7 +17,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.request_stream import RequestStream
-from llm_serving.errors import RequestCancelledError, TimedOutError, UnavailableError, WorkerError, renaming
+from llm_serving.errors import RequestCancelledError, RequestError, TimedOutError, UnavailableError, WorkerError
 from llm_serving.server.generation.choices import ONE_CHOICE, ChoiceOutput, Choices, select_beams, select_best
 from llm_serving.server.generation.sampling import sequences_of
 from llm_serving.server.idempotency.request import IdempotentRequest
@@ -196,7 +196,7 @@ async def submit(
     """
     prompts, sampling = inputs.prompts, inputs.sampling
     num_prompt_tokens = sum(map(len, prompts))
-    with renaming(field_names):
+    try:
         if receipt is not None:
             receipt.begin(prompts, sampling, choices)
         sharing = None if idempotent is None else await idempotent.sharing(prompts, sampling, choices, caller)
@@ -239,6 +239,8 @@ async def submit(
             if refund is not None:
                 refund(-num_prompt_tokens)  # a refused request gets its prompt tokens back as well
             raise
+    except RequestError as error:
+        raise error.renamed_by(field_names) from None
     select: Select | None = None
     if choices.beams is not None:
         select = partial(select_beams, choices=choices)

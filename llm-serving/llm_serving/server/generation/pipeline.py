@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import RequestError, renaming
+from llm_serving.errors import RequestError
 from llm_serving.server.generation.choices import ONE_CHOICE, Choices
 from llm_serving.server.generation.generation import NO_RENAMES, EngineInput, Generation, submit
 from llm_serving.server.generation.prompts import Prompt
@@ -186,5 +186,7 @@ def precheck(engine: AsyncEngine, caller: HttpCaller, request: PrecheckInput) ->
         if not request.truncates and (high > max_prompt or high + request.max_tokens >= max_total):
             return
         min_lens.append(1 if request.truncates else low)
-    with renaming(request.field_names):
+    try:
         engine.precheck_capacity(min_lens * request.num_choices, caller)
+    except RequestError as error:
+        raise error.renamed_by(request.field_names) from None

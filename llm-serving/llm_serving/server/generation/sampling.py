@@ -25,7 +25,7 @@ from llm_serving.core.sampling_params import (
     Whole,
 )
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import RequestError, renaming
+from llm_serving.errors import RequestError
 from llm_serving.server.generation.choices import COUNT, MAX_CHOICES, Choices
 from llm_serving.server.protocols.openai.schemas import GenerationRequest
 
@@ -64,7 +64,7 @@ def sampling_params(
     """
     field_of = SAME_NAMES if names is None else {**SAME_NAMES, **names}
     values: dict[str, Any] = {"seed": None, **(defaults or {})}
-    with renaming(field_of):
+    try:
         for name, field in field_of.items():
             if name not in decided and (value := getattr(request, field, None)) is not None:
                 values[name] = _READERS[name](value) if name in _READERS else value
@@ -72,7 +72,9 @@ def sampling_params(
             values["seed"] = secrets.randbits(64)
         params = SamplingParams(**{**values, **decided})
         Whole(least_tokens).checked("max_tokens", params.max_tokens)
-        return params
+    except RequestError as error:
+        raise error.renamed_by(field_of) from None
+    return params
 
 
 def choices_of(request: GenerationRequest, num_prompts: int) -> Choices:
