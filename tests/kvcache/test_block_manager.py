@@ -37,7 +37,7 @@ def test_a_table_grows_block_by_block() -> None:
     assert blocks.block_table("a") == [0, 1]
     blocks.grow("a", 8)
     assert blocks.block_table("a") == [0, 1]
-    assert blocks.usage == 0.5
+    assert blocks.pool.num_used_blocks == blocks.pool.num_blocks // 2
 
 
 def test_growing_may_use_the_last_block() -> None:

@@ -31,6 +31,7 @@ logger = get_logger(__name__)
 
 BuildStep = Callable[[Schedule, int], StepInput]
 
+IS_FINISHED: Final = attrgetter("is_finished")
 NEEDS_KNOWN_OUTPUT: Final = attrgetter("needs_known_output")
 SHORT_STEP_S: Final = 0.02
 """While steps are this short, the engine schedules the next step at once, because a late start would cost more."""
@@ -128,11 +129,10 @@ class Engine(EngineRequests):
         return progressed
 
     def _advance(self) -> bool:
-        if not self.scheduler.has_unfinished_requests:
+        if (self._auditor.waiting or self.fleet is not None) and not self.scheduler.has_unfinished_requests:
             if self.fleet is not None:
                 self.fleet.apply_remote_service()
-            if self._auditor.waiting:
-                self._auditor.run_copy()
+            self._auditor.run_copy()
         replied = bool(self._in_flight) and self._waits_for_replies()
         if replied:
             # Published after the next step is submitted: until then the master's time delays the WorkAgent.
@@ -171,7 +171,8 @@ class Engine(EngineRequests):
         self._executor.submit(self._build_step(schedule, self._executor.next_step), self.forms_late)
         self._times.record_submitted(now, self._clock(), follows=bool(self._in_flight))
         self._in_flight.append(schedule)
-        self._send_allowed_tokens()
+        if self._executor.needs_allowed_tokens:
+            self._send_allowed_tokens()
         for observer in self._observers["on_submitted"]:
             observer.on_submitted(schedule, now)
         if schedule.started:
@@ -185,7 +186,8 @@ class Engine(EngineRequests):
         self._times.record_reply(self._clock())
         schedule = self._in_flight.popleft()
         updated = self.scheduler.update(schedule, output.token_ids.tolist())
-        self._send_allowed_tokens()
+        if self._executor.needs_allowed_tokens:
+            self._send_allowed_tokens()
         now = self._clock()
         self._times.record_updated(now)
         deliver(schedule, updated, output)
@@ -193,7 +195,7 @@ class Engine(EngineRequests):
         if self.migration is not None:
             self.migration.complete_step(schedule, now)
         self.num_steps += 1
-        finished = [request for request in updated if request.is_finished]
+        finished = list(filter(IS_FINISHED, updated))
         accepted = accepted_drafts(schedule, updated) if schedule.has_draft_tokens else NO_DRAFTS
         completed = CompletedStep(schedule, schedule.num_tokens, finished, accepted, self._in_flight, now)
         for observer in self._observers["on_completed"]:
@@ -203,12 +205,11 @@ class Engine(EngineRequests):
         self._times.record_published(self._clock())
 
     def _send_allowed_tokens(self) -> None:
-        """Send the allowed tokens of the oldest step in flight, once all steps before it have their replies.
+        """Send the allowed tokens of the oldest step in flight, now that all steps before it have their replies.
 
         The WorkAgent computes that step meanwhile, and needs the allowed tokens only for sampling.
         """
-        if self._executor.needs_allowed_tokens:
-            self._executor.set_allowed_tokens(self._builder.allowed(self._in_flight[0]))
+        self._executor.set_allowed_tokens(self._builder.allowed(self._in_flight[0]))
 
     def _wait(self) -> None:
         """Sleep until a message comes, the WorkAgent dies, a deadline passes or a batch has waited long enough."""

@@ -102,7 +102,7 @@ class MetricsObserver(StepObserver):
 
     def on_completed(self, step: CompletedStep) -> None:
         metrics, schedule = self._metrics, step.schedule
-        self.record_step(step.num_tokens)
+        self.record_load(step.num_tokens)
         if schedule.preempted:
             metrics.record_preempted([request.priority for request in schedule.preempted])
         if schedule.block_moves or schedule.preemptions:
@@ -110,19 +110,14 @@ class MetricsObserver(StepObserver):
         if schedule.num_bound_violations:
             metrics.record_bound_violations(schedule.num_bound_violations)
 
-    def record_step(self, num_tokens: int) -> None:
-        """Count a step that computed `num_tokens`."""
-        scheduler = self._scheduler
-        self._metrics.record_step(
-            len(scheduler.running), scheduler.num_waiting, scheduler.blocks.usage, num_tokens, replica=self._index
-        )
-
-    def record_load(self) -> None:
-        """Record the load while no step runs."""
-        scheduler = self._scheduler
-        self._metrics.record_load(
-            len(scheduler.running), scheduler.num_waiting, scheduler.blocks.usage, replica=self._index
-        )
+    def record_load(self, num_tokens: int | None = None) -> None:
+        """Record the load after a step that computed `num_tokens`; None: no step runs."""
+        scheduler, pool = self._scheduler, self._scheduler.blocks.pool
+        load = len(scheduler.running), scheduler.num_waiting, pool.num_used_blocks / pool.num_blocks
+        if num_tokens is None:
+            self._metrics.record_load(*load, replica=self._index)
+        else:
+            self._metrics.record_step(*load, num_tokens, replica=self._index)
 
     def _swap_load(self) -> SwapLoad:
         blocks = self._scheduler.blocks
@@ -135,31 +130,27 @@ class FairnessObserver(StepObserver):
     def __init__(self, index: int, scheduler: Scheduler, metrics: Metrics) -> None:
         self._index, self._scheduler, self._metrics = index, scheduler, metrics
         self._limits, self._weights = LimitMonitor(), WeightMonitor(scheduler)
+        self._leads: Mapping[str, ClassLead] = {}
+        self._shares: Mapping[str, StepShare] | None = None
+        """Both: of the step, where several replicas share; see `WeightMonitor`."""
 
     def on_scheduled(
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
     ) -> None:
-        if schedule is not None:
-            self._check(schedule)
-
-    def record_reload(self, number: int) -> None:
-        """Record that the scheduler uses the rules of the server's reload `number`; requests keep their slots."""
-        self._limits.record_reload(self._index, self._scheduler.unstarted_slot_holders(), number)
-
-    def _check(
-        self,
-        schedule: Schedule,
-        leads: Mapping[str, ClassLead] | None = None,
-        shares: Mapping[str, StepShare] | None = None,
-    ) -> None:
-        """Count violations, as far as tenants have limits and classes compete; see `WeightMonitor` for arguments."""
+        """Count violations, as far as tenants have limits and classes compete."""
+        if schedule is None:
+            return
         limits, num_over_limit, num_against_weight = self._scheduler.limits, 0, 0
         if limits.max_running_per_tenant is not None or limits.max_running_of_tenant:
             num_over_limit = self._limits.record_started(schedule.started, limits)
         if len(self._scheduler.waiting.sharing.contenders) > 1 or self._weights.excess:
-            num_against_weight = self._weights.count_violations(schedule, leads or {}, shares)
+            num_against_weight = self._weights.count_violations(schedule, self._leads, self._shares)
         if num_over_limit or num_against_weight:
             self._metrics.shares_broken(num_over_limit, num_against_weight)
+
+    def record_reload(self, number: int) -> None:
+        """Record that the scheduler uses the rules of the server's reload `number`; requests keep their slots."""
+        self._limits.record_reload(self._index, self._scheduler.unstarted_slot_holders(), number)
 
 
 class LoadReports(StepObserver):
@@ -227,7 +218,7 @@ class SpeculationObserver(StepObserver):
         drafter, schedule = self._drafter, step.schedule
         if step.num_tokens == schedule.num_samples:  # no prompt was computed
             host_s = self._times.host_s if self._runs_ahead else 0.0
-            drafter.record_step_time(step.num_tokens, self._times.computed_s, host_s)
+            drafter.gain.record_step(step.num_tokens, self._times.computed_s, host_s)
         if schedule.has_draft_tokens:
             for row in schedule.rows:
                 if row.num_drafts:

@@ -71,11 +71,6 @@ class BlockManager:
         return self.max_blocks_per_request < NO_WINDOW
 
     @property
-    def usage(self) -> float:
-        """Fraction of the blocks that is in use, 0.0 to 1.0."""
-        return self.pool.num_used_blocks / self.pool.num_blocks
-
-    @property
     def num_kv_slots(self) -> int:
         return self.pool.num_blocks * self.block_size
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import islice, pairwise, takewhile
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from llm_serving.core.request import FinishReason, Request
@@ -245,7 +246,7 @@ class EventLog(StepObserver):
             return
         record.queued_time = now
         computed: Sequence[Request] = (request,) if request.sink is None else request.sink.active_requests
-        record.sequences = frozenset([each.sequence for each in computed])
+        record.sequences = frozenset(map(attrgetter("sequence"), computed))
         record.has_beams = request.beam_search is not None
 
     def first_token(self, request: Request, now: float) -> None:
@@ -287,23 +288,21 @@ class EventLog(StepObserver):
 
     def on_submitted(self, schedule: Schedule, now: float) -> None:
         rows = schedule.rows
-        singles = tuple([row[0].sequence for row in rows if row[3] and row[2] == row[3]])  # by index: rows are many
+        decoded: list[int] = []
+        chunks: list[tuple[int, int, int]] = []
+        for request, num_computed, query_len, num_samples, _ in rows:
+            if query_len == num_samples:
+                decoded.append(request.sequence)
+            else:
+                chunks.append((request.sequence, num_computed, query_len))
+        singles = tuple(decoded)
         if singles == self._singles:
             singles = self._singles  # consecutive steps of the same decoding requests share one tuple
         self._singles = singles
-        chunks: tuple[tuple[int, int, int], ...] = ()
-        if len(singles) < len(rows):
-            chunks = tuple(
-                [
-                    (row.request.sequence, row.num_computed, row.query_len)
-                    for row in rows
-                    if row.query_len != row.num_samples
-                ]
-            )
         drafts: tuple[tuple[int, int, int], ...] = ()
         if schedule.has_draft_tokens:
             drafts = tuple([(row.request.sequence, row.num_drafts, 0) for row in rows if row.num_drafts])
-        self._in_flight.append(Step(schedule.step, now, math.inf, singles, chunks, drafts))
+        self._in_flight.append(Step(schedule.step, now, math.inf, singles, tuple(chunks), drafts))
         for request in schedule.started:
             if (record := self._records.get(request.root_request.request_id)) is not None:
                 record.sequences |= {request.sequence}

@@ -151,7 +151,8 @@ class Scheduler:
             self._closed_classes = plan.closed_classes
         uncounted = self.waiting.queues if self._num_beams else self._closed_classes
         violations = self.decode.count_gap_violations(plan, running, has_prompts)
-        violations += self.waiting_requests.tick(self._closed_classes, uncounted)
+        self.waiting.tick(self._closed_classes)
+        violations += self.waiting_requests.monitor.tick(uncounted)
         self._step += 1
         if (limiter := self.waiting_requests.tenant_limiter).is_active:
             self.waiting_requests.apply_limiter_changes(limiter.tick())
@@ -394,7 +395,8 @@ class Scheduler:
         self.waiting.charge(charges)
         self.waiting.sharing.charge(self.slots.slots_by_class, tokens, self.slots.blocks_by_class, (), ())
         self.decode.num_steps_without_prefill = 0
-        self.waiting_requests.tick((), ())
+        self.waiting.tick(())
+        self.waiting_requests.monitor.tick(())
         self._step += 1
         self.blocked = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 
 from llm_serving.core.request import Request, RequestStatus
@@ -151,11 +151,3 @@ class WaitingRequests:
         assert all(request.paused for request in self.paused)
         assert not any(request.paused for request in chain(self.queue, *self.forks.values()))
         assert not any(request.has_run for request in self.tenant_limiter.held_requests())
-
-    def tick(self, closed: Collection[str], uncounted: Collection[str]) -> int:
-        """Record a formed step; return the number of wait bounds that it breaks.
-
-        The step could not schedule the classes in `closed`, and does not count for wait bounds of those in `uncounted`.
-        """
-        self.queue.tick(closed)
-        return self.monitor.tick(uncounted)

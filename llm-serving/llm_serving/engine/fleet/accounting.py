@@ -215,23 +215,23 @@ class FleetSync(FairnessObserver):
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
     ) -> None:
         self.report(schedule)
+        super().on_scheduled(schedule, in_flight, blocked, now)
 
     def report(self, schedule: Schedule | None = None) -> None:
-        """Report the service of a step to the other replicas, and count violations of limits and weights.
+        """Report the service of a step to the other replicas.
 
         `schedule`: None if there is no step, or it repeats the step before.
         """
-        scheduler, accounting, leads, shares = self._scheduler, self._accounting, None, None
+        scheduler, accounting = self._scheduler, self._accounting
+        self._leads, self._shares = {}, None
         accounting.add_service(self._index, scheduler.pop_service())
         if (usage := scheduler.pop_class_usage()) is not None:
             if schedule is None:
                 service = {name: each.service for name, each in usage.items()}
             else:
-                shares = step_shares(schedule, scheduler)
-                service = weighted_service(shares, scheduler)
-            leads = accounting.charge_classes(self._index, usage, service)
-        if schedule is not None:
-            self._check(schedule, leads, shares)
+                self._shares = step_shares(schedule, scheduler)
+                service = weighted_service(self._shares, scheduler)
+            self._leads = accounting.charge_classes(self._index, usage, service)
 
     def record_reload(self, number: int) -> None:
         self._num_reloads = number
