@@ -24,29 +24,37 @@ find_python() {
     die "Python 3.11 or 3.12 is needed and was not found; install it (on Debian: apt-get install python3.11 python3.11-venv)"
 }
 
-# show_progress TITLE: shows the last line of its input: on a terminal in one line, elsewhere in a new line every 10 s.
-show_progress() {
-    local title=$1 line last="" status start=$SECONDS shown=$SECONDS
-    if [ -t 2 ]; then
-        while IFS= read -r line; do
-            line=${line#"${line%%[![:space:]]*}"}
-            printf '\r\033[K%s (%d s): %.60s' "$title" $((SECONDS - start)) "$line" >&2
-        done
-        printf '\r\033[K%s: %d s\n' "$title" $((SECONDS - start)) >&2
-    else
-        echo "$title ..." >&2
-        while true; do
-            status=0
-            IFS= read -r -t 10 line || status=$?
-            [ "$status" -ne 0 ] || last=${line#"${line%%[![:space:]]*}"}
-            [ "$status" -eq 0 ] || [ "$status" -gt 128 ] || break # above 128: timeout
-            if [ $((SECONDS - shown)) -ge 10 ]; then
-                printf '%s (%d s): %.100s\n' "$title" $((SECONDS - start)) "$last" >&2
-                shown=$SECONDS
-            fi
-        done
-        echo "$title: $((SECONDS - start)) s" >&2
+# describe_progress LINE: prints what an installation does: a line of pip, or how many of the packages are installed; and
+# how many sources of the kernels are compiled meanwhile.
+describe_progress() {
+    local text=$1 names kernels
+    if [[ $text == "Installing collected packages: "* ]]; then
+        names=${text//[!,]/}
+        text="$(find "$venv"/lib*/python*/site-packages -maxdepth 1 -name '*.dist-info' -newer "$venv/install.log.start" | wc -l)"
+        text="$text of $((${#names} + 1)) packages installed"
     fi
+    kernels=$(grep -o '[0-9]* of [0-9]* sources' "$venv/compile.log" 2>/dev/null | tail -n 1) || true
+    printf '%.100s%s' "$text" "${kernels:+; kernels: $kernels compiled}"
+}
+
+# show_progress TITLE: shows the progress of an installation, whose output it reads: on a terminal in one line, elsewhere
+# in a new line every 10 s.
+show_progress() {
+    local title=$1 line last="" status start=$SECONDS shown=$SECONDS every=10
+    if [ -t 2 ]; then every=1; else echo "$title ..." >&2; fi
+    while true; do
+        status=0
+        IFS= read -r -t "$every" line || status=$?
+        [ "$status" -ne 0 ] || last=${line#"${line%%[![:space:]]*}"}
+        [ "$status" -eq 0 ] || [ "$status" -gt 128 ] || break # above 128: timeout
+        if [ $((SECONDS - shown)) -ge "$every" ]; then
+            line="$title ($((SECONDS - start)) s): $(describe_progress "$last")"
+            if [ -t 2 ]; then printf '\r\033[K%.120s' "$line" >&2; else echo "$line" >&2; fi
+            shown=$SECONDS
+        fi
+    done
+    [ ! -t 2 ] || printf '\r\033[K' >&2
+    echo "$title: $((SECONDS - start)) s" >&2
 }
 
 # make_venv: creates a virtual environment with pip, or completes an incomplete one.
@@ -83,6 +91,7 @@ install() {
     flock 9 # concurrent scripts install one after the other
     if ! is_installed; then
         make_venv
+        touch "$venv/install.log.start"
         compile_kernels
         if ! "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
             -c "$root/llm-serving/requirements.lock" -e "$root/llm-serving$extras" 2>&1 |

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,13 @@ def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", **environment})
 
 
-def test_setup_prints_progress_to_a_captured_output() -> None:
+def test_setup_prints_progress_to_a_captured_output(tmp_path: Path) -> None:
     """The script measures time with bash's `SECONDS`, which the test sets instead of waiting."""
     lines = "echo ' Collecting this'; echo ' Downloading that (800 MB)'"
     done = run(
         f'SECONDS=0; read() {{ builtin read "$@" && SECONDS=$((SECONDS + 20)); }}; '
-        f"{{ {lines}; }} | show_progress installing"
+        f"{{ {lines}; }} | show_progress installing",
+        LLM_SERVING_VENV=str(tmp_path),
     )
     assert done.returncode == 0
     assert done.stderr.splitlines() == [
@@ -28,6 +30,22 @@ def test_setup_prints_progress_to_a_captured_output() -> None:
         "installing (40 s): Downloading that (800 MB)",
         "installing: 40 s",
     ]
+
+
+def test_setup_counts_installed_packages_and_compiled_sources(tmp_path: Path) -> None:
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    for name in ("pip-1.dist-info", "a-1.dist-info", "a", "b-2.dist-info"):
+        (packages / name).mkdir(parents=True)
+    start = tmp_path / "install.log.start"
+    start.touch()
+    for path, time in ((start, 1000), (packages / "pip-1.dist-info", 500)):
+        os.utime(path, (time, time))
+    line = "Installing collected packages: a, b, c-d"
+    done = run(f'describe_progress "{line}"', LLM_SERVING_VENV=str(tmp_path))
+    assert done.stdout == "2 of 3 packages installed"
+    (tmp_path / "compile.log").write_text("x: 3 of 39 sources, 5 s; left: y\nx: 12 of 39 sources, 10 s; left: y\n")
+    done = run(f'describe_progress "{line}"', LLM_SERVING_VENV=str(tmp_path))
+    assert done.stdout == "2 of 3 packages installed; kernels: 12 of 39 sources compiled"
 
 
 @pytest.mark.parametrize(("version", "is_found"), [("3.11", True), ("3.12", True), ("3.10", False), ("3.13", False)])
