@@ -203,9 +203,7 @@ class RateLimitError(CapacityError):
 class UnavailableError(LLMServingError):
     """The server cannot serve now: loading, draining, or no WorkAgent is alive.
 
-    Args:
-        message: The reason.
-        retry_after: Seconds until a retry may succeed; None: unknown.
+    `retry_after`: seconds until a retry may succeed; None: unknown.
     """
 
     http_status: ClassVar[int] = 503

@@ -86,17 +86,13 @@ class LLM:
         *,
         priorities: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer all prompts, as many at a time as the configuration allows.
+        """Answer all prompts, as many at a time as the configuration allows. Return one output for each prompt, in
+        order, with the whole text and all tokens. Raise RequestError if a request can never be served; then none is
+        started.
 
         Args:
             sampling: Parameters for all prompts, or one set for each.
             priorities: Priority of each prompt, smaller first; None: all equal.
-
-        Returns:
-            One output for each prompt, in order, with the whole text and all tokens.
-
-        Raises:
-            RequestError: A request can never be served; then none is started.
         """
         pieces: list[list[RequestOutput]] = [[] for _ in prompts]
         for index, piece in self.stream(prompts, sampling, priorities=priorities):
@@ -138,14 +134,12 @@ class LLM:
     def beam_search(
         self, prompts: Sequence[Prompt], search: BeamSearchParams, sampling: SamplingParams
     ) -> list[list[RequestOutput]]:
-        """Return the best sequences of each prompt, best first.
+        """Return the best sequences of each prompt, best first. Raise RequestError if a request can never be served;
+        then none is started.
 
         Args:
             search: Beam width, number of returned sequences and scoring.
             sampling: `max_tokens`, stop conditions and `logprobs`; must be greedy and not change logits.
-
-        Raises:
-            RequestError: A request can never be served; then none is started.
         """
         check_beam_search(self.config.model, sampling)
         requests = [self._request(prompt, sampling, beam_search=search) for prompt in prompts]

@@ -184,50 +184,34 @@ class Backend(Protocol):
         """
 
     def block_weight(self, segments: Sequence[BlockTensor], name: str | None = None) -> ms.Parameter:
-        """As `linear_weight`, for a weight of a program that stays in the blocks of its file.
-
-        Args:
-            segments: Rows, one segment after another; all but the last have a multiple of 16 rows. They are copied.
-            name: Parameter name.
-
-        Raises:
-            ModelError: This backend has no such product.
+        """As `linear_weight`, for a weight of a program that stays in the blocks of its file. `segments`: rows, one
+        segment after another; all but the last have a multiple of 16 rows. They are copied. Raise ModelError if this
+        backend has no such product.
         """
 
     def packed_quantized_weight(
         self, weight: QuantizedTensor, weight_only: bool, name: str | None = None
     ) -> ms.Parameter:
-        """As `linear_weight`, for a quantized weight of a program.
+        """As `linear_weight`, for a quantized weight of a program. Raise ModelError if this backend has no such
+        product.
 
         Args:
             weight: Quantized values and scales; they are copied.
             weight_only: Whether activations stay in the model dtype. If not, they are quantized to 8 bits, and 8-bit
                 weights must have one group.
-
-        Raises:
-            ModelError: This backend has no such product.
         """
 
     def quantized_weight(self, weight: QuantizedTensor, name: str) -> tuple[ms.Parameter, ms.Parameter]:
-        """Return quantized values int8 [N, K] and scales float32 [N], copied, for Cells.
-
-        Args:
-            weight: 8 bits, with one scale per row.
-
-        Raises:
-            ModelError: The weight has another format, or this backend has no such product.
+        """Return quantized values int8 [N, K] and scales float32 [N], copied, for Cells. `weight`: 8 bits, with one
+        scale per row. Raise ModelError if the weight has another format, or this backend has no such product.
         """
 
     def quantized_expert_weights(
         self, weight: QuantizedTensor, num_experts: int, name: str
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """Return quantized values int8 [experts, K, N] and scales float32 [experts, N], copied, for Cells.
-
-        Args:
-            weight: [num_experts * N, K], 8 bits, with one scale per row.
-
-        Raises:
-            ModelError: The weight has another format, or this backend has no such product.
+        """Return quantized values int8 [experts, K, N] and scales float32 [experts, N], copied, for Cells. `weight`:
+        [num_experts * N, K], 8 bits, with one scale per row. Raise ModelError if the weight has another format, or this
+        backend has no such product.
         """
 
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:

@@ -204,10 +204,8 @@ def add_server_arguments(parser: argparse.ArgumentParser, whose_key: str = "") -
 
 
 def url_of(arguments: argparse.Namespace) -> str:
-    """Return the URL of the server that the arguments of `add_server_arguments` name.
-
-    Raises:
-        ConfigError: There are both a URL and an address or port.
+    """Return the URL of the server that the arguments of `add_server_arguments` name. Raise ConfigError if there are
+    both a URL and an address or port.
     """
     url, host, port = arguments.url, arguments.host, arguments.port
     if url is None:

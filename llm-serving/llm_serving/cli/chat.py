@@ -165,10 +165,8 @@ class Command(NamedTuple):
 
 
 class Chat:
-    """The terminal side of a conversation.
-
-    Args:
-        read: Shows a prompt and reads a line; raises EOFError at the end of input.
+    """The terminal side of a conversation. `read`: shows a prompt and reads a line; raises EOFError
+    at the end of input.
     """
 
     def __init__(

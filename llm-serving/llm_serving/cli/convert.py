@@ -41,7 +41,8 @@ _MINDFORMERS: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 def convert(
     source: Path, target: Path, form: str, *, files: str = "safetensors", order: Order | None = None, yaml: Path | None
 ) -> None:
-    """Convert a model. The target folder appears only when it is complete.
+    """Convert a model. The target folder appears only when it is complete. Raise ConfigError if the source cannot be
+    read or does not match its config, the target exists, or the disk is too small.
 
     Args:
         source: A folder, or one file of weights.
@@ -50,10 +51,6 @@ def convert(
         files: One of `FILES`; `ckpt` only with MindFormers' names.
         order: Order of rows in fused projections of the source.
         yaml: A MindFormers YAML to use instead of a config.json.
-
-    Raises:
-        ConfigError: The source cannot be read or does not match its config, the target exists, or the disk
-            is too small.
     """
     check_absent(target)
     if files == "ckpt" and form == "hf":

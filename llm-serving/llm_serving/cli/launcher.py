@@ -31,12 +31,7 @@ LOG_TIMEOUT_S = 10.0
 
 
 class StartError(LLMServingError):
-    """The server exited before it was ready.
-
-    Args:
-        message: The end of its log.
-        exit_code: Its exit code.
-    """
+    """The server exited before it was ready. `message`: the end of its log."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)

@@ -167,11 +167,8 @@ def _command_of(argv: Sequence[str]) -> str:
 
 
 def _parser(called: str | None = None) -> argparse.ArgumentParser:
-    """Build the parser of all subcommands.
-
-    Args:
-        called: The subcommand to run. Subcommands of other packages are then listed without arguments, to avoid their
-            imports. None: every subcommand has its arguments.
+    """Build the parser of all subcommands. `called`: the subcommand to run. Subcommands of other packages are then
+    listed without arguments, to avoid their imports. None: every subcommand has its arguments.
     """
     parser = argparse.ArgumentParser(
         prog="llm-serving",

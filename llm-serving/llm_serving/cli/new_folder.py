@@ -21,14 +21,12 @@ def check_absent(target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
-    """Yield a temporary folder; rename it to the target at the end, or remove it on failure or interruption.
+    """Yield a temporary folder; rename it to the target at the end, or remove it on failure or interruption. Raise
+    ConfigError if the parent folder is missing, the disk is too small, or a file cannot be read or written.
 
     Args:
         target: A path that does not exist.
         num_bytes: Approximate size of the files.
-
-    Raises:
-        ConfigError: The parent folder is missing, the disk is too small, or a file cannot be read or written.
     """
     parent = target.absolute().parent
     if not parent.is_dir():

@@ -68,17 +68,15 @@ FORMATS: Final = {"w8a8": Format(8, 8), "w8a16": Format(8, 16), "w4a16": Format(
 
 
 def quantize(source: Path, target: Path, name: str, group_size: int | None = None) -> None:
-    """Quantize a model. The target folder appears only when it is complete.
+    """Quantize a model. The target folder appears only when it is complete. Raise ConfigError if the source cannot be
+    read or is already quantized, the group size does not divide its columns, the target exists, or the disk is too
+    small.
 
     Args:
         source: A folder with a config.json.
         target: A folder that does not exist.
         name: One of `FORMATS`.
         group_size: Columns that share a scale, for 4 bits; None: `DEFAULT_GROUP_SIZE`.
-
-    Raises:
-        ConfigError: The source cannot be read or is already quantized, the group size does not divide its columns, the
-            target exists, or the disk is too small.
     """
     check_absent(target)
     form = FORMATS[name]

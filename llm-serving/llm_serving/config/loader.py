@@ -87,7 +87,8 @@ class _Reading:
 def load_config(
     path: Path | None = None, overrides: Sequence[str] = (), model: str | Path | None = None
 ) -> ServingConfig:
-    """Read and check a configuration.
+    """Read and check a configuration. Raise ConfigError, which names the file and line, the key, the rule and the value
+    given.
 
     Args:
         path: The serving YAML. None: all defaults.
@@ -95,9 +96,6 @@ def load_config(
         model: Folder of the model, name of a model on a hub, or `demo`; takes precedence over
             `model_config.model_path`. For a hub name, small files may be downloaded to check that the model is
             supported.
-
-    Raises:
-        ConfigError: Names the file and line, the key, the rule and the value given.
     """
     reading = _Reading()
     if path is not None:

@@ -59,7 +59,8 @@ def _why_missing(path: Path, folders: Sequence[Path]) -> str:
 
 
 def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, written: str | None = None) -> Path | None:
-    """Return the folder of a model, or its GGUF file. The word `demo` means the shipped model.
+    """Return the folder of a model, or its GGUF file. The word `demo` means the shipped model. Raise ConfigError if the
+    path does not exist, and the text cannot be a name on a hub.
 
     Args:
         folders: Where a relative path is looked up.
@@ -70,9 +71,6 @@ def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, wri
     Returns:
         A GGUF file if it is the only one in a folder without config.json. None if no such path exists and the text can
         be the name of a model on a hub.
-
-    Raises:
-        ConfigError: The path does not exist, and the text cannot be a name on a hub.
     """
     if str(path) == DEMO_WORD:
         if not (DEMO_FOLDER / "config.json").exists():

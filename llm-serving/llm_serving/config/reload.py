@@ -45,13 +45,8 @@ def read_again(running: ServingConfig) -> ServingConfig:
 
 
 def check_reload(started: ServingConfig, running: ServingConfig, read: ServingConfig) -> list[Change]:
-    """Return the changed keys.
-
-    Args:
-        started: The configuration that the WorkAgents were loaded with.
-
-    Raises:
-        ConfigError: A changed key requires a restart. The caller must apply none of the changes.
+    """Return the changed keys. `started`: the configuration that the WorkAgents were loaded with. Raise ConfigError if
+    a changed key requires a restart. The caller must apply none of the changes.
     """
     changes = list(_changes(running, read))
     fixed = [str(change) for change in changes if not _may_change(change.key)]

@@ -37,13 +37,8 @@ class Located:
 
 
 def read_yaml(path: Path, keys_in: str = "configs/serving.yaml") -> Located:
-    """Read a YAML file whose top level is a mapping.
-
-    Args:
-        keys_in: The document that lists its keys, for an error.
-
-    Raises:
-        ConfigError: The file is missing, unreadable, empty, too large, not YAML or not a mapping, or has a key twice.
+    """Read a YAML file whose top level is a mapping. `keys_in`: the document that lists its keys, for an error. Raise
+    ConfigError if the file is missing, unreadable, empty, too large, not YAML or not a mapping, or has a key twice.
     """
     try:
         with path.open("rb") as file:

@@ -51,15 +51,13 @@ def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ
 
 
 def import_optional(module: str, user: str, remedy: str = "") -> ModuleType:
-    """Import a module of the simulator or of the receipts, which are packages that may not be installed.
+    """Import a module of the simulator or of the receipts, which are packages that may not be installed. Raise
+    ConfigError if the package is not installed. A module that the package itself lacks raises ModuleNotFoundError.
 
     Args:
         module: With its package, "llm_serving_receipts.issuer".
         user: The command or key that needs it, for the error.
         remedy: What to do about it, for the end of the error.
-
-    Raises:
-        ConfigError: The package is not installed. A module that the package itself lacks raises ModuleNotFoundError.
     """
     package = module.partition(".")[0]
     try:

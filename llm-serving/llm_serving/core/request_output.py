@@ -163,7 +163,6 @@ class OutputSink(Protocol):
             request: One of `active_requests`; it may have finished.
             start: Index of a token of its prompt.
             logprobs: Log-probabilities of the tokens after `start`.
-            vector: The last hidden state of the prompt.
         """
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:

@@ -23,7 +23,6 @@ class HttpTimings:
     """Predicted TTFT of its last engine request at admission; None without a prediction."""
     unfinished_request_ids: set[str] = field(default_factory=set)
     last_finished_time: float = 0.0
-    """End of its last engine request."""
     num_coalesced: int = 0
     """Number of identical requests that get the same response, by request coalescing."""
     response_sent_time: float | None = None

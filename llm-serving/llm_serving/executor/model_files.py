@@ -61,13 +61,8 @@ class ModelFiles(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path, tokenizer: Path | None) -> ModelFiles:
-        """Record the state of the files of a model folder or a GGUF file.
-
-        Args:
-            tokenizer: A tokenizer file or folder to use instead of the model's own.
-
-        Raises:
-            ModelError: A file is missing.
+        """Record the state of the files of a model folder or a GGUF file. `tokenizer`: a tokenizer file or folder to
+        use instead of the model's own. Raise ModelError if a file is missing.
         """
         return cls(_weights(folder), _tokenizer(folder, tokenizer))
 

@@ -22,9 +22,7 @@ class RestartStatus:
     attempt_at: float
     """Time at which the latest attempt starts, after its delay."""
     load_s: float
-    """Seconds that the first WorkAgent needed to become ready."""
     num_failed: int
-    """Number of failed attempts since `lost_at`."""
     num_restarts: int
     """Number of consecutive attempts without a completed step, including the latest."""
     max_restarts: int

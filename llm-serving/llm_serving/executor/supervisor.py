@@ -304,8 +304,6 @@ class SupervisedExecutor(RemoteExecutor):
     """Runs steps on a WorkAgent that `restart` replaces when it exits.
 
     Args:
-        start: Starts a WorkAgent.
-        step_timeout_s: Maximum duration of a step.
         max_restarts: Maximum number of consecutive restarts without a completed step. Beyond it, the start of the first
             WorkAgent fails; a later WorkAgent is still retried, but counts as exhausted (`restarts_exhausted`).
         cancellation: Cancelled by `cancel_restarts`; `start` should observe it.

@@ -30,7 +30,7 @@ _AT_ONCE: Final = 2**22
 
 @dataclass(frozen=True, eq=False)
 class BlockTensor:
-    """A matrix [out, in].
+    """A matrix [out, in]. Raise ModelError if a scale, minimum or unit is infinite or NaN.
 
     Attributes:
         qvalues: [out, in], uint8, below 2**bits.
@@ -40,9 +40,6 @@ class BlockTensor:
         scales: [out, groups]; float16, or int8 with units.
         minima: As `scales`, but uint8 with units; None: all 0.
         units, minimum_units: [out, in / 256], float16; None: `scales` and `minima` are float16.
-
-    Raises:
-        ModelError: A scale, minimum or unit is infinite or NaN.
     """
 
     qvalues: NDArray[np.uint8]

@@ -159,10 +159,8 @@ def _by_row(values: Array, out: int) -> Array:
 
 
 def parts_of(tensor: QuantizedTensor, packed: bool) -> dict[str, Array]:
-    """Return the arrays that store a symmetric tensor without act-order, by their name endings.
-
-    Args:
-        packed: Whether to write `pack-quantized`; otherwise `int-quantized`, with one value per byte.
+    """Return the arrays that store a symmetric tensor without act-order, by their name endings. `packed`: whether to
+    write `pack-quantized`; otherwise `int-quantized`, with one value per byte.
     """
     assert tensor.zeros is None
     assert tensor.g_idx is None

@@ -30,16 +30,14 @@ Shape = tuple[int, ...]
 def check_tensors(
     where: str, expected: Mapping[str, Shape], found: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None
 ) -> None:
-    """Compare names and shapes.
+    """Compare names and shapes. Raise ModelError if tensors are missing, unexpected or of another shape; the text lists
+    some of each kind.
 
     Args:
         where: Names the folder in the error.
         expected: Tensors of the model, according to its configuration.
         found: Tensors of the files, by the same names.
         optional: Unused tensors that may exist, such as an LM head that equals the embedding.
-
-    Raises:
-        ModelError: Tensors are missing, unexpected or of another shape; the text lists some of each kind.
     """
     allowed = {**expected, **(optional or {})}
     missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in found]

@@ -21,13 +21,9 @@ _MAX_DIMENSIONS: Final = 8
 
 
 def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor]:
-    """Return the tensors of one file by name. Every tensor lies within the file, and tensors do not overlap.
-
-    Args:
-        packed: Whether to allow types that only quantized weights use.
-
-    Raises:
-        ModelError: The file is not a safetensors file, is truncated, or has a tensor of an unsupported type.
+    """Return the tensors of one file by name. Every tensor lies within the file, and tensors do not overlap. `packed`:
+    whether to allow types that only quantized weights use. Raise ModelError if the file is not a safetensors file, is
+    truncated, or has a tensor of an unsupported type.
     """
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size

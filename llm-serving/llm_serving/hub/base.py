@@ -194,11 +194,8 @@ class _LineStream:
 
 
 def small_files(sizes: Mapping[str, int]) -> list[str]:
-    """Return the names of configuration and tokenizer files, config.json first.
-
-    Args:
-        sizes: File name -> bytes of all files on the hub. In subfolders, only `POOLING_FILES` and templates are
-            selected.
+    """Return the names of configuration and tokenizer files, config.json first. `sizes`: file name -> bytes of all
+    files on the hub. In subfolders, only `POOLING_FILES` and templates are selected.
     """
     wanted = [name for name in sizes if _matches(name, _SMALL) or name in POOLING_FILES or _TEMPLATE.fullmatch(name)]
     names = [name for name in wanted if sizes[name] <= _MAX_SMALL_BYTES]
@@ -212,7 +209,6 @@ def weight_files(names: Collection[str], index: Path) -> list[str]:
     A hub may have the weights in several formats or shardings. The index selects one; without an index, the usual name.
 
     Args:
-        names: Names of all files.
         index: Path of the index, if `names` has one.
 
     Raises:

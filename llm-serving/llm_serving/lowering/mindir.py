@@ -52,16 +52,13 @@ def export(
     max_positions: int,
     quantization: Quantization | None = None,
 ) -> None:
-    """Write the graphs with their weights and caches, and a JSON file with the settings that they depend on.
+    """Write the graphs with their weights and caches, and a JSON file with the settings that they depend on. Raise
+    ModelError if the primitives lack something that the model needs.
 
     Args:
-        backend: A backend of Ascend primitives.
         kv_caches: KV caches of every layer; the graph has caches of these sizes.
         max_positions: Longest context of a row, in tokens.
         quantization: How weights are quantized; None: they stay in the model dtype.
-
-    Raises:
-        ModelError: The primitives lack something that the model needs.
     """
     reader = WeightReader(source, spec.scheme)
     lowered = lower(spec, backend, reader, kv_caches, max_positions, as_program=False, quantization=quantization)

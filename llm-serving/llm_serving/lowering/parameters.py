@@ -52,7 +52,7 @@ def parameters_of(
     quantization: Quantization | None = None,
 ) -> Parameters:
     """Create the Parameters of all weights, one weight at a time, because a stacked weight takes extra memory until
-    packed.
+    packed. Raise ModelError if a tensor is missing, unexpected, of another shape, or has an infinite or NaN element.
 
     Args:
         reader: Reader of the folder; it is read once.
@@ -60,9 +60,6 @@ def parameters_of(
         as_cells: Whether experts have Parameters in the form of Cells, and biases are tables of one row.
         quantization: How weights are quantized; each weight is quantized when it is read. None: blocks of a GGUF file
             stay as they are where products take them, and all other weights are in the model dtype.
-
-    Raises:
-        ModelError: A tensor is missing, unexpected, of another shape, or has an infinite or NaN element.
     """
     multiplied = products(network.operations)
     quantized = quantized_weights(network, quantization)

@@ -68,14 +68,9 @@ class ProgramNetwork(nn.Cell):
         return self.operator(self.table)
 
     def bind_inputs(self, arrays: Sequence[Int32Array | Float32Array]) -> Float32Array:
-        """Bind the arrays of the next run.
-
-        Args:
-            arrays: Those of a step (`lowering.step_inputs.STEP_INPUTS`), after float32 rows [T, H] in the precision of
-                the model dtype if the program takes rows.
-
-        Returns:
-            The array that will hold the result, float32 [S, width]. It is valid until the run after that.
+        """Bind the arrays of the next run. `arrays`: those of a step (`lowering.step_inputs.STEP_INPUTS`), after
+        float32 rows [T, H] in the precision of the model dtype if the program takes rows. Return the array that will
+        hold the result, float32 [S, width]. It is valid until the run after that.
         """
         step: Sequence[Array] = arrays
         if self._has_rows:

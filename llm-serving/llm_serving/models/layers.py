@@ -168,7 +168,6 @@ def decoder(
 
     Args:
         net: Receives the operations and is returned.
-        layer: Adds one layer.
         table, head, layers, norm: Tensor name prefixes.
         tied: Default of `tie_word_embeddings`.
         table_scale, rounded_scale: As `scale` and `rounded_scale` of `Network.embedding`.

@@ -53,9 +53,6 @@ def working_bytes(
     quantized weight is also held as float32.
 
     Args:
-        dtype_bytes: Bytes of a number in the model dtype.
-        max_num_batched_tokens: Maximum tokens of a step.
-        max_num_seqs: Maximum requests of a step.
         num_keys: Columns of the attention mask, from `num_mask_keys`.
     """
     token = dtype_bytes * 2 * spec.max_row_elements + MASK_BYTES * num_keys

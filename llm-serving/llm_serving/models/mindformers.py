@@ -43,15 +43,13 @@ _TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def config_from_mindformers(config: Mapping[str, Any], network: str, where: str) -> dict[str, Any]:
-    """Return the content of a config.json.
+    """Return the content of a config.json. Raise ModelError if the network is not supported, or a value is missing or
+    out of its range.
 
     Args:
         config: `model.model_config`.
         network: `model.arch.type`, or an empty text.
         where: Names the file in errors.
-
-    Raises:
-        ModelError: The network is not supported, or a value is missing or out of its range.
     """
     reader = ConfigReader(config, where)
     architecture = _architecture(reader, network)

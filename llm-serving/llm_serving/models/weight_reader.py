@@ -108,13 +108,8 @@ class WeightReader:
     def __init__(
         self, folder: Path, scheme: Scheme | None = None, on_read: Callable[[int, int], None] | None = None
     ) -> None:
-        """Read the headers.
-
-        Args:
-            on_read: Called after each tensor with the bytes of the tensors read so far and of all tensors.
-
-        Raises:
-            ModelError: There is no weight file, a file of the index is missing, or a header is malformed.
+        """Read the headers. `on_read`: called after each tensor with the bytes of the tensors read so far and of all
+        tensors. Raise ModelError if there is no weight file, a file of the index is missing, or a header is malformed.
         """
         self._folder = folder
         self._tensors: dict[str, ReadableTensor] = {}
@@ -161,12 +156,10 @@ class WeightReader:
 
     def read(self, name: str, shape: tuple[int, ...]) -> Array:
         """Return one tensor as stored: float32, float16, or bfloat16 as uint16 bits. A quantized tensor is dequantized.
+        Raise ModelError if there is no such tensor, or it has another shape.
 
         Returns:
             A read-only memory map, whose pages are read on access; a float32 array for a quantized tensor.
-
-        Raises:
-            ModelError: There is no such tensor, or it has another shape.
         """
         return self._find(name, shape).read()
 

@@ -36,10 +36,8 @@ class CacheShape:
     value_width: int
 
     def bytes_per_token(self, dtype_bytes: int, *, int8: bool = False) -> int:
-        """Return the bytes that the keys and values of one token take.
-
-        Args:
-            int8: Whether the cache stores 8 bits per element, with a scale for each head of keys and of values.
+        """Return the bytes that the keys and values of one token take. `int8`: whether the cache stores 8 bits per
+        element, with a scale for each head of keys and of values.
         """
         widths = self.key_width + self.value_width
         return self.kv_heads * (widths + 2 * INT8_SCALE_BYTES if int8 else widths * dtype_bytes)
@@ -81,7 +79,6 @@ class Network:
 
     Args:
         vocab: Rows of the token embedding and of the LM head.
-        eps: Default epsilon of norms.
         gamma_transform: Applied to norm weights, which are then stored in float32 (Gemma stores them minus one).
 
     Attributes:
@@ -222,11 +219,9 @@ class Network:
         return self._record("rope", {"x": x}, tables, {}, x.width)
 
     def store_kv(self, k: Value, v: Value, kv_heads: int, k_offset: Weight | None = None) -> int:
-        """Write keys and values to the cache of the next layer, and return the number of that layer.
-
-        Args:
-            k_offset: Numbers that an int8 cache subtracts from the keys of every token before it rounds them. All
-                scores of a query change equally, so attention must not have a cap.
+        """Write keys and values to the cache of the next layer, and return the number of that layer. `k_offset`:
+        numbers that an int8 cache subtracts from the keys of every token before it rounds them. All scores of a query
+        change equally, so attention must not have a cap.
         """
         self.caches.append(CacheShape(kv_heads, k.width // kv_heads, v.width // kv_heads))
         layer = len(self.caches) - 1

@@ -55,10 +55,7 @@ class Scaling:
 
     def first(self, own: int) -> int | None:
         """Return the number of positions that `factor` multiplies; None for kinds whose configuration contains the
-        result.
-
-        Args:
-            own: `max_position_embeddings` of the model.
+        result. `own`: `max_position_embeddings` of the model.
         """
         return {"linear": own, "dynamic": own, "yarn": self.original}.get(self.kind)
 
@@ -109,9 +106,7 @@ class Rotary:
 
     def frequencies(self, num_positions: int) -> Float64Array:
         """Return the radians per position of each rotating pair: theta^(-2i/D) (RoFormer equation 15), after scaling.
-
-        Args:
-            num_positions: Longest served context.
+        `num_positions`: longest served context.
         """
         plain = self.theta ** -(np.arange(0, self.rotary_dim, 2, dtype=np.float64) / self.rotary_dim)
         if self.scaling is None:

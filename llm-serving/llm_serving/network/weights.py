@@ -23,10 +23,7 @@ class Tensors(Protocol):
 
 
 def load_parameter(weight: Weight, tensors: Tensors, num_positions: int) -> Array:
-    """Return the array of a weight.
-
-    Args:
-        num_positions: Longest served context.
+    """Return the array of a weight. `num_positions`: longest served context.
 
     Returns:
         A C-contiguous array of `weight.shape` (generated tables have `num_positions` rows), of a stored type or

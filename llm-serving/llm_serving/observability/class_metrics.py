@@ -90,7 +90,6 @@ class ClassMetrics:
         Args:
             ttft_s: Seconds from arrival to the first token; None: it has no token.
             tpot_s: Mean seconds between its tokens; None: it has fewer than two.
-            e2e_s: Seconds from arrival to the end.
         """
         request_class = class_of(priority, self._classes)
         targets = self._targets[request_class.name]

@@ -149,7 +149,6 @@ class EventSnapshot:
     """The steps, decisions and outages of an event log at one moment. It does not change.
 
     Args:
-        now: Time of the snapshot.
         steps: In order; the last two may be in flight, and then end at `now`.
         decisions: In order.
         outages: In order.

@@ -35,7 +35,6 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Number of observed values."""
         return sum(self._counts)
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:

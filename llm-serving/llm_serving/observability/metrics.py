@@ -171,11 +171,9 @@ class Metrics(Collector):
         """Record a finished request.
 
         Args:
-            e2e_s: Seconds from its arrival to now.
             ttft_s: Seconds from its arrival to its first token; None: it has no token.
             queued_s: Seconds from its arrival until it was first scheduled.
             decode_s: Seconds from its first token to its last; None: it has no token.
-            num_cached: Prompt tokens found in the prefix cache.
         """
         counts, histograms = self._counts, self._histograms
         tpot_s = None if ttft_s is None or num_output < 2 else (e2e_s - ttft_s) / (num_output - 1)
@@ -197,7 +195,6 @@ class Metrics(Collector):
         self.classes.record_finished(priority, reason, ttft_s, tpot_s, e2e_s)
 
     def record_preempted(self, priorities: Sequence[int]) -> None:
-        """Count preempted requests, given their priorities."""
         self._add("vllm:num_preemptions_total", len(priorities))
         for priority in priorities:
             self.classes.record_preempted(priority)
@@ -242,7 +239,6 @@ class Metrics(Collector):
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def load_now(self) -> Load:
-        """Return the latest load of all replicas."""
         loads = list(self._loads.values())
         return Load(
             sum(load.num_running for load in loads),
@@ -325,10 +321,8 @@ class Metrics(Collector):
 
 
 class HttpMetrics:
-    """Metrics of HTTP requests by route and status, recorded on the event loop.
-
-    Args:
-        labels: Labels of every metric; `method`, `route` and `status` are added.
+    """Metrics of HTTP requests by route and status, recorded on the event loop. `labels`: labels of every metric;
+    `method`, `route` and `status` are added.
     """
 
     def __init__(self, labels: Labels) -> None:

@@ -203,12 +203,8 @@ class SchedulerState(NamedTuple):
 def scheduler_state(
     scheduler: Scheduler, now: float, step_s: float | None = None, max_waiting: int = MAX_WAITING
 ) -> SchedulerState:
-    """Return the state of a scheduler. Call it in the thread that owns the scheduler.
-
-    Args:
-        now: Seconds on the engine's clock.
-        step_s: Mean seconds per step, if known.
-        max_waiting: Maximum number of waiting requests to copy.
+    """Return the state of a scheduler. Call it in the thread that owns the scheduler. `now`: seconds on the engine's
+    clock.
     """
     running = {each.sequence: RunningRequest.of(each, scheduler.blocks, now) for each in scheduler.running}
     waiting = {

@@ -34,7 +34,6 @@ class SwapMetrics:
         self._loads[replica] = load
 
     def record(self, moves: Sequence[BlockMove], preemptions: Sequence[Preemption]) -> None:
-        """Count the preemptions and block moves of a step."""
         with self._lock:
             self._num_requests_out += sum(preemption.swapped for preemption in preemptions)
             self._num_blocks_out += sum(move.kind == BlockMoveKind.SWAP_OUT for move in moves)

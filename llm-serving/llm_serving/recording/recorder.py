@@ -110,7 +110,6 @@ class Recorder:
     recording but does not affect serving.
 
     Args:
-        name: Name of the scheduler within its server.
         max_file_bytes: Approximate size of a full file.
     """
 

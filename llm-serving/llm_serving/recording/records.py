@@ -36,7 +36,6 @@ class Header(msgspec.Struct, array_like=True, frozen=True, tag="header"):
     version: str
     """Version of the package that wrote the recording."""
     name: str
-    """Name of the scheduler within its server."""
     seal: bytes
     """Last seal of the previous file; empty in the first file."""
     layouts: dict[str, list[str]]

@@ -218,12 +218,7 @@ class ReplayPageData(msgspec.Struct):
 
 
 class ReplayPageBuilder:
-    """Collects the steps of a replay for the replay page.
-
-    Args:
-        scheduler: The replaying scheduler.
-        max_steps: Number of steps to keep, the latest.
-    """
+    """Collects the steps of a replay for the replay page. `max_steps`: number of steps to keep, the latest."""
 
     def __init__(self, scheduler: Scheduler, max_steps: int = MAX_STEPS) -> None:
         self._scheduler = scheduler

@@ -96,7 +96,6 @@ def build_site(
     """Return all applications of an engine.
 
     Args:
-        engine: Computes.
         access_log: Gets a line for each request; None: there is no access log.
         tracer: Gets the spans of requests; None: there is no tracing.
         accepted: Requests that clients may repeat; None: an empty table.
@@ -344,15 +343,13 @@ def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRe
 
 
 def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Batches | None:
-    """Return the batches of the configuration; None if batches are not configured.
+    """Return the batches of the configuration; None if batches are not configured. Raise ConfigError if the database
+    cannot be used.
 
     Args:
         engine: Its configuration limits the concurrency and the bytes.
         ask: Sends a request to a route.
         path: Database to use instead of the configured one; the size of its responses is not limited.
-
-    Raises:
-        ConfigError: The database cannot be used.
     """
     config, serving = engine.config, engine.config.serving
     database = path or serving.batch_path

@@ -20,12 +20,7 @@ class TenantQuota:
     key: str = "serving_config.batch_store_bytes"
 
     def room(self, used: int, own: int) -> int:
-        """Return the bytes that a tenant may still use; negative if it exceeds its limit.
-
-        Args:
-            used: Bytes used by all tenants.
-            own: Bytes used by this tenant.
-        """
+        """Return the bytes that a tenant may still use; negative if it exceeds its limit."""
         free = self.num_bytes - used
         return (free - own) // 2 if self.is_shared() else free
 

@@ -34,7 +34,6 @@ class ConfinedProcess(Generic[Answer]):
 
     Args:
         module: Module whose `main` accepts `--socket-fd` and `--cpu-seconds`.
-        cpu_seconds: Maximum CPU seconds for one question.
         answers: Union of the answer types.
     """
 

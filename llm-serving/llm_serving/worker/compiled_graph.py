@@ -85,14 +85,12 @@ def load_lite() -> Any:
 
 
 class LiteNetwork:
-    """A MINDIR file computed by mindspore_lite on an NPU. It is called like a `CompiledNetwork`.
+    """A MINDIR file computed by mindspore_lite on an NPU. It is called like a `CompiledNetwork`. Raise ConfigError if
+    the file has other arguments.
 
     Args:
         ini: Options of the graph engine, in the format of older servers.
         inputs: The expected arguments. Only number of dimensions and type are used.
-
-    Raises:
-        ConfigError: The file has other arguments.
     """
 
     num_compilations = 1
@@ -159,10 +157,8 @@ class StepNetworks(NamedTuple):
 
 
 def compile_networks(lowered: Lowered, hidden: int, num_prompt_rows: int = 0) -> StepNetworks:
-    """Return networks that are compiled at their first call.
-
-    Args:
-        num_prompt_rows: Maximum number of requests in a step of whole prompts.
+    """Return networks that are compiled at their first call. `num_prompt_rows`: maximum number of requests in a step of
+    whole prompts.
     """
     prompts = lowered.of_prompts
     return StepNetworks(

@@ -50,7 +50,6 @@ from llm_serving.worker.rank_group import CollectiveGroup, RankGroup
 logger = get_logger(__name__)
 
 PROGRESS_INTERVAL_S: Final = 5.0
-"""Seconds between two progress messages while weights are read."""
 
 
 def load_runner(
@@ -60,15 +59,13 @@ def load_runner(
     transfer_fd: int | None = None,
     group_port: int = 0,
 ) -> tuple[ModelRunner, str]:
-    """Select the device, prepare the kernels, read the weights and compile the network.
+    """Select the device, prepare the kernels, read the weights and compile the network. Return the runner, and a notice
+    for the operator; usually empty.
 
     Args:
         ranks_fd: Memory shared by the ranks of the replica; None: the replica has only this process.
         transfer_fd: Memory of the KV transfer pool; None: there is none.
         group_port: Port of this machine on which ranks form a collective group, if they compute graphs.
-
-    Returns:
-        The runner, and a notice for the operator; usually empty.
 
     Raises:
         ConfigError: The model cannot be read, or its cache does not fit.
@@ -153,7 +150,6 @@ def load_runner(
 def _draft_model(
     settings: LoadModel, spec: ModelSpec, backend: Backend, device: DeviceConfig, on_progress: Callable[[str], None]
 ) -> DraftModel:
-    """Load the draft model for the model of `spec`."""
     folder = Path(settings.draft_model_path or "")
     draft = check_folder(folder)
     on_progress(f"reading {draft.num_weight_elements / 1e6:,.1f} M weights of the draft model from {folder.name}")

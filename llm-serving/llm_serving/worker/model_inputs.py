@@ -23,12 +23,10 @@ def all_true(mask: NDArray[np.bool_]) -> bool:
 
 
 def any_true(mask: NDArray[np.bool_]) -> bool:
-    """Return whether a mask is true anywhere."""
     return b"\1" in mask.tobytes()
 
 
 def all_zero(numbers: NDArray[Any]) -> bool:
-    """Return whether all bits of all numbers are 0."""
     return not numbers.tobytes().strip(b"\0")
 
 
@@ -117,13 +115,11 @@ class ModelInputs:
 
 def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array:
     """Replace references in `token_ids` by tokens that the previous step sampled. Copy only if there are references.
+    Raise WorkerError if a reference names a sample that the previous step did not have.
 
     Args:
         token_ids: >= 0: a token; -1 - j: sample j of the previous step.
         previous: [samples of the previous step]; -1 for a failed sample.
-
-    Raises:
-        WorkerError: A reference names a sample that the previous step did not have.
     """
     if not token_ids.size or int(token_ids.min()) >= 0:
         return token_ids

@@ -63,7 +63,6 @@ class ModelRunner:
         """Read the weights and allocate the cache. `warm_up` compiles the network.
 
         Args:
-            folder: Folder of the safetensors files.
             as_program: Whether one operator runs the whole network, if the backend supports it.
             num_prompt_rows: Maximum number of requests of a step on the graph for whole prompts. 0: there is no such
                 graph.
@@ -79,9 +78,7 @@ class ModelRunner:
         """
         self.spec = spec
         self.compute_fingerprint: ComputeFingerprint = UNKNOWN_FINGERPRINT
-        """Set by the caller."""
         self.draft_model: DraftModelClient | None = None
-        """Set by the caller."""
         self._backend = backend
         self._ranks, self._step_timeout_s = ranks, step_timeout_s
         if networks is None:
@@ -148,10 +145,8 @@ class ModelRunner:
         return self._backend.announce_ending(announce)
 
     def execute(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None = None) -> StepOutput:
-        """Move the blocks of a step, run it and return its results.
-
-        Args:
-            await_allowed: Waits for the allowed tokens of its samples, if they are sent later.
+        """Move the blocks of a step, run it and return its results. `await_allowed`: waits for the allowed tokens of
+        its samples, if they are sent later.
 
         Raises:
             StepMismatchError: The step is not the next one. Nothing was moved or computed.

@@ -138,7 +138,6 @@ def _check_offsets(name: str, offsets: Int32Array, num_entries: int, num_samples
 
 
 def _check_ranges(sampling: SamplingInput) -> None:
-    """Check the ranges of `SamplingParams` again, for the received numbers."""
     reals = stack_rows([getattr(sampling, name) for name in _REALS])
     inside = (reals >= _REALS_LOW) & (reals <= _REALS_HIGH) & (reals != _REALS_EXCLUDED)
     if not all_true(inside):
@@ -160,15 +159,13 @@ def sample(
     previous: Int32Array,
     choose_tokens: ChooseTokens = sampling_reference.choose_tokens,
 ) -> StepOutput:
-    """Sample one token for each row of logits ([S, V], C-contiguous, not changed).
+    """Sample one token for each row of logits ([S, V], C-contiguous, not changed). Return the tokens. Rows whose logits
+    leave no token are in `row_errors`.
 
     Args:
         sampling: Must have passed `check_sampling`.
         previous: Tokens of the previous step, for histories that end with a reference.
         choose_tokens: From `choose_tokens_for`.
-
-    Returns:
-        The tokens. Rows whose logits leave no token are in `row_errors`.
     """
     history = resolve_token_ids(sampling.history_token_ids, previous)
     choices = choose_tokens(logits, sampling, history)

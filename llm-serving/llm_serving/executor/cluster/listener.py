@@ -26,7 +26,6 @@ HANDSHAKE_TIMEOUT_S: Final = 10.0
 MAX_ATTACH_BYTES: Final = 256
 """Size limit of the first frame, so that an unexpected client cannot make the master allocate memory."""
 ACCEPT_RETRY_S: Final = 0.2
-"""Delay after `accept` failed for lack of resources."""
 MAX_HANDSHAKES: Final = 64
 
 

@@ -41,7 +41,6 @@ class RayConnected(msgspec.Struct, tag="connected", frozen=True):
     """The cluster has reserved resources for all WorkAgents."""
 
     host: str
-    """Address of the master's machine in the cluster."""
     resources: str
 
 

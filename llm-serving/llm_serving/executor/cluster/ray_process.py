@@ -309,7 +309,6 @@ def _free_of_total(left: dict[str, float], total: dict[str, float], name: str) -
 
 
 def _count_agents(ray: Any) -> Counter[str]:
-    """Return machine -> number of running WorkAgents, those of other servers included."""
     state = importlib.import_module("ray._private.state")
     actors = state.actors().values()
     return Counter(

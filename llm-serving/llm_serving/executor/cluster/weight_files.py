@@ -29,7 +29,6 @@ _DIGEST_BYTES: Final = 20
 
 class WeightFile(msgspec.Struct, frozen=True):
     name: str
-    """Path relative to the folder."""
     num_bytes: int
 
 

@@ -54,7 +54,6 @@ class Advisor:
     For the event loop only.
 
     Args:
-        config: Returns the current configuration.
         clock: The clock that stamps recordings, in seconds.
         command: Command that reads a question from standard input and writes advice to standard output.
         refused: Returns the requests that admission refused since a time.

@@ -240,11 +240,9 @@ class LiveFeed:
 
     Args:
         watched: Returns snapshots of the engines.
-        metrics: Totals of the engines.
         policy: Name of their scheduling policy.
         max_viewers: Maximum number of clients; one tenant may have half of them.
         cpu_clock: Processor time of the thread, in seconds.
-        sleep: Waits for a number of seconds.
     """
 
     def __init__(

@@ -248,7 +248,6 @@ class BatchStore:
             batch: The batch with its final status; its file ids and counts are set here.
             unanswered: Error to write for lines without an answer; None: omit those lines.
             now: Seconds since the epoch.
-            expires_at: When the files expire.
         """
         batch.request_counts = self._counts(batch.id)
         with self._db:

@@ -51,10 +51,8 @@ conversations take long to render.
 
 
 class ConversationRequest(ProtocolRequest):
-    """A conversation in the form of chat completions, from any chat protocol.
-
-    Args:
-        translate: Renames the fields of an error to those of the protocol.
+    """A conversation in the form of chat completions, from any chat protocol. `translate`: renames the fields of an
+    error to those of the protocol.
     """
 
     def __init__(
@@ -141,15 +139,9 @@ class ConversationRequest(ProtocolRequest):
 async def encode_chat(
     engine: AsyncEngine, source: str, request: ChatCompletionRequest, offered: OfferedTools | None
 ) -> list[int]:
-    """Return the token ids of a conversation's prompt, which is rendered off the event loop.
-
-    Args:
-        source: The client, as in `HttpCaller`.
-        request: The conversation, and how its prompt ends.
-
-    Raises:
-        RequestError: A message has no text or an unknown role, a variable has a reserved name, the chat template
-            refuses the conversation, or the prompt is too long.
+    """Return the token ids of a conversation's prompt, which is rendered off the event loop. `source`: the client, as
+    in `HttpCaller`. Raise RequestError if a message has no text or an unknown role, a variable has a reserved name, the
+    chat template refuses the conversation, or the prompt is too long.
     """
     messages, adds_prompt = request.messages, _adds_generation_prompt(request)
     if not 1 <= len(messages) <= MAX_MESSAGES:

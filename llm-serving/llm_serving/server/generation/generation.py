@@ -34,7 +34,6 @@ NO_RENAMES: Final[Mapping[str, str]] = MappingProxyType({})
 T = TypeVar("T")
 
 Select = Callable[[AsyncIterator[ChoiceOutput]], AsyncIterator[ChoiceOutput]]
-"""Turns the outputs of all sequences into those of the choices."""
 
 
 class Generation:
@@ -162,13 +161,9 @@ async def _pump(index: int, stream: RequestStream, queue: asyncio.Queue[ChoiceOu
 
 class EngineInput(NamedTuple):
     prompts: Sequence[list[int]]
-    """Token ids of each prompt."""
     sampling: SamplingParams
-    """Sampling parameters of the first choice of every prompt."""
     constraint: Constraint | None = None
-    """The compiled constraint that `sampling` names."""
     wants_vectors: bool = False
-    """Whether the final outputs must carry the vectors of the prompts."""
 
 
 async def submit(

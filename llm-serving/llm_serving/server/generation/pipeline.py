@@ -55,19 +55,15 @@ class EncodedRequest(NamedTuple):
 
     prompts: list[list[int]]
     sampling: SamplingParams
-    """Sampling parameters of the first choice of every prompt."""
     structured_output: StructuredOutput | None = None
 
 
 class ProtocolRequest(ABC):
-    """Base class of a request of one protocol. It implements the protocol's own steps of the pipeline.
-
-    Args:
-        bodies: The body, and nested objects that may also contain the fields common to all protocols (`CallerFields`).
+    """Base class of a request of one protocol. It implements the protocol's own steps of the pipeline. `bodies`: the
+    body, and nested objects that may also contain the fields common to all protocols (`CallerFields`).
     """
 
     id_prefix = ""
-    """Prefix of the request id in the id of the response."""
     route: ClassVar[str] = ""
     """Path of the route, if its requests can be retried, resumed and coalesced; otherwise empty."""
     wants_vectors: ClassVar[bool] = False
@@ -102,7 +98,6 @@ class StartedGeneration(NamedTuple):
     idempotent: IdempotentRequest | None
     """None: the request cannot be retried by its key, resumed or coalesced."""
     prompts: Sequence[list[int]]
-    """Token ids."""
     receipt: ReceiptDraftProtocol | None
 
 

@@ -20,17 +20,11 @@ CALL_CHARS: Final = 64
 
 PromptField = str | list[str | int | list[int]]
 Prompt = str | list[int]
-"""A text or its token ids."""
 
 
 async def read_prompts(value: PromptField, field: str, max_count: int, noun: str) -> list[Prompt]:
-    """Return the prompts of a field that holds one prompt or a list of prompts.
-
-    Args:
-        noun: Plural noun for the prompts in error messages.
-
-    Raises:
-        RequestError: The list is empty, mixes kinds or holds too many prompts.
+    """Return the prompts of a field that holds one prompt or a list of prompts. `noun`: plural noun for the prompts in
+    error messages. Raise RequestError if the list is empty, mixes kinds or holds too many prompts.
     """
     if isinstance(value, str):
         return [value]
@@ -86,13 +80,8 @@ def check_length(engine: AsyncEngine, text: str, field: str) -> None:
 
 
 def truncate_prompt(engine: AsyncEngine, prompt: list[int], count: int | None, max_tokens: int) -> list[int]:
-    """Return the last `count` token ids of a prompt.
-
-    Args:
-        count: `truncate_prompt_tokens` of the request; -1: as many as fit with `max_tokens` of output, None: all.
-
-    Raises:
-        RequestError: `count` is neither -1 nor positive.
+    """Return the last `count` token ids of a prompt. `count`: `truncate_prompt_tokens` of the request; -1: as many as
+    fit with `max_tokens` of output, None: all. Raise RequestError if `count` is neither -1 nor positive.
     """
     if count is None:
         return prompt

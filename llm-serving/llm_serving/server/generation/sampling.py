@@ -169,7 +169,6 @@ def _top_k(top_k: int) -> int:
 
 
 def _stop_strings(stop: str | list[str]) -> tuple[str, ...]:
-    """Return `stop` as a tuple. An empty string, which some clients send, means no stop string."""
     if not stop:
         return ()
     strings = [stop] if isinstance(stop, str) else stop

@@ -55,14 +55,12 @@ class StructuredOutput:
 
 
 def structured_output_of(request: object, names: Mapping[str, str] | None = None) -> StructuredOutput | None:
-    """Return the structured output that a request asks for; None if any text is allowed.
+    """Return the structured output that a request asks for; None if any text is allowed. Raise RequestError if there
+    are several, one is malformed, or another parameter excludes structured output.
 
     Args:
         request: Struct with some of the fields in `_READERS`.
         names: Parameter -> field, if the protocol names it differently.
-
-    Raises:
-        RequestError: There are several, one is malformed, or another parameter excludes structured output.
     """
     whitespace = getattr(request, "guided_whitespace_pattern", None)
     found = []
@@ -94,10 +92,8 @@ def check_compatible(request: object, field: str, names: Mapping[str, str] | Non
 
 
 async def compile_constraint(engine: AsyncEngine, output: StructuredOutput, source: str) -> TokenConstraint:
-    """Compile a structured output to a constraint on tokens, off the event loop.
-
-    Args:
-        source: The client, which gets a fair share of the compilers' time.
+    """Compile a structured output to a constraint on tokens, off the event loop. `source`: the client, which gets a
+    fair share of the compilers' time.
 
     Raises:
         RequestError: The structured output cannot be compiled; names its field and the position of the fault.
@@ -167,7 +163,6 @@ def _schema_text(field: str, schema: Any) -> str:
 
 
 def _schema_size(schema: Any) -> int:
-    """Return the length of a schema's text. msgspec is ten times faster than `json`."""
     if isinstance(schema, str):
         return len(schema)
     try:

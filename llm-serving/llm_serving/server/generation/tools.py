@@ -160,12 +160,8 @@ def chat_output(
     budget: ReasoningBudget | None = None,
 ) -> StructuredOutput | None:
     """Return the structured output of a whole choice: reasoning within its budget, then tool calls or content.
-
-    Args:
-        content: The structured output of the content.
-
-    Raises:
-        RequestError: A reasoning budget is set, but the model's reasoning cannot be recognised.
+    `content`: the structured output of the content. Raise RequestError if a reasoning budget is set, but the model's
+    reasoning cannot be recognised.
     """
     constrained_by = None if offered is None else offered.constrained_by
     if content is None and constrained_by is None and budget is None:

@@ -106,7 +106,6 @@ class AccessLog:
 
     Args:
         put: Writes a line without blocking.
-        wall_clock: Returns the time of day.
         reopen: Makes the writer reopen its file after a rotation.
     """
 
@@ -193,7 +192,6 @@ class Accounting:
     """Outermost ASGI middleware: records timings, metrics, access log and trace of every request.
 
     Args:
-        metrics: Counts requests.
         access_log: None if the configuration has no access log.
         paths: Paths of the routes that have no parameters.
         tracer: Exports the spans of requests; None if tracing is off.

@@ -36,10 +36,8 @@ V = TypeVar("V")
 
 
 class FailedKeys:
-    """Failed authentication attempts, counted by client address on the event loop.
-
-    Args:
-        refused: Counts a refusal by its reason: `missing_key`, `unknown_key` or `too_many_unknown_keys`.
+    """Failed authentication attempts, counted by client address on the event loop. `refused`: counts a refusal by its
+    reason: `missing_key`, `unknown_key` or `too_many_unknown_keys`.
     """
 
     def __init__(self, clock: Clock, refused: Callable[[str], None]) -> None:

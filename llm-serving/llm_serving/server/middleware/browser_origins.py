@@ -48,7 +48,6 @@ class BrowserGuard:
     """ASGI middleware that refuses requests of foreign web pages, and answers CORS preflights.
 
     Args:
-        app: The application to protect.
         server: The configuration of origins, hosts and address.
         needs_keys: Whether API keys protect the server. Then foreign pages are not refused, because they need a key.
         refused: Counts a refusal by its reason.

@@ -68,14 +68,12 @@ class Quota:
         self._take("requests", 1)
 
     def take_tokens(self, num_prompt: int, num_output: int) -> Callable[[int], None] | None:
-        """Withdraw the prompt tokens of a request and all tokens that it may generate.
+        """Withdraw the prompt tokens of a request and all tokens that it may generate. Raise RateLimitError if the
+        limit of tokens per minute is exceeded.
 
         Returns:
             A function to call at the end of the request with the number of generated tokens; None without a token
             limit.
-
-        Raises:
-            RateLimitError: The limit of tokens per minute is exceeded.
         """
         if "tokens" not in self._buckets:
             return None

@@ -73,7 +73,6 @@ def spans_of(context: TraceContext, request: RequestContext, status: int, now: f
     """Yield the spans of an answered request.
 
     Args:
-        status: HTTP status of the answer.
         now: Time when the answer ended, in seconds on the engine's clock.
         epoch: Seconds since the epoch when the engine's clock showed 0.
     """
@@ -115,7 +114,6 @@ class Tracer:
 
     Args:
         send: Sends a message, or raises OSError or HTTPException.
-        service: Service name in the traces.
         wall_clock: Returns seconds since the epoch.
     """
 

@@ -210,14 +210,11 @@ def _first_repeated(text: bytes, *, only_outermost: bool) -> str | None:
 
 
 def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:
-    """Decode a body as a `kind`.
+    """Decode a body as a `kind`. Raise RequestError, which names the wrong field and its value.
 
     Args:
         body: JSON. NaN, Infinity, invalid UTF-8, lone surrogates and deep nesting are refused.
         strict: Do not convert strings to numbers and booleans.
-
-    Raises:
-        RequestError: Names the wrong field and its value.
     """
     try:
         return msgspec.json.decode(body, type=kind, strict=strict)

@@ -39,10 +39,7 @@ class HttpCaller(Caller):
 
 
 def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerFields) -> HttpCaller:
-    """Return the caller of a request.
-
-    Args:
-        bodies: The body, and nested objects that may contain the same fields.
+    """Return the caller of a request. `bodies`: the body, and nested objects that may contain the same fields.
 
     Raises:
         RequestError: A field breaks its rule, or is given twice with different values.
@@ -80,14 +77,12 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
 
 
 async def within_deadline(deadline: float | None, clock: Clock, work: Awaitable[T]) -> T:
-    """Return the result of work done before the engine takes over and enforces the deadline.
+    """Return the result of work done before the engine takes over and enforces the deadline. Raise TimedOutError if the
+    deadline has passed.
 
     Args:
         deadline: Time on the clock; None: there is none.
         work: Cancelled when the deadline passes.
-
-    Raises:
-        TimedOutError: The deadline has passed.
     """
     if deadline is None:
         return await work

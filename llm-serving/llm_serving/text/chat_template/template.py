@@ -38,13 +38,8 @@ MAX_TEMPLATES: Final = 64
 
 
 class ChatTemplate:
-    """One chat template. Its processes start on demand, and are restarted after they exit.
-
-    Args:
-        source: Jinja text, as in `chat_template` of `tokenizer_config.json`.
-
-    Raises:
-        ModelError: The text is not a valid template.
+    """One chat template. Its processes start on demand, and are restarted after they exit. `source`: jinja text, as in
+    `chat_template` of `tokenizer_config.json`. Raise ModelError if the text is not a valid template.
     """
 
     def __init__(self, source: str) -> None:
@@ -162,14 +157,11 @@ def _read_processor_file(path: Path) -> dict[str, str]:
 
 
 class Conversations:
-    """The chat templates of one model.
+    """The chat templates of one model. Raise ModelError if a text is not a valid template.
 
     Args:
         templates: Name -> text. With several, `tool_use` is for conversations with tools, `default` for the others.
         special_tokens: Variables of every template, such as `bos_token`.
-
-    Raises:
-        ModelError: A text is not a valid template.
     """
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
@@ -187,17 +179,14 @@ class Conversations:
         continue_final_message: bool = False,
         **variables: object,
     ) -> str:
-        """Return the prompt text, as `apply_chat_template` of the transformers library does.
+        """Return the prompt text, as `apply_chat_template` of the transformers library does. Raise RequestError if the
+        model has no suitable template, or the template rejects the messages.
 
         Args:
             messages: At least one message.
             tools: JSON schemas of functions.
-            documents: Texts to answer from.
             add_generation_prompt: End with the start of an assistant's answer.
             continue_final_message: End with the text of the last message; not together with `add_generation_prompt`.
-
-        Raises:
-            RequestError: The model has no suitable template, or the template rejects the messages.
         """
         given = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         template, given = self._choose(with_tools=tools is not None), self._special_tokens | given | variables

@@ -33,7 +33,7 @@ class Calls:
 def answer_grammar(
     form: Grammar | None, calls: Calls | None, thinks_open: bool | None, marks: Marks, budget: int | None = None
 ) -> Grammar:
-    """Return the grammar of an answer.
+    """Return the grammar of an answer. Raise GrammarError if the schema of a tool, or the budget, cannot be enforced.
 
     Args:
         form: Grammar of the text; None: any text.
@@ -41,9 +41,6 @@ def answer_grammar(
         thinks_open: Whether the prompt ends with `<think>`; None: the model does not reason.
         marks: Special texts of the model, such as `</think>`.
         budget: Maximum number of reasoning tokens; None: unlimited.
-
-    Raises:
-        GrammarError: The schema of a tool, or the budget, cannot be enforced.
     """
     if form is not None and calls is None and thinks_open is None:
         return form

@@ -129,11 +129,7 @@ class TokenConstraint:
 
 
 class ConstraintCompiler:
-    """Compiles grammars to constraints. Thread-safe.
-
-    Args:
-        vocab_size: Number of token ids that the model can sample.
-    """
+    """Compiles grammars to constraints. Thread-safe."""
 
     def __init__(
         self, tokenizer: Tokenizer, end_ids: frozenset[int], vocab_size: int, limits: GrammarLimits | None = None

@@ -64,7 +64,6 @@ def fault_in(schema: Any, error: str, error_of: Callable[[Any], str | None]) -> 
 
     Args:
         schema: A schema that cannot be compiled.
-        error: Its error.
         error_of: Returns the error of another schema; None: it has none.
 
     Returns:
@@ -148,15 +147,13 @@ def json_options(whitespace: str, **others: Any) -> dict[str, Any]:
 def json_grammar(
     schema: str, whitespace: str = WHITESPACES[JsonWhitespaceName.SPACE], *, lenient: bool = False
 ) -> Grammar:
-    """Return a grammar of the JSON texts that match a schema, with properties in the order of the schema.
+    """Return a grammar of the JSON texts that match a schema, with properties in the order of the schema. Raise
+    GrammarError if the schema is not a JSON object, or has integers that would be rounded.
 
     Args:
         schema: A JSON object as text.
         whitespace: Regular expression of the white space between the parts of a text; empty: none.
         lenient: Whether unsupported constraints are ignored.
-
-    Raises:
-        GrammarError: The schema is not a JSON object, or has integers that would be rounded.
     """
     try:
         content = json.loads(schema, parse_int=_exact)

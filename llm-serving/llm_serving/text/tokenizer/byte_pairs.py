@@ -55,15 +55,13 @@ _CLASSES: Final[Mapping[str, Words]] = {"GPT2Tokenizer": GPT2, "Qwen2Tokenizer":
 def read_byte_pairs(
     path: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken], special: Sequence[str]
 ) -> TokenizersVocabulary:
-    """Read a `vocab.json` and the `merges.txt` next to it.
+    """Read a `vocab.json` and the `merges.txt` next to it. Raise ModelError if they cannot be read, contradict each
+    other, or belong to a class whose word rule is unknown.
 
     Args:
         path: The `vocab.json`.
         config: Content of the folder's `tokenizer_config.json`.
         added, special: As for `TokenizersVocabulary`.
-
-    Raises:
-        ModelError: They cannot be read, contradict each other, or belong to a class whose word rule is unknown.
     """
     words = _words_of(path, config)
     vocab = read_json(path)

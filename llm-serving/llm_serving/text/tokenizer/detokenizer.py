@@ -108,7 +108,6 @@ class IncrementalDetokenizer:
     Args:
         stop: Strings that end the text.
         include_stop_str_in_output: Keep the stop string at the end of the text.
-        skip_special_tokens: Omit special tokens from the text.
     """
 
     def __init__(

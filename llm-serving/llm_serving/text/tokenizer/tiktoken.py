@@ -99,12 +99,7 @@ class RankedPairs:
 
 class TiktokenVocabulary:
     """A tiktoken vocabulary with the ids of the tiktoken library. Special tokens are recognised in the text.
-
-    Args:
-        added_tokens: Tokens of `tokenizer_config.json`, by id.
-
-    Raises:
-        ModelError: The ranks or the pattern are invalid.
+    `added_tokens`: tokens of `tokenizer_config.json`, by id. Raise ModelError if the ranks or the pattern are invalid.
     """
 
     strips_leading_space = False

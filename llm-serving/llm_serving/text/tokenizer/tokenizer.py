@@ -76,14 +76,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, vocab_file: Path | None = None) -> Tokenizer:
-        """Load the tokenizer of a Hugging Face folder or a GGUF file.
+        """Load the tokenizer of a Hugging Face folder or a GGUF file. Raise ModelError if no tokenizer is found, or it
+        cannot be read.
 
         Args:
             folder: A folder with a tokenizer file (`files.FILES`) and usually `tokenizer_config.json`; or a GGUF file.
             vocab_file: A tokenizer file, or another folder, to use instead of the folder's own.
-
-        Raises:
-            ModelError: No tokenizer is found, or it cannot be read.
         """
         end_ids = generation_end_ids(folder)
         if vocab_file is not None and vocab_file.is_dir():

@@ -67,10 +67,8 @@ def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
 
 
 class TokenSplitter:
-    """Finds tokens in a text from left to right. If several match at one position, the longest wins.
-
-    Args:
-        tokens: Tokens by their text.
+    """Finds tokens in a text from left to right. If several match at one position, the longest wins. `tokens`: tokens
+    by their text.
     """
 
     def __init__(self, tokens: Mapping[str, AddedToken]) -> None:

@@ -53,7 +53,8 @@ class CallReader(Protocol):
     """Reads the text after one opening."""
 
     def read(self, body: str, *, ended: bool) -> Read | None:
-        """Parse the text after the opening. Each `body` extends that of the previous call.
+        """Parse the text after the opening. Each `body` extends that of the previous call. Raise NotACallError if the
+        text cannot become a call.
 
         Args:
             body: All text after the opening so far.
@@ -62,9 +63,6 @@ class CallReader(Protocol):
         Returns:
             The calls; None if more text is needed. The result depends only on the text, not on how often `read` is
             called, and extends the result for a shorter text.
-
-        Raises:
-            NotACallError: The text cannot become a call.
         """
 
 

@@ -67,10 +67,8 @@ class JsonEnd:
 
 
 class StreamedCall:
-    """A call that is streamed while its arguments, a JSON object, are generated, even if they become invalid.
-
-    Args:
-        start: Index of the opening brace.
+    """A call that is streamed while its arguments, a JSON object, are generated, even if they become invalid. `start`:
+    index of the opening brace.
     """
 
     def __init__(self, name: str, start: int) -> None:

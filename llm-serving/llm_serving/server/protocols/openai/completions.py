@@ -121,10 +121,8 @@ class _CompletionRequest(ProtocolRequest):
 
 
 class _TextOffset:
-    """Tracks the character offset of each token's text. Tokens of one character share its offset.
-
-    Args:
-        text: Converts tokens to text.
+    """Tracks the character offset of each token's text. Tokens of one character share its offset. `text`: converts
+    tokens to text.
     """
 
     def __init__(self, text: IncrementalDetokenizer) -> None:

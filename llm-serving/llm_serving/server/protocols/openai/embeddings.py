@@ -69,7 +69,8 @@ async def compute_vectors(
     truncations: Sequence[int | None] | None = None,
     add_special_tokens: bool = True,
 ) -> TextVectors:
-    """Compute the vector of each text.
+    """Compute the vector of each text. Raise LLMServingError if the model does not support embeddings, a text breaks a
+    rule, or the engine refuses it.
 
     Args:
         http_request: When its client disconnects, the remaining work is aborted.
@@ -77,9 +78,6 @@ async def compute_vectors(
         prefix: Prefix of the request id in the id of the response.
         truncations: The maximum number of tokens of each text; None: the limit that the body gives for all texts.
         add_special_tokens: Whether the tokenizer adds its special tokens to texts.
-
-    Raises:
-        LLMServingError: The model does not support embeddings, a text breaks a rule, or the engine refuses it.
     """
     check_model(engine, body.model)
     if engine.pooling is None:
