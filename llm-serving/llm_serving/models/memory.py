@@ -63,15 +63,11 @@ def working_bytes(
 
 
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: Quantization | None) -> int:
-    """Return the bytes of the weights.
-
-    Without quantization, the blocks of a GGUF file count as they are. Where the model is split over ranks, some of them
-    are dequantized, and the result counts all of them so.
-    """
+    """Return the bytes of the weights. Without quantization, the blocks of a GGUF file count as they are."""
     elements = spec.num_weight_elements
     if quantization is None and isinstance(spec.scheme, Gguf) and spec.scheme.block_elements <= elements:
         return (elements - spec.scheme.block_elements) * dtype_bytes + spec.scheme.block_bytes
-    return spec.num_weight_elements * dtype_bytes - bytes_saved(spec.network, quantization, dtype_bytes)
+    return elements * dtype_bytes - bytes_saved(spec.network, quantization, dtype_bytes)
 
 
 def draft_model_bytes(spec: ModelSpec, dtype_bytes: int, block_size: int) -> int:
