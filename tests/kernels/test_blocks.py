@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from llm_serving.backends.block_packing import BlockSegments
 from llm_serving.errors import ModelError
 from llm_serving.formats.block_tensor import BlockTensor
+from llm_serving.formats.gguf_blocks import BLOCKS
 from llm_serving.kernels import blocks, library
 from support.instruction_sets import isas_of_qvalues, real_isas
 from support.kernel_calls import Array, Typed, block_weight, call, empty, integers, linear, scalar, typed
@@ -154,6 +155,15 @@ def test_gather_dequantizes_rows_of_blocks(name: str) -> None:
     y = empty((len(ids), 512), "float32")
     call("Gather", weight, integers(ids), scalar(0, "int64"), scalar(0, "int64"), y)
     assert np.array_equal(y.values, np.concatenate([each.dequantized() for each in segments])[ids])
+
+
+@pytest.mark.parametrize("kind", sorted(BLOCKS))
+def test_packed_bytes_of_a_block_type_are_those_of_the_library(kind: int) -> None:
+    for out, columns in ((16, 256), (37, 768), *(((5, 96),) if BLOCKS[kind].elements == 32 else ())):
+        rows = np.zeros((out, columns // BLOCKS[kind].elements * BLOCKS[kind].num_bytes), np.uint8)
+        tensor = BLOCKS[kind].unpacked(rows)
+        assert BLOCKS[kind].has_minima == (tensor.minima is not None)
+        assert BLOCKS[kind].packed_bytes((out, columns)) == BlockSegments([tensor]).num_bytes
 
 
 def test_block_packing_refuses_what_no_product_takes() -> None:

@@ -19,6 +19,7 @@ s and n belong to groups of 32 elements, in Q2_K, Q3_K and Q6_K of 16.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -67,14 +68,23 @@ class BlockType:
     group: int = 32
     has_minima: bool = False
 
+    @property
+    def has_units(self) -> bool:
+        """Whether scales are integers, times a unit for each block."""
+        return self.elements == UNIT_COLUMNS
+
     def packed_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of a matrix as products read it: padded to panels of 16 rows, and to lines of 64 bytes."""
+        """Return the bytes of a matrix as products read it, in panels whose chunks are padded to lines of 64 bytes."""
         out, width = shape[-2:]
-        numbers = 2 if self.has_minima else 1
-        scales = width // self.group * PANEL_ROWS * numbers * (1 if self.elements == UNIT_COLUMNS else 2)
-        units = width // UNIT_COLUMNS * PANEL_ROWS * numbers * 2 if self.elements == UNIT_COLUMNS else 0
-        panel = PANEL_ROWS * width * self.bits // 8 + sum(-(-each // _LINE) * _LINE for each in (scales, units))
-        return int(np.prod(shape[:-2], dtype=np.int64)) * -(-out // PANEL_ROWS) * panel
+        numbers = PANEL_ROWS * (2 if self.has_minima else 1)
+        group = PANEL_ROWS * self.group * self.bits // 8 + numbers * (1 if self.has_units else 2)
+
+        def chunk(columns: int) -> int:
+            return -(-(columns // self.group * group + (2 * numbers if self.has_units else 0)) // _LINE) * _LINE
+
+        rest = width % UNIT_COLUMNS
+        panel = width // UNIT_COLUMNS * chunk(UNIT_COLUMNS) + (chunk(rest) if rest else 0)
+        return math.prod(shape[:-2]) * -(-out // PANEL_ROWS) * panel
 
     def unpacked(self, rows: Array) -> BlockTensor:
         """[out, bytes of a row] -> the matrix"""
