@@ -35,39 +35,60 @@ LLM_INLINE Floats lane_stage(Floats value) {
       const NativeFloat other = value.part[i ^ kApart];
       result.part[i] = (i & kApart) == 0 ? value.part[i] + other : other - value.part[i];
     } else {
-      NativeUint sign;
-      for (size_t j = 0; j < kNative; j++) sign[j] = (j & kStride) == 0 ? 0 : 0x80000000u;
-      result.part[i] = exchanged<kStride>(value.part[i]) + (NativeFloat)((NativeUint)value.part[i] ^ sign);
+      NativeFloat sign;
+      for (size_t j = 0; j < kNative; j++) sign[j] = (j & kStride) == 0 ? 1.0f : -1.0f;
+      // Rounded once, whether fused or not: products with 1 and -1 are exact.
+      result.part[i] = native_multiply_add(value.part[i], sign, exchanged<kStride>(value.part[i]));
     }
   }
   return result;
 }
 
-// Rotates rows of `size` numbers in place; `size` is a multiple of `block`, which rotation_block returned.
-LLM_INLINE void rotate(float* x, size_t size, size_t block) {
-  if (block == 1) return;
-  for (size_t i = 0; i < size; i += kLanes) {
-    store(x + i, lane_stage<8>(lane_stage<4>(lane_stage<2>(lane_stage<1>(load(x + i))))));
-  }
-  for (size_t stride = kLanes; stride < block; stride *= 2) {
-    for (size_t first = 0; first < size; first += 2 * stride) {
-      for (size_t i = first; i < first + stride; i += kLanes) {
-        const Floats a = load(x + i), b = load(x + i + stride);
-        store(x + i, a + b);
-        store(x + i + stride, a - b);
+// Rotates a row less an offset, which may be null, in blocks of kVectors * 16, which stay in registers.
+template <size_t kVectors, class Element>
+LLM_INLINE void rotate_blocks(const Element* x, const float* offset, size_t size, float* rotated) {
+  for (size_t first = 0; first < size; first += kVectors * kLanes) {
+    Floats v[kVectors];
+#pragma GCC unroll 8
+    for (size_t i = 0; i < kVectors; i++) {
+      Floats value = load(x + first + i * kLanes);
+      if (offset != nullptr) value = value - load(offset + first + i * kLanes);
+      v[i] = lane_stage<8>(lane_stage<4>(lane_stage<2>(lane_stage<1>(value))));
+    }
+#pragma GCC unroll 3
+    for (size_t stride = 1; stride < kVectors; stride *= 2) {
+#pragma GCC unroll 8
+      for (size_t i = 0; i < kVectors; i++) {
+        if ((i & stride) != 0) continue;
+        const Floats a = v[i], b = v[i + stride];
+        v[i] = a + b;
+        v[i + stride] = a - b;
       }
     }
+#pragma GCC unroll 8
+    for (size_t i = 0; i < kVectors; i++) store(rotated + first + i * kLanes, v[i]);
   }
 }
 
-// Rotates a row less an offset, which may be null, into `rotated`.
+// Rotates a row less an offset, which may be null, into `rotated`, which may be x itself.
 template <class Element>
-LLM_INLINE void rotate_row(const Element* x, const float* offset, size_t size, float* rotated) {
+void rotate_row(const Element* x, const float* offset, size_t size, float* rotated) {
+  switch (rotation_block(size)) {
+    case 128:
+      return rotate_blocks<8>(x, offset, size, rotated);
+    case 64:
+      return rotate_blocks<4>(x, offset, size, rotated);
+    case 32:
+      return rotate_blocks<2>(x, offset, size, rotated);
+    case 16:
+      return rotate_blocks<1>(x, offset, size, rotated);
+    default:
+      break;
+  }
   for (size_t i = 0; i < size; i += kLanes) {
     const Floats value = load_first(x + i, size - i);
     store_first(rotated + i, offset == nullptr ? value : value - load_first(offset + i, size - i), size - i);
   }
-  rotate(rotated, size, rotation_block(size));
 }
 
 }  // namespace llm::LLM_ISA
