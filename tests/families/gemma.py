@@ -1,4 +1,5 @@
-"""Gemma 2 and 3: norms on both sides, norm weights stored minus one, alternating windows, caps or norms of heads.
+"""Gemma: norm weights stored minus one; from the second on, norms on both sides, alternating windows, caps or norms of
+heads.
 
 The published configurations do not mention the tied LM head, and those of Gemma 2 not the kinds of layers.
 """
@@ -16,6 +17,11 @@ ALIKE: dict[str, Any] = {
     "pad_token_id": 0, "query_pre_attn_scalar": 20, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "sliding_window": NEAR, "vocab_size": 200,
 }  # fmt: skip
+GEMMA: dict[str, Any] = {
+    **{key: ALIKE[key] for key in ALIKE.keys() - {"hidden_activation", "query_pre_attn_scalar", "sliding_window"}},
+    "architectures": ["GemmaForCausalLM"], "model_type": "gemma", "hidden_act": "gelu_pytorch_tanh",
+    "num_key_value_heads": 1,
+}  # fmt: skip
 GEMMA2: dict[str, Any] = {
     **ALIKE, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attn_logit_softcapping": 3.0,
     "cache_implementation": "hybrid", "final_logit_softcapping": 6.0, "hidden_act": "gelu_pytorch_tanh",
@@ -31,10 +37,8 @@ GEMMA3: dict[str, Any] = {
 
 def _gemma(config: dict[str, Any], *matters: dict[str, Any]) -> Model:
     head_norms = config["model_type"] == "gemma3_text"
-    placed = (
-        *("input_layernorm", "post_attention_layernorm"),
-        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-    )
+    behind = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+    placed = ("input_layernorm", "post_attention_layernorm", *(behind if config["model_type"] != "gemma" else ()))
 
     def layer(_: int) -> dict[str, tuple[int, ...]]:
         return attention(config, head_norms=head_norms) | mlp(config) | norms(config, *placed)
@@ -47,6 +51,7 @@ def models() -> dict[str, Model]:
     window = ({"sliding_window": 4 * FAR}, {"sliding_window": NEAR - 1})
     linear = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
     return {
+        "gemma": _gemma(GEMMA, {"rope_theta": 500000}, {"hidden_act": "silu"}),
         "gemma2": _gemma(
             GEMMA2,
             *window,

@@ -47,6 +47,7 @@ CONFIGS = {
     "baichuan2, 13B": ("BaichuanForCausalLM", {"num_key_value_heads": 4, "max_position_embeddings": None}),
     "glm": ("GlmForCausalLM", {"attention_bias": True}),
     "glm4": ("Glm4ForCausalLM", {"attention_bias": True}),
+    "gemma": ("GemmaForCausalLM", {}),
     "gemma2": (
         "Gemma2ForCausalLM",
         {

@@ -1,6 +1,7 @@
-"""Gemma 2 and 3: norms before and after both sublayers, norm weights stored minus one, alternating sliding windows.
+"""Gemma: norm weights stored minus one, a scaled embedding.
 
-Gemma 2 caps attention scores and logits. Gemma 3 has norms of heads and two rotary embeddings.
+Gemma 2 and 3 have norms before and after both sublayers, and alternating sliding windows. Gemma 2 caps attention scores
+and logits. Gemma 3 has norms of heads and two rotary embeddings.
 """
 
 from dataclasses import replace
@@ -22,6 +23,22 @@ from llm_serving.network.rope import Rotary
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+
+
+def gemma(c: ConfigReader) -> Network:
+    net, heads = empty_network(c, plus_one), attention_heads(c)
+    rotary, inner, bias = rotary_embedding(c, heads), c.integer("intermediate_size"), c.boolean("attention_bias")
+    # Folders of the first release name the exact function, and mean this one.
+    c.choice("hidden_act", ("gelu_pytorch_tanh", "gelu"), "gelu_pytorch_tanh")
+
+    def layer(hidden: Value, _: int, at: str) -> Value:
+        x = net.rms_norm(hidden, at + "input_layernorm")
+        hidden = net.add(hidden, self_attention(net, x, at, heads, rotary, bias=bias, out_bias=bias))
+        x = net.rms_norm(hidden, at + "post_attention_layernorm")
+        return net.add(hidden, gated_mlp(net, x, at + "mlp.", inner, function="gelu_tanh"))
+
+    table_scale = c.integer("hidden_size") ** 0.5
+    return decoder(net, c, layer, tied=True, table_scale=table_scale, rounded_scale=True)
 
 
 def gemma2(c: ConfigReader) -> Network:

@@ -34,6 +34,7 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
     "Glm4ForCausalLM": ("glm", "glm4"),
     "ChatGLMModel": ("chatglm", "chatglm"),
     "ChatGLMForConditionalGeneration": ("chatglm", "chatglm"),
+    "GemmaForCausalLM": ("gemma", "gemma"),
     "Gemma2ForCausalLM": ("gemma", "gemma2"),
     "Gemma3ForCausalLM": ("gemma", "gemma3"),
     "GraniteForCausalLM": ("granite", "granite"),
