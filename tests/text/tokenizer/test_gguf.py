@@ -1,5 +1,6 @@
 """Tokenizers of GGUF files give the ids of tokenizer files with the same tokens."""
 
+import itertools
 import json
 
 import pytest
@@ -103,28 +104,52 @@ def test_gguf_byte_pairs_equal_the_tokenizer_json(tmp_path, text):
     assert begins.encode(text) == [facts["bos_token_id"], *expected]
 
 
+TEXT = "It's 12345!"
+GPT_2, DIGITS = ["It", "'s", " 12345", "!"], ["It", "'s", " ", "1", "2", "3", "4", "5", "!"]
+THREES = ["It", "'s", " ", "123", "45", "!"]
+
+
 @pytest.mark.parametrize(
-    ("pre", "words"),
+    ("pre", "text", "words"),
     [
-        ("llama-bpe", ["It", "'s", " ", "123", "45", "!"]),
-        ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", "5", "!"]),
-        ("deepseek-r1-qwen", ["It", "'s", " ", "1", "2", "3", "4", "5", "!"]),
-        ("gpt-2", ["It", "'s", " 12345", "!"]),
-        ("smollm", ["It", "'s", " ", "1", "2", "3", "4", "5", "!"]),
+        *((pre, TEXT, THREES) for pre in ("llama-bpe", "smaug-bpe", "dbrx", "chatglm-bpe", "glm4")),
+        *((pre, TEXT, DIGITS) for pre in ("qwen2", "qwen35", "deepseek-r1-qwen", "smollm", "refact")),
+        *((pre, TEXT, GPT_2) for pre in ("gpt-2", "granite-docling")),
+        ("gpt-4o", TEXT, ["It's", " ", "123", "45", "!"]),
+        ("gpt-4o", "camelCaseABCd", ["camel", "Case", "ABCd"]),
+        ("tekken", TEXT, ["It", "'s", " ", "1", "2", "3", "4", "5", "!"]),
+        ("tekken", "camelCase.//x", ["camel", "Case", ".//", "x"]),
+        ("deepseek-llm", TEXT, ["It", "'", "s", " ", "1", "2", "3", "4", "5", "!"]),
+        ("deepseek-llm", "if (a) --b;", ["if", " (", "a", ")", " --", "b", ";"]),
+        ("deepseek-coder", "if (a) --b;", ["if", " (", "a", ")", " --", "b", ";"]),
+        ("deepseek-coder", "a12", ["a", "1", "2"]),
+        ("deepseek-v3", TEXT, ["It", "'s", " ", "123", "45", "!"]),
+        ("deepseek-v3", "a.b(cd) x", ["a", ".b", "(cd", ")", " x"]),
     ],
 )
-def test_gguf_pre_tokenizer_name_selects_the_word_rule(tmp_path, pre, words):
-    """Every expected word is a token of the vocabulary, whatever the merges."""
+def test_gguf_pre_tokenizer_name_selects_the_word_rule(tmp_path, pre, text, words):
+    """Every expected word is a token of the vocabulary, whatever the merges; so is every pair of neighbours."""
     letters = [chr(code) for code in (*range(0x21, 0x7F), 0x120)]
     facts = {"model": "gpt2", "pre": pre, "tokens": letters, "merges": []}
-    for word in dict.fromkeys(word.replace(" ", "Ġ") for word in words):
+    parts = [*words, *(left + right for left, right in itertools.pairwise(words))]
+    for word in dict.fromkeys(word.replace(" ", "Ġ") for word in parts):
         for end in range(2, len(word) + 1):
             if word[:end] not in facts["tokens"]:
                 facts["tokens"] = [*facts["tokens"], word[:end]]
                 facts["merges"] = [*facts["merges"], f"{word[: end - 1]} {word[end - 1]}"]
     tokenizer = Tokenizer.load(write(tmp_path / "a.gguf", **facts | {"merges": facts["merges"] or ["I t"]}))
-    ids = tokenizer.encode("It's 12345!", add_special_tokens=False)
+    ids = tokenizer.encode(text, add_special_tokens=False)
     assert [tokenizer.token_text(each) for each in ids] == words
+
+
+def test_gguf_letters_with_two_cases_of_deepseek_llm(tmp_path):
+    """Letters of other scripts are split from Latin ones, and Chinese characters form words of their own."""
+    facts = byte_pair_facts(tmp_path) | {"pre": "deepseek-llm"}
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    assert content["model"]["merges"]
+    tokenizer = Tokenizer.load(write(tmp_path / "a.gguf", **facts))
+    for text in (*TEXTS, "Straße ΏΌ Å K 中文abc\u0905"):
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), False) == text
 
 
 def test_gguf_nfc_follows_the_pre_tokenizer_name(tmp_path):
@@ -149,7 +174,7 @@ def test_gguf_chat_template_and_unused_tokens(tmp_path):
     ("changes", "message"),
     [
         ({"model": "bert"}, "`tokenizer.ggml.model` must be llama or gpt2: .* Given: 'bert'"),
-        ({"pre": "tekken"}, "`tokenizer.ggml.pre` must be one of llama-bpe, .*tokenizer_path .* Given: 'tekken'"),
+        ({"pre": "mamba"}, "`tokenizer.ggml.pre` must be one of llama-bpe, .*tokenizer_path .* Given: 'mamba'"),
         ({"pre": [1]}, "`tokenizer.ggml.pre` must be one of"),
         ({"tokens": []}, "`tokenizer.ggml.tokens` must hold at least one token"),
         ({"tokens": 3}, "`tokenizer.ggml.tokens` must be a list of texts. Given: 3"),
@@ -180,7 +205,7 @@ def test_gguf_refuses_duplicate_tokens(tmp_path):
     [
         ({"scores": None}, "`tokenizer.ggml.scores` must be given"),
         ({"scores": [1.0]}, "`tokenizer.ggml.scores` must be a list of 2048 numbers"),
-        ({"token_type": [1] * 2048}, "must mark one token as the unknown token"),
+        ({"token_type": [1] * 2048, "unknown_token_id": None}, "must mark one token as the unknown token"),
         ({"token_type": [9] * 2048}, "`tokenizer.ggml.token_type` must be types from 1 to 6"),
         ({"tokens": ["<unk>"] * 2048}, "a.gguf: is not a sentencepiece model"),
     ],
@@ -197,3 +222,36 @@ def test_gguf_tokenizer_path_replaces_the_own_tokenizer(tmp_path):
     shipped = DEMO_FOLDER / "tokenizer.model"
     assert Tokenizer.load(own, shipped).encode("Add 17") == Tokenizer.load(DEMO_FOLDER).encode("Add 17")
     assert Tokenizer.load(DEMO_FOLDER, own).encode("hello") == Tokenizer.load(own).encode("hello")
+
+
+def test_gguf_sentencepiece_of_gemma(tmp_path):
+    """The unknown token is typed as a control token, and tokens of several spaces are written with spaces."""
+    facts = sentencepiece_facts() | {"add_space_prefix": False, "add_bos_token": False}
+    types = [3 if kind == 2 else kind for kind in facts["token_type"]]
+    added = ["   ", "\n\n", "<end_of_turn>"]
+    first = len(types)
+    facts |= {
+        "tokens": [*facts["tokens"], *added],
+        "scores": [*facts["scores"], *[-1000.0] * 3],
+        "token_type": [*types, 4, 4, 3],
+    }
+    ours = Tokenizer.load(write(tmp_path / "a.gguf", **facts))
+    assert ours.encode("   \n\n<end_of_turn>") == [first, first + 1, first + 2]
+    assert ours.decode(ours.encode("x   y\n\nz")) == "x   y\n\nz"
+    assert ours.eos_token_ids == (facts["eos_token_id"], first + 2)
+    named = Tokenizer.load(write(tmp_path / "b.gguf", **facts, eot_token_id=first))
+    assert named.eos_token_ids == (facts["eos_token_id"], first)
+
+
+def test_gguf_special_tokens_of_phi3_absorb_white_space(tmp_path):
+    facts = sentencepiece_facts()
+    facts |= {
+        "tokens": [*facts["tokens"], "<|user|>", "<|endoftext|>"],
+        "scores": [*facts["scores"], -1000.0, -1000.0],
+        "token_type": [*facts["token_type"], 3, 3],
+    }
+    path = tmp_path / "a.gguf"
+    path.write_bytes(gguf_bytes({"general.architecture": "phi3", **keys(**facts)}, {}))
+    phi3, other = Tokenizer.load(path), Tokenizer.load(write(tmp_path / "b.gguf", **facts))
+    assert phi3.encode("<|user|> \n x") == other.encode("<|user|>x")
+    assert phi3.encode("<|endoftext|>\nx") == other.encode("<|endoftext|>\nx")

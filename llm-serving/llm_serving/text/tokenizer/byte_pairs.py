@@ -31,21 +31,21 @@ class Words(NamedTuple):
     """The rule that splits a text into words. Merges never cross a word boundary.
 
     Attributes:
-        pattern: Regular expression of words; None: that of GPT-2.
+        patterns: Regular expressions of words, each for the parts that the one before leaves; none: that of GPT-2.
         digits: Whether each digit is a word.
         composes: Whether texts are first normalized to NFC.
         whole: Whether a word that is a token is kept whole, even if the merges would split it.
     """
 
-    pattern: str | None = None
+    patterns: tuple[str, ...] = ()
     digits: bool = False
     composes: bool = False
     whole: bool = False
 
 
 GPT2: Final = Words()
-LLAMA3_WORDS: Final = Words(LLAMA3.pattern, whole=True)
-QWEN2: Final = Words(QWEN.pattern, composes=True)
+LLAMA3_WORDS: Final = Words((LLAMA3.pattern,), whole=True)
+QWEN2: Final = Words((QWEN.pattern,), composes=True)
 SMOLLM: Final = Words(digits=True)
 
 _CLASSES: Final[Mapping[str, Words]] = {"GPT2Tokenizer": GPT2, "Qwen2Tokenizer": QWEN2}
@@ -134,7 +134,7 @@ def _lines(path: Path) -> list[str]:
 def _pre_tokenizers(words: Words, begins_with_space: bool) -> Iterator[dict[str, Any]]:
     if words.digits:
         yield {"type": "Digits", "individual_digits": True}
-    if words.pattern is not None:
-        yield {"type": "Split", "pattern": {"Regex": words.pattern}, "behavior": "Isolated", "invert": False}
+    for pattern in words.patterns:
+        yield {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     by_bytes = {"type": "ByteLevel", "add_prefix_space": begins_with_space, "trim_offsets": True}
-    yield {**by_bytes, "use_regex": words.pattern is None}
+    yield {**by_bytes, "use_regex": not words.patterns}

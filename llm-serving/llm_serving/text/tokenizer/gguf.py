@@ -1,6 +1,6 @@
 """The tokenizer in a GGUF file: `tokenizer.ggml.*` of the kinds `llama` (sentencepiece) and `gpt2` (byte pairs).
 
-llama.cpp names the rule that splits a text into words; `_PRES` has the supported rules.
+llama.cpp names the rule that splits a text into words; `gguf_words` has the supported rules.
 """
 
 from __future__ import annotations
@@ -15,47 +15,47 @@ import numpy as np
 from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.gguf import read_gguf
 from llm_serving.formats.mindspore_ckpt import content, number
-from llm_serving.text.tokenizer.byte_pairs import GPT2, LLAMA3_WORDS, QWEN2, SMOLLM, Words, joins, tokenizer_json
+from llm_serving.text.tokenizer.byte_pairs import joins, tokenizer_json
+from llm_serving.text.tokenizer.gguf_words import PRES
 from llm_serving.text.tokenizer.sentencepiece import SentencePieceVocabulary
-from llm_serving.text.tokenizer.vocabulary import USUAL_NAMES, TokenizersVocabulary, Vocabulary
+from llm_serving.text.tokenizer.vocabulary import (
+    SPACE_SYMBOL,
+    USUAL_NAMES,
+    AddedToken,
+    TokenizersVocabulary,
+    Vocabulary,
+)
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Token types, the same in sentencepiece and ggml."""
 
 _KEYS: Final = "tokenizer.ggml."
 _TEMPLATE: Final = "tokenizer.chat_template"
+_TURN_ENDS: Final = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+"""Texts of tokens that end a turn, for files that do not name one."""
+_PHI3: Final = "phi3"
+_KEEPS_SPACE: Final = ("<unk>", "<s>", "<|endoftext|>")
+"""Special tokens of Phi-3 that do not absorb the white space behind them."""
 _BPE: Final = 2
 """`TrainerSpec.model_type` of sentencepiece: pieces are merged by their scores."""
 
 
-class _Pre(NamedTuple):
-    """A named rule of llama.cpp.
+class GgufTokenizer(NamedTuple):
+    """The tokenizer of a file.
 
     Attributes:
-        words: The rule that splits a text into words.
-        begins: Whether a text starts with `bos_token` if the file does not say.
+        vocabulary: Its tokens.
+        config: The equivalent of a tokenizer_config.json.
+        end_ids: Tokens that end an answer.
     """
 
-    words: Words
-    begins: bool = False
+    vocabulary: Vocabulary
+    config: dict[str, Any]
+    end_ids: list[int]
 
 
-_LLAMA3: Final = _Pre(LLAMA3_WORDS, begins=True)
-_QWEN2: Final = _Pre(QWEN2)
-_PRES: Final[Mapping[str, _Pre]] = {
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "gpt-2": _Pre(GPT2),
-    "smollm": _Pre(SMOLLM),
-}
-"""By `tokenizer.ggml.pre`."""
-
-
-def read_gguf_tokenizer(path: Path) -> tuple[Vocabulary, dict[str, Any]]:
-    """Return the vocabulary and the equivalent of a tokenizer_config.json.
+def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
+    """Read the tokenizer of a file.
 
     Raises:
         ModelError: The file has no tokenizer, an unsupported kind, or contradictions.
@@ -63,11 +63,10 @@ def read_gguf_tokenizer(path: Path) -> tuple[Vocabulary, dict[str, Any]]:
     metadata = _Metadata(path, read_gguf(path, texts=True).metadata)
     kind = metadata.get("model")
     tokens, types = metadata.tokens()
-    if kind == "llama":
-        return _sentencepiece(metadata, tokens, types)
-    if kind != "gpt2":
+    if kind not in ("llama", "gpt2"):
         raise metadata.fail("model", "must be llama or gpt2: name another tokenizer with model_config.tokenizer_path")
-    return _byte_pairs(metadata, tokens, types)
+    read = _sentencepiece if kind == "llama" else _byte_pairs
+    return GgufTokenizer(*read(metadata, tokens, types), metadata.end_ids(tokens, types))
 
 
 class _Metadata:
@@ -75,6 +74,7 @@ class _Metadata:
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path = path
+        self.architecture = values.get("general.architecture")
         self._values = values
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -111,16 +111,25 @@ class _Metadata:
             raise self.fail("token_type", f"must be types from {NORMAL} to {BYTE}")
         return tokens, types
 
+    def token_id(self, key: str, count: int) -> int | None:
+        token_id = self.get(key)
+        if token_id is not None and (type(token_id) is not int or not 0 <= token_id < count):
+            raise self.fail(key, f"must be the id of one of {count} tokens")
+        return token_id
+
+    def end_ids(self, tokens: Sequence[str], types: Sequence[int]) -> list[int]:
+        """Return the ids that the file names; without an end of a turn, also those of the usual texts of one."""
+        ids = [self.token_id(f"{name}_token_id", len(tokens)) for name in ("eos", "eot", "eom")]
+        if ids[1] is None:
+            ids += [i for i, text in enumerate(tokens) if types[i] in (CONTROL, USER_DEFINED) and text in _TURN_ENDS]
+        return [each for each in ids if each is not None]
+
     def config(self, tokens: Sequence[str], begins: bool) -> dict[str, Any]:
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
         config: dict[str, Any] = {}
         for name, theirs in names.items():
-            token_id = self.get(f"{theirs}_token_id")
-            if token_id is None:
-                continue
-            if type(token_id) is not int or not 0 <= token_id < len(tokens):
-                raise self.fail(f"{theirs}_token_id", f"must be the id of one of {len(tokens)} tokens")
-            config[f"{name}_token"] = tokens[token_id]
+            if (token_id := self.token_id(f"{theirs}_token_id", len(tokens))) is not None:
+                config[f"{name}_token"] = tokens[token_id]
         begins = self.flag("add_bos_token", begins) and "bos_token" in config
         config |= {"add_bos_token": begins, "add_eos_token": self.flag("add_eos_token", False)}
         if isinstance(template := self._values.get(_TEMPLATE), str):
@@ -133,9 +142,9 @@ class _Metadata:
 
 def _byte_pairs(metadata: _Metadata, tokens: list[str], types: list[int]) -> tuple[Vocabulary, dict[str, Any]]:
     name = metadata.get("pre", "gpt-2")
-    pre = _PRES.get(name) if isinstance(name, str) else None
+    pre = PRES.get(name) if isinstance(name, str) else None
     if pre is None:
-        known = ", ".join(_PRES)
+        known = ", ".join(PRES)
         raise metadata.fail("pre", f"must be one of {known}, or model_config.tokenizer_path name another tokenizer")
     vocab = {text: token_id for token_id, text in enumerate(tokens) if types[token_id] != UNUSED}
     if len(vocab) != len(tokens) - types.count(UNUSED):
@@ -160,6 +169,8 @@ def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> 
     scores = metadata.numbers("scores", "f", len(tokens))
     if scores is None:
         raise metadata.fail("scores", "must be given")
+    if UNKNOWN not in types and (unknown_id := metadata.token_id("unknown_token_id", len(tokens))) is not None:
+        types[unknown_id] = UNKNOWN  # marked as a control token where the original names it as one, as Gemma does
     if types.count(UNKNOWN) != 1:
         raise metadata.fail("token_type", f"must mark one token as the unknown token ({UNKNOWN})")
     prefix = metadata.flag("add_space_prefix", True)
@@ -172,7 +183,7 @@ def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> 
     unknown = tokens[types.index(UNKNOWN)]
     vocabulary = SentencePieceVocabulary(
         metadata.path,
-        {},
+        _absorbing(tokens, types) if metadata.architecture == _PHI3 else {},
         [*USUAL_NAMES.values(), *names],
         add_prefix_space=prefix,
         unk_token=unknown,
@@ -181,5 +192,16 @@ def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> 
     return vocabulary, config
 
 
+def _absorbing(tokens: Sequence[str], types: Sequence[int]) -> dict[int, AddedToken]:
+    """Return the tokens of Phi-3 that absorb the white space behind them, as its tokenizer_config.json has them."""
+    return {
+        token_id: AddedToken(text, special=kind == CONTROL, rstrip=text not in _KEEPS_SPACE)
+        for token_id, (text, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (CONTROL, USER_DEFINED)
+    }
+
+
 def _piece(text: str, score: float, kind: int) -> bytes:
+    if kind == USER_DEFINED:
+        text = text.replace(" ", SPACE_SYMBOL)  # llama.cpp's converter writes spaces here, and here alone
     return content(1, text.encode()) + b"\x15" + struct.pack("<f", score) + number(3, kind)

@@ -91,8 +91,8 @@ class Tokenizer:
         elif not vocab_file.exists():
             raise ModelError(f"tokenizer file {vocab_file} does not exist")
         if is_gguf(vocab_file):
-            vocabulary, config = read_gguf_tokenizer(vocab_file)
-            return cls(vocabulary, config, end_ids)
+            found = read_gguf_tokenizer(vocab_file)
+            return cls(found.vocabulary, found.config, [*end_ids, *found.end_ids])
         config = read_tokenizer_config(folder)
         vocabulary = read_vocabulary(vocab_file, config)
         return cls(vocabulary, config, end_ids, read_templates(folder, config))
