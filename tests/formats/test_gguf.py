@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from llm_serving.errors import ModelError
 from llm_serving.formats.block_tensor import BlockTensor
-from llm_serving.formats.gguf import read_gguf
+from llm_serving.formats.gguf import files_of, read_gguf
 from llm_serving.formats.gguf_blocks import BLOCKS
-from support.gguf_files import ELEMENTS, Stored, fact, gguf_bytes, number, plain, random_matrix, text
+from support.gguf_files import ELEMENTS, Stored, fact, gguf_bytes, number, plain, random_matrix, text, write_parts
 
 FACTS = {"general.architecture": "llama", "some.list": [1, 2, 3], "some.texts": ["a", "b"], "some.truth": True}
 A = plain(np.arange(6, dtype=np.float32).reshape(2, 3))
@@ -108,10 +108,12 @@ def test_gguf_unsupported_type_error_lists_the_supported_ones(tmp_path):
         read_gguf(write(tmp_path / "a.gguf", content))
 
 
-@pytest.mark.parametrize("shape", [(2, 31), (64,), (2, 2, 32)])
+@pytest.mark.parametrize("shape", [(2, 31), (64,), (2, 2, 31), (2, 1, 2, 32)])
 def test_gguf_rows_must_be_whole_blocks(tmp_path, shape):
     content = gguf_bytes({}, {"w": Stored(shape, 8, bytes(34 * 4))})
-    with pytest.raises(ModelError, match="tensor 'w' of type Q8_0 must have two lengths, the columns a multiple of 32"):
+    with pytest.raises(
+        ModelError, match="tensor 'w' of type Q8_0 must have two or three lengths, the columns a multiple"
+    ):
         read_gguf(write(tmp_path / "a.gguf", content))
 
 
@@ -137,8 +139,8 @@ def huge_list(kind):
         (gguf_bytes({"a": struct.pack("<I", 13)}, {}), "a value of type 13"),
         (gguf_bytes({"a": struct.pack("<I", 8) + text(b"\xff")}, {}), "a text that is not UTF-8"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + 2 * (text("a") + fact(1)), "`'a'` stands twice"),
-        (gguf_bytes({"split.count": 3}, {}), "`split.count` must be 1. Found: 3; .*--merge"),
-        (gguf_bytes({"split.count": [1, 2]}, {}), r"`split.count` must be 1. Found: array\(\[1, 2\]"),
+        (gguf_bytes({"split.count": 3}, {}), "must be named as a part of 3, such as model-00001-of-00003.gguf"),
+        (gguf_bytes({"split.count": [1, 2]}, {}), r"`split.count` must be an integer up to .* Found: array\(\[1, 2\]"),
         (gguf_bytes({"general.alignment": 0}, {}), "`general.alignment` must be 1 to 65536. Found: 0"),
         (gguf_bytes({"general.alignment": "x"}, {}), "`general.alignment` must be"),
         (gguf_bytes({}, {"a": A, "b": B}, offsets={"b": 0}), "tensors 'a' and 'b' must not share bytes"),
@@ -188,3 +190,38 @@ def test_gguf_metadata_of_every_type(tmp_path):
     facts = {"a": number("<i", -1), "b": number("<Q", 2**40), "c": number("<d", 0.1), "d": number("<f", 0.5)}
     found = read_gguf(write(tmp_path / "a.gguf", gguf_bytes(facts, {}))).metadata
     assert found == {"a": -1, "b": 2**40, "c": 0.1, "d": 0.5}
+
+
+PARTS = {"a": A, "b": B, "c": plain(np.ones((2, 2), np.float32))}
+
+
+def test_gguf_parts_are_one_model(tmp_path):
+    files = write_parts(tmp_path / "m.gguf", FACTS, PARTS, 3)
+    found = read_gguf(files[0], texts=True)
+    assert found.metadata["some.texts"] == ["a", "b"]
+    assert {name: each.read().tolist() for name, each in found.tensors.items()} == {
+        "a": [[0, 1, 2], [3, 4, 5]],
+        "b": list(range(40)),
+        "c": [[1, 1], [1, 1]],
+    }
+    assert [each.file for each in found.tensors.values()] == files == files_of(files[1])
+    assert files_of(tmp_path / "m.gguf") == [tmp_path / "m.gguf"]
+
+
+def test_gguf_parts_are_checked(tmp_path):
+    files = write_parts(tmp_path / "m.gguf", FACTS, PARTS, 3)
+    with pytest.raises(ModelError, match=r"is a part of a file: name the first part, m-00001-of-00003\.gguf"):
+        read_gguf(files[1])
+    files[2].write_bytes(files[1].read_bytes())
+    with pytest.raises(ModelError, match=r"m-00003-of-00003\.gguf must be part 3 of 3"):
+        read_gguf(files[0])
+    split = {"split.no": 2, "split.count": 3}
+    files[2].write_bytes(gguf_bytes(split, {"a": A}))
+    with pytest.raises(ModelError, match=r"tensor 'a' stands twice, also in .*m-00001-of-00003"):
+        read_gguf(files[0])
+    files[2].unlink()
+    with pytest.raises(ModelError, match=r"part m-00003-of-00003\.gguf is missing"):
+        read_gguf(files[0])
+    files[0].rename(tmp_path / "n-00001-of-00002.gguf")
+    with pytest.raises(ModelError, match="must be named as a part of 3"):
+        read_gguf(tmp_path / "n-00001-of-00002.gguf")

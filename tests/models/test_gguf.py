@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
+from llm_serving.cli.stored_models import stored_size
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.models.spec import ModelSpec
-from llm_serving.models.weight_reader import WeightReader, check_folder
-from support.gguf_files import gguf_bytes, number, plain, write_model
+from llm_serving.models.weight_reader import WeightReader, check_folder, weight_fingerprint
+from support.gguf_files import facts_of, gguf_bytes, gguf_name, number, plain, write_model, write_parts
 from support.model_factories import TINY
 
 SMALL = {**TINY, "vocab_size": 96, "rope_theta": 5e5}
@@ -85,10 +86,10 @@ def test_gguf_yarn_scaling(tmp_path):
     [
         (
             {"general.architecture": "mamba"},
-            "`general.architecture` must be one of llama, qwen2, qwen3. Given: 'mamba'",
+            "`general.architecture` must be one of llama, qwen2, qwen2moe, .*deepseek2. Given: 'mamba'",
         ),
         ({"general.architecture": 3}, "`general.architecture` must be one of"),
-        ({"llama.expert_count": 8}, "`llama.expert_count` must be 0"),
+        ({"llama.expert_count": 8}, "`llama.expert_used_count` must be given"),
         ({"llama.embedding_length": "x"}, "`llama.embedding_length` must be a number. Given: 'x'"),
         ({"llama.attention.head_count_kv": [2, 2]}, "`llama.attention.head_count_kv` must be one value and no list"),
         ({"llama.attention.head_count": 0}, "`llama.attention.head_count` must be an integer from 1 to 64"),
@@ -152,8 +153,28 @@ def test_gguf_model_path_is_the_file_or_its_folder(tmp_path):
         assert config.model.model_name == "small-Q8_0"
         assert config.model.vocab_size == 96
     (tmp_path / "other.gguf").write_bytes(path.read_bytes())
-    with pytest.raises(ConfigError, match=r"has no config\.json"):
+    with pytest.raises(ConfigError, match=r"holds 2 models: name one of the files other\.gguf, small-Q8_0\.gguf"):
         load_config(None, [], str(tmp_path))
     (tmp_path / "file.txt").touch()
     with pytest.raises(ConfigError, match="must be a folder in Hugging Face form, or a GGUF file"):
         load_config(None, [], str(tmp_path / "file.txt"))
+
+
+def test_gguf_model_in_parts_is_one_model(tmp_path):
+    config = ARCHITECTURES["qwen2"]
+    values = write_model(tmp_path / "whole", "qwen2", config, 0)
+    tensors = {gguf_name(name): plain(array) for name, array in values.items()}
+    files = write_parts(tmp_path / "m-F32.gguf", facts_of("qwen2", config), tensors, 3)
+    for given in (files[0], tmp_path):
+        found = load_config(None, [], str(given))
+        assert (found.model.model_path, found.model.model_name) == (files[0], "m-F32")
+    assert stored_size(found).lines[0].endswith(f"{sum(each.stat().st_size for each in files) / 1e6:.1f} MB")
+    spec = check_folder(files[0])
+    reader = WeightReader(files[0], spec.scheme)
+    for name, shape in spec.tensors.items():
+        assert np.array_equal(reader.read(name, shape), values[name])
+    before = weight_fingerprint(files[0])
+    content = bytearray(files[2].read_bytes())
+    content[-1] ^= 1
+    files[2].write_bytes(content)
+    assert weight_fingerprint(files[0]) != before

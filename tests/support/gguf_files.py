@@ -74,6 +74,17 @@ def gguf_bytes(
     return head + bytes(-len(head) % alignment) + data
 
 
+def write_parts(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Stored], count: int) -> list[Path]:
+    """Write a model in parts as `llama-gguf-split` does; `path` is the name without the number of a part."""
+    names, files = list(tensors), []
+    for number in range(count):
+        own = {name: tensors[name] for name in names[number::count]}
+        split = {"split.no": number, "split.count": count, "split.tensors.count": len(tensors)}
+        files.append(path.with_name(f"{path.stem}-{number + 1:05}-of-{count:05}.gguf"))
+        files[-1].write_bytes(gguf_bytes({**(facts if number == 0 else {}), **split}, own))
+    return files
+
+
 def half(value: float) -> bytes:
     return struct.pack("<e", value)
 

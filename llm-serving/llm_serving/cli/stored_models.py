@@ -6,6 +6,7 @@ from llm_serving.config import ServingConfig
 from llm_serving.config.model_size import ModelSize, model_size
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.formats.folder import weight_files
+from llm_serving.formats.gguf import files_of
 from llm_serving.hub import download
 from llm_serving.hub.base import missing_files
 from llm_serving.models.gguf import is_gguf
@@ -20,7 +21,7 @@ def stored_size(config: ServingConfig) -> ModelSize:
         return model_size(config, sum(config.hub_model.weight_sizes.values()))
     path = config.model.model_path
     try:
-        files = [path] if is_gguf(path) else weight_files(path)
+        files = files_of(path) if is_gguf(path) else weight_files(path)
     except ModelError:  # the loader reports it
         return model_size(config, None)
     return model_size(config, sum(file.stat().st_size for file in files))

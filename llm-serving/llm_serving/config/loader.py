@@ -43,7 +43,7 @@ from llm_serving.config.values import Values
 from llm_serving.config.yaml_reader import Located, plain, read_value, read_yaml
 from llm_serving.errors import ConfigError, ModelError, shorten
 from llm_serving.hub import locate
-from llm_serving.models.gguf import is_gguf
+from llm_serving.models.gguf import gguf_name, is_gguf
 from llm_serving.models.spec import ModelSpec
 
 MODEL_PATH: Final = "model_config.model_path"
@@ -340,7 +340,7 @@ def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
     _check_kind(MODEL_PATH, folder, source)
     values.set(MODEL_PATH, folder, source)
     if not values.is_given(MODEL_NAME):
-        own = folder.stem if is_gguf(folder) else folder.resolve().name
+        own = gguf_name(folder) if is_gguf(folder) else folder.resolve().name
         written = DEMO_WORD if str(path) == DEMO_WORD else own
         allowed = "".join(c if c.isalnum() or c in "._-" else "-" for c in written)[:128]
         values.set(MODEL_NAME, allowed or "model", "name of the model's folder")

@@ -10,7 +10,7 @@ from typing import Final
 from llm_serving.errors import ConfigError
 from llm_serving.formats.folder import how_to_convert_file
 from llm_serving.hub import why_not_a_name
-from llm_serving.models.gguf import SUFFIX, is_gguf
+from llm_serving.models.gguf import gguf_models, is_gguf
 
 PACKAGE_FOLDER: Final = Path(__file__).resolve().parents[1]
 PROJECT_FOLDER: Final = PACKAGE_FOLDER.parents[1]
@@ -84,18 +84,22 @@ def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, wri
         searched = "" if path.is_absolute() else f"; searched in {', '.join(map(str, folders))}; {why}"
         raise ConfigError(f"{where}: {key}: {written or path} {_why_missing(path, folders)}{searched}")
     if found.is_dir():
-        return _single_gguf_file(found) or found
+        return _single_gguf_file(found, f"{where}: {key}") or found
     if not is_gguf(found):
         rule = f"must be a folder in Hugging Face form, or a GGUF file{how_to_convert_file(found)}"
         raise ConfigError(f"{where}: {key}: {path} {rule}")
     return found
 
 
-def _single_gguf_file(folder: Path) -> Path | None:
+def _single_gguf_file(folder: Path, where: str) -> Path | None:
+    """Return the GGUF file of a folder that is no model by itself, or None."""
     if not os.access(folder, os.R_OK | os.X_OK) or (folder / "config.json").exists():
         return None
-    files = list(folder.glob(f"*{SUFFIX}"))
-    return files[0] if len(files) == 1 else None
+    files = gguf_models(folder)
+    if len(files) > 1:
+        names = ", ".join(each.name for each in files)
+        raise ConfigError(f"{where}: {folder} holds {len(files)} models: name one of the files {names}")
+    return files[0] if files else None
 
 
 class Kind(Enum):

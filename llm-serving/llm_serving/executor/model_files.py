@@ -14,6 +14,7 @@ from llm_serving.config.sections.model import ModelConfig
 from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError
 from llm_serving.formats.folder import INDEX_NAME, weight_files
+from llm_serving.formats.gguf import files_of
 from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import CONFIG_NAME
 from llm_serving.models.weight_reader import weight_fingerprint
@@ -111,7 +112,7 @@ def served_weights(model: ModelConfig) -> tuple[FileState, ...]:
 
 def _weights(folder: Path) -> tuple[FileState, ...]:
     if is_gguf(folder):
-        return _states([folder])
+        return _states(files_of(folder))
     return _states([folder / CONFIG_NAME, folder / INDEX_NAME, *weight_files(folder)])
 
 

@@ -1,4 +1,4 @@
-"""GGUF, the single-file model format of llama.cpp: its header, and its tensors under Hugging Face's names.
+"""GGUF, the single-file model format of llama.cpp: its header and its tensors.
 
 The header, little-endian (versions 2 and 3 of ggml's specification):
 
@@ -6,6 +6,8 @@ The header, little-endian (versions 2 and 3 of ggml's specification):
     metadata key, type u32, value; a string is its length u64 and UTF-8, an array its type u32, length u64 and items
     tensors  name, number of dimensions u32, dimensions u64 (innermost first), type u32, offset u64
     data     from the next multiple of `general.alignment` on; each tensor starts at a multiple of it
+
+A large model is several such files, `name-00001-of-00003.gguf` and so on; the first has the metadata of the model.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import os
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,10 +26,9 @@ import numpy as np
 
 from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError, shorten
-from llm_serving.formats.block_tensor import BlockTensor
-from llm_serving.formats.gguf_blocks import BLOCKS
+from llm_serving.formats.gguf_blocks import BLOCKS, BlockType
+from llm_serving.formats.gguf_names import named_weights
 from llm_serving.formats.packed import PackedTensor, Quantized, ReadableTensor
-from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.formats.stored_tensor import Array, StoredTensor, check_apart
 
 _VERSIONS: Final = (2, 3)
@@ -53,13 +54,18 @@ _MAX_NAME_BYTES: Final = 2**16
 _MAX_TEXT_BYTES: Final = 2**24
 _MAX_DIMENSIONS: Final = 4
 _MAX_ALIGNMENT: Final = 2**16
+_MAX_PARTS: Final = 99_999
+_PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+BLOCKS_PART: Final = "blocks"
+"""Part of a `PackedTensor` that holds its blocks, [rows, bytes of a row]."""
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The header of a file.
+    """The header of a file, or of all its parts.
 
     Attributes:
+        file: The file, or its first part.
         metadata: Values by key; arrays of strings only on request.
         tensors: Tensors by their names in the file.
         types: Types of the two-dimensional tensors, such as Q4_K.
@@ -74,16 +80,59 @@ class GgufFile:
     block_bytes: int = 0
 
 
+def files_of(file: Path) -> list[Path]:
+    """Return the files of a model: the file, or all parts where its name is that of a part."""
+    match = _PART.fullmatch(file.name)
+    if match is None:
+        return [file]
+    count = int(match["count"])
+    return [file.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+
+
 def read_gguf(file: Path, texts: bool = False) -> GgufFile:
-    """Read the header of a file, and no weight.
+    """Read the header of a file, and no weight; of a file in parts also the tensors of the other parts.
 
     Args:
-        file: The file.
+        file: The file, or the first part.
         texts: Whether to read arrays of strings, which a tokenizer consists of.
 
     Raises:
-        ModelError: The file is no GGUF file, is cut short, contradicts itself, or has an unsupported tensor type.
+        ModelError: The file is no GGUF file, is cut short, contradicts itself, or has an unsupported tensor type; or a
+            part is missing or is not the first one.
     """
+    first = _read_file(file, texts)
+    count = _part_number(first, "split.count", 1, _MAX_PARTS)
+    if count < 2:
+        return first
+    files = files_of(file)
+    if len(files) != count:
+        raise ModelError(f"{file}: must be named as a part of {count}, such as model-00001-of-{count:05}.gguf")
+    if _part_number(first, "split.no", 0, count) != 0:
+        raise ModelError(f"{file} is a part of a file: name the first part, {files[0].name}")
+    if missing := [each.name for each in files if not each.exists()]:
+        raise ModelError(f"{file}: part {missing[0]} is missing")
+    parts = [first, *(_read_file(each, texts=False) for each in files[1:])]
+    tensors: dict[str, ReadableTensor] = {}
+    for number, part in enumerate(parts):
+        place = _part_number(part, "split.no", 0, count), _part_number(part, "split.count", 1, _MAX_PARTS)
+        if place != (number, count):
+            raise ModelError(f"{part.file} must be part {number + 1} of {count}")
+        if twice := next((name for name in part.tensors if name in tensors), None):
+            raise ModelError(f"{part.file}: tensor {shorten(twice)} stands twice, also in {tensors[twice].file}")
+        tensors |= part.tensors
+    types = tuple(dict.fromkeys(name for part in parts for name in part.types))
+    elements, num_bytes = sum(part.block_elements for part in parts), sum(part.block_bytes for part in parts)
+    return GgufFile(file, first.metadata, tensors, types, elements, num_bytes)
+
+
+def _part_number(found: GgufFile, key: str, default: int, maximum: int) -> int:
+    value = found.metadata.get(key, default)
+    if not isinstance(value, int) or not 0 <= value <= maximum:
+        raise ModelError(f"{found.file}: `{key}` must be an integer up to {maximum}. Found: {shorten(value)}")
+    return value
+
+
+def _read_file(file: Path, texts: bool) -> GgufFile:
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         if not size:
@@ -152,12 +201,6 @@ def _read(file: Path, reader: _HeaderReader, texts: bool) -> GgufFile:
         if key in metadata:
             raise ModelError(f"{file}: `{shorten(key)}` stands twice")
         metadata[key] = _value(reader, reader.number("<I"), texts)
-    count = metadata.get("split.count", 1)
-    if not isinstance(count, int) or count not in (0, 1):
-        raise ModelError(
-            f"{file}: `split.count` must be 1. Found: {shorten(count)}; "
-            f"`llama-gguf-split --merge` makes one file of several"
-        )
     entries = [_tensor_info(file, reader) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT:
@@ -216,16 +259,15 @@ class _TensorInfo:
             self._check_bounds(file, stored, alignment, size)
             return stored
         block = BLOCKS[self.kind]
-        if len(self.shape) != 2 or self.shape[1] % block.elements:
+        if len(self.shape) not in (2, 3) or self.shape[-1] % block.elements:
             raise ModelError(
-                f"{file}: tensor {shorten(self.name)} of type {block.name} must have two lengths, the columns a "
-                f"multiple of {block.elements}. Found: {list(self.shape)}"
+                f"{file}: tensor {shorten(self.name)} of type {block.name} must have two or three lengths, the columns "
+                f"a multiple of {block.elements}. Found: {list(self.shape)}"
             )
-        out, width = self.shape
-        row_bytes = width // block.elements * block.num_bytes
+        out, row_bytes = math.prod(self.shape[:-1]), self.shape[-1] // block.elements * block.num_bytes
         stored = StoredTensor(file, "U8", (out, row_bytes), ((at, out * row_bytes),))
         self._check_bounds(file, stored, alignment, size)
-        return PackedTensor(self.name, self.shape, {"blocks": stored}, lambda arrays: block.unpacked(arrays["blocks"]))
+        return PackedTensor(self.name, self.shape, {BLOCKS_PART: stored}, UnpackedBlocks(block))
 
     def _check_bounds(self, file: Path, stored: StoredTensor, alignment: int, size: int) -> None:
         ((at, num_bytes),) = stored.pieces
@@ -234,6 +276,16 @@ class _TensorInfo:
                 f"{file}: tensor {shorten(self.name)} of {num_bytes} bytes must begin at a multiple of {alignment} and "
                 f"lie within the file of {size}. Found: offset {self.offset} of the data"
             )
+
+
+@dataclass(frozen=True)
+class UnpackedBlocks:
+    """Unpacks [rows, bytes of a row] of a type of blocks."""
+
+    block: BlockType
+
+    def __call__(self, arrays: Mapping[str, Array]) -> Quantized:
+        return self.block.unpacked(arrays[BLOCKS_PART])
 
 
 def _tensor_info(file: Path, reader: _HeaderReader) -> _TensorInfo:
@@ -252,42 +304,19 @@ def _tensor_info(file: Path, reader: _HeaderReader) -> _TensorInfo:
 METHOD: Final = "gguf"
 """`quant_method` of a configuration that was read from a GGUF file."""
 
-_WHOLE: Final[Mapping[str, str]] = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_OF_LAYER: Final[Mapping[str, str]] = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_NAME: Final = re.compile(r"^(?:blk\.(?P<layer>\d{1,6})\.)?(?P<role>[a-z_]+)\.(?P<kind>weight|bias)$")
-_HUGGING_FACE_PREFIXES: Final = ("model.", "lm_head.")
-"""Prefixes of Hugging Face's names: such a tensor would be accepted with its rows in the wrong order."""
-ROTATION: Final = "rope_freqs.weight"
-"""Divisors of the rotary frequencies; they belong to the configuration and are no weight."""
-
 
 @dataclass(frozen=True)
 class Gguf:
     """The scheme of GGUF tensors.
 
     Attributes:
-        heads, kv_heads: Numbers of heads whose rows interleave rotary pairs, as in Llama's files; 0: rows stay in
-            order.
+        architecture: As `general.architecture`; it decides the names and layouts of tensors.
+        heads, kv_heads: Numbers of heads; 0: rows stay in order.
         block_elements, block_bytes: Elements of all tensors in blocks, and the bytes that they take as served.
     """
 
     description: str
+    architecture: str = ""
     heads: int = 0
     kv_heads: int = 0
     block_elements: int = 0
@@ -300,43 +329,4 @@ class Gguf:
         return self.description.partition(", ")[2]
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-        weights: dict[str, ReadableTensor] = {}
-        for name, tensor in tensors.items():
-            if name == ROTATION:
-                continue
-            known = hugging_face_name(name)
-            if known == name and name.startswith(_HUGGING_FACE_PREFIXES):
-                raise ModelError(f"{tensor.file}: tensor {name} is not named as tensors of this form are")
-            if known in weights:
-                raise ModelError(f"{tensor.file}: tensor {name} stands twice, as {known}")
-            weights[known] = self._with_split_pairs(name, tensor)
-        return weights
-
-    def _with_split_pairs(self, name: str, tensor: ReadableTensor) -> ReadableTensor:
-        role = name.rpartition(".")[0].rpartition(".")[2]
-        heads = {"attn_q": self.heads, "attn_k": self.kv_heads}.get(role, 0)
-        if not heads:
-            return tensor
-        if tensor.shape[0] % (2 * heads):
-            raise ModelError(f"{tensor.file}: tensor {name} must have rows of {heads} heads. Found: {tensor.shape[0]}")
-        order = np.arange(tensor.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
-        if isinstance(tensor, StoredTensor):
-            return PackedTensor(name, tensor.shape, {"rows": tensor}, lambda arrays: arrays["rows"][order])
-        unpack = tensor.unpack
-        return replace(tensor, unpack=lambda arrays: _in_order(unpack(arrays), order))
-
-
-def hugging_face_name(name: str) -> str:
-    """Return the Hugging Face name of a tensor; an unknown name is returned as it is and fits no model."""
-    match = _NAME.match(name)
-    known = match and (_OF_LAYER if match["layer"] else _WHOLE).get(match["role"])
-    if match is None or known is None:
-        return name
-    return (
-        f"model.layers.{int(match['layer'])}.{known}.{match['kind']}" if match["layer"] else f"{known}.{match['kind']}"
-    )
-
-
-def _in_order(found: Quantized | Array, order: Array) -> Quantized | Array:
-    assert not isinstance(found, QuantizedTensor)
-    return found.select(order) if isinstance(found, BlockTensor) else found[order]
+        return named_weights(tensors, self.architecture, self.heads, self.kv_heads)

@@ -31,12 +31,15 @@ class PackedTensor:
         stored: The tensors that store it.
         unpack: Converts the arrays of `stored` to quantized values and scales, or to float32 values if kernels
             cannot use these.
+        order: Row of the unpacked matrix for each row of this one; None: all in their order. It can be applied to rows
+            of blocks before they are unpacked.
     """
 
     name: str
     shape: tuple[int, ...]
     stored: Parts
     unpack: Unpack
+    order: Array | None = None
 
     @property
     def file(self) -> Path:
@@ -55,9 +58,13 @@ class PackedTensor:
         of the file contradict each other.
         """
         try:
-            return self.unpack({ending: part.read() for ending, part in self.stored.items()})
+            found = self.unpack({ending: part.read() for ending, part in self.stored.items()})
         except ModelError as error:
             raise ModelError(f"{self.file}: {self.name}: {error}") from None
+        if self.order is None:
+            return found
+        assert not isinstance(found, QuantizedTensor)
+        return found.select(self.order) if isinstance(found, BlockTensor) else found[self.order]
 
     def read(self) -> Array:
         found = self.read_packed()

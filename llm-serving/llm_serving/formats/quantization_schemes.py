@@ -11,6 +11,7 @@ from llm_serving.formats.awq import Awq
 from llm_serving.formats.compressed_tensors import CompressedTensors
 from llm_serving.formats.fp8 import Fp8
 from llm_serving.formats.gguf import METHOD, Gguf
+from llm_serving.formats.gguf_names import NAMINGS
 from llm_serving.formats.gptq import Gptq
 from llm_serving.formats.packed import Scheme
 
@@ -109,11 +110,14 @@ def _modelopt(given: Mapping[str, Any], description: str) -> Scheme:
 
 
 def _gguf(given: Mapping[str, Any], description: str) -> Scheme:
-    """Read the numbers of heads that `models.gguf` has written; they are compared with the tensors."""
+    """Read what `models.gguf` has written; the numbers of heads are compared with the tensors."""
+    architecture = given.get("architecture")
+    if not isinstance(architecture, str) or architecture not in NAMINGS:
+        raise _RefusedError(f"must have an architecture of {', '.join(NAMINGS)}. Given: {shorten(architecture)}")
     heads, kv_heads = (given.get(key, 0) for key in ("heads", "kv_heads"))
     if any(type(each) is not int or not 0 <= each <= _MAX_GROUP for each in (heads, kv_heads)):
         raise _RefusedError(f"must have heads. Given: {shorten((heads, kv_heads))}")
-    return Gguf(description, heads, kv_heads, given.get("block_elements", 0), given.get("block_bytes", 0))
+    return Gguf(description, architecture, heads, kv_heads, given.get("block_elements", 0), given.get("block_bytes", 0))
 
 
 _SCHEMES: Final[Mapping[str, Callable[[Mapping[str, Any], str], Scheme]]] = {

@@ -63,6 +63,12 @@ class StoredTensor:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * np.dtype(_ALL_DTYPES[self.dtype]).itemsize
 
+    def part(self, start: int, shape: tuple[int, ...]) -> StoredTensor:
+        """Return consecutive elements of a tensor of one piece, from element `start` on, in a shape."""
+        ((at, _),) = self.pieces
+        item = np.dtype(_ALL_DTYPES[self.dtype]).itemsize
+        return StoredTensor(self.file, self.dtype, shape, ((at + start * item, math.prod(shape) * item),))
+
     def read(self) -> Array:
         """Return the elements as a read-only memory map, whose pages are read on access, or as a copy.
 

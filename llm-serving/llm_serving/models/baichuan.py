@@ -1,12 +1,14 @@
 """Baichuan 2: query, key and value are stacked in one tensor, and the rows of the LM head are normalised.
 
-The 7B has rotary embeddings. The 13B has ALiBi (Press et al. 2021) and no `max_position_embeddings`.
+A GGUF file has query, key and value apart (`separate_qkv`). The 7B has rotary embeddings. The 13B has ALiBi (Press et
+al. 2021) and no `max_position_embeddings`.
 """
 
 import numpy as np
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (
+    QKV,
     attention_heads,
     decoder,
     empty_network,
@@ -26,13 +28,14 @@ def baichuan2(c: ConfigReader) -> Network:
         raise c.fail("vocab_size", "must be that of Baichuan 2; Baichuan 1 is not supported")
     net, heads = empty_network(c), attention_heads(c)
     inner, has_rope = c.integer("intermediate_size"), c.has("max_position_embeddings")
+    names = QKV if c.boolean("separate_qkv") else ("self_attn.W_pack",)
     rotary = rotary_embedding(c, heads) if has_rope else None
     slopes = None if has_rope else Weight((), (heads.q,), generate=lambda _: alibi_slopes(heads.q), dtype="float32")
     c.choice("hidden_act", ("silu",), "silu")
 
     def layer(hidden: Value, _: int, at: str) -> Value:
         x = net.rms_norm(hidden, at + "input_layernorm")
-        hidden = net.add(hidden, self_attention(net, x, at, heads, rotary, names=("self_attn.W_pack",), slopes=slopes))
+        hidden = net.add(hidden, self_attention(net, x, at, heads, rotary, names=names, slopes=slopes))
         x = net.rms_norm(hidden, at + "post_attention_layernorm")
         return net.add(hidden, gated_mlp(net, x, at + "mlp.", inner))
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from llm_serving.errors import ModelError, shorten
-from llm_serving.formats.gguf import METHOD, ROTATION, GgufFile, read_gguf
+from llm_serving.errors import ModelError
+from llm_serving.formats.gguf import METHOD, GgufFile, files_of, read_gguf
+from llm_serving.formats.gguf_names import FREQUENCIES, LONG_FREQUENCIES, SHORT_FREQUENCIES
 from llm_serving.formats.stored_tensor import StoredTensor
+from llm_serving.models.gguf_architectures import ARCHITECTURES, Architecture, Config
+from llm_serving.models.gguf_metadata import MetadataReader
 
 SUFFIX: Final = ".gguf"
 
-_ARCHITECTURES: Final[Mapping[str, str]] = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 _NUMBERS: Final[Mapping[str, str]] = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -31,7 +30,9 @@ _NUMBERS: Final[Mapping[str, str]] = {
     "rope.freq_base": "rope_theta",
 }
 """Metadata key after the architecture's prefix -> key of a config.json."""
-_NEEDED: Final = ("embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+_ROPE_THETA: Final = 10000.0
+"""Base of the rotary frequencies in files that do not state it."""
+_NEEDED: Final = ("embedding_length", "block_count", "attention.head_count")
 _END_IDS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 _SCALINGS: Final = ("none", "linear", "yarn")
 _MAX_ROTATION: Final = 2**12
@@ -39,6 +40,16 @@ _MAX_ROTATION: Final = 2**12
 
 def is_gguf(path: Path) -> bool:
     return path.suffix == SUFFIX and not path.is_dir()
+
+
+def gguf_models(folder: Path) -> list[Path]:
+    """Return the GGUF files of a folder, of a file in parts the first part only."""
+    return sorted(path for path in folder.glob(f"*{SUFFIX}") if path == files_of(path)[0])
+
+
+def gguf_name(path: Path) -> str:
+    """Return the name of a file without suffix and number of the part."""
+    return path.stem.removesuffix(f"-00001-of-{len(files_of(path)):05}")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -52,99 +63,99 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def config_of(found: GgufFile) -> dict[str, Any]:
     """As `read_config`, for a header that was read already."""
-    reader = _MetadataReader(found)
-    name = reader.value("general.architecture")
-    if not isinstance(name, str) or name not in _ARCHITECTURES:
-        raise reader.fail("general.architecture", f"must be one of {', '.join(_ARCHITECTURES)}")
-    if reader.value(f"{name}.expert_count"):
-        raise reader.fail(f"{name}.expert_count", "must be 0: experts are not read from GGUF files")
-    for key in _NEEDED:
-        if reader.value(f"{name}.{key}") is None:
-            raise reader.fail(f"{name}.{key}", "must be given")
-    config: dict[str, Any] = {"architectures": [_ARCHITECTURES[name]]}
-    for key, known in _NUMBERS.items():
-        if (value := reader.number(f"{name}.{key}")) is not None:
+    reader = MetadataReader(found)
+    architecture = ARCHITECTURES.get(reader.architecture)
+    if architecture is None:
+        raise reader.fail("general.architecture", f"must be one of {', '.join(ARCHITECTURES)}")
+    if not architecture.has_experts and reader.own("expert_count"):
+        raise reader.fail(reader.key("expert_count"), "must be 0: this architecture has no experts here")
+    for name in (*_NEEDED, *(() if reader.own("expert_count") else ("feed_forward_length",))):
+        reader.needed(name)
+    config: Config = {"architectures": [architecture.family], "rope_theta": _ROPE_THETA}
+    for name, known in {**_NUMBERS, **architecture.numbers}.items():
+        if (value := reader.own(name)) is not None:
             config[known] = value
     table = found.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise ModelError(f"{found.file}: must have a tensor token_embd.weight of two lengths")
     config["vocab_size"] = table.shape[0]
-    config["tie_word_embeddings"] = "output.weight" not in found.tensors
-    if name == "llama":
-        config["attention_bias"] = "blk.0.attn_q.bias" in found.tensors
-        config["mlp_bias"] = "blk.0.ffn_gate.bias" in found.tensors
-    _check_heads(reader, name, config)
-    if (scaling := _scaling(reader, name, config)) is not None:
+    config["tie_word_embeddings"] = not reader.has_tensor("output.weight")
+    config |= architecture.fixed
+    config |= {key: reader.has_tensor(f"blk.0.{name}") for key, name in architecture.bias.items()}
+    heads = _check_heads(reader, architecture, config)
+    if (scaling := _scaling(reader, config)) is not None:
         config["rope_scaling"] = scaling
+    if architecture.complete is not None:
+        architecture.complete(reader, config)
     ids = {key: reader.number(f"tokenizer.ggml.{key}") for key in ("bos_token_id", *_END_IDS, "padding_token_id")}
     config["bos_token_id"], config["pad_token_id"] = ids["bos_token_id"], ids["padding_token_id"]
     config["eos_token_id"] = list(dict.fromkeys(ids[key] for key in _END_IDS if ids[key] is not None)) or None
-    heads = config["num_attention_heads"]
-    head_counts = {"heads": heads, "kv_heads": config.get("num_key_value_heads", heads)} if name == "llama" else {}
     blocks = {"block_elements": found.block_elements, "block_bytes": found.block_bytes}
-    config["quantization_config"] = {"quant_method": METHOD, "types": list(found.types), **head_counts, **blocks}
+    types = {"quant_method": METHOD, "architecture": reader.architecture, "types": list(found.types)}
+    head_counts = {"heads": heads, "kv_heads": config.get("num_key_value_heads", heads)}
+    config["quantization_config"] = {**types, **head_counts, **blocks}
     return config
 
 
-def _check_heads(reader: _MetadataReader, name: str, config: Mapping[str, Any]) -> None:
+def _check_heads(reader: MetadataReader, architecture: Architecture, config: Config) -> int:
+    """Return the number of heads; add the fraction of a head that rotates to the configuration."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if not isinstance(heads, int) or not isinstance(hidden, int) or not 0 < heads <= hidden:
-        raise reader.fail(f"{name}.attention.head_count", f"must be an integer from 1 to {hidden}")
+        raise reader.fail(reader.key("attention.head_count"), f"must be an integer from 1 to {hidden}")
+    if reader.own("attention.kv_lora_rank") is not None:
+        return heads  # of latent attention, whose sizes have names of their own
     own = config.get("head_dim", hidden // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if reader.value(f"{name}.{key}", own) != own:
-            raise reader.fail(f"{name}.{key}", f"must be the {own} elements of a head")
+    rotary = reader.own("rope.dimension_count")
+    if architecture.rotates_a_part and isinstance(rotary, int) and isinstance(own, int) and 0 < rotary <= own:
+        # Rounded up, so that its product with `own` is not rounded to the integer below `rotary`.
+        config["partial_rotary_factor"] = 1.0 if rotary == own else math.nextafter(rotary / own, 1.0)
+        rotary = None
+    for name, value in (
+        ("attention.value_length", reader.own("attention.value_length")),
+        ("rope.dimension_count", rotary),
+    ):
+        if value not in (None, own):
+            raise reader.fail(reader.key(name), f"must be the {own} elements of a head")
+    return heads
 
 
-def _scaling(reader: _MetadataReader, name: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return `rope_scaling`: by name, or as one divisor for each frequency, as Llama 3 files store it."""
-    kind = reader.value(f"{name}.rope.scaling.type", "none")
-    if kind not in _SCALINGS:
-        raise reader.fail(f"{name}.rope.scaling.type", f"must be one of {', '.join(_SCALINGS)}")
-    factor = f"{name}.rope.scaling.attn_factor"
-    if reader.number(factor) not in (None, 1):
-        raise reader.fail(factor, "must be 1")
-    divisors = reader.found.tensors.get(ROTATION)
-    if divisors is not None:
-        if kind != "none" or not isinstance(divisors, StoredTensor) or not _is_short(divisors.shape):
-            raise ModelError(f"{reader.found.file}: {ROTATION} must be a list of float32, without another scaling")
+def _scaling(reader: MetadataReader, config: Config) -> dict[str, Any] | None:
+    """Return `rope_scaling`: by name, or as one divisor for each frequency, as Llama 3 and Phi-3 files store it."""
+    kind = reader.value(reader.key("rope.scaling.type"), "none")
+    has_lists = reader.has_tensor(LONG_FREQUENCIES) or reader.has_tensor(SHORT_FREQUENCIES)
+    if kind not in _SCALINGS and not (has_lists and kind == "longrope"):
+        raise reader.fail(reader.key("rope.scaling.type"), f"must be one of {', '.join(_SCALINGS)}")
+    factor = reader.own("rope.scaling.attn_factor")
+    original = reader.own("rope.scaling.original_context_length")
+    first = {} if original is None else {"original_max_position_embeddings": original}
+    if has_lists:
+        short, long = (_divisors(reader, name, kind) for name in (SHORT_FREQUENCIES, LONG_FREQUENCIES))
+        own_factor = {} if factor is None else {"attention_factor": factor}
+        return {"rope_type": "longrope", "short_factor": short, "long_factor": long, **first, **own_factor}
+    if factor not in (None, 1):
+        raise reader.fail(reader.key("rope.scaling.attn_factor"), "must be 1")
+    if reader.has_tensor(FREQUENCIES):
         # longrope has one list for short and one for long contexts; here both are the same.
-        each = [float(value) for value in np.array(divisors.read(), np.float64)]
+        each = _divisors(reader, FREQUENCIES, kind)
         return {"rope_type": "longrope", "short_factor": each, "long_factor": each, "attention_factor": 1.0}
     if kind == "none":
         return None
-    scaling = {"rope_type": kind, "factor": reader.number(f"{name}.rope.scaling.factor")}
-    if (original := reader.number(f"{name}.rope.scaling.original_context_length")) is not None:
-        scaling["original_max_position_embeddings"] = original
+    scaling = {"rope_type": kind, "factor": reader.own("rope.scaling.factor"), **first}
+    if kind == "yarn":
+        scaling |= _yarn(reader)
     return scaling
 
 
-def _is_short(shape: tuple[int, ...]) -> bool:
-    return len(shape) == 1 and shape[0] <= _MAX_ROTATION
+def _yarn(reader: MetadataReader) -> dict[str, Any]:
+    if reader.own("rope.scaling.yarn_attn_factor") not in (None, 1):
+        raise reader.fail(reader.key("rope.scaling.yarn_attn_factor"), "must be 1")
+    found = {ours: reader.own(f"rope.scaling.yarn_{ours}") for ours in ("beta_fast", "beta_slow")}
+    return {name: value for name, value in found.items() if value is not None}
 
 
-class _MetadataReader:
-    """Reads metadata values by key; an error names the key, the rule and the value."""
-
-    def __init__(self, found: GgufFile) -> None:
-        self.found = found
-
-    def value(self, key: str, default: Any = None) -> Any:
-        value = self.found.metadata.get(key)
-        is_unread = value is None and key in self.found.metadata  # a list of strings
-        if is_unread or isinstance(value, np.ndarray):
-            raise self.fail(key, "must be one value and no list")
-        return default if value is None else value
-
-    def number(self, key: str) -> int | float | None:
-        """Return a number; a float32 as its shortest decimal: 1e-5 and not 9.99999975e-06."""
-        value = self.value(key)
-        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-            return value
-        if not isinstance(value, float):
-            raise self.fail(key, "must be a number")
-        with np.errstate(over="ignore"):  # the rule of the key refuses infinity
-            return float(str(np.float32(value)))
-
-    def fail(self, key: str, rule: str) -> ModelError:
-        return ModelError(f"{self.found.file}: `{key}` {rule}. Given: {shorten(self.found.metadata.get(key))}")
+def _divisors(reader: MetadataReader, name: str, kind: str) -> list[float]:
+    divisors = reader.found.tensors.get(name)
+    is_stored = isinstance(divisors, StoredTensor) and len(divisors.shape) == 1 and divisors.shape[0] <= _MAX_ROTATION
+    if divisors is None or kind not in ("none", "longrope") or not is_stored:
+        raise ModelError(f"{reader.found.file}: {name} must be a list of float32, without another scaling")
+    return [float(value) for value in np.array(divisors.read(), np.float64)]

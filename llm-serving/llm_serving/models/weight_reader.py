@@ -22,6 +22,7 @@ import numpy as np
 from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError
 from llm_serving.formats.folder import DERIVED, INDEX_NAME, check_tensors, read_tensors, weight_files
+from llm_serving.formats.gguf import files_of
 from llm_serving.formats.mindformers_names import ORDERS, are_of_mindformers, hugging_face_name, is_fused, order_of
 from llm_serving.formats.packed import PackedTensor, Quantized, ReadableTensor, Scheme
 from llm_serving.formats.stored_tensor import Array, is_finite
@@ -251,7 +252,7 @@ def weight_fingerprint(model: Path) -> str:
     """Return a hash of the names, sizes and sampled contents of a model's files (a folder or a GGUF file). Raise
     ModelError if a file cannot be read, or there is none.
     """
-    names = [model] if is_gguf(model) else [model / CONFIG_NAME, model / INDEX_NAME, *weight_files(model)]
+    names = files_of(model) if is_gguf(model) else [model / CONFIG_NAME, model / INDEX_NAME, *weight_files(model)]
     digest = hashlib.sha256()
     for path in sorted(each for each in names if each.exists()):
         _add(digest, path)

@@ -1,0 +1,292 @@
+"""The tensors of a GGUF file under Hugging Face's names, and in its layout.
+
+llama.cpp names the tensors of every architecture alike, and stores some of them in a layout of its own:
+
+    rows of query and key   `pairs`: the two rows that rotate together are neighbours; here they lie half a head apart
+    norm weights            `plus_one`: with 1 added
+    experts                 one tensor of three lengths for all experts of a layer
+    stacked projections     one tensor for query, key and value, where a network has one for each
+    latent keys, values     DeepSeek: two tensors with a matrix for each head, that of the keys transposed
+
+Experts, parts of stacked tensors and reordered rows keep the bytes of their blocks: `StoredTensor.part` picks
+consecutive rows, and `PackedTensor.order` gives the order of the others. Latent keys and values are dequantized.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from llm_serving.errors import ModelError
+from llm_serving.formats.packed import PackedTensor, ReadableTensor
+from llm_serving.formats.quantized_tensor import QuantizedTensor
+from llm_serving.formats.stored_tensor import Array, StoredTensor, to_float32
+
+FREQUENCIES: Final = "rope_freqs.weight"
+SHORT_FREQUENCIES: Final = "rope_factors_short.weight"
+LONG_FREQUENCIES: Final = "rope_factors_long.weight"
+_NO_WEIGHTS: Final = (FREQUENCIES, SHORT_FREQUENCIES, LONG_FREQUENCIES)
+"""Divisors of the rotary frequencies, which belong to the configuration."""
+
+_LATENT_KEYS, _LATENT_VALUES = "attn_k_b", "attn_v_b"
+_WHOLE: Final[Mapping[str, str]] = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_QKV: Final = "self_attn.q_proj|self_attn.k_proj|self_attn.v_proj"
+_OF_LAYER: Final[Mapping[str, str]] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_EXPERTS: Final[Mapping[str, str]] = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
+}
+_GEMMA: Final[Mapping[str, str]] = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+@dataclass(frozen=True)
+class Naming:
+    """The names and layouts of an architecture.
+
+    Attributes:
+        more: Names of a layer beside those of Llama, or in their place. `*` stands for the number of an expert; `|`
+            separates query, key and value that the file stacks.
+        pairs, plus_one: See above.
+    """
+
+    more: Mapping[str, str] = field(default_factory=dict)
+    pairs: bool = False
+    plus_one: bool = False
+
+
+NAMINGS: Final[Mapping[str, Naming]] = {
+    "llama": Naming(
+        {
+            "ffn_gate_inp": "block_sparse_moe.gate",
+            "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
+            "ffn_up_exps": "block_sparse_moe.experts.*.w3",
+            "ffn_down_exps": "block_sparse_moe.experts.*.w2",
+        },
+        pairs=True,
+    ),
+    "granite": Naming(pairs=True),
+    "smollm3": Naming(pairs=True),
+    "internlm2": Naming(pairs=True),
+    "baichuan": Naming(pairs=True),
+    "qwen2": Naming(),
+    "qwen3": Naming(),
+    "qwen2moe": Naming(
+        {
+            **_EXPERTS,
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+            "ffn_up_shexp": "mlp.shared_expert.up_proj",
+            "ffn_down_shexp": "mlp.shared_expert.down_proj",
+        }
+    ),
+    "qwen3moe": Naming(_EXPERTS),
+    "gemma": Naming(plus_one=True),
+    "gemma2": Naming(_GEMMA, plus_one=True),
+    "gemma3": Naming(_GEMMA, plus_one=True),
+    "phi3": Naming({"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
+    "chatglm": Naming({"attn_qkv": _QKV, "ffn_up": "mlp.gate_up_proj"}),
+    "glm4": Naming(
+        {
+            "attn_qkv": _QKV,
+            "ffn_up": "mlp.gate_up_proj",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        }
+    ),
+    "deepseek2": Naming(
+        {
+            **_EXPERTS,
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_kv_b": "self_attn.kv_b_proj",
+            _LATENT_KEYS: "self_attn.kv_b_proj",
+            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+            "ffn_up_shexp": "mlp.shared_experts.up_proj",
+            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+        }
+    ),
+}
+"""By `general.architecture`."""
+
+_NAME: Final = re.compile(r"^(?:blk\.(?P<layer>\d{1,6})\.)?(?P<role>[a-z0-9_]+)\.(?P<kind>weight|bias)$")
+_HUGGING_FACE_PREFIXES: Final = ("model.", "lm_head.")
+"""Prefixes of Hugging Face's names: such a tensor would be accepted with its rows in the wrong order."""
+
+
+def named_weights(
+    tensors: Mapping[str, ReadableTensor], architecture: str, heads: int, kv_heads: int
+) -> dict[str, ReadableTensor]:
+    """Return the tensors of a file under Hugging Face's names and in its layout; an unknown name stays as it is.
+
+    Args:
+        tensors: Tensors by their names in the file.
+        architecture: A key of `NAMINGS`.
+        heads, kv_heads: Numbers of heads of queries, and of keys and values.
+
+    Raises:
+        ModelError: Two tensors get one name, or the shape of a tensor does not fit the heads.
+    """
+    naming = NAMINGS[architecture]
+    weights: dict[str, ReadableTensor] = {}
+    for name, tensor in tensors.items():
+        if name in _NO_WEIGHTS or _is_latent_values(name, tensors):
+            continue
+        for known, weight in _named(name, tensor, tensors, naming, _Heads(heads, kv_heads)):
+            if known == name and name.startswith(_HUGGING_FACE_PREFIXES):
+                raise ModelError(f"{tensor.file}: tensor {name} is not named as tensors of this form are")
+            if known in weights:
+                raise ModelError(f"{tensor.file}: tensor {name} stands twice, as {known}")
+            weights[known] = weight
+    return weights
+
+
+class _Heads(NamedTuple):
+    q: int
+    kv: int
+
+
+def _is_latent_values(name: str, tensors: Mapping[str, ReadableTensor]) -> bool:
+    return _LATENT_VALUES in name and name.replace(_LATENT_VALUES, _LATENT_KEYS) in tensors
+
+
+def _named(
+    name: str, tensor: ReadableTensor, tensors: Mapping[str, ReadableTensor], naming: Naming, heads: _Heads
+) -> Iterator[tuple[str, ReadableTensor]]:
+    """Yield the weights that a tensor holds, by their names."""
+    match = _NAME.match(name)
+    role = match["role"] if match is not None else ""
+    known = match and ({**_OF_LAYER, **naming.more} if match["layer"] else _WHOLE).get(role)
+    if match is None or known is None:
+        yield name, tensor
+        return
+    prefix, ending = f"model.layers.{int(match['layer'])}." if match["layer"] else "", match["kind"]
+    if "*" in known:
+        weights = {known.replace("*", str(i)): part for i, part in enumerate(_experts(name, tensor))}
+    elif "|" in known:
+        weights = dict(zip(known.split("|"), _query_key_value(name, tensor, heads), strict=True))
+    elif role == _LATENT_KEYS:
+        weights = {known: _joined_latents(name, tensor, tensors.get(name.replace(role, _LATENT_VALUES)), heads.q)}
+    else:
+        weights = {known: _in_layout(name, role, tensor, naming, heads)}
+    yield from ((f"{prefix}{each}.{ending}", weight) for each, weight in weights.items())
+
+
+def _in_layout(name: str, role: str, tensor: ReadableTensor, naming: Naming, heads: _Heads) -> ReadableTensor:
+    if naming.pairs and role in ("attn_q", "attn_k"):
+        return _with_split_pairs(name, tensor, heads.q if role == "attn_q" else heads.kv)
+    if naming.plus_one and role.endswith("norm") and isinstance(tensor, StoredTensor):
+        return PackedTensor(name, tensor.shape, {"values": tensor}, _less_one)
+    if role == "ffn_gate_inp_shexp" and len(tensor.shape) == 1 and isinstance(tensor, StoredTensor):
+        return replace(tensor, shape=(1, *tensor.shape))
+    return tensor
+
+
+def _head_rows(name: str, tensor: ReadableTensor, heads: int, multiple: int = 1) -> int:
+    if not heads or tensor.shape[0] % (multiple * heads):
+        raise ModelError(f"{tensor.file}: tensor {name} must have rows of {heads} heads. Found: {tensor.shape[0]}")
+    return tensor.shape[0] // heads
+
+
+def _with_split_pairs(name: str, tensor: ReadableTensor, heads: int) -> ReadableTensor:
+    _head_rows(name, tensor, heads, 2)
+    order = np.arange(tensor.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    if isinstance(tensor, PackedTensor):
+        return replace(tensor, order=order)
+    return PackedTensor(name, tensor.shape, {"rows": tensor}, lambda arrays: arrays["rows"], order)
+
+
+def _experts(name: str, tensor: ReadableTensor) -> Iterator[ReadableTensor]:
+    if len(tensor.shape) != 3:
+        raise ModelError(f"{tensor.file}: tensor {name} must have three lengths. Found: {list(tensor.shape)}")
+    count, rows, columns = tensor.shape
+    return (_rows(tensor, number * rows, (rows, columns)) for number in range(count))
+
+
+def _query_key_value(name: str, tensor: ReadableTensor, heads: _Heads) -> list[ReadableTensor]:
+    own = _head_rows(name, tensor, heads.q + 2 * heads.kv)
+    starts = (0, heads.q, heads.q + heads.kv)
+    counts = (heads.q, heads.kv, heads.kv)
+    return [
+        _rows(tensor, start * own, (count * own, *tensor.shape[1:]))
+        for start, count in zip(starts, counts, strict=True)
+    ]
+
+
+def _rows(tensor: ReadableTensor, start: int, shape: tuple[int, ...]) -> ReadableTensor:
+    """Return consecutive rows of a tensor; all its lengths but the last count rows, and of a vector its only one."""
+    if isinstance(tensor, StoredTensor):
+        return tensor.part(start * (shape[-1] if len(shape) > 1 else 1), shape)
+    stored = {
+        ending: part.part(start * part.shape[-1], (shape[0], part.shape[-1])) for ending, part in tensor.stored.items()
+    }
+    return replace(tensor, shape=shape, stored=stored)
+
+
+def _less_one(arrays: Mapping[str, Array]) -> Array:
+    values: Array = to_float32(arrays["values"]) - np.float32(1)
+    return values
+
+
+def _joined_latents(name: str, keys: ReadableTensor, values: ReadableTensor | None, heads: int) -> PackedTensor:
+    """[heads, rank, n] keys and [heads, v, rank] values -> kv_b_proj: n rows and v rows for each head, of `rank`
+
+    A file may also have heads and rows as one length.
+    """
+    if values is None:
+        raise ModelError(f"{keys.file}: tensor {name} must have {_LATENT_VALUES} beside it")
+    rank = values.shape[-1]
+    num_keys, num_rows = keys.shape[-1], int(np.prod(values.shape[:-1]))
+    if not heads or num_rows % heads or int(np.prod(keys.shape[:-1])) != heads * rank:
+        raise ModelError(
+            f"{keys.file}: tensor {name} must have {heads} matrices of {rank} rows. Found: {list(keys.shape)}"
+        )
+    stored: dict[str, StoredTensor] = {}
+    for each, tensor in (("keys", keys), ("values", values)):
+        parts = {"": tensor} if isinstance(tensor, StoredTensor) else tensor.stored
+        stored |= {f"{each}.{ending}": part for ending, part in parts.items()}
+
+    def unpack(arrays: Mapping[str, Array]) -> Array:
+        k = _elements("keys", keys, arrays).reshape(heads, rank, num_keys).swapaxes(1, 2)
+        v = _elements("values", values, arrays).reshape(heads, -1, rank)
+        joined: Array = np.concatenate([k, v], axis=1).reshape(-1, rank)
+        return joined
+
+    return PackedTensor(name, (heads * num_keys + num_rows, rank), stored, unpack)
+
+
+def _elements(which: str, tensor: ReadableTensor, arrays: Mapping[str, Any]) -> Array:
+    own = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"{which}.")}
+    if isinstance(tensor, StoredTensor):
+        return to_float32(own[""])
+    found = tensor.unpack(own)
+    assert not isinstance(found, QuantizedTensor)
+    return found if isinstance(found, np.ndarray) else found.dequantized()

@@ -1,0 +1,202 @@
+"""What is special about each architecture of GGUF files: its metadata as keys of a config.json.
+
+`models.gguf` reads what all architectures have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from llm_serving.models.gguf_metadata import MetadataReader
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture.
+
+    Attributes:
+        family: Name in `architectures` of a config.json.
+        numbers: Metadata key behind the architecture's prefix -> key of a config.json, where the file has it.
+        fixed: Values that the architecture implies.
+        bias: Configuration key -> tensor of the first layer; the key is true where the file has the tensor.
+        complete: Adds the rest to the configuration, or changes it.
+        rotates_a_part: `rope.dimension_count` may be less than a head.
+        has_experts: The file may have experts.
+    """
+
+    family: str
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    bias: Mapping[str, str] = field(default_factory=dict)
+    complete: Callable[[MetadataReader, Config], None] | None = None
+    rotates_a_part: bool = False
+    has_experts: bool = False
+
+
+_EXPERTS: Final[Mapping[str, str]] = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_ATTENTION_BIAS: Final[Mapping[str, str]] = {"attention_bias": "attn_q.bias"}
+_LLAMA_BIAS: Final[Mapping[str, str]] = {**_ATTENTION_BIAS, "mlp_bias": "ffn_gate.bias"}
+
+
+def _llama(reader: MetadataReader, config: Config) -> None:
+    """The name covers Mixtral (experts), Mistral (a window) and InternLM3 (biases of query, key and value alone)."""
+    if experts := reader.own("expert_count"):
+        config["architectures"] = ["MixtralForCausalLM"]
+        config["num_local_experts"] = experts
+        config["num_experts_per_tok"] = reader.needed("expert_used_count")
+    window = reader.own("attention.sliding_window")
+    if window:
+        config["sliding_window"] = window
+        if not experts:
+            config["architectures"] = ["MistralForCausalLM"]
+    elif config["attention_bias"] and not reader.has_tensor("blk.0.attn_output.bias"):
+        config |= {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": False}
+
+
+def _qwen_experts(reader: MetadataReader, config: Config) -> None:
+    """Layers without a router are dense. Older files derive the sizes of experts from the dense size."""
+    layers = int(config["num_hidden_layers"])
+    config["mlp_only_layers"] = [i for i in range(layers) if not reader.has_tensor(f"blk.{i}.ffn_gate_inp.weight")]
+    dense = config.get("intermediate_size")
+    if "moe_intermediate_size" not in config and dense is not None:
+        config["moe_intermediate_size"] = dense // max(1, int(reader.needed("expert_used_count")))
+    if reader.architecture == "qwen2moe":
+        config.setdefault("shared_expert_intermediate_size", dense)
+
+
+def _gemma(reader: MetadataReader, config: Config) -> None:
+    """The largest models of both generations scale scores by another number than the size of a head."""
+    largest = {"gemma2": 46, "gemma3": 62}[reader.architecture]
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    own = config.get("head_dim", hidden // heads)
+    config["query_pre_attn_scalar"] = hidden // heads if config["num_hidden_layers"] == largest else own
+    if reader.architecture == "gemma2":
+        return
+    config.setdefault("rope_local_base_freq", 10000.0)
+    config.setdefault("sliding_window_pattern", 6 if config.get("sliding_window") else 1)
+
+
+def _phi3(reader: MetadataReader, config: Config) -> None:
+    config["sliding_window"] = config.get("sliding_window") or None  # Phi-4 has a window of 0
+
+
+def _baichuan(reader: MetadataReader, config: Config) -> None:
+    """The 13B, which has 40 layers, has ALiBi in place of rotation."""
+    if config["num_hidden_layers"] == 40:
+        config["model_max_length"] = config.pop("max_position_embeddings")
+
+
+def _granite(reader: MetadataReader, config: Config) -> None:
+    own = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    config.setdefault("attention_multiplier", own**-0.5)
+
+
+def _deepseek2(reader: MetadataReader, config: Config) -> None:
+    """Files since 2025 have the sizes of heads under keys of their own; before, they were the usual ones."""
+    rotary = reader.needed("rope.dimension_count")
+    newer = reader.own("attention.key_length_mla") is not None
+    suffix = "_mla" if newer else ""
+    config.pop("head_dim", None)
+    config["qk_rope_head_dim"] = rotary
+    config["qk_nope_head_dim"] = reader.needed(f"attention.key_length{suffix}") - rotary
+    config["v_head_dim"] = reader.needed(f"attention.value_length{suffix}")
+    config["norm_topk_prob"] = bool(reader.value(reader.key("expert_weights_norm"), False))
+    config["scoring_func"] = "softmax" if reader.own("expert_gating_func") in (None, 0, 1) else "sigmoid"
+    if reader.own("expert_group_count") not in (None, 0, 1):
+        config["topk_method"] = "group_limited_greedy"
+    if config.get("rope_scaling", {}).get("rope_type") == "yarn":
+        # The multiplier is a tenth of mscale_all_dim. Cosines and sines are never scaled, as where mscale equals it.
+        weight = round(10 * (reader.own("rope.scaling.yarn_log_multiplier") or 0), 6)
+        config["rope_scaling"] |= {"mscale": weight, "mscale_all_dim": weight} if weight else {"attention_factor": 1.0}
+
+
+ARCHITECTURES: Final[Mapping[str, Architecture]] = {
+    "llama": Architecture("LlamaForCausalLM", bias=_LLAMA_BIAS, complete=_llama, has_experts=True),
+    "qwen2": Architecture("Qwen2ForCausalLM", bias={"qkv_bias": "attn_q.bias"}),
+    "qwen2moe": Architecture(
+        "Qwen2MoeForCausalLM",
+        {**_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        fixed={"norm_topk_prob": False},
+        bias={"qkv_bias": "attn_q.bias"},
+        complete=_qwen_experts,
+        has_experts=True,
+    ),
+    "qwen3": Architecture("Qwen3ForCausalLM", bias=_ATTENTION_BIAS),
+    "qwen3moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        _EXPERTS,
+        fixed={"norm_topk_prob": True},
+        bias=_ATTENTION_BIAS,
+        complete=_qwen_experts,
+        has_experts=True,
+    ),
+    "gemma": Architecture("GemmaForCausalLM"),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM",
+        {
+            "attention.sliding_window": "sliding_window",
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        complete=_gemma,
+    ),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM",
+        {
+            "attention.sliding_window": "sliding_window",
+            "attention.sliding_window_pattern": "sliding_window_pattern",
+            "rope.freq_base_swa": "rope_local_base_freq",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        complete=_gemma,
+    ),
+    "phi3": Architecture(
+        "Phi3ForCausalLM",
+        {"attention.sliding_window": "sliding_window"},
+        bias={"attention_bias": "attn_qkv.bias"},
+        complete=_phi3,
+        rotates_a_part=True,
+    ),
+    "internlm2": Architecture("LlamaForCausalLM", bias=_LLAMA_BIAS),
+    "baichuan": Architecture("BaichuanForCausalLM", fixed={"separate_qkv": True}, complete=_baichuan),
+    "chatglm": Architecture("GlmForCausalLM", bias={"attention_bias": "attn_qkv.bias"}, rotates_a_part=True),
+    "glm4": Architecture("Glm4ForCausalLM", bias=_ATTENTION_BIAS, rotates_a_part=True),
+    "granite": Architecture(
+        "GraniteForCausalLM",
+        {
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        bias=_LLAMA_BIAS,
+        complete=_granite,
+    ),
+    "smollm3": Architecture("SmolLM3ForCausalLM", bias=_LLAMA_BIAS),
+    "deepseek2": Architecture(
+        "DeepseekV2ForCausalLM",
+        {
+            "attention.q_lora_rank": "q_lora_rank",
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "leading_dense_block_count": "first_k_dense_replace",
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+        },
+        complete=_deepseek2,
+        has_experts=True,
+    ),
+}
+"""By `general.architecture`."""

@@ -1,0 +1,60 @@
+"""Typed access to the metadata of a GGUF file; an error names the key, the rule and the value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from llm_serving.errors import ModelError, shorten
+from llm_serving.formats.gguf import GgufFile
+
+
+class MetadataReader:
+    """Reads metadata values of a file.
+
+    Attributes:
+        found: The header of the file.
+        architecture: `general.architecture`, the prefix of the keys of the model.
+    """
+
+    def __init__(self, found: GgufFile) -> None:
+        self.found = found
+        self.architecture = str(self.value("general.architecture", ""))
+
+    def value(self, key: str, default: Any = None) -> Any:
+        value = self.found.metadata.get(key)
+        is_unread = value is None and key in self.found.metadata  # a list of strings
+        if is_unread or isinstance(value, np.ndarray):
+            raise self.fail(key, "must be one value and no list")
+        return default if value is None else value
+
+    def number(self, key: str) -> int | float | None:
+        """Return a number; a float32 as its shortest decimal: 1e-5 and not 9.99999975e-06."""
+        value = self.value(key)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+            return value
+        if not isinstance(value, float):
+            raise self.fail(key, "must be a number")
+        with np.errstate(over="ignore"):  # the rule of the key refuses infinity
+            return float(str(np.float32(value)))
+
+    def key(self, name: str) -> str:
+        """Return the key of the model with this name behind the architecture."""
+        return f"{self.architecture}.{name}"
+
+    def own(self, name: str) -> int | float | None:
+        """Return a number of the model by its name behind the architecture."""
+        return self.number(self.key(name))
+
+    def needed(self, name: str) -> int | float:
+        value = self.own(name)
+        if value is None:
+            raise self.fail(self.key(name), "must be given")
+        return value
+
+    def has_tensor(self, name: str) -> bool:
+        return name in self.found.tensors
+
+    def fail(self, key: str, rule: str) -> ModelError:
+        return ModelError(f"{self.found.file}: `{key}` {rule}. Given: {shorten(self.found.metadata.get(key))}")
