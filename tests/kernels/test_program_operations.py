@@ -2,17 +2,28 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.kernels import library, reference
 from llm_serving.network.builder import Expert, ExpertRouting, Network
 from llm_serving.network.operations import Value, Weight
 from llm_serving.network.program import assemble
 from llm_serving.network.rewriting import select_rows
 from support.decoder_calls import Step
-from support.kernel_calls import FLOAT32_UNIT, FLOAT_TYPES, ROUNDING_UNIT, Array, Typed, assert_close, typed
+from support.kernel_calls import (
+    FLOAT32_UNIT,
+    FLOAT_TYPES,
+    ROUNDING_UNIT,
+    Array,
+    Typed,
+    assert_close,
+    block_weight,
+    typed,
+)
 from support.kernels_cache import padded
 from support.program_calls import Runnable, create_caches, run, runnable_of
 
@@ -301,6 +312,39 @@ def test_program_experts_are_batch_invariant(isa: str, dtype: str) -> None:
                 rows = rng.permutation(60)[:count].tolist()
                 step = Step(**{**vars(step_of_rows(count)), "token_ids": rows})
                 assert np.array_equal(run(runnable, step, []).bits, whole[rows]), (threads, count)
+
+
+def random_blocks(rng: np.random.Generator, n: int, k: int, bits: int) -> BlockTensor:
+    qvalues = rng.integers(0, 2**bits, (n, k), np.uint8)
+    scales = rng.uniform(1, 2, (n, k // 32)) * 2.0 ** (1 - bits) / np.sqrt(k)
+    return BlockTensor(qvalues, bits, 32, 2 ** (bits - 1), scales.astype(np.float16))
+
+
+@pytest.mark.parametrize("bits", [(8, 8, 8, 8, 8), (4, 4, 8, 5, 4)], ids=["one type", "three types"])
+def test_program_experts_in_blocks_are_close_to_those_of_the_values(isa_of_codes: str, bits: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(9)
+    x, count, hidden, inner = random(60, 64, "float32"), len(bits), 64, 96
+    in_blocks = {
+        "0.gate.weight": [random_blocks(rng, 2 * inner, hidden, each) for each in bits],
+        "0.down.weight": [random_blocks(rng, hidden, inner, each) for each in bits],
+    }
+    arrays = {name: np.concatenate([each.dequantized() for each in parts]) for name, parts in in_blocks.items()}
+    arrays["router.weight"] = rng.standard_normal((count, hidden)).astype(np.float32)
+    names = [Expert(f"{i}.gate", f"{i}.up", f"{i}.down") for i in range(count)]
+    runnable = program_with(
+        x, hidden, lambda net, whole: net.experts(whole, "router", ExpertRouting(2), names, inner), arrays
+    )
+    expected = run(runnable, step_of_rows(60), []).values
+    numbered = zip(runnable.program.weights, runnable.weights, strict=True)
+    weights = [
+        block_weight(in_blocks[weight.names[0]], "float32") if weight.names[0] in in_blocks else given
+        for weight, given in numbered
+    ]
+    runnable = replace(runnable, weights=weights)
+    found = run(runnable, step_of_rows(60), [])
+    assert np.max(np.abs(found.values - expected)) < 0.03 * np.max(np.abs(expected))
+    step = Step(**{**vars(step_of_rows(1)), "token_ids": [7]})
+    assert np.array_equal(run(runnable, step, []).bits, found.bits[7:8])
 
 
 @pytest.mark.parametrize("count", [1, 2, 60])

@@ -97,8 +97,8 @@ int check_experts(const Instruction& in) {
   if (in.integer(2) < 1) return in.fail("there must be an expert, not %d", in.integer(2));
   const size_t experts = static_cast<size_t>(in.integer(2));
   if (!in.has_weight(1)) return in.fail("down is absent");
-  const int down = in.parameter(1);
-  const size_t inner = in.call().rank(down) == 2 ? in.call().dim(down, 1) : 0;
+  const Weight* down = in.program().weight(static_cast<size_t>(in.weight_number(1)));
+  const size_t inner = down == nullptr ? 0 : down->columns();
   if (inner == 0 || inner % kPanelWidth != 0 || y->width % kPanelWidth != 0) {
     return in.fail("%zu columns and %zu inner ones must be multiples of 16", y->width, inner);
   }
