@@ -166,7 +166,8 @@ void register_blocks(void* data, DType dtype, const std::vector<BlockRows>& segm
   packed->n = 0;
   packed->k = segments.empty() ? 0 : segments.front().k;
   for (const BlockRows& rows : segments) {
-    packed->segments.push_back({panels, offset, rows.form});
+    const bool continues = !packed->segments.empty() && packed->segments.back().form == rows.form;
+    if (!continues) packed->segments.push_back({panels, offset, rows.form});
     panels += whole_panels(rows.n) / kPanelWidth;
     offset += packed_bytes(rows);
     packed->n += rows.n;
