@@ -70,7 +70,7 @@ class ResponseBuilder(ABC):
         """Return the last bytes of a stream that fails after its status was sent."""
 
     async def collect(self, generation: Generation) -> None:
-        """Fold all outputs, long ones off the event loop."""
+        """Add all outputs to the response, long ones off the event loop."""
         async for index, output in generation.outputs():
             if output.finish_reason is not None:
                 self.check(output)
