@@ -24,15 +24,12 @@ class _BlockArgs(ctypes.Structure):
 
 
 class BlockSegments:
-    """The segments of one weight, in the form in which the library takes them.
+    """The segments of one weight, in the form in which the library takes them. Raise ModelError if no product supports
+    such a weight, or KernelError if the library cannot be built or loaded.
 
     Attributes:
         num_bytes: Bytes of the packed weight.
         columns: Columns of the int8 matrix as which MindSpore sees these bytes, without the padding of panels.
-
-    Raises:
-        ModelError: No product supports such a weight.
-        KernelError: The library cannot be built or loaded.
     """
 
     def __init__(self, segments: Sequence[BlockTensor]) -> None:

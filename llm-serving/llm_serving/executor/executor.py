@@ -99,11 +99,8 @@ class Executor(ABC):
 
     @abstractmethod
     def collect(self) -> StepOutput:
-        """Wait for the output of the oldest submitted step.
-
-        Raises:
-            StepFailedError: That step failed.
-            WorkerError: The WorkAgent exited or sent an invalid message, so no further output will come.
+        """Wait for the output of the oldest submitted step. Raise StepFailedError if that step failed, or WorkerError
+        if the WorkAgent exited or sent an invalid message, so no further output will come.
         """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
@@ -118,11 +115,8 @@ class Executor(ABC):
         return None
 
     def restart(self, reason: str) -> None:
-        """Replace a lost WorkAgent. Its cache and all submitted steps are lost; step numbers restart at 0.
-
-        Raises:
-            RestartFailedError: This attempt failed.
-            WorkerDiedError: No further attempt will be made.
+        """Replace a lost WorkAgent. Its cache and all submitted steps are lost; step numbers restart at 0. Raise
+        RestartFailedError if this attempt failed, or WorkerDiedError if no further attempt will be made.
         """
         raise WorkerDiedError(reason)
 

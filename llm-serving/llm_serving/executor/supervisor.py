@@ -106,17 +106,14 @@ def start_work_agent(
     cancellation: StartCancellation | None = None,
     placement: Placement = LOCAL_PLACEMENT,
 ) -> WorkAgentProcess:
-    """Start WorkAgent `index` and wait until its model is loaded.
+    """Start WorkAgent `index` and wait until its model is loaded. Raise ModelError if the model cannot be loaded, or
+    WorkerDiedError if the process could not be started, exited before it was ready, or was not ready in time.
 
     Args:
         on_progress: Called with progress texts. An exception it raises ends the WorkAgent.
         previous: What the replaced WorkAgent had loaded. The new one allocates as many blocks.
         timeout_s: Limit of the whole start. `load_timeout_s` limits the time without a message.
         cancellation: Kills the WorkAgent if cancelled before it is ready.
-
-    Raises:
-        ModelError: The model cannot be loaded.
-        WorkerDiedError: The process could not be started, exited before it was ready, or was not ready in time.
     """
     settings = load_settings(config, index)
     if previous is not None:
@@ -319,11 +316,8 @@ class SupervisedExecutor(RemoteExecutor):
         pause: Callable[[float], bool] | None = None,
         cancellation: StartCancellation | None = None,
     ) -> None:
-        """Start the first WorkAgent.
-
-        Raises:
-            ConfigError: The WorkAgent cannot load the model.
-            WorkerDiedError: It exited before it was ready, in all attempts.
+        """Start the first WorkAgent. Raise ConfigError if the WorkAgent cannot load the model, or WorkerDiedError if it
+        exited before it was ready, in all attempts.
         """
         self._start = start
         self._step_timeout_s = step_timeout_s

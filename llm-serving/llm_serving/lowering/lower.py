@@ -55,7 +55,9 @@ def lower(
     quantization: Quantization | None = None,
     implementation: ImplementationName = ImplementationName.NATIVE,
 ) -> Lowered:
-    """Build the network of a model and read every weight it needs.
+    """Build the network of a model and read every weight it needs. Raise KernelError if MindFormers' network is
+    required and not available, or ModelError if a tensor is missing, unexpected or of another shape, or the backend
+    lacks an operation.
 
     Args:
         reader: Reader of the folder; it is read once.
@@ -66,10 +68,6 @@ def lower(
         quantization: How weights are quantized. None: they stay in the model dtype.
         implementation: Whose network computes the hidden states; all but the native one exclude `as_program` and
             `whole_prompts`.
-
-    Raises:
-        KernelError: MindFormers' network is required and not available.
-        ModelError: A tensor is missing, unexpected or of another shape, or the backend lacks an operation.
     """
     network = spec.network
     program = build_program(network, backend.dtype)

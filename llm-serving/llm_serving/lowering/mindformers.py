@@ -158,16 +158,13 @@ def set_parameter(network: nn.Cell, path: str, value: Any) -> None:
 
 
 class MindFormersNetwork(nn.Cell):
-    """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> input of the LM head for the sampled rows.
+    """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> input of the LM head for the sampled rows. Raise KernelError
+    if MindFormers or the operator library is not installed, or ModelError if MindFormers has no class for the model.
 
     Args:
         parameters: Parameters of every weight, as for a graph of Cells.
         kv_caches: One pair for each layer.
         max_positions: Longest context of a row, in tokens.
-
-    Raises:
-        KernelError: MindFormers or the operator library is not installed.
-        ModelError: MindFormers has no class for the model.
     """
 
     def __init__(
@@ -280,17 +277,14 @@ _CACHES = "layers.{}.attention.infer_attention.paged_attention_mgr.{}_cache"
 
 
 class MindFormersLlamaNetwork(nn.Cell):
-    """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> input of the LM head for the sampled rows.
+    """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> input of the LM head for the sampled rows. Raise KernelError
+    if MindFormers or the operator library is not installed, or ModelError if the class does not compute the model.
 
     Args:
         network: The network from `models.mindformers.split_stacked_weights`.
         parameters: Parameters of every weight of `network`, as for a graph of Cells.
         kv_caches: One pair for each layer.
         max_positions: Longest context of a row, in tokens.
-
-    Raises:
-        KernelError: MindFormers or the operator library is not installed.
-        ModelError: The class does not compute the model.
     """
 
     def __init__(

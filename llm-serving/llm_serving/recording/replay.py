@@ -87,15 +87,12 @@ class Replay:
         return self._chain.seal.hex()
 
     def run(self, until: int | None = None, *, explain: bool = False) -> None:
-        """Replay all records, or those up to the decision of step `until`.
+        """Replay all records, or those up to the decision of step `until`. Raise ReplayDiffersError if a decision
+        differs from the recorded one, or RecordingError if a record is damaged, or there is no such step.
 
         Args:
             until: Number of the last step; None: all steps.
             explain: Whether `explanation` describes the state and the decision at which the replay stops.
-
-        Raises:
-            ReplayDiffersError: A decision differs from the recorded one.
-            RecordingError: A record is damaged, or there is no such step.
         """
         entries = iter(self._reader)
         for entry in entries:

@@ -369,11 +369,8 @@ def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Bat
 async def run_file(
     engine: AsyncEngine, source: Path, target: Path, on_progress: Callable[[RequestCounts], None]
 ) -> RequestCounts:
-    """Answer a file of requests with a new engine.
-
-    Raises:
-        ConfigError: The files cannot be used.
-        LLMServingError: The engine has failed.
+    """Answer a file of requests with a new engine. Raise ConfigError if the files cannot be used, or LLMServingError if
+    the engine has failed.
     """
     unfinished = Path(f"{target}{UNFINISHED}")
     batches = open_batches(engine, build_site(engine).internal, unfinished)

@@ -65,11 +65,9 @@ class ReceiptHook:
             self._issuer.start_hashing()
 
     async def start_receipt(self, engine: AsyncEngine, response_id: str, created: int) -> ReceiptDraftProtocol:
-        """Start the receipt of a response. The first one waits until the model's files are hashed.
-
-        Raises:
-            RequestError: `serving_config.receipts` is `none`.
-            UnavailableError: The package is not installed, or a file of the model has changed since the start.
+        """Start the receipt of a response. The first one waits until the model's files are hashed. Raise RequestError
+        if `serving_config.receipts` is `none`, or UnavailableError if the package is not installed, or a file of the
+        model has changed since the start.
         """
         if not self._enabled:
             raise RequestError("receipt", "must be false: serving_config.receipts is none", True)

@@ -170,11 +170,8 @@ def compile_networks(lowered: Lowered, hidden: int, num_prompt_rows: int = 0) ->
 
 
 def load_networks(spec: ModelSpec, folder: Path, ini: Path | None, device_id: int) -> StepNetworks:
-    """Return networks that `lowering.mindir.export` wrote, computed by mindspore_lite.
-
-    Raises:
-        ConfigError: A file has other arguments than those of a step.
-        KernelError: mindspore_lite is not installed.
+    """Return networks that `lowering.mindir.export` wrote, computed by mindspore_lite. Raise ConfigError if a file has
+    other arguments than those of a step, or KernelError if mindspore_lite is not installed.
     """
     lite = load_lite()
     names = [name for name, _ in STEP_INPUTS]

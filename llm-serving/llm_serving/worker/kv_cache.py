@@ -162,11 +162,9 @@ class KVTensors:
         *,
         int8: bool = False,
     ) -> KVTensors:
-        """Allocate zeroed tensors. `int8`: keys and values are quantized to 8 bits.
-
-        Raises:
-            ConfigError: There are more KV slots than an int32 slot number can represent.
-            ModelError: The backend has no attention over 8-bit keys and values.
+        """Allocate zeroed tensors. `int8`: keys and values are quantized to 8 bits. Raise ConfigError if there are more
+        KV slots than an int32 slot number can represent, or ModelError if the backend has no attention over 8-bit keys
+        and values.
         """
         if num_blocks * block_size > MAX_SLOTS:
             raise ConfigError(

@@ -60,7 +60,8 @@ class ModelRunner:
         transfer_fd: int | None = None,
         num_transfer_blocks: int = 0,
     ) -> None:
-        """Read the weights and allocate the cache. `warm_up` compiles the network.
+        """Read the weights and allocate the cache. `warm_up` compiles the network. Raise ModelError if the folder does
+        not hold the weights of `spec`, or ConfigError if the cache cannot be allocated.
 
         Args:
             as_program: Whether one operator runs the whole network, if the backend supports it.
@@ -71,10 +72,6 @@ class ModelRunner:
             ranks: The ranks that compute the replica together with this process; None: it computes alone.
             on_weights: Called with the bytes of weights read so far, and the total.
             transfer_fd: Memory of the KV transfer pool; None: there is none.
-
-        Raises:
-            ModelError: The folder does not hold the weights of `spec`.
-            ConfigError: The cache cannot be allocated.
         """
         self.spec = spec
         self.compute_fingerprint: ComputeFingerprint = UNKNOWN_FINGERPRINT

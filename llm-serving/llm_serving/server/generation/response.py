@@ -189,11 +189,9 @@ def buffered_bytes(output: RequestOutput) -> int:
 
 
 async def buffered(http_request: Request, generation: Generation, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, which builds a response from a generation, and charge its memory meanwhile.
-
-    Raises:
-        RequestError: The response alone exceeds the limit.
-        UnavailableError: All responses together exceed the limit, and this one was evicted.
+    """Return the result of `work`, which builds a response from a generation, and charge its memory meanwhile. Raise
+    RequestError if the response alone exceeds the limit, or UnavailableError if all responses together exceed the
+    limit, and this one was evicted.
     """
     buffers: ResponseBuffers = http_request.app.response_buffers
     task = asyncio.current_task()

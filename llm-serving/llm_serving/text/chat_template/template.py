@@ -92,11 +92,8 @@ def _overflowing(question: Render) -> str:
 
 
 def _started(source: str) -> ConfinedProcess[Answer]:
-    """Start a process and compile the template in it.
-
-    Raises:
-        RequestError: The template cannot be compiled.
-        TransportError: Compiling exceeds the limits.
+    """Start a process and compile the template in it. Raise RequestError if the template cannot be compiled, or
+    TransportError if compiling exceeds the limits.
     """
     process: ConfinedProcess[Answer] = ConfinedProcess(MODULE, MAX_CPU_S, Answer)  # type: ignore[arg-type]
     try:

@@ -63,11 +63,8 @@ class ResponseStore:
         return self._max_bytes > 0
 
     def add_running(self, stored: StoredResponse) -> None:
-        """Store a response that runs in the background.
-
-        Raises:
-            RequestError: It is larger than the store.
-            StoreFullError: Other responses in progress leave no room for it.
+        """Store a response that runs in the background. Raise RequestError if it is larger than the store, or
+        StoreFullError if other responses in progress leave no room for it.
         """
         num_bytes, tenant = _size_of(stored), stored.tenant
         if num_bytes > self._max_bytes:
