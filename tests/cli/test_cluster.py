@@ -19,7 +19,7 @@ def test_cluster_shows_and_joins_replicas(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize(
     ("number", "told"),
-    [("0", "must not be the only one that serves. Given: 0"), ("-1", "must be the number of a replica")],
+    [("0", "must not be the only replica that serves. Given: 0"), ("-1", "must be the number of a replica")],
 )
 def test_cluster_shows_the_servers_error(capsys: pytest.CaptureFixture[str], number: str, told: str) -> None:
     with serving(FakeEngine()) as url:

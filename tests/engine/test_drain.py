@@ -187,7 +187,10 @@ def test_the_last_replica_and_unknown_replicas_cannot_be_drained() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
             engine.control.drain(1)
-            for replica, rule in ((0, "must not be the only one that serves"), (2, "must be an integer from 0 to 1")):
+            for replica, rule in (
+                (0, "must not be the only replica that serves"),
+                (2, "must be an integer from 0 to 1"),
+            ):
                 with pytest.raises(RequestError, match=rule):
                     engine.control.drain(replica)
             with pytest.raises(RequestError, match="must be an integer from 0 to 1"):
@@ -202,7 +205,7 @@ def test_the_last_serving_replica_cannot_be_drained_while_others_restart() -> No
         async with setup.running() as engine:
             for index in (0, 2):
                 engine.replicas.engines[index]._recovery.restarting = "its machine is lost"
-            with pytest.raises(RequestError, match="must not be the only one that serves"):
+            with pytest.raises(RequestError, match="must not be the only replica that serves"):
                 engine.control.drain(1)
             engine.control.drain(2)  # it is restarting
             assert [row.state for row in engine.control.replica_rows()][:2] == ["restarting", "serving"]

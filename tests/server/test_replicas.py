@@ -28,7 +28,7 @@ def test_replica_is_drained_and_joins_again() -> None:
             await server.reach(lambda: server.engine.replicas.state(1) == "left")
             refused = await client.post("/v1/replicas/0/drain")
             assert refused.status_code == 400
-            assert error_of(refused)["message"] == "`replica` must not be the only one that serves. Given: 0"
+            assert error_of(refused)["message"] == "`replica` must not be the only replica that serves. Given: 0"
             joined = (await client.post("/v1/replicas/1/join")).json()["replicas"]
             assert [each["replica"] for each in joined] == [0, 1]
             await server.reach(lambda: server.engine.replicas.state(1) == "serving")

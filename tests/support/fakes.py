@@ -274,7 +274,7 @@ class FakeEngine:
         return [ReplicaRow(0, "serving", self.num_running + self.num_waiting)]
 
     def drain(self, replica: int) -> None:
-        raise RequestError("replica", "must not be the only one that serves", replica)
+        raise RequestError("replica", "must not be the only replica that serves", replica)
 
     def join(self, replica: int) -> None:
         if replica:

@@ -1,1 +1,1 @@
-"""The loop that joins scheduler and WorkAgent, with what mends it: recovery, audits, and the beams of a search."""
+"""The step loop of a replica, with the scheduler and the WorkAgent; recovery, audits and beam search."""

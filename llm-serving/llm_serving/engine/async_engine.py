@@ -1,4 +1,4 @@
-"""The engine as the server uses it: submit a request, read a stream."""
+"""The engine as the server uses it: submit a request, then read its stream."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from llm_serving.text.structured_output import ConstraintCompiler, GrammarLimits
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 ID_BYTES: Final = 8
-"""Random bytes at the end of an engine's request id, which no client can predict."""
+"""Number of random bytes at the end of an engine's request id, which no client can predict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +43,15 @@ class Admission:
     """A group of requests that passed admission control."""
 
     predicted_s: float | None = None
-    """Predicted seconds from its arrival at the server to the first token of its last request."""
+    """Predicted seconds from its arrival at the server to the first token of its last request;
+    None: too few measurements.
+    """
 
 
 class AsyncEngine:
-    """The engine of a server: checks and submits requests, which the engine threads of all replicas compute.
+    """The engine of a server. It checks and submits requests, which the engine threads of all replicas compute.
 
     All methods belong to the event loop.
-
-    Args:
-        config: The server's configuration.
-        model_spec: The model's dimensions.
-        tokenizer: The model's tokenizer.
-        metrics: The server's metrics.
-        open_replica: Loads a replica.
-        clock: Seconds.
     """
 
     def __init__(
@@ -79,7 +73,9 @@ class AsyncEngine:
         self.sampling_defaults: Mapping[str, Any] = (
             generation_defaults(path) if config.model.generation_config == "auto" else {}
         )
-        """Sampling parameters that the model recommends for OpenAI requests; others default to `SamplingParams`."""
+        """Sampling parameters that the model recommends for OpenAI requests. Others have the
+        defaults of `SamplingParams`.
+        """
         self.pooling: Pooling | None = None if path is None else resolve_pooling(config.model.pooling, path)
         """How hidden states become embeddings; None: the model does not produce embeddings."""
         self._dispatcher = dispatcher = RequestDispatcher(config, metrics, open_replica, clock, self._fail)
@@ -94,25 +90,27 @@ class AsyncEngine:
         self.reloading = ConfigReloader(config, self.replicas, metrics)
         self.reloading.followers.append(self._follow)
         self.end_token_ids = end_token_ids(config.model, model_spec, tokenizer)
-        """Tokens by which the model ends a text."""
+        """Token ids by which the model ends a text."""
         self.constraints = ConstraintCompiler(
             tokenizer,
             self.end_token_ids,
             model_spec.vocab_size,
             GrammarLimits(serving.max_grammar_bytes, serving.max_grammar_states, serving.grammar_cache_size),
         )
-        """Compiles the structured output that requests ask for."""
+        """Compiles the structured output that requests specify."""
         self.failure: LLMServingError | None = None
-        """Why this process cannot serve and must end, once that is so."""
+        """Error that prevents this process from serving, so that it must exit; None: no error."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called when `failure` is set."""
 
     def start(self) -> None:
-        """Start to load every replica; `health` reports the progress."""
+        """Start loading every replica. `health` reports the progress."""
         self.replicas.start()
 
     async def stop(self) -> None:
-        """End every replica that serves; unfinished requests end with an error. A replica that loads ends later."""
+        """Stop all serving replicas. Unfinished requests end with an error. A loading replica stops
+        after it has loaded.
+        """
         await self.replicas.stop()
 
     def health(self) -> EngineHealth:
@@ -131,11 +129,7 @@ class AsyncEngine:
 
     @property
     def compute_fingerprint(self) -> ComputeFingerprint:
-        """What all replicas compute with.
-
-        Raises:
-            UnavailableError: No WorkAgent has loaded its model.
-        """
+        """Compute fingerprint of all replicas. Raise UnavailableError if no WorkAgent has loaded its model."""
         living = self.replicas.living()
         if not living:
             raise UnavailableError(self.health().detail)
@@ -143,12 +137,12 @@ class AsyncEngine:
 
     @property
     def num_running(self) -> int:
-        """Requests that were scheduled and have not ended."""
+        """Number of requests that were scheduled and have not ended."""
         return self._queue.load().num_running
 
     @property
     def num_waiting(self) -> int:
-        """Requests that were never scheduled."""
+        """Number of requests that were never scheduled."""
         return self._queue.load().num_waiting
 
     def generate(
@@ -166,22 +160,18 @@ class AsyncEngine:
         admission: Admission | None = None,
         sharing: Sharing | None = None,
     ) -> RequestStream:
-        """Submit one request; return its stream, which ends after the output with a `finish_reason`.
+        """Submit one request. Return its stream, which ends with the output that has a `finish_reason`.
 
         Args:
-            prompt_token_ids: The prompt.
-            sampling: Sampling parameters.
             caller: The client's class, tenant, deadline and timings.
             request_id: The client's id of the request; it need not be unique.
             fork_of: A request with the same prompt. The new one runs on the same replica, shares the blocks of the
                 prompt, and reports the same number of cached tokens.
-            beam_search: Parameters of a beam search.
-            constraint: The compiled constraint of `sampling`.
-            wants_vector: Whether the last output shall have the last hidden state of the prompt.
-            has_siblings: Whether other requests fork from it. It then does not migrate to another replica.
+            wants_vector: Whether the last output must include the last hidden state of the prompt.
+            has_siblings: Whether other requests fork from it. If so, it does not migrate to another replica.
             admission: The result of `check_capacity` for the group of this request, which is then not checked again.
-            sharing: Coalesce identical requests: if the same answer is kept or in flight, read that one from its first
-                output on. Closing this stream, or its deadline, does not end the computation for other readers.
+            sharing: Request coalescing: if the same answer is kept or in flight, read that answer from its first
+                output. Closing this stream, or its deadline, does not end the computation for other readers.
 
         Raises:
             RequestError: The request can never be served, for instance because it is too long.
@@ -189,7 +179,7 @@ class AsyncEngine:
             UnavailableError: No WorkAgent is ready.
         """
         if self.pooling is not None and self.pooling.embedding_only and not wants_vector:
-            raise RequestError("model", "is an embedding model: it answers /v1/embeddings, /v1/score and /rerank")
+            raise RequestError("model", "is an embedding model, which answers only /v1/embeddings, /v1/score, /rerank")
         if sharing is not None and (found := self.coalesced.find(sharing.key)) is not None:
             return self._join(found, request_id, caller)
         self._check_request(prompt_token_ids, sampling, caller)
@@ -271,7 +261,7 @@ class AsyncEngine:
         admission: Admission,
         sharing: Sharing | None,
     ) -> RequestStream:
-        """Add an admitted request to the open requests; return the stream of its client."""
+        """Add an admitted request to the open requests, and return its stream."""
         if (http_timings := caller.http_timings) is not None:
             http_timings.predicted_ttft_s = admission.predicted_s
             if http_timings.arrival_time is None:
@@ -296,14 +286,13 @@ class AsyncEngine:
         return shared.read(client_id, caller.http_timings, deadline=caller.deadline)
 
     def check_capacity(self, prompt_lens: Sequence[int], caller: Caller = ANONYMOUS, num_each: int = 1) -> Admission:
-        """Check a group of requests, given the tokens of their prompts, against all admission limits.
+        """Check a group of requests, given the lengths of their prompts, against all admission limits.
 
-        Each `num_each` consecutive requests share a prompt, which is computed once unless they form a static batch.
-
-        The result is valid for `generate` until the event loop runs another task.
+        Each `num_each` consecutive requests share a prompt, which is computed once unless they form a static batch. The
+        result is valid for `generate` until the event loop runs another task.
 
         Raises:
-            RequestError: The group exceeds a limit even when no other request waits.
+            RequestError: The group exceeds a limit even if no other request waits.
             CapacityError: The group exceeds a limit now, or its first token would come too late.
             UnavailableError: No WorkAgent is ready.
         """
@@ -314,10 +303,7 @@ class AsyncEngine:
     def precheck_capacity(self, min_lens: Sequence[int], caller: Caller = ANONYMOUS) -> None:
         """Refuse a group of requests before tokenization if even the minimum lengths of their prompts exceed a limit.
 
-        A group that is not refused must still pass `check_capacity`.
-
-        Raises:
-            RequestError, CapacityError, UnavailableError: As in `check_capacity`.
+        A group that is not refused must still pass `check_capacity`. Raise the same errors as `check_capacity`.
         """
         replica = self._router.load_of(self._router.route(min_lens, caller))
         self._admission.check(min_lens, caller, replica, self._admission.min_uncached(min_lens))
@@ -332,10 +318,9 @@ class AsyncEngine:
         return Admission(predicted_s)
 
     def seconds_to_first_token(self, num_prompt_tokens: int, *, priority: int = 0, tenant: str = "") -> float | None:
-        """Return the predicted seconds to the first token of a request that arrives now; None: too little was measured.
+        """Return the predicted seconds to the first token of a request that arrives now; None: too few measurements.
 
-        Raises:
-            UnavailableError: No WorkAgent is ready.
+        Raise UnavailableError if no WorkAgent is ready.
         """
         request_class = class_of(priority, self.config.request_classes)
         route = self._router.route([num_prompt_tokens], Caller(priority=priority, tenant=tenant))
@@ -358,7 +343,7 @@ class AsyncEngine:
             return None
 
     def _follow(self, config: ServingConfig) -> None:
-        """Apply another configuration to requests from now on."""
+        """Apply another configuration to future requests."""
         self.config = config
         self._dispatcher.reload(config)
         self.metrics.classes.reload(config.request_classes)

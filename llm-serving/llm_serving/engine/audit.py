@@ -1,4 +1,4 @@
-"""Audits: answers given under load are computed again alone, and compared bit for bit."""
+"""Audits: answers given under load are recomputed alone, and compared bit for bit."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 MAX_WAITING: Final = 16
-"""Answers that wait until the engine is idle; newer ones replace older ones."""
+"""Maximum number of answers that wait until the engine is idle. Newer ones replace older ones."""
 MAX_BYTES: Final = 2**24
-"""Bytes of an answer's outputs; a longer answer is not audited, because up to `MAX_WAITING` answers stay in memory."""
+"""Maximum bytes of an answer's outputs. A longer answer is not audited, because up to `MAX_WAITING` answers stay in
+memory.
+"""
 TENANT: Final = "(audits)"
-"""Tenant of the copies; no API key has this name."""
+"""Tenant of the copies. No API key can have this name."""
 AUDITED_REASONS: Final = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
@@ -38,14 +40,13 @@ class Answer:
     request: Request
     pieces: list[RequestOutput] = field(default_factory=list)
     num_bytes: int = 0
-    """Approximate bytes of the outputs."""
 
     def add(self, piece: RequestOutput) -> None:
         self.pieces.append(piece)
         self.num_bytes += piece.num_bytes
 
     def fields(self) -> list[str]:
-        """Return the answer as texts, two of which differ wherever a bit of the answer does.
+        """Return the answer as a list of texts. Two lists differ if and only if a bit of the answers differs.
 
         The order is: vector, prompt tokens, output tokens of all beams, each with log-probabilities; then checksums of
         the texts with the finish reasons.
@@ -65,20 +66,16 @@ class Auditor:
     """Audits 1 in `every` requests: while the engine is idle, a copy runs alone, and both answers must be equal.
 
     Answers are batch-invariant, so any difference is a defect of this server; `audit_mismatch_total` counts them. The
-    copy's outputs go only to the auditor. The copy has a cache salt of its own, because an audit must not reuse cached
-    blocks that it is to verify. It has the lowest priority and a tenant of its own, so it delays no client.
+    copy's outputs go only to the auditor. The copy has its own cache salt, because an audit must not reuse the cached
+    blocks that it is to verify. It has the lowest priority and its own tenant, so it delays no client.
 
     Args:
         every: 0: no audits.
-        scheduler: The engine's scheduler.
-        tokenizer: Decodes the copies' tokens.
-        metrics: Counts audits.
-        clock: Seconds.
     """
 
     def __init__(self, every: int, scheduler: Scheduler, tokenizer: Tokenizer, metrics: Metrics, clock: Clock) -> None:
         self.watched: dict[str, Answer] = {}
-        """Outputs so far of the selected requests."""
+        """Request id -> outputs so far, for selected requests."""
         self.waiting: deque[Answer] = deque(maxlen=MAX_WAITING)
         """Finished answers that have not been compared."""
         self.every = every
@@ -86,7 +83,7 @@ class Auditor:
         processor = OutputProcessor(tokenizer, None, EventLog(), clock)
         self._context = SinkContext(scheduler, processor, self._add_copy_output)
         self._running: tuple[Answer, Answer] | None = None
-        """The answer that a client got, and the answer of the repeated request as far as it is computed."""
+        """The client's answer, and the answer of its copy so far."""
 
     def start(self, request: Request) -> None:
         """Record the outputs of a selected request."""
@@ -97,17 +94,17 @@ class Auditor:
         return request_id in self.watched
 
     def leave(self, request_id: str) -> Answer | None:
-        """Stop recording a request that another replica continues; return its outputs if it was selected."""
+        """Stop recording a request that another replica continues. Return its outputs if it was selected."""
         return self.watched.pop(request_id, None)
 
     def resume(self, request: Request, answer: Answer | None) -> None:
-        """Continue with what another replica's auditor recorded."""
+        """Continue the recording of another replica's auditor."""
         if answer is not None:
             answer.request = request
             self.watched[request.request_id] = answer
 
     def record(self, pieces: list[RequestOutput]) -> None:
-        """Record outputs that clients get, where they belong to selected requests."""
+        """Record those outputs that belong to selected requests."""
         for piece in pieces:
             answer = self.watched.get(piece.request_id)
             if answer is None:
@@ -119,7 +116,7 @@ class Auditor:
                 self.waiting.append(answer)
 
     def run_copy(self) -> None:
-        """Start the next copy, if one waits and none runs. Call it while the engine has no request."""
+        """Start the next copy if one waits and none runs. Call it only while the engine has no requests."""
         if self._running is not None or not self.waiting:
             return
         answer = self.waiting.popleft()
@@ -148,7 +145,7 @@ class Auditor:
             sink.finish(FinishReason.ABORT)
 
     def _add_copy_output(self, piece: RequestOutput) -> None:
-        """Record an output of the copy; after the last one, compare the answers."""
+        """Record an output of the copy. After the last one, compare the answers."""
         assert self._running is not None
         answer, copy = self._running
         copy.add(piece)
@@ -164,7 +161,7 @@ class Auditor:
             return
         index = next(index for index, pair in enumerate(zip(given, alone, strict=False)) if pair[0] != pair[1])
         logger.error(
-            "audit: token %d of request %s differs from its answer given alone: %s instead of %s",
+            "audit: token %d of request %s differs from the request computed alone: %s instead of %s",
             index,
             answer.request.request_id,
             given[index],

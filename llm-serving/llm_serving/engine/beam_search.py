@@ -27,13 +27,13 @@ NO_TOKENS: Final = LikelyTokens((), ())
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hypothesis:
-    """A sequence of generated tokens as a linked list: the newest token and the sequence before it."""
+    """A sequence of generated tokens as a linked list: the latest token and the preceding sequence."""
 
     before: Hypothesis | None = None
     token_id: int = -1
     logprob: float = 0.0
     likely: LikelyTokens = NO_TOKENS
-    """The candidates that the token was chosen from."""
+    """The candidates from which the token was chosen."""
     length: int = 0
     cumulative_logprob: float = 0.0
 
@@ -59,7 +59,7 @@ class FinishedBeam(NamedTuple):
 class BeamSearch:
     """The beam search of one prompt.
 
-    Each step continues every live sequence by its `2 * width` most likely tokens. A continuation by a stop token has
+    Each step continues every live sequence by its `2 * width` most likely tokens. A continuation by a stop token is
     finished; the `width` most likely of the others stay live. Ties prefer the earlier sequence, then the more likely
     token, so that the same log-probabilities always give the same answer.
 
@@ -69,7 +69,7 @@ class BeamSearch:
 
     def __init__(self, params: BeamSearchParams, max_tokens: int, stop_token_ids: Collection[int]) -> None:
         self.live = [Hypothesis()]
-        """Most likely first; empty when the search has ended."""
+        """Most likely first; empty after the search has ended."""
         self._params = params
         self._max_tokens = max_tokens
         self._stop_token_ids = stop_token_ids
@@ -81,13 +81,9 @@ class BeamSearch:
         return not self.live
 
     def advance(self, choices: Sequence[LikelyTokens]) -> list[int]:
-        """Continue every live sequence by one token.
-
-        Args:
-            choices: For each of `live`, at least `2 * width` candidates, or the whole vocabulary.
-
-        Returns:
-            For each of the new `live`, the index of the sequence in the old `live` that it continues.
+        """Continue every live sequence by one token. `choices`: for each of `live`, at least `2 * width` candidates, or
+        the whole vocabulary. Return for each of the new `live`, the index of the sequence in the old `live` that it
+        continues.
         """
         width = self._params.width
         continued: list[tuple[int, Hypothesis]] = []
@@ -109,7 +105,7 @@ class BeamSearch:
         return [index for index, _ in surviving][: len(self.live)]
 
     def best(self) -> list[FinishedBeam]:
-        """Return the finished sequences to answer with, best first."""
+        """Return the finished sequences to return as answers, best first."""
         return self._finished[: self._params.num_returned]
 
     def _finish(self, hypothesis: Hypothesis, reason: FinishReason) -> None:
@@ -126,7 +122,7 @@ class BeamSearch:
     def _best_attainable(self) -> float:
         """Return the highest score that a live sequence could reach if all its further tokens had probability 1.
 
-        The score is monotonic in the length, so its maximum is at the shortest or the longest one.
+        The score is monotonic in the length, so its maximum is at the shortest or the longest length.
         """
         most_likely = self.live[0]
         lengths = (most_likely.length + 1, self._max_tokens)
@@ -139,9 +135,9 @@ class BeamSearch:
 class BeamSearchSink:
     """The sink of a request with `BeamSearchParams`. The scheduler computes one request for each beam.
 
-    A beam whose token has arrived is paused until the tokens of all beams have. Then the search decides: the first
+    A beam is paused after its token until the tokens of all beams have arrived. Then the search decides: the first
     continuation of a beam stays in its request, further ones become forks that share its blocks, and a beam without
-    continuation finishes. The scheduler never sees the client's request itself.
+    continuation finishes. The scheduler never sees the client's own request.
     """
 
     def __init__(self, request: Request, context: SinkContext) -> None:
@@ -153,7 +149,7 @@ class BeamSearchSink:
         self._beams: list[Request] = []
         """One request for each live sequence of the search, in the same order."""
         self._candidates: dict[str, LikelyTokens] = {}
-        """Candidates that arrived for the present step, by id of the beam."""
+        """Beam id -> candidates that arrived for the current step."""
         self._num_forks = 0
 
     @property
@@ -165,9 +161,9 @@ class BeamSearchSink:
         self._context.scheduler.add(self._new_beam([]))
 
     def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
-        """Record the candidates of one beam; after the last beam, advance the search and emit an output.
+        """Record the candidates of one beam. After the last beam, advance the search and emit an output.
 
-        The output is empty until the search ends; the last one has all answers.
+        The output is empty until the search ends; the last output has all answers.
         """
         if self.request.is_finished:  # by another beam of this step
             return
@@ -185,7 +181,7 @@ class BeamSearchSink:
     def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
-        """Do nothing: a beam search reports no prompt results."""
+        """Do nothing, because a beam search reports no prompt results."""
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         if not self.request.is_finished:
@@ -233,7 +229,7 @@ class BeamSearchSink:
                 scheduler.finish(beam, FinishReason.ABORT)
 
     def _new_beam(self, output_token_ids: list[int], parent: Request | None = None) -> Request:
-        """Add a beam to the group; `parent` has computed all of its tokens except the newest."""
+        """Add a beam to the group. `parent` has computed all of its tokens except the latest."""
         root = self.request
         beam = Request(
             request_id=f"{root.request_id}/{self._num_forks}",
@@ -259,7 +255,7 @@ class BeamSearchSink:
         return beam
 
     def _copy_start(self, beam: Request) -> None:
-        """Copy the start time and the prefix cache hits of the first beam to the request."""
+        """Copy the start time and the prefix cache hits of the first beam to the client's request."""
         if self.request.first_scheduled_time is None:
             self.request.first_scheduled_time = beam.first_scheduled_time
             self.request.num_cached_tokens = beam.num_cached_tokens

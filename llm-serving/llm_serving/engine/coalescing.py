@@ -1,4 +1,4 @@
-"""Request coalescing: identical requests have the same answer, which is computed once and sent to all their clients."""
+"""Request coalescing: the answer to identical requests is computed once and sent to all their clients."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from llm_serving.core.timings import Clock, HttpTimings
 from llm_serving.engine.request_stream import RequestStream
 
 PIECE_BYTES: Final = 320
-"""Approximate size of an output without its text and log-probabilities."""
+"""Estimated bytes of an output without its text and log-probabilities."""
 TOKEN_BYTES: Final = 160
-"""Approximate size of a token's log-probabilities; each of its alternatives takes half as much."""
+"""Estimated bytes of a token's log-probabilities. Each alternative takes half as much."""
 
 ExtendDeadline = Callable[[str, float | None], None]
 
@@ -24,11 +24,11 @@ class Sharing(NamedTuple):
     """How the answer to a request may be shared with identical requests."""
 
     key: bytes
-    """Equal for requests that may share an answer: identical, of one tenant, one class and one cache salt."""
+    """Equal for requests that may share an answer: identical, of the same tenant, class and cache salt."""
     keeps: bool = False
     """Whether the answer is kept after it has been computed."""
     grace_s: float = 0.0
-    """Seconds that the computation continues after the last reader has closed its stream."""
+    """Seconds for which the computation continues after the last reader has closed its stream."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,9 +37,9 @@ class _Reader:
     client_id: str
     http_timings: HttpTimings | None
     began: float
-    """When its request arrived."""
+    """Arrival of its request."""
     deadline: float | None
-    """When its stream ends with a timeout; None: never."""
+    """When its stream ends with a timeout; None: no deadline."""
     timer: asyncio.TimerHandle | None = None
     """Ends the stream at the deadline, if the computation may continue for other readers."""
 
@@ -49,9 +49,9 @@ class _Reader:
 
 
 class CoalescedResponse:
-    """The outputs of one answer so far, for present and later readers.
+    """The outputs of one answer so far, for current and later readers.
 
-    The computation ends at the latest deadline of all readers; each reader's stream ends at the reader's own deadline.
+    The computation ends at the latest deadline of all readers. Each reader's stream ends at the reader's own deadline.
 
     Args:
         sharing: The key, and how the answer is shared.
@@ -59,7 +59,6 @@ class CoalescedResponse:
         abort: Aborts that request.
         extend_deadline: Gives that request a later deadline, or none.
         grew: Called with the bytes of each new output.
-        clock: Seconds on the engine's clock.
     """
 
     def __init__(
@@ -75,14 +74,12 @@ class CoalescedResponse:
         self.keeps = sharing.keeps
         self.request_id = request_id
         self.num_bytes = 0
-        """Bytes of the outputs."""
         self.last: RequestOutput | None = None
-        """The newest output."""
         self.ended_time = 0.0
         self._abort = abort
         self._extend_deadline = extend_deadline
         self._deadline: float | None = None
-        """When the engine ends the computation; None: never."""
+        """Time at which the engine ends the computation; None: no deadline."""
         self._grew = grew
         self._clock = clock
         self._grace_s = sharing.grace_s
@@ -101,12 +98,12 @@ class CoalescedResponse:
 
     @property
     def is_expired(self) -> bool:
-        """Whether the deadline has passed, so that it may be too late to extend it for a new reader."""
+        """Whether the deadline has passed, so that a new reader may be too late to extend it."""
         return self._deadline is not None and self._clock() >= self._deadline
 
     @property
     def is_answer(self) -> bool:
-        """Whether it is or may become the answer to an identical request: it has not failed and was not aborted."""
+        """Whether it is or can become the answer to an identical request, because it has not failed or been aborted."""
         return self.last is None or not (self.last.failed or self.last.finish_reason is FinishReason.ABORT)
 
     def read(
@@ -116,11 +113,11 @@ class CoalescedResponse:
         predicted_s: float | None = None,
         deadline: float | None = None,
     ) -> RequestStream:
-        """Return a stream of all outputs from the first on. Closing the last stream ends the computation.
+        """Return a stream of all outputs, from the first. Closing the last stream ends the computation.
 
         Args:
             client_id: The id by which the client may cancel its request.
-            http_timings: Get the time of the first token.
+            http_timings: Receives the time of the first token.
             predicted_s: Predicted seconds to the first token.
             deadline: Time on the engine's clock. The first reader's deadline is also that of the engine's request.
         """
@@ -143,7 +140,6 @@ class CoalescedResponse:
         return stream
 
     def put(self, piece: RequestOutput) -> None:
-        """Add the next output."""
         self.last = piece
         if piece.finished:
             self.ended_time = self._clock()
@@ -164,8 +160,7 @@ class CoalescedResponse:
     def cancel(self, client_ids: Sequence[str]) -> bool:
         """End the streams of readers with one of these ids, unless they are the only readers.
 
-        Returns:
-            False if no other client reads: nothing was done, and the caller aborts the computation.
+        Return False if no other client reads. Then nothing was done, and the caller must abort the computation.
         """
         mine = [number for number, reader in self._readers.items() if reader.client_id in client_ids]
         if len(mine) == len(self._readers):
@@ -175,7 +170,7 @@ class CoalescedResponse:
         return True
 
     def drop(self) -> None:
-        """Keep no more outputs; present readers get the rest of the answer."""
+        """Stop keeping outputs. Current readers still get the rest of the answer."""
         self._pieces = None
 
     def _send(self, reader: _Reader, piece: RequestOutput) -> None:
@@ -185,7 +180,9 @@ class CoalescedResponse:
         reader.stream.put(piece)
 
     def _apply_deadlines(self) -> None:
-        """Extend the engine's deadline to the latest of all readers, and start a timer for each reader's own."""
+        """Extend the engine's deadline to the latest of all readers, and start a timer for each
+        reader's own deadline.
+        """
         for number, reader in self._readers.items():
             if reader.deadline is not None and reader.timer is None:
                 left_s = max(0.0, reader.deadline - self._clock())
@@ -217,7 +214,6 @@ class CoalescedResponse:
             self._abort(self.request_id)
 
     def _end_stream(self, reader: _Reader, reason: FinishReason, error: str | None = None) -> None:
-        """Send a last output to one reader."""
         last = self.last
         reader.cancel_timer()
         reader.stream.put(
@@ -239,12 +235,11 @@ class CoalescedResponses:
     """The coalesced responses of a server by key, in flight or kept. For the event loop only.
 
     When their size exceeds the limit, kept answers are removed first, the oldest first, then the largest in flight.
-    Present readers of a removed answer get the rest of it; later requests are computed again.
+    Current readers of a removed answer get the rest of it; later requests are computed again.
 
     Args:
         max_bytes: Maximum bytes of the outputs of all answers; 0: nothing is shared.
         kept_s: Seconds for which an answer is kept after its end.
-        clock: Seconds on the engine's clock.
     """
 
     def __init__(self, max_bytes: int, kept_s: float, clock: Clock) -> None:
@@ -254,7 +249,7 @@ class CoalescedResponses:
         self._num_bytes = 0
         self._in_flight: dict[bytes, CoalescedResponse] = {}
         self._kept: dict[bytes, CoalescedResponse] = {}
-        """The answer that ended first comes first."""
+        """In the order in which the answers ended."""
 
     def __len__(self) -> int:
         return len(self._in_flight) + len(self._kept)
@@ -269,11 +264,10 @@ class CoalescedResponses:
 
     @property
     def num_readers(self) -> int:
-        """Readers of answers in flight."""
         return sum(answer.num_readers for answer in self._in_flight.values())
 
     def find(self, key: bytes) -> CoalescedResponse | None:
-        """Return the answer to requests with a key; None: it must be computed."""
+        """Return the answer to requests with a key; None if it must be computed."""
         self._expire()
         found = self._in_flight.get(key)
         if found is not None and found.is_expired:
@@ -282,13 +276,13 @@ class CoalescedResponses:
         return found or self._kept.get(key)
 
     def has(self, keys: Sequence[bytes]) -> bool:
-        """Return whether there is at least one key, and an answer for each."""
+        """Return whether there is at least one key, and an answer for each key."""
         return bool(keys) and all(self.find(key) is not None for key in keys)
 
     def open(
         self, sharing: Sharing, request_id: str, abort: Callable[[str], None], extend_deadline: ExtendDeadline
     ) -> CoalescedResponse:
-        """Add an answer that a request of the engine computes; for the arguments see `CoalescedResponse`."""
+        """Add an answer that an engine request computes. Arguments as in `CoalescedResponse`."""
         answer = CoalescedResponse(sharing, request_id, abort, extend_deadline, self._grew, self._clock)
         if (before := self.find(sharing.key)) is not None:
             self.forget(before)
@@ -296,7 +290,7 @@ class CoalescedResponses:
         return answer
 
     def forget(self, answer: CoalescedResponse) -> None:
-        """Give an answer to no further reader."""
+        """Stop offering an answer to further readers."""
         for table in (self._in_flight, self._kept):
             if table.get(answer.key) is answer:
                 del table[answer.key]

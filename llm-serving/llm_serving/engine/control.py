@@ -23,18 +23,17 @@ from llm_serving.observability.event_log import client_ids
 
 
 class ReplicaRow(NamedTuple):
-    """A replica as an operator sees it."""
+    """A replica as shown to an operator."""
 
     replica: int
     state: ReplicaState
     num_unfinished: int
-    """Its open requests."""
     machine: str = ""
     """Address of the machine on which its WorkAgent runs or ran; empty: the master's own."""
 
 
 class Control:
-    """Operations on open requests and replicas. All methods belong to the event loop.
+    """Operations on open requests and replicas. For the event loop only.
 
     A `tenant` restricts an operation to its own requests; None allows all requests. A `request_id` is the client's id
     of a request, or the id of a response.
@@ -47,16 +46,11 @@ class Control:
         self._replicas, self._requests, self._queue = dispatcher.replicas, dispatcher.requests, dispatcher.queue
 
     def cancel(self, request_id: str, tenant: str | None = None) -> list[str]:
-        """Cancel the requests that a client means by an id; a request that has ended is no error.
+        """Cancel the requests with this id. Return the engine's ids of the cancelled requests.
 
-        Each gets its last output, with finish reason `abort`, before the engine's next step, which also frees its
-        blocks. If other clients share the answer, it ends only for this client.
-
-        Returns:
-            The engine's ids of the cancelled requests.
-
-        Raises:
-            RequestNotFoundError: No request has this id, or it is another tenant's.
+        Each gets its final output, with finish reason `abort`, before the engine's next step, which also frees its
+        blocks. If other clients share the answer, it ends only for this client. An ended request is not an error. Raise
+        RequestNotFoundError if no request has this id, or it belongs to another tenant.
         """
         found = self._lookup.find(request_id, tenant)
         for each in found:
@@ -67,14 +61,12 @@ class Control:
         return [each.request.request_id for each in found]
 
     async def set_priority(self, request_id: str, priority: int, tenant: str | None = None) -> dict[str, bool]:
-        """Change the priority of the requests that a client means by an id.
-
-        Returns:
-            For each unfinished request, whether it has the priority now; see `Scheduler.set_priority`.
+        """Change the priority of the requests with this id. Return for each unfinished request, whether it has the
+        priority now; see `Scheduler.set_priority`.
 
         Raises:
             RequestError: The priority is out of range.
-            RequestNotFoundError: No request has this id, or it is another tenant's.
+            RequestNotFoundError: No request has this id, or it belongs to another tenant.
             UnavailableError: A WorkAgent is restarting, and the engine did not answer in time.
         """
         check_priority(priority)
@@ -88,7 +80,7 @@ class Control:
         return done
 
     async def _set_priorities(self, requests: Sequence[OpenRequest], priority: int) -> dict[str, bool]:
-        """Ask the engines of requests; a request that is migrating gets the priority when it arrives."""
+        """Change priorities in the engines. A migrating request gets its priority when it arrives."""
         request_class = class_of(priority, self._config.request_classes)
         in_transfer = [each for each in requests if each.is_in_transfer]
         for each in in_transfer:
@@ -107,12 +99,12 @@ class Control:
             await asyncio.wait(asked.values(), timeout=request_lookup.STATE_TIMEOUT_S)
         if not all(answer.done() for answer in asked.values()):
             limit = f"{request_lookup.STATE_TIMEOUT_S:g} s"
-            raise UnavailableError(f"the engine did not answer within {limit}; it may do so later")
+            raise UnavailableError(f"the engine did not confirm the change within {limit}; it may still apply it")
         done = {engine_id: answer.result() for engine_id, answer in asked.items()}
         return done | {_id_of(each): True for each in in_transfer}
 
     def replica_rows(self) -> list[ReplicaRow]:
-        """Return state and number of open requests of every replica."""
+        """Return the state and number of open requests of every replica."""
         engines = self._replicas.engines
         return [
             ReplicaRow(
@@ -125,30 +117,30 @@ class Control:
         ]
 
     def drain(self, replica: int) -> None:
-        """Give a replica no further requests, and end its WorkAgent once its requests have finished.
+        """Assign no further requests to a replica, and stop its WorkAgent once its requests have finished.
 
-        Raises:
-            RequestError: There is no such replica, or no other replica serves.
+        Raise RequestError if there is no such replica, or no other replica serves.
         """
         self._replicas.drain(replica)
         if (engine := self._replicas.engines.get(replica)) is not None:
             self._dispatcher.leave_if_idle(engine)
 
     def join(self, replica: int) -> None:
-        """Give requests to a drained replica again, after loading it if its WorkAgent has ended.
+        """Assign requests to a drained replica again. If its WorkAgent has exited, load it first.
 
-        Raises:
-            RequestError: There is no such replica.
+        Raise RequestError if there is no such replica.
         """
         self._replicas.join(replica)
 
     def _has_moved(self, opened: OpenRequest, record: Request) -> bool:
-        """Return whether an open request has migrated since its engine had it as `record`, perhaps back there."""
+        """Return whether an open request has migrated since its engine had it as `record`, perhaps back to the same
+        engine.
+        """
         has_left = opened.is_in_transfer or opened.request is not record
         return has_left and self._requests.by_id.get(_id_of(opened)) is opened
 
     def _update_queue(self, opened: OpenRequest, request_class: RequestClass, answer: asyncio.Future[bool]) -> None:
-        """Count a request under another class for admission control, once the scheduler has changed its priority."""
+        """Count a request under another class for admission control, after the scheduler has changed its priority."""
         if not answer.cancelled() and answer.exception() is None and answer.result():
             self._queue.change_class(_id_of(opened), request_class)
 

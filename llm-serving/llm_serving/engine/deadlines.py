@@ -1,4 +1,4 @@
-"""Deadlines of requests, and ending the requests that pass or cannot meet theirs."""
+"""Deadlines of requests: ending requests that exceed their deadline or cannot meet it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from llm_serving.engine.sinks import finish
 from llm_serving.scheduler import Scheduler
 
 MIN_CLEANUP_SIZE: Final = 64
-"""Heap entries below which stale entries are kept."""
+"""Minimum number of heap entries at which stale entries are removed."""
 CHECK_INTERVAL_S: Final = 0.1
-"""Interval of the search for waiting requests that cannot meet their deadlines."""
+"""Seconds between two searches for waiting requests that cannot meet their deadlines."""
 MAX_CHECKED: Final = 16
-"""Requests checked each time: those with the earliest deadlines."""
+"""Number of requests checked each time: those with the earliest deadlines."""
 
 _Entry = tuple[float, str, int, Request]
-"""(deadline, request id, number, request). The number is unique: a migrated request returns as another object."""
+"""(deadline, request id, number, request). The number is unique, because a request that migrates
+back is a new object.
+"""
 
 
 class Deadlines:
-    """The deadlines of one engine's requests; times are seconds on the engine's clock.
+    """The deadlines of one engine's requests, in seconds on the engine's clock.
 
-    A heap entry is stale once its request has finished or has another deadline; stale entries are removed lazily.
-
-    Args:
-        scheduler: The engine's scheduler.
+    A heap entry is stale once its request has finished or has another deadline. Stale entries are removed later.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -40,7 +39,7 @@ class Deadlines:
         self._next_check = 0.0
 
     def add(self, request: Request) -> None:
-        """Add the deadline of a request, which must have one; it replaces an earlier one."""
+        """Add the deadline of a request, which must have one. It replaces an earlier deadline."""
         assert request.deadline is not None
         heapq.heappush(self.heap, (request.deadline, request.request_id, next(self._numbers), request))
         if len(self.heap) > self._cleanup_size:
@@ -50,20 +49,20 @@ class Deadlines:
 
     @property
     def next(self) -> float | None:
-        """The earliest deadline of an unfinished request."""
+        """The earliest deadline of an unfinished request; None if there is none."""
         while self.heap and not _is_current(self.heap[0]):
             heapq.heappop(self.heap)
         return self.heap[0][0] if self.heap else None
 
     def pop_expired(self, now: float) -> list[Request]:
-        """Remove and return each request whose deadline is not after `now`."""
+        """Remove and return all requests whose deadline is at or before `now`."""
         expired = []
         while (deadline := self.next) is not None and deadline <= now:
             expired.append(heapq.heappop(self.heap)[3])
         return expired
 
     def unscheduled(self, count: int) -> list[Request]:
-        """Return the `count` requests with the earliest deadlines of those that were never scheduled."""
+        """Return `count` requests that were never scheduled, those with the earliest deadlines."""
         entries = (each for each in self.heap if each[3].first_scheduled_time is None and _is_current(each))
         return [request for *_, request in heapq.nsmallest(count, entries)]
 
@@ -73,12 +72,8 @@ class Deadlines:
         return deadline is not None and (now >= deadline or now >= self._next_check)
 
     def end_expired(self, now: float, predictor: TtftPredictor, step_began: float) -> None:
-        """End the requests whose deadline has passed, and waiting ones that cannot meet theirs.
-
-        Args:
-            now: The time.
-            predictor: Predicts the time to a first token.
-            step_began: When the oldest step in flight began.
+        """End the requests whose deadline has passed, and waiting requests that cannot meet theirs. `step_began`: when
+        the oldest step in flight began.
         """
         for request in self.pop_expired(now):
             finish(request, FinishReason.TIMEOUT, f"the request was not done within its {timeout_of(request):g} s")
@@ -89,7 +84,8 @@ class Deadlines:
     def _end_hopeless(self, now: float, predictor: TtftPredictor, elapsed_s: float) -> None:
         """End requests whose first token would miss the deadline even if they were the next of their class.
 
-        While no request runs, none is ended: the next one starts at once, and updates the predictor's measurements.
+        While no request runs, none is ended, because the next one starts at once and updates the predictor's
+        measurements.
         """
         speed, scheduler = predictor.speed, self._scheduler
         if speed is None or not scheduler.running:

@@ -1,4 +1,4 @@
-"""The step loop of one replica: sole owner of its scheduler, blocks and requests."""
+"""The step loop of one replica, which alone owns its scheduler, blocks and requests."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ BuildStep = Callable[[Schedule, int], StepInput]
 IS_FINISHED: Final = attrgetter("is_finished")
 NEEDS_KNOWN_OUTPUT: Final = attrgetter("needs_known_output")
 SHORT_STEP_S: Final = 0.02
-"""While steps are this short, the engine schedules the next step at once, because a late start would cost more."""
+"""If steps are shorter than this, the engine schedules the next step at once, because a late start would cost more."""
 
 
 class Engine(EngineRequests):
     """Runs steps: drain the inbox, propose drafts, schedule, submit, collect, update, publish.
 
-    One step is scheduled ahead of the WorkAgent where the executor allows it. Observers (`StepObserver`) watch the
-    steps; listeners (`EngineListener`) get what concerns the owner of the replica.
+    If the executor allows it, one step is scheduled ahead of the WorkAgent. Observers (`StepObserver`) get every step;
+    listeners (`EngineListener`) get the events for the owner of the replica.
 
     Args (for the others see `EngineRequests`):
-        max_steps_in_flight: Steps in flight at a time; the executor may allow fewer.
+        max_steps_in_flight: Maximum number of steps in flight; the executor may allow fewer.
         restart_wait_s: Seconds that requests wait for a WorkAgent that restarts.
-        notice: What an operator should know about the WorkAgent; usually empty.
-        compute_fingerprint: What the WorkAgent computes with.
+        notice: Warning for the operator about the WorkAgent; usually empty.
+        compute_fingerprint: Identifies the code and hardware that the WorkAgent computes with.
         build_step: Builds the input of a step from a schedule and a step number; None: `StepBuilder.build`.
     """
 
@@ -75,7 +75,6 @@ class Engine(EngineRequests):
             scheduler, executor, tokenizer, metrics, publish, index, audit_every, event_log, drafter, clock, attach_sink
         )
         self.num_steps = 0
-        """Completed steps."""
         self.notice = notice
         self.compute_fingerprint = compute_fingerprint
         self._recovery = Recovery(scheduler, executor, metrics, self._on_restart_attempt, self._on_bisection_step)
@@ -97,7 +96,7 @@ class Engine(EngineRequests):
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Step until stopped or the WorkAgent is gone; every request has its last output when this returns."""
+        """Run steps until stopped or the WorkAgent is lost. All requests have their final output when this returns."""
         reason, kind = "the server is shutting down", FinishReason.UNAVAILABLE
         try:
             while not self._stopping:
@@ -109,15 +108,15 @@ class Engine(EngineRequests):
         except LLMServingError as error:
             if not self._stopping:
                 reason = f"the WorkAgent is gone: {error}"
-                logger.error("engine loop ends: %s", reason)
+                logger.error("the engine stops: %s", reason)
         except BaseException as error:  # also a panic of a library written in Rust, which is no Exception
             reason, kind = f"internal error: {error}", FinishReason.ERROR
-            logger.exception("engine loop ends")
+            logger.exception("the engine stops")
         self._shut(reason, kind)
         self.close()
 
     def step(self) -> bool:
-        """Submit the next step as late as possible, then collect the oldest; return False if there was no work."""
+        """Submit the next step as late as possible, then collect the oldest. Return False if there was no work."""
         try:
             self._executor.await_ending()
             self._drain_inbox()
@@ -158,7 +157,7 @@ class Engine(EngineRequests):
             self.scheduler.set_draft_tokens(request, token_ids)
 
     def _schedule(self, now: float) -> Schedule | None:
-        """Decide the next step; None: no request can run."""
+        """Decide the next step. Return None if no request can run."""
         if self.fleet is not None:
             self.fleet.synchronize()
         schedule = self.scheduler.schedule(now)
@@ -181,7 +180,7 @@ class Engine(EngineRequests):
                 listener.on_started(started)
 
     def _collect(self) -> None:
-        """Wait for the reply to the oldest step, and update the scheduler and the requests with it."""
+        """Wait for the reply to the oldest step, and apply it to the scheduler and the requests."""
         output = self._executor.collect()
         self._times.record_reply(self._clock())
         schedule = self._in_flight.popleft()
@@ -205,14 +204,14 @@ class Engine(EngineRequests):
         self._times.record_published(self._clock())
 
     def _send_allowed_tokens(self) -> None:
-        """Send the allowed tokens of the oldest step in flight, now that all steps before it have their replies.
+        """Send the allowed tokens of the oldest step in flight, after the replies to all steps before it have arrived.
 
         The WorkAgent computes that step meanwhile, and needs the allowed tokens only for sampling.
         """
         self._executor.set_allowed_tokens(self._builder.allowed(self._in_flight[0]))
 
     def _wait(self) -> None:
-        """Sleep until a message comes, the WorkAgent dies, a deadline passes or a batch has waited long enough."""
+        """Sleep until a message comes, the WorkAgent exits, a deadline passes or a batch has waited long enough."""
         if self._inbox.wait(self._executor.fileno(), self.idle_s):
             try:
                 self._executor.collect()  # no step is in flight, so the WorkAgent has died
@@ -223,22 +222,21 @@ class Engine(EngineRequests):
 
     @property
     def forms_late(self) -> bool:
-        """Whether steps are so long that the next one is scheduled only when the one in flight is about to end.
+        """Whether steps are so long that the next one is scheduled only when the current one is about to end.
 
-        Requests that arrive meanwhile are then in the next step.
+        Requests that arrive meanwhile are then part of the next step.
         """
         return self._max_steps_in_flight > 1 and self._times.step_s > SHORT_STEP_S
 
     @property
     def has_steps(self) -> bool:
-        """Whether a step is in flight."""
         return bool(self._in_flight)
 
     def _waits_for_replies(self) -> bool:
         """Return whether throughput is higher if no step is scheduled ahead.
 
-        Scheduling after the reply costs the master's time in each step. But drafts depend on the newest token, and a
-        request that waits for its reply takes part in every other step only if steps are scheduled ahead.
+        Scheduling after the reply costs master time in each step. But drafts depend on the latest token, and if steps
+        are scheduled ahead, a request that waits for its reply is only in every other step.
         """
         if self._max_steps_in_flight == 1:
             return True
@@ -256,11 +254,11 @@ class Engine(EngineRequests):
 
     @property
     def restarting(self) -> str | None:
-        """Why the WorkAgent is restarting, while it is."""
+        """Why the WorkAgent is restarting; None if it is not."""
         return self._recovery.restarting
 
     def _recover(self, error: LLMServingError) -> None:
-        """Continue after a step failed or the WorkAgent died; end only the requests that make it fail again."""
+        """Continue after a step failed or the WorkAgent exited. End only the requests that cause the failure again."""
         now = self._clock()
         lost, self._in_flight = list(self._in_flight), deque()
         for observer in self._observers["on_failed"]:
@@ -273,7 +271,7 @@ class Engine(EngineRequests):
             finish(request, FinishReason.ERROR, str(error))
 
     def _on_restart_attempt(self, reason: str) -> None:
-        """End all requests if the WorkAgent has been away for longer than allowed."""
+        """End all requests if the WorkAgent has been lost for longer than allowed."""
         self._drain_inbox()
         status = self._executor.restart_status
         if status is not None and self._clock() - status.lost_at > self._restart_wait_s:

@@ -1,4 +1,4 @@
-"""The requests of one engine: messages from other threads, and what the engine's thread does with requests."""
+"""The requests of one engine: messages from other threads, and operations of the engine's thread."""
 
 from __future__ import annotations
 
@@ -46,20 +46,13 @@ AttachSink = Callable[[Request, SinkContext], None]
 class EngineRequests:
     """The part of an engine that adds, changes and ends requests.
 
-    Any thread may call the first group of methods: each posts a message that the engine's thread handles between two
-    steps. The second group belongs to the engine's thread.
+    Any thread may call the methods of the first group, which post a message that the engine's thread handles between
+    two steps. Only the engine's thread may call those of the second group.
 
     Args:
-        scheduler: Schedules the requests.
-        executor: Runs their steps.
-        tokenizer: Decodes their output.
-        metrics: The server's metrics.
-        publish: Called with the outputs of each step.
-        index: Index of the replica.
-        audit_every: 1 in `audit_every` requests is audited; 0: none.
+        audit_every: One in `audit_every` requests is audited; 0: none.
         event_log: Records requests and steps; None: no event log.
         drafter: Proposes draft tokens; None: no speculative decoding.
-        clock: Seconds.
         attach_sink: Gives a request its output sink, and queues what is computed first.
     """
 
@@ -89,13 +82,13 @@ class EngineRequests:
         self._listeners: list[EngineListener] = []
         self._stopping = False
         self._num_added = 0
-        """Requests of clients so far."""
+        """Number of client requests so far."""
         self._times = StepTimes()
         self._reports = LoadReports(scheduler, self._times)
         self.ttft_predictor = self._reports.predictor
         """Read by admission control, from any thread."""
         self.fleet = FleetSync(index, scheduler, metrics) if scheduler.limits.num_schedulers > 1 else None
-        """Accounting across replicas; None: this is the only one."""
+        """Accounting across replicas; None: there is only one replica."""
         self._fairness = self.fleet or FairnessObserver(index, scheduler, metrics)
         self._deadlines = Deadlines(scheduler)
         self._publish_outputs = publish
@@ -104,7 +97,7 @@ class EngineRequests:
         self._sink_context = SinkContext(scheduler, self._processor, self._outputs.append)
         self._auditor = Auditor(audit_every, scheduler, tokenizer, metrics, clock)
         self.migration: RequestMigration | None = None
-        """None: no request migrates."""
+        """None: requests do not migrate."""
         if scheduler.blocks.transfer_pool.pool.num_blocks:
             self.migration = RequestMigration(
                 scheduler, self._processor, self._auditor, self._sink_context, self.event_log, metrics, self._listeners
@@ -113,17 +106,15 @@ class EngineRequests:
     # --- from any thread --------------------------------------------------------------------------------------------
 
     def add_listener(self, listener: EngineListener) -> None:
-        """Report further events to this listener too. Call it before the engine serves."""
+        """Also report events to this listener. Call it before the engine serves."""
         self._listeners.append(listener)
 
     def submit(self, request: Request) -> None:
-        """Queue a request that passed admission control.
-
-        Raises:
-            WorkerDiedError: The engine has ended, or is about to.
+        """Queue a request that passed admission control. Raise WorkerDiedError if the engine has
+        ended, or is about to.
         """
         if self._stopping:
-            raise WorkerDiedError("the engine is about to end")
+            raise WorkerDiedError("the engine is shutting down")
         self.event_log.submitted(request, class_of(request.priority, self.scheduler.classes))
         try:
             self._inbox.post(partial(self._add, request))
@@ -132,7 +123,7 @@ class EngineRequests:
             raise
 
     def abort(self, request_id: str) -> None:
-        """End a request before the next step; a finished one stays as it is."""
+        """End a request before the next step. A finished request does not change."""
 
         def end() -> None:
             request = self._processor.find(request_id)
@@ -145,11 +136,10 @@ class EngineRequests:
     def take_over(self, migrating: MigratingRequest, *, is_cancelled: bool = False) -> None:
         """Continue a request of another replica; end it if it was cancelled during the transfer.
 
-        Raises:
-            WorkerDiedError: The engine has ended, or is about to.
+        Raise WorkerDiedError if the engine has ended, or is about to.
         """
         if self._stopping:
-            raise WorkerDiedError("the engine is about to end")
+            raise WorkerDiedError("the engine is shutting down")
         self._inbox.post(lambda: self._arrive(migrating, is_cancelled))
 
     def reclaim_blocks(self, blocks: list[TransferBlock]) -> None:
@@ -160,8 +150,7 @@ class EngineRequests:
     def ask(self, question: Callable[[], T]) -> Future[T]:
         """Call a function in the engine's thread between two steps, and return its result or exception.
 
-        Raises:
-            WorkerDiedError: The engine has ended.
+        Raise WorkerDiedError if the engine has ended.
         """
         answer: Future[T] = Future()
 
@@ -176,36 +165,36 @@ class EngineRequests:
         return answer
 
     def wake(self) -> None:
-        """Wake the engine, so that it reads what other replicas have changed."""
+        """Wake the engine, so that it reads the changes of other replicas."""
         with contextlib.suppress(WorkerDiedError):
             self._inbox.post(lambda: None)
         for listener in self._listeners:
             listener.on_woken()
 
     def stop(self) -> None:
-        """End the loop after the steps in flight; unfinished requests end with an error."""
+        """End the loop after the steps in flight. Unfinished requests end with an error."""
         self._stopping = True
         self._report_closing()
         self._inbox.wake()
         self._executor.cancel_restarts()
 
     def replace_inbox(self, inbox: Inbox) -> None:
-        """Use another inbox, before the first message."""
+        """Use another inbox. Call it before the first message."""
         self._inbox.close("another inbox replaces this one")
         self._inbox, inbox.on_end = inbox, self._report_closing
 
     def close(self) -> None:
-        """Close the file descriptor of the inbox; the engine makes no further step."""
+        """Close the inbox's file descriptor. The engine must make no further step."""
         self._inbox.close("the engine is closed")
 
     @property
     def dead(self) -> str | None:
-        """Why the engine ended, once it has."""
+        """Why the engine ended; None if it has not."""
         return self._inbox.ended
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the engine is about to end. A request submitted now would end with it."""
+        """Whether the engine is shutting down. A request submitted now would end with it."""
         return self._stopping
 
     @property
@@ -214,7 +203,7 @@ class EngineRequests:
 
     @property
     def num_waiting(self) -> int:
-        """Waiting requests, those in the inbox included."""
+        """Number of waiting requests, including those in the inbox."""
         return self.scheduler.num_waiting + len(self._inbox.messages)
 
     @property
@@ -223,17 +212,17 @@ class EngineRequests:
 
     @property
     def mean_step_s(self) -> float | None:
-        """Moving average of the seconds per step; None before the first."""
+        """Moving average of the seconds per step; None before the first step."""
         return self._times.mean_s
 
     @property
     def restart_status(self) -> RestartStatus | None:
-        """The state of the WorkAgent's restart, while it is restarted."""
+        """State of the WorkAgent's restart, while it is being restarted; otherwise None."""
         return self._executor.restart_status
 
     @property
     def restarts_exhausted(self) -> bool:
-        """Whether the WorkAgent was restarted more often in a row than is allowed."""
+        """Whether the number of consecutive WorkAgent restarts exceeds the limit."""
         return self._executor.restarts_exhausted
 
     @property
@@ -253,7 +242,7 @@ class EngineRequests:
     # --- in the engine's thread -------------------------------------------------------------------------------------
 
     def set_priority(self, request_id: str, priority: int) -> bool:
-        """Change a request's priority; return whether the request has it now. A finished request keeps its own."""
+        """Change a request's priority. Return whether the request has it now; a finished request does not change."""
         request = self._processor.find(request_id)
         if request is None or request.sink is None or not request.sink.set_priority(priority):
             return False
@@ -276,7 +265,7 @@ class EngineRequests:
         return self._auditor.watches(request.request_id)
 
     def reload(self, rules: SchedulingRules, number: int) -> None:
-        """Schedule by other rules from now on; `number` counts the server's reloads, from 1."""
+        """Use other scheduling rules from now on. `number` counts the server's reloads, from 1."""
         self.scheduler.reload(rules)
         self._fairness.record_reload(number)
         self.ttft_predictor.limits = rules.limits
@@ -287,8 +276,8 @@ class EngineRequests:
         limits = self.scheduler.limits
         if limits.num_schedulers > 1:
             logger.info(
-                "replica %d: limits of tenants and weights of classes hold for all %d replicas together; a class is"
-                " sure of 1/%d of its weight here",
+                "replica %d: tenant limits and class weights apply to all %d replicas together; this replica guarantees"
+                " each class 1/%d of its weight",
                 self.index,
                 limits.num_schedulers,
                 limits.weight_divisor,
@@ -303,7 +292,7 @@ class EngineRequests:
 
     @property
     def idle_s(self) -> float | None:
-        """Seconds until there may be work without a message; None: never."""
+        """Seconds until there may be work without a message; None: there will be none."""
         now = self._clock()
         timeouts_s = [self.scheduler.prefill.batch_wait_s(now)] if len(self.scheduler.waiting) else []
         if self._deadlines.heap and (deadline := self._deadlines.next) is not None:
@@ -322,7 +311,7 @@ class EngineRequests:
             self._deadlines.end_expired(now, self.ttft_predictor, self._times.began)
 
     def _publish(self) -> None:
-        """Send the outputs since the last call to the clients, then let migrated requests go."""
+        """Send the outputs since the last call to the clients, then hand over migrating requests."""
         if self._outputs:
             outputs = self._outputs.copy()
             self._outputs.clear()

@@ -1,4 +1,4 @@
-"""The inbox of an engine: messages from other threads."""
+"""The inbox of an engine, for messages from other threads."""
 
 from __future__ import annotations
 
@@ -15,25 +15,20 @@ from llm_serving.errors import WorkerDiedError
 class Inbox:
     """A queue of functions that the engine's thread calls between two steps, in order of arrival.
 
-    Any thread may call `post`, `wake` and `end`, and read `messages`; the rest belongs to the engine's thread.
+    Any thread may call `post`, `wake` and `end`, and read `messages`; the other methods belong to the engine's thread.
     """
 
     def __init__(self) -> None:
         self.messages: deque[Callable[[], None]] = deque()
-        """Messages that have not been handled."""
         self.ended: str | None = None
-        """Why the inbox accepts no more messages, once that is so."""
+        """Why the inbox accepts no more messages; None if it does."""
         self.on_end: Callable[[], None] = lambda: None
         """Called when the inbox ends, from any thread."""
         self._lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def post(self, message: Callable[[], None]) -> None:
-        """Add a message, and wake the reader.
-
-        Raises:
-            WorkerDiedError: The inbox has ended.
-        """
+        """Add a message, and wake the reader. Raise WorkerDiedError if the inbox has ended."""
         with self._lock:
             if self.ended is not None:
                 raise WorkerDiedError(self.ended)
@@ -41,7 +36,7 @@ class Inbox:
             os.eventfd_write(self._wake_fd, 1)
 
     def wake(self) -> None:
-        """End the present `wait` of the reader, or its next one."""
+        """End the current `wait` of the reader, or its next one."""
         with self._lock:
             if self.ended is None:  # after the end, the descriptor may belong to another file
                 os.eventfd_write(self._wake_fd, 1)
@@ -54,8 +49,7 @@ class Inbox:
     def wait(self, other_fd: int | None, timeout_s: float | None) -> bool:
         """Sleep until the reader is woken, another file descriptor is readable, or the time has passed.
 
-        Returns:
-            Whether only the other descriptor is readable.
+        Return whether only the other descriptor is readable.
         """
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
@@ -68,7 +62,7 @@ class Inbox:
         return other_fd in ready
 
     def end(self, reason: str) -> None:
-        """Accept no more messages; `handle` still calls those that have arrived."""
+        """Accept no more messages. `handle` still calls those that have arrived."""
         with self._lock:
             self.ended = self.ended or reason
         self.on_end()

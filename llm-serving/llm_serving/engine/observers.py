@@ -1,6 +1,4 @@
-"""The listener interface of an engine, the times of its steps, and what observes them: metrics, fairness monitors, the
-TTFT predictor, speculation.
-"""
+"""Listeners of an engine, and observers of its steps: step times, metrics, fairness, TTFT prediction, speculation."""
 
 from __future__ import annotations
 
@@ -23,26 +21,28 @@ if TYPE_CHECKING:
     from llm_serving.engine.fleet.migration import MigratingRequest
 
 STEP_MEMORY: Final = 128
-"""Steps after which the time of one counts 1/e in their mean."""
+"""Number of steps after which a step time has weight 1/e in the mean."""
 
 
 class EngineListener:
-    """Base class; each event does nothing. Events come in the engine's thread unless the event says otherwise."""
+    """Base class with events that do nothing. Events come in the engine's thread unless stated otherwise."""
 
     def on_started(self, request_ids: list[str]) -> None:
-        """A step was submitted that computes these requests for the first time; none of its outputs is published."""
+        """A step was submitted that computes these requests for the first time. None of its outputs
+        has been published.
+        """
 
     def on_restart_attempt(self) -> None:
         """Another attempt to restart the WorkAgent was made."""
 
     def on_closing(self) -> None:
-        """The engine accepts no further requests: it has ended or is about to. From any thread."""
+        """The engine accepts no further requests, because it has ended or is about to. From any thread."""
 
     def on_woken(self) -> None:
-        """Another replica has changed what both share; the engine reads it before its next step. From any thread."""
+        """Another replica has changed shared data, which the engine reads before its next step. From any thread."""
 
     def on_migrating(self, requests: list[MigratingRequest]) -> None:
-        """Other replicas must continue these requests, whose outputs of this engine are all published."""
+        """Other replicas must continue these requests. This engine has published all their outputs."""
 
     def on_blocks_released(self, blocks: list[TransferBlock]) -> None:
         """This engine has read these exported blocks of other replicas, which may reuse them."""
@@ -60,36 +60,36 @@ class StepTimes:
         self.began = 0.0
         """When the WorkAgent could begin the oldest step in flight."""
         self.step_s = 0.0
-        """Duration of the newest step, since the WorkAgent could begin it."""
+        """Duration of the latest step, since the WorkAgent could begin it."""
         self.mean_s: float | None = None
         """Moving average of `step_s`; None before the first step."""
         self.computed_s = 0.0
-        """Duration of the newest step without scheduling, if no other step was in flight."""
+        """Duration of the latest step without scheduling, if no other step was in flight."""
         self.host_s = 0.0
         """The master's time per step: to process a reply and to schedule the next step."""
         self._reply_s = 0.0
-        """Time to process a reply."""
         self._replied = 0.0
-        """When the newest reply came, or a step was submitted while none was in flight."""
+        """When the latest reply came, or a step was submitted while none was in flight."""
 
     def record_submitted(self, scheduled: float, now: float, *, follows: bool) -> None:
-        """Record a submitted step whose scheduling began at `scheduled`; `follows`: another step is in flight."""
+        """Record a submitted step whose scheduling began at `scheduled`. `follows`: whether another
+        step is in flight.
+        """
         self.host_s = self._reply_s + now - scheduled
         if not follows:
             self.began, self._replied = scheduled, now
 
     def record_reply(self, now: float) -> None:
-        """Record the reply to the oldest step."""
         self.computed_s, self._replied = now - self._replied, now
 
     def record_updated(self, now: float) -> None:
-        """Record that the scheduler has applied the reply, so the WorkAgent can begin the next step."""
+        """Record that the scheduler has applied the reply, so that the WorkAgent can begin the next step."""
         self.step_s, self.began = now - self.began, now
         mean_s = self.step_s if self.mean_s is None else self.mean_s
         self.mean_s = mean_s + (self.step_s - mean_s) / STEP_MEMORY
 
     def record_published(self, now: float) -> None:
-        """Record that the reply is processed."""
+        """Record that the reply has been processed."""
         self._reply_s = now - self._replied
 
 
@@ -111,7 +111,7 @@ class MetricsObserver(StepObserver):
             metrics.record_bound_violations(schedule.num_bound_violations)
 
     def record_load(self, num_tokens: int | None = None) -> None:
-        """Record the load after a step that computed `num_tokens`; None: no step runs."""
+        """Record the load after a step that computed `num_tokens`; None: while no step runs."""
         scheduler, pool = self._scheduler, self._scheduler.blocks.pool
         load = len(scheduler.running), scheduler.num_waiting, pool.num_used_blocks / pool.num_blocks
         if num_tokens is None:
@@ -125,19 +125,19 @@ class MetricsObserver(StepObserver):
 
 
 class FairnessObserver(StepObserver):
-    """Counts violations of tenant limits and class weights by replica `index`, as the only one or as one of several."""
+    """Counts violations of tenant limits and class weights by replica `index`, the only one or one of several."""
 
     def __init__(self, index: int, scheduler: Scheduler, metrics: Metrics) -> None:
         self._index, self._scheduler, self._metrics = index, scheduler, metrics
         self._limits, self._weights = LimitMonitor(), WeightMonitor(scheduler)
         self._leads: Mapping[str, ClassLead] = {}
         self._shares: Mapping[str, StepShare] | None = None
-        """Both: of the step, where several replicas share; see `WeightMonitor`."""
+        """`_leads` and `_shares` of the current step, if there are several replicas; see `WeightMonitor`."""
 
     def on_scheduled(
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
     ) -> None:
-        """Count violations, as far as tenants have limits and classes compete."""
+        """Count violations, if tenants have limits or classes compete."""
         if schedule is None:
             return
         limits, num_over_limit, num_against_weight = self._scheduler.limits, 0, 0
@@ -149,17 +149,17 @@ class FairnessObserver(StepObserver):
             self._metrics.shares_broken(num_over_limit, num_against_weight)
 
     def record_reload(self, number: int) -> None:
-        """Record that the scheduler uses the rules of the server's reload `number`; requests keep their slots."""
+        """Record that the scheduler uses the rules of reload `number`. Requests keep their slots."""
         self._limits.record_reload(self._index, self._scheduler.unstarted_slot_holders(), number)
 
 
 class LoadReports(StepObserver):
-    """Feeds the TTFT predictor in the engine's thread; other threads only read `predictor`."""
+    """Feeds the TTFT predictor in the engine's thread. Other threads only read `predictor`."""
 
     def __init__(self, scheduler: Scheduler, times: StepTimes) -> None:
         self.predictor = TtftPredictor(scheduler.limits)
         self.num_tokens_left = 0
-        """Tokens of prompts that the newest step begins and does not finish."""
+        """Remaining tokens of prompts that the latest step begins but does not finish."""
         self._scheduler = scheduler
         self._times = times
 
@@ -202,13 +202,8 @@ class LoadReports(StepObserver):
 
 
 class SpeculationObserver(StepObserver):
-    """Gives the speculation controller the results of its drafts and the times of steps.
-
-    Args:
-        drafter: The controller.
-        times: Times of the engine's steps.
-        metrics: Counts verified and accepted draft tokens.
-        runs_ahead: Whether the engine schedules a step while another is in flight.
+    """Gives the speculation controller the results of its drafts and the step times. `runs_ahead`: whether the engine
+    schedules a step while another is in flight.
     """
 
     def __init__(self, drafter: SpeculationController, times: StepTimes, metrics: Metrics, runs_ahead: bool) -> None:
@@ -229,7 +224,7 @@ class SpeculationObserver(StepObserver):
 
 
 def accepted_drafts(schedule: Schedule, updated: list[Request]) -> Mapping[int, int]:
-    """Return `Request.sequence` -> accepted draft tokens, for the rows with drafts of a completed step."""
+    """Return `Request.sequence` -> number of accepted draft tokens, for the rows with drafts of a completed step."""
     live = set(updated)
     return {
         row.request.sequence: row.request.num_new_tokens - 1

@@ -15,24 +15,22 @@ from llm_serving.engine.request_stream import RequestStream
 from llm_serving.observability.event_log import client_id_of, client_ids
 
 MAX_COALESCED: Final = 4096
-"""Coalesced requests that are remembered, the newest."""
+"""Maximum number of coalesced requests that are remembered, the latest."""
 
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
     request: Request
     stream: RequestStream | CoalescedResponse
-    """Receives its output."""
     engine: Engine
-    """The engine that computes it."""
     deadline: float | None
-    """The deadline that was requested last; the engine's record may be older."""
+    """The latest requested deadline. The engine's record may be older."""
     is_cancelled: bool = field(default=False, init=False)
-    """Whether the request was cancelled: the engine that has it, or gets it by a migration, must end it."""
+    """Whether the request was cancelled, so that its engine, or the next one after a migration, must end it."""
     next_engine: Engine | None = field(default=None, init=False)
-    """The engine to which its blocks are being transferred: no engine has the request until then."""
+    """The engine to which its blocks are being transferred. Until then, no engine has the request."""
     priority: int | None = field(default=None, init=False)
-    """A priority that it was given during the transfer, and has afterwards."""
+    """A priority set during the transfer, which it gets afterwards."""
 
     @property
     def is_in_transfer(self) -> bool:
@@ -44,15 +42,15 @@ class OpenRequests:
 
     def __init__(self) -> None:
         self.by_id: dict[str, OpenRequest] = {}
-        """By engine id. Others only read it."""
+        """Engine id -> open request. Other classes only read it."""
         self._num_of: Counter[Engine] = Counter()
         self._ranked: Mapping[int, Engine] = {}
         """The engines of the last call of `by_load`."""
         self._by_load: list[tuple[int, int]] = []
-        """Its result, updated with each request."""
+        """The result of the last call of `by_load`, updated with each request."""
         self._num_migrating_to: Counter[Engine] = Counter()
         self._coalesced: dict[str, dict[str, None]] = {}
-        """Id from the client -> engine ids of the coalesced requests that computed its answers; the newest ids only."""
+        """Client id -> engine ids of the coalesced requests that computed its answers; only the latest ids."""
         self._num_coalesced = 0
 
     def __len__(self) -> int:
@@ -63,7 +61,7 @@ class OpenRequests:
         self._count(opened.engine, 1)
 
     def pop(self, request_id: str) -> OpenRequest | None:
-        """Remove a request; return None if it has finished before."""
+        """Remove a request; return None if it has already finished."""
         opened = self.by_id.pop(request_id, None)
         if opened is not None:
             self._count(opened.engine, -1)
@@ -72,7 +70,9 @@ class OpenRequests:
         return opened
 
     def start_transfer(self, request_id: str, engine: Engine) -> None:
-        """Record that the blocks of a request are being transferred to an engine; another may continue it after all."""
+        """Record that the blocks of a request are being transferred to an engine. Another engine
+        may still continue it.
+        """
         if (opened := self.by_id.get(request_id)) is not None:
             self._end_transfer(opened)
             opened.next_engine = engine
@@ -93,7 +93,7 @@ class OpenRequests:
         return self._num_of[engine]
 
     def by_load(self, engines: Mapping[int, Engine]) -> Sequence[tuple[int, int]]:
-        """Return (number of requests, index) of each engine, ascending; fast if called with the same object again."""
+        """Return (number of requests, index) of each engine, ascending. Fast if called with the same object again."""
         if engines is not self._ranked:
             self._ranked = engines
             self._by_load = sorted((self._num_of[engine], index) for index, engine in engines.items())
@@ -104,10 +104,10 @@ class OpenRequests:
         return self._num_migrating_to[engine]
 
     def find(self, client_id: str, tenant: str | None) -> list[OpenRequest]:
-        """Return the requests that a client means by an id, of one tenant or, with None, of all; in order of arrival.
+        """Return the requests with this id, in order of arrival. `tenant`: their owner; None: any tenant.
 
-        An id may be the client's own, that of a response, or the engine's. Looks at every open request: clients
-        seldom ask.
+        The id may be the client's own, that of a response, or the engine's. This examines all open requests, which is
+        acceptable because clients rarely ask.
         """
         names, engine_ids = client_ids(client_id), {client_id, *self.coalesced_with(client_id)}
         return [
@@ -117,7 +117,7 @@ class OpenRequests:
         ]
 
     def record_coalesced(self, client_id: str, engine_id: str) -> None:
-        """Record that a client's request is answered by one that the engine computes for another client."""
+        """Record that a client's request gets the answer that the engine computes for another client."""
         engine_ids = self._coalesced.setdefault(client_id, {})
         self._num_coalesced += engine_id not in engine_ids
         engine_ids[engine_id] = None
@@ -129,7 +129,7 @@ class OpenRequests:
                 del self._coalesced[oldest]
 
     def coalesced_with(self, client_id: str) -> Sequence[str]:
-        """Return the engine ids of the requests of other clients that answer a client's requests."""
+        """Return the engine ids of other clients' requests that answer a client's requests."""
         return [engine_id for each in client_ids(client_id) for engine_id in self._coalesced.get(each, ())]
 
     def _count(self, engine: Engine, change: int) -> None:

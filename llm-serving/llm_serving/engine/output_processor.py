@@ -1,4 +1,4 @@
-"""From sampled tokens to the outputs that a client gets."""
+"""Conversion of sampled tokens to the outputs that a client gets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class ProducedOutput:
-    """The output of a live request that has not been sent, and the state of its detokenizer."""
+    """The unsent output of a live request, and the state of its detokenizer."""
 
     request: Request
     detokenizer: Detokenizer
@@ -30,7 +30,7 @@ class ProducedOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     num_results: int = 0
-    """Prompt tokens whose log-probabilities have arrived."""
+    """Number of prompt tokens whose log-probabilities have arrived."""
     vector: Float32Array | None = None
     first_token_time: float | None = None
     last_token_time: float = 0.0
@@ -40,10 +40,8 @@ class OutputProcessor:
     """Collects the output of each live request until it is sent.
 
     Args:
-        tokenizer: Decodes token ids.
-        metrics: Counts requests and tokens; None: neither metrics nor event log get these requests.
-        event_log: Gets the first token and the end of each request.
-        clock: Seconds.
+        metrics: Counts requests and tokens; None: neither metrics nor event log include these requests.
+        event_log: Receives the first token and the end of each request.
     """
 
     def __init__(self, tokenizer: Tokenizer, metrics: Metrics | None, event_log: EventLog, clock: Clock) -> None:
@@ -54,7 +52,7 @@ class OutputProcessor:
         self._states: dict[str, ProducedOutput] = {}
         self._max_token_len = 0
         self._gaps: list[float] = []
-        """Seconds between consecutive tokens of a request that `flush_token_gaps` has not yet reported."""
+        """Seconds between consecutive tokens of a request that `flush_token_gaps` has not reported yet."""
 
     def start(self, request: Request) -> None:
         self._states[request.request_id] = ProducedOutput(request, self._detokenizer(request))
@@ -64,12 +62,12 @@ class OutputProcessor:
         return self._states.pop(request.request_id)
 
     def resume(self, request: Request, produced: ProducedOutput) -> None:
-        """Continue a request with the output state that another replica's processor returned."""
+        """Continue a request with the output state from another replica's processor."""
         produced.request = request
         self._states[request.request_id] = produced
 
     def text_of(self, request: Request, output_token_ids: list[int]) -> str:
-        """Return the text of a whole output of the request."""
+        """Return the text of a complete output of the request."""
         detokenizer = self._detokenizer(request)
         return detokenizer.add(output_token_ids) + detokenizer.flush()
 
@@ -85,7 +83,7 @@ class OutputProcessor:
         )
 
     def knows(self, request: Request) -> bool:
-        """Return whether the request's last output has not been sent."""
+        """Return whether the request's final output has not been sent."""
         return request.request_id in self._states
 
     def find(self, request_id: str) -> Request | None:
@@ -96,7 +94,7 @@ class OutputProcessor:
         return [state.request for state in self._states.values()]
 
     def add_token(self, request: Request, sample: int, output: StepOutput) -> str | None:
-        """Add the token of a sample of `output` to a request; return the stop string that it completes, if any."""
+        """Add the token of a sample of `output` to a request. Return the stop string that it completes, if any."""
         state = self._states[request.request_id]
         token_id: int = output.token_ids.item(sample)
         state.token_ids += (token_id,)
@@ -113,7 +111,7 @@ class OutputProcessor:
     def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
-        """Add results as `OutputSink.add_prompt_result` describes, except those that an earlier step has reported."""
+        """Add results as `OutputSink.add_prompt_result` does, except those that an earlier step has reported."""
         state = self._states[request.request_id]
         if logprobs is not None:
             assert start <= state.num_results, f"log-probabilities of {request.request_id} are missing"
@@ -127,7 +125,7 @@ class OutputProcessor:
     def pop_output(self, request: Request, error: str | None = None, *, num_pending: int = 0) -> RequestOutput:
         """Return the output since the last call.
 
-        It is the last output of a finished request, unless `num_pending` of its tokens are still to be added.
+        It is the final output of a finished request, unless `num_pending` of its tokens are still to be added.
         """
         state = self._states[request.request_id]
         is_last = request.is_finished and not num_pending
@@ -174,7 +172,7 @@ class OutputProcessor:
         state.last_token_time = now
 
     def flush_token_gaps(self) -> None:
-        """Report the recorded times between tokens to the metrics: once a step, because each report takes a lock."""
+        """Report the recorded times between tokens to the metrics. Once per step, because each report takes a lock."""
         if self._metrics is not None and self._gaps:
             self._metrics.record_inter_tokens(self._gaps)
             self._gaps = []

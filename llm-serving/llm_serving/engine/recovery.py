@@ -1,4 +1,4 @@
-"""Recovery after a failed step: find the request that makes it fail by bisection, and continue the others."""
+"""Recovery after a failed step: find the request that causes the failure by bisection, and continue the others."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 logger = get_logger(__name__)
 DEATHS_TO_SUSPECT: Final = 2
-"""Deaths of the WorkAgent after which the requests in both lost steps are tested as the cause."""
+"""Number of WorkAgent deaths after which the requests in both lost steps are tested as the cause."""
 MAX_LOST_STEPS: Final = 4
-"""Consecutive lost steps after which a request ends, even if no test shows that it is the cause."""
+"""Number of consecutive lost steps after which a request ends, even if no test shows that it is the cause."""
 
 
 def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) -> list[T]:
@@ -36,7 +36,7 @@ def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) 
         passes: Runs a trial with some of them; returns whether it succeeds.
 
     Returns:
-        The culprits in the order of `suspects`; none if the failure does not repeat, or only in a combination.
+        The culprits in the order of `suspects`; empty if the failure does not repeat, or only in a combination.
     """
     if passes(suspects):
         return []
@@ -52,9 +52,6 @@ class Recovery:
     The master has the tokens of every request, so the WorkAgent recomputes the lost KV blocks with the same result.
 
     Args:
-        scheduler: The replica's scheduler.
-        executor: The replica's executor.
-        metrics: Counts restarts.
         on_restart_attempt: Called with the reason after each attempt to restart the WorkAgent.
         on_trial_step: Called before each step of a trial.
     """
@@ -68,7 +65,7 @@ class Recovery:
         on_trial_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.restarting: str | None = None
-        """Why the WorkAgent is restarting, while it is."""
+        """Why the WorkAgent is restarting; None if it is not."""
         self._scheduler = scheduler
         self._executor = executor
         self._metrics = metrics
@@ -76,16 +73,14 @@ class Recovery:
         self._on_trial_step = on_trial_step
 
     def culprits(self, error: LLMServingError, in_flight: Sequence[Schedule]) -> list[Request]:
-        """Restart the WorkAgent if necessary, however long it takes; return the requests that made a step fail.
+        """Restart the WorkAgent if necessary, however long it takes. Return the requests that made a step fail. Raise
+        WorkerDiedError if the WorkAgent has exited and is not restarted.
 
         Args:
             error: The error of the oldest step in flight, or of a step that could not be submitted.
             in_flight: The steps without a reply; none of them will get one.
-
-        Raises:
-            WorkerDiedError: The WorkAgent has ended and is not restarted.
         """
-        logger.error("steps lost: %s", error)
+        logger.error("submitted steps were lost: %s", error)
         failed = isinstance(error, StepFailedError) and self._survives(in_flight[1:])
         steps = in_flight[:1] if failed else in_flight
         lost = _requests_of(steps)
@@ -105,7 +100,7 @@ class Recovery:
         )
 
     def _survives(self, further: Sequence[Schedule]) -> bool:
-        """Discard the replies to the steps after a failed one; return False if the WorkAgent dies meanwhile."""
+        """Discard the replies to the steps after a failed one. Return False if the WorkAgent exits meanwhile."""
         for schedule in further:
             if self._executor.needs_allowed_tokens:
                 self._executor.set_allowed_tokens(all_tokens_allowed(schedule.num_samples))
@@ -114,7 +109,7 @@ class Recovery:
             except StepFailedError:
                 pass
             except WorkerError as error:
-                logger.error("steps lost: %s", error)
+                logger.error("submitted steps were lost: %s", error)
                 return False
         return True
 
@@ -135,7 +130,7 @@ class Recovery:
     def _culprits_among(self, suspects: Sequence[Request]) -> list[Request]:
         """Return the suspects that make a step fail again, or else those whose steps were lost too often.
 
-        The prefix cache must be reset already.
+        The prefix cache must have been reset.
         """
         if not suspects:
             return []
@@ -147,7 +142,7 @@ class Recovery:
         return guilty
 
     def _passes(self, group: Sequence[Request]) -> bool:
-        """Return whether the WorkAgent can compute copies of these requests up to their newest token and one further.
+        """Return whether the WorkAgent can compute copies of these requests up to their latest token and one further.
 
         Answers are batch-invariant, so a copy causes the same failure as the request. The trial may use all blocks.
         """
@@ -172,7 +167,7 @@ class Recovery:
         except StepFailedError:
             return False
         except WorkerError as error:
-            logger.error("WorkAgent died in a trial of %d requests: %s", len(group), error)
+            logger.error("the WorkAgent exited while %d suspected requests were tested: %s", len(group), error)
             self._restart(str(error))
             return False
         return True

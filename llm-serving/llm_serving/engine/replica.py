@@ -32,8 +32,9 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 EPOCHS_PER_POOL: Final = 2**22
-"""Distance between the epochs of successive transfer pools. The schedulers of a replica, one after the other, write the
-same memory, and blocks that the first one exported must not be taken for blocks of the second."""
+"""Distance between the epochs of successive transfer pools. Successive schedulers of a replica write to the same
+memory, and the epochs distinguish their exported blocks.
+"""
 _POOL_NUMBERS: Final = itertools.count()
 
 
@@ -47,10 +48,11 @@ def build_scheduler(
 ) -> Scheduler:
     """Create the scheduler of replica `index`, with a KV cache of `num_blocks` and a host pool of `num_swap_blocks`.
 
-    Its decisions are recorded if the configuration names a folder for that, until it is freed or the program ends.
+    If the configuration names a folder for recordings, its decisions are recorded until it is freed or the program
+    exits.
 
     Args:
-        window: Newest tokens that every layer of the model attends to; None: at least one layer attends to all.
+        window: Number of latest tokens that every layer of the model attends to; None: some layer attends to all.
     """
     scheduler = config.scheduler
     sliding_window = Window.from_model(window, scheduler.max_prefill_tokens, config.model.max_generate_length)
@@ -160,10 +162,7 @@ def build_engine(
     **options: Any,
 ) -> Engine:
     """Create the engine of replica `index`, whose WorkAgent has `num_blocks` and a host pool of `num_swap_blocks`.
-
-    Args:
-        window: As in `build_scheduler`.
-        options: Further arguments of `Engine`.
+    `window`: as in `build_scheduler`.
     """
     scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, window, clock)
     longest = _longest_request(config, scheduler.blocks)

@@ -1,4 +1,4 @@
-"""The engine threads, one per WorkAgent: each loads, serves, and loads again after a failure; and their health."""
+"""The engine threads, one per WorkAgent: each loads, serves, and reloads after a failure; and their health."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ from llm_serving.observability.metrics import ReplicaCounts
 logger = get_logger(__name__)
 T = TypeVar("T")
 OpenReplica = Callable[[int, Publish, Callable[[str], None]], AbstractContextManager[Engine]]
-"""(index, publish, on_progress) -> the replica's engine. Entering may take minutes; leaving ends its WorkAgent."""
+"""(index, publish, on_progress) -> the replica's engine. Entering may take minutes; leaving stops its WorkAgent."""
 ReplicaState = Literal["loading", "serving", "restarting", "draining", "left"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
     ready: bool
-    """Whether at least one WorkAgent serves."""
     detail: str
-    """Text for an operator: "ready", "WorkAgent 0: compiling the network", "no WorkAgent lives: ..."."""
+    """Text for an operator, such as "ready" or "WorkAgent 0: compiling the network"."""
     loading: bool = False
     """Whether a WorkAgent is loading or restarting."""
 
@@ -49,7 +48,8 @@ def health_of(
 ) -> EngineHealth:
     """Return the health of a server, from its loaded engines and the errors of failed loads, by index.
 
-    `progress` is that of a replica that loads. `max_restarts` in a row are normal without a completed step.
+    `progress` is that of a loading replica. Up to `max_restarts` consecutive restarts without a completed step are
+    normal.
     """
     failed = {**failures, **{index: engine.dead for index, engine in engines.items() if engine.dead is not None}}
     restarting = {
@@ -82,20 +82,20 @@ class CallsSoon(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Functions that are called on the event loop when something happens in an engine thread."""
+    """Functions that are called on the event loop for events in an engine thread."""
 
     on_outputs: Callable[[list[RequestOutput]], None]
     """A step has produced outputs."""
     on_started: Callable[[list[str]], None]
-    """Requests with these ids were scheduled for the first time; their outputs come later."""
+    """Requests with these ids were scheduled for the first time. Their outputs come later."""
     on_migrating: Callable[[list[MigratingRequest]], None]
     """Another replica must continue these requests."""
     on_failure: Callable[[LLMServingError], None]
-    """The server cannot serve and must end."""
+    """The server cannot serve and must exit."""
     on_ended: Callable[[Engine], None] = lambda engine: None
-    """An engine has ended; no further event comes from it."""
+    """An engine has ended. It sends no further events."""
     on_serving: Callable[[Engine], None] = lambda engine: None
-    """An engine has loaded whose replica was drained meanwhile; it must leave once it has no requests."""
+    """An engine has loaded whose replica was drained meanwhile. It must leave once it has no requests."""
 
 
 class Replicas(EngineListener):
@@ -103,20 +103,20 @@ class Replicas(EngineListener):
 
     def __init__(self, config: ServingConfig, open_replica: OpenReplica, events: Events) -> None:
         self.engines: dict[int, Engine] = {}
-        """Loaded engines; a dead one stays until its replica has loaded again."""
+        """Loaded engines. A dead engine stays until its replica has loaded again."""
         self.accounting = FleetAccounting()
         """Shared by all engines if there are several."""
         self.drained: dict[int, threading.Event] = {}
-        """Replica that gets no requests -> what its thread waits for before it loads again. Others only read it."""
+        """Drained replica -> the event its thread waits for before it loads again. Other classes only read it."""
         self._transferrer = BlockTransferrer(TransferThrottle(self._has_steps).wait)
         self._reloaded: tuple[int, ServingConfig] | None = None
-        """Number of the newest reload, from 1, and its configuration; None: that of the start."""
+        """(number of the latest reload, from 1, its configuration); None: no reload."""
         self._opening = threading.Lock()
         self._changes = itertools.count(1)
         self._newest_change = 0
-        """Number of the newest change of what `open` returns."""
+        """Number of the latest change that affects the result of `open`."""
         self._open: tuple[int, Mapping[int, Engine]] = (-1, {})
-        """Result of the last `open`, after the number of the change that it includes."""
+        """(number of the latest change included, result of the last `open`)."""
         self._config = config.serving
         self._num_replicas = config.num_replicas
         self._num_transfer_blocks = config.num_transfer_blocks
@@ -133,7 +133,7 @@ class Replicas(EngineListener):
         return self._num_replicas
 
     def start(self) -> None:
-        """Start to load all replicas; call it on the event loop. `health` shows the progress."""
+        """Start loading all replicas. Call it on the event loop. `health` shows the progress."""
         self._loop = asyncio.get_running_loop()
         for index in range(len(self)):
             thread = threading.Thread(target=self._run, args=(index,), name=f"engine-{index}", daemon=True)
@@ -141,7 +141,7 @@ class Replicas(EngineListener):
             thread.start()
 
     def drive(self, index: int, make: Callable[[Publish], Engine], loop: CallsSoon) -> Engine:
-        """Add an engine that the caller steps; `make` creates it, given the function to which it publishes."""
+        """Add an engine whose steps the caller runs. `make` creates it, given the function to which it publishes."""
         self._loop = loop
         engine = self.engines[index] = make(self._publish)
         self.watch(engine)
@@ -154,7 +154,9 @@ class Replicas(EngineListener):
         engine.add_listener(self)
 
     async def stop(self) -> None:
-        """End all serving engines; unfinished requests end with an error. A replica that loads ends later."""
+        """Stop all serving engines. Unfinished requests end with an error. A loading replica stops
+        after it has loaded.
+        """
         self._stopping.set()
         for joined in self.drained.values():
             joined.set()
@@ -169,7 +171,9 @@ class Replicas(EngineListener):
         return {index: engine for index, engine in list(self.engines.items()) if engine.dead is None}
 
     def open(self) -> Mapping[int, Engine]:
-        """Return the engines that accept requests, in ascending order of index; the same object until that changes."""
+        """Return the engines that accept requests, in ascending order of index. The object stays the same until they
+        change.
+        """
         with self._opening:
             change, found = self._open
             if change != self._newest_change:
@@ -186,14 +190,13 @@ class Replicas(EngineListener):
         self.reclaim_blocks(blocks)
 
     def _changed(self) -> None:
-        """Let the next `open` look again; may be called from any thread."""
+        """Invalidate the result of `open`. Thread-safe."""
         self._newest_change = next(self._changes)
 
     def drain(self, index: int) -> None:
-        """Give the replica no further requests; call `leave` once it has none. A second call changes nothing.
+        """Assign no further requests to the replica. Call `leave` once it has none. Idempotent.
 
-        Raises:
-            RequestError: There is no such replica, or no other one serves.
+        Raise RequestError if there is no such replica, or no other one serves.
         """
         self._check(index)
         if index in self.drained:
@@ -202,7 +205,7 @@ class Replicas(EngineListener):
         if self.state(index) == "serving":
             others = [engine for engine in others if engine.restarting is None]
         if not others:
-            raise RequestError("replica", "must not be the only one that serves", index)
+            raise RequestError("replica", "must not be the only replica that serves", index)
         self.drained[index] = threading.Event()
         self._changed()
 
@@ -210,15 +213,15 @@ class Replicas(EngineListener):
         return index in self.drained
 
     def leave(self, index: int) -> None:
-        """End the WorkAgent of a drained replica; its thread waits until `join`."""
+        """Stop the WorkAgent of a drained replica. Its thread waits until `join`."""
         engine = self.engines.get(index)
         if index in self.drained and engine is not None:
             engine.stop()
 
     def reload(self, config: ServingConfig) -> dict[int, Future[None]]:
-        """Let all replicas use the rules of another configuration.
+        """Make all replicas use the rules of another configuration.
 
-        Return the living ones: index -> future that is done when its engine uses them.
+        Return, for living replicas, index -> future that is done when its engine uses them.
         """
         self._reloaded = reloaded = (1 if self._reloaded is None else self._reloaded[0] + 1), config
         asked = {}
@@ -228,7 +231,7 @@ class Replicas(EngineListener):
         return asked
 
     def reclaim_blocks(self, blocks: list[TransferBlock]) -> None:
-        """Let the replicas that exported these blocks reuse them; may be called from any thread."""
+        """Let the replicas that exported these blocks reuse them. Thread-safe."""
         blocks_of: dict[int, list[TransferBlock]] = {}
         for block in blocks:
             blocks_of.setdefault(block[0] // self._num_transfer_blocks, []).append(block)
@@ -238,8 +241,9 @@ class Replicas(EngineListener):
     def transfer(self, migrating: MigratingRequest, index: int) -> int | None:
         """Return the replica that continues a request which replica `index` should continue; None: not known yet.
 
-        Then its blocks are transferred first, and it comes back with `on_migrating`: with its blocks there, or without
-        blocks if the transfer failed. If too many transfers wait, the replica that has the blocks continues it.
+        With None, its blocks are transferred first, and the request returns with `on_migrating`: with its blocks there,
+        or without blocks if the transfer failed. If too many transfers wait, the replica that has the blocks continues
+        it.
         """
         blocks, transferred = migrating.blocks, migrating.transferred
         if not blocks or (transferred is not None and transferred.replica == index):
@@ -263,10 +267,9 @@ class Replicas(EngineListener):
         return index
 
     def join(self, index: int) -> None:
-        """Let a drained replica serve again, and load if it has left; do nothing for other replicas.
+        """Let a drained replica serve again, and load it if it has left. Other replicas are not affected.
 
-        Raises:
-            RequestError: There is no such replica.
+        Raise RequestError if there is no such replica.
         """
         self._check(index)
         joined = self.drained.pop(index, None)
@@ -285,7 +288,7 @@ class Replicas(EngineListener):
         return "serving" if engine.restarting is None else "restarting"
 
     def _has_steps(self) -> bool:
-        """Return whether a step is in flight on any replica; may be called from any thread."""
+        """Return whether a step is in flight on any replica. Thread-safe."""
         return any(engine.has_steps for engine in self.living().values())
 
     def _check(self, index: int) -> None:
@@ -312,9 +315,9 @@ class Replicas(EngineListener):
     # --- in an engine's thread --------------------------------------------------------------------------------------
 
     def _run(self, index: int) -> None:
-        """Load and serve a replica, again and again until the server ends.
+        """Load and serve a replica repeatedly until the server exits.
 
-        If no replica of the server could be loaded the first time, the server has failed and none is tried again.
+        If no replica can be loaded the first time, the server has failed and none is tried again.
         """
         for attempt in itertools.count(1):
             try:
@@ -327,7 +330,7 @@ class Replicas(EngineListener):
                     self._call_soon(self._events.on_failure, failure)
                     return
             if (drained := self.drained.get(index)) is not None:
-                logger.info("WorkAgent %d has left", index)
+                logger.info("WorkAgent %d has exited after its replica was drained", index)
                 drained.wait()
             elif self._stopping.wait(restart_delay_s(attempt)):
                 return
@@ -393,13 +396,13 @@ class Replicas(EngineListener):
     # --- on the event loop ------------------------------------------------------------------------------------------
 
     def _check_restarts(self, _: None) -> None:
-        """End the server once every WorkAgent has used up its restarts, if it is configured to."""
+        """Stop the server once every WorkAgent has exhausted its restarts, if the configuration says so."""
         exhausted = any(engine.restarts_exhausted for engine in self.living().values())
         if self._config.exit_without_work_agents and exhausted and all(map(self._is_abandoned, range(len(self)))):
             self._events.on_failure(NoWorkAgentsError(self.health().detail))
 
     def _is_abandoned(self, index: int) -> bool:
-        """Return whether a replica is drained, could not be loaded, or has used up its restarts."""
+        """Return whether a replica is drained, could not be loaded, or has exhausted its restarts."""
         engine = self.engines.get(index)
         return index in self.drained or index in self._failures or (engine is not None and engine.restarts_exhausted)
 

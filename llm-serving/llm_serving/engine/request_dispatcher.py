@@ -26,16 +26,12 @@ logger = get_logger(__name__)
 
 
 class RequestDispatcher:
-    """Connects the open requests with the replicas that compute them.
+    """Connects the open requests with the replicas that compute them. For the event loop only.
 
-    An exception while one request is handled ends that request only. All methods belong to the event loop.
+    An exception while one request is handled ends only that request.
 
     Args:
-        config: The server's configuration.
-        metrics: The server's metrics.
-        open_replica: Loads a replica.
-        clock: Seconds.
-        on_failure: Called when the server cannot serve any more.
+        on_failure: Called when the server can no longer serve.
     """
 
     def __init__(
@@ -70,7 +66,7 @@ class RequestDispatcher:
     # --- one request ------------------------------------------------------------------------------------------------
 
     def close(self, request_id: str) -> OpenRequest | None:
-        """Remove a request that has finished or is aborted; return it if it was open."""
+        """Remove a request that has finished or is aborted. Return it if it was open."""
         self.queue.remove(request_id)
         if request_id in self.router.prompts.requests:
             self.router.prompts.remove(request_id)
@@ -95,12 +91,12 @@ class RequestDispatcher:
                 opened.engine.ask(partial(opened.engine.extend_deadline, request_id, deadline))
 
     def discard_coalesced(self, opened: OpenRequest) -> None:
-        """Share the answer of a request, which stays incomplete, with no further client."""
+        """Stop sharing the answer of a request, which will stay incomplete, with further clients."""
         if isinstance(opened.stream, CoalescedResponse):
             self.coalesced.forget(opened.stream)
 
     def _fail(self, opened: OpenRequest, error: Exception) -> None:
-        """End a request whose handling raised an exception; its client gets an error even if more of it fails."""
+        """End a request whose handling raised an exception. Its client gets an error even if this fails too."""
         request_id = opened.request.request_id
         piece = failure_output(opened.request, FinishReason.ERROR, f"internal error: {error}")
         for call in (
@@ -115,7 +111,7 @@ class RequestDispatcher:
     # --- events of replicas -----------------------------------------------------------------------------------------
 
     def dispatch(self, pieces: list[RequestOutput]) -> None:
-        """Give outputs to the streams of their requests."""
+        """Pass outputs to the streams of their requests."""
         for piece in pieces:
             opened = self.requests.by_id.get(piece.request_id)
             if opened is None:
@@ -131,17 +127,19 @@ class RequestDispatcher:
                 self._fail(opened, error)
 
     def end_requests_of(self, engine: Engine) -> None:
-        """End the requests that an engine left behind: an engine that ends by an exception may not know them all."""
+        """End the requests that an engine left behind, because an engine that ends by an exception
+        may not know them all.
+        """
         for opened in self.requests.of_engine(engine):
             self._end(opened.request, FinishReason.ERROR, f"its engine has ended: {engine.dead}")
 
     def leave_if_idle(self, engine: Engine) -> None:
-        """End the WorkAgent of a drained replica that has no request."""
+        """Stop the WorkAgent of a drained replica that has no requests."""
         if not self.requests.num_of(engine) and (replica := self.replicas.index_of(engine)) is not None:
             self.replicas.leave(replica)
 
     def migrate(self, requests: list[MigratingRequest]) -> None:
-        """Give requests whose prompts are computed to replicas that decode."""
+        """Pass requests whose prompts are computed to replicas that decode."""
         for migrating in requests:
             try:
                 self._migrate_one(migrating)

@@ -22,7 +22,7 @@ from llm_serving.observability.timeline import JsonObject, ReplicaTrace, trace
 T = TypeVar("T")
 
 STATE_TIMEOUT_S: Final = 5.0
-"""Maximum wait for an engine's answer; an engine whose WorkAgent restarts answers later."""
+"""Maximum wait for an engine's answer. An engine whose WorkAgent restarts answers later."""
 
 
 class RequestLookup:
@@ -38,14 +38,13 @@ class RequestLookup:
         self._requests = requests
         self._clock = clock
         self._states: dict[int, asyncio.Future[SchedulerState]] = {}
-        """The newest answer of each replica, perhaps pending."""
+        """The latest answer of each replica, which may be pending."""
         self._snapshots: dict[int, asyncio.Future[EngineSnapshot]] = {}
 
     def find(self, request_id: str, tenant: str | None) -> list[OpenRequest]:
-        """Return the open requests with an id; none if all of them have ended. For the event loop only.
+        """Return the open requests with an id; empty if all of them have ended. For the event loop only.
 
-        Raises:
-            RequestNotFoundError: No known request has this id, or it is another tenant's.
+        Raise RequestNotFoundError if no known request has this id, or it belongs to another tenant.
         """
         found, ids = self._requests.find(request_id, tenant), self._ids(request_id)
         if not found and not any(_records(engine, ids, tenant) for engine in list(self._replicas.engines.values())):
@@ -62,13 +61,13 @@ class RequestLookup:
         return await self._ask_all(self._states, lambda engine: engine.state, STATE_TIMEOUT_S)
 
     async def snapshots(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]:
-        """Return the same with the events since a time, for clients that poll."""
+        """Return the scheduler states with the events since a time, for clients that poll."""
         return await self._ask_all(self._snapshots, lambda engine: partial(engine.take_snapshot, since), timeout_s)
 
     async def _ask_all(
         self, asked: dict[int, asyncio.Future[T]], question: Callable[[Engine], Callable[[], T]], timeout_s: float
     ) -> dict[int, T | None]:
-        """Return the answers of all living replicas; a replica with a pending answer gets no second question."""
+        """Return the answers of all living replicas. A replica with a pending answer gets no second question."""
         living = self._replicas.living()
         for index, engine in living.items():
             before = asked.get(index)
@@ -82,7 +81,7 @@ class RequestLookup:
         return {index: answer.result() if answer.done() else None for index, answer in asked_now.items()}
 
     def explain(self, request_id: str, tenant: str | None = None) -> list[Explanation]:
-        """Return the latency breakdown of each request with an id. May be called from any thread."""
+        """Return the latency breakdown of each request with an id. Thread-safe."""
         found, ids = [], self._ids(request_id)
         with_tenant = bool(self._config.api_keys)
         for index, engine in sorted(self._replicas.engines.items()):
@@ -104,9 +103,9 @@ class RequestLookup:
         return found
 
     def timeline(self, num_steps: int, tenant: str | None = None) -> JsonObject:
-        """Return a trace of the newest steps of each replica and of their requests, or of a tenant's part of both.
+        """Return a trace of the latest steps of each replica and of their requests, or of a tenant's part of both.
 
-        May be called from any thread.
+        Thread-safe.
         """
         return trace(
             [
@@ -123,7 +122,7 @@ class RequestLookup:
         )
 
     def _ids(self, request_id: str) -> list[str]:
-        """Return an id and the engine's ids of other clients' requests whose answers the client shared."""
+        """Return the id and the engine's ids of other clients' requests whose answers the client shared."""
         return [request_id, *self._requests.coalesced_with(request_id)]
 
 

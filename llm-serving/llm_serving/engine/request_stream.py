@@ -1,4 +1,4 @@
-"""One answer as its reader gets it, output by output."""
+"""The stream of one answer's outputs to its reader."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from llm_serving.core.request_output import RequestOutput
 
 MAX_READ_AT_ONCE: Final = 16
-"""Outputs that a reader may get without a wait before the event loop runs other tasks."""
+"""Maximum number of outputs that a reader gets without a wait before the event loop runs other tasks."""
 
 
 class RequestStream:
@@ -19,18 +19,19 @@ class RequestStream:
     def __init__(self, request_id: str, abort: Callable[[str], None], predicted_s: float | None = None) -> None:
         self.request_id = request_id
         self.predicted_s = predicted_s
-        """Seconds from arrival to the first token, as predicted at admission; None: too little was measured."""
+        """Seconds from arrival to the first token, as predicted at admission; None: too few measurements."""
         self._abort = abort
         self._pieces: deque[RequestOutput] = deque()
         self._reader: asyncio.Future[None] | None = None
         """Completes when the next output arrives, if the reader waits for it."""
         self.take: Callable[[RequestOutput], bool] | None = None
-        """Called first with an output that the reader waits for, unless it is the last one; returns whether it has
-        handled the output. Its exceptions are raised to the reader."""
+        """Called first with an output that the reader waits for, except the last one. Returns whether it has handled
+        the output. Its exceptions are raised to the reader.
+        """
         self._on_waiting: Callable[[int], None] | None = None
         self._finished = False
         self._num_at_once = 0
-        """Outputs that the reader got since its last wait."""
+        """Number of outputs that the reader got since its last wait."""
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -64,7 +65,6 @@ class RequestStream:
             self._abort(self.request_id)
 
     def put(self, piece: RequestOutput) -> None:
-        """Add the next output."""
         reader = self._reader if self._reader is not None and not self._reader.done() else None
         if reader is not None and self.take is not None and piece.finish_reason is None:
             try:

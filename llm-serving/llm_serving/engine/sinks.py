@@ -1,4 +1,4 @@
-"""Output sinks: what makes the answer to a client's request from the results of steps.
+"""Output sinks create the answer to a client's request from the results of steps.
 
 `deliver` passes the results of a step to the sinks. `OUTPUT_SINKS` maps the type of `Request.beam_search` to a sink.
 """
@@ -70,7 +70,7 @@ class SequenceSink:
         return self._context.scheduler.set_priority(self.request, priority)
 
     def _finish(self, reason: FinishReason, stop_reason: str | None = None) -> None:
-        """Finish with this reason, even if the newest token also reached a limit."""
+        """Finish with this reason, even if the latest token also reached a limit."""
         self._context.scheduler.finish(self.request, reason)
         self.request.finish_reason, self.request.stop_reason = reason, stop_reason
 
@@ -86,24 +86,20 @@ OUTPUT_SINKS: Final[dict[type, _CreateSink]] = {
 
 
 def attach_sink(request: Request, context: SinkContext) -> None:
-    """Give a request its output sink, and queue what is computed first."""
+    """Give a request its output sink, and queue the requests to compute first."""
     request.sink = OUTPUT_SINKS[type(request.beam_search)](request, context)
     request.sink.start()
 
 
 def finish(request: Request, reason: FinishReason, error: str | None = None) -> None:
-    """Finish the answer that a request is computed for, unless the answer has finished."""
+    """Finish the answer for which a request is computed. No effect if it has finished."""
     if request.sink is not None:
         request.sink.finish(reason, error)
 
 
 def deliver(schedule: Schedule, updated: list[Request], output: StepOutput) -> None:
-    """Pass each result of a step to the sink of its request.
-
-    Args:
-        schedule: The step.
-        updated: The requests that `Scheduler.update` returned for the step.
-        output: The reply to the step.
+    """Pass each result of a step to the sink of its request. `updated`: the requests that `Scheduler.update` returned
+    for the step.
     """
     failed = _deliver_prompt_results(schedule, output) if schedule.prompt_results else set()
     all_are_live = len(updated) == len(schedule.rows) and not failed  # the usual case, without a set of many rows
@@ -123,7 +119,7 @@ def deliver(schedule: Schedule, updated: list[Request], output: StepOutput) -> N
 
 
 def _deliver_prompt_results(schedule: Schedule, output: StepOutput) -> set[Request]:
-    """Deliver prompt log-probabilities and vectors; return the requests that fail because a result is missing."""
+    """Deliver prompt log-probabilities and vectors. Return the requests that fail because a result is missing."""
     num_samples, num_scores = len(output.token_ids), output.scores.top.num_results
     score = vector = 0
     failed = set()

@@ -1,1 +1,1 @@
-"""What spans the replicas of a server: routing, migration, accounting of tenants and classes, reload."""
+"""Code that spans the replicas of a server: routing, migration, accounting of tenants and classes, reload."""

@@ -1,8 +1,8 @@
-"""Accounting across replicas: limits of tenants and weights of classes hold for all replicas together.
+"""Accounting across replicas, because limits of tenants and weights of classes apply to all replicas together.
 
-The engines of a master share one `FleetAccounting`. Between two steps each engine reports what it served and applies
-what other replicas reported, through its `FleetSync`. The scheduler gets these reports as recorded calls, so its
-decisions can be replayed.
+The engines of a master share one `FleetAccounting`. Between two steps, each engine reports its service and applies what
+other replicas reported, through its `FleetSync`. The scheduler gets these reports as recorded calls, so its decisions
+can be replayed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Service = Mapping[tuple[str, str], int]
 class TenantUsage:
     """Virtual tokens that all replicas served, by class and tenant. Not thread-safe.
 
-    A snapshot is one copy of a list, so it can be taken at each step. Its difference to what a replica already knows is
-    computed only when the scheduler needs it. All lists have one index per (class, tenant), in order of first service;
-    the lists of a replica may be shorter than the list of totals.
+    A snapshot copies one list, so it can be taken at each step. The difference from the service already known to a
+    replica is computed only when the scheduler needs it. All lists have one index per (class, tenant), in order of
+    first service; the lists of a replica may be shorter than the list of totals.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class TenantUsage:
         return {*self._snapshots}
 
     def join(self, replica: int) -> None:
-        """Add a replica, which gets only what is served from now on."""
+        """Add a replica, which gets only later service."""
         self._snapshots[replica], self._known[replica] = self._totals.copy(), self._totals.copy()
         self._snapshot_versions[replica] = self._version
 
@@ -76,15 +76,15 @@ class TenantUsage:
         self._version += 1
 
     def has_changed(self, replica: int) -> bool:
-        """Return whether a replica served since this one's snapshot; safe without the lock."""
+        """Return whether another replica has served since this one's snapshot. Safe without the lock."""
         return self._snapshot_versions.get(replica) not in (None, self._version)
 
     def take_snapshot(self, replica: int) -> None:
-        """Let the next `pop_remote` of the replica return the service until now."""
+        """Make the next `pop_remote` of the replica return the service until now."""
         self._snapshots[replica], self._snapshot_versions[replica] = self._totals.copy(), self._version
 
     def pop_remote(self, replica: int) -> dict[tuple[str, str], int]:
-        """Return what other replicas had served at the last snapshot, without what was returned before."""
+        """Return the service of other replicas at the last snapshot that was not returned before."""
         snapshot, known = self._snapshots.get(replica), self._known.get(replica)
         if snapshot is None or known is None or snapshot == known:
             return {}
@@ -94,7 +94,9 @@ class TenantUsage:
         return {key: total - before for key, total, before in rows if total != before}
 
     def _clear(self) -> None:
-        """Drop all counts at once, which is rare; a replica without a recent snapshot misses what it was not given."""
+        """Drop all counts, which is rare. A replica without a recent snapshot misses the service
+        not yet returned to it.
+        """
         self._indices.clear()
         self._totals.clear()
         for each in (*self._snapshots.values(), *self._known.values()):
@@ -104,31 +106,32 @@ class TenantUsage:
 class FleetAccounting:
     """Tenant usage, class usage and slot leases of all replicas of a master. Thread-safe.
 
-    A replica learns what others serve during a step before its next step. So tenants with waiting requests at all times
-    differ by no more than each scheduler alone allows, plus what the other replicas compute in two steps.
+    Before its next step, a replica learns the service of other replicas during the last step. So the service of tenants
+    with waiting requests differs by no more than each scheduler alone allows, plus what the other replicas compute in
+    two steps.
     """
 
     def __init__(self) -> None:
         self.tenant_slots = TenantSlots()
         self.class_usage = FleetClassUsage()
         self.limit_monitor = LimitMonitor()
-        """Checks what `tenant_slots` enforces."""
+        """Checks the limits that `tenant_slots` enforces."""
         self._lead_monitor = ClassLeadMonitor()
-        """Checks what `class_usage` determines."""
+        """Checks the leads that `class_usage` computes."""
         self._class_lock = threading.Lock()
         self._usage_lock = threading.Lock()
         self._tenant_usage = TenantUsage()
 
     @property
     def replicas(self) -> set[int]:
-        """Replicas that any part knows; exact while no engine runs a step."""
+        """Replicas known to any part. Exact while no engine runs a step."""
         parts = self.tenant_slots, self.limit_monitor, self.class_usage, self._lead_monitor
         return self._tenant_usage.replicas.union(*(part.replicas for part in parts))
 
     def join(self, replica: int, wake: Callable[[], None] = lambda: None, num_reloads: int = 0) -> None:
-        """Add a replica that uses the rules of reload `num_reloads` (0: those of the start).
+        """Add a replica that uses the rules of reload `num_reloads` (0: the rules of the start).
 
-        `wake` lets the engine's thread apply changed leases; it may be called from any thread.
+        `wake` makes the engine's thread apply changed leases; it may be called from any thread.
         """
         self.tenant_slots.join(replica, wake)
         self.limit_monitor.join(replica, num_reloads)
@@ -137,7 +140,7 @@ class FleetAccounting:
             self._tenant_usage.join(replica)
 
     def leave(self, replica: int) -> None:
-        """Remove a replica that serves no longer, and free its leases."""
+        """Remove a replica that no longer serves, and free its leases."""
         self.tenant_slots.leave(replica)
         self.limit_monitor.leave(replica)
         self._leave_classes(replica)
@@ -154,8 +157,8 @@ class FleetAccounting:
     ) -> Mapping[str, ClassLead]:
         """Add the class usage of a step, or of an idle replica, as its scheduler reports it.
 
-        `service` is that of the same step according to its contents, by class and divided by weight. Return the range
-        of the lead of each class since the previous call of this replica.
+        `service` is the step's service by class, derived from its contents and divided by weight. Return the range of
+        each class's lead since the previous call of this replica.
         """
         with self._class_lock:  # both sums see the steps of all replicas in the same order
             self.class_usage.charge(replica, usage)
@@ -167,24 +170,24 @@ class FleetAccounting:
             self._lead_monitor.leave(replica)
 
     def take_snapshot(self, replica: int) -> None:
-        """Let the next `pop_remote_service` of the replica return the service until now."""
+        """Make the next `pop_remote_service` of the replica return the service until now."""
         if self._tenant_usage.has_changed(replica):
             with self._usage_lock:
                 self._tenant_usage.take_snapshot(replica)
 
     def pop_remote_service(self, replica: int) -> Service:
-        """Return what other replicas had served at the last snapshot, without what was returned before."""
+        """Return the service of other replicas at the last snapshot that was not returned before."""
         with self._usage_lock:
             return self._tenant_usage.pop_remote(replica)
 
 
 class FleetSync(FairnessObserver):
-    """Connects the scheduler of replica `index` with the accounting of all replicas; belongs to the engine's thread."""
+    """Connects the scheduler of replica `index` with the accounting of all replicas. For the engine's thread."""
 
     def __init__(self, index: int, scheduler: Scheduler, metrics: Metrics) -> None:
         super().__init__(index, scheduler, metrics)
         self._accounting = FleetAccounting()
-        """Replaced by the one that all replicas share."""
+        """Replaced by the accounting that all replicas share."""
         self._num_reloads = 0
 
     def join(self, accounting: FleetAccounting, wake: Callable[[], None]) -> None:
@@ -239,6 +242,6 @@ class FleetSync(FairnessObserver):
         self._limits.record_reload(self._index, kept, number)
 
     def record_migrated(self, request: Request) -> None:
-        """Record that a request of another replica continues here and has brought its tenant's slot."""
+        """Record that a request of another replica continues here and keeps its tenant's slot."""
         self._accounting.tenant_slots.finish_migration(self._index, request.request_id)
         self._metrics.shares_broken(self._limits.record_migrated(request, self._scheduler.limits), 0)

@@ -1,7 +1,7 @@
-"""Usage of request classes summed over all replicas.
+"""Usage of request classes, summed over all replicas.
 
-`FleetClassUsage` decides which classes are deprioritized because they exceed their share. `ClassLeadMonitor` computes
-the same leads independently, from the contents of steps, for the monitors.
+`FleetClassUsage` determines which classes are deprioritized because they exceed their share. `ClassLeadMonitor`
+computes the same leads independently, from the contents of steps, for the monitors.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from llm_serving.scheduler.fair_sharing import ClassUsage
 _NO_CLASSES: Final[frozenset[str]] = frozenset()
 
 MAX_LEAD_QUANTA: Final = 4
-"""Most scheduling quanta by which a class can lead, so that service which no other class could use does not count
-against it for long."""
+"""Maximum lead of a class, in scheduling quanta. It limits how long a class is deprioritized for service that no other
+class could use.
+"""
 
 
 class ClassDemand:
-    """Number of replicas on which each class has unmet demand, updated per replica so that no step scans them all."""
+    """Number of replicas on which each class has unmet demand, updated per replica so that no step
+    scans all replicas.
+    """
 
     def __init__(self) -> None:
         self._classes: dict[int, frozenset[str]] = {}
@@ -58,7 +61,7 @@ class ClassDemand:
 class FleetClassUsage:
     """Determines which classes exceed their share of all replicas, from the usage that schedulers report. Thread-safe.
 
-    Usage is the service of a step divided by the weight of the class. The lead of a class is its usage minus the least
+    Usage is the service of a step divided by the weight of the class. The lead of a class is its usage minus the lowest
     usage of all classes with demand. A class whose lead exceeds a scheduling quantum is deprioritized until its lead is
     at most half a quantum.
     """
@@ -69,7 +72,7 @@ class FleetClassUsage:
         self._demand = ClassDemand()
         self._exceeding = _NO_CLASSES
         self._reported: dict[int, frozenset[str]] = {}
-        """Replica -> the names of the exceeding classes that `pop_exceeding` last returned for it."""
+        """Replica -> result of its last call of `pop_exceeding`."""
 
     @property
     def replicas(self) -> set[int]:
@@ -96,7 +99,7 @@ class FleetClassUsage:
             self._exceeding = frozenset(exceeding)
 
     def pop_exceeding(self, replica: int) -> frozenset[str] | None:
-        """Return the classes that exceed their share; None if they are those of the last call of this replica."""
+        """Return the classes that exceed their share; None if they are the same as at the last call of this replica."""
         if self._reported.get(replica, _NO_CLASSES) == self._exceeding:
             return None
         with self._lock:
@@ -112,9 +115,8 @@ class ClassLead(NamedTuple):
 
 
 class ClassLeadMonitor:
-    """Sums what the steps of all replicas contain per class; `FleetClassUsage` sums what schedulers say they charged.
-
-    Not thread-safe.
+    """Checks `FleetClassUsage`: computes the service of each class again, from the steps of all replicas instead of the
+    schedulers' charges. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -124,7 +126,7 @@ class ClassLeadMonitor:
         """Class -> its leads after each call of `record`."""
         self._num_records = 0
         self._last_records: dict[int, tuple[int, Collection[str]]] = {}
-        """Replica -> number of its newest call of `record`, and the classes in it."""
+        """Replica -> (number of its latest call of `record`, classes in it)."""
 
     @property
     def replicas(self) -> set[int]:
@@ -137,9 +139,9 @@ class ClassLeadMonitor:
     def record(
         self, replica: int, service: Mapping[str, int], usage: Mapping[str, ClassUsage]
     ) -> Mapping[str, ClassLead]:
-        """Add a step of a replica; return the range of each lead since the previous call of this replica.
+        """Add a step of a replica. Return the range of each lead since the previous call of this replica.
 
-        `service` is that of the step by class, divided by weight; `usage` has the demands and quanta of the replica.
+        `service` is the step's service by class, divided by weight; `usage` has the demands and quanta of the replica.
         """
         self._demand.update(replica, usage)
         leads = self._leads
@@ -157,22 +159,22 @@ class ClassLeadMonitor:
 
 
 class ExtremesSince:
-    """Least and greatest value of a series since a given index, by binary search.
+    """Minimum and maximum of a series since a given index, by binary search.
 
-    Kept are only the values below all later ones and those above all later ones. They are few, because a lead that
-    rises falls again.
+    Only values below all later ones and values above all later ones are kept. They are few, because leads rise and
+    fall.
     """
 
     def __init__(self) -> None:
         self._min_indices: list[int] = []
         self._minima: list[int] = []
-        """Ascending, as are their indices."""
+        """Values that are smaller than all later ones, so they and their indices ascend."""
         self._max_indices: list[int] = []
         self._maxima: list[int] = []
-        """Descending; their indices ascend."""
+        """Values that are larger than all later ones, so they descend and their indices ascend."""
 
     def add(self, index: int, value: int) -> None:
-        """Append a value with an index above all before."""
+        """Append a value. Its index must exceed all earlier ones."""
         minima, maxima = self._minima, self._maxima
         if minima and minima[-1] == value:  # the newest value is the last of both lists
             self._min_indices[-1] = self._max_indices[-1] = index
@@ -187,6 +189,6 @@ class ExtremesSince:
         maxima.append(value)
 
     def since(self, index: int) -> tuple[int, int]:
-        """Return the least and the greatest value since an index at which a value was added."""
+        """Return the minimum and maximum since an index at which a value was added."""
         least = self._minima[bisect_left(self._min_indices, index)]
         return least, self._maxima[bisect_left(self._max_indices, index)]

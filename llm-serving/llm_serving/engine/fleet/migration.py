@@ -1,7 +1,7 @@
-"""Migration of requests: a decode replica continues what a prefill replica began, and gets its KV cache blocks.
+"""Migration of requests: a decode replica continues a request of a prefill replica, and gets its KV blocks.
 
-`RequestMigration` is the engine's part. `BlockTransferrer` copies blocks between machines in threads of its own, whose
-CPU time `TransferThrottle` limits while steps are in flight.
+`RequestMigration` is the engine's part. `BlockTransferrer` copies blocks between machines in its own threads, whose CPU
+time `TransferThrottle` limits while steps are in flight.
 """
 
 from __future__ import annotations
@@ -37,29 +37,31 @@ from llm_serving.transport.messages import BlockContents
 
 logger = get_logger(__name__)
 MAX_REQUESTS: Final = 64
-"""Most requests of one replica whose blocks may wait for their transfer."""
+"""Maximum number of requests of one replica whose blocks wait for their transfer."""
 MAX_BYTES: Final = 2**30
-"""Most bytes of their blocks, except for a single request: a link of 10 Gbit/s transfers them in about a second."""
+"""Maximum bytes of these blocks, unless a single request has more. A link of 10 Gbit/s takes about
+a second for them.
+"""
 CPU_SHARE: Final = 0.5
-"""Share of one core's time that all transfer threads together may use while a step is in flight."""
+"""Maximum fraction of one core that all transfer threads together use while a step is in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferredBlocks:
-    """Replica to which the blocks of a request were transferred; they are lost when the link to it closes."""
+    """Replica to which the blocks of a request were transferred. They are lost when the link to it closes."""
 
     replica: int
     link: BlockLink
 
 
 class MigratingRequest(NamedTuple):
-    """A request between two engines."""
+    """A request on its way between two engines."""
 
     request: Request
-    """The record for the next engine; the first engine has finished its own."""
+    """The record for the next engine. The first engine has finished its own record."""
     produced: ProducedOutput
     audited: Answer | None
-    """What its client got, if the audit will compare it."""
+    """What its client has received, if the request is audited; otherwise None."""
     exported_at: float
     """Engine time of the reply to its last step."""
     transferred: TransferredBlocks | None = None
@@ -67,11 +69,11 @@ class MigratingRequest(NamedTuple):
 
     @property
     def blocks(self) -> list[TransferBlock]:
-        """Blocks of the transfer pool with its KV cache; none if the next engine recomputes it."""
+        """Blocks of the transfer pool with its KV cache; empty if the next engine recomputes the cache."""
         return [] if self.request.transfer is None else self.request.transfer.blocks
 
     def drop_blocks(self) -> list[TransferBlock]:
-        """Let the next engine recompute the KV cache; return the blocks, which can be reclaimed."""
+        """Let the next engine recompute the KV cache. Return the blocks, which can be reclaimed."""
         blocks = self.blocks
         if self.request.transfer is not None:
             self.request.transfer = self.request.transfer.without_blocks()
@@ -79,7 +81,7 @@ class MigratingRequest(NamedTuple):
 
 
 def failure_output(request: Request, reason: FinishReason, error: str) -> RequestOutput:
-    """Return the last output of a request that no engine continues."""
+    """Return the final output of a request that no engine continues."""
     if request.http_timings is not None:
         request.http_timings.unfinished_request_ids.discard(request.request_id)
     return RequestOutput(
@@ -118,10 +120,10 @@ def continuation_of(request: Request, transfer: Transfer) -> Request:
 
 
 class RequestMigration(StepObserver):
-    """Releases and accepts migrating requests of one engine; belongs to the engine's thread.
+    """Releases and accepts migrating requests of one engine. For the engine's thread.
 
-    A request is released when the step that exports its blocks is replied to and its client has all output. The engine
-    that accepts it imports the blocks in its first step, and they are reclaimed when that step is done.
+    A request is released after the reply to the step that exports its blocks, when its client has all output. The
+    accepting engine imports the blocks in its first step; after that step, they are reclaimed.
     """
 
     def __init__(
@@ -142,9 +144,9 @@ class RequestMigration(StepObserver):
         self._event_log = event_log
         self._metrics = metrics
         self._imported: deque[list[TransferBlock]] = deque()
-        """For each step in flight, the blocks that can be reclaimed when it is done."""
+        """For each step in flight, the blocks that can be reclaimed after it."""
         self._exported: list[tuple[Request, Transfer, float]] = []
-        """Requests that left the scheduler, with their blocks and the engine time."""
+        """(request, its blocks, engine time) of requests that left the scheduler."""
         self._accepted: dict[Request, float] = {}
         """Accepted request before its first step -> `MigratingRequest.exported_at`."""
 
@@ -177,7 +179,7 @@ class RequestMigration(StepObserver):
         self._accepted = {request: time for request, time in self._accepted.items() if not request.is_finished}
 
     def complete_step(self, schedule: Schedule, now: float) -> None:
-        """Reclaim the blocks that the oldest step in flight imported; remove the requests whose blocks it exported.
+        """Reclaim the blocks that the oldest step in flight imported, and remove the requests whose blocks it exported.
 
         Call it after the results are applied and before they are counted.
         """
@@ -188,7 +190,7 @@ class RequestMigration(StepObserver):
                 self._exported.append((row.request, self._scheduler.migrate_out(row.request), now))
 
     def hand_over(self) -> None:
-        """Give the removed requests to the listeners; call it when their clients have all output of this engine."""
+        """Pass the removed requests to the listeners. Call it after their clients have all output of this engine."""
         if not self._exported:
             return
         migrating = []
@@ -206,7 +208,7 @@ class RequestMigration(StepObserver):
                 listener.on_migrating(migrating)
 
     def release_imports(self) -> None:
-        """Reclaim the blocks of all steps, because no step is in flight any more."""
+        """Reclaim the imported blocks of all steps, because no step is in flight."""
         while self._imported:
             self._reclaim(self._imported.popleft())
 
@@ -216,7 +218,6 @@ class RequestMigration(StepObserver):
         self.release_imports()
 
     def _reclaim_after_steps(self, blocks: list[TransferBlock]) -> None:
-        """Reclaim blocks when the steps in flight are done."""
         if self._imported:
             self._imported[-1] += blocks
         else:
@@ -244,12 +245,12 @@ class Link(Protocol):
 class BlockTransferrer:
     """Transfers blocks between WorkAgents through the master, in frames.
 
-    One thread per source replica transfers one request after the other. So the frames in flight are few
-    (`MAX_FRAMES_IN_FLIGHT` per source replica), whatever is to be transferred. They have connections of their own, so
-    they delay no step's messages. The queue of a thread is bounded in requests and in bytes, and each request has
-    `Link.timeout_s` from its arrival.
+    One thread per source replica transfers one request after the other, so few frames are in flight
+    (`MAX_FRAMES_IN_FLIGHT` per source replica). The threads have separate connections, so they delay no messages of
+    steps. The queue of a thread is limited in requests and in bytes, and each request has `Link.timeout_s` from its
+    arrival.
 
-    `throttle` is called by the threads before each frame and after each request, see `TransferThrottle.wait`.
+    The threads call `throttle` before each frame and after each request, see `TransferThrottle.wait`.
     """
 
     def __init__(self, throttle: Callable[[], None] = lambda: None, clock: Clock = monotonic) -> None:
@@ -258,7 +259,7 @@ class BlockTransferrer:
         self._threads: dict[int, ThreadPoolExecutor] = {}
         self._lock = threading.Lock()
         self._num_requests: Counter[int] = Counter()
-        """By source replica."""
+        """Source replica -> number of requests whose blocks wait for their transfer."""
         self._num_bytes: Counter[int] = Counter()
 
     def start(
@@ -269,9 +270,10 @@ class BlockTransferrer:
         target: Link,
         done: Callable[[bool], None],
     ) -> bool:
-        """Start the transfer of a request's blocks; return False if the queue is full or no thread can start.
+        """Start the transfer of a request's blocks. Return False if the queue is full or no thread can start.
 
-        `replica` is that of `source`. `done` is called in another thread: whether all blocks were transferred.
+        `replica` is the replica of `source`. `done` is called in another thread with whether all blocks were
+        transferred.
         """
         num_bytes = len(blocks) * source.block_bytes
         with self._lock:
@@ -298,7 +300,7 @@ class BlockTransferrer:
         return True
 
     def close(self) -> None:
-        """Wait for the transfers in progress, which fail once their WorkAgents have ended."""
+        """Wait for the transfers in progress, which fail once their WorkAgents have exited."""
         for thread in self._threads.values():
             thread.shutdown()
 
@@ -316,9 +318,9 @@ def transfer_blocks(
     clock: Clock = monotonic,
     throttle: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Transfer blocks and return whether all arrived; no frame is in flight when this returns.
+    """Transfer blocks and return whether all arrived. No frame is in flight when this returns.
 
-    No frame is started after the deadline; a started one has a timeout of its own. `throttle` is called before each.
+    No frame is started after the deadline; a started frame has its own timeout. `throttle` is called before each frame.
     """
     try:
         with contextlib.ExitStack() as both:
@@ -344,7 +346,7 @@ def _pieces(blocks: Sequence[TransferBlock], count: int) -> Iterator[Sequence[Tr
 def _until(
     clock: Clock, deadline: float, pieces: Iterable[Sequence[TransferBlock]], throttle: Callable[[], None]
 ) -> Iterator[Sequence[TransferBlock]]:
-    """Yield pieces; raise WorkerError after the deadline, because each frame alone may be in time."""
+    """Yield pieces. Raise WorkerError after the deadline, because each frame alone may be in time."""
     for piece in pieces:
         throttle()
         if clock() > deadline:
@@ -375,10 +377,10 @@ class TransferThrottle:
         self._lock = threading.Lock()
         self._last = _CpuTime()
         self._balanced_at = 0.0
-        """When the CPU time used so far is `CPU_SHARE` of the elapsed time."""
+        """Time at which the CPU time used so far is `CPU_SHARE` of the elapsed time."""
 
     def wait(self) -> None:
-        """Wait until the CPU time of all threads is at most `CPU_SHARE` of the elapsed time; call it between pieces."""
+        """Wait until the CPU time of all threads is at most `CPU_SHARE` of the elapsed time. Call it between pieces."""
         cpu_time = self._cpu_time()
         used_s, self._last.seconds = cpu_time - self._last.seconds, cpu_time
         if not self._has_steps():

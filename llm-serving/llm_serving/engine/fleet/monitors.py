@@ -17,13 +17,13 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT
 
 MIN_TENANTS: Final = 64
-"""Tenants up to which `LimitMonitor` does not search for tenants without requests."""
+"""Number of tenants up to which `LimitMonitor` does not search for tenants without requests."""
 
 _UNKNOWN: Final = ClassLead(0, math.inf)
 
 
 class StepShare(NamedTuple):
-    """Parts of all running slots, of the token budget and of all blocks that a class uses, in units of `FULL_STEP`."""
+    """A class's shares of all running slots, of the token budget and of all blocks, in units of `FULL_STEP`."""
 
     slots: int
     tokens: int
@@ -31,7 +31,7 @@ class StepShare(NamedTuple):
 
 
 def step_shares(schedule: Schedule, scheduler: Scheduler) -> dict[str, StepShare]:
-    """Return the share of each class in the step that the scheduler decided last."""
+    """Return the share of each class in the scheduler's latest step."""
     limits, num_blocks = scheduler.limits, scheduler.blocks.pool.num_blocks
     tokens: Counter[str] = Counter()
     for request, _, query_len, samples, _ in schedule.rows:
@@ -53,12 +53,12 @@ def weighted_service(shares: Mapping[str, StepShare], scheduler: Scheduler) -> d
 
 
 class WeightMonitor:
-    """Counts how often one replica gives a class running slots that were due to another class.
+    """Counts how often one replica gives a class running slots that another class is entitled to.
 
     While a request of class B waits and B holds less than its share, a class A that has had more service than B since
-    then, divided by weight, gets no slot. The monitor sums the service itself, from the contents of steps; the service
-    of a class that exceeds its share of all replicas counts `weight_divisor` times. B may have had more before its
-    request began to wait: nothing is counted until the bound on its wait has left time to repay that.
+    then, divided by weight, must get no slot. The monitor computes the service itself, from the contents of steps; the
+    service of a class that exceeds its share of all replicas counts `weight_divisor` times. B may have had more service
+    before its request began to wait, so nothing is counted until the bound on its wait has left time to compensate.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -70,9 +70,9 @@ class WeightMonitor:
     def count_violations(
         self, schedule: Schedule, leads: Mapping[str, ClassLead], shares: Mapping[str, StepShare] | None = None
     ) -> int:
-        """Add a step, and return for how many pairs (A, B) it violates the weights.
+        """Add a step. Return for how many pairs (A, B) it violates the weights.
 
-        `leads` are those across replicas; a missing one is unknown. `shares`: None if they were not computed yet.
+        `leads` are those across replicas; a missing one is unknown. `shares`: None if they have not been computed.
         """
         scheduler = self._scheduler
         if scheduler.waiting is not self._queue:  # a reload has changed the rules
@@ -103,12 +103,12 @@ class WeightMonitor:
         return num_violations
 
     def _has_waiting(self, name: str) -> bool:
-        """Return whether a request of the class waits that may get a slot."""
+        """Return whether the class has a waiting request that may get a slot."""
         queue = self._queue.queues[name]
         return len(queue) > 0 and name not in self._scheduler.closed_classes and queue.arrival_clock() is not None
 
     def _was_due(self, one: str, other: str, leads: Mapping[str, ClassLead]) -> bool:
-        """Return whether class `other` should have had the slot that class `one` got."""
+        """Return whether class `other` was entitled to the slot that class `one` got."""
         scheduler, limits = self._scheduler, self._scheduler.limits
         weights = {each.name: each.weight for each in scheduler.classes}
         first_steps = next(each.first_steps for each in scheduler.bounds if each.name == other)
@@ -136,9 +136,9 @@ class _Tenant(NamedTuple):
 class LimitMonitor:
     """Counts requests that run beyond the limit of their tenant, over all replicas of a master. Thread-safe.
 
-    It knows only limits and which requests have started and finished, not how slots are leased. All beams of a search
-    run, so requests of a beam search do not count. After a change of a limit, only requests count that get their slot
-    from then on; requests that hold one keep it, also while they migrate.
+    It knows only limits and which requests have started and finished, not the slot leases. Requests of a beam search do
+    not count, because all beams of a search run together. After a change of a limit, only requests count that get their
+    slot later; requests that hold one keep it, even if they migrate.
     """
 
     def __init__(self) -> None:
@@ -165,14 +165,14 @@ class LimitMonitor:
             self._kept.pop(replica, None)
 
     def record_reload(self, replica: int, kept: Iterable[str], number: int) -> None:
-        """Record that a replica uses the rules of reload `number`; the requests `kept` hold slots and start later."""
+        """Record that a replica uses the rules of reload `number`. The requests `kept` hold slots and start later."""
         with self._lock:
             self._reloads[replica] = number
             self._kept[replica] = {*kept}
             self._tenants.clear()
 
     def record_started(self, requests: Iterable[Request], limits: SchedulerLimits) -> int:
-        """Record requests that got running slots, and return how many of them exceed a limit."""
+        """Record requests that got running slots. Return how many of them exceed a limit."""
         num_over_limit = 0
         with self._lock:
             for request in requests:
@@ -184,7 +184,9 @@ class LimitMonitor:
         return num_over_limit
 
     def record_migrated(self, request: Request, limits: SchedulerLimits) -> int:
-        """Do the same for a request from another replica; return 0 if replicas use rules of different reloads."""
+        """As `record_started`, for a request from another replica. Return 0 if replicas use rules
+        of different reloads.
+        """
         if len({*self._reloads.values()}) > 1:
             return 0
         return self.record_started([request], limits)
@@ -196,7 +198,7 @@ class LimitMonitor:
         return bool(found)
 
     def _add(self, request: Request, limit: int) -> bool:
-        """Add a request, and return whether it exceeds the limit."""
+        """Add a request. Return whether it exceeds the limit."""
         tenant = self._tenants.get(request.tenant)
         running = [] if tenant is None or tenant.limit != limit else _running(tenant)
         self._tenants[request.tenant] = _Tenant(limit, [*running, weakref.ref(request)])

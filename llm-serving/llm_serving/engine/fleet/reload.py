@@ -1,4 +1,4 @@
-"""Reload of the configuration by a running server, as far as that needs no restart."""
+"""Reload of the configuration by a running server, for keys that need no restart."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ from llm_serving.observability.metrics import Metrics
 logger = get_logger(__name__)
 
 TIMEOUT_S: Final = 5.0
-"""Seconds to wait for the engines. One whose WorkAgent is being restarted takes longer and follows later."""
+"""Seconds to wait for the engines. An engine whose WorkAgent is restarting takes longer and applies
+the changes later.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ReloadResult:
     changes: list[Change]
     late: list[int]
-    """Replicas that follow later."""
+    """Replicas that apply the changes later."""
 
 
 class ConfigReloader:
-    """Applies a changed YAML file; runs on the event loop, where all of the new configuration holds at once, or none.
+    """Applies a changed YAML file. It runs on the event loop, where either the whole new configuration applies or none
+    of it.
 
-    Each engine follows between two of its steps. Admitted requests stay and continue by the new rules.
+    Each engine applies it between two steps. Admitted requests stay and continue by the new rules.
     """
 
     def __init__(self, config: ServingConfig, replicas: Replicas, metrics: Metrics) -> None:
         self.followers: list[Callable[[ServingConfig], None]] = []
-        """Functions that are called with the new configuration; they must not raise."""
+        """Functions to call with the new configuration. They must not raise errors."""
         self._started = self._running = config
         self._replicas = replicas
         self._metrics = metrics
@@ -44,8 +47,7 @@ class ConfigReloader:
     async def reload(self) -> ReloadResult:
         """Read the YAML file again and apply its changes.
 
-        Raises:
-            RequestError: It breaks a rule, or changes a key that needs a restart. Then nothing has changed.
+        Raise RequestError if it breaks a rule, or changes a key that needs a restart. Then nothing has changed.
         """
         async with self._lock:
             try:
@@ -54,7 +56,7 @@ class ConfigReloader:
             except ConfigError as error:
                 self._metrics.reloaded("refused")
                 logger.error("reload: %s", error)
-                raise RequestError("configuration", f"cannot be taken over: {error}") from None
+                raise RequestError("configuration", f"cannot be applied: {error}") from None
             if not changes:
                 self._metrics.reloaded("unchanged")
                 logger.info("reload: nothing has changed")

@@ -27,7 +27,7 @@ from llm_serving.kvcache import BlockManager, BlockPool
 from llm_serving.kvcache.block_table import block_hash, namespace_hash
 
 MAX_BLOCKS: Final = 1024
-"""Blocks of a prompt that are looked up."""
+"""Maximum number of blocks of a prompt to look up."""
 
 
 class OpenReplicas:
@@ -47,17 +47,17 @@ class OpenReplicas:
 
     @cached_property
     def smallest_cache(self) -> BlockManager:
-        """The KV cache that holds the fewest tokens of a request."""
+        """The KV cache with the shortest maximum request length."""
         return min((each.scheduler.blocks for each in self.engines.values()), key=lambda each: each.max_request_tokens)
 
     @property
     def first_available(self) -> int | None:
-        """First replica whose WorkAgent is not being restarted; None if all are."""
+        """First replica whose WorkAgent is not restarting; None if all are."""
         return next((index for index, engine in self.engines.items() if engine.restart_status is None), None)
 
 
 def prompt_block_hashes(namespace: str, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Return the hashes of the full blocks of a prompt that a prefix cache can hold: never of its last token."""
+    """Return the hashes of a prompt's full blocks that a prefix cache can hold, without the block of its last token."""
     hashes: list[bytes] = []
     previous = namespace_hash(namespace)
     for index in range(min(MAX_BLOCKS, (len(token_ids) - 1) // block_size)):
@@ -69,13 +69,13 @@ def prompt_block_hashes(namespace: str, token_ids: Sequence[int], block_size: in
 class PromptBlocks:
     """Prompt blocks of the unfinished requests of each replica.
 
-    A block that is not computed yet counts as cached: requests that share a prefix with an earlier one on the same
-    replica will find it computed.
+    A block that is not computed yet counts as cached, because later requests with the same prefix on the same replica
+    will find it computed.
     """
 
     def __init__(self) -> None:
         self.requests: dict[str, tuple[int, Sequence[bytes]]] = {}
-        """Request -> its replica and the hashes of its prompt blocks. Other classes only read it."""
+        """Request -> (its replica, hashes of its prompt blocks). Other classes only read it."""
         self._counts: dict[int, Counter[bytes]] = {}
         """Replica -> number of requests with each block."""
         self._first_blocks: dict[bytes, Counter[int]] = {}
@@ -88,7 +88,7 @@ class PromptBlocks:
             self._first_blocks.setdefault(hashes[0], Counter())[replica] += 1
 
     def remove(self, request_id: str) -> None:
-        """Remove a request; do nothing if it was not added."""
+        """Remove a request, if it was added."""
         replica, hashes = self.requests.pop(request_id, (-1, ()))
         if not hashes:
             return
@@ -114,7 +114,7 @@ class PromptBlocks:
         return {replica for replica, is_cached in caches if is_cached(first)}.union(self._first_blocks.get(first, ()))
 
     def num_found(self, replica: int, hashes: Sequence[bytes], pool: BlockPool) -> int:
-        """Return how many of these blocks, from the first on, a replica has in its cache or will compute."""
+        """Return how many leading blocks a replica has in its cache or will compute."""
         counts = self._counts.get(replica, Counter())
         for number, each in enumerate(hashes):
             if each not in counts and pool.find_cached(each) is None:
@@ -132,9 +132,9 @@ class Route(NamedTuple):
 
 
 class Router:
-    """Routes each request to a living replica by the configured policy; roles may let it migrate later.
+    """Routes each request to a living replica by the configured policy. With roles, the request may migrate later.
 
-    Replicas whose WorkAgent is being restarted get requests only if no other accepts any. Drained replicas get none.
+    Replicas whose WorkAgent is restarting get requests only if no other replica accepts any. Drained replicas get none.
     """
 
     def __init__(
@@ -158,18 +158,18 @@ class Router:
         self._admission = admission
         self._clock = clock
         self.prompts = PromptBlocks()
-        """Of the unfinished requests."""
+        """Prompt blocks of the unfinished requests."""
         self._open = self._prefilling = OpenReplicas({})
         """All replicas that accept requests, and those of them that do not only decode."""
 
     def reload(self, config: ServingConfig) -> None:
-        """Use another configuration, with the same policy and roles."""
+        """Use another configuration with the same policy and roles."""
         self._config = config
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def block_hashes(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, caller: Caller) -> list[bytes]:
-        """Return the hashes of the prompt's blocks; none where neither routing nor admission depends on them."""
+        """Return the hashes of the prompt's blocks; empty if neither routing nor admission needs them."""
         scheduler = self._config.scheduler
         if not scheduler.prefix_caching or sampling.prompt_logprobs is not None:
             return []
@@ -182,10 +182,10 @@ class Router:
         return prompt_block_hashes(cache_namespace(caller.tenant, caller.cache_salt), prompt_token_ids, block_size)
 
     def route(self, prompt_lens: Sequence[int], caller: Caller, hashes: Sequence[bytes] = ()) -> Route:
-        """Choose the replica for a group of requests, without any change; `hashes`: blocks of the first prompt.
+        """Return the best replica for a group of requests, without changing state. `hashes`: blocks of the first
+        prompt.
 
-        Raises:
-            UnavailableError: No replica accepts requests, or its WorkAgent will not be restarted soon.
+        Raise UnavailableError if no replica accepts requests, or its WorkAgent will not be restarted soon.
         """
         fleet = self._first_stage()
         if not fleet.engines:
@@ -203,7 +203,7 @@ class Router:
         return route
 
     def route_of(self, stream: RequestStream) -> Route | None:
-        """Return the route of an unfinished request, for one that shares its prompt; None if its replica is gone."""
+        """Return the route of an unfinished request, for one that shares its prompt; None if its replica has ended."""
         opened = self._requests.by_id.get(stream.request_id)
         if opened is None or opened.engine.dead is not None:
             return None
@@ -215,8 +215,8 @@ class Router:
     def migration_targets(self, preferred: int | None = None) -> list[tuple[int, Engine]]:
         """Return the living replicas that may continue a request whose prompt is computed, the best first.
 
-        Not drained before drained, decoding before prefilling, and present before restarting WorkAgents; then the
-        preferred replica, and those with the fewest requests, including requests in migration to them.
+        The order is: not drained before drained, decoding before prefilling, and running before restarting WorkAgents;
+        then the preferred replica, and those with the fewest requests, including requests in migration to them.
         """
         return sorted(
             self._replicas.living().items(),
@@ -233,10 +233,10 @@ class Router:
     # --- replicas ---------------------------------------------------------------------------------------------------
 
     def load_of(self, route: Route, speed_of_another: Callable[[], ReplicaSpeed | None] | None = None) -> ReplicaLoad:
-        """Return what admission control needs of the replica.
+        """Return the load of the replica for admission control.
 
-        A replica that has measured too few steps is assumed to be as fast as another (`speed_of_another`). The speed of
-        one whose WorkAgent is being restarted is unknown.
+        A replica with too few measured steps is assumed to be as fast as another one (`speed_of_another`). The speed of
+        a replica whose WorkAgent is restarting is unknown.
         """
         index, engine, num_cached_tokens = route
         speed = None
@@ -254,17 +254,18 @@ class Router:
         )
 
     def smallest_cache(self) -> BlockManager:
-        """Return the KV cache that a request must fit to be served by any replica.
+        """Return the KV cache that a request must fit into to be served by any replica.
 
-        Raises:
-            UnavailableError: No replica accepts requests.
+        Raise UnavailableError if no replica accepts requests.
         """
         if not self._first_stage().engines:
             raise UnavailableError(self._replicas.health().detail)
         return self._open.smallest_cache
 
     def _first_stage(self) -> OpenReplicas:
-        """Return the replicas that may begin a request: those that only decode if no other is available."""
+        """Return the replicas that may begin a request. Replicas that only decode are included only if no other is
+        available.
+        """
         engines = self._replicas.open()
         if engines is not self._open.engines:
             self._open = self._prefilling = OpenReplicas(engines)
@@ -327,7 +328,7 @@ class Router:
         )
 
     def _speed_of_another(self) -> ReplicaSpeed | None:
-        """Return the speed of the first living replica that was measured, as if its KV cache were not full."""
+        """Return the speed of the first living replica with measurements, ignoring whether its KV cache is full."""
         for engine in list(self._replicas.engines.values()):
             if engine.dead is None and (speed := engine.ttft_predictor.speed) is not None:
                 return replace(speed, num_slots=speed.limits.max_num_seqs)
@@ -340,7 +341,7 @@ class Router:
     def _cached_tokens(
         self, fleet: OpenReplicas, by_load: Sequence[tuple[int, int]], hashes: Sequence[bytes]
     ) -> dict[int, int]:
-        """Return the cached tokens of a prompt by replica, the least loaded replica first, without zeros."""
+        """Return replica -> cached tokens of a prompt, the least loaded replica first, without zeros."""
         found = self.prompts.replicas_with(hashes[0], fleet.caches) if hashes else set()
         if not found:
             return {}

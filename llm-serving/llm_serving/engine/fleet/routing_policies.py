@@ -1,17 +1,17 @@
-"""Routing policies, by the names in `ROUTING_POLICIES`: each chooses one of several replicas from their figures.
+"""Routing policies by their names in `ROUTING_POLICIES`. Each chooses one of several replicas.
 
 - `block_cost`: fewest blocks to compute and to hold, where a block to compute counts twice, as in the default of
   NVIDIA Dynamo's KV router (https://docs.nvidia.com/dynamo/design-docs/router-design).
 - `least_loaded`: fewest unfinished requests.
 - `prefix_affinity`: the longest cached prefix of the prompt, while loads are balanced; the policy of Ray Serve's
   prefix-aware router (https://docs.ray.io/en/latest/serve/llm/prefix-aware-request-router.html).
-- `predicted_ttft`: least predicted time to first token of the request, plus a part of the delay that it causes to other
-  requests. Prediction is from measured steps, known queues and caches. Computing a prompt delays the other requests of
-  the replica, so a cached prefix is worth little on an idle replica and much on a busy one. Without that part, each
-  request would have its prefix recomputed wherever that is faster for itself. The delay of other requests counts less
-  than that of the request, because most of them are decoding and have their first token. It counts little if no replica
-  has a tenth of the prompt, because every replica then computes about as much. Equal replicas: the one with fewer
-  requests. Before any replica has measured enough steps, `prefix_affinity` decides.
+- `predicted_ttft`: lowest predicted time to first token of the request, plus a fraction of the delay that it causes to
+  other requests. The prediction uses measured steps, known queues and caches. Because a prompt delays the other
+  requests of its replica, a cached prefix is worth little on an idle replica and much on a busy one. Without the delay
+  term, each request would have its prefix recomputed wherever that is faster for itself. The delay of other requests
+  has a lower weight, because most of them are decoding and have their first token. The weight is even lower if no
+  replica has a tenth of the prompt, because every replica then computes about as much. Ties go to the replica with
+  fewer requests. Before any replica has measured enough steps, `prefix_affinity` decides.
 - `round_robin`: the next replica in order of index.
 """
 
@@ -25,34 +25,37 @@ from typing import Final, NamedTuple
 from llm_serving.core.enums import RoutingName
 
 MIN_MATCH: Final = 0.1
-"""Least cached share of a prompt that counts as a match, as in Ray Serve."""
+"""Minimum cached fraction of a prompt that counts as a match, as in Ray Serve."""
 MAX_IMBALANCE: Final = 16
-"""Most unfinished requests by which replicas may differ while `prefix_affinity` looks at prefixes. Ray Serve requires
-the operator to choose this number."""
+"""Maximum difference of unfinished requests between replicas at which `prefix_affinity` considers prefixes. Ray Serve
+requires the operator to choose this number.
+"""
 MAX_COMPARED: Final = 8
-"""Most replicas whose TTFT is predicted, because a prediction is slow: the replicas with the most of the prompt, up to
-half of this number, and those with the fewest requests."""
+"""Maximum number of replicas whose TTFT is predicted, because a prediction is slow: the replicas with the most of the
+prompt, up to half of this number, and those with the fewest requests.
+"""
 OTHERS_WEIGHT: Final = 1 / 3
 """Weight of the delay of another request. With weight 1, requests stay with a cached prefix until its queue is seconds
 longer than others, and the slowest requests become slower. With weight 0, prefixes are recomputed everywhere and all
-requests become slower (docs/results/routing.md)."""
+requests become slower (docs/results/routing.md).
+"""
 OTHERS_WEIGHT_UNMATCHED: Final = 1 / 10
-"""The same weight if no replica has a match."""
+"""As `OTHERS_WEIGHT`, if no replica has a match."""
 
 
 class Candidate(NamedTuple):
-    """A replica that can be chosen, at this moment."""
+    """A replica that can be chosen, with its current figures."""
 
     replica: int
     num_unfinished: int
-    """Requests that were routed to it and have not finished."""
+    """Number of requests that were routed to it and have not finished."""
     num_prompt_tokens: int
     num_cached_tokens: int
     """Prompt tokens that the replica has computed or will compute for other requests."""
     num_queued_tokens: int
     """Prompt tokens of its waiting requests that must be computed."""
     num_used_blocks: int
-    """Blocks of its KV cache that requests hold."""
+    """Number of its KV blocks that requests hold."""
     block_size: int
     token_s: float
     """Measured seconds that a token adds to a step; 0 if too few steps were measured."""
@@ -64,13 +67,12 @@ class Candidate(NamedTuple):
 
 
 class Candidates:
-    """Replicas to choose from, at least one. The figures of a replica are computed only when a policy asks for them.
+    """Replicas to choose from, at least one. The figures of a replica are computed only when a policy reads them.
 
     Args:
         replicas: Indices, ascending.
         by_load: (unfinished requests, index), ascending.
         cached: Replica -> cached tokens of the prompt, without zeros, the least loaded replica first.
-        candidate_of: Returns the figures of a replica.
         is_available: Whether a replica can be chosen; other replicas are skipped.
     """
 
@@ -97,7 +99,7 @@ class Candidates:
         return next(self._candidate_of(replica) for _, replica in by_load if self._is_available(replica))
 
     def by_prefix(self) -> Iterator[Candidate]:
-        """Iterate over the replicas with cached tokens, the most tokens first; equal ones from the least loaded on."""
+        """Iterate over the replicas with cached tokens, the most tokens first; ties by load."""
         ranked = sorted(self._cached, key=self._cached.__getitem__, reverse=True)  # a stable sort
         return map(self._candidate_of, filter(self._is_available, ranked))
 
@@ -109,21 +111,21 @@ class Candidates:
 
 
 PredictTtft = Callable[[Candidate], float | None]
-"""Returns the seconds until the request would have its first token on a replica; None if nothing was measured."""
+"""Returns the predicted seconds until the first token of the request on a replica; None if nothing was measured."""
 
 
 class RoutingPolicy:
     """Base class of the policies. They run on the event loop and never change an answer."""
 
     needs_prefixes = True
-    """Whether `num_cached_tokens` is read. If not, the blocks of prompts are not hashed."""
+    """Whether the policy reads `num_cached_tokens`. If not, prompt blocks are not hashed."""
 
     def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
-        """Return one of the candidates; change nothing, because some callers only check admission."""
+        """Return one of the candidates without changing state, because some callers only check admission."""
         raise NotImplementedError
 
     def record_routed(self, replica: int) -> None:
-        """A request was submitted to this replica."""
+        """Record that a request was submitted to this replica."""
 
 
 def load_key(candidate: Candidate) -> tuple[int, int]:

@@ -18,9 +18,9 @@ class _Tenant:
         self.demands: dict[int, SlotDemand] = {}
         """Replica -> its last report."""
         self.changes: Counter[int] = Counter()
-        """Replica -> slots that were leased to it since its report; negative: slots that it must return."""
+        """Replica -> slots leased to it since its report; negative: slots that it must return."""
         self.last_leases: Counter[int] = Counter()
-        """Replica -> number of the lease that gave it its newest slot."""
+        """Replica -> number of the lease that gave it its latest slot."""
         self.num_leased = 0
 
     def leased_to(self, replica: int) -> int:
@@ -35,10 +35,9 @@ class _Tenant:
 class TenantSlots:
     """Leases the slots of each tenant to the replicas of a master. Thread-safe.
 
-    All leases of a tenant together, with the slots of requests in migration, never exceed its limit. A scheduler
-    returns a slot when a request leaves it. A free slot goes to the replica with the fewest slots among those that miss
-    one; among equals, to the one whose last lease is the oldest, so a single slot rotates. A request that migrates
-    keeps its slot.
+    All leases of a tenant together, with the slots of migrating requests, never exceed its limit. A scheduler returns a
+    slot when a request leaves it. A free slot goes to the replica with the fewest slots among those that need one; ties
+    go to the one whose last lease is the oldest, so a single slot rotates. A migrating request keeps its slot.
     """
 
     def __init__(self) -> None:
@@ -46,9 +45,9 @@ class TenantSlots:
         self._wakes: dict[int, Callable[[], None]] = {}
         self._tenants: dict[str, _Tenant] = {}
         self._pending: dict[int, set[str]] = {}
-        """Replica -> tenants whose changes it has not been given yet."""
+        """Replica -> tenants whose changes have not been returned to it."""
         self.migrating: dict[str, str] = {}
-        """Request that is in migration -> its tenant. Other classes only read it."""
+        """Migrating request -> its tenant. Other classes only read it."""
         self._num_migrating: Counter[str] = Counter()
         self._arrived: dict[int, list[str]] = {}
         """Replica -> requests that have migrated to it since its last report."""
@@ -60,7 +59,7 @@ class TenantSlots:
         return {*self._wakes, *self._pending, *self._arrived, *with_demand}
 
     def join(self, replica: int, wake: Callable[[], None]) -> None:
-        """Add a replica. `wake` lets its thread call `exchange`; it may be called from any thread."""
+        """Add a replica. `wake` makes its thread call `exchange`; it may be called from any thread."""
         self.leave(replica)
         with self._lock:
             self._wakes[replica] = wake
@@ -82,19 +81,19 @@ class TenantSlots:
             wake()
 
     def start_migration(self, request_id: str, tenant: str) -> None:
-        """Let a request that leaves a replica keep its slot; a second call changes nothing."""
+        """Let a request that leaves a replica keep its slot. Idempotent."""
         with self._lock:
             if request_id not in self.migrating:
                 self.migrating[request_id] = tenant
                 self._num_migrating[tenant] += 1
 
     def finish_migration(self, replica: int, request_id: str) -> None:
-        """Record that a replica continues the request; the next report of that replica counts its slot."""
+        """Record that a replica continues the request. The next report of that replica counts its slot."""
         with self._lock:
             self._arrived.setdefault(replica, []).append(request_id)
 
     def end_migration(self, request_id: str) -> None:
-        """Free the slot of a request that ended in migration; do nothing for other requests."""
+        """Free the slot of a request that ended during its migration. Other requests are ignored."""
         with self._lock:
             tenant = self._pop_migrating(request_id)
             wakes = [] if tenant is None else self._lease({tenant})
@@ -102,7 +101,7 @@ class TenantSlots:
             wake()
 
     def exchange(self, replica: int, demands: Mapping[str, SlotDemand]) -> Mapping[str, int]:
-        """Report the changed demands of a replica; return the change of its leased slots by tenant."""
+        """Report the changed demands of a replica. Return tenant -> change of its leased slots."""
         if not (demands or self._pending.get(replica) or self._arrived.get(replica)):
             return _NO_CHANGES
         with self._lock:
@@ -118,7 +117,9 @@ class TenantSlots:
         return {name: number for name, number in changes.items() if number}
 
     def _update(self, replica: int, name: str, demand: SlotDemand) -> None:
-        """Store a demand. Slots beyond it become free; after a lower limit, also unused slots of other replicas."""
+        """Store a demand. Slots beyond it become free; after a limit was lowered, also unused slots
+        of other replicas.
+        """
         tenant = self._tenants.setdefault(name, _Tenant())
         is_lower = demand.limit < tenant.limit
         tenant.limit = demand.limit
@@ -135,7 +136,7 @@ class TenantSlots:
                 self._pending.setdefault(each, set()).add(name)
 
     def _pop_change(self, replica: int, name: str) -> int:
-        """Return the change of the replica's leases, and count it as applied."""
+        """Return the change of the replica's leases, and mark it as applied."""
         tenant = self._tenants.get(name)
         if tenant is None or (demand := tenant.demands.get(replica)) is None:
             return 0
@@ -150,7 +151,7 @@ class TenantSlots:
         return change
 
     def _lease(self, names: set[str], caller: int | None = None) -> list[Callable[[], None]]:
-        """Lease the free slots of these tenants; return the `wake` of each replica that got one, except the caller."""
+        """Lease the free slots of these tenants. Return the `wake` of each replica that got one, except the caller."""
         got = set()
         for name in sorted(names):
             if (tenant := self._tenants.get(name)) is None:
