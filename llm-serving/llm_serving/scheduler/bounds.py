@@ -1,4 +1,4 @@
-"""Bounds on waiting: how long a request of each class waits at most, and a monitor that counts broken bounds."""
+"""Bounds on waiting: the maximum wait of requests in each class, and a monitor that counts violations."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class ClassBounds:
     first_steps: int
     """Steps from arrival until the class is next and the slots of its share have been freed once."""
     steps_per_admission: float
-    """Steps for each request of the class that is admitted before it."""
+    """Steps for each request of the class that is admitted earlier."""
     max_overtakes: int
-    """Maximum number of later requests that are admitted before each request."""
+    """Maximum number of later requests that are admitted before a request."""
     max_prompt_gap: int
     """Maximum number of consecutive steps that leave out a running request with an incomplete prompt."""
 
@@ -51,7 +51,7 @@ class ClassBounds:
         return self.describe(None)
 
     def describe(self, step_s: float | None) -> str:
-        """Return one line with all bounds, and with the waits in seconds if the time of a step is known."""
+        """Describe all bounds in one line; the waits also in seconds if the time of a step is known."""
         alone, more = self.max_wait_steps(0), self.max_wait_steps(1) - self.max_wait_steps(0)
         seconds = ["" if step_s is None else f" ({steps * step_s:.3g} s)" for steps in (alone, more)]
         return (
@@ -63,7 +63,7 @@ class ClassBounds:
 
 
 def longest_waits(bounds: Sequence[ClassBounds]) -> str:
-    """Return one sentence with the longest wait of each class."""
+    """Return one sentence with the maximum wait of each class."""
     waits = " or ".join(f"{each.max_wait_steps(0)} ({each.name})" for each in bounds)
     return (
         f"a request waits at most {waits} engine steps before its prompt starts, when no request of its class is ahead"
@@ -84,11 +84,11 @@ def class_bounds(
     Progress: a running request computes at least one token in every step that is not full of other requests' prompts.
     So it finishes after at most as many steps as it can have tokens, plus the full ones. Prompts of `n` tokens fill at
     most `n * _steps_per_prompt_token` steps. For each of its tokens, prompts of other classes leave out a contending
-    class for `max_decode_gap` steps: the smaller one of the policy's gap and the gap of its weight.
+    class for `max_decode_gap` steps: the minimum of the policy's gap and the gap of its weight.
 
-    Share: a contending class gets its weight's part of the slots and blocks that become free. So many of its requests
-    run side by side as this part holds at full length. If that is less than one, one request runs for this part of the
-    time. Before that, running requests finish, and the class pays back what it had above its part.
+    Share: a contending class gets its weight's share of the slots and blocks that become free. As many of its requests
+    run in parallel as fit into this share at full length. If less than one fits, one request runs for this fraction of
+    the time. Before that, running requests finish, and the class pays back what it had above its share.
 
     These two costs do not add up. While a token is computed in `a` steps, a class with the share `d` of the slots or of
     the cache is charged `d` in every step. The other classes are charged for a whole step in the a - 1 steps that their
@@ -97,33 +97,29 @@ def class_bounds(
     needs if the class has all slots.
 
     Computed tokens: each token of a request is computed once, and again after each preemption, as part of a prompt. A
-    request that needs known output computes nothing while its newest token is in flight, up to `max_steps_in_flight`
+    request that needs known output computes nothing while its latest token is in flight, up to `max_steps_in_flight`
     steps.
 
     Several schedulers: a class that exceeds its share of all of them counts with 1/`weight_divisor` of its weight, and
-    the others with their whole weight. That is its guaranteed part. The quantum grows by the same factor.
+    the others with their whole weight. That is its guaranteed share. The quantum grows by the same factor.
 
-    Order within a class: one of `max_overtakes` + 1 admissions is the oldest request's. So with `n` requests ahead,
-    (n + 1) * (max_overtakes + 1) admissions are enough, plus one for each preempted request, which returns ahead of its
+    Order within a class: one of `max_overtakes` + 1 admissions is the oldest request's. So with `n` requests ahead, (n
+    + 1) * (max_overtakes + 1) admissions are enough, plus one for each preempted request, which returns ahead of its
     class.
 
-    Prompts: a running prompt continues in order of admission once its class has aged and is next. Before it come the
-    running prompts of its class and at most as many tokens as the cache holds.
+    Prompts: a running prompt continues in order of admission once its class has aged and is next. The running prompts
+    of its class come before it, with at most as many tokens as the cache holds.
 
     Reload: if more requests run than there are slots, none is admitted until enough have finished. Until then each step
     has room for a token of each, and may have less room for prompts.
 
-    Sliding windows: a request holds at most its window and a step, so more of the longest requests run side by side,
+    Sliding windows: a request holds at most its window and a step, so more of the longest requests run in parallel,
     with more tokens than the cache holds. Steps are shorter if the cache has no room for a whole one.
 
     Args:
-        limits: Of the scheduler.
         classes: All classes, in ascending order of rank.
-        num_blocks: Blocks of the cache.
-        block_size: Tokens of a block.
-        policy: Of the scheduler.
-        window: The model's sliding window; None: every layer sees all tokens.
-        num_running: Requests that run already, at a reload.
+        window: The model's sliding window; None: some layer attends to all tokens.
+        num_running: Number of requests that already run, at a reload.
     """
     window = Window() if window is None else window
     longest = min(limits.max_model_len, window.max_request_tokens(block_size, num_blocks))
@@ -184,7 +180,7 @@ def class_bounds(
 def _steps_per_prompt_token(limits: SchedulerLimits, policy: Policy, chunk: int) -> Fraction:
     """Return the maximum number of steps that one prompt token takes from decoding requests or other prompts.
 
-    `chunk`: tokens of a prompt that a step always has room for.
+    `chunk`: number of prompt tokens for which a step always has room.
     """
     budget = limits.max_num_batched_tokens
     left_by_decoding = 0 if limits.separate else budget - limits.max_num_seqs
@@ -200,15 +196,15 @@ def _prompt_gap(limits: SchedulerLimits, policy: Policy) -> int:
 
 
 def _steps_per_prompt(limits: SchedulerLimits) -> Fraction:
-    """Return the steps that even the shortest prompt takes, as a step has room for few prompts."""
+    """Return the steps that even the shortest prompt takes, because a step has room for few prompts."""
     return Fraction(1, 1 if limits.separate else limits.max_prefill_seqs)
 
 
 class _Due(NamedTuple):
-    """The moment at which a wait exceeds its bound; entries of one request differ by identity."""
+    """The time at which a wait exceeds its bound. Entries of one request differ by identity."""
 
     clock: int
-    """Clock of the class at that moment."""
+    """Clock of the class at that time."""
     sequence: int
     since: int
     """Clock of the class when the wait began."""
@@ -217,22 +213,22 @@ class _Due(NamedTuple):
 class WaitMonitor:
     """Counts the requests whose wait for admission exceeds its bound.
 
-    A clock for each class counts the steps in which the class could be scheduled. Steps do not count while a beam
-    search is running: no limit bounds how long beams wait for each other.
+    A clock for each class counts the steps that could schedule the class. Steps do not count while a beam search is
+    running, because no limit bounds how long beams wait for each other.
     """
 
     def __init__(self, bounds: Sequence[ClassBounds]) -> None:
         self._bounds = {each.name: each for each in bounds}
         self._clocks = dict.fromkeys(self._bounds, 0)
         self._due: dict[str, list[_Due]] = {each.name: [] for each in bounds}
-        """Heaps, with some outdated entries."""
+        """Heaps, which may have outdated entries."""
         self._waits: dict[int, _Due] = {}
-        """The valid entry of each waiting request, by its sequence."""
+        """`Request.sequence` -> valid entry, for waiting requests."""
 
     def start_wait(self, request: Request, num_ahead: int, num_returning: int = 0, num_waited: int = 0) -> None:
-        """Set the wait bound of a request that starts to wait, and watch it.
+        """Set the wait bound of a request that starts to wait, and monitor it.
 
-        `num_waited`: steps that it has waited already, in another class or under other rules. For the other arguments
+        `num_waited`: steps that it has already waited, in another class or under other rules. For the other arguments
         see `ClassBounds.max_wait_steps`.
         """
         name = request.request_class.name
@@ -252,7 +248,7 @@ class WaitMonitor:
             request.num_steps_waited = self._clocks[request.request_class.name] - wait.since
 
     def is_watching(self, request: Request) -> bool:
-        """Whether the request waits with a bound."""
+        """Return whether the request waits with a bound."""
         return request.sequence in self._waits
 
     def num_steps_waited(self, request: Request) -> int:
@@ -262,7 +258,7 @@ class WaitMonitor:
         self._waits.pop(request.sequence, None)
 
     def tick(self, closed: Collection[str]) -> int:
-        """Advance the clocks of classes that are not in `closed`; return the number of bounds that this breaks."""
+        """Advance the clocks of classes that are not in `closed`. Return the number of bounds that this violates."""
         violations = 0
         for name, due in self._due.items():
             if name not in closed:

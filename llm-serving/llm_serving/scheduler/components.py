@@ -1,4 +1,4 @@
-"""The parts of a scheduler that follow from its rules, and their replacement when an operator changes the rules."""
+"""The parts of a scheduler that depend on its rules, and their replacement when an operator changes the rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llm_serving.scheduler.waiting import WaitingRequests
 
 
 class SchedulingRules(NamedTuple):
-    """Everything that an operator can change of a running scheduler."""
+    """Everything that an operator can change in a running scheduler."""
 
     limits: SchedulerLimits
     policy: Policy
@@ -39,14 +39,7 @@ class SchedulerComponents:
     def __init__(
         self, rules: SchedulingRules, blocks: BlockManager, requests: Mapping[str, Request], num_running: int = 0
     ) -> None:
-        """Build the parts.
-
-        Args:
-            rules: The configured rules.
-            blocks: The KV cache.
-            requests: All unfinished requests by id.
-            num_running: Number of these that a reload keeps running.
-        """
+        """Build the parts. `num_running`: number of these that a reload keeps running."""
         limits, policy, order = rules.limits, rules.policy, rules.order
         classes = tuple(rules.classes)
         blocks.prefix_caching = rules.prefix_caching
@@ -67,7 +60,7 @@ class SchedulerComponents:
         self._requests = requests
 
     def reload(self, rules: SchedulingRules, step: int) -> SchedulerComponents:
-        """Return components for other rules that adopt all requests, see `Scheduler.reload`.
+        """Return components for other rules that contain all requests, see `Scheduler.reload`.
 
         An order of the same kind as before is kept. `step` is the next one to form.
         """

@@ -1,12 +1,12 @@
 """Weighted fair sharing among request classes.
 
 While several classes contend, each is charged for its dominant resource (Ghodsi et al. 2011): the largest of its shares
-of the running slots, of the tokens of a step and of the KV blocks. The class with the least charge for its weight is
-next (stride scheduling, Waldspurger and Weihl 1995). The order of prefills within a step counts tokens alone: otherwise
-a class that holds slots without getting tokens would be charged for the slots and never come first.
+of the running slots, of the tokens of a step and of the KV blocks. The class with the lowest charge for its weight is
+next (stride scheduling, Waldspurger and Weihl 1995). The order of prefills within a step counts only tokens, because a
+class that holds slots without getting tokens would otherwise be charged for the slots and never come first.
 
-If several schedulers serve, shares hold for all of them together. A class that exceeds its share across all schedulers
-counts here with a part of its weight (`SchedulerLimits.weight_divisor`), so it never gets less than that part.
+If several schedulers serve, shares apply to all of them together. A class that exceeds its share across all schedulers
+counts here with a fraction of its weight (`SchedulerLimits.weight_divisor`), so it never gets less than that fraction.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler.limits import SchedulerLimits
 
 FULL_STEP: Final = 2**16
-"""Service that a step charges to a class, if the step computes no other class."""
+"""Service that a step charges to a class if it computes no other class."""
 SCALE: Final = 2**23
-"""Several times the largest weight, so that charges for large weights differ; charges still fit into 63 bits."""
+"""Several times the maximum weight, so that charges for large weights differ. Charges still fit into 63 bits."""
 _NOTHING: Final[tuple[int, ...]] = (0, 0, 0)
 
 
@@ -39,8 +39,8 @@ class WeightedFairSharing:
     """Decides which classes contend, which is next, and which slots and blocks each is entitled to.
 
     The highest class that is present always contends. A lower class starts to contend when its oldest waiting request
-    has waited `ageing_steps`, or when a prompt of it is still incomplete so long after its admission. It contends until
-    it holds no slot or no higher class is present.
+    has waited `ageing_steps`, or when one of its prompts is incomplete `ageing_steps` after its admission. It contends
+    until it holds no slot or no higher class is present.
     """
 
     def __init__(self, classes: Sequence[RequestClass], limits: SchedulerLimits, num_blocks: int) -> None:
@@ -58,14 +58,14 @@ class WeightedFairSharing:
         self._service = dict.fromkeys(self._names, 0)
         """Service divided by weight, since the last `pop_usage`."""
         self._with_demand: set[str] = set()
-        """Classes that contended in the newest step and had a waiting request."""
+        """Classes that contended in the latest step and had a waiting request."""
         self._usage = dict.fromkeys(self._names, _NOTHING)
-        """Charges for slots, tokens and blocks, divided by weight; only differences between classes count."""
+        """Charges for slots, tokens and blocks, divided by weight. Only differences between classes matter."""
         self._prefill_usage = dict.fromkeys(self._names, 0)
-        """Charges for tokens, beyond those of the unserved class with the least."""
+        """Charges for tokens, relative to the unserved class with the lowest charge."""
         self._aged: set[str] = set()
         self.contenders: list[str] = []
-        """By rank."""
+        """Names of the classes with demand, by rank."""
 
     @property
     def is_shared(self) -> bool:
@@ -99,13 +99,12 @@ class WeightedFairSharing:
     def next_class(self, waiting: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> str | None:
         """Return the class whose request is admitted next; None if no contender waits.
 
-        It is the contender below its share of slots and blocks with the least charge; without any, the highest
+        It is the contender below its share of slots and blocks with the lowest charge; without any, the highest
         contender. A class whose charge is lower by more than a quantum is next even above its share of slots.
 
         Args:
             waiting: Classes with a waiting request that may be admitted.
             held: Running slots of each class.
-            blocks: Blocks of each class.
         """
         if len(self.contenders) < 2:
             alone = self.contenders[0] if self.contenders else None
@@ -129,7 +128,7 @@ class WeightedFairSharing:
         return name if self._virtual_time(name) <= self._virtual_time(least) + quantum else least
 
     def next_prefill_class(self, among: Collection[str]) -> str | None:
-        """Return the class whose prompts come first in a step; None if fewer than two classes have any."""
+        """Return the class whose prompts come first in a step; None if fewer than two classes have prompts."""
         if len(among) < 2:
             return None
         contenders = [name for name in self.contenders if name in among]
@@ -138,7 +137,7 @@ class WeightedFairSharing:
     def max_decode_gap(self, name: str) -> int | None:
         """Return how many consecutive steps prefills may leave out decoding requests of a class; None: no limit.
 
-        It is at least one: if a step has no room for both, they alternate.
+        It is at least one, because they alternate if a step has no room for both.
         """
         if len(self.contenders) < 2 or name not in self.contenders:
             return None
@@ -148,7 +147,7 @@ class WeightedFairSharing:
         """Return how many running requests of the class `name` the higher class `by` may not preempt.
 
         These are the requests that fit into the class's share of slots and blocks; `blocks` has the blocks of each
-        request. A request that exceeds the share in part is protected until the class has had `quantum_steps` more than
+        request. A request that partly exceeds the share is protected until the class has had `quantum_steps` more than
         its share.
         """
         if name not in self.contenders:
@@ -243,7 +242,7 @@ class WeightedFairSharing:
         return self._weights[name] if name in self.deprioritized else self._weights[name] * self._weight_divisor
 
     def _scale(self, name: str) -> int:
-        """Return the charge of a class for a unit of service."""
+        """Return the charge of a class per unit of service."""
         scale = SCALE // self._weights[name]
         return scale * self._weight_divisor if name in self.deprioritized else scale
 

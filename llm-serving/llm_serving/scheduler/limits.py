@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 MAX_WEIGHT_DIVISOR: Final = 8
-"""Wait bounds grow with the divisor, so it does not grow with the number of schedulers without limit."""
+"""Maximum divisor, because wait bounds grow with it."""
 
 
 class PreemptionMode(enum.StrEnum):
@@ -17,7 +17,7 @@ class PreemptionMode(enum.StrEnum):
     SWAP = "swap"
     """It is swapped out to host memory, if there is room."""
     AUTO = "auto"
-    """Whichever costs less."""
+    """The cheaper of the two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class SchedulerLimits:
     max_prefill_gap: int = 16
     """Maximum number of consecutive steps that leave out prompts which could run."""
     max_preemptions: int = 8
-    """Maximum number of preemptions of a request. After them it is admitted with all blocks that it can ever need."""
+    """Maximum number of preemptions of a request. After them, it is admitted with all blocks that it can ever need."""
     max_overtakes: int = 0
     """Maximum number of times that the order admits later requests before the oldest request of a class."""
     max_head_start_steps: int = 256
@@ -48,16 +48,17 @@ class SchedulerLimits:
     """Whether a step computes either prompts or decoding requests, never both."""
     preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE
     swap_block_cost_tokens: float = 4.0
-    """Tokens computed in the time that swapping one block out and in takes."""
+    """Number of tokens computed in the time that swapping one block out and in takes."""
     static_batching: bool = False
     """Whether a new batch is admitted only after the previous one has finished; a baseline for comparisons."""
     max_running_per_tenant: int | None = None
-    """Maximum number of requests of a tenant that hold a slot or held one; None: no limit. Beams of a search that
-    has a slot are exempt."""
+    """Maximum number of requests of a tenant that hold or held a slot; None: no limit. Beams of a search that has a
+    slot do not count.
+    """
     max_running_of_tenant: dict[str, int] = field(default_factory=dict)
-    """The same for single tenants."""
+    """Tenant -> its own limit."""
     num_schedulers: int = 1
-    """Schedulers (one per replica) that share class weights and tenant limits."""
+    """Number of schedulers (one per replica) that share class weights and tenant limits."""
     batch_waiting_time: float = 0.0
     """Seconds to wait after the first arrival for a batch to fill."""
 
@@ -65,7 +66,7 @@ class SchedulerLimits:
     def weight_divisor(self) -> int:
         """Divisor of a class's weight here while the class exceeds its share across all schedulers.
 
-        With twice the number of schedulers, a class that has all other schedulers to itself still comes to its share of
-        the whole, if that share is at most half of what it gets there.
+        With a divisor of twice the number of schedulers, a class that has all other schedulers to itself still gets its
+        share of the whole, if that share is at most half of what it gets there.
         """
         return min(2 * self.num_schedulers, MAX_WEIGHT_DIVISOR) if self.num_schedulers > 1 else 1

@@ -9,14 +9,16 @@ from llm_serving.core.enums import OrderName
 from llm_serving.core.request import Request
 
 MEMORY: Final = 16
-"""Finished requests of a tenant after which an earlier one has the weight 1/e."""
+"""Number of finished requests of a tenant after which a request has weight 1/e."""
 MAX_TENANTS: Final = 10_000
 PROMPT_TOKENS_A_STEP: Final = 64
-"""Prompt tokens that delay other requests as much as one decode step; prompts are computed many tokens at a time."""
+"""Number of prompt tokens that delay other requests as much as one decode step. Prompt tokens are
+computed many at a time.
+"""
 NO_DEADLINE_S: Final = 86_400.0
-"""Seconds from arrival to the assumed deadline of a request without one whose class has no SLO."""
+"""Seconds from arrival to the assumed deadline of a request without a deadline, if its class has no SLO."""
 OUTPUT_TOKEN_WEIGHT: Final = 2
-"""Service of a generated token, relative to a computed prompt token; the paper's choice."""
+"""Service of a generated token, relative to a computed prompt token, as in the paper."""
 
 
 class Order(Protocol):
@@ -26,17 +28,17 @@ class Order(Protocol):
     """
 
     shares_fairly: bool
-    """Whether the tenant with the least service goes first; the sort key then orders the requests of one tenant."""
+    """Whether the tenant with the least service goes first. The sort key then orders the requests of one tenant."""
 
     def sort_key(self, request: Request) -> float:
-        """Return the sort key, smaller first; ties are broken by arrival, shifted by priority.
+        """Return the sort key, smaller first. Ties are broken by arrival, shifted by priority.
 
         The scheduler calls it on arrival, and again after a reload.
         """
 
     @property
     def record_finished(self) -> Callable[[Request], None] | None:
-        """Learns from the length of a finished request; None: the order does not depend on lengths."""
+        """Learns from the length of a finished request; None if the order does not depend on lengths."""
 
 
 class ArrivalOrder:
@@ -51,7 +53,7 @@ class ArrivalOrder:
 
 
 class FairOrder:
-    """The tenant with the least service first; its requests in order of arrival."""
+    """The tenant with the least service goes first; its requests in order of arrival."""
 
     shares_fairly = True
     record_finished = None
@@ -59,7 +61,7 @@ class FairOrder:
 
 
 class ShortestOrder:
-    """Shortest job first: the least mean wait.
+    """Shortest job first, which gives the lowest mean wait.
 
     A request's predicted length is the mean of its tenant and class, at most its `max_tokens`.
     """
@@ -68,7 +70,7 @@ class ShortestOrder:
 
     def __init__(self) -> None:
         self._mean_lengths: dict[tuple[str, str], float] = {}
-        """Output tokens by class and tenant; the most recently updated `MAX_TENANTS` are kept."""
+        """(class, tenant) -> mean output tokens; the most recently updated `MAX_TENANTS` are kept."""
 
     def sort_key(self, request: Request) -> float:
         most = request.sampling.max_tokens
@@ -108,17 +110,17 @@ ORDERS: Final[dict[str, Callable[[], Order]]] = {
 
 
 class TenantTokenCounters:
-    """Virtual token counters of the tenants of a class (Sheng et al., "Fairness in Serving Large Language Models",
-    OSDI 2024). The waiting tenant with the smallest counter goes next.
+    """Virtual token counters of the tenants of a class. The waiting tenant with the smallest counter goes next.
 
-    Tokens that are computed again after a preemption count again. Above `MAX_TENANTS`, the tenants with the least
-    service are dropped, because they gain least from starting anew.
+    See Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. Tokens that are recomputed after a
+    preemption count again. Above `MAX_TENANTS`, the tenants with the least service are dropped, because they gain least
+    from a new counter.
     """
 
     def __init__(self) -> None:
         self._served: dict[str, int] = {}
         self._floor = 0
-        """Least counter of a tenant that begins to wait, so that idle time earns no credit."""
+        """Minimum counter of a tenant that begins to wait, so that idle time earns no credit."""
         self._last_to_leave: str | None = None
 
     def served(self, tenant: str) -> int:
@@ -131,9 +133,9 @@ class TenantTokenCounters:
             self._evict()
 
     def join(self, tenant: str, least_waiting: int | None) -> None:
-        """Lift the counter of a tenant that begins to wait to the least counter among waiting tenants.
+        """Raise the counter of a tenant that begins to wait to the minimum among waiting tenants.
 
-        `least_waiting` is None if no tenant waits: then the counter of the tenant that stopped waiting last is used.
+        `least_waiting` is None if no tenant waits. Then the counter of the tenant that stopped waiting last is used.
         """
         if least_waiting is None and self._last_to_leave is not None:
             least_waiting = self.served(self._last_to_leave)
@@ -143,7 +145,7 @@ class TenantTokenCounters:
             self._evict()
 
     def leave(self, tenant: str) -> None:
-        """Record that the tenant has no waiting request any more."""
+        """Record that the tenant has no more waiting requests."""
         self._last_to_leave = tenant
 
     def _evict(self) -> None:

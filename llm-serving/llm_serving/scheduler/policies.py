@@ -11,7 +11,7 @@ from llm_serving.core.enums import PolicyName
 
 
 class Preference(enum.Enum):
-    """The stage that gets the token budget of a step first; the other stage gets the rest."""
+    """The stage that gets the token budget of a step first. The other stage gets the rest."""
 
     PREFILL_FIRST = enum.auto()
     DECODE_FIRST = enum.auto()
@@ -20,12 +20,12 @@ class Preference(enum.Enum):
 
 
 class PolicyInput(NamedTuple):
-    """The state before a step, as far as policies may depend on it."""
+    """The state before a step that policies may depend on."""
 
     num_decoding: int
-    """Running requests past their prompt."""
+    """Number of running requests past their prompt."""
     prompts_wait: bool
-    """Whether a prompt, or a part of one, is still to be computed."""
+    """Whether a prompt, or a part of one, remains to be computed."""
 
 
 class Policy(Protocol):
@@ -34,16 +34,16 @@ class Policy(Protocol):
     max_prompt_gap: int | None
     """Maximum number of consecutive steps that begin with decoding although prompts wait; None: `max_prefill_gap`."""
     fills_steps: bool
-    """Whether prefills get what decoding leaves of every step."""
+    """Whether prefills get the budget that decoding leaves in every step."""
     honours_classes: bool
-    """Whether classes and priorities order requests; otherwise they run in order of arrival."""
+    """Whether classes and priorities order requests. If not, they run in order of arrival."""
 
     def prefer(self, load: PolicyInput) -> Preference:
-        """Return what the next step begins with. The scheduler calls it once a step, so a policy may count steps."""
+        """Return what the next step begins with. The scheduler calls it once per step, so a policy may count steps."""
 
 
 class PrefillFirst:
-    """Prefill before decode: first tokens come early and the decoding batch fills quickly.
+    """Prefill before decode: early first tokens, and a decoding batch that fills quickly.
 
     A decoding request is left out of at most `max_consecutive_prefill_steps` consecutive steps.
     """
@@ -80,9 +80,8 @@ class DecodeFirst:
 
 
 class Mixed:
-    """Every running request in every step; chunked prefills fill the rest of the token budget.
-
-    As Sarathi-Serve does (Agrawal et al. 2024).
+    """Every running request in every step. Chunked prefills fill the rest of the token budget, as in Sarathi-Serve
+    (Agrawal et al. 2024).
     """
 
     honours_classes = True
@@ -128,7 +127,7 @@ class Throughput:
 
 
 class Fcfs:
-    """First come, first served: running requests, then prompts in order of arrival, whatever their priority."""
+    """First come, first served: running requests, then prompts in order of arrival, for all priorities."""
 
     honours_classes = False
     max_decode_gap = 1

@@ -42,21 +42,21 @@ class Preemptor:
         return popped
 
     def adopt(self, other: Preemptor) -> None:
-        """Report the preemptions that another preemptor has not reported."""
+        """Add the unreported preemptions of another preemptor."""
         self.preempted, self._preemptions = other.pop_preempted()
 
     def preempt_for(self, request: Request, parent: Request | None, plan: StepPlan) -> bool:
-        """Preempt running requests so that a waiting one has room; return False if that is impossible."""
+        """Preempt running requests so that a waiting one has room. Return False if that is impossible."""
         victims = self._find_victims(request, parent)
         for victim in victims:
             self.preempt(victim, plan, request)
         return bool(victims)
 
     def ensure_blocks(self, request: Request, plan: StepPlan) -> bool:
-        """Allocate blocks for the next step of a running request; return False if it was preempted itself.
+        """Allocate blocks for the next step of a running request. Return False if it was preempted itself.
 
         Other requests are preempted in `preemption_order`. Protected requests are never preempted for blocks: they hold
-        all blocks from their admission, or a whole window of them that no other request shares.
+        all blocks from their admission, or a whole window of unshared blocks.
         """
         if self._blocks.has_sliding_window:
             self._slots.free_outside_window(request)
@@ -69,7 +69,7 @@ class Preemptor:
         return True
 
     def preempt(self, request: Request, plan: StepPlan, cause: Request) -> None:
-        """Free slot and blocks of a request; it waits ahead of new requests of its class."""
+        """Free the slot and blocks of a request, which then waits ahead of new requests of its class."""
         self._slots.remove(request)
         plan.remove_row(request)
         swaps = self._prefers_swap(request) and self._blocks.can_swap_out(request)
@@ -86,7 +86,7 @@ class Preemptor:
     def _find_victims(self, request: Request, parent: Request | None) -> list[Request]:
         """Return a minimal set of running requests whose preemption makes room; empty if none does.
 
-        Victims are paused, or of a lower class and beyond what its share entitles it to.
+        They are paused, or of a lower class and beyond its entitled share.
         """
         slots = self._slots
         entitled = self._entitled(request.request_class)

@@ -1,4 +1,4 @@
-"""Changes of a request's priority after its arrival, and with it perhaps of its class."""
+"""Changes of a request's priority after its arrival, which may change its class."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PriorityChanger:
         self._waiting_requests = waiting_requests
 
     def set_priority(self, request: Request, priority: int, step: int) -> bool:
-        """See `Scheduler.set_priority`; `step` is the next one to be formed."""
+        """See `Scheduler.set_priority`. `step` is the next one to be formed."""
         new_class, limiter = class_of(priority, self._classes), self._waiting_requests.tenant_limiter
         was_held = limiter.is_held(request)
         if was_held:
@@ -71,7 +71,7 @@ class PriorityChanger:
         return True
 
     def _set_class(self, request: Request, priority: int, request_class: RequestClass, step: int) -> None:
-        """Let the request enter the class now; its age is kept."""
+        """Move the request to the class now; its age is kept."""
         clocks = self._waiting_requests.queue.clocks
         age = clocks[request.request_class.name] - request.arrival_clock
         request.priority, request.request_class = priority, request_class

@@ -39,10 +39,10 @@ _Heap = list[_Entry]
 
 
 class ClassQueue:
-    """Waiting requests of one class: requests that ran before go first, then the order decides.
+    """Waiting requests of one class. Requests that ran before go first, then the order decides.
 
-    The order may bypass the oldest request at most `max_overtakes` consecutive times. Heaps drop outdated entries
-    lazily.
+    The order may bypass the oldest request at most `max_overtakes` consecutive times. Outdated heap entries are dropped
+    later.
     """
 
     def __init__(self, request_class: RequestClass, max_overtakes: int, order: Order) -> None:
@@ -51,15 +51,15 @@ class ClassQueue:
         self._order = order
         self._max_overtakes = max_overtakes
         self._num_bypasses = 0
-        """Times that the oldest request was bypassed."""
+        """Number of times that the oldest request was bypassed."""
         self._members: dict[str, _Entry] = {}
         self._num_stays = 0
         self._returning: _Heap = []
         self.num_returning = 0
-        """Members that ran before."""
+        """Number of members that ran before."""
         self._by_arrival: _Heap = []
         self._by_tenant: dict[str, _Heap] = {}
-        """All under one name if the order does not share among tenants."""
+        """Tenant -> heap of entries; all under one name if the order does not share among tenants."""
         self._tenants: list[_TenantEntry] = []
         """Heap of waiting tenants; entries may be outdated."""
         self._tenant_entries: dict[str, _TenantEntry] = {}
@@ -76,7 +76,7 @@ class ClassQueue:
 
     @property
     def can_be_bypassed(self) -> bool:
-        """Whether a request may be admitted before the oldest one."""
+        """Return whether a request may be admitted before the oldest one."""
         return not self._members or self._num_bypasses < self._max_overtakes
 
     def record_bypass(self) -> None:
@@ -105,7 +105,7 @@ class ClassQueue:
             heapq.heappush(self._tenants, self._update_entry(tenant))
 
     def reorder(self, request: Request) -> None:
-        """Sort a member in again after its `queue_key` changed; its arrival and the bypass count stay."""
+        """Sort a member again after its `queue_key` changed. Its arrival and the bypass count do not change."""
         entry = self._members[request.request_id]._replace(key=request.queue_key)
         self._members[request.request_id] = entry
         tenant = request.tenant if self._order.shares_fairly else ""
@@ -170,7 +170,7 @@ class ClassQueue:
         return member is not None and member.stay == entry.stay
 
     def _push(self, heap: _Heap, entry: _Entry) -> None:
-        """Add an entry; remove outdated entries before they are the majority."""
+        """Add an entry. Remove outdated entries before they become the majority."""
         if len(heap) > 2 * len(self._members) + MIN_HEAP:
             heap[:] = [each for each in heap if self._is_current(each)]
             heapq.heapify(heap)
@@ -196,13 +196,13 @@ class ClassQueue:
 
 
 class WaitingQueue:
-    """The queues of all classes: higher classes first, but none starves.
+    """The queues of all classes. Higher classes go first, but none starves.
 
     A class whose oldest request has waited `ageing_steps` shares with higher classes by weight. Shares keep their
-    meaning under overload, while an age that raises the priority would lead to first come, first served as soon as the
+    meaning under overload, while a priority that grows with age would degenerate to first come, first served once the
     backlog is older than the ageing time.
 
-    Each class has a clock that counts the steps in which it could be scheduled. Waits are measured by it.
+    Each class has a clock that counts the steps that could schedule it. Waits are measured by it.
     """
 
     def __init__(self, classes: Sequence[RequestClass], limits: SchedulerLimits, order: Order, num_blocks: int) -> None:
@@ -211,7 +211,7 @@ class WaitingQueue:
         self.sharing = WeightedFairSharing(classes, limits, num_blocks)
         self.clocks = dict.fromkeys(self.queues, 0)
         self.service: dict[tuple[str, str], int] = {}
-        """By class and tenant: service that has not been reported to other schedulers yet."""
+        """(class, tenant) -> service that has not been reported to other schedulers yet."""
         self._shares_among_tenants = order.shares_fairly
 
     def __len__(self) -> int:
@@ -226,15 +226,13 @@ class WaitingQueue:
     def update_contenders(
         self, closed: Collection[str], held: Mapping[str, int], aged_prefills: Collection[str] = ()
     ) -> list[str]:
-        """Determine which classes contend, after any change and before methods of `sharing` are called.
+        """Determine which classes contend, after any change and before methods of `sharing` are called. Return classes
+        with a waiting request that may be admitted.
 
         Args:
             closed: Classes at their share limit.
             held: Running slots of each class.
             aged_prefills: Classes with a prompt that has been incomplete for `ageing_steps` since its admission.
-
-        Returns:
-            Classes with a waiting request that may be admitted.
         """
         waiting, aged = [], [*aged_prefills]
         for name, queue in self.queues.items():
@@ -251,7 +249,7 @@ class WaitingQueue:
         return None if name is None else self.queues[name].peek()
 
     def charge(self, charges: Mapping[tuple[str, str], int]) -> None:
-        """Charge tenants for tokens, by class and tenant; generated tokens are weighted by `OUTPUT_TOKEN_WEIGHT`."""
+        """Charge tenants for tokens, by class and tenant. Generated tokens are weighted by `OUTPUT_TOKEN_WEIGHT`."""
         if not self._shares_among_tenants:
             return
         for (name, tenant), num_tokens in charges.items():
@@ -275,11 +273,11 @@ class WaitingQueue:
 
 
 Key = tuple[int, float, int, int]
-"""Rank of the class, key of the order, step of arrival shifted by the priority, sequence."""
+"""(rank of the class, key of the order, step of arrival adjusted by the priority, sequence)."""
 
 
 class QueueKeys:
-    """Sort keys of requests: by class, then by the order, then by arrival shifted by the priority."""
+    """Sort keys of requests: by class, then by the order, then by arrival adjusted by the priority."""
 
     def __init__(self, policy: Policy, order: Order, limits: SchedulerLimits) -> None:
         self._honours_classes = policy.honours_classes
@@ -304,7 +302,7 @@ class QueueKeys:
         return rank, order_key, step + self._priority_boost(request), sequence
 
     def _priority_boost(self, request: Request) -> int:
-        """Return the steps by which the priority shifts a request within its class; negative: forward."""
+        """Return the steps by which the priority shifts a request within its class; negative means forward."""
         if not self._honours_classes:
             return 0
         boost = (request.priority - request.request_class.rank) * request.request_class.ageing_steps

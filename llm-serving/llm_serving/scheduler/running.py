@@ -1,4 +1,4 @@
-"""The running requests: the slots and blocks that each class holds, and what a step needs to know of each request."""
+"""The running requests: the slots and blocks that each class holds, and per-step data of each request."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ADMISSION_NUMBER: Final = attrgetter("admission_number")
 
 
 class RunningSlots:
-    """Running requests in the order of their keys; slots are bounded by `max_num_seqs`."""
+    """Running requests in the order of their keys. At most `max_num_seqs` hold slots."""
 
     def __init__(self, limits: SchedulerLimits, blocks: BlockManager, classes: Sequence[RequestClass]) -> None:
         self.running: list[Request] = []
         """Sorted by `queue_key`."""
         self.slots_by_class = {each.name: 0 for each in classes}
         self.blocks_by_class = dict(self.slots_by_class)
-        """Blocks in the tables of these requests; a block that two requests share counts twice."""
+        """Number of blocks in the tables of these requests. A block that two requests share counts twice."""
         self._limits = limits
         self._blocks = blocks
         self._ranks = {each.name: each.rank for each in classes}
@@ -45,7 +45,7 @@ class RunningSlots:
         insort(self.running, request, key=QUEUE_KEY)
 
     def adopt(self, running: Sequence[Request]) -> None:
-        """Keep requests running after a reload; their keys and classes may have changed."""
+        """Keep requests running after a reload. Their keys and classes may have changed."""
         for request in running:
             self.add(request)
         self._max_running = max(self._max_running, len(running))
@@ -58,7 +58,7 @@ class RunningSlots:
 
     @contextmanager
     def reinserting(self, request: Request) -> Iterator[None]:
-        """Sort a request in again after its key or class changed inside the context, if it runs."""
+        """Sort a running request again after its key or class changed inside the context."""
         runs = request.status is RUNNING
         if runs:
             self.running.remove(request)
@@ -73,7 +73,7 @@ class RunningSlots:
         self.blocks_by_class = dict.fromkeys(self.blocks_by_class, 0)
 
     def grow(self, request: Request) -> None:
-        """Allocate the blocks that the request needs now; the caller has checked `can_grow`."""
+        """Allocate the blocks that the request needs now. The caller must have checked `can_grow`."""
         request_id, blocks = request.request_id, self._blocks
         before = blocks.num_blocks_held(request_id)
         blocks.grow(request_id, self.num_tokens_to_allocate(request))
@@ -94,7 +94,7 @@ class RunningSlots:
         return self._blocks.num_blocks_to_admit(request, num_tokens, parent, without, guaranteed=is_protected)
 
     def has_room_for(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> bool:
-        """Whether slots and blocks are free for a request, or would be after the requests `without` were preempted.
+        """Return whether slots and blocks are free for a request, or would be after preempting the requests `without`.
 
         One block for each running request stays free, so none is preempted before it has filled a block.
         """
@@ -104,7 +104,7 @@ class RunningSlots:
         return self.num_blocks_to_admit(request, parent, without) + num_running <= self._blocks.pool.num_free_blocks
 
     def is_at_limit(self, request: Request, share: RequestClass) -> bool:
-        """Whether the request would exceed `max_running_share` or `max_kv_share` of this class."""
+        """Return whether the request would exceed `max_running_share` or `max_kv_share` of this class."""
         if share.max_running_share == 1.0 and share.max_kv_share == 1.0:
             return False
         members = [other for other in self.running if other.request_class is share and not other.paused]
@@ -129,7 +129,7 @@ class RunningSlots:
         return request.max_num_tokens if self.is_protected(request) else request.num_tokens
 
     def is_protected(self, request: Request) -> bool:
-        """Whether it was preempted `max_preemptions` times, so that it is not preempted again."""
+        """Return whether it was preempted `max_preemptions` times, so that it must not be preempted again."""
         return request.num_preemptions >= self._limits.max_preemptions
 
     def check_integrity(self) -> None:
@@ -151,9 +151,9 @@ class RunningSlots:
 
 
 class RunningSnapshot:
-    """The running requests by what they need of a step; valid until one is added, removed or computed.
+    """The running requests grouped by what they need in a step. Valid until one is added, removed or computed.
 
-    It computes the numbers of each request once for both stages, because requests are many and steps are short.
+    The numbers of each request are computed once for both stages, because requests are many and steps are short.
     """
 
     __slots__ = ("decoding", "least_scheduled_step", "num_decoding", "prefilling")
@@ -162,9 +162,9 @@ class RunningSnapshot:
         self.decoding: list[Request] = []
         """Requests that can get a token in this step."""
         self.prefilling: list[Request] = []
-        """Requests with more than the newest token to compute, in order of admission."""
+        """Requests with more than the latest token to compute, in order of admission."""
         self.num_decoding = 0
-        """Requests past their prompt, whether or not they can get a token in this step."""
+        """Number of requests past their prompt, whether or not they can get a token in this step."""
         self.least_scheduled_step: int | None = None
         """The earliest `last_scheduled_step` of `decoding`."""
         for request in requests:
@@ -189,6 +189,6 @@ class RunningSnapshot:
 
 
 def preemption_order(running: Sequence[Request]) -> Iterator[Request]:
-    """Yield running requests in the order in which they are preempted: paused ones first, then by descending key."""
+    """Yield running requests in preemption order: paused ones first, then by descending key."""
     yield from [request for request in reversed(running) if request.paused]
     yield from [request for request in reversed(running) if not request.paused]

@@ -1,4 +1,4 @@
-"""One step: its plan while it is being formed, the schedule that results, and the requests that it left waiting."""
+"""One step: its plan while it is being formed, the resulting schedule, and the requests that it left waiting."""
 
 from __future__ import annotations
 
@@ -31,23 +31,24 @@ class WaitReason(enum.StrEnum):
 
 
 NO_ROOM: Final = (WaitReason.BUDGET, WaitReason.PROMPTS)
-"""Reasons that concern this step only: a step with fewer tokens before it might have admitted the request."""
+"""Reasons that concern only this step: a step with fewer earlier tokens might have admitted the request."""
 
 
 class Blocked(NamedTuple):
-    """The request that is next to be admitted and did not fit into a step. While it waits, requests of all classes
-    wait, except those of classes at their share limit."""
+    """The next request to admit, which did not fit into a step. While it waits, requests of all classes wait, except
+    those of classes at their share limit.
+    """
 
     request_id: str | None
     """None if the reason concerns all requests."""
     class_name: str | None
     reason: WaitReason
     holding_class: str | None = None
-    """The other class that holds most slots, if any does."""
+    """The other class that holds most slots, if any."""
     closed_classes: tuple[str, ...] = ()
-    """Classes at their share limit, which were passed over."""
+    """Classes at their share limit, which were skipped."""
     full_tenants: tuple[str, ...] = ()
-    """Tenants at their concurrency limit; their further requests block no other request."""
+    """Tenants at their concurrency limit. Their further requests block no other request."""
 
     @classmethod
     def of(cls, request: Request, reason: WaitReason) -> Blocked:
@@ -59,7 +60,7 @@ class Preemption(NamedTuple):
     by_class: str
     """Class of the request that needed the room."""
     swapped: bool
-    """Whether its KV cache was swapped out; otherwise it is recomputed."""
+    """Whether its KV cache was swapped out. If not, it is recomputed."""
 
 
 class ScheduledRow(NamedTuple):
@@ -67,13 +68,13 @@ class ScheduledRow(NamedTuple):
 
     request: Request
     num_computed: int
-    """Tokens in the cache before the step."""
+    """Number of tokens in the cache before the step."""
     query_len: int
-    """Tokens that the step computes."""
+    """Number of tokens that the step computes."""
     num_samples: int
-    """Tokens that the step samples: 0 while known tokens remain to compute, then 1 and one after each draft token."""
+    """Number of tokens that the step samples: 0 while known tokens remain, then 1 plus one after each draft token."""
     num_preemptions: int
-    """`Request.num_preemptions` when the step was formed. If it has grown since, the row's KV cache is gone."""
+    """`Request.num_preemptions` when the step was formed. If it has grown since, the row's KV cache is lost."""
 
     @property
     def end(self) -> int:
@@ -81,27 +82,26 @@ class ScheduledRow(NamedTuple):
 
     @property
     def num_drafts(self) -> int:
-        """Number of draft tokens, the last ones of the row."""
+        """Number of draft tokens, which are the last tokens of the row."""
         return max(0, self.num_samples - 1)
 
 
 class PromptResults(NamedTuple):
-    """The results that a row gives for the prompt of its request."""
+    """The results of a row for the prompt of its request."""
 
     row: int
-    """Index of the row."""
     start: int
     end: int
-    """The step gives log-probabilities after the prompt tokens [start, end)."""
+    """The step returns log-probabilities after the prompt tokens [start, end)."""
     vector: bool
-    """Whether the step gives the hidden state of the last prompt token."""
+    """Whether the step returns the hidden state of the last prompt token."""
     ends: bool
     """Whether the request finishes with these results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A formed step: returned by `Scheduler.schedule`, passed to `Scheduler.update` with the sampled tokens."""
+    """A formed step. `Scheduler.schedule` returns it, and `Scheduler.update` takes it with the sampled tokens."""
 
     step: int
     rows: list[ScheduledRow]
@@ -121,12 +121,12 @@ class Schedule:
     exports: list[BlockMove] = field(default_factory=list)
     """Moves of their blocks, executed after the rows are computed."""
     num_bound_violations: int = 0
-    """Requests whose wait has just exceeded a bound; 0 unless the scheduler has a fault."""
+    """Number of requests whose wait has just exceeded a bound; 0 unless the scheduler has a defect."""
     num_tokens: int = field(init=False)
     num_samples: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Sum once what is read several times a step; by index, which is fastest for many rows."""
+        """Compute sums that are read several times per step. Indexing is fastest for many rows."""
         object.__setattr__(self, "num_tokens", sum(map(itemgetter(2), self.rows)))
         object.__setattr__(self, "num_samples", sum(map(itemgetter(3), self.rows)))
 
@@ -139,7 +139,7 @@ class StepPlan:
         self.now = now
         """Seconds on the clock of `Request.arrival_time`."""
         self.budget = budget
-        """Tokens that can still be added."""
+        """Number of tokens that can still be added."""
         self.closed_classes: set[str] = set()
         """Classes at their share limit."""
         self.first_class: str | None = None
@@ -151,7 +151,7 @@ class StepPlan:
         self.considers_prompts = False
         """Whether the prefill stage ran."""
         self.rows: dict[str, ScheduledRow] = {}
-        """By request id, in the order of the step. Others only read them."""
+        """Request id -> row, in the order of the step. Other classes only read them."""
         self.prefills: set[str] = set()
         """Requests of which the step computes a part of the prompt."""
         self._max_prefills = max_prefills
@@ -165,7 +165,7 @@ class StepPlan:
         return request_class.name != self.first_class, request_class.rank
 
     def add_decode(self, request: Request) -> None:
-        """Add a row of one token for a decoding request; do nothing if the step has a row of the request already."""
+        """Add a row of one token for a decoding request. No effect if the step already has a row of the request."""
         if request.request_id not in self.rows:
             row = (request, request.num_computed_tokens, 1, 1, request.num_preemptions)
             # Half the cost of calling ScheduledRow.
@@ -173,7 +173,7 @@ class StepPlan:
             self.budget -= 1
 
     def add_prefill(self, request: Request, num_tokens: int) -> None:
-        """Add a row of `num_tokens`, or extend the request's row to them, as far as the budget allows."""
+        """Add a row of `num_tokens`, or extend the request's row to as many, if the budget allows; otherwise fewer."""
         before, start = self.rows.get(request.request_id), request.num_computed_tokens
         room = self.budget if before is None else self.budget + before.query_len
         query_len = min(num_tokens, room)
@@ -223,7 +223,9 @@ def _blocked_in_queue(plan: StepPlan, waiting_requests: WaitingRequests, slots: 
 
 
 def _or_no_slot(blocked: Blocked, waiting_requests: WaitingRequests, slots: RunningSlots) -> Blocked:
-    """Replace the reason by SLOTS if no slot is free either: a step with more tokens would not have admitted it."""
+    """Replace the reason by SLOTS if no slot is free either, because a step with more tokens would
+    not have admitted it.
+    """
     assert blocked.class_name is not None
     own = waiting_requests.queue.queues[blocked.class_name].request_class
     if not slots.is_full or slots.has_lower_class(own):
@@ -270,7 +272,7 @@ def plan_exports(rows: Sequence[ScheduledRow], blocks: BlockManager) -> tuple[li
 def add_draft_tokens(plan: StepPlan, blocks: BlockManager) -> None:
     """Add draft tokens to the decoding rows, higher classes first, while their block tables have room.
 
-    A step that computes a prompt gets none, so that they delay no prompt.
+    A step that computes a prompt gets no drafts, so that drafts delay no prompt.
     """
     if plan.prefills:
         return
@@ -285,7 +287,8 @@ def add_draft_tokens(plan: StepPlan, blocks: BlockManager) -> None:
 def count_accepted_tokens(draft_token_ids: Sequence[int], token_ids: Sequence[int]) -> int:
     """Return how many tokens a reply adds to a request: the first token and one for each accepted draft token.
 
-    `token_ids` were chosen after the newest token and after each draft token; they are negative if none was possible.
+    `token_ids` were sampled after the latest token and after each draft token. They are negative if no token was
+    possible.
     """
     count = 1
     for chosen, draft, following in zip(token_ids, draft_token_ids, token_ids[1:], strict=False):

@@ -85,7 +85,7 @@ class Scheduler:
 
         Running requests keep their slots: if there are fewer slots now, no request is admitted until enough of them
         have finished. Waiting requests are queued again in order of arrival, as if they arrived now. New bounds replace
-        earlier ones. Past service is forgotten, but an order of the same kind keeps what it has learned.
+        earlier ones. Past service is dropped, but an order of the same kind keeps what it has learned.
         """
         self._use_components(self._components.reload(rules, self._step))
 
@@ -114,9 +114,9 @@ class Scheduler:
             self.waiting_requests.enqueue(request)
 
     def set_draft_tokens(self, request: Request, token_ids: list[int]) -> None:
-        """Set the draft tokens that may follow the newest token of a request; replace earlier ones.
+        """Set the draft tokens that may follow the latest token of a request, replacing earlier ones.
 
-        The next step uses up all of them. It verifies those that have room beside prompts and other requests.
+        The next step consumes all of them. It verifies those for which prompts and other requests leave room.
         """
         if request.status is RUNNING and not request.num_tokens_in_flight and not request.wants_migration:
             request.draft_token_ids = token_ids
@@ -194,7 +194,7 @@ class Scheduler:
             self.finish(request, FinishReason.LENGTH)
 
     def _verify(self, row: ScheduledRow, token_ids: list[int]) -> None:
-        """Append the token after the newest one, and one for each draft token that the model chose as well."""
+        """Append the token after the latest one, and one for each draft token that the model sampled too."""
         request = row.request
         num_before = len(request.output_token_ids)
         for token_id in token_ids[: count_accepted_tokens(request.draft_token_ids, token_ids)]:
@@ -234,16 +234,16 @@ class Scheduler:
         self.waiting_requests.release_forks(request)  # it resumes only after them
 
     def resume(self, request: Request) -> None:
-        """Continue a paused request; if it was preempted, it waits ahead of new requests of its class."""
+        """Continue a paused request. If it was preempted, it waits ahead of new requests of its class."""
         request.paused = False
         request.last_scheduled_step = self._step - 1  # the pause does not count as a gap
         self.waiting_requests.resume(request)
 
     def set_priority(self, request: Request, priority: int) -> bool:
-        """Change the priority of a request, and with it perhaps its class; return whether it has the priority now.
+        """Change the priority of a request, and perhaps its class. Return whether it has the priority now.
 
-        Within its class it is sorted by its arrival shifted by the new priority, so repeated changes gain nothing. In
-        another class it queues behind the requests that wait there, though its own wait counts from its arrival. If it
+        Within its class it is sorted by its arrival adjusted by the new priority, so repeated changes gain nothing. In
+        another class it queues behind the waiting requests there, though its own wait counts from its arrival. If it
         ran before, it goes ahead of them: this needs a free bypass and a class below its share limit.
         """
         if request.is_finished:
@@ -255,7 +255,7 @@ class Scheduler:
         request.deadline = deadline
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Finish a request in any state and free its blocks at once. Finishing it twice changes nothing."""
+        """Finish a request in any state and free its blocks at once. Idempotent."""
         if request.is_finished:
             return
         if request.is_migrating:
@@ -267,7 +267,7 @@ class Scheduler:
             self.order.record_finished(request)
 
     def migrate_out(self, request: Request) -> Transfer:
-        """Remove a request whose exporting step has been replied to; return its state for the next replica."""
+        """Remove a request whose exporting step has been replied to. Return its state for the next replica."""
         transfer = self.blocks.transfer_pool.hand_over(request.request_id)
         self._remove(request)
         return replace(transfer, num_waited=request.num_steps_waited or 0, num_preemptions=request.num_preemptions)
@@ -294,7 +294,8 @@ class Scheduler:
     def reset_cache(self) -> None:
         """Requeue all running requests after KV cache, host pool and the steps in flight were lost.
 
-        They wait ahead of new requests, as after a preemption, which is not counted. Blocks to import are dropped.
+        They wait ahead of new requests, as after a preemption, but no preemption is counted. Blocks to import are
+        dropped.
         """
         self.blocks.reset()
         for request in self._requests.values():
@@ -311,7 +312,7 @@ class Scheduler:
     # --- sharing with the schedulers of other replicas --------------------------------------------------------------
 
     def charge_remote_service(self, service: Mapping[tuple[str, str], int]) -> None:
-        """Charge service of other replicas, see `pop_service`. It affects the order within a class, never a bound."""
+        """Charge service of other replicas, see `pop_service`. It affects the order within a class, but no bound."""
         self.waiting.charge_remote(service)
 
     def pop_service(self) -> dict[tuple[str, str], int]:
@@ -320,7 +321,7 @@ class Scheduler:
         return service
 
     def adjust_tenant_leases(self, leases: Mapping[str, int]) -> None:
-        """Change the number of running slots that tenants may use here, of their limits for all replicas together."""
+        """Change the number of running slots that tenants may use here. Their limits apply to all replicas together."""
         waiting_requests = self.waiting_requests
         waiting_requests.apply_limiter_changes(waiting_requests.tenant_limiter.adjust_leases(leases))
 
@@ -363,11 +364,11 @@ class Scheduler:
         return self._closed_classes
 
     def held_by_tenant_limits(self) -> Iterator[Request]:
-        """Yield requests that a tenant's limit keeps out of `waiting`."""
+        """Yield requests that a tenant's limit excludes from `waiting`."""
         return self.waiting_requests.tenant_limiter.held_requests()
 
     def unstarted_slot_holders(self) -> list[str]:
-        """Return ids of requests that count against their tenant's limit and have not been computed yet."""
+        """Return the ids of requests that count against their tenant's limit and have not been computed yet."""
         limiter = self.waiting_requests.tenant_limiter
         unstarted = [each for each in self._requests.values() if each.first_scheduled_time is None]
         return [each.request_id for each in unstarted if limiter.holds_slot(each)]
@@ -384,14 +385,14 @@ class Scheduler:
 
     @property
     def can_fast_forward(self) -> bool:
-        """Whether all requests only decode, and no window, batch, beam or tenant limit affects the next step."""
+        """Return whether all requests only decode, and no window, batch, beam or tenant limit affects the next step."""
         special = self._num_beams or self._num_with_prompt_results or self._num_migrating or self._num_with_drafts
         limiter = self.waiting_requests.tenant_limiter
         limited = self._closed_classes or limiter.full_tenants or limiter.has_changed_demand
         return not (special or limited or self.blocks.has_sliding_window or self.limits.static_batching)
 
     def fast_forward_step(self, charges: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> None:
-        """Count a step that only decodes (simulator): `charges` by class and tenant, `tokens` by class."""
+        """Count a decode-only step (simulator). `charges` by class and tenant, `tokens` by class."""
         self.waiting.charge(charges)
         self.waiting.sharing.charge(self.slots.slots_by_class, tokens, self.slots.blocks_by_class, (), ())
         self.decode.num_steps_without_prefill = 0
@@ -401,7 +402,7 @@ class Scheduler:
         self.blocked = None
 
     def _advance(self, plan: StepPlan, rows: Sequence[ScheduledRow], running: RunningSnapshot) -> list[Request]:
-        """Move the requests of a step forward and charge for it; return those scheduled for the first time."""
+        """Advance the requests of a step and charge for it. Return those scheduled for the first time."""
         started = []
         charges: dict[tuple[str, str], int] = defaultdict(int)
         step = self._step
@@ -432,7 +433,7 @@ class Scheduler:
         return started
 
     def _confirm(self, rows: list[ScheduledRow]) -> None:
-        """Record that rows have been computed: other requests may share their full blocks."""
+        """Record that rows have been computed, so that other requests may share their full blocks."""
         block_size = self.blocks.block_size
         for request, num_computed, query_len, num_samples, num_preemptions in rows:
             end = num_computed + query_len

@@ -1,4 +1,4 @@
-"""The two stages of a step: prefill and decode; the choice of the first one, and the bounds on gaps between steps."""
+"""The two stages of a step, prefill and decode: which comes first, and the bounds on gaps between steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DecodeStage:
         bounds: Sequence[ClassBounds],
     ) -> None:
         self.num_steps_without_prefill = 0
-        """Consecutive steps in which prompts waited and none was computed."""
+        """Number of consecutive steps in which prompts waited and none was computed."""
         self._max_prefill_gap = limits.max_prefill_gap
         self._policy = policy
         self._blocks = blocks
@@ -51,7 +51,7 @@ class DecodeStage:
                 plan.add_decode(request)
 
     def preference(self, running: RunningSnapshot, has_prompts: bool, step: int) -> Preference:
-        """Return the policy's preference, overridden where a bound requires it.
+        """Return the policy's preference, unless a bound requires another one.
 
         `running` is the state before the step; `has_prompts`: whether a prompt, or a part of one, is to be computed.
         """
@@ -65,7 +65,7 @@ class DecodeStage:
         return preference
 
     def _exceeds_class_gap(self, decoding: Sequence[Request], last_step: int) -> bool:
-        """Whether prefills left out a contending class for as many steps as its weight allows."""
+        """Return whether prefills left out a contending class for as many steps as its weight allows."""
         names = {request.request_class.name for request in decoding}
         gaps = {name: self._sharing.max_decode_gap(name) for name in names}
         return any(
@@ -74,7 +74,7 @@ class DecodeStage:
         )
 
     def count_gap_violations(self, plan: StepPlan, running: RunningSnapshot, has_prompts: bool) -> int:
-        """Record a formed step, and count the bounds on gaps that it breaks; `running`: before the step."""
+        """Record a formed step, and count the bounds on gaps that it violates. `running`: before the step."""
         self.num_steps_without_prefill = 0 if plan.prefills or not has_prompts else self.num_steps_without_prefill + 1
         last = plan.number
         for request in running.decoding:
@@ -86,7 +86,7 @@ class DecodeStage:
         return num_violations
 
     def _breaks_prompt_gap(self, prompt: Request, step: int) -> bool:
-        """Whether this step is the first that leaves out a running prompt for too long."""
+        """Return whether this step is the first that leaves out a running prompt for too long."""
         since = max(prompt.last_scheduled_step, prompt.class_change_step)
         return step - since == self._max_prompt_gaps[prompt.request_class.name] + 1
 
@@ -94,7 +94,7 @@ class DecodeStage:
 class PrefillStage:
     """Schedules unfinished prompts of running requests, and admits waiting requests.
 
-    Higher classes come first, unless fair sharing selects another one. Long prompts leave room for others
+    Higher classes go first, unless fair sharing selects another one. Long prompts leave room for others
     (`max_long_prefill_tokens`).
     """
 
@@ -107,7 +107,7 @@ class PrefillStage:
         preemptor: Preemptor,
         requests: Mapping[str, Request],
     ) -> None:
-        """`requests`: all unfinished requests by id, in which forks find their parents."""
+        """`requests`: all unfinished requests by id, which contain the parents of forks."""
         self._limits = limits
         self._blocks = blocks
         self._slots = slots
@@ -116,7 +116,7 @@ class PrefillStage:
         self._requests = requests
 
     def schedule(self, plan: StepPlan, running: RunningSnapshot) -> None:
-        """Fill the step with prefills; `running`: before this stage."""
+        """Fill the step with prefills. `running`: before this stage."""
         plan.considers_prompts = True
         admits = not (self._limits.static_batching and self._slots.running)
         waits_for_a_batch = self._limits.batch_waiting_time > 0.0 and self.batch_wait_s(plan.now) > 0.0
@@ -154,7 +154,9 @@ class PrefillStage:
         return max(0.0, limits.batch_waiting_time - (now - oldest))
 
     def parent_of(self, request: Request) -> Request | None:
-        """Return the running request that this one was forked from, if any: it can share its blocks."""
+        """Return the running request from which this one was forked, so that it can share its blocks; None if there is
+        none.
+        """
         if request.fork_of is None:
             return None
         parent = self._requests.get(request.fork_of)
@@ -173,7 +175,7 @@ class PrefillStage:
     def estimate_tokens(self, request: Request) -> int:
         """Return how many tokens are computed before the first output token of a waiting request, if it is next.
 
-        Prefixes that are cached, or that running requests are about to compute, count only as far as they are missing.
+        Of prefixes that are cached, or that running requests are about to compute, only the missing part counts.
         """
         num_tokens = request.num_tokens
         estimate = num_tokens - self._blocks.num_prefix_hit_tokens(request)
@@ -187,7 +189,7 @@ class PrefillStage:
         return max(1, estimate)
 
     def _first_class(self, prompts: list[Request], plan: StepPlan) -> str | None:
-        """Return the class whose prompts come first, if several contend: the one with the least prefill usage."""
+        """Return the class whose prompts come first, if several contend: the one with the lowest prefill usage."""
         queue, closed = self._waiting_requests.queue, plan.closed_classes
         names = set()
         for request in prompts:
@@ -201,10 +203,10 @@ class PrefillStage:
         return queue.sharing.next_prefill_class(names)
 
     def _admit(self, plan: StepPlan, capped: list[Request], before: RequestClass | None = None) -> None:
-        """Admit waiting requests in order until the first one that has no room; no other request bypasses it.
+        """Admit waiting requests in order until the first one that has no room. No other request bypasses it.
 
-        `capped` gets requests whose prefill was shortened by `max_long_prefill_tokens`. With `before`, only requests of
-        classes whose prompts come before this class are admitted.
+        `capped` collects requests whose prefill was shortened by `max_long_prefill_tokens`. With `before`, only
+        requests of classes whose prompts come before this class are admitted.
         """
         slots, queue = self._slots, self._waiting_requests.queue
         plan.blocked = None
@@ -250,7 +252,7 @@ class PrefillStage:
         slots.add(request)
 
     def _schedule_prefill(self, request: Request, plan: StepPlan, capped: list[Request]) -> None:
-        """Add the prompt with at most its share of the step; `capped` requests may get more at the end."""
+        """Add the prompt with at most its share of the step. `capped` requests may get more at the end."""
         if self._blocks.has_sliding_window and not self._preemptor.ensure_blocks(request, plan):
             return
         share = self._limits.max_long_prefill_tokens or plan.budget

@@ -1,4 +1,4 @@
-"""Per-tenant concurrency limits: further requests of a tenant are held back and block no other request."""
+"""Per-tenant concurrency limits. Further requests of a tenant are held back and block no other request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Key = tuple[float, ...]
 
 
 class LimiterChanges(NamedTuple):
-    """What an event changes for requests that have not had a slot yet."""
+    """The effects of an event on requests that have not had a slot yet."""
 
     held: list[Request]
     """Requests that must leave the queue."""
@@ -26,7 +26,7 @@ class LimiterChanges(NamedTuple):
 
 
 class SlotDemand(NamedTuple):
-    """Use of and demand for a tenant's slots at one scheduler; its limit holds for all schedulers together."""
+    """Use of and demand for a tenant's slots at one scheduler. Its limit applies to all schedulers together."""
 
     limit: int
     num_leased: int
@@ -34,7 +34,6 @@ class SlotDemand(NamedTuple):
     num_active: int
     """Leased slots in use."""
     num_waiting: int
-    """Requests that wait for a slot."""
 
 
 class _Tenant:
@@ -44,14 +43,14 @@ class _Tenant:
         self.name = name
         self.limit = limit
         self.num_leased = 0 if limits.num_schedulers > 1 else limit
-        """Slots that it may use here."""
+        """Number of slots that it may use here."""
         self.sharing = WeightedFairSharing(classes, replace(limits, max_num_seqs=max(1, limit), num_schedulers=1), 1)
         self.active: dict[int, Request] = {}
-        """By sequence: requests that were admitted and have not finished, running or preempted."""
+        """`Request.sequence` -> request that was admitted and has not finished, running or preempted."""
         self.released: dict[str, dict[int, Request]] = {}
-        """By class and sequence: requests that may wait in the queue."""
+        """Class -> sequence -> request that may wait in the queue."""
         self.held: dict[str, list[tuple[_Key, Request]]] = {}
-        """By class: heaps of requests that are held back."""
+        """Class -> heap of requests that are held back."""
 
     @property
     def is_empty(self) -> bool:
@@ -79,21 +78,21 @@ class TenantLimiter:
     charged for them as for slots in use.
 
     If several schedulers serve, they share the limit of a tenant. A scheduler may use the slots that are leased to it,
-    and a slot that a request frees is given back.
+    and returns a slot that a request frees.
     """
 
     def __init__(self, limits: SchedulerLimits, classes: Sequence[RequestClass], clocks: Mapping[str, int]) -> None:
-        """`classes`: in ascending order of rank; `clocks`: steps in which each class could be scheduled."""
+        """`classes`: in ascending order of rank; `clocks`: steps that could schedule each class."""
         self._limits = limits
         self._classes = tuple(classes)
         self._clocks = clocks
         self._tenants: dict[str, _Tenant] = {}
         self._full: dict[str, _Tenant] = {}
-        """Tenants with held requests: few, even if there are many tenants."""
+        """Tenants with held requests, which are few even if there are many tenants."""
         self.full_tenants: tuple[str, ...] = ()
         """Names of the tenants with held requests."""
         self.is_active = limits.max_running_per_tenant is not None or bool(limits.max_running_of_tenant)
-        """False: no tenant has a limit, so no event needs to be reported to the limiter."""
+        """Whether any tenant has a limit. If not, no event needs to be reported to the limiter."""
         self._uses_leases = limits.num_schedulers > 1
         self._changed_tenants: dict[str, None] = {}
         """Tenants whose demand changed since `pop_demand`; only with leases."""
@@ -101,8 +100,7 @@ class TenantLimiter:
     def add(self, request: Request) -> LimiterChanges | None:
         """Add a request that has not had a slot yet.
 
-        Returns:
-            None if its tenant has no limit, or the request brought a slot from another scheduler.
+        Return None if its tenant has no limit, or the request brought a slot from another scheduler.
         """
         tenant = self._tenant(request.tenant)
         if tenant is None or request.sequence in tenant.active:
@@ -148,7 +146,7 @@ class TenantLimiter:
         return changes
 
     def adjust_leases(self, more: Mapping[str, int]) -> LimiterChanges:
-        """Add leased slots to tenants, or remove some (negative numbers); slots in use stay."""
+        """Add leased slots to tenants, or remove some (negative numbers). Slots in use stay."""
         changes = LimiterChanges([], [])
         for name, number in more.items():
             tenant = self._tenant(name)
@@ -162,7 +160,7 @@ class TenantLimiter:
         return changes
 
     def pop_demand(self) -> dict[str, SlotDemand]:
-        """Return the demand of the tenants whose demand changed since the last call; nothing without leases."""
+        """Return the demand of the tenants whose demand changed since the last call; empty without leases."""
         if not self._changed_tenants:
             return {}
         changed, self._changed_tenants = self._changed_tenants, {}
@@ -173,7 +171,7 @@ class TenantLimiter:
         return bool(self._changed_tenants)
 
     def adopt(self, before: TenantLimiter) -> None:
-        """Take over slots in use and leases after a reload."""
+        """Adopt slots in use and leases after a reload."""
         for name, tenant in before._tenants.items():
             if (mine := self._tenant(name)) is not None:
                 mine.active.update(tenant.active)
@@ -196,7 +194,7 @@ class TenantLimiter:
         return changes
 
     def holds_slot(self, request: Request) -> bool:
-        """Whether the request counts against the limit of its tenant."""
+        """Return whether the request counts against the limit of its tenant."""
         tenant = self._tenants.get(request.tenant)
         return tenant is not None and request.sequence in tenant.active
 
@@ -246,7 +244,7 @@ class TenantLimiter:
         self.full_tenants = tuple(sorted(self._full))
 
     def _class_due(self, tenant: _Tenant) -> str | None:
-        """Return the lower class that is next; None if the highest waiting one is."""
+        """Return the lower class that is next; None if the highest waiting one is next."""
         waiting, slots = self._update_contenders(tenant)
         name = tenant.sharing.next_class(waiting, slots, dict.fromkeys(slots, 0))
         return None if not waiting or name == waiting[0] else name

@@ -13,9 +13,9 @@ from llm_serving.scheduler.tenant_limits import LimiterChanges, TenantLimiter
 
 
 class WaitingRequests:
-    """Requests in the queue, held by the limiter of their tenant, behind the parent of their fork, or paused.
+    """Requests in the queue, held by the limiter of their tenant, waiting for the parent of their fork, or paused.
 
-    A request that enters the queue gets its wait bound at that moment, and the monitor watches it.
+    A request that enters the queue gets its wait bound then, and the monitor watches it.
     """
 
     def __init__(
@@ -25,9 +25,9 @@ class WaitingRequests:
         self.tenant_limiter = tenant_limiter
         self.monitor = monitor
         self.forks: dict[str, list[Request]] = {}
-        """Forks that wait until their parent has computed its prompt, by id of the parent."""
+        """Parent id -> forks that wait until the parent has computed its prompt."""
         self.paused: list[Request] = []
-        """Requests that were preempted while paused; they wait for `resume`, not for a slot."""
+        """Requests that were preempted while paused. They wait for `resume`, not for a slot."""
         self.num_arrivals = 0
         self.num_admitted = 0
         """Number of admissions so far."""
@@ -91,7 +91,7 @@ class WaitingRequests:
             self.apply_limiter_changes(changes, request)
 
     def enqueue_migrated(self, request: Request, num_waited: int) -> None:
-        """Queue a request from another replica; it brings the slot of its tenant with it."""
+        """Queue a request from another replica, which brings the slot of its tenant."""
         self.apply_limiter_changes(self.tenant_limiter.add_migrated(request))
         self.enqueue(request, num_waited)
 
@@ -104,7 +104,7 @@ class WaitingRequests:
             self.enqueue(request)
 
     def record_admission(self, request: Request) -> None:
-        """Remove a request from the queue: it gets a slot."""
+        """Remove a request from the queue, because it gets a slot."""
         request.admission_number = self.num_admitted
         self.num_admitted += 1
         self.queue.queues[request.request_class.name].pop(request)
