@@ -1,7 +1,7 @@
-"""Decides for which requests draft tokens are proposed, how many, and whether speculative decoding pays at all.
+"""Decides which requests get draft tokens, how many, and whether speculative decoding pays at all.
 
 An accepted draft token saves a step for its request; every draft token adds its cost to the step that verifies it.
-While drafts are proposed, the engine forms no step ahead, because a draft depends on the newest token. Drafts never
+While drafts are proposed, the engine forms no step ahead, because a draft depends on the latest token. Drafts never
 change an answer.
 """
 
@@ -28,35 +28,42 @@ from llm_serving.speculation.statistics import (
 )
 
 MIN_NGRAM_RATE: Final = 0.25
-"""Expected acceptance rate below which an n-gram draft is not proposed; with a draft model, which may do better, it is
-`MIN_ACCEPTANCE_RATE`."""
+"""Minimum expected acceptance rate of an n-gram draft. With a draft model, which may be better, it is
+`MIN_ACCEPTANCE_RATE`.
+"""
 MAX_RATE: Final = 0.98
-"""Expected acceptance rate of a draft whose tokens were all accepted recently."""
+"""Maximum expected acceptance rate, for a draft whose tokens were all accepted recently."""
 _BEST_ACCEPTANCE: Final = Acceptance(MAX_RATE, MAX_RATE)
 MIN_PRICE: Final = 1e-3
-"""Lower bound for prices and rates whose logarithm is needed."""
+"""Lower bound of prices and rates whose logarithm is needed."""
 RATE_PARTS: Final = 64
-"""Draft lengths are cached by acceptance rates in such parts."""
+"""Resolution at which acceptance rates are rounded to cache draft lengths."""
 MAX_DELAY: Final = 0.03
-"""Share of the step time that drafts may cost requests without a draft, averaged over all running requests."""
+"""Maximum fraction of the step time that drafts may cost requests without a draft, averaged over
+all running requests.
+"""
 HOST_MEMORY: Final = 16
-"""Steps after which the weight of a measured time of the master has fallen to 1/e."""
+"""Number of steps after which a measured master time has weight 1/e."""
 PROPOSAL_S: Final = 3e-6
-"""Time to make the draft of a request, before one was measured."""
+"""Assumed seconds to make the draft of a request, before one was measured."""
 MIN_SEARCH_STEP_S: Final = 0.004
-"""In shorter steps, the search for the best draft length would need 1 % of the time."""
+"""Minimum step duration for the search for the best draft length. In shorter steps, the search
+would need 1 % of the time.
+"""
 MIN_CHECKED: Final = 32
-"""With more drafts than this, the controller first checks whether drafts could pay. The check costs as much as so many
-comparisons."""
+"""With more drafts than this, the controller first checks whether drafts could pay. The check costs as much as this
+number of comparisons.
+"""
 UPDATE_SHARE: Final = 0.005
-"""Share of the step time for updates of the n-gram drafts while drafts do not pay."""
+"""Fraction of the step time for updates of the n-gram drafts while drafts do not pay."""
 UPDATE_MEMORY: Final = 16
-"""Updates after which the weight of a measured one has fallen to 1/e."""
+"""Number of updates after which a measured one has weight 1/e."""
 MAX_UPDATE_PERIOD: Final = 16
-"""Steps from one update to the next, at most. The period doubles while drafts do not pay, so that the controller soon
-notices when they pay again after a short time."""
+"""Maximum number of steps between two updates. The interval doubles while drafts do not pay, so that the controller
+notices a short break early.
+"""
 MIN_SWEPT: Final = 64
-"""Requests beyond which a new one has the aborted ones removed."""
+"""Number of requests beyond which aborted requests are removed whenever a new one is added."""
 
 
 class DraftCandidate(NamedTuple):
@@ -64,36 +71,36 @@ class DraftCandidate(NamedTuple):
 
     acceptance: Acceptance
     max_tokens: float = math.inf
-    """The number of tokens that a constraint is expected to force, if they are the draft."""
+    """Number of tokens that a constraint is expected to force, if they are the draft."""
     uses_model: bool = False
 
 
 class GainModel:
-    """Weighs the tokens that drafts are expected to save against the measured cost of verifying them.
-
-    Args:
-        max_draft_tokens: Longest draft of a request.
+    """Compares the tokens that drafts are expected to save with the measured cost of verifying them.
+    `max_draft_tokens`: maximum draft length of a request.
     """
 
     def __init__(self, max_draft_tokens: int) -> None:
         self.step_s = 0.0
-        """Duration of the newest decode step."""
+        """Duration of the latest decode step."""
         self._max_draft_tokens = self._max_length = max_draft_tokens
-        """`_max_length`: shorter if that yields more tokens per second or delays other requests less."""
+        """`_max_length`: current maximum length of drafts. It is shorter than `max_draft_tokens` if that yields more
+        tokens per second or delays other requests less.
+        """
         self._best_drafts = [(each, expected_tokens(_BEST_ACCEPTANCE, each)) for each in {1, max_draft_tokens}]
-        """The shortest and the longest draft: its length, and how many of its tokens are accepted at best."""
+        """(length, maximum expected number of accepted tokens) of the shortest and of the longest draft."""
         self._step_times = StepTimeModel()
         self._host = MovingAverage(HOST_MEMORY)
-        """Additional time of a step that is not formed ahead."""
+        """Additional duration of a step that is formed after the previous reply."""
         self._proposal = MovingAverage(HOST_MEMORY, PROPOSAL_S)
         """Time to make the draft of a request."""
         self._num_rows = 0
-        """Rows of the step that the following fields describe; 0: they are outdated."""
+        """Number of rows of the step that the following fields describe; 0: they are outdated."""
         self._rows_s = self._token_s = 0.0
         self._plans: dict[tuple[int, int], tuple[int, float]] = {}
 
     def record_step(self, num_tokens: int, seconds: float, host_s: float) -> None:
-        """Record a decode step; `host_s`: time that it would need in addition if it were not formed ahead."""
+        """Record a decode step. `host_s`: additional duration of a step that is formed after the previous reply."""
         self._step_times.add(num_tokens, seconds)
         self._num_rows = 0
         self.step_s = seconds
@@ -103,7 +110,9 @@ class GainModel:
         self._proposal.add(seconds)
 
     def prepare(self, num_rows: int, num_drafted: int) -> None:
-        """Set the price of a draft token in a step of `num_rows` rows: as if `num_drafted` get the longest draft."""
+        """Set the price of a draft token in a step of `num_rows` rows, assuming that `num_drafted` rows have the
+        longest draft.
+        """
         if self._num_rows != num_rows:
             self._num_rows, self._plans = num_rows, {}
             self._rows_s = self._step_times.step_s(num_rows)
@@ -113,7 +122,7 @@ class GainModel:
     def draft_length(self, acceptance: Acceptance, proposing_s: float = 0.0) -> int:
         """Return the length at which the last draft token's expected gain still covers its cost.
 
-        `proposing_s`: seconds that proposing one token needs.
+        `proposing_s`: seconds to propose one token.
         """
         first, further = min(acceptance.first, MAX_RATE), min(max(acceptance.further, MIN_PRICE), MAX_RATE)
         price = self._num_rows * (self._token_s + proposing_s) / self._rows_s if self._rows_s else 0.0
@@ -122,7 +131,7 @@ class GainModel:
         return min(self._max_length, 1 + int(math.log(max(price, MIN_PRICE) / first) / math.log(further)))
 
     def plan(self, acceptance: Acceptance) -> tuple[int, float]:
-        """Return the length of a draft that costs nothing to propose, and its expected number of accepted tokens."""
+        """Return the best length of a draft that costs nothing to propose, and the expected accepted tokens."""
         key = int(RATE_PARTS * acceptance.first), int(RATE_PARTS * acceptance.further)
         if (plan := self._plans.get(key)) is None:
             acceptance = Acceptance(key[0] / RATE_PARTS, key[1] / RATE_PARTS)
@@ -133,14 +142,11 @@ class GainModel:
     def pays(
         self, num_rows: int, num_drafted: int, candidates: Sequence[DraftCandidate], num_unmatched: int, pass_s: float
     ) -> bool:
-        """Return whether drafts raise the throughput of a step, and set the maximum length that raises it most.
+        """Return whether drafts raise the throughput of a step, and set the best maximum length.
 
         Args:
-            num_rows: Rows of the step.
             num_drafted: As for `prepare`.
-            candidates: The drafts that could be proposed.
             num_unmatched: Requests that have just lost their draft. They do not count as delayed.
-            pass_s: Duration of a pass of the draft model.
         """
         if not self.step_s or not num_rows:
             return True
@@ -166,7 +172,7 @@ class GainModel:
         return best_length > 0
 
     def could_pay(self, num_rows: int) -> bool:
-        """Return whether drafts would raise the throughput if all running requests had good ones."""
+        """Return whether drafts would raise the throughput if all running requests had good drafts."""
         step_s, host_s = self._step_times.step_s(num_rows), self._host.value + num_rows * self._proposal.value
         if not step_s:
             return True
@@ -177,7 +183,7 @@ class GainModel:
         return False
 
     def _balance(self, candidates: Sequence[DraftCandidate], pass_s: float) -> tuple[float, float]:
-        """Return the expected number of accepted tokens, and the seconds that all drafts cost."""
+        """Return the expected number of accepted tokens, and the cost of all drafts in seconds."""
         num_draft_tokens, gain, longest = 0.0, 0.0, 0
         share_s = 0.0 if pass_s == 0.0 else pass_s / max(1, sum(candidate.uses_model for candidate in candidates))
         for acceptance, max_tokens, uses_model in candidates:
@@ -192,7 +198,7 @@ class GainModel:
 
 
 def alike(rate: float) -> Acceptance:
-    """Return the rates of a draft whose tokens are all accepted equally often."""
+    """Return equal acceptance rates for all tokens of a draft."""
     return Acceptance(rate, rate)
 
 
@@ -202,7 +208,7 @@ def expected_tokens(acceptance: Acceptance, length: int) -> float:
 
 
 class SpeculationController:
-    """Proposes draft tokens for the requests of one engine; belongs to the engine's thread."""
+    """Proposes draft tokens for the requests of one engine. For the engine's thread."""
 
     def __init__(
         self,
@@ -211,12 +217,11 @@ class SpeculationController:
         draft_model: DraftModelProposer | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """
-        Args:
-            max_draft_tokens: Longest draft of a request.
-            ngram: Proposes for requests whose text an n-gram match predicts.
-            draft_model: Proposes for the others; None: there is none.
-            clock: Measures updates and proposals; None: they are assumed to take no time.
+        """Args:
+        max_draft_tokens: Maximum draft length of a request.
+        ngram: Proposes for requests whose text an n-gram match predicts.
+        draft_model: Proposes for the other requests; None: there is no draft model.
+        clock: Measures updates and proposals; None: they are assumed to take no time.
         """
         self._is_timed = clock is not None
         self._now: Clock = no_time if clock is None else clock
@@ -224,23 +229,23 @@ class SpeculationController:
         self._ngram = ngram
         self._min_ngram_rate = MIN_NGRAM_RATE if draft_model is None else MIN_ACCEPTANCE_RATE
         self._predictable: dict[Request, RequestDrafts] = {}
-        """Requests whose n-gram draft has an acceptance rate that suffices to propose it."""
+        """Requests whose n-gram draft has a sufficient acceptance rate."""
         self._constrained: dict[Request, RequestDrafts] = {}
         self.waiting: dict[Request, RequestDrafts] = {}
         """Requests whose next step is never formed ahead; they get drafts even while drafts do not pay."""
         self._update_time = MovingAverage(UPDATE_MEMORY)
         self._update_period = 1
-        """Steps from one update of the n-gram drafts to the next."""
+        """Number of steps between two updates of the n-gram drafts."""
         self._num_steps = 0
-        """Steps since the last update."""
+        """Number of steps since the last update."""
         self._sweep_at = MIN_SWEPT
         self.gain = GainModel(max_draft_tokens)
-        """The engine records in it the times of steps without prompts."""
+        """The engine records the durations of steps without prompts in it."""
         self.pays = False
-        """Whether drafts raise the throughput, waiting for replies included."""
+        """Whether drafts raise the throughput, including the time spent waiting for replies."""
 
     def add_request(self, request: Request) -> None:
-        """Propose drafts for a request from now on, unless it is a beam search or generates at most one token."""
+        """Start proposing drafts for a request, unless it is a beam search or generates at most one token."""
         if request.beam_search is not None or request.sampling.max_tokens <= 1:
             return
         drafts = self._ngram.add_request(request, 0.0 if self._model is None else self._model.acceptance_rate)
@@ -254,15 +259,9 @@ class SpeculationController:
             self._sweep_at = max(MIN_SWEPT, 2 * len(self._ngram.requests))
 
     def propose(self, num_running: int, *, synchronous: bool) -> list[tuple[Request, list[int]]]:
-        """Return draft tokens for the next step.
-
-        Args:
-            num_running: Number of running requests.
-            synchronous: Whether no step is in flight. Otherwise, and while drafts do not pay, only requests whose
-                steps are never formed ahead get drafts.
-
-        Raises:
-            WorkerError: The WorkAgent whose draft model was asked is gone.
+        """Return draft tokens for the next step. `synchronous`: whether no step is in flight. If not, or while drafts
+        do not pay, only requests whose steps are never formed ahead get drafts. Raise WorkerError if the WorkAgent with
+        the draft model has exited.
         """
         pays = synchronous and self.pays
         model = self._model_requests() if pays and self._model is not None else {}
@@ -289,7 +288,7 @@ class SpeculationController:
         return proposed
 
     def record_verified(self, request: Request, num_draft_tokens: int, num_accepted: int) -> list[VerifiedDraft]:
-        """Record how many of a request's draft tokens were accepted; return the counts by proposer."""
+        """Record how many of a request's draft tokens were accepted. Return the counts by proposer."""
         drafts, num_output = self._ngram.requests.get(request), len(request.output_token_ids)
         if drafts is None:
             return [VerifiedDraft(Proposer.NGRAM, num_draft_tokens, num_accepted)] if num_draft_tokens else []
@@ -319,7 +318,7 @@ class SpeculationController:
             self._num_steps = 0
 
     def _update(self, num_rows: int) -> None:
-        """Update the n-gram drafts and decide whether drafts pay; update less often while they do not."""
+        """Update the n-gram drafts and decide whether drafts pay. While they do not, update less often."""
         began, step_s = self._now(), self.gain.step_s
         self._remove_aborted()
         if len(self._ngram.matched) >= MIN_CHECKED and not self.gain.could_pay(num_rows):
@@ -340,7 +339,7 @@ class SpeculationController:
             self._update_period = max(1, min(2 * self._update_period, round(period), MAX_UPDATE_PERIOD))
 
     def _model_requests(self) -> dict[Request, RequestDrafts]:
-        """Return the requests for which the draft model proposes; none while a prompt waits or is computed."""
+        """Return the requests for which the draft model proposes; empty while a prompt waits or is computed."""
         assert self._model is not None
         candidates = {}
         for request, drafts in self._ngram.requests.items():
@@ -367,12 +366,14 @@ class SpeculationController:
         return proposed
 
     def _record_useless(self, request: Request, drafts: RequestDrafts) -> None:
-        """Count a proposal without usable tokens as rejected; otherwise the model would be called in every step."""
+        """Count a proposal without usable tokens as rejected. Otherwise the model would be called in every step."""
         assert self._model is not None
         self._model.record_verified(drafts, request, 1, 0)
 
     def _propose_for(self, request: Request, drafts: RequestDrafts, model_draft: list[int]) -> list[int]:
-        """Return a request's n-gram draft, or else the draft model's, with the tokens that its constraint forces."""
+        """Return a request's n-gram draft, or else the draft model's, followed by the tokens that
+        its constraint forces.
+        """
         output = request.output_token_ids
         token_ids, drafts.proposer = model_draft, Proposer.DRAFT_MODEL
         if request in self._predictable and drafts.compare(output):
@@ -400,7 +401,7 @@ class SpeculationController:
         return num_drafted if self._model is None else num_drafted + MAX_DRAFT_REQUESTS
 
     def _evaluate(self, num_rows: int, model: Mapping[Request, RequestDrafts]) -> bool:
-        """Return whether drafts pay; `model`: the requests for which the draft model would propose."""
+        """Return whether drafts pay. `model`: the requests for which the draft model would propose."""
         candidates = [DraftCandidate(drafts.acceptance) for drafts in self._predictable.values()]
         candidates += [DraftCandidate(alike(drafts.model_rate), uses_model=True) for drafts in model.values()]
         for request, drafts in self._constrained.items():
@@ -428,5 +429,5 @@ class SpeculationController:
 
 
 def _is_ready(request: Request) -> bool:
-    """Whether the newest token is known and the next step computes only that token."""
+    """Return whether the latest token is known and the next step computes only that token."""
     return request.status is RUNNING and not request.num_tokens_in_flight and request.is_decoding

@@ -1,4 +1,4 @@
-"""The draft-model proposer: a small model beside the served one proposes the next tokens."""
+"""The draft-model proposer: a small model proposes the next tokens of the served model."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from llm_serving.speculation.statistics import MovingAverage, RequestStatistics,
 logger = get_logger(__name__)
 
 FIRST_ACCEPTANCE_RATE: Final = 0.75
-"""Assumed before any draft token was verified."""
+"""Acceptance rate assumed before any draft token was verified."""
 GLOBAL_RATE_MEMORY: Final = 256
-"""Draft tokens after which the weight of one in the acceptance rate of all requests has fallen to 1/e."""
+"""Number of draft tokens after which one has weight 1/e in the acceptance rate of all requests."""
 PASS_MEMORY: Final = 32
-"""Proposals after which the weight of one in the time of a pass has fallen to 1/e."""
+"""Number of proposals after which one has weight 1/e in the duration of a pass."""
 MAX_WORKER_DEATHS: Final = 3
-"""WorkAgents that may die during a proposal before the draft model is no longer used."""
+"""Number of WorkAgent deaths during proposals after which the draft model is no longer used."""
 
 
 class DraftModelProposer:
-    """Has a WorkAgent's draft model propose tokens while no step is in flight.
+    """Lets a WorkAgent's draft model propose tokens while no step is in flight.
 
-    The draft model sees the newest tokens of each request (`DRAFT_WINDOW`) and samples with the request's
-    parameters. One pass of it computes one more token of every request of the proposal.
+    The draft model reads the latest tokens of each request (`DRAFT_WINDOW`) and samples with the request's parameters.
+    One pass computes one more token for every request of the proposal.
 
     Args:
         propose: `Executor.propose`.
-        block_size: A draft reaches at most to the end of the last block of its request.
-        clock: Measures the duration of proposals.
+        block_size: A draft ends at the latest at the end of the last block of its request.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class DraftModelProposer:
 
     @property
     def pass_s(self) -> float:
-        """Seconds that one more token of each request needs; 0 before the first proposal."""
+        """Seconds for one more token of each request; 0 before the first proposal."""
         return self._pass.value
 
     def select(self, candidates: Sequence[Request]) -> list[Request]:
@@ -64,17 +63,16 @@ class DraftModelProposer:
     def record_verified(
         self, statistics: RequestStatistics, request: Request, num_draft_tokens: int, num_accepted: int
     ) -> None:
-        """Record how many of its draft tokens for a request were accepted."""
+        """Record how many of the model's draft tokens for a request were accepted."""
         statistics.record_model(num_draft_tokens, num_accepted, len(request.output_token_ids))
         self.acceptance_rate = updated_rate(
             self.acceptance_rate, num_accepted, num_accepted < num_draft_tokens, GLOBAL_RATE_MEMORY
         )
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> dict[Request, list[int]]:
-        """Return draft tokens for each request, at most the given number; omit requests without room for any.
+        """Return draft tokens for each request, at most the given number. Requests without room for any are omitted.
 
-        Raises:
-            WorkerError: The WorkAgent is gone.
+        Raise WorkerError if the WorkAgent has exited.
         """
         counts = [(request, min(count, self._room(request))) for request, count in wanted]
         counts = [each for each in counts if each[1] > 0]
@@ -87,7 +85,8 @@ class DraftModelProposer:
             self._num_deaths += 1
             if self._num_deaths == MAX_WORKER_DEATHS:
                 logger.warning(
-                    "speculative decoding stopped using the draft model: worker_deaths=%d", MAX_WORKER_DEATHS
+                    "the draft model is no longer used: the WorkAgent exited %d times while it ran",
+                    MAX_WORKER_DEATHS,
                 )
             raise
         self._pass.add((self._clock() - began) / max(count for _, count in counts))

@@ -1,9 +1,9 @@
-"""The n-gram proposer: the tokens that followed the same n-gram earlier are the draft.
+"""The n-gram proposer: the tokens that followed an earlier occurrence of the same n-gram become the draft.
 
 Saxena, "Prompt Lookup Decoding" (2023), searches the prompt and the output; Hu et al., "SAM Decoding" (2024), also
-other texts, where the longest match counts. This proposer approximates the longest match by two lengths. It tries in
-turn: n-grams of twice the length in finished answers, n-grams in the request's own text, n-grams in finished answers.
-The newest match counts, and the proposer follows it as long as it predicts the output.
+searches other texts, and uses the longest match. This proposer approximates the longest match by two lengths. It tries
+in turn: n-grams of twice the length in finished answers, n-grams in the request's own text, n-grams in finished
+answers. The latest match is used, and followed as long as it predicts the output.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ from llm_serving.speculation.statistics import (
 )
 
 FINISHED_TOKENS: Final = 2**18
-"""Tokens of finished answers that are kept, over all tenants."""
+"""Maximum number of tokens of finished answers to keep, over all tenants."""
 MAX_INDEXED_TOKENS: Final = 8192
-"""Newest tokens of a prompt that are searched."""
+"""Number of latest prompt tokens to search."""
 INDEX_SHARE: Final = 4
-"""The answers of one in so many running requests are added to the index together: one costs nearly as much as many."""
+"""Finished answers are added to the index when their number reaches 1/INDEX_SHARE of the running requests, because
+adding one costs nearly as much as adding many.
+"""
 FAILED_TOKEN: Final = -1
-"""Output token of a failed step. The WorkAgent would read it as a reference to a token of the step before."""
+"""Output token of a failed step. The WorkAgent would read it as a reference to a token of the previous step."""
 MATCH_TOKENS: Final = 1.4
-"""Tokens that a lookup is assumed to save if the next token of its match is right."""
+"""Number of tokens that a lookup is assumed to save if the next token of its match is correct."""
 LOOKUP_SHARE: Final = 0.0025
-"""Share of the step time for lookups in rotation."""
+"""Fraction of the step time for lookups in rotation."""
 LOOKUP_S: Final = 2.5e-6
-"""Duration of a lookup before one was measured."""
+"""Assumed duration of a lookup before one was measured."""
 LOOKUP_MEMORY: Final = 16
-"""Measurements after which the weight of one in the duration of a lookup has fallen to 1/e."""
+"""Number of measurements after which one has weight 1/e in the duration of a lookup."""
 TOKEN_BITS: Final = 32
-"""An n-gram is one integer with so many bits per token: faster to build and to look up than a tuple."""
+"""An n-gram is one integer with this number of bits per token, which is faster to build and to look up than a tuple."""
 _FACTOR: Final = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio: its multiples differ in their upper bits (Knuth, TAOCP 3, 6.4)."""
 _BITS: Final = 64
@@ -55,7 +57,7 @@ Int64Array = NDArray[np.int64]
 
 
 class SlotTable(Protocol):
-    """An integer per hash slot, 0 where none was stored."""
+    """An integer per hash slot; 0 if none was stored."""
 
     def __getitem__(self, slot: int, /) -> SupportsInt: ...
 
@@ -68,16 +70,17 @@ def dense_table(num_slots: int) -> Int64Array:
 
 
 class FinishedAnswersIndex:
-    """The newest finished answers of each namespace, at most `max_tokens` in all; one namespace never sees another.
+    """The latest finished answers, at most `max_tokens` in total. A lookup sees only answers of its own namespace.
 
-    As in LZ4, each n-gram has one slot by its hash, which points to what followed it last. A later n-gram overwrites
-    the slot, and a lookup compares the tokens. So a few array operations add many answers, and none removes one.
+    As in LZ4, the hash of an n-gram selects a slot with the position that followed its last occurrence. A later n-gram
+    overwrites the slot, and a lookup compares the tokens. So a few array operations add many answers, and removing an
+    answer costs nothing.
 
     Args:
         length: Tokens of an n-gram; n-grams of twice the length are indexed too.
         max_tokens: Capacity in tokens.
         table: Creates the slot table.
-        salt: Returns a number of a namespace that other namespaces are unlikely to have.
+        salt: Maps a namespace to a number that other namespaces are unlikely to have.
     """
 
     def __init__(
@@ -89,15 +92,15 @@ class FinishedAnswersIndex:
         salt: Callable[[str], int] = hash,
     ) -> None:
         self._weights = [pow(_FACTOR, power, 1 << _BITS) for power in range(1, 2 * length + 1)]
-        """Factors of the hash: of the newest token, of the one before it, ..."""
+        """Factors of the hash for the latest token, the one before it, ..."""
         self._max_tokens = max_tokens
         slot_bits = (2 * max_tokens).bit_length()
         self._shift = _BITS - slot_bits
         self._salt = salt
         self._slots = {each: table(1 << slot_bits) for each in (length, 2 * length)}
-        """By n-gram length and hash: the number of an answer << 32 | the index of the token after the n-gram."""
+        """N-gram length -> hash -> (number of an answer << 32 | index of the token after the n-gram)."""
         self._answers: dict[int, tuple[str, Sequence[int]]] = {}
-        """Number -> namespace and tokens, oldest first."""
+        """Number -> (namespace, tokens), oldest first."""
         self._num_answers = 0
         self.num_tokens = 0
 
@@ -115,7 +118,7 @@ class FinishedAnswersIndex:
         return answer, index
 
     def add(self, answers: Sequence[tuple[str, Sequence[int]]]) -> None:
-        """Add answers with their namespaces and remove the oldest ones; skip an answer longer than the capacity.
+        """Add answers with their namespaces, and remove the oldest ones. Answers longer than the capacity are skipped.
 
         Each token gets the slot of the n-gram before it. `find` rejects n-grams that span two answers.
         """
@@ -145,9 +148,9 @@ class FinishedAnswersIndex:
 
 
 class NgramLookup:
-    """The text of one request, and the draft that an n-gram match in it or in finished answers gives.
+    """The text of one request, and its draft from an n-gram match in that text or in finished answers.
 
-    `advance` runs for each new token and is cheap; `search` indexes the new tokens and looks for a match.
+    `advance` runs for each new token and is cheap; `search` indexes the new tokens and searches for a match.
     """
 
     def __init__(
@@ -160,14 +163,14 @@ class NgramLookup:
         self._length = length
         self._finished = finished
         self._positions: dict[int, int] = {}
-        """N-gram -> index of the token that followed it last."""
+        """N-gram -> index of the token that followed its last occurrence."""
         self._mask = (1 << length * TOKEN_BITS) - 1
         self._ngram = 0
         """The last n-gram of the indexed tokens."""
         self._indexed = 0
         """Number of tokens whose n-grams are in `_positions`."""
         self._draft: Sequence[int] | None = None
-        """The text that contains the draft, from `_index` on; None: there is none."""
+        """The text that contains the draft, from `_index`; None: there is no draft."""
         self._index = 0
 
     @property
@@ -175,7 +178,7 @@ class NgramLookup:
         return self._draft is not None
 
     def propose(self, count: int) -> list[int]:
-        """Return at most `count` draft tokens; a draft that reaches the newest token repeats from its start."""
+        """Return at most `count` draft tokens. A draft that reaches the latest token repeats from its start."""
         if self._draft is None:
             return []
         token_ids = list(self._draft[self._index : self._index + count])
@@ -184,10 +187,8 @@ class NgramLookup:
         return token_ids
 
     def advance(self, token_ids: Sequence[int]) -> tuple[int, bool]:
-        """Append output tokens and compare them with the draft up to the first that differs, which ends the draft.
-
-        Returns:
-            The number of tokens that the draft predicted, and whether it predicted a token wrongly.
+        """Append output tokens and compare them with the draft. The first mismatch ends the draft. Return the number of
+        tokens that the draft predicted, and whether it predicted a token wrongly.
         """
         self._tokens += token_ids
         self.num_output_tokens += len(token_ids)
@@ -205,7 +206,7 @@ class NgramLookup:
         return len(token_ids), False
 
     def search(self) -> bool:
-        """Index the new tokens and look for a draft after the newest one; return whether there is one."""
+        """Index the new tokens, and search for a draft after the latest one. Return whether there is one."""
         self._draft = None
         tokens, length = self._tokens, self._length
         if len(tokens) < length:
@@ -237,19 +238,21 @@ class RequestDrafts(RequestStatistics):
     lookup: NgramLookup
 
     def expected_match_rate(self, num_output_tokens: int) -> float:
-        """Return the probability that a lookup after so many output tokens finds a draft whose next token is right."""
+        """Return the probability that a lookup after this number of output tokens finds a draft whose next token is
+        correct.
+        """
         num_seen = self.lookup.num_output_tokens
         known = max(self.match_rate, FIRST_TOKEN_RATE * RATE_DECAY**num_seen)
         return float(known * RATE_DECAY ** (num_output_tokens - num_seen))
 
     def compare(self, output_token_ids: list[int]) -> bool:
-        """Compare the newest output tokens with the draft; return whether there still is one."""
+        """Compare the latest output tokens with the draft. Return whether there still is a draft."""
         lookup = self.lookup
         self.record_match(*lookup.advance(output_token_ids[lookup.num_output_tokens :]))
         return lookup.has_draft
 
     def search(self, output_token_ids: list[int]) -> bool:
-        """Look for a draft after the newest output token; return whether there is one."""
+        """Search for a draft after the latest output token. Return whether there is one."""
         unpredicted = output_token_ids[self.lookup.num_output_tokens :]
         self.lookup.advance(unpredicted)
         self.match_rate *= RATE_DECAY ** len(unpredicted)
@@ -258,16 +261,16 @@ class RequestDrafts(RequestStatistics):
 
 
 class NgramProposer:
-    """The n-gram drafts of all requests of an engine, proposed or not.
+    """The n-gram drafts of all requests of an engine, whether or not they are proposed.
 
     Each output token is compared with its request's draft, so the acceptance rate is known before a draft costs
-    anything. A lookup costs more than a comparison. A request without a draft gets a lookup when its expected gain
-    exceeds the cost; otherwise requests are looked up in rotation, within a share of the step time.
+    anything. A lookup costs more than a comparison. A request without a draft gets a lookup if the expected gain
+    exceeds the cost; otherwise requests are looked up in rotation, within a fraction of the step time.
     """
 
     def __init__(self, length: int, finished: FinishedAnswersIndex | None = None, clock: Clock | None = None) -> None:
-        """`finished`: the finished answers to search; None: `FINISHED_TOKENS` of them, 64 bytes of memory for each.
-        `clock` measures lookups; None: they are assumed to need `LOOKUP_S`.
+        """`finished`: the finished answers to search; None: an index of `FINISHED_TOKENS` tokens, which takes 64 bytes
+        per token. `clock` measures lookups; None: they are assumed to take `LOOKUP_S`.
         """
         self._length = length
         self._is_timed = clock is not None
@@ -278,15 +281,17 @@ class NgramProposer:
         self.matched: dict[Request, RequestDrafts] = {}
         """Requests with a draft."""
         self.unmatched: dict[Request, RequestDrafts] = {}
-        """Requests without one whose lookup may gain more than it costs: new ones, and those that lost their draft."""
+        """Requests without a draft whose lookup may gain more than it costs: new ones, and those
+        that lost their draft.
+        """
         self.lookup_time = MovingAverage(LOOKUP_MEMORY, LOOKUP_S)
         self._new_answers: list[tuple[str, tuple[int, ...]]] = []
-        """Namespaces and tokens of finished answers that are not in the index yet."""
+        """(namespace, tokens) of finished answers that are not in the index yet."""
         self._credit = 0.0
-        """Lookups in rotation for which past steps have left time."""
+        """Number of lookups in rotation for which past steps have left time."""
 
     def add_request(self, request: Request, model_rate: float) -> RequestDrafts:
-        """Follow a request; `model_rate`: the acceptance rate to assume for the draft model."""
+        """Start tracking a request. `model_rate`: the acceptance rate to assume for the draft model."""
         if not self.requests:
             self.add_finished((), 0)
         namespace = cache_namespace(request.tenant, request.cache_salt)
@@ -297,9 +302,9 @@ class NgramProposer:
         return drafts
 
     def add_finished(self, requests: Iterable[Request], num_rows: int) -> None:
-        """Keep the answers of finished requests, each up to the first token of a failed step.
+        """Store the answers of finished requests, each up to the first token of a failed step.
 
-        They are added to the index once they are a quarter of the rows of a step.
+        They are added to the index when there are a quarter as many as rows in a step.
         """
         for request in requests:
             token_ids = tuple(request.output_token_ids)
@@ -311,16 +316,12 @@ class NgramProposer:
             self.finished.add(answers)
 
     def update(self, num_rows: int, num_steps: int, step_s: float, could_pay: Callable[[], bool]) -> bool:
-        """Compare new output tokens with the drafts and look up drafts.
+        """Compare new output tokens with the drafts and look up drafts. Return whether the lookup of some request was
+        expected to gain more than it cost.
 
         Args:
-            num_rows: Rows of a step.
             num_steps: Steps since the last update.
-            step_s: Duration of a step in seconds.
             could_pay: Whether drafts would pay if all were accepted.
-
-        Returns:
-            Whether the lookup of a request was expected to gain more than it cost.
         """
         self._compare()
         promising = self._promising(num_rows, step_s)
@@ -342,9 +343,9 @@ class NgramProposer:
                 self.requests.move_to_end(request, last=False)
 
     def _promising(self, num_rows: int, step_s: float) -> list[Request]:
-        """Return unmatched requests whose lookup is expected to gain more than it costs; drop the other ones.
+        """Return unmatched requests whose lookup is expected to gain more than it costs, and drop the others.
 
-        The gain is the token that an accepted draft saves; the cost is the tokens that all rows of a step would compute
+        The gain is the token that an accepted draft saves; the cost is the tokens that all rows of a step could compute
         during the lookup.
         """
         cost_s = num_rows * self.lookup_time.value
@@ -359,7 +360,7 @@ class NgramProposer:
         return promising
 
     def _next_in_rotation(self, num_steps: int, step_s: float) -> list[Request]:
-        """Return the next requests of the rotation that have no draft, as many as the steps have time for."""
+        """Return the next requests of the rotation without a draft, as many as the steps have time for."""
         num_requests = float(len(self.requests))
         credit = self._credit + num_steps * LOOKUP_SHARE * step_s / self.lookup_time.value
         self._credit = min(num_requests, credit) if step_s else num_requests

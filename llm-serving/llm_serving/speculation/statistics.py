@@ -1,7 +1,7 @@
-"""Acceptance rates of the draft tokens of one request, and the duration of a step as a function of its tokens.
+"""Acceptance rates of one request's draft tokens, and the duration of a step as a function of its tokens.
 
-The controller decides by these figures. The server-wide counts are metrics: `record_verified` of the controller returns
-what they add up.
+The controller uses these figures for its decisions. The server-wide counts are metrics, which add the results of the
+controller's `record_verified`.
 """
 
 from __future__ import annotations
@@ -12,32 +12,36 @@ from typing import Final, NamedTuple
 from llm_serving.core.enums import Proposer
 
 RATE_MEMORY: Final = 8
-"""Draft tokens after which the weight of an observation in an acceptance rate has fallen to 1/e."""
+"""Number of draft tokens after which an observation has weight 1/e in an acceptance rate."""
 RATE_DECAY: Final = 1 - 1 / RATE_MEMORY
 FIRST_TOKEN_RATE: Final = 0.3
 """Acceptance rate assumed for the first token of a new n-gram match, before one was compared."""
 FURTHER_TOKEN_RATE: Final = 0.8
-"""The same for a token after an accepted one."""
+"""As `FIRST_TOKEN_RATE`, for a token after an accepted one."""
 MIN_ACCEPTANCE_RATE: Final = 0.5
 """Acceptance rate below which a request gets no drafts from the draft model or from its constraint."""
 FIRST_PAUSE_TOKENS: Final = 32
-"""Output tokens during which the draft model is then not used for the request; doubles with each pause."""
+"""Number of output tokens for which a request gets no drafts from the draft model, after its rate fell below the
+minimum. It doubles with each pause.
+"""
 FIRST_FORCED_TOKENS: Final = 1.0
 """Forced tokens per step that are assumed before any were verified."""
 FORCED_MEMORY: Final = 8
-"""Steps after which the weight of a forced draft in their average has fallen to 1/e."""
+"""Number of steps after which a forced draft has weight 1/e in their average."""
 FORCED_MEMORY_TOKENS: Final = 128
-"""Output tokens after which an average without new forced drafts has returned to the assumption by 1 - 1/e."""
+"""Number of output tokens after which an average without new forced drafts has returned to the
+assumption by 1 - 1/e.
+"""
 MAX_OUTLIER: Final = 4
-"""One measurement counts as at most so many times the average: a thread that was descheduled says little."""
+"""Maximum ratio of a measurement to the average. Larger ones are clipped, because a descheduled thread says little."""
 STEP_DECAY: Final = 1 - 1 / 256
-"""Weight of a step after the next one."""
+"""Factor by which the weight of a step decreases with each later step."""
 SIZE_DECAY: Final = 1 / 1024
 """Weight of a step whose size class differs by one; by two, its square."""
 SMALLEST_SIZE: Final = 7
-"""Added to a number of tokens before its power of two is its size class."""
+"""Added to a number of tokens before its power of two determines its size class."""
 MIN_VARIANCE: Final = 1e-6
-"""Relative variance of the numbers of tokens below which the cost of a token cannot be estimated."""
+"""Relative variance of the token counts below which the cost of a token cannot be estimated."""
 
 
 def no_time() -> float:
@@ -46,7 +50,7 @@ def no_time() -> float:
 
 
 class VerifiedDraft(NamedTuple):
-    """How many draft tokens of one proposer a step verified for a request."""
+    """Numbers of one proposer's draft tokens that a step verified for a request."""
 
     proposer: Proposer
     num_draft_tokens: int
@@ -58,7 +62,7 @@ class Acceptance(NamedTuple):
 
     first: float
     further: float
-    """Of a token after an accepted one."""
+    """Rate of a token after an accepted one."""
 
 
 def updated_rate(rate: float, num_accepted: int, is_rejected: bool, memory: int = RATE_MEMORY) -> float:
@@ -71,7 +75,7 @@ def updated_rate(rate: float, num_accepted: int, is_rejected: bool, memory: int 
 class MovingAverage:
     """Exponential moving average of durations in seconds, robust against outliers.
 
-    `memory`: measurements after which the weight of one has fallen to 1/e; `value`: assumed before the first.
+    `memory`: number of measurements after which one has weight 1/e; `value`: assumed before the first.
     """
 
     __slots__ = ("_memory", "value")
@@ -90,27 +94,27 @@ class RequestStatistics:
     """Acceptance rates of the draft tokens of one request, by proposer."""
 
     model_rate: float
-    """Of the draft model's tokens; at first an assumption."""
+    """Acceptance rate of the draft model's tokens; at first an assumption."""
     match_rate: float = 0.0
-    """Share of the newest output tokens that the n-gram draft predicted."""
+    """Fraction of the latest output tokens that the n-gram draft predicted."""
     forced_rate: float = 1.0
-    """Of tokens that the constraint forces, known only from verification."""
+    """Acceptance rate of tokens that the constraint forces, measured by verification."""
     num_proposed: int = 0
-    """Tokens of the newest draft that `proposer` proposed; the constraint forces those after them."""
+    """Number of tokens of the latest draft that `proposer` proposed. The constraint forces the tokens after these."""
     proposer: Proposer = Proposer.NGRAM
     _first: float = field(default=FIRST_TOKEN_RATE, init=False)
     _further: float = field(default=FURTHER_TOKEN_RATE, init=False)
     _is_confirmed: bool = field(default=False, init=False)
-    """Whether the draft predicted the newest output token."""
+    """Whether the draft predicted the latest output token."""
     _forced_tokens: float = field(default=FIRST_FORCED_TOKENS, init=False)
     _forced_at: int = field(default=0, init=False)
-    """Output tokens when `_forced_tokens` was updated."""
+    """Number of output tokens when `_forced_tokens` was updated."""
     _model_pause: int = field(default=FIRST_PAUSE_TOKENS, init=False)
     _model_resumes_at: int = field(default=0, init=False)
 
     @property
     def acceptance(self) -> Acceptance:
-        """Expected rates of the n-gram draft. A new match is often wrong, a confirmed one seldom."""
+        """Expected rates of the n-gram draft. A new match is often wrong, a confirmed one rarely."""
         return Acceptance(self._further if self._is_confirmed else self._first, self._further)
 
     def record_match(self, num_matched: int, is_mismatched: bool) -> None:
@@ -131,18 +135,18 @@ class RequestStatistics:
         return FIRST_FORCED_TOKENS + known * (self._forced_tokens - FIRST_FORCED_TOKENS)
 
     def record_forced(self, num_draft_tokens: int, num_accepted: int, num_output_tokens: int) -> None:
-        """Record the verification of forced tokens; 0 draft tokens: the constraint forced none."""
+        """Record the verification of forced tokens. 0 draft tokens: the constraint forced none."""
         expected = self.forced_tokens(num_output_tokens)
         self._forced_tokens = expected + (num_accepted - expected) / FORCED_MEMORY
         self._forced_at = num_output_tokens
         self.forced_rate = updated_rate(self.forced_rate, num_accepted, num_accepted < num_draft_tokens)
 
     def may_use_model(self, num_output_tokens: int) -> bool:
-        """Whether the draft model is used for the request, or paused because too few of its tokens were accepted."""
+        """Return whether the draft model is used for the request, and not paused because of a low acceptance rate."""
         return num_output_tokens >= self._model_resumes_at
 
     def record_model(self, num_draft_tokens: int, num_accepted: int, num_output_tokens: int) -> None:
-        """Record the verification of the draft model's tokens; pause it below `MIN_ACCEPTANCE_RATE`."""
+        """Record the verification of the draft model's tokens. Pause the model below `MIN_ACCEPTANCE_RATE`."""
         self.model_rate = updated_rate(self.model_rate, num_accepted, num_accepted < num_draft_tokens)
         if self.model_rate < MIN_ACCEPTANCE_RATE:
             self.model_rate = MIN_ACCEPTANCE_RATE
@@ -153,9 +157,9 @@ class RequestStatistics:
 class StepTimeModel:
     """Predicts the duration of a decode step from its number of tokens.
 
-    A few more tokens hardly prolong a step that is limited by memory bandwidth, and prolong one that is limited by
-    arithmetic in proportion. So each size class (powers of two) has its own line, fitted by weighted least squares to
-    the newest steps; steps of other classes count less the more their size differs.
+    If memory bandwidth limits a step, a few more tokens hardly prolong it; if arithmetic does, they prolong it in
+    proportion. So each size class (powers of two) has its own line, fitted by weighted least squares to the latest
+    steps. Steps of other classes count less the more their size differs.
     """
 
     def __init__(self) -> None:
@@ -196,8 +200,8 @@ class StepTimeModel:
     def added_s(self, num_tokens: int, num_more: float) -> float:
         """Return by how many seconds `num_more` tokens prolong a step of `num_tokens`.
 
-        The result is at most proportional to the tokens. It is 0 while all steps have had the same size, so that
-        drafts are tried once.
+        The result is at most proportional to the tokens. It is 0 while all steps have had the same size, so that drafts
+        are tried once.
         """
         seconds = self.step_s(num_tokens)
         return min(max(0.0, self.step_s(num_tokens + num_more) - seconds), seconds * num_more / num_tokens)
