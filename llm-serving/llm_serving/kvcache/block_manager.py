@@ -19,16 +19,17 @@ from llm_serving.kvcache.transfer_pool import TransferBlock, TransferPool
 class BlockManager:
     """Allocates the blocks that the tokens of each request need, and frees them.
 
-    The table of a request lists its blocks in order: token i lives in block `table[i // block_size]` at offset
-    `i % block_size`. A table only grows until it is freed. If every layer of the model has a sliding window, a request
-    frees the blocks behind it and allocates as many at the end, so it never holds more than the window and a step.
+    The table of a request lists its blocks in order: token i is in block `table[i // block_size]` at offset `i %
+    block_size`. A table only grows until it is freed. If every layer of the model has a sliding window, a request frees
+    the blocks that the window has passed and allocates new ones at the end, so it never holds more than the window and
+    a step.
 
     Only full blocks are shared: with earlier requests of the same namespace and prefix (found by hash), and with the
-    parent of a fork. A shared block is never written again; if a fork starts inside a block, it gets a copy of it. With
-    a sliding window, only the blocks that the token after the shared prefix sees are needed.
+    parent of a fork. A shared block is never written again; a fork that starts inside a block gets a copy of it. With a
+    sliding window, only the blocks to which the token after the shared prefix attends are needed.
 
     Block moves are collected in the order of the decisions. A step executes them before it computes, so earlier steps
-    still find the old content.
+    still read the old content.
     """
 
     def __init__(
@@ -49,25 +50,25 @@ class BlockManager:
         self.window = Window() if window is None else window
         self.max_blocks_per_request = self.window.max_blocks(block_size, num_blocks)
         self.max_request_tokens = self.window.max_request_tokens(block_size, num_blocks)
-        """Length of the longest request that an empty cache has room for."""
+        """Length of the longest request that fits into an empty cache."""
         self.prefix_caching = prefix_caching
         self._unshared: set[str] = set()
-        """Requests that share no block, see `admit`."""
+        """Requests that share no blocks, see `admit`."""
         self._tables: dict[str, BlockTable] = {}
         self._host_tables: dict[str, BlockTable] = {}
         self._import_tables: dict[str, BlockTable] = {}
-        """Blocks of other replicas' transfer pools that hold the KV cache of waiting requests."""
+        """Request -> its KV blocks in other replicas' transfer pools, for waiting requests."""
         self._released_imports: list[TransferBlock] = []
-        """Blocks of other replicas' transfer pools that can be reclaimed once the formed steps are done."""
+        """Blocks of other replicas' transfer pools that can be reclaimed after the steps formed so far."""
         self._block_hashes: dict[str, list[bytes]] = {}
-        """Hashes of the first full blocks of each request, computed on demand."""
+        """Request -> hashes of its first full blocks, computed on demand."""
         self._block_moves: list[BlockMove] = []
 
     # --- capacity ---------------------------------------------------------------------------------------------------
 
     @property
     def has_sliding_window(self) -> bool:
-        """Whether requests free blocks behind the window, so that none ever holds more than a maximum."""
+        """Whether requests free the blocks that the window has passed, which limits the blocks of each request."""
         return self.max_blocks_per_request < NO_WINDOW
 
     @property
@@ -78,14 +79,14 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def max_blocks_of(self, num_tokens: int) -> int:
-        """Return the maximum number of blocks that a request of `num_tokens` holds at once."""
+        """Return the maximum number of blocks that a request of `num_tokens` holds at the same time."""
         return min(self.num_blocks_for(num_tokens), self.max_blocks_per_request)
 
     def num_blocks_held(self, request_id: str) -> int:
         return len(self._tables.get(request_id, ()))
 
     def num_blocks_shared(self, request_id: str) -> int:
-        """Return how many blocks at the start of the request's table other requests hold as well."""
+        """Return the number of blocks at the start of the request's table that are shared with other requests."""
         count, ref_count = 0, self.pool.ref_count
         for block_id in self._tables.get(request_id, ()):
             if ref_count(block_id) == 1:
@@ -94,7 +95,7 @@ class BlockManager:
         return count
 
     def num_tokens_with_blocks(self, request_id: str) -> int:
-        """Return the number of the request's first tokens that have a block in its table, or had one."""
+        """Return the number of the request's first tokens that have, or had, a block in its table."""
         return self._tables[request_id].end * self.block_size
 
     @property
@@ -106,7 +107,7 @@ class BlockManager:
         return self._tables
 
     def table(self, request_id: str) -> BlockTable:
-        """Return the table of a request that has blocks. Do not change or keep it."""
+        """Return the table of a request that has blocks. The caller must not change or keep it."""
         return self._tables[request_id]
 
     def block_table(self, request_id: str) -> list[int]:
@@ -124,7 +125,7 @@ class BlockManager:
         *,
         guaranteed: bool = False,
     ) -> int:
-        """Return the number of free blocks that `admit` needs; shared blocks that are in use need none.
+        """Return the number of free blocks that `admit` needs. Shared blocks in use need none.
 
         With `without`, return how many must be free now if the tables of these requests are freed before `admit`.
         """
@@ -148,17 +149,13 @@ class BlockManager:
     def admit(
         self, request: Request, num_tokens: int, parent: Request | None = None, *, guaranteed: bool = False
     ) -> int:
-        """Allocate the table of a request that has none; the caller has checked `num_blocks_to_admit`.
+        """Allocate the table of a request that has none. The caller must have checked `num_blocks_to_admit`. Return the
+        number of its tokens that are already computed, at most `Request.max_prefix_hit_tokens`.
 
         Args:
-            request: The request.
-            num_tokens: Length of the table.
             parent: A running request whose computed prefix is shared.
-            guaranteed: Whether the request must never lack a block up to `num_tokens`. If it has to recycle its own
-                blocks for that (sliding window), it shares none, because a shared block would not become free.
-
-        Returns:
-            The number of its tokens that are computed already, at most `Request.max_prefix_hit_tokens`.
+            guaranteed: Whether the request must never lack a block up to `num_tokens`. With a sliding window, it then
+                shares no blocks, because it recycles its own, and a shared block would not become free.
         """
         request_id = request.request_id
         assert request_id not in self._tables, f"request {request_id} has blocks already"
@@ -198,22 +195,24 @@ class BlockManager:
         return next(differs, min(len(ours), len(theirs))) * self.block_size
 
     def free_outside_window(self, request_id: str, num_computed: int) -> None:
-        """Free the blocks that no token after the first `num_computed` sees; these must have been submitted."""
+        """Free the blocks to which no token after the first `num_computed` attends. These tokens
+        must have been submitted.
+        """
         table = self._tables[request_id]
         self.pool.free(table.drop_before(min(self.window.first_block(num_computed, self.block_size), table.end)))
 
     def can_grow(self, request_id: str, num_tokens: int) -> bool:
-        """Whether there are free blocks for `grow`."""
+        """Return whether there are enough free blocks for `grow`."""
         return self._num_missing_blocks(request_id, num_tokens) <= self.pool.num_free_blocks
 
     def grow(self, request_id: str, num_tokens: int) -> None:
-        """Extend the request's table to `num_tokens`; the caller has checked `can_grow`."""
+        """Extend the request's table to `num_tokens`. The caller must have checked `can_grow`."""
         missing = self._num_missing_blocks(request_id, num_tokens)
         if missing > 0:
             self._tables[request_id].extend(self.pool.allocate(missing), self.pool)
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Let other requests find the full blocks of the first `num_tokens`, which are computed and known."""
+        """Make the full blocks of the first `num_tokens`, which are computed and known, available to other requests."""
         if not self.prefix_caching or request.request_id in self._unshared:
             return
         table = self._tables[request.request_id]
@@ -225,7 +224,9 @@ class BlockManager:
     # --- freeing and swapping ---------------------------------------------------------------------------------------
 
     def free(self, request_id: str) -> None:
-        """Free all blocks of a request, if it has any. The last block is freed first: it is the least likely reused."""
+        """Free all blocks of a request, if it has any. The last block is freed first, because it is the least likely
+        reused.
+        """
         if request_id in self._tables:
             table = self._tables.pop(request_id)
             self.pool.free(reversed(table.ids[table.start :]))
@@ -237,7 +238,7 @@ class BlockManager:
         self._unshared.discard(request_id)
 
     def num_blocks_to_swap(self, request: Request) -> int:
-        """Return the number of blocks with computed tokens that later tokens of the request see."""
+        """Return the number of computed blocks to which later tokens of the request attend."""
         table, num_tokens = self._tables[request.request_id], request.num_computed_tokens
         start = max(table.start, self.window.first_block(num_tokens, self.block_size))
         return max(0, self.num_blocks_for(num_tokens) - start)
@@ -262,15 +263,13 @@ class BlockManager:
     # --- KV transfer between replicas -------------------------------------------------------------------------------
 
     def add_import(self, request_id: str, transfer: Transfer) -> None:
-        """Record the transfer blocks of a request from another replica; `admit` imports them."""
+        """Record the transfer blocks of a request from another replica. `admit` imports them."""
         if transfer.block_ids:
             self._import_tables[request_id] = BlockTable(transfer.block_ids, transfer.epochs, transfer.start)
 
     def export(self, request_id: str, num_tokens: int) -> list[BlockMove] | None:
-        """Export the blocks that a request needs of its first `num_tokens` to the transfer pool.
-
-        Returns:
-            Moves for the step that computes the last of these tokens; None if the transfer pool has no room.
+        """Export the blocks that a request needs of its first `num_tokens` to the transfer pool. Return moves for the
+        step that computes the last of these tokens; None if the transfer pool is full.
         """
         table = self._tables[request_id]
         start = max(table.start, self.window.first_block(num_tokens, self.block_size))
@@ -279,7 +278,7 @@ class BlockManager:
         return None if target is None else self._moves_of(BlockMoveKind.EXPORT, table, target, start, end, num_tokens)
 
     def pop_released_imports(self) -> list[TransferBlock]:
-        """Return imported blocks that can be reclaimed once the steps formed so far are done, since the last call."""
+        """Return the imported blocks since the last call that can be reclaimed after the steps formed so far."""
         if not self._released_imports:
             return []
         released, self._released_imports = self._released_imports, []
@@ -288,8 +287,8 @@ class BlockManager:
     def reset(self) -> None:
         """Drop all tables, hashes and pending moves, because cache and host pool were lost.
 
-        Blocks that were handed over to other replicas stay valid. Blocks to import are dropped as well, because they
-        may be what cannot be read.
+        Blocks that were handed over to other replicas stay valid. Blocks to import are dropped too, because reading
+        them may be the cause of the failure.
         """
         for request_id in [*self._tables, *self._host_tables, *self._import_tables]:
             self.free(request_id)
@@ -316,21 +315,23 @@ class BlockManager:
         assert counts <= {1}, "a request with guaranteed blocks shares some"
 
     def check_writable(self, request_id: str, start: int, end: int) -> None:
-        """Raise AssertionError unless the blocks of the tokens [start, end) belong to this request alone."""
+        """Raise AssertionError unless the blocks of the tokens [start, end) belong to this request only."""
         table = self._tables[request_id].ids
         blocks = table[start // self.block_size : self.num_blocks_for(end)]
         assert len(table) >= self.num_blocks_for(end), f"the table of {request_id} ends before token {end}"
         assert all(self.pool.ref_count(block_id) == 1 for block_id in blocks), f"{request_id} would write shared blocks"
 
     def check_readable(self, request_id: str, num_computed: int) -> None:
-        """Raise AssertionError unless the request has the blocks that the token after `num_computed` others sees."""
+        """Raise AssertionError unless the request has the blocks to which the token after
+        `num_computed` others attends.
+        """
         table, first = self._tables[request_id], self.window.first_block(num_computed, self.block_size)
         assert table.start <= first, f"the table of {request_id} begins at block {table.start}, it sees block {first}"
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _recycles_blocks(self, num_tokens: int) -> bool:
-        """Whether a request with guaranteed blocks frees one for each that it allocates."""
+        """Return whether a request with guaranteed blocks frees one block for each that it allocates."""
         return self.num_blocks_for(num_tokens) > self.max_blocks_per_request
 
     def _table_end(self, start: int, num_tokens: int) -> int:
@@ -338,7 +339,7 @@ class BlockManager:
         return min(self.num_blocks_for(num_tokens), start + self.max_blocks_per_request)
 
     def _shared_blocks(self, request: Request, parent: Request | None, unshared: bool) -> BlockTable:
-        """Return the full blocks of the longest computed prefix, as far as the tokens after it see them.
+        """Return the full blocks of the longest computed prefix to which the tokens after it attend.
 
         They come from the parent's table or, by hash, from the pool.
         """
@@ -412,7 +413,9 @@ class BlockManager:
         self._released_imports += zip(table.ids[table.start :], table.epochs[table.start :], strict=True)
 
     def _move(self, kind: BlockMoveKind, source: BlockTable, target: BlockTable, start: int, end: int) -> None:
-        """Move the tokens [start, end) from one table to the same entries of another; a block starts at `start`."""
+        """Move the tokens [start, end) from one table to the same entries of another. `start` is
+        the start of a block.
+        """
         self._block_moves += self._moves_of(
             kind, source, target, start // self.block_size, self.num_blocks_for(end), end
         )
@@ -420,7 +423,7 @@ class BlockManager:
     def _moves_of(
         self, kind: BlockMoveKind, source: BlockTable, target: BlockTable, start: int, end: int, num_tokens: int
     ) -> list[BlockMove]:
-        """Return moves of the entries [start, end) from one table to another; they hold the first `num_tokens`."""
+        """Return moves of the first `num_tokens` tokens from one table to another, for the entries [start, end)."""
         moves = []
         for index in range(start, end):
             blocks = source.ids[index], target.ids[index], source.epochs[index], target.epochs[index]

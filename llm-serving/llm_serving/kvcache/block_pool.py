@@ -1,4 +1,4 @@
-"""The blocks of the KV cache: free ones, reference counts, and the hashes by which full blocks are found."""
+"""The blocks of the KV cache: free blocks, reference counts, and hashes of full blocks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ MAX_EPOCH: Final = 2**31 - 1
 class BlockPool:
     """Allocates and frees block ids 0 .. num_blocks - 1.
 
-    A block is free or has a reference count of at least one: free + used == all, at every moment. A free block can
-    still be found by its hash until it is allocated again. Blocks without a hash are allocated first, the latest freed
-    one before the others; then blocks with a hash, the least recently used one first.
+    A block is free or has a reference count of at least one; free + used == all at any time. A free block can still be
+    found by its hash until it is allocated again. Blocks without a hash are allocated first, the latest freed one
+    first; then blocks with a hash, the least recently used one first.
     """
 
     def __init__(self, num_blocks: int, last_epoch: int = 0) -> None:
-        """`last_epoch`: epochs start after it."""
+        """`last_epoch`: the first epoch is the next number."""
         self.num_blocks = num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         """In order of allocation."""
@@ -54,7 +54,7 @@ class BlockPool:
         return self._epochs[block_id]
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` blocks with one reference each; the caller has checked `num_free_blocks`."""
+        """Allocate `count` blocks with one reference each. The caller must have checked `num_free_blocks`."""
         assert count <= len(self._free), f"cannot allocate {count} blocks: {len(self._free)} are free"
         block_ids = []
         for _ in range(count):
@@ -77,7 +77,7 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Drop one reference of each block; a block without references becomes free."""
+        """Drop one reference of each block. A block without references becomes free."""
         for block_id in block_ids:
             count = self._ref_counts[block_id]
             assert count > 0, f"block {block_id} freed twice"
@@ -88,7 +88,7 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def register_hash(self, block_id: int, epoch: int, block_hash: bytes) -> None:
-        """Let a block be found by its hash; if two blocks have the same content, the first keeps the hash."""
+        """Make a block available by its hash. If two blocks have the same content, the first keeps the hash."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is free and cannot be cached"
         assert self._epochs[block_id] == epoch, f"block {block_id} was allocated again"
         if self._hashes[block_id] is None and block_hash not in self._blocks_by_hash:
@@ -100,17 +100,17 @@ class BlockPool:
 
     @property
     def is_cached(self) -> Callable[[bytes], bool]:
-        """Function that returns whether a hash is cached; valid as long as the pool."""
+        """Function that returns whether a hash is cached. It stays valid as long as the pool."""
         return self._blocks_by_hash.__contains__
 
     def clear_hashes(self) -> None:
-        """Forget all hashes, because the content of the blocks was lost."""
+        """Drop all hashes, because the content of the blocks was lost."""
         for block_id in self._blocks_by_hash.values():
             self._hashes[block_id] = None
         self._blocks_by_hash.clear()
 
     def check_integrity(self, references: Iterable[int]) -> None:
-        """Raise AssertionError unless free + used == all and `references` (one entry a use) match the counts."""
+        """Raise AssertionError unless free + used == all and `references` (one entry per use) match the counts."""
         expected = [0] * self.num_blocks
         for block_id in references:
             expected[block_id] += 1

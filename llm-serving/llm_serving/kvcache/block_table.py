@@ -11,18 +11,19 @@ from llm_serving.kvcache.block_pool import BlockPool
 
 
 class BlockTable:
-    """Block ids in the order of the tokens, each with the epoch of its allocation.
+    """Block ids in token order, each with the epoch of its allocation.
 
-    A WorkAgent tags each block with the epoch of its writer. So it notices at once if two requests write one block, or
-    a request reads a block that was allocated again. Both are 32-bit arrays, so the tables of a step are copied whole.
+    A WorkAgent tags each block with the epoch of its writer. So it detects if two requests write one block, or a
+    request reads a block that was allocated again. Both are 32-bit arrays, so the tables of a step are copied as a
+    whole.
 
-    The first `start` entries have no block: they lie behind the sliding window.
+    The first `start` entries have no block, because the sliding window has passed them.
     """
 
     __slots__ = ("epochs", "ids", "start")
 
     def __init__(self, ids: Iterable[int] = (), epochs: Iterable[int] = (), start: int = 0) -> None:
-        """`ids`, `epochs`: of the entries from `start` on."""
+        """`ids`, `epochs`: those of the entries from index `start`; earlier entries have no blocks."""
         self.start = start
         self.ids = array("i", [NO_BLOCK]) * start
         self.epochs = array("i", [0]) * start
@@ -31,7 +32,7 @@ class BlockTable:
 
     @classmethod
     def of(cls, pool: BlockPool, block_ids: Collection[int], start: int = 0) -> BlockTable:
-        """Return a table of blocks with their present epochs, for the entries from `start` on."""
+        """Return a table of blocks with their current epochs, for the entries from `start`."""
         return cls(block_ids, map(pool.epoch, block_ids), start)
 
     def extend(self, block_ids: Collection[int], pool: BlockPool) -> None:
@@ -72,7 +73,7 @@ def namespace_hash(namespace: str) -> bytes:
 def block_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the hash of the block that holds `token_ids` after the block with the hash `previous`.
 
-    Keys and values depend on all tokens before them, so the hashes of a sequence form a chain. The hash is
-    cryptographic, because clients choose the tokens: none can construct two texts that share a block.
+    Keys and values depend on all earlier tokens, so the hashes of a sequence form a chain. The hash is cryptographic,
+    because clients choose the tokens and must not be able to construct two texts with the same block hash.
     """
     return blake2b(previous + array("i", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()

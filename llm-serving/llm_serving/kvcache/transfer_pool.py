@@ -1,4 +1,4 @@
-"""The blocks of the transfer pool through which one replica hands KV cache to other replicas."""
+"""The blocks of the transfer pool, by which one replica passes KV cache to other replicas."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class TransferPool:
     """Allocates the blocks of one replica's part of the transfer pool.
 
     Only this replica's WorkAgent writes them, in the order of its steps. So a block can be allocated again as soon as
-    its reader has reclaimed it: earlier steps are done before the next owner's first write.
+    its reader has reclaimed it, because earlier steps are done before the next owner's first write.
 
-    A block is free, pending (its exporting step has not been replied to) or handed over to another replica.
+    A block is free, pending (there is no reply yet to its exporting step) or handed over to another replica.
 
     Args:
         num_blocks: Number of blocks; 0: no request migrates.
@@ -31,9 +31,9 @@ class TransferPool:
         self.pool = BlockPool(num_blocks, last_epoch)
         self._first = first
         self._pending: dict[str, tuple[BlockTable, int]] = {}
-        """By request: blocks, and the number of tokens that they will hold."""
+        """Request -> (blocks, number of tokens that they will hold)."""
         self._handed_over: dict[int, int] = {}
-        """Block -> epoch, of blocks that other replicas have."""
+        """Block -> epoch, for blocks that other replicas have."""
 
     def allocate(self, request_id: str, start: int, end: int, num_tokens: int) -> BlockTable | None:
         """Allocate blocks for the entries [start, end) of a table, to hold `num_tokens`; None if there are too few."""
@@ -53,7 +53,7 @@ class TransferPool:
         return Transfer(ids, epochs, table.start, num_tokens)
 
     def cancel(self, request_id: str) -> None:
-        """Free the pending blocks of a request that does not migrate after all."""
+        """Free the pending blocks of a request that will not migrate."""
         table, _ = self._pending.pop(request_id)
         self.pool.free(each - self._first for each in table)
 
