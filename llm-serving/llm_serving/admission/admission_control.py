@@ -1,4 +1,4 @@
-"""Admission control: refuse a request early when the queue is full or its first token would come too late."""
+"""Admission control refuses a request early if the queue is full or its first token would come too late."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from llm_serving.errors import CapacityError, TooLateError
 from llm_serving.observability.class_metrics import ClassMetrics
 
 RETRY_SHARE: Final = 0.6
-"""Share of the drain rate at which refused clients are asked to retry; new requests use the rest.
+"""Fraction of the drain rate at which refused clients are asked to retry. New requests use the rest.
 
-A retry competes with new requests for admission. A smaller share lets more retries in at once, and makes
-clients wait longer. Of the clients that obey, 75 to 80 % get in at their first retry at twice the capacity.
+A smaller fraction makes clients wait longer, but more retries succeed. With this value, 75 to 80 % of the clients that
+obey are admitted at their first retry at twice the capacity.
 """
 MIN_RETRY_AFTER_S: Final = 1.0
 MAX_RETRY_AFTER_S: Final = 120.0
-"""The official OpenAI client gives up when it is asked to wait longer."""
+"""Maximum Retry-After. The official OpenAI client gives up if it is asked to wait longer."""
 JITTER: Final = 0.1
-"""A random part of up to this share is added to each delay, so that refused clients do not return together."""
+"""Maximum fraction of each delay that is randomly added, so that refused clients do not return at the same time."""
 MAX_SOURCES: Final = 256
-"""Sources of requests whose retries are spread separately; further ones count as one source."""
+"""Maximum number of sources whose retries are spread separately. Further ones count as one source."""
 IDLE_S: Final = 10.0
-"""Seconds without a step after which the measured speed refuses no request that would be alone."""
+"""After this number of seconds without a step, the measured speed refuses no request that would be alone."""
 MAX_REFUSED: Final = 20_000
-"""Refused requests that are kept for `llm-serving advice`, the newest."""
+"""Maximum number of refused requests kept for `llm-serving advice`, the latest."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """The replica that would serve a request, as admission control sees it."""
+    """The load of the replica that would serve a request."""
 
     index: int
     num_replicas: int
-    """Replicas over which a group of requests is spread."""
+    """Number of replicas over which a group of requests is spread."""
     speed: ReplicaSpeed | None
     honours_classes: bool
     """Whether its policy schedules higher classes first."""
     in_flight: InFlightSteps = NO_STEPS
     num_cached_tokens: int = 0
-    """Tokens of the prompt that its prefix cache holds."""
+    """Number of prompt tokens in its prefix cache."""
 
 
 class RefusedRequests(NamedTuple):
@@ -56,7 +56,7 @@ class RefusedRequests(NamedTuple):
     time: float
     """Engine time."""
     prompt_lens: tuple[int, ...]
-    """Prompt tokens of each request, or their least number when the text was not tokenized."""
+    """Prompt tokens of each request, or a lower bound if the text was not tokenized."""
     priority: int
     tenant: str
 
@@ -64,20 +64,21 @@ class RefusedRequests(NamedTuple):
 class RetrySchedule:
     """Spreads the retries of refused clients over time, so that `Retry-After` grows with the number of refusals.
 
-    Each refusal moves the next retry of its source back by the time in which the server starts as many requests.
-    Active sources share the rate equally: a source that floods the server delays its own retries most. The seed of the
+    Each refusal delays the next retry of its source by the time in which the server starts as many requests. Active
+    sources share the rate equally, so a source that floods the server delays mostly its own retries. The seed of the
     jitter is fixed, so that simulations are repeatable.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self._last_retry: dict[tuple[str, str], float] = {}
-        """(limit, source) -> time of the latest retry that was scheduled."""
+        """(limit, source) -> time of the latest scheduled retry."""
         self._random = random.Random(seed)
 
     def delay_s(self, limit: str, source: str, num_requests: int, rate: float, min_delay_s: float, now: float) -> float:
         """Return the seconds after which a refused group of requests should retry.
 
-        `rate` is what `limit` admits in a second. A retry before `min_delay_s` would be refused as well.
+        `rate` is the number of requests that `limit` admits per second. A retry before `min_delay_s` would be refused
+        too.
         """
         self._last_retry = {key: time for key, time in self._last_retry.items() if time > now}
         key = (limit, source)
@@ -121,17 +122,13 @@ class AdmissionControl:
         replica: ReplicaLoad,
         uncached_lens: Sequence[int] | None = None,
     ) -> float | None:
-        """Admit a group of requests as a whole; return the predicted seconds to its last first token, None if unknown.
+        """Admit a group of requests, all or none. Return the predicted seconds until all have a first token, if known.
+        Raise RequestError if the group exceeds a limit even when no other request waits, or CapacityError if the group
+        exceeds a limit now, or its first token would come too late.
 
         Args:
-            prompt_lens: Prompt tokens of each request.
-            caller: The client.
             replica: The replica that would serve the first request.
             uncached_lens: The tokens of each prompt that must be computed; None: all of them.
-
-        Raises:
-            RequestError: The group exceeds a limit even when no other request waits.
-            CapacityError: The group exceeds a limit now, or its first token would come too late.
         """
         if caller.deadline is not None:
             self.check_deadline(uncached_lens or prompt_lens, caller, replica)
@@ -171,16 +168,16 @@ class AdmissionControl:
         raise TooLateError(message, max(MIN_RETRY_AFTER_S, predicted_s - left_s), 1000 * predicted_s)
 
     def min_uncached(self, prompt_lens: Sequence[int]) -> Sequence[int]:
-        """Return how many tokens of each prompt must be computed at least, before the prefix cache was searched."""
+        """Return a lower bound of the tokens of each prompt to compute, before the prefix cache is searched."""
         return [1] * len(prompt_lens) if self._prefix_caching else prompt_lens
 
     def predict_s(
         self, prompt_lens: Sequence[int], request_class: RequestClass, tenant: str, replica: ReplicaLoad
     ) -> float | None:
-        """Return the predicted seconds to the first token of the last of these requests, or None if unknown.
+        """Return the predicted seconds to the first token of the last of these requests; None if unknown.
 
-        Requests ahead are those of the same class and of higher ones. Later arrivals of higher classes are not
-        foreseen.
+        Requests ahead are those of the same class and of higher classes. Later arrivals of higher classes are not
+        predicted.
         """
         if (speed := replica.speed) is None:
             return None
@@ -205,9 +202,9 @@ class AdmissionControl:
         )
 
     def _is_current(self, replica: ReplicaLoad) -> bool:
-        """Whether the measured speed of a replica is recent enough to refuse requests.
+        """Return whether the measured speed of a replica is recent enough to refuse requests.
 
-        An idle replica may have become faster, which only an admitted request can show.
+        An idle replica may have become faster, which is only measured with an admitted request.
         """
         load = self._queue.load(replica.index)
         is_idle = load.num_waiting == load.num_running == 0
@@ -230,7 +227,9 @@ class AdmissionControl:
         predicted_s: float | None,
         min_delay_s: float = 0.0,
     ) -> CapacityError:
-        """Return the error of a refusal; the slowest of the exceeded limits, or the first, determines the delay."""
+        """Return the error of a refusal. The exceeded limit that frees most slowly determines the delay; if no
+        rate is known, the first one.
+        """
         now = self._clock()
         delay_s = max(
             self._retries.delay_s(

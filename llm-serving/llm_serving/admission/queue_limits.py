@@ -1,4 +1,4 @@
-"""Numbers of waiting and running requests, as the event loop counts them, and the limits on waiting requests."""
+"""Counts of waiting and running requests on the event loop, and the limits on waiting requests."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from llm_serving.errors import ContextLengthError, RequestError
 
 LIMITS: Final = ("max_waiting_queue", "max_waiting_tokens", "class_max_waiting", "key_max_waiting")
 DRAIN_MEMORY: Final = 128
-"""Finished requests after which one counts 1/e in a drain rate."""
+"""Number of finished requests after which a request has weight 1/e in a drain rate."""
 MIN_FINISHED: Final = 16
-"""Finished requests that a drain rate needs."""
+"""Minimum number of finished requests for a drain rate."""
 QUEUE_KEY: Final = "scheduler_config.max_waiting_queue"
 TOKENS_KEY: Final = "scheduler_config.max_waiting_tokens"
 
@@ -26,24 +26,26 @@ class QueueLoad:
     """Numbers of requests and tokens, of one class on one replica or summed."""
 
     num_waiting: int = 0
-    """Admitted requests that were never scheduled."""
+    """Number of admitted requests that were never scheduled."""
     num_waiting_tokens: int = 0
     """Prompt tokens of the waiting requests."""
     num_uncached_tokens: int = 0
     """Waiting prompt tokens that are not in the prefix cache."""
     num_running: int = 0
-    """Requests that were scheduled and have not finished, including preempted ones."""
+    """Number of requests that were scheduled and have not finished, including preempted ones."""
 
 
 class DrainRate:
-    """Requests that finish in a second while other requests wait; time without waiting requests is not counted."""
+    """Number of requests that finish per second while other requests wait. Time without waiting
+    requests does not count.
+    """
 
     def __init__(self) -> None:
         self._finished = 0.0
         self._seconds = 0.0
         self._num_finished = 0
         self._since: float | None = None
-        """End of the time counted so far, while requests wait."""
+        """Time up to which waiting was counted; None while no request waits."""
 
     def update(self, now: float, has_waiting: bool) -> None:
         """Record whether requests wait from now on."""
@@ -63,28 +65,28 @@ class DrainRate:
         self._num_finished += 1
 
     def per_second(self, now: float) -> float | None:
-        """Return the rate, or None before `MIN_FINISHED` requests have finished."""
+        """Return the rate; None before `MIN_FINISHED` requests have finished."""
         seconds = self._seconds + (0.0 if self._since is None else now - self._since)
         return None if self._num_finished < MIN_FINISHED or seconds <= 0 else self._finished / seconds
 
 
 class QueueLimit(NamedTuple):
-    """One limit as it applies to a group of requests that ask for admission."""
+    """One limit, applied to a group of requests at admission."""
 
     name: str
-    """One of `LIMITS`, the reason in the metric of refusals."""
+    """One of `LIMITS`; the reason in the metric of refusals."""
     key: str
-    """The YAML key, which also names the limit."""
+    """The YAML key, by which errors name the limit."""
     unit: str
-    """What the limit counts, such as "requests of class batch"."""
+    """Unit of the limit, such as "requests of class batch"."""
     used: int
     limit: int
     amount: int
-    """What the group needs of it."""
+    """Amount that the group needs."""
     drain_rate: DrainRate
-    """Rate of requests that finish and count against the limit."""
+    """Rate at which requests that count against the limit finish."""
     amount_per_request: float = 1.0
-    """What a finished request frees of it."""
+    """Amount that a finished request frees."""
 
     @property
     def is_exceeded(self) -> bool:
@@ -103,7 +105,7 @@ class QueueLimit(NamedTuple):
         return RequestError("n", f"must ask for at most {self.limit} answers at once ({self.key})", self.amount)
 
     def freed_per_second(self, now: float) -> float | None:
-        """Return what becomes free in a second while requests wait; None if it was not measured yet."""
+        """Return the amount that becomes free per second while requests wait; None if it was not measured yet."""
         rate = self.drain_rate.per_second(now)
         return None if rate is None else rate * self.amount_per_request
 
@@ -119,7 +121,7 @@ class _Entry(NamedTuple):
 class AdmissionQueue:
     """Counts admitted requests on the event loop, so that the counts are exact there.
 
-    `add` counts a submitted request, `start` its first step, `remove` its end. All limits hold for the sum of all
+    `add` counts a submitted request, `start` its first step, `remove` its end. All limits apply to the sum of all
     replicas.
     """
 
@@ -128,18 +130,18 @@ class AdmissionQueue:
         self._waiting: dict[str, _Entry] = {}
         self._running: dict[str, _Entry] = {}
         self._loads: dict[tuple[int | None, str], QueueLoad] = {}
-        """(replica, class) -> load; replica None: all."""
+        """(replica, class) -> load; replica None means all."""
         self._waiting_of_tenant: Counter[str] = Counter()
         self._running_of_tenant: Counter[str] = Counter()
         self._drain_rate = DrainRate()
         self._drain_rate_of_class: dict[str, DrainRate] = {}
-        """Classes with a limit of their own."""
+        """Class -> drain rate, for classes with their own limit."""
         self._drain_rate_of_tenant: dict[str, DrainRate] = {}
-        """Tenants with a limit of their own."""
+        """Tenant -> drain rate, for tenants with their own limit."""
         self.reload(config)
 
     def reload(self, config: ServingConfig) -> None:
-        """Apply the limits of another configuration to requests that arrive from now on."""
+        """Apply the limits of another configuration to future requests."""
         self._max_requests = config.scheduler.max_waiting_queue
         self._max_tokens = config.scheduler.max_waiting_tokens
         self._max_waiting_of = {key.name: key.max_waiting for key in config.api_keys if key.max_waiting is not None}
@@ -162,7 +164,7 @@ class AdmissionQueue:
         num_tokens: int,
         num_cached_tokens: int = 0,
     ) -> None:
-        """Count a request that was submitted to a replica, with so many prompt tokens, of which some are cached."""
+        """Count a request that was submitted to a replica, with its prompt tokens, some of which may be cached."""
         entry = _Entry(replica, request_class.name, tenant, num_tokens, num_tokens - num_cached_tokens)
         self._waiting[request_id] = entry
         self._count(entry, waiting=1)
@@ -175,7 +177,7 @@ class AdmissionQueue:
                 self._count(entry, waiting=-1, running=1)
 
     def remove(self, request_id: str) -> None:
-        """Stop counting a request that finished or was aborted; do nothing the second time."""
+        """Stop counting a request that finished or was aborted. Idempotent."""
         if (entry := self._waiting.pop(request_id, None)) is not None:
             self._count(entry, waiting=-1)
         if (entry := self._running.pop(request_id, None)) is not None:
@@ -188,14 +190,14 @@ class AdmissionQueue:
                 rate.record_finished(now)
 
     def change_replica(self, request_id: str, replica: int) -> None:
-        """Count a running request at the replica it migrated to; do nothing if it has finished."""
+        """Count a running request at the replica to which it migrated. No effect if it has finished."""
         if (before := self._running.get(request_id)) is not None:
             after = self._running[request_id] = before._replace(replica=replica)
             self._count(before, running=-1)
             self._count(after, running=1)
 
     def change_class(self, request_id: str, request_class: RequestClass) -> None:
-        """Count a request in another class; do nothing if it has finished."""
+        """Count a request in another class. No effect if it has finished."""
         for entries, waiting, running in ((self._waiting, 1, 0), (self._running, 0, 1)):
             if (before := entries.get(request_id)) is not None:
                 after = entries[request_id] = before._replace(class_name=request_class.name)
@@ -227,7 +229,7 @@ class AdmissionQueue:
     # --- queries ----------------------------------------------------------------------------------------------------
 
     def load(self, replica: int | None = None, max_rank: int | None = None) -> QueueLoad:
-        """Return the load of one replica (None: of all) in the classes up to a rank (None: in all)."""
+        """Return the load of one replica (None: all) in the classes up to a rank (None: all)."""
         total = QueueLoad()
         for request_class in self._classes:
             each = self._loads.get((replica, request_class.name))
@@ -242,7 +244,7 @@ class AdmissionQueue:
         return replace(self._loads.get((None, name), _NO_LOAD))
 
     def waiting_ahead(self, replica: int, max_rank: int | None) -> tuple[int, int]:
-        """Return how many waiting requests of a replica are ahead of a new one, and their uncached prompt tokens.
+        """Return the number of a replica's waiting requests ahead of a new one, and their uncached prompt tokens.
 
         Requests beyond the concurrency limit of their tenant are not ahead of requests of other tenants.
         """
@@ -262,15 +264,17 @@ class AdmissionQueue:
         return num_requests, num_tokens
 
     def max_running(self, tenant: str) -> int | None:
-        """Return how many requests of the tenant may run at once; None: there is no such limit."""
+        """Return the maximum number of running requests of the tenant; None: no limit."""
         return self._max_running_of.get(tenant, self._max_running)
 
     def num_unfinished_of(self, tenant: str) -> int:
-        """Return how many requests of the tenant wait or run."""
+        """Return the number of waiting and running requests of the tenant."""
         return self._waiting_of_tenant[tenant] + self._running_of_tenant[tenant]
 
     def limits(self, num_requests: int, num_tokens: int, request_class: RequestClass, tenant: str) -> list[QueueLimit]:
-        """Return all limits that apply to a group of requests with so many prompt tokens, that of the queue first."""
+        """Return all limits that apply to a group of requests with this number of prompt tokens,
+        the queue's limit first.
+        """
         num_waiting = len(self._waiting)
         limits = [
             QueueLimit(

@@ -1,4 +1,4 @@
-"""Predicted time to first token: arithmetic over measured step times and the requests ahead."""
+"""Prediction of the time to first token from measured step times and the requests ahead."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from llm_serving.scheduler import SchedulerLimits
 from llm_serving.scheduler.schedule import Blocked, WaitReason
 
 STEP_MEMORY: Final = 128
-"""Steps of a kind after which a measured time counts 1/e."""
+"""Number of steps of a kind after which a measured time has weight 1/e."""
 FINISH_MEMORY: Final = 1024
-"""Steps after which a finished request counts 1/e; requests finish in few of the steps."""
+"""Number of steps after which a finished request has weight 1/e. Requests finish in few of the steps."""
 MIN_STEPS: Final = 32
-"""Measured steps that a prediction needs."""
+"""Minimum number of measured steps for a prediction."""
 MIN_FINISHED: Final = 8
-"""Finished requests that a prediction of the wait for a running slot needs."""
+"""Minimum number of finished requests to predict the wait for a running slot."""
 MIN_SPREAD: Final = 0.1
-"""Least standard deviation of the tokens of a step, relative to their mean, that shows what a token costs."""
+"""Minimum standard deviation of the tokens per step, relative to their mean, to measure the cost of a token."""
 
 
 class InFlightSteps(NamedTuple):
-    """The steps of a replica that were scheduled and have not returned; a new request can join none of them."""
+    """The steps of a replica that were scheduled and have no reply. A new request can join none of them."""
 
     num_steps: int = 0
     num_tokens: int = 0
-    """Tokens that these steps compute, without one for each of their rows."""
+    """Number of tokens of these steps, not counting one for each of their rows."""
     num_tokens_left: int = 0
-    """Tokens of prompts that these steps begin and do not finish."""
+    """Remaining tokens of prompts that these steps begin but do not finish."""
     since: float = math.inf
-    """Engine time at which the oldest step began or, without steps, the newest ended; infinite before the first."""
+    """Engine time at which the oldest step began or, without steps, the latest one ended; infinite
+    before the first step.
+    """
 
 
 NO_STEPS: Final = InFlightSteps()
@@ -38,22 +40,22 @@ NO_STEPS: Final = InFlightSteps()
 
 @dataclass(frozen=True, slots=True)
 class QueueAhead:
-    """What a request waits for at a replica; the request itself is counted."""
+    """The work before a request at a replica, including the request itself."""
 
     num_requests: int
-    """Waiting requests of its class and of higher ones."""
+    """Number of waiting requests of its class and higher classes."""
     num_tokens: int
-    """Their uncached prompt tokens."""
+    """Uncached prompt tokens of the waiting requests."""
     num_running: int
-    """Running requests that the new one cannot preempt."""
+    """Number of running requests that the new one cannot preempt."""
     num_running_in_all: int
     in_flight: InFlightSteps = NO_STEPS
     elapsed_s: float = 0.0
     """Seconds since the oldest step in flight began."""
     num_finishes: int = 0
-    """Requests of its tenant that must finish first because of the tenant's concurrency limit."""
+    """Number of its tenant's requests that must finish first because of the tenant's concurrency limit."""
     tenant_slots: int = 1
-    """That limit."""
+    """The tenant's concurrency limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +66,15 @@ class ReplicaSpeed:
     step_s: float
     token_s: float
     finish_rate: float | None
-    """Finished requests per row of a step, the inverse of the steps that a request runs for; None: not measured."""
+    """Finished requests per row of a step, the inverse of the number of steps per request; None: not measured."""
     num_slots: int
-    """Running slots: the configured number, or fewer when the KV cache is full."""
+    """Number of running slots: the configured number, or fewer if the KV cache is full."""
 
     def seconds_to_first_token(self, queue: QueueAhead) -> float | None:
-        """Return the seconds until the last request of the queue has its first token, or None if they are unknown.
+        """Return the seconds until the last request of the queue has its first token; None if unknown.
 
-        Prompts use what decoding leaves of each step's token budget. When no slot is free, running requests must
-        finish first, at the measured rate. The larger number of steps counts, after the steps in flight.
+        Prompts get the token budget that decoding leaves. If no slot is free, running requests must finish first, at
+        the measured rate. The larger number of steps counts, in addition to the steps in flight.
         """
         num_decoding = min(queue.num_running_in_all, self.num_slots)
         in_flight = queue.in_flight
@@ -102,8 +104,8 @@ class ReplicaSpeed:
 class TtftPredictor:
     """Measures the steps of one replica. The engine thread writes; any thread may read the attributes.
 
-    Steps that compute prompts and steps that only decode are averaged apart, so that many steps of one kind do not
-    displace the other. A least-squares line through both separates the cost of a step from that of a token.
+    Steps with prompts and decode-only steps are averaged separately, so that many steps of one kind do not displace the
+    other. A least-squares line through both separates the cost of a step from that of a token.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -112,7 +114,7 @@ class TtftPredictor:
         """None until enough steps were measured."""
         self.in_flight = NO_STEPS
         self._num_slots: int | None = None
-        """Requests that ran when the KV cache had no block for another one; None: the cache is not full."""
+        """Number of running requests when the KV cache was full; None: it is not full."""
         self._prefill_steps = _Moments()
         self._decode_steps = _Moments()
         self._num_steps = 0
@@ -121,7 +123,9 @@ class TtftPredictor:
         self._rows = 0.0
 
     def record_running(self, num_running: int, blocked: Blocked | None = None, has_room: bool = False) -> None:
-        """Record how many requests run, why the scheduler left one waiting, and whether the KV cache has room."""
+        """Record the number of running requests, why the scheduler left one waiting, and whether
+        the KV cache has room.
+        """
         if blocked is not None and blocked.reason in (WaitReason.SLOTS, WaitReason.BLOCKS):
             self._num_slots = num_running if blocked.reason is WaitReason.BLOCKS else None
         elif self._num_slots is not None:
@@ -130,7 +134,7 @@ class TtftPredictor:
             self._num_slots = None
 
     def record_step(self, *, num_tokens: int, num_rows: int, seconds: float, num_finished: int) -> None:
-        """Record a step that took `seconds` from the end of the step before, or from its submission."""
+        """Record a step that took `seconds` from the end of the previous step, or from its submission."""
         moments = self._prefill_steps if num_tokens > num_rows else self._decode_steps
         keep = 1 - 1 / STEP_MEMORY
         moments.weight = moments.weight * keep + 1
@@ -156,7 +160,7 @@ class TtftPredictor:
         self.speed = ReplicaSpeed(self.limits, *cost, finish_rate, num_slots)
 
     def _cost(self) -> tuple[float, float] | None:
-        """Return the seconds of a step and of a token, or None if the steps were too much alike."""
+        """Return the seconds per step and per token; None if the steps were too similar."""
         prefill, decode = self._prefill_steps, self._decode_steps
         weight = prefill.weight + decode.weight
         tokens = (prefill.tokens + decode.tokens) / weight

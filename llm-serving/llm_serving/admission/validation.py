@@ -71,7 +71,7 @@ def check_beam_search(limits: ModelConfig, sampling: SamplingParams) -> None:
 def end_token_ids(config: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the end-of-text ids that the YAML, the model's config and its tokenizer name.
 
-    A tokenizer may have tokens beyond the model's vocabulary, which cannot be sampled. They are left out.
+    Tokens of the tokenizer beyond the model's vocabulary cannot be sampled, so they are omitted.
     """
     configured = () if config.end_token is None else (config.end_token,)
     named = (*configured, *spec.eos_token_ids, *tokenizer.eos_token_ids)
@@ -93,11 +93,13 @@ def _check_token_remains(sampling: SamplingParams, end_ids: frozenset[int], voca
     num_left = vocab_size - len(forbidden) if allowed is None else len(set(allowed) - forbidden)
     if num_left <= 0:
         field = "allowed_token_ids" if allowed is not None else "bad_words" if sampling.bad_words else "min_tokens"
-        raise RequestError(field, "may leave no token to sample: bad_words or min_tokens forbid all others")
+        raise RequestError(
+            field, "must leave a token to sample; allowed_token_ids, bad_words and min_tokens exclude all"
+        )
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise RequestError if an id is not in the vocabulary; the error shows the smallest or the largest id."""
+    """Raise RequestError if an id is not in the vocabulary. The error shows the smallest or the largest id."""
     if not token_ids:
         return
     smallest, largest = min(token_ids), max(token_ids)  # a prompt may have 100,000 ids, so two C-speed passes
