@@ -1,4 +1,4 @@
-"""Length-prefixed message frames on a stream socket, with deadlines; and the detection of lost TCP peers."""
+"""Length-prefixed message frames on a stream socket, with deadlines, and detection of lost TCP peers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Incoming = TypeVar("Incoming")
 
 
 class Channel(Generic[Incoming]):
-    """One end of a connection: sends messages of any type, receives messages of the union `incoming`.
+    """One end of a connection. It sends messages of any type and receives messages of the union `incoming`.
 
-    A frame is a little-endian uint32 length and that many bytes of msgpack. Frames are read whole: if a deadline passes
-    in the middle of a frame, the bytes already read are kept for the next call. The channel owns the socket.
+    A frame is a little-endian uint32 length and that many bytes of msgpack. If a deadline passes in the middle of a
+    frame, the bytes already read are kept for the next call. The channel owns the socket.
     """
 
     def __init__(self, sock: socket.socket, incoming: type[Incoming]) -> None:
@@ -38,8 +38,9 @@ class Channel(Generic[Incoming]):
         self.max_frame_bytes = MAX_FRAME_BYTES
         self.send_timeout_s: float | None = None
         self.poll_s = 0.0
-        """Seconds for which `receive` polls before it sleeps. A sleeping core may take as long to wake up as a short
-        step takes to compute, above all in a virtual machine. Only for peers on this machine."""
+        """Seconds for which `receive` polls before it sleeps, because waking up a core may take as long as a short
+        step. Only for peers on this machine.
+        """
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._received = bytearray()
@@ -55,13 +56,13 @@ class Channel(Generic[Incoming]):
         return str(self._socket.getpeername()[0])
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one frame; return when the kernel has accepted it. Only one thread may send at a time.
+        """Send one frame. Return when the kernel has accepted it. Only one thread may send at a time.
 
         Characters of texts that UTF-8 cannot encode (from file names) are escaped.
 
         Raises:
             ProtocolError: The message exceeds `max_frame_bytes`.
-            ChannelClosedError: The peer is gone, or accepted nothing within `send_timeout_s`.
+            ChannelClosedError: The peer has exited, or accepted nothing within `send_timeout_s`.
         """
         frame = bytearray(_LENGTH.size)
         try:
@@ -76,7 +77,7 @@ class Channel(Generic[Incoming]):
             self._socket.settimeout(self.send_timeout_s)
             self._socket.sendall(frame)
         except OSError as error:
-            raise ChannelClosedError(f"the peer is gone: {error}") from error
+            raise ChannelClosedError(f"the connection failed: {error}") from error
 
     def receive(self, timeout_s: float | None = None) -> Incoming:
         """Return the next message.
@@ -106,7 +107,7 @@ class Channel(Generic[Incoming]):
         return received >= _LENGTH.size and received >= _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
 
     def shutdown(self) -> None:
-        """Shut the connection down and wake a thread that is receiving. Raise OSError if it is closed already."""
+        """Shut the connection down and wake a thread that is receiving. Raise OSError if it is already closed."""
         socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # SSLSocket.shutdown would drop the keys under a reader
 
     def close(self) -> None:
@@ -125,7 +126,7 @@ class Channel(Generic[Incoming]):
             except TimeoutError as error:
                 raise DeadlineExceededError("no complete frame arrived in time") from error
             except OSError as error:
-                raise ChannelClosedError(f"the peer is gone: {error}") from error
+                raise ChannelClosedError(f"the connection failed: {error}") from error
             if not chunk:
                 raise ChannelClosedError("the peer closed the connection")
             self._received += chunk
@@ -152,10 +153,11 @@ def _escaped(message: msgspec.Struct) -> msgspec.Struct:
 
 
 def enable_keepalive(sock: socket.socket) -> None:
-    """Have the kernel close a TCP connection whose peer's machine no longer answers.
+    """Let the kernel close a TCP connection whose peer's machine no longer answers.
 
-    Idle connections are probed; otherwise unacknowledged data decides. `recv` and `send` then fail, and the descriptor
-    becomes readable. A process that hangs on a running machine is only detected by the deadlines of `Channel`.
+    Idle connections are probed; other connections end when sent data are not acknowledged. `recv` and `send` then fail,
+    and the descriptor becomes readable. A process that hangs on a running machine is only detected by the deadlines of
+    `Channel`.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_INTERVAL_S)

@@ -44,14 +44,16 @@ _MOVE_BYTES = len(BlockMove._fields) * 4
 _BIAS_BYTES: Final = 8 * 4096
 """Size of a full logit-bias table."""
 _SAMPLE_BYTES: Final = 4 * len(_SAMPLING_ARRAYS) + 4
-"""Sampling parameters of one sample (one of them has 8 bytes), and the length of its shared history prefix."""
+"""Bytes of the sampling parameters of one sample (one of them has 8 bytes), and of the length of its shared history
+prefix.
+"""
 
 
 def step_arrays(step: StepInput) -> list[NDArray[Any]]:
     """Return all arrays of a step: its number, its fields in order, and the lengths of shared history prefixes.
 
     The sampling history of a draft token is that of its row plus the draft tokens before it. If the history of a sample
-    starts with the whole history of the sample before it, that prefix is not sent again.
+    starts with the whole history of the previous sample, that prefix is not sent again.
     """
     sampling, num_shared = step.sampling, np.zeros(len(step.sampling.temperature), np.int32)
     if len(sampling.history_token_ids):
@@ -68,8 +70,7 @@ def step_arrays(step: StepInput) -> list[NDArray[Any]]:
 def step_from_arrays(step: int, arrays: list[NDArray[Any]], allowed_follow: bool = False) -> StepInput:
     """Invert `step_arrays`. Arrays are used without a copy, except histories with shared prefixes.
 
-    Raises:
-        ProtocolError: The number of arrays is wrong, or they belong to another step.
+    Raise ProtocolError if the number of arrays is wrong, or they belong to another step.
     """
     *given, num_shared = _check_step_number(step, arrays, _NUM_ARRAYS)
     sampling_end = len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS)
@@ -97,8 +98,8 @@ def allowed_from_arrays(step: int, arrays: list[NDArray[Any]]) -> AllowedTokens:
 
 
 def _drop_shared_prefixes(offsets: Int32Array, token_ids: Int32Array) -> tuple[Int32Array, Int32Array]:
-    """Return the histories without the prefix that each shares with the one before it, and the lengths of these
-    prefixes.
+    """Return the histories without the prefix that each shares with the previous one, and the
+    lengths of these prefixes.
     """
     num_shared = np.zeros(len(offsets) - 1, np.int32)
     parts, before = [], token_ids[:0]
@@ -142,10 +143,10 @@ def max_step_bytes(
 ) -> int:
     """Return the size of a buffer that holds the arrays of any step.
 
-    Counted for each row: its whole history and a full bias table. For each token: a result and a bitmap of allowed
-    tokens. Each draft token has its own bias table and one more history token than the one before it.
+    For each row, it includes the whole history and a full bias table; for each token, a result and a bitmap of allowed
+    tokens. Each draft token has its own bias table and one more history token than the previous one.
 
-    Block moves: one full batch swapped out, another in, one copied block per row, and an export need at most four for
+    Block moves (one full batch swapped out, another in, one copied block per row, and an export) need at most four for
     each block table entry. Space for five is reserved; pages are only allocated when first written.
     """
     max_row_blocks = -(-max_model_len // block_size)
@@ -215,5 +216,5 @@ def _top_of(message: TopTokensDone) -> TopTokens:
     if len(token_ids) != len(logprobs):
         raise ValueError("the number of log-probabilities does not match the number of tokens")
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(token_ids) or (offsets[1:] < offsets[:-1]).any():
-        raise ValueError("offsets do not partition their lists")
+        raise ValueError("the offsets do not match the lengths of the lists")
     return TopTokens(offsets, token_ids, logprobs)

@@ -37,7 +37,7 @@ PROTOCOL_VERSION = 22
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
-    """Type and shape of one array in a buffer. Its offset follows from the arrays before it."""
+    """Type and shape of one array in a buffer. The arrays before it determine its offset."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -92,7 +92,7 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     step_timeout_s: float
     draft_model_path: str | None = None
     num_transfer_blocks: int = 0
-    """Blocks in the transfer pool, all replicas together."""
+    """Number of blocks in the transfer pool, all replicas together."""
     num_ranks: int = 1
     rank: int = 0
 
@@ -108,9 +108,9 @@ class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     """Warning for the operator about this WorkAgent; usually empty."""
     compute_fingerprint: ComputeFingerprint = UNKNOWN_FINGERPRINT
     block_bytes: int = 0
-    """Of all layers; 0: unknown."""
+    """Bytes of a block over all layers; 0: unknown."""
     model: str = ""
-    """Weight fingerprint of the files read on another machine; empty: the WorkAgent read the master's files."""
+    """Weight fingerprint of the files read on another machine; empty if the WorkAgent read the master's files."""
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
@@ -138,7 +138,9 @@ class SetAllowedTokens(msgspec.Struct, tag="set_allowed_tokens", frozen=True):
 
 
 class StepEnding(msgspec.Struct, tag="step_ending", frozen=True):
-    """The step is about to end: time to schedule the next one. Sent immediately if the backend does not report it."""
+    """The step is about to end, so the next one should be scheduled. Sent immediately if the
+    backend does not report it.
+    """
 
     step: int
 
@@ -160,14 +162,16 @@ class ScoresDone(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepDone(msgspec.Struct, tag="step_done", frozen=True):
-    """Output of a step. The arrays are small, so they are sent as raw little-endian bytes and cannot be overwritten."""
+    """Output of a step. The arrays are small, so they are sent as raw little-endian bytes, which no other step can
+    overwrite.
+    """
 
     step: int
     token_ids: bytes
     logprobs: bytes
     row_errors: dict[int, str]
     num_compilations: int = 0
-    """Graphs compiled so far. It stays constant after the warm-up, whose graphs serve every step."""
+    """Number of graphs compiled so far. It stays constant after the warm-up, whose graphs serve every step."""
     top: TopTokensDone | None = None
     scores: ScoresDone | None = None
     vectors: bytes = b""
@@ -189,19 +193,19 @@ class Proposed(msgspec.Struct, tag="proposed", frozen=True):
 
 
 class ReadBlocks(msgspec.Struct, tag="read_blocks", frozen=True):
-    """Request for the contents of transfer pool blocks, each with the epoch it must have."""
+    """Request for the contents of transfer pool blocks, each with its required epoch."""
 
     block_ids: list[int]
     epochs: list[int]
 
 
 class BlockContents(msgspec.Struct, tag="block_contents", frozen=True):
-    """Contents of transfer pool blocks, to be written at the same block ids of another pool."""
+    """Contents of transfer pool blocks, to be written to the same block ids of another pool."""
 
     block_ids: list[int]
     epochs: list[int]
     num_written: list[int]
-    """Tokens in each block."""
+    """Number of tokens in each block."""
     content: bytes
     """Keys of all blocks in the first layer, their values, then the second layer, and so on."""
 

@@ -25,10 +25,10 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 SEATS_BYTES: Final = 4096
 PIECE_BYTES: Final = 2**20
-"""As kSeatsBytes and kPieceBytes of kernels/csrc/ranks.h."""
+"""Equals kSeatsBytes and kPieceBytes of kernels/csrc/ranks.h."""
 
 MAX_FRAMES_IN_FLIGHT: Final = 2
-"""Unanswered frames on a block connection: the next one travels while the first one is processed."""
+"""Maximum number of unanswered frames on a block connection. The next one is sent while the first one is processed."""
 MAX_BLOCKS_PER_FRAME: Final = 256
 MAX_TOKENS_PER_BLOCK: Final = 2**16
 """Upper bound of a plausible `num_written`."""
@@ -59,7 +59,7 @@ class SharedBuffers:
     """A ring of buffers of equal size in one anonymous memory file.
 
     The master creates the file and the WorkAgent inherits its descriptor. The file has no name, so it vanishes with
-    both processes, however they end. Pages are allocated when first written, so a generous size costs nothing.
+    both processes, however they exit. Pages are allocated when first written, so a generous size costs nothing.
 
         | buffer 0: array, array, ... | buffer 1: ... |        each array starts at a multiple of 64 bytes
     """
@@ -73,7 +73,7 @@ class SharedBuffers:
 
     @classmethod
     def create(cls, num_buffers: int, buffer_bytes: int) -> SharedBuffers:
-        """Create a new file, which `close` releases."""
+        """Create a new file. `close` releases it."""
         fd = os.memfd_create("llm_serving_steps", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, num_buffers * _aligned(buffer_bytes))
@@ -85,10 +85,9 @@ class SharedBuffers:
         return buffers
 
     def write(self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()) -> StoredArrays:
-        """Copy arrays into a buffer, after those that `behind` describes, and return what `read` needs.
+        """Copy arrays into a buffer, after those that `behind` describes. Return the input of `read`.
 
-        Raises:
-            ProtocolError: The arrays do not fit.
+        Raise ProtocolError if the arrays do not fit.
         """
         start = self._start(buffer)
         offset = _length_of(behind) if behind else 0
@@ -106,10 +105,9 @@ class SharedBuffers:
     def read(
         self, buffer: int, layout: Sequence[ArrayLayout], content: bytes = b"", behind: Sequence[ArrayLayout] = ()
     ) -> list[AnyArray]:
-        """Return views of the arrays of a buffer, valid until the buffer is rewritten. `behind`: as in `write`.
+        """Return views of the arrays of a buffer, valid until the buffer is overwritten. `behind`: as in `write`.
 
-        Raises:
-            ProtocolError: The layout has an unknown dtype or exceeds the buffer, or the frame contains arrays.
+        Raise ProtocolError if the layout has an unknown dtype or exceeds the buffer, or the frame contains arrays.
         """
         if content:
             raise ProtocolError("the arrays of a step arrived in the frame instead of shared memory")
@@ -176,7 +174,7 @@ class InlineArrays:
     def read(
         self, buffer: int, layout: Sequence[ArrayLayout], content: bytes, behind: Sequence[ArrayLayout] = ()
     ) -> list[AnyArray]:
-        """Return read-only views of the content; raise ProtocolError if the layout does not match it."""
+        """Return read-only views of the content. Raise ProtocolError if the layout does not match it."""
         views: list[AnyArray] = []
         offset = 0
         for array in layout:
@@ -195,7 +193,7 @@ class InlineArrays:
 
 @contextmanager
 def rank_memory(num_ranks: int) -> Iterator[int]:
-    """Yield the descriptor of a new anonymous file in which the ranks of a replica add up their partial results."""
+    """Yield the descriptor of a new anonymous file in which the ranks of a replica add their partial results."""
     fd = os.memfd_create("llm_serving_ranks", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, SEATS_BYTES + 2 * num_ranks * PIECE_BYTES)

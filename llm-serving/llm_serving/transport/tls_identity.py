@@ -1,8 +1,8 @@
 """Mutual TLS between master and WorkAgents of a cluster, derived from one secret that all machines share.
 
-Both sides present the same certificate, made from the secret alone, and trust no other. So a connection succeeds
-exactly if both sides have the secret. Every machine derives the same certificate, bit for bit: any 32 bytes are an
-Ed25519 key, and Ed25519 signatures are deterministic (RFC 8032).
+Both sides present the same certificate, which is derived only from the secret, and trust no other. So a connection
+succeeds exactly if both sides have the secret. Every machine derives the same certificate, bit for bit: any 32 bytes
+are an Ed25519 key, and Ed25519 signatures are deterministic (RFC 8032).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 MIN_SECRET_CHARS: Final = 32
-"""Anyone who connects sees the certificate and can test secrets offline."""
+"""Minimum length, because any peer sees the certificate and can test secrets offline."""
 _NO_CHECK_TIME: Final = ssl.VerifyFlags(0x200000)
-"""`X509_V_FLAG_NO_CHECK_TIME` of OpenSSL; Python has no name for it."""
+"""OpenSSL's `X509_V_FLAG_NO_CHECK_TIME`, for which Python has no name."""
 _PURPOSE: Final = b"llm-serving cluster identity 1"
 _NAME: Final = "llm-serving cluster"
 _VALID_FROM: Final = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
@@ -32,8 +32,7 @@ _VALID_UNTIL: Final = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
 class ClusterIdentity:
     """Key and certificate of a cluster, from a secret of at least `MIN_SECRET_CHARS` random characters.
 
-    Raises:
-        ConfigError: The secret is too short, or the package `cryptography` is not installed.
+    Raise ConfigError if the secret is too short, or the package `cryptography` is not installed.
     """
 
     def __init__(self, secret: str) -> None:
@@ -103,8 +102,7 @@ def _certificate(key: Ed25519PrivateKey) -> bytes:
 def read_secret(path: Path) -> str:
     """Return the secret in a file, without surrounding white space (editors end lines differently).
 
-    Raises:
-        ConfigError: The file cannot be read, other users can read or write it, or it has more than one word.
+    Raise ConfigError if the file cannot be read, other users can read or write it, or it has more than one word.
     """
     try:
         mode = path.stat().st_mode
