@@ -236,7 +236,7 @@ def test_sighup_reopens_the_log(tmp_path):
             pass
         path.rename(moved)
         process.send_signal(signal.SIGHUP)
-        read_until(process, "SIGHUP: logs, certificates and the YAML are read again")
+        read_until(process, "SIGHUP: reopening the logs, reloading certificates and the YAML")
         client.get(f"{url}/v1/models")
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
@@ -253,7 +253,7 @@ def test_connections_wait_for_file_descriptors():
             client.sendall(get("/health", "Connection: close"))
             read_until(process, "connections cannot be accepted: Too many open files")
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
-            read_until(process, "connections are accepted again")
+            read_until(process, "new connections are accepted again")
             assert read_all(client).startswith(b"HTTP/1.1 200 ")
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0

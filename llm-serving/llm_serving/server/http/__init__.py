@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn behind limits of size, time, memory and number of connections.
+"""The HTTP server: uvicorn with limits of size, time, memory and number of connections.
 
 Every limit is a key of the section `serving_config`.
 """

@@ -1,4 +1,4 @@
-"""Accept connections, as many as the limits allow, make their TLS handshakes, and count the bytes that they hold."""
+"""Accepts connections within the limits, makes their TLS handshakes, and counts the bytes that they buffer."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 ACCEPTED_AT_ONCE: Final = 64
-"""Connections that are accepted in one iteration of the event loop."""
+"""Maximum number of connections accepted in one iteration of the event loop."""
 EXHAUSTED_PAUSE_S: Final = 0.25
-"""Time until the next attempt when the system has no file descriptor for a connection."""
+"""Seconds until the next attempt if the system has no file descriptor for a connection."""
 TLS_SHUTDOWN_S: Final = 2.0
 HANDSHAKES_AT_ONCE: Final = 2
-"""TLS handshakes that begin in one iteration of the event loop; each costs a signature, about a millisecond."""
+"""Maximum number of TLS handshakes begun in one iteration of the event loop. Each costs a
+signature, about a millisecond.
+"""
 ESTABLISHED: Final = 1
-"""State of a TCP connection, of Linux's `tcp_states.h`."""
+"""State of a TCP connection in Linux's `tcp_states.h`."""
 MAX_RETRY_AFTER_S: Final = 8
 
 
 class ConnectionLimits:
-    """The number of connections and of the bytes that they hold, in all and by address.
+    """The number of connections and of the bytes that they buffer, in total and by address.
 
-    Where a limit is reached, an idle, silent or slow connection is closed: one of the address that has most.
+    At a limit, an idle, silent or slow connection is closed: one of the address with the most connections.
 
     Args:
-        max_connections: Most connections in all.
-        max_per_address: Most connections of one address; of IPv6, of one network of 64 bits.
-        max_bytes: Bytes that all connections together may hold.
-        on_refused: Called with the address and status of every response to what never became a request.
+        max_per_address: Maximum number of connections of one address; for IPv6, of one /64 network.
+        max_bytes: Maximum bytes that all connections together buffer.
+        on_refused: Called with the address and status of every response to input that never became a request.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ConnectionLimits:
         self._num_connections = 0
 
     def reload(self, max_connections: int, max_per_address: int, max_bytes: int) -> None:
-        """Change the limits; existing connections stay."""
+        """Change the limits. Existing connections stay."""
         self._max_connections = max_connections
         self._max_per_address = max_per_address
         self._max_bytes = max_bytes
@@ -78,7 +79,7 @@ class ConnectionLimits:
         return True
 
     def remove(self, connection: Connection) -> None:
-        """Forget a connection; does nothing if it is not counted."""
+        """Stop counting a connection. No effect if it is not counted."""
         group = self._by_address.get(connection.address, {})
         if connection not in group:
             return
@@ -90,7 +91,7 @@ class ConnectionLimits:
             del self._by_address[connection.address]
 
     def weigh(self, connection: Connection, weight: int) -> None:
-        """Record how many bytes a connection holds; refuse the heaviest ones while all together hold too many."""
+        """Record how many bytes a connection buffers. Refuse the largest ones while the total exceeds the limit."""
         if connection not in self._by_address.get(connection.address, ()):
             return
         self.num_bytes += weight - connection.weight
@@ -109,11 +110,11 @@ class ConnectionLimits:
         return (connection for group in self._by_address.values() for connection in group)
 
     def retry_after_s(self) -> int:
-        """Return after how many seconds a refused client may retry; random, so that retries are spread."""
+        """Return after how many seconds a refused client may retry. It is random, so that retries are spread."""
         return random.randint(1, MAX_RETRY_AFTER_S)
 
     def _close_one(self, group: Collection[Connection]) -> bool:
-        """Close the oldest connection of a group that is idle and has no unread bytes; return whether there was one."""
+        """Close the oldest connection of a group that is idle and has no unread bytes. Return whether there was one."""
         for connection in group:
             if not (connection.is_busy or connection.has_unread):
                 self.remove(connection)
@@ -123,15 +124,14 @@ class ConnectionLimits:
 
 
 class Acceptor:
-    """Accepts connections, with TLS if there is a certificate; has the interface of asyncio's servers.
+    """Accepts connections, with TLS if there is a certificate. It has the interface of asyncio's servers.
 
-    A connection is counted before its TLS handshake. A few handshakes begin at a time, in turn between addresses, so
-    hundreds of one client do not delay other clients. Without free file descriptors connections wait in the kernel.
+    A connection is counted before its TLS handshake. Few handshakes begin at a time, alternating between addresses, so
+    hundreds of one client do not delay other clients. Without free file descriptors, connections wait in the kernel.
 
     Args:
         listener: The caller closes it.
-        registry: Admits connections.
-        new_connection: Makes the protocol of a connection from the limits, the registry, the address and the socket.
+        new_connection: Creates the protocol of a connection from the limits, the registry, the address and the socket.
         context: For TLS; None: plain HTTP.
         limits: Section `serving_config`; may be replaced later, for new connections.
     """
@@ -152,14 +152,14 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._handshakes: set[asyncio.Task[Any]] = set()
         self._waiting: dict[str, deque[tuple[Connection, socket.socket]]] = {}
-        """Address -> connections whose handshake has not begun; the next address comes first."""
+        """Address -> connections whose handshake has not begun. The next address comes first."""
         self._pause: asyncio.TimerHandle | None = None
         self._is_exhausted = False
         listener.setblocking(False)
         self._loop.add_reader(listener, self._accept)
 
     def close(self) -> None:
-        """Accept no further connections and end handshakes; established connections stay."""
+        """Stop accepting connections and end handshakes. Established connections stay."""
         self._loop.remove_reader(self._listener)
         if self._pause is not None:
             self._pause.cancel()
@@ -183,7 +183,9 @@ class Acceptor:
                 continue
             except OSError as error:  # retrying at once would keep a core busy
                 if not self._is_exhausted:
-                    logger.error("connections cannot be accepted: %s; they wait until they can", error.strerror)
+                    logger.error(
+                        "new connections cannot be accepted: %s; they wait in the system's queue", error.strerror
+                    )
                 self._is_exhausted = True
                 self._loop.remove_reader(self._listener)
                 self._pause = self._loop.call_later(
@@ -192,7 +194,7 @@ class Acceptor:
                 return
             if self._is_exhausted:
                 self._is_exhausted = False
-                logger.warning("connections are accepted again")
+                logger.warning("new connections are accepted again")
             client.setblocking(False)
             self._admit(client, network_of(str(peer[0]) if peer else ""))
 
@@ -252,13 +254,13 @@ class Acceptor:
 
 
 def _drop(connection: Connection, client: socket.socket) -> None:
-    """End a connection that was not established."""
+    """Close a connection that was not established."""
     connection.connection_lost(None)
     client.close()
 
 
 def network_of(host: str) -> str:
-    """Return an address of IPv4, or the network of 64 bits of an address of IPv6, which is one customer's."""
+    """Return an IPv4 address, or the /64 network of an IPv6 address, which belongs to one customer."""
     if ":" not in host:
         return host
     try:

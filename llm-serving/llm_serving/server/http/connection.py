@@ -1,4 +1,4 @@
-"""One client connection: limits in front of uvicorn's HTTP protocol, through public interfaces of asyncio alone."""
+"""One client connection: limits in front of uvicorn's HTTP protocol, using only public interfaces of asyncio."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ from llm_serving.server.http.request import (
 )
 
 BODY_GRACE_S: Final = 5.0
-"""Time after `body_timeout_s` in which the application may send its own 408."""
+"""Seconds after `body_timeout_s` in which the application may send its own 408."""
 WRITE_BUFFER_BYTES: Final = 64 * 1024
-"""Unsent bytes at which the application must wait before it sends more."""
+"""Number of unsent bytes at which the application must wait before it sends more."""
 PROGRESS_BYTES: Final = 16 * 1024
-"""A client must read so much in `write_timeout_s`."""
+"""Number of bytes that a client must read in `write_timeout_s`."""
 TLS_BYTES: Final = 128 * 1024
-"""Memory of TLS beside the bytes that a connection holds."""
+"""Estimated memory of TLS in addition to the bytes that a connection buffers."""
 LINGER_S: Final = 5.0
 LINGER_BYTES: Final = 4 * 2**20
-"""A refused client may still send for 5 s, and 4 MiB at most: to close a socket with unread bytes may destroy the
-response."""
+"""Maximum bytes that a refused client may still send, within 5 s. Closing a socket with unread bytes may destroy the
+response.
+"""
 STARTED_AT_ONCE: Final = 4
-"""Requests that start in one iteration of the event loop."""
+"""Maximum number of requests that start in one iteration of the event loop."""
 PROBES: Final = frozenset(("/health", "/ping"))
 CHUNKED: Final = b"transfer-encoding: chunked\r\n"
 _CONNECTION_KEY: Final = "connection"
 
 
 class Connection(asyncio.Protocol):
-    """The transport that uvicorn's protocol sees: it passes on one checked request at a time.
+    """The transport of uvicorn's protocol. It passes on one checked request at a time.
 
-    uvicorn receives a head when it is complete and rewritten, and the next request when the response before it is
-    complete. So a connection runs one request at most, whose application learns when the client disconnects.
+    uvicorn receives a head when it is complete and rewritten, and the next request when the previous response is
+    complete. So a connection runs at most one request, whose application is notified when the client disconnects.
 
     Args:
         config: uvicorn's configuration, loaded; its application is wrapped by `within_connection`.
@@ -177,7 +178,7 @@ class Connection(asyncio.Protocol):
     # Reading
 
     def _advance(self) -> None:
-        """Pass the held bytes on to uvicorn, as far as the state of the request allows."""
+        """Pass the buffered bytes on to uvicorn, as far as the state of the request allows."""
         try:
             while self._held and not self._is_closing:
                 before = len(self._held)
@@ -239,7 +240,7 @@ class Connection(asyncio.Protocol):
         self.update_weight()
 
     def _update_reading(self) -> None:
-        """Pause reading while the application does not read the body, or too many pipelined bytes are held."""
+        """Pause reading while the application does not read the body, or too many pipelined bytes are buffered."""
         request = self.request
         is_ahead = not request.in_body and len(self._held) > self._limits.max_pipelined_bytes
         waits = not request.is_complete or self._write_paused
@@ -249,7 +250,7 @@ class Connection(asyncio.Protocol):
             (self._transport.pause_reading if paused else self._transport.resume_reading)()
 
     def update_weight(self) -> None:
-        """Report the bytes that the connection holds to the registry."""
+        """Report the bytes that the connection buffers to the registry."""
         request = NO_REQUEST if self._is_closing else self.request
         weight = len(self._held) + request.num_held
         if self._write_paused and self._transport is not None:
@@ -299,7 +300,7 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def refuse(self, refusal: Refusal) -> None:
-        """End the connection, with a response unless one has begun."""
+        """End the connection, with an error response unless a response has begun."""
         request = self.request
         is_started = request.is_started and not request.is_complete
         if self._transport is None or not self.can_write or is_started:
@@ -312,7 +313,6 @@ class Connection(asyncio.Protocol):
         self._drop_protocol()
 
     def abort(self) -> None:
-        """End the connection at once."""
         self._is_closing = True
         if self._transport is not None:
             self._transport.abort()
@@ -322,7 +322,7 @@ class Connection(asyncio.Protocol):
     # The transport as uvicorn sees it
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Return information of the transport; an IPv4 address on a socket of IPv6 is written as IPv4."""
+        """Return information of the transport. An IPv4 address on an IPv6 socket is written as IPv4."""
         if name == "socket" or self._transport is None:
             return default
         value = self._transport.get_extra_info(name, default)
@@ -335,7 +335,7 @@ class Connection(asyncio.Protocol):
         return self._is_closing
 
     def pause_reading(self) -> None:
-        """Pause the body: uvicorn's buffer is full."""
+        """Pause the body, because uvicorn's buffer is full."""
         self._app_paused = True
         self._update_reading()
 
@@ -345,7 +345,7 @@ class Connection(asyncio.Protocol):
         self._loop.call_soon(self._advance)
 
     def close(self) -> None:
-        """Close the connection once everything written has been sent; a client that still sends can read it first."""
+        """Close the connection once everything written has been sent. A client that still sends can read it first."""
         if self._is_closing or self._transport is None:
             return
         self._is_closing = True
@@ -384,17 +384,19 @@ class Connection(asyncio.Protocol):
 
 
 def _write_in_pieces(transport: asyncio.Transport, data: bytes) -> None:
-    """Write through TLS in pieces, because one write of any length is buffered before `pause_writing` is called."""
+    """Write through TLS in pieces, because a write of any length is buffered before `pause_writing` is called."""
     for begin in range(0, len(data), WRITE_BUFFER_BYTES):
         transport.write(data[begin : begin + WRITE_BUFFER_BYTES])
 
 
 def _discard(data: bytes) -> None:
-    """Write to a connection that has ended."""
+    """Ignore data written to a connection that has ended."""
 
 
 class StartPacer:
-    """Starts a few requests in each iteration of the event loop, so that hundreds at once do not delay a probe."""
+    """Starts a few requests in each iteration of the event loop, so that hundreds of requests do
+    not delay a health probe.
+    """
 
     def __init__(self) -> None:
         self._num_started = 0

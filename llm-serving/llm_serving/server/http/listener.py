@@ -14,12 +14,12 @@ from llm_serving.log import get_logger
 logger = get_logger(__name__)
 
 BACKLOG: Final = 2048
-"""Most connections that wait in the kernel to be accepted."""
+"""Maximum number of connections that wait in the kernel to be accepted."""
 UNSENT_BYTES: Final = 128 * 1024
-"""Bytes of a connection that the kernel buffers unsent; its default is megabytes."""
+"""Maximum unsent bytes that the kernel buffers for a connection. Its default is megabytes."""
 MAX_OPEN_FILES: Final = 65536
 RESERVED_FILES: Final = 56
-"""Files that the process needs beside those of connections and WorkAgents."""
+"""Number of files that the process needs in addition to those of connections and WorkAgents."""
 FILES_OF_A_WORK_AGENT: Final = 8
 RAISE_FILES: Final = "raise the limit to at least {} (LimitNOFILE of systemd; `ulimit -n`, as root beyond `ulimit -Hn`)"
 
@@ -27,7 +27,7 @@ RAISE_FILES: Final = "raise the limit to at least {} (LimitNOFILE of systemd; `u
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens on the address.
 
-    Raise ConfigError where another program uses the port, or the address does not belong to this machine.
+    Raise ConfigError if another program uses the port, or the address does not belong to this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -59,9 +59,9 @@ class OpenFiles:
         self.reserved = RESERVED_FILES + FILES_OF_A_WORK_AGENT * num_work_agents
 
     def raise_limit(self, limits: ServerConfig) -> None:
-        """Raise the soft limit to `MAX_OPEN_FILES`, or to the hard limit where that is lower.
+        """Raise the soft limit to `MAX_OPEN_FILES`, or to the hard limit if that is lower.
 
-        Raise ConfigError where the limit leaves no file for a connection.
+        Raise ConfigError if the limit leaves no file for a connection.
         """
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
@@ -72,12 +72,12 @@ class OpenFiles:
             most = limits.max_connections
             enough = f"{self.needed(1)}, and for serving_config.max_connections ({most}) {self.needed(most)}"
             raise ConfigError(
-                f"the process may open {soft} files, of which a server leaves {self.reserved} for other things than "
+                f"the process may open {soft} files, of which {self.reserved} are reserved for purposes other than "
                 f"connections: {RAISE_FILES.format(enough)}"
             )
 
     def possible_connections(self, limits: ServerConfig) -> int:
-        """Return `max_connections`, or the fewer that the limit allows."""
+        """Return `max_connections`, or the smaller number that the limit allows."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = limits.max_connections
         possible = most if soft == resource.RLIM_INFINITY else min(most, max(1, soft - self.reserved))
@@ -89,5 +89,5 @@ class OpenFiles:
         return possible
 
     def needed(self, num_connections: int) -> int:
-        """Return the limit of open files that so many connections need."""
+        """Return the limit of open files that this number of connections needs."""
         return self.reserved + num_connections

@@ -1,6 +1,6 @@
 """One request of a connection: checking its head (RFC 9112), the end of its body, and the progress of its response.
 
-The head is rewritten, so that this server and a proxy see the same request.
+The head is rewritten, so that this server and a proxy interpret the request alike.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 BLANK_LINE: Final = b"\n\r\n"
 """The end of a head: the end of its last line and an empty line."""
 AROUND_URL: Final = 32
-"""Bytes of a request line beside its URL: method, spaces, version, CR and LF."""
+"""Number of bytes of a request line without its URL: method, spaces, version, CR and LF."""
 LENGTH_DIGITS: Final = 20
 _REQUEST_LINE: Final = re.compile(rb"[A-Z-]+ [!-~]+ HTTP/1\.[01]\r\n")
-"""The parser accepts more, in which a proxy may see another version or URL."""
+"""Stricter than the parser, which accepts lines in which a proxy may see another version or URL."""
 _UPGRADE: Final = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
-"""Ignored (RFC 9110, 7.8). Java's client asks for HTTP/2 in every request, and the parser would stop at the body."""
+"""Ignored (RFC 9110, 7.8). Java's client requests HTTP/2 in every request, and the parser would stop at the body."""
 _AUTHORITY: Final = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(:[0-9]*)?")
 _ABSOLUTE: Final = re.compile(rb"https?://([^/?#]+)", re.IGNORECASE)
 ARRIVED_KEY: Final = "llm_serving.arrived"
-"""Scope: the time at which the head of the request had arrived, by `core.clock`."""
+"""Scope key: the time at which the head of the request had arrived, by `core.clock`."""
 MAX_WEIGHT_KEY: Final = "llm_serving.max_weight"
-"""Scope: a function by which the application limits the bytes of the body that count as held in memory."""
+"""Scope key: a function by which the application limits the bytes of the body that count as buffered."""
 UNSENT_KEY: Final = "llm_serving.unsent"
-"""Scope: a function that adds to the bytes of the response that are produced and not yet sent."""
+"""Scope key: a function that adds to the number of produced but unsent response bytes."""
 WRITE_KEY: Final = "llm_serving.write"
-"""Scope: `HttpRequest.write_chunk`."""
+"""Scope key: `HttpRequest.write_chunk`."""
 SLICE_BYTES: Final = 16 * 1024
-"""Bytes of a chunked body that are parsed before the limit of its framing is checked."""
+"""Number of bytes of a chunked body that are parsed before the limit of its framing is checked."""
 BODY_PER_FRAMING: Final = 4
-"""Bytes of content that a chunked body needs for each byte of framing, because tiny chunks cost much time."""
+"""Minimum bytes of content per byte of framing in a chunked body, because tiny chunks cost much time."""
 UNSENT_STEP_BYTES: Final = 16 * 1024
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Refusal:
-    """A response that refuses a request before the application sees it; it closes the connection."""
+    """A response that refuses a request before the application sees it, and closes the connection."""
 
     status: HTTPStatus
     message: str
@@ -88,7 +88,7 @@ class RefusedError(ValueError):
 
 class RequestHead(NamedTuple):
     data: bytes
-    """The head as uvicorn receives it: with a path as URL, one `Host`, no `Upgrade`."""
+    """The head as passed to uvicorn: with a path as URL, one `Host`, no `Upgrade`."""
     is_http_1_0: bool
     body_length: int | None
     """None: the body is chunked."""
@@ -96,7 +96,9 @@ class RequestHead(NamedTuple):
 
 
 def check_limits(data: bytes, size: int, limits: ServerConfig) -> None:
-    """Raise RefusedError if the first `size` bytes, a head or its beginning, exceed a limit or begin no request."""
+    """Raise RefusedError if the first `size` bytes, a head or its beginning, exceed a limit or do
+    not begin a request.
+    """
     if not 65 <= data[0] <= 90:  # a method is in capital letters
         raise RefusedError(NOT_HTTP)
     max_line = limits.max_url_bytes + AROUND_URL
@@ -131,8 +133,10 @@ class _Fields:
 
 
 def parse_head(data: bytes) -> RequestHead:
-    """Return the checked head of a request. Raise RefusedError where the head is not HTTP/1, or another reader could
-    find another host or another end of the body."""
+    """Return the checked head of a request.
+
+    Raise RefusedError if the head is not HTTP/1, or another reader could find another host or another end of the body.
+    """
     fields, is_valid = _Fields(), True
     parser = httptools.HttpRequestParser(fields)
     try:
@@ -220,7 +224,7 @@ class HttpRequest:
         self._must_close = head.expects_continue or head.body_length is None or head.body_length > most
         self._arrived = monotonic()
         self.num_unsent = 0
-        """Bytes of the response that are produced and wait to be sent."""
+        """Number of produced but unsent bytes of the response."""
         self._num_body = self._num_framing = 0
         self._is_received = self._is_digested = self._is_chunked = False
         if head.body_length is None:
@@ -230,13 +234,13 @@ class HttpRequest:
 
     @property
     def num_held(self) -> int:
-        """Bytes of the body that the application has not parsed yet."""
+        """Number of bytes of the body that the application has not parsed yet."""
         return 0 if self._is_digested or self.is_complete else min(self._num_body, self._max_weight)
 
     def read_body(self, data: bytes) -> tuple[int, bytes]:
-        """Read a piece of the body. Raise RefusedError where chunks are invalid or too small.
+        """Read a piece of the body. Raise RefusedError if chunks are invalid or too small.
 
-        Return how many bytes of `data` were read, and what uvicorn receives: of chunks the content, without extensions
+        Return how many bytes of `data` were read, and the bytes for uvicorn: of chunks the content, without extensions
         and trailers.
         """
         if self._left is None:
@@ -248,7 +252,7 @@ class HttpRequest:
         return len(piece), piece
 
     def _read_chunks(self, data: bytes) -> tuple[int, bytes]:
-        """Read up to the end of the body at most, which can only be at a blank line."""
+        """Read chunks, at most up to the end of the body, which is always followed by a blank line."""
         num_read, chunks = 0, self._chunks
         try:
             while not chunks.is_complete:

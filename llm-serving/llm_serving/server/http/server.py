@@ -1,4 +1,4 @@
-"""Run the ASGI application on a bound socket: uvicorn with limits, signals, TLS and reload."""
+"""Runs the ASGI application on a bound socket: uvicorn with limits, signals, TLS and reload."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ PROXIES_VARIABLE: Final = "FORWARDED_ALLOW_IPS"
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 RELOAD_SIGNAL: Final = signal.SIGHUP
 CERTIFICATE_PERIOD_S: Final = 5.0
-"""Interval at which the files of the certificate are checked for changes."""
+"""Seconds between two checks of the certificate files for changes."""
 NO_TIMEOUT: Final = 10**6
-"""Seconds; uvicorn's keep-alive timeout is replaced by that of `Connection`."""
+"""Seconds. It disables uvicorn's keep-alive timeout, because `Connection` has its own."""
 
 
 def check_variables(limits: ServerConfig) -> None:
-    """Raise ConfigError where an environment variable names trusted proxies, which only the YAML may do."""
+    """Raise ConfigError if an environment variable names trusted proxies, which only the YAML may do."""
     if (given := os.environ.get(PROXIES_VARIABLE)) is not None:
         key, proxies = "serving_config.trusted_proxies", ", ".join(map(json.dumps, limits.trusted_proxies))
         rule = f"must not be set: `{key}` says whose X-Forwarded-For is believed, now [{proxies}]"
@@ -49,12 +49,10 @@ def check_variables(limits: ServerConfig) -> None:
 
 
 class Certificate:
-    """The TLS context of the server; new handshakes use changed files without a restart.
+    """The TLS context of the server. New handshakes use changed files without a restart.
 
-    Files that cannot be used are logged once, and the previous certificate stays in use.
-
-    Raises:
-        ConfigError: The files cannot be used at the start.
+    Files that cannot be used are logged once, and the previous certificate stays in use. Raise ConfigError if the files
+    cannot be used at the start.
     """
 
     def __init__(self, limits: ServerConfig) -> None:
@@ -63,14 +61,14 @@ class Certificate:
         self._versions = [_version(file) for file in self._files]
         self._current = tls_context(*self._files)
         self.context = tls_context(*self._files)
-        """The context of the listener, which replaces itself by the current one in each handshake."""
+        """The listener's context. In each handshake it is replaced by the latest one."""
         self.context.sni_callback = self._on_hello
 
     def _on_hello(self, handshake: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         handshake.context = self._current
 
     def reload_if_changed(self) -> bool:
-        """Load the files if they have changed; return whether the new ones are in use."""
+        """Load the files if they have changed. Return whether the new ones are in use."""
         versions = [_version(file) for file in self._files]
         if versions == self._versions:
             return False
@@ -80,7 +78,7 @@ class Certificate:
         except ConfigError as error:
             logger.error("the previous certificate stays in use: %s", error)
             return False
-        logger.info("%s: the certificate was read again", self._files[0])
+        logger.info("reloaded the certificate %s", self._files[0])
         return True
 
     async def watch(self) -> None:
@@ -90,7 +88,7 @@ class Certificate:
 
 
 def _version(file: Path | None) -> tuple[int, int, int]:
-    """Return a value that changes when a file is written or replaced; links are followed."""
+    """Return a value that changes when a file is written or replaced. Links are followed."""
     try:
         status = None if file is None else file.stat()
     except OSError:
@@ -99,17 +97,15 @@ def _version(file: Path | None) -> tuple[int, int, int]:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn behind `Connection`, with an orderly shutdown on signals.
+    """uvicorn behind `Connection`, with an orderly shutdown on signals. Raise ConfigError if the certificate cannot be
+    used.
 
     Args:
         listener: From `bind`.
-        on_refused: Called with the address and status where a connection is refused before it is a request.
+        on_refused: Called with the address and status if a connection is refused before it is a request.
         on_reload: Reloads other files on SIGHUP.
         on_shutdown: Called on the event loop before the wait for running requests.
         files: Limits the number of connections.
-
-    Raises:
-        ConfigError: The certificate cannot be used.
     """
 
     def __init__(
@@ -151,7 +147,7 @@ class HttpServer(uvicorn.Server):
         self._tasks: set[asyncio.Future[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections; replaces uvicorn's own listening."""
+        """Accept connections, in place of uvicorn's own listening."""
         await self.lifespan.startup()
 
         context = None
@@ -173,7 +169,7 @@ class HttpServer(uvicorn.Server):
         await asyncio.sleep(0)  # the transports end in the next iteration of the event loop
 
     def run_within(self, surroundings: AbstractAsyncContextManager[object]) -> None:
-        """Serve until SIGINT or SIGTERM; call it in the main thread.
+        """Serve until SIGINT or SIGTERM. Call it in the main thread.
 
         The first signal lets running requests finish, the second ends them, the third ends the process. SIGHUP reloads
         files, except in a terminal, where the signal means that the terminal closes.
@@ -201,16 +197,16 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do nothing: `run_within` handles the signals."""
+        """Do nothing, because `run_within` handles the signals."""
         yield
 
     def end(self) -> None:
-        """Stop as after the first signal; call it on the event loop."""
+        """Stop as after the first signal. Call it on the event loop."""
         self.should_exit = True
 
     def reload(self) -> None:
-        """Reload the certificate and other files; call it on the event loop."""
-        logger.info("%s: logs, certificates and the YAML are read again", RELOAD_SIGNAL.name)
+        """Reload the certificate and other files. Call it on the event loop."""
+        logger.info("%s: reopening the logs, reloading certificates and the YAML", RELOAD_SIGNAL.name)
         if self._certificate is not None:
             self._certificate.reload_if_changed()
         if self._on_reload is not None:
