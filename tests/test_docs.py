@@ -322,9 +322,10 @@ def test_yaml_and_python_of_documents_are_valid(document, tmp_path):
 
 RUNS = {
     "scripts/acceptance.sh": "tests/acceptance/run.py",
+    "scripts/acceptance.sh --real": "tests/acceptance/real/run.py",
     "scripts/ascend_acceptance.sh": "tests/acceptance/device/run.py",
 }
-"""Script -> the script that gets its arguments."""
+"""Script, with a first argument that chooses another one -> the script that gets its arguments."""
 BENCHMARKS = {
     name: (ROOT / "performance").joinpath(*module.split(".")).with_suffix(".py")
     for name, module in performance_run.benchmarks()
@@ -353,7 +354,7 @@ def script_in(words: list[str], folder: Path) -> tuple[Path, list[str]] | None:
             return module, words[index + 1 :]
         if word in RUNS:
             own = [each for each in words[index + 1 :] if f"= {each} " not in text_of(ROOT / word)]
-            return ROOT / RUNS[word], own
+            return ROOT / RUNS.get(" ".join(words[index : index + 2]), RUNS[word]), own
         if word.endswith("performance/run.py") and len(words) > index + 1 and words[index + 1] in BENCHMARKS:
             return BENCHMARKS[words[index + 1]], words[index + 2 :]
         if word.endswith(".py"):
