@@ -100,7 +100,7 @@ class RequestError(LLMServingError):
         return type(self)(field, self.rule, self._given if value is ... else value)
 
     def renamed_by(self, names: Mapping[str, str]) -> Self:
-        """Return the error by a protocol's name of its field; `names`: internal name -> the protocol's."""
+        """Return the error with the protocol's name of its field. `names`: internal name -> the protocol's name."""
         return self.renamed(names[self.field]) if self.field in names else self
 
 

@@ -153,7 +153,7 @@ def test_gguf_model_path_is_the_file_or_its_folder(tmp_path):
         assert config.model.model_name == "small-Q8_0"
         assert config.model.vocab_size == 96
     (tmp_path / "other.gguf").write_bytes(path.read_bytes())
-    with pytest.raises(ConfigError, match=r"holds 2 models: name one of the files other\.gguf, small-Q8_0\.gguf"):
+    with pytest.raises(ConfigError, match=r"has 2 models. Name one of these files: other\.gguf, small-Q8_0\.gguf"):
         load_config(None, [], str(tmp_path))
     (tmp_path / "file.txt").touch()
     with pytest.raises(ConfigError, match="must be a folder in Hugging Face form, or a GGUF file"):

@@ -92,13 +92,13 @@ def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, wri
 
 
 def _single_gguf_file(folder: Path, where: str) -> Path | None:
-    """Return the GGUF file of a folder that is no model by itself, or None."""
+    """Return the GGUF model of a folder without config.json, or None. Raise ConfigError if there are several."""
     if not os.access(folder, os.R_OK | os.X_OK) or (folder / "config.json").exists():
         return None
     files = gguf_models(folder)
     if len(files) > 1:
         names = ", ".join(each.name for each in files)
-        raise ConfigError(f"{where}: {folder} holds {len(files)} models: name one of the files {names}")
+        raise ConfigError(f"{where}: {folder} has {len(files)} models. Name one of these files: {names}")
     return files[0] if files else None
 
 

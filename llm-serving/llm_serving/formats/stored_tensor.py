@@ -64,7 +64,7 @@ class StoredTensor:
         return math.prod(self.shape) * np.dtype(_ALL_DTYPES[self.dtype]).itemsize
 
     def part(self, start: int, shape: tuple[int, ...]) -> StoredTensor:
-        """Return consecutive elements of a tensor of one piece, from element `start` on, in a shape."""
+        """Return a part of this tensor, which must have one piece: as many elements as `shape` has, from `start` on."""
         ((at, _),) = self.pieces
         item = np.dtype(_ALL_DTYPES[self.dtype]).itemsize
         return StoredTensor(self.file, self.dtype, shape, ((at + start * item, math.prod(shape) * item),))

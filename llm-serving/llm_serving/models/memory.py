@@ -63,7 +63,7 @@ def working_bytes(
 
 
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: Quantization | None) -> int:
-    """Return the bytes of the weights. Without quantization, the blocks of a GGUF file count as they are."""
+    """Return the bytes of the loaded weights. Without quantization, weights in GGUF blocks keep their stored size."""
     elements = spec.num_weight_elements
     if quantization is None and isinstance(spec.scheme, Gguf) and spec.scheme.block_elements <= elements:
         return (elements - spec.scheme.block_elements) * dtype_bytes + spec.scheme.block_bytes
