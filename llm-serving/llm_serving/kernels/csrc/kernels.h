@@ -289,6 +289,7 @@ struct Kernels {
 
 // The kernels in use, which Python chooses before the first operator runs (kernels/library.py).
 const Kernels& kernels();
+bool has_kernels();
 void use_kernels(const Kernels* set);
 
 // Whether the kernels in use can read the weight: multiples can only be multiplied in integers.

@@ -44,14 +44,17 @@ const char* kNone[] = {nullptr};
 
 }  // namespace
 
+// Without kernels in use there are no operators: an inherited environment variable may make MindSpore load a library
+// that Python has not prepared.
 LLM_EXPORT bool IsKernelRegistered(const char* name) {
+  if (!llm::has_kernels()) return false;
   for (const char* known : kOperators) {
     if (std::strcmp(known, name) == 0) return true;
   }
   return false;
 }
 
-LLM_EXPORT int GetRegisteredOpCount() { return kNumOperators; }
+LLM_EXPORT int GetRegisteredOpCount() { return llm::has_kernels() ? kNumOperators : 0; }
 LLM_EXPORT const char** GetAllRegisteredOps() { return kOperators; }
 
 // Operators whose output shape depends on values: none.
