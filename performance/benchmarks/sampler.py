@@ -68,6 +68,7 @@ def _sampling_input(num_rows: int, vocab_size: int, history: int = 0, **fields: 
         top_k=each("top_k", np.int32),
         top_p=each("top_p", np.float32, 1),
         min_p=each("min_p", np.float32),
+        typical_p=each("typical_p", np.float32, 1),
         repetition_penalty=each("repetition_penalty", np.float32, 1),
         presence_penalty=each("presence_penalty", np.float32),
         frequency_penalty=each("frequency_penalty", np.float32),

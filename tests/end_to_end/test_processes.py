@@ -72,7 +72,7 @@ def test_second_starts_are_refused_and_a_killed_master_leaves_nothing() -> None:
     try:
         again = run_script("start.sh", "--port", str(server.port))
         assert again.returncode == 2
-        assert f"a server runs on port {server.port} already" in again.stderr
+        assert f"a server already runs on port {server.port}" in again.stderr
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()

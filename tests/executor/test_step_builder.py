@@ -127,7 +127,9 @@ def test_sampling_history_may_end_in_a_reference():
 
 def test_sampling_parameters_follow_the_order_of_the_samples():
     steps = Steps(
-        create_request(2, temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=2**64 - 1, logprobs=2),
+        create_request(
+            2, temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, typical_p=0.75, seed=2**64 - 1, logprobs=2
+        ),
         create_request(2, repetition_penalty=1.5, presence_penalty=-1.0, frequency_penalty=2.0, logprobs=0),
         create_request(2),
     )
@@ -137,6 +139,7 @@ def test_sampling_parameters_follow_the_order_of_the_samples():
     assert sampling.top_k.tolist() == [3, 0, 0]
     assert sampling.top_p.tolist() == [0.25, 1.0, 1.0]
     assert sampling.min_p.tolist() == [0.125, 0.0, 0.0]
+    assert sampling.typical_p.tolist() == [0.75, 1.0, 1.0]
     assert sampling.seed.tolist() == [2**64 - 1, 0, 0]
     assert sampling.repetition_penalty.tolist() == [1.0, 1.5, 1.0]
     assert sampling.presence_penalty.tolist() == [0.0, -1.0, 0.0]
@@ -147,7 +150,15 @@ def test_sampling_parameters_follow_the_order_of_the_samples():
 def test_step_arrays_have_the_documented_dtypes():
     step = Steps(create_request(2)).next()
     kinds = {name: getattr(step.sampling, name).dtype.str for name in step.sampling.__slots__}
-    floats = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+    floats = {
+        "temperature",
+        "top_p",
+        "min_p",
+        "typical_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    }
     assert {name for name, kind in kinds.items() if kind == "<f4"} == floats | {"bias_values"}
     assert {name for name, kind in kinds.items() if kind == "<u8"} == {"seed"}
     for name in ("token_ids", "query_lens", "num_computed", "block_tables", "result_tokens"):

@@ -49,6 +49,7 @@ def batch(seed, vocab_size, kind, num_samples=6):
         top_k=pick(0, 0, 1, 2, 40, max(vocab_size - 1, 0), vocab_size, 2**31 - 1),
         top_p=pick(1, 1, 0.999999, 0.95, 0.5, 1e-30),
         min_p=pick(0, 0, 1e-9, 0.1, 1),
+        typical_p=pick(1, 1, 1, 0.95, 0.2, 1e-30),
         repetition_penalty=pick(1, 1, 1.3, 0.01, 100),
         presence_penalty=pick(0, 0, 0.5, -2),
         frequency_penalty=pick(0, 0, 0.3, -2),
@@ -89,7 +90,14 @@ def test_sampled_tokens_of_each_kind_equal_numpy(isa, kind):
     row = LOGITS[kind](np.random.default_rng(5), (1, 300)).astype(np.float32)
     count = 64
     logits = np.repeat(row, count, axis=0)
-    for parameters in ({}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 7, "top_p": 0.8}):
+    for parameters in (
+        {},
+        {"top_k": 7},
+        {"top_p": 0.8},
+        {"min_p": 0.2},
+        {"top_k": 7, "top_p": 0.8},
+        {"typical_p": 0.5},
+    ):
         sampling = sampling_input(count, temperature=0.9, position=np.arange(count), **parameters)
         expected = sampling_reference.choose_tokens(logits, sampling, NO_TOKENS)
         assert_equal_choices(sampler.choose_tokens(logits, sampling, NO_TOKENS), expected)

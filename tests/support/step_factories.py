@@ -10,6 +10,7 @@ _DEFAULTS = {
     "top_k": (np.int32, 0),
     "top_p": (np.float32, 1),
     "min_p": (np.float32, 0),
+    "typical_p": (np.float32, 1),
     "repetition_penalty": (np.float32, 1),
     "presence_penalty": (np.float32, 0),
     "frequency_penalty": (np.float32, 0),

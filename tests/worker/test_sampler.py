@@ -135,6 +135,23 @@ def test_min_p_drops_what_is_less_likely_than_its_share_of_the_best():
     assert (frequencies(logits, min_p=1.0) > 0).tolist() == [True, False, False]
 
 
+def test_typical_p_keeps_the_tokens_of_most_typical_information():
+    """The entropy is 1.09. Tokens have 0.51, 1.61, 2.30 and 2.30 nats, so the second one is the most typical."""
+    logits = np.log([0.6, 0.2, 0.1, 0.1])
+    assert (frequencies(logits, typical_p=0.15) > 0).tolist() == [False, True, False, False]
+    assert (frequencies(logits, typical_p=0.5) > 0).tolist() == [True, True, False, False]
+    assert (frequencies(logits, typical_p=0.85) > 0).tolist() == [True, True, True, False]
+    assert (frequencies(logits, typical_p=0.95) > 0).tolist() == [True, True, True, True]
+    np.testing.assert_allclose(frequencies(logits, typical_p=0.5), [0.75, 0.25, 0, 0], atol=0.0142)
+
+
+def test_typical_p_counts_only_what_other_filters_left():
+    logits = np.log([0.6, 0.2, 0.1, 0.1])
+    assert (frequencies(logits, top_k=1, typical_p=0.1) > 0).tolist() == [True, False, False, False]
+    # Of 0.75 and 0.25 the first is nearer to their mean.
+    assert (frequencies(logits, top_p=0.7, typical_p=0.3) > 0).tolist() == [True, False, False, False]
+
+
 def test_the_smallest_top_p_leaves_the_best_token():
     assert tokens(np.arange(12.0).reshape(2, 6), temperature=50, top_p=1e-30) == [5, 5]
 

@@ -241,6 +241,8 @@ class SamplingParams:
     """Keep the smallest set of tokens whose total probability reaches this value."""
     min_p: float = _parameter(0.0, Real(0.0, 1.0))
     """Drop tokens whose probability is below this fraction of the most likely token's."""
+    typical_p: float = _parameter(1.0, Real(0.0, 1.0, above_low=True))
+    """Keep the most typical tokens (Meister et al. 2022, section 4) whose total probability reaches this value."""
     repetition_penalty: float = _parameter(1.0, Real(0.01, 100.0))
     """Divides positive and multiplies negative logits of tokens seen in prompt or output (Keskar et al. 2019)."""
     presence_penalty: float = _parameter(0.0, Real(-2.0, 2.0))

@@ -106,6 +106,7 @@ class SamplingInput:
     top_k: Int32Array  # [S], 0 is off
     top_p: Float32Array  # [S], 1 is off
     min_p: Float32Array  # [S], 0 is off
+    typical_p: Float32Array  # [S], 1 is off
     repetition_penalty: Float32Array  # [S], 1 is off
     presence_penalty: Float32Array  # [S]
     frequency_penalty: Float32Array  # [S]
@@ -143,6 +144,7 @@ class SamplingInput:
             top_k=whole if top_k is None else top_k,
             top_p=ones if top_p is None else top_p,
             min_p=zeros if min_p is None else min_p,
+            typical_p=ones,
             repetition_penalty=ones,
             presence_penalty=zeros,
             frequency_penalty=zeros,

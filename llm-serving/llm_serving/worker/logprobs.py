@@ -106,6 +106,29 @@ def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.fl
     return weights
 
 
+def keep_typical(weights: Float32Array, exponents: Float32Array, share: float) -> Float32Array:
+    """Keep the fewest tokens whose weights sum to at least `share` of the total, the most typical ones first.
+
+    They are in ascending order of the distance of their exponent from the mean exponent: these are the logarithms of
+    the probabilities but for a constant (Meister et al. 2022, section 4). Of equal tokens the lowest ids come first.
+
+    Args:
+        weights: [V]
+        exponents: [V], the logarithm of each weight to base 2 before it was rounded.
+        share: Below 1.
+    """
+    (ids,) = np.nonzero(weights > 0)
+    kept, logarithms = weights[ids].astype(np.float64), exponents[ids].astype(np.float64)
+    # `accumulate` adds one by one; another order of these sums, which are not exact, might choose another token.
+    total, moment = np.add.accumulate(kept)[-1], np.add.accumulate(kept * logarithms)[-1]
+    distances = np.abs(logarithms - moment / total).astype(np.float32)
+    order = np.argsort(distances, kind="stable")
+    count = int(np.searchsorted(np.add.accumulate(kept[order]), share * total, side="left")) + 1
+    typical: Float32Array = np.zeros_like(weights)
+    typical[ids[order[:count]]] = weights[ids[order[:count]]]
+    return typical
+
+
 def draw_token(weights: Float32Array, number: float) -> int:
     """Return the first token whose cumulative weight exceeds `number`, in [0, 1), times the total.
 

@@ -1,7 +1,7 @@
 """Sampling of tokens in NumPy: the reference, and the fallback without the operator library.
 
-Steps for one row, in this order: penalties, bias, allowed tokens, temperature, min_p, top_k, top_p, draw. The draw runs
-over the kept tokens in the order of ids, so a filter only determines which tokens are candidates.
+Steps for one row, in this order: penalties, bias, allowed tokens, temperature, min_p, top_k, top_p, typical_p, draw.
+The draw runs over the kept tokens in the order of ids, so a filter only determines which tokens are candidates.
 
 Random numbers come from a counter-based generator: Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random
 numbers: as easy as 1, 2, 3" (SC 2011), section 3.3, with the constants of that paper. The same (seed, position) always
@@ -21,6 +21,7 @@ from llm_serving.core.step import SamplingInput
 from llm_serving.worker.logprobs import (
     draw_token,
     filter_weights,
+    keep_typical,
     most_likely,
     token_weights,
     total_weight,
@@ -157,8 +158,14 @@ def _choose(
     # top_k of 1 is greedy.
     if not temperature > 0 or top_k == 1:
         return best
-    weights = token_weights(values, values[best], weight_scale(temperature))
-    return draw_token(filter_weights(weights, top_k, float(sampling.top_p[row]), sampling.min_p[row]), number)
+    scale = weight_scale(temperature)
+    weights = token_weights(values, values[best], scale)
+    weights = filter_weights(weights, top_k, float(sampling.top_p[row]), sampling.min_p[row])
+    if sampling.typical_p[row] < 1:
+        with np.errstate(over="ignore"):  # the exponents of forbidden tokens
+            exponents = (values - values[best]) * scale
+        weights = keep_typical(weights, exponents, float(sampling.typical_p[row]))
+    return draw_token(weights, number)
 
 
 def _forbid_others(values: Float32Array, allowed: Int32Array) -> None:

@@ -68,7 +68,14 @@ def test_tgi_return_full_text():
 
 @pytest.mark.parametrize(
     ("parameters", "temperature"),
-    [({}, 0.0), ({"do_sample": True}, 1.0), ({"temperature": 0.75}, 0.75), ({"top_k": 5}, 1.0), ({"top_p": 0.9}, 1.0)],
+    [
+        ({}, 0.0),
+        ({"do_sample": True}, 1.0),
+        ({"temperature": 0.75}, 0.75),
+        ({"top_k": 5}, 1.0),
+        ({"top_p": 0.9}, 1.0),
+        ({"typical_p": 0.9}, 1.0),
+    ],
 )
 def test_tgi_sampling_parameters_enable_sampling(parameters, temperature):
     engine = FakeEngine()
@@ -92,7 +99,7 @@ def test_tgi_stop_sequence_is_part_of_the_text():
 @pytest.mark.parametrize(
     "parameters",
     [
-        {"best_of": 2}, {"typical_p": 0.5}, {"grammar": {"type": "regex"}}, {"watermark": True}, {"temperature": 0.0},
+        {"best_of": 2}, {"typical_p": 0.0}, {"grammar": {"type": "regex"}}, {"watermark": True}, {"temperature": 0.0},
         {"best_of": 0}, {"best_of": 129, "do_sample": True}, {"max_new_tokens": 0}, {"truncate": 0},
         {"top_n_tokens": 21}, {"stop_sequences": ["x"] * 17}, {"min_new_tokens": 9, "max_new_tokens": 8},
     ],

@@ -17,6 +17,7 @@ struct SampleArgs {
   const int32_t* top_k;
   const float* top_p;
   const float* min_p;
+  const float* typical_p;
   const float* repetition_penalty;
   const float* presence_penalty;
   const float* frequency_penalty;

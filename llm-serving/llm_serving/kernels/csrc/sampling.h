@@ -2,6 +2,8 @@
 // is exact, so the result is bit-identical for all instruction sets and numbers of threads.
 #pragma once
 
+#include <algorithm>
+
 #include "floating_mode.h"
 #include "penalties.h"
 #include "philox.h"
@@ -80,13 +82,46 @@ LLM_INLINE void max_likely(const float* values, size_t size, size_t count, int32
   for (; i < size; i++) consider(i);
 }
 
+// Keeps the fewest tokens whose weights sum to at least `share` (below 1) of the total, in ascending order of their
+// distance from the mean logarithm of the weights; of equal ones the lowest ids. `room` is as large as `weights`.
+// The order of the sums is part of the definition, because the products are not exact.
+LLM_INLINE void keep_typical(const float* values, size_t size, float largest, float scale, double share, float* weights,
+                             float* room) {
+  auto* const ids = static_cast<int32_t*>(scratch(Scratch::kScores, size * sizeof(int32_t) + 1));
+  size_t count = 0;
+  double total = 0;
+  double sum = 0;
+  for (size_t i = 0; i < size; i++) {
+    if (!(weights[i] > 0)) continue;
+    room[i] = (values[i] - largest) * scale;
+    total += static_cast<double>(weights[i]);
+    sum += static_cast<double>(weights[i]) * static_cast<double>(room[i]);
+    ids[count++] = static_cast<int32_t>(i);
+  }
+  const double mean = sum / total;
+  for (size_t j = 0; j < count; j++) {
+    float& distance = room[ids[j]];
+    distance = static_cast<float>(__builtin_fabs(static_cast<double>(distance) - mean));
+  }
+  std::sort(ids, ids + count,
+            [room](int32_t a, int32_t b) { return room[a] < room[b] || (room[a] == room[b] && a < b); });
+  double kept = 0;
+  size_t j = 0;
+  while (j < count && kept < share * total) kept += static_cast<double>(weights[ids[j++]]);
+  for (; j < count; j++) weights[ids[j]] = 0;
+}
+
 // Samples a token from `values` with the largest value `largest`.
 LLM_INLINE size_t draw(const SampleArgs& args, size_t row, const float* values, float largest, float* weights,
                        float* room) {
   const size_t size = static_cast<size_t>(args.vocab_size);
-  weigh(values, size, largest, weight_scale(args.temperature[row]), args.min_p[row], weights);
+  const float scale = weight_scale(args.temperature[row]);
+  weigh(values, size, largest, scale, args.min_p[row], weights);
   if (args.top_k[row] > 0) keep_top_k(weights, size, static_cast<size_t>(args.top_k[row]), room);
   if (args.top_p[row] < 1) keep_top_p(weights, size, static_cast<double>(args.top_p[row]), room);
+  if (args.typical_p[row] < 1) {
+    keep_typical(values, size, largest, scale, static_cast<double>(args.typical_p[row]), weights, room);
+  }
   const double number = philox_uniform(args.seed[row], static_cast<uint32_t>(args.position[row]));
   return draw_token(weights, size, number);
 }

@@ -21,6 +21,7 @@ class TGIParameters(CallerFields):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    typical_p: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     max_new_tokens: int | None = None
@@ -69,7 +70,6 @@ class LegacyRequest(CallerFields):
 
 
 _TGI: Final[Rows] = {
-    "typical_p": RefusedField(neutral=(1,)),
     "watermark": RefusedField(),
     "adapter_id": NO_ADAPTERS,
     "max_tokens": named("max_new_tokens"),

@@ -121,6 +121,7 @@ def _sampling(parameters: TGIParameters) -> SamplingParams:
         or parameters.temperature not in (None, 1.0)
         or parameters.top_k not in (None, 0)
         or parameters.top_p not in (None, 1.0)
+        or parameters.typical_p not in (None, 1.0)
     )
     if parameters.stop and parameters.stop_sequences and parameters.stop != parameters.stop_sequences:
         raise RequestError("stop_sequences", "is an older name of `stop`; give only one of them")
