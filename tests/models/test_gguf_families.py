@@ -134,6 +134,30 @@ def test_gguf_parts_of_a_tensor_keep_the_bytes_of_their_blocks(tmp_path, name, s
     assert q.unpack.block.name == "Q8_0"
 
 
+@pytest.mark.parametrize("name", ["llama, biases, tied", "mixtral", "qwen2moe", "glm4"])
+def test_gguf_projections_may_be_stacked(tmp_path, name):
+    """As with the options --fuse-qkv and --fuse-gate-up-exps of llama.cpp's converter."""
+    architecture, config = case(name)
+    values = write_family(tmp_path / "a.gguf", architecture, config, 0)
+    tensors = family_tensors(architecture, config, values)
+    for layer in range(3):
+        for kind in ("weight", "bias"):
+            for stacked, axis, parts in (
+                ("attn_qkv", 0, ["attn_q", "attn_k", "attn_v"]),
+                ("ffn_gate_up_exps", 1, ["ffn_gate_exps", "ffn_up_exps"]),
+            ):
+                found = [tensors.pop(f"blk.{layer}.{part}.{kind}", None) for part in parts]
+                if found[0] is not None:
+                    tensors[f"blk.{layer}.{stacked}.{kind}"] = np.concatenate(found, axis)
+    stored = {known: plain(array) for known, array in tensors.items()}
+    (tmp_path / "b.gguf").write_bytes(gguf_bytes(family_facts(architecture, config), stored))
+    spec = check_folder(tmp_path / "b.gguf")
+    assert spec.tensors == ModelSpec.from_hugging_face(config).tensors
+    reader = WeightReader(tmp_path / "b.gguf", spec.scheme)
+    for known, shape in spec.tensors.items():
+        assert np.array_equal(reader.read(known, shape), values[known]), known
+
+
 def test_gguf_longrope_of_phi3(tmp_path):
     lists = {"short_factor": np.linspace(1, 2, 8).tolist(), "long_factor": np.linspace(2, 9, 8).tolist()}
     scaling = {"rope_type": "longrope", **lists, "original_max_position_embeddings": 64}

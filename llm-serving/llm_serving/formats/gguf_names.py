@@ -5,7 +5,7 @@ llama.cpp names the tensors of every architecture alike, and stores some of them
     rows of query and key   `pairs`: the two rows that rotate together are neighbours; here they lie half a head apart
     norm weights            `plus_one`: with 1 added
     experts                 one tensor of three lengths for all experts of a layer
-    stacked projections     one tensor for query, key and value, where a network has one for each
+    stacked projections     in some files one tensor for query, key and value, or for gate and up of all experts
     latent keys, values     DeepSeek: two tensors with a matrix for each head, that of the keys transposed
 
 Experts, parts of stacked tensors and reordered rows keep the bytes of their blocks: `StoredTensor.part` picks
@@ -14,6 +14,7 @@ consecutive rows, and `PackedTensor.order` gives the order of the others. Latent
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -38,12 +39,14 @@ _WHOLE: Final[Mapping[str, str]] = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_QKV: Final = "self_attn.q_proj|self_attn.k_proj|self_attn.v_proj"
+_ROTATED: Final = ("self_attn.q_proj", "self_attn.k_proj")
+_QKV: Final = "|".join((*_ROTATED, "self_attn.v_proj"))
 _OF_LAYER: Final[Mapping[str, str]] = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": _QKV,
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -56,6 +59,7 @@ _EXPERTS: Final[Mapping[str, str]] = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.*.gate_proj",
     "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_gate_up_exps": "mlp.experts.*.gate_proj|mlp.experts.*.up_proj",
     "ffn_down_exps": "mlp.experts.*.down_proj",
 }
 _GEMMA: Final[Mapping[str, str]] = {
@@ -71,7 +75,7 @@ class Naming:
 
     Attributes:
         more: Names of a layer beside those of Llama, or in their place. `*` stands for the number of an expert; `|`
-            separates query, key and value that the file stacks.
+            separates what the file stacks: query, key and value, or the gate and up projections of an expert.
         pairs, plus_one: See above.
     """
 
@@ -86,6 +90,7 @@ NAMINGS: Final[Mapping[str, Naming]] = {
             "ffn_gate_inp": "block_sparse_moe.gate",
             "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
             "ffn_up_exps": "block_sparse_moe.experts.*.w3",
+            "ffn_gate_up_exps": "block_sparse_moe.experts.*.w1|block_sparse_moe.experts.*.w3",
             "ffn_down_exps": "block_sparse_moe.experts.*.w2",
         },
         pairs=True,
@@ -110,10 +115,9 @@ NAMINGS: Final[Mapping[str, Naming]] = {
     "gemma2": Naming(_GEMMA, plus_one=True),
     "gemma3": Naming(_GEMMA, plus_one=True),
     "phi3": Naming({"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
-    "chatglm": Naming({"attn_qkv": _QKV, "ffn_up": "mlp.gate_up_proj"}),
+    "chatglm": Naming({"ffn_up": "mlp.gate_up_proj"}),
     "glm4": Naming(
         {
-            "attn_qkv": _QKV,
             "ffn_up": "mlp.gate_up_proj",
             "post_attention_norm": "post_self_attn_layernorm",
             "post_ffw_norm": "post_mlp_layernorm",
@@ -189,23 +193,34 @@ def _named(
         yield name, tensor
         return
     prefix, ending = f"model.layers.{int(match['layer'])}." if match["layer"] else "", match["kind"]
-    if "*" in known:
-        weights = {known.replace("*", str(i)): part for i, part in enumerate(_experts(name, tensor))}
-    elif "|" in known:
-        weights = dict(zip(known.split("|"), _query_key_value(name, tensor, heads), strict=True))
-    elif role == _LATENT_KEYS:
-        weights = {known: _joined_latents(name, tensor, tensors.get(name.replace(role, _LATENT_VALUES)), heads.q)}
-    else:
-        weights = {known: _in_layout(name, role, tensor, naming, heads)}
-    yield from ((f"{prefix}{each}.{ending}", weight) for each, weight in weights.items())
+    if role == _LATENT_KEYS:
+        tensor = _joined_latents(name, tensor, tensors.get(name.replace(role, _LATENT_VALUES)), heads.q)
+    experts = {str(i): part for i, part in enumerate(_experts(name, tensor))} if "*" in known else {"": tensor}
+    for number, part in experts.items():
+        for each, weight in _apart(name, known.replace("*", number), part, heads):
+            yield f"{prefix}{each}.{ending}", _in_layout(name, each, weight, naming, heads)
 
 
-def _in_layout(name: str, role: str, tensor: ReadableTensor, naming: Naming, heads: _Heads) -> ReadableTensor:
-    if naming.pairs and role in ("attn_q", "attn_k"):
-        return _with_split_pairs(name, tensor, heads.q if role == "attn_q" else heads.kv)
-    if naming.plus_one and role.endswith("norm") and isinstance(tensor, StoredTensor):
+def _apart(name: str, known: str, tensor: ReadableTensor, heads: _Heads) -> list[tuple[str, ReadableTensor]]:
+    """Return the weights that are stacked in a tensor, by their names."""
+    names = known.split("|")
+    if len(names) == 1:
+        return [(known, tensor)]
+    counts = (heads.q, heads.kv, heads.kv) if len(names) == 3 else (1, 1)
+    own = _head_rows(name, tensor, sum(counts))
+    starts = itertools.accumulate(counts, initial=0)
+    return [
+        (each, _rows(tensor, start * own, (count * own, *tensor.shape[1:])))
+        for each, start, count in zip(names, starts, counts, strict=False)
+    ]
+
+
+def _in_layout(name: str, known: str, tensor: ReadableTensor, naming: Naming, heads: _Heads) -> ReadableTensor:
+    if naming.pairs and known in _ROTATED:
+        return _with_split_pairs(name, tensor, heads.q if known == _ROTATED[0] else heads.kv)
+    if naming.plus_one and known.endswith("norm") and isinstance(tensor, StoredTensor):
         return PackedTensor(name, tensor.shape, {"values": tensor}, _less_one)
-    if role == "ffn_gate_inp_shexp" and len(tensor.shape) == 1 and isinstance(tensor, StoredTensor):
+    if known.endswith("shared_expert_gate") and len(tensor.shape) == 1 and isinstance(tensor, StoredTensor):
         return replace(tensor, shape=(1, *tensor.shape))
     return tensor
 
@@ -229,16 +244,6 @@ def _experts(name: str, tensor: ReadableTensor) -> Iterator[ReadableTensor]:
         raise ModelError(f"{tensor.file}: tensor {name} must have three lengths. Found: {list(tensor.shape)}")
     count, rows, columns = tensor.shape
     return (_rows(tensor, number * rows, (rows, columns)) for number in range(count))
-
-
-def _query_key_value(name: str, tensor: ReadableTensor, heads: _Heads) -> list[ReadableTensor]:
-    own = _head_rows(name, tensor, heads.q + 2 * heads.kv)
-    starts = (0, heads.q, heads.q + heads.kv)
-    counts = (heads.q, heads.kv, heads.kv)
-    return [
-        _rows(tensor, start * own, (count * own, *tensor.shape[1:]))
-        for start, count in zip(starts, counts, strict=True)
-    ]
 
 
 def _rows(tensor: ReadableTensor, start: int, shape: tuple[int, ...]) -> ReadableTensor:

@@ -81,7 +81,8 @@ def config_of(found: GgufFile) -> dict[str, Any]:
     config["vocab_size"] = table.shape[0]
     config["tie_word_embeddings"] = not reader.has_tensor("output.weight")
     config |= architecture.fixed
-    config |= {key: reader.has_tensor(f"blk.0.{name}") for key, name in architecture.bias.items()}
+    for key, names in architecture.bias.items():
+        config[key] = any(reader.has_tensor(f"blk.0.{name}") for name in names)
     heads = _check_heads(reader, architecture, config)
     if (scaling := _scaling(reader, config)) is not None:
         config["rope_scaling"] = scaling

@@ -22,7 +22,7 @@ class Architecture:
         family: Name in `architectures` of a config.json.
         numbers: Metadata key behind the architecture's prefix -> key of a config.json, where the file has it.
         fixed: Values that the architecture implies.
-        bias: Configuration key -> tensor of the first layer; the key is true where the file has the tensor.
+        bias: Configuration key -> tensors of the first layer; the key is true where the file has one of them.
         complete: Adds the rest to the configuration, or changes it.
         rotates_a_part: `rope.dimension_count` may be less than a head.
         has_experts: The file may have experts.
@@ -31,7 +31,7 @@ class Architecture:
     family: str
     numbers: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    bias: Mapping[str, str] = field(default_factory=dict)
+    bias: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     complete: Callable[[MetadataReader, Config], None] | None = None
     rotates_a_part: bool = False
     has_experts: bool = False
@@ -42,8 +42,9 @@ _EXPERTS: Final[Mapping[str, str]] = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-_ATTENTION_BIAS: Final[Mapping[str, str]] = {"attention_bias": "attn_q.bias"}
-_LLAMA_BIAS: Final[Mapping[str, str]] = {**_ATTENTION_BIAS, "mlp_bias": "ffn_gate.bias"}
+_QKV: Final = ("attn_q.bias", "attn_qkv.bias")
+_ATTENTION_BIAS: Final[Mapping[str, tuple[str, ...]]] = {"attention_bias": _QKV}
+_LLAMA_BIAS: Final[Mapping[str, tuple[str, ...]]] = {**_ATTENTION_BIAS, "mlp_bias": ("ffn_gate.bias",)}
 
 
 def _llama(reader: MetadataReader, config: Config) -> None:
@@ -120,12 +121,12 @@ def _deepseek2(reader: MetadataReader, config: Config) -> None:
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "llama": Architecture("LlamaForCausalLM", bias=_LLAMA_BIAS, complete=_llama, has_experts=True),
-    "qwen2": Architecture("Qwen2ForCausalLM", bias={"qkv_bias": "attn_q.bias"}),
+    "qwen2": Architecture("Qwen2ForCausalLM", bias={"qkv_bias": _QKV}),
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",
         {**_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
         fixed={"norm_topk_prob": False},
-        bias={"qkv_bias": "attn_q.bias"},
+        bias={"qkv_bias": _QKV},
         complete=_qwen_experts,
         has_experts=True,
     ),
@@ -161,13 +162,13 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "phi3": Architecture(
         "Phi3ForCausalLM",
         {"attention.sliding_window": "sliding_window"},
-        bias={"attention_bias": "attn_qkv.bias"},
+        bias=_ATTENTION_BIAS,
         complete=_phi3,
         rotates_a_part=True,
     ),
     "internlm2": Architecture("LlamaForCausalLM", bias=_LLAMA_BIAS),
     "baichuan": Architecture("BaichuanForCausalLM", fixed={"separate_qkv": True}, complete=_baichuan),
-    "chatglm": Architecture("GlmForCausalLM", bias={"attention_bias": "attn_qkv.bias"}, rotates_a_part=True),
+    "chatglm": Architecture("GlmForCausalLM", bias=_ATTENTION_BIAS, rotates_a_part=True),
     "glm4": Architecture("Glm4ForCausalLM", bias=_ATTENTION_BIAS, rotates_a_part=True),
     "granite": Architecture(
         "GraniteForCausalLM",
