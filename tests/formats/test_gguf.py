@@ -117,6 +117,13 @@ def test_gguf_rows_must_be_whole_blocks(tmp_path, shape):
         read_gguf(write(tmp_path / "a.gguf", content))
 
 
+@pytest.mark.parametrize("shape", [(2**30, 0), (0,), (2**39, 0, 32)])
+def test_gguf_refuses_an_empty_tensor(tmp_path, shape):
+    content = gguf_bytes({}, {"w": Stored(shape, 0, b"")})
+    with pytest.raises(ModelError, match="a length of 0 of tensor 'w'"):
+        read_gguf(write(tmp_path / "a.gguf", content))
+
+
 def huge_list(kind):
     return struct.pack("<IIQ", 9, kind, 2**60)
 

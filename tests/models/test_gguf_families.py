@@ -14,7 +14,7 @@ from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader, check_folder
 from support.family_configs import config_of
 from support.gguf_families import family_facts, family_tensors, write_family
-from support.gguf_files import gguf_bytes, plain
+from support.gguf_files import gguf_bytes, number, plain
 from support.graph_model import GraphModel, backend
 from support.model_factories import write_safetensors
 
@@ -100,6 +100,20 @@ def test_gguf_file_has_the_weights_of_the_folder(tmp_path, name, kind):
     reader.check_all_read()
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3moe", "phi3", "gemma3", "chatglm", "granite"])
+def test_gguf_weights_in_blocks_of_256(tmp_path, name):
+    architecture, config = case(name)
+    config |= {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 1}
+    config |= {key: 2 for key in ("num_experts", "num_local_experts") if key in config}
+    values = write_family(tmp_path / "a.gguf", architecture, config, 12)
+    spec = check_folder(tmp_path / "a.gguf")
+    assert "Q4_K" in spec.scheme.stored_types
+    reader = WeightReader(tmp_path / "a.gguf", spec.scheme)
+    for tensor, shape in spec.tensors.items():
+        found = to_float32(reader.read(tensor, shape))
+        np.testing.assert_allclose(found, values[tensor], rtol=1e-6, atol=1e-6, err_msg=tensor)
+
+
 @pytest.mark.mindspore
 @pytest.mark.parametrize("name", CASES)
 def test_gguf_file_gives_the_logits_of_the_folder(tmp_path, name):
@@ -134,21 +148,17 @@ def test_gguf_parts_of_a_tensor_keep_the_bytes_of_their_blocks(tmp_path, name, s
     assert q.unpack.block.name == "Q8_0"
 
 
-@pytest.mark.parametrize("name", ["llama, biases, tied", "mixtral", "qwen2moe", "glm4"])
+@pytest.mark.parametrize("name", ["llama, biases, tied", "granite", "qwen2moe", "glm4"])
 def test_gguf_projections_may_be_stacked(tmp_path, name):
-    """As with the options --fuse-qkv and --fuse-gate-up-exps of llama.cpp's converter."""
+    """As with the option --fuse-qkv of llama.cpp's converter."""
     architecture, config = case(name)
     values = write_family(tmp_path / "a.gguf", architecture, config, 0)
     tensors = family_tensors(architecture, config, values)
     for layer in range(3):
         for kind in ("weight", "bias"):
-            for stacked, axis, parts in (
-                ("attn_qkv", 0, ["attn_q", "attn_k", "attn_v"]),
-                ("ffn_gate_up_exps", 1, ["ffn_gate_exps", "ffn_up_exps"]),
-            ):
-                found = [tensors.pop(f"blk.{layer}.{part}.{kind}", None) for part in parts]
-                if found[0] is not None:
-                    tensors[f"blk.{layer}.{stacked}.{kind}"] = np.concatenate(found, axis)
+            found = [tensors.pop(f"blk.{layer}.{part}.{kind}", None) for part in ("attn_q", "attn_k", "attn_v")]
+            if found[0] is not None:
+                tensors[f"blk.{layer}.attn_qkv.{kind}"] = np.concatenate(found)
     stored = {known: plain(array) for known, array in tensors.items()}
     (tmp_path / "b.gguf").write_bytes(gguf_bytes(family_facts(architecture, config), stored))
     spec = check_folder(tmp_path / "b.gguf")
@@ -229,6 +239,9 @@ def test_gguf_latent_weights_of_older_files(tmp_path):
         ("qwen2", {"qwen2.expert_count": 4}, "`qwen2.expert_count` must be 0: this architecture has no experts here"),
         ("deepseek2", {"deepseek2.expert_gating_func": 2}, "`scoring_func` must be softmax"),
         ("deepseek2", {"deepseek2.expert_weights_norm": True}, "`norm_topk_prob` must be false"),
+        ("granite", {"granite.attention.key_length": 0}, "`granite.attention.key_length` must be an integer >= 1"),
+        ("qwen3moe", {"qwen3moe.block_count": number("<f", np.inf)}, "`num_hidden_layers` must be an integer"),
+        ("qwen3moe", {"qwen3moe.expert_used_count": number("<f", np.inf)}, "`num_experts_per_tok` must be an integer"),
         ("glm4", {"glm4.rope.dimension_count": 40}, "`glm4.rope.dimension_count` must be the 32 elements of a head"),
         ("qwen3", {"qwen3.rope.scaling.yarn_attn_factor": 2.0, "qwen3.rope.scaling.type": "yarn"}, "must be 1"),
     ],

@@ -294,6 +294,8 @@ def _tensor_info(file: Path, reader: _HeaderReader) -> _TensorInfo:
     if not 1 <= num_lengths <= _MAX_DIMENSIONS:
         raise ValueError(f"{num_lengths} lengths of tensor {shorten(name)}")
     shape = tuple(reader.count(2**40, "elements of a length") for _ in range(num_lengths))[::-1]
+    if not all(shape):
+        raise ValueError(f"a length of 0 of tensor {shorten(name)}")
     kind, offset = reader.number("<I"), reader.number("<Q")
     if kind not in _PLAIN and kind not in BLOCKS:
         known = ", ".join([*_PLAIN.values(), *(block.name for block in BLOCKS.values())])

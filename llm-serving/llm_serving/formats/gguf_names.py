@@ -5,7 +5,7 @@ llama.cpp names the tensors of every architecture alike, and stores some of them
     rows of query and key   `pairs`: the two rows that rotate together are neighbours; here they lie half a head apart
     norm weights            `plus_one`: with 1 added
     experts                 one tensor of three lengths for all experts of a layer
-    stacked projections     in some files one tensor for query, key and value, or for gate and up of all experts
+    stacked projections     in some files one tensor for query, key and value
     latent keys, values     DeepSeek: two tensors with a matrix for each head, that of the keys transposed
 
 Experts, parts of stacked tensors and reordered rows keep the bytes of their blocks: `StoredTensor.part` picks
@@ -59,7 +59,6 @@ _EXPERTS: Final[Mapping[str, str]] = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.*.gate_proj",
     "ffn_up_exps": "mlp.experts.*.up_proj",
-    "ffn_gate_up_exps": "mlp.experts.*.gate_proj|mlp.experts.*.up_proj",
     "ffn_down_exps": "mlp.experts.*.down_proj",
 }
 _GEMMA: Final[Mapping[str, str]] = {
@@ -75,7 +74,7 @@ class Naming:
 
     Attributes:
         more: Names of a layer beside those of Llama, or in their place. `*` stands for the number of an expert; `|`
-            separates what the file stacks: query, key and value, or the gate and up projections of an expert.
+            separates query, key and value that a file stacks.
         pairs, plus_one: See above.
     """
 
@@ -90,7 +89,6 @@ NAMINGS: Final[Mapping[str, Naming]] = {
             "ffn_gate_inp": "block_sparse_moe.gate",
             "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
             "ffn_up_exps": "block_sparse_moe.experts.*.w3",
-            "ffn_gate_up_exps": "block_sparse_moe.experts.*.w1|block_sparse_moe.experts.*.w3",
             "ffn_down_exps": "block_sparse_moe.experts.*.w2",
         },
         pairs=True,
@@ -206,7 +204,7 @@ def _apart(name: str, known: str, tensor: ReadableTensor, heads: _Heads) -> list
     names = known.split("|")
     if len(names) == 1:
         return [(known, tensor)]
-    counts = (heads.q, heads.kv, heads.kv) if len(names) == 3 else (1, 1)
+    counts = (heads.q, heads.kv, heads.kv)
     own = _head_rows(name, tensor, sum(counts))
     starts = itertools.accumulate(counts, initial=0)
     return [

@@ -106,8 +106,10 @@ def _check_heads(reader: MetadataReader, architecture: Architecture, config: Con
     if reader.own("attention.kv_lora_rank") is not None:
         return heads  # of latent attention, whose sizes have names of their own
     own = config.get("head_dim", hidden // heads)
+    if not isinstance(own, int) or own < 1:
+        raise reader.fail(reader.key("attention.key_length"), "must be an integer >= 1")
     rotary = reader.own("rope.dimension_count")
-    if architecture.rotates_a_part and isinstance(rotary, int) and isinstance(own, int) and 0 < rotary <= own:
+    if architecture.rotates_a_part and isinstance(rotary, int) and 0 < rotary <= own:
         # Rounded up, so that its product with `own` is not rounded to the integer below `rotary`.
         config["partial_rotary_factor"] = 1.0 if rotary == own else math.nextafter(rotary / own, 1.0)
         rotary = None

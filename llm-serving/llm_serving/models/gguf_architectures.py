@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from llm_serving.models.config_reader import MAX_LAYERS
 from llm_serving.models.gguf_metadata import MetadataReader
 
 Config = dict[str, Any]
@@ -64,11 +65,15 @@ def _llama(reader: MetadataReader, config: Config) -> None:
 
 def _qwen_experts(reader: MetadataReader, config: Config) -> None:
     """Layers without a router are dense. Older files derive the sizes of experts from the dense size."""
-    layers = int(config["num_hidden_layers"])
-    config["mlp_only_layers"] = [i for i in range(layers) if not reader.has_tensor(f"blk.{i}.ffn_gate_inp.weight")]
-    dense = config.get("intermediate_size")
-    if "moe_intermediate_size" not in config and dense is not None:
-        config["moe_intermediate_size"] = dense // max(1, int(reader.needed("expert_used_count")))
+    layers, dense, used = (
+        config["num_hidden_layers"],
+        config.get("intermediate_size"),
+        reader.needed("expert_used_count"),
+    )
+    if isinstance(layers, int) and layers <= MAX_LAYERS:
+        config["mlp_only_layers"] = [i for i in range(layers) if not reader.has_tensor(f"blk.{i}.ffn_gate_inp.weight")]
+    if "moe_intermediate_size" not in config and isinstance(dense, int) and isinstance(used, int):
+        config["moe_intermediate_size"] = dense // max(1, used)
     if reader.architecture == "qwen2moe":
         config.setdefault("shared_expert_intermediate_size", dense)
 
