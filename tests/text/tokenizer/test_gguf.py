@@ -4,9 +4,10 @@ import itertools
 import json
 
 import pytest
+from llm_serving.config import load_config
 from llm_serving.config.paths import DEMO_FOLDER
 from llm_serving.errors import ModelError
-from llm_serving.text.tokenizer.tokenizer import Tokenizer
+from llm_serving.text.tokenizer.tokenizer import Tokenizer, describe_end_tokens
 from sentencepiece import SentencePieceProcessor
 from support.gguf_files import gguf_bytes
 from support.tokenizer_files import byte_level_folder
@@ -239,6 +240,8 @@ def test_gguf_sentencepiece_of_gemma(tmp_path):
     assert ours.encode("   \n\n<end_of_turn>") == [first, first + 1, first + 2]
     assert ours.decode(ours.encode("x   y\n\nz")) == "x   y\n\nz"
     assert ours.eos_token_ids == (facts["eos_token_id"], first + 2)
+    model = load_config(None, [], str(DEMO_FOLDER)).model
+    assert '2050 "<end_of_turn>" (tokenizer)' in describe_end_tokens(model, ours)
     named = Tokenizer.load(write(tmp_path / "b.gguf", **facts, eot_token_id=first))
     assert named.eos_token_ids == (facts["eos_token_id"], first)
 

@@ -262,12 +262,15 @@ def _sources(model: ModelConfig, folder: Path, tokenizer: Tokenizer) -> dict[int
     own = ModelSpec.from_folder(folder).eos_token_ids
     generation = generation_end_ids(folder)
     configured = [] if model.end_token is None or model.end_token in own else [model.end_token]
+    of_tokenizer = [
+        each for each in tokenizer.eos_token_ids if each == tokenizer.eos_token_id or each not in generation
+    ]
     names: dict[int, list[str]] = {}
     for name, ids in (
         ("model_config.end_token", configured),
         (CONFIG_NAME, own),
         (GENERATION_CONFIG, generation),
-        ("tokenizer", () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)),
+        ("tokenizer", of_tokenizer),
     ):
         for token_id in ids:
             names.setdefault(token_id, []).append(name)
