@@ -168,6 +168,23 @@ def test_gguf_projections_may_be_stacked(tmp_path, name):
         assert np.array_equal(reader.read(known, shape), values[known]), known
 
 
+def test_gguf_experts_of_older_files(tmp_path):
+    """Until 2024 each expert had its own tensors."""
+    architecture, config = case("mixtral")
+    values = write_family(tmp_path / "a.gguf", architecture, config, 0)
+    stored = {}
+    for known, array in family_tensors(architecture, config, values).items():
+        if "_exps." in known:
+            stored |= {known.replace("_exps.", f".{number}."): plain(part) for number, part in enumerate(array)}
+        else:
+            stored[known] = plain(array)
+    (tmp_path / "b.gguf").write_bytes(gguf_bytes(family_facts(architecture, config), stored))
+    spec = check_folder(tmp_path / "b.gguf")
+    reader = WeightReader(tmp_path / "b.gguf", spec.scheme)
+    for known, shape in spec.tensors.items():
+        assert np.array_equal(reader.read(known, shape), values[known]), known
+
+
 def test_gguf_longrope_of_phi3(tmp_path):
     lists = {"short_factor": np.linspace(1, 2, 8).tolist(), "long_factor": np.linspace(2, 9, 8).tolist()}
     scaling = {"rope_type": "longrope", **lists, "original_max_position_embeddings": 64}

@@ -4,7 +4,7 @@ llama.cpp names the tensors of every architecture alike, and stores some of them
 
     rows of query and key   `pairs`: the two rows that rotate together are neighbours; here they lie half a head apart
     norm weights            `plus_one`: with 1 added
-    experts                 one tensor of three lengths for all experts of a layer
+    experts                 one tensor of three lengths for all experts of a layer; until 2024 one for each expert
     stacked projections     in some files one tensor for query, key and value
     latent keys, values     DeepSeek: two tensors with a matrix for each head, that of the keys transposed
 
@@ -139,7 +139,9 @@ NAMINGS: Final[Mapping[str, Naming]] = {
 }
 """By `general.architecture`."""
 
-_NAME: Final = re.compile(r"^(?:blk\.(?P<layer>\d{1,6})\.)?(?P<role>[a-z0-9_]+)\.(?P<kind>weight|bias)$")
+_NAME: Final = re.compile(
+    r"^(?:blk\.(?P<layer>\d{1,6})\.)?(?P<role>[a-z0-9_]+)(?:\.(?P<expert>\d{1,4}))?\.(?P<kind>weight|bias)$"
+)
 _HUGGING_FACE_PREFIXES: Final = ("model.", "lm_head.")
 """Prefixes of Hugging Face's names: such a tensor would be accepted with its rows in the wrong order."""
 
@@ -185,7 +187,8 @@ def _named(
 ) -> Iterator[tuple[str, ReadableTensor]]:
     """Yield the weights that a tensor holds, by their names."""
     match = _NAME.match(name)
-    role = match["role"] if match is not None else ""
+    expert = None if match is None else match["expert"]
+    role = "" if match is None else match["role"] if expert is None else f"{match['role']}_exps"
     known = match and ({**_OF_LAYER, **naming.more} if match["layer"] else _WHOLE).get(role)
     if match is None or known is None:
         yield name, tensor
@@ -193,9 +196,12 @@ def _named(
     prefix, ending = f"model.layers.{int(match['layer'])}." if match["layer"] else "", match["kind"]
     if role == _LATENT_KEYS:
         tensor = _joined_latents(name, tensor, tensors.get(name.replace(role, _LATENT_VALUES)), heads.q)
-    experts = {str(i): part for i, part in enumerate(_experts(name, tensor))} if "*" in known else {"": tensor}
+    if "*" not in known or expert is not None:
+        experts = {int(expert or 0): tensor}
+    else:
+        experts = dict(enumerate(_experts(name, tensor)))
     for number, part in experts.items():
-        for each, weight in _apart(name, known.replace("*", number), part, heads):
+        for each, weight in _apart(name, known.replace("*", str(number)), part, heads):
             yield f"{prefix}{each}.{ending}", _in_layout(name, each, weight, naming, heads)
 
 
