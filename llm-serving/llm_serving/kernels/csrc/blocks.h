@@ -251,6 +251,10 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
     const GroupReader<kMinima> reader(layout, chunk);
     const uint8_t* planes = chunk.planes;
     size_t group = 0;
+    // The records of the next chunk, which lie between planes that are prefetched below.
+    for (const uint8_t* line = chunk.records; line < chunk.planes + layout.chunk_bytes; line += kLineBytes) {
+      __builtin_prefetch(line + layout.chunk_bytes, 0, 2);
+    }
     for (size_t block = 0; block < chunk.blocks; block++, planes += layout.plane_bytes, row_scales += rows) {
       Sums sums[kChains][kRows];
 #pragma GCC unroll 2
