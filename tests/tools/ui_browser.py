@@ -367,7 +367,8 @@ def markdown_without_end_is_drawn_in_time(page: Browser, save: Callable[[str], N
         start(page, url)
         answered(page)
         assert page.text(".markdown").startswith("[[[")
-        for text in (SLOW, SLOW.replace("\n", ""), "**a*" * 5000, "_a " * 6600, "[a](" * 5000, "http://" * 2800):
+        long = SLOW.replace("\n", ""), "**a*" * 5000, "_a " * 6600, "[a](" * 5000, "http://" * 2800
+        for text in (SLOW, *long, "[a [b](https://c.example)"):
             draw = f"new module.Markdown().show({json.dumps(text)})"
             timed = f"(() => {{ const began = performance.now(); {draw}; return performance.now() - began; }})()"
             spent = page.run(f"import('/ui/markdown.js').then((module) => {timed})")

@@ -196,7 +196,7 @@ function span(text, at, mark, depth) {
     LINK.lastIndex = at;
     const link = LINK.exec(text);
     const node = link && anchor(link[2], inline(link[1], depth + 1).flatMap(withoutLinks));
-    return node && { node, end: LINK.lastIndex };
+    return node && { node, end: at + link[0].length };
   }
   if (MARKS[mark]) return emphasis(text, at, mark, depth);
   const [url] = /^[^\s<>"'`|*]*/.exec(text.slice(at, at + 2000));
