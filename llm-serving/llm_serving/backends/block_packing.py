@@ -24,12 +24,12 @@ class _BlockArgs(ctypes.Structure):
 
 
 class BlockSegments:
-    """The segments of one weight, in the form in which the library takes them. Raise ModelError if no product supports
-    such a weight, or KernelError if the library cannot be built or loaded.
+    """The segments of one weight, as arguments of the operator library. Raise ModelError if no kernel supports such a
+    weight, or KernelError if the library cannot be built or loaded.
 
     Attributes:
         num_bytes: Bytes of the packed weight.
-        columns: Columns of the int8 matrix as which MindSpore sees these bytes, without the padding of panels.
+        columns: `num_bytes` / `rows`, rounded down. MindSpore sees the weight as an int8 matrix [rows, columns].
     """
 
     def __init__(self, segments: Sequence[BlockTensor]) -> None:

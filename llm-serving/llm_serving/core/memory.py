@@ -17,7 +17,7 @@ from typing import Any, Final
 import psutil
 
 M_MMAP_THRESHOLD: Final = -3
-"""Value in glibc's `malloc.h`."""
+"""Number of this parameter of mallopt in glibc's `malloc.h`."""
 LARGE_BYTES: Final = 128 * 1024
 """Allocations of at least this size are separate mappings; glibc's initial threshold."""
 KEPT_BYTES: Final = 2**20
@@ -56,7 +56,9 @@ def trim_heap() -> None:
 
 
 def release_pages(address: int, num_bytes: int) -> None:
-    """Unmap the whole pages of a memory range. Private memory is zero on its next access, file pages are read again."""
+    """Release the whole pages within a memory range. On the next access, private memory is zero, and pages of files are
+    read again.
+    """
     madvise = _of_allocator("madvise")
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
@@ -65,10 +67,10 @@ def release_pages(address: int, num_bytes: int) -> None:
 
 
 def release_library_pages() -> None:
-    """Unmap the pages of libraries that this process has read so far; they stay in the system's page cache.
+    """Release the pages of libraries that this process has read so far; they stay in the system's page cache.
 
-    Most of them are code and tables that only a start needs, more than 200 MB of MindSpore's. A mapping with private
-    pages, such as relocated addresses, is kept.
+    Most of them are code and tables that only the start needs; MindSpore's alone take more than 200 MB. Mappings with
+    private pages, such as relocated addresses, are kept.
     """
     start = size = 0
     with suppress(OSError), Path("/proc/self/smaps").open() as mappings:
@@ -83,7 +85,7 @@ def release_library_pages() -> None:
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
-    """Return the resident memory of processes; one that is gone has none."""
+    """Return the resident memory of processes in bytes; a process that has exited counts as 0."""
     total = 0
     for pid in pids:
         with suppress(psutil.Error):
@@ -93,7 +95,7 @@ def resident_bytes(pids: Iterable[int]) -> int:
 
 @contextmanager
 def periodic_heap_trim(trim: Callable[[], None] = trim_heap, period_s: float = PERIOD_S) -> Iterator[None]:
-    """Trim the heap periodically inside the context, in a thread that releases the GIL meanwhile."""
+    """Trim the heap periodically inside the context, in a thread that releases the GIL during each trim."""
     over = threading.Event()
 
     def run() -> None:

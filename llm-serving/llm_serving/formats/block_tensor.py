@@ -1,9 +1,9 @@
-"""Quantized matrices in blocks, as GGUF files store them, with every number of the file as it is.
+"""Quantized matrices in blocks, as GGUF files store them. No number of the file is rounded.
 
 value = scale * (qvalue - zero) - minimum
 
-Each group of 16 or 32 columns has a scale, and a minimum in some types. Both are float16, or integers times a float16
-unit for each 256 columns.
+Each group of 16 or 32 columns has a scale, and a minimum in some types. Scales and minima are float16 numbers, or
+integers that a float16 unit multiplies. Every 256 columns of a row have one unit for scales and one for minima.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from llm_serving.formats.quantized_tensor import QuantizedTensor
 Float32Array = NDArray[np.float32]
 
 UNIT_COLUMNS: Final = 256
-"""Columns with one unit."""
+"""Columns of a row that have one unit."""
 PANEL_ROWS: Final = 16
-"""Rows that are packed together: of the tensors that are stacked into one weight, all but the last must have a multiple
-of it."""
+"""Rows that are packed together. If tensors are stacked into one weight, all but the last must have a multiple of this
+number of rows.
+"""
 _AT_ONCE: Final = 2**22
 """Elements that are dequantized together, which bounds temporary copies."""
 
@@ -38,7 +39,7 @@ class BlockTensor:
         group_size: Columns of a group, 16 or 32; divides `in`.
         zero: Quantized value that stands for 0; it is 0 where groups have minima.
         scales: [out, groups]; float16, or int8 with units.
-        minima: As `scales`, but uint8 with units; None: all 0.
+        minima: [out, groups]; float16, or uint8 with units; None: all 0.
         units, minimum_units: [out, in / 256], float16; None: `scales` and `minima` are float16.
     """
 
@@ -67,7 +68,7 @@ class BlockTensor:
         return self._numbers(self.scales, self.units)
 
     def group_minima(self) -> Float32Array | None:
-        """Return the minimum of each group, [out, groups], exact as well."""
+        """Return the minimum of each group, [out, groups]; the products with units are exact."""
         return None if self.minima is None else self._numbers(self.minima, self.minimum_units)
 
     def _numbers(self, numbers: NDArray[Any], units: NDArray[np.float16] | None) -> Float32Array:

@@ -7,7 +7,8 @@ The header, little-endian (versions 2 and 3 of ggml's specification):
     tensors  name, number of dimensions u32, dimensions u64 (innermost first), type u32, offset u64
     data     from the next multiple of `general.alignment` on; each tensor starts at a multiple of it
 
-A large model is several such files, `name-00001-of-00003.gguf` and so on; the first has the metadata of the model.
+A large model may be split into several such files, named `name-00001-of-00003.gguf` and so on. The first one has the
+metadata of the model.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ class GgufFile:
 
     Attributes:
         file: The file, or its first part.
-        metadata: Values by key; arrays of strings only on request.
+        metadata: Values by key. Arrays of strings are None, unless `read_gguf` was asked to read them.
         tensors: Tensors by their names in the file.
-        types: Types of the two-dimensional tensors, such as Q4_K.
-        block_elements, block_bytes: Elements of all tensors in blocks, and the bytes that they take as served.
+        types: Types of the tensors with two or more dimensions, such as Q4_K.
+        block_elements, block_bytes: Number of elements of all tensors in blocks, and their size in bytes when served.
     """
 
     file: Path
@@ -81,7 +82,7 @@ class GgufFile:
 
 
 def files_of(file: Path) -> list[Path]:
-    """Return the files of a model: the file, or all parts where its name is that of a part."""
+    """Return the files of a model: all parts if the file is named as a part, otherwise the file alone."""
     match = _PART.fullmatch(file.name)
     if match is None:
         return [file]
@@ -90,11 +91,11 @@ def files_of(file: Path) -> list[Path]:
 
 
 def read_gguf(file: Path, texts: bool = False) -> GgufFile:
-    """Read the header of a file, and no weight; of a file in parts also the tensors of the other parts.
+    """Read the header of a file, and the headers of the other parts if there are any. No weights are read.
 
     Args:
         file: The file, or the first part.
-        texts: Whether to read arrays of strings, which a tokenizer consists of.
+        texts: Whether to read arrays of strings, such as the tokens of a tokenizer.
 
     Raises:
         ModelError: The file is no GGUF file, is cut short, contradicts itself, or has an unsupported tensor type; or a
@@ -145,7 +146,7 @@ def _read_file(file: Path, texts: bool) -> GgufFile:
 
 
 class _HeaderReader:
-    """Reads one item after another; raises ValueError at the end of the file."""
+    """Reads the items of a header in order. Raises ValueError if the file ends before an item."""
 
     def __init__(self, content: mmap.mmap, size: int) -> None:
         self._content = content
@@ -280,7 +281,7 @@ class _TensorInfo:
 
 @dataclass(frozen=True)
 class UnpackedBlocks:
-    """Unpacks [rows, bytes of a row] of a type of blocks."""
+    """Unpacks rows of blocks of one type, stored as [rows, bytes of a row]."""
 
     block: BlockType
 
@@ -312,9 +313,10 @@ class Gguf:
     """The scheme of GGUF tensors.
 
     Attributes:
-        architecture: As `general.architecture`; it decides the names and layouts of tensors.
-        heads, kv_heads: Numbers of heads; 0: rows stay in order.
-        block_elements, block_bytes: Elements of all tensors in blocks, and the bytes that they take as served.
+        architecture: Value of `general.architecture`, which decides the names and layouts of tensors.
+        heads, kv_heads: Numbers of heads of queries, and of keys and values; 0: unknown. They are needed only where
+            the layout of a tensor depends on heads.
+        block_elements, block_bytes: As the attributes of `GgufFile`.
     """
 
     description: str

@@ -1,7 +1,7 @@
 """The quantized block types of GGUF, read in NumPy (layouts: ggml-common.h of ggml).
 
     type     elements    bytes                                                                       value
-    Q4_0     32          d f16, 16 of halves: low ones are the first 16, high ones the others        (q - 8) d
+    Q4_0     32          d f16, 16 of halves: first 16 elements in low halves, others in high ones   (q - 8) d
     Q4_1     32          d f16, m f16, 16 of halves                                                  q d + m
     Q5_0     32          d f16, fifth bits u32, 16 of halves                                         (q - 16) d
     Q5_1     32          d f16, m f16, fifth bits u32, 16 of halves                                  q d + m
@@ -14,7 +14,9 @@
     Q6_K     256         128 of halves, 64 of upper bits, 16 int8 of scales, d f16                   (q - 32) d s
     IQ4_XS   256         d f16, 2 of upper bits and 4 of halves of scales, 128 of halves             table[q] d (s - 32)
 
-s and n belong to groups of 32 elements, in Q2_K, Q3_K and Q6_K of 16.
+The third column lists the parts of a block in order: d and m are float16 numbers, and the other numbers count bytes.
+"halves" are bytes with two 4-bit values each. q is the quantized value of an element; s and n are the scale and the
+minimum of its group. A group has 16 elements in Q2_K, Q3_K and Q6_K, otherwise 32.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class BlockType:
         elements: Elements of a block.
         num_bytes: Bytes of a block.
         unpack: [n, num_bytes] blocks -> their numbers.
-        bits, zero, group: As `bits`, `zero` and `group_size` of `BlockTensor`.
+        bits, zero, group: The attributes `bits`, `zero` and `group_size` of a `BlockTensor` of this type.
         has_minima: Whether groups have minima.
     """
 
@@ -70,11 +72,11 @@ class BlockType:
 
     @property
     def has_units(self) -> bool:
-        """Whether scales are integers, times a unit for each block."""
+        """Whether scales are integers, which a unit of the block multiplies."""
         return self.elements == UNIT_COLUMNS
 
     def packed_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of a matrix as products read it, in panels whose chunks are padded to lines of 64 bytes."""
+        """Return the size of a packed matrix in bytes. It consists of panels, whose chunks are padded to 64 bytes."""
         out, width = shape[-2:]
         numbers = PANEL_ROWS * (2 if self.has_minima else 1)
         group = PANEL_ROWS * self.group * self.bits // 8 + numbers * (1 if self.has_units else 2)
@@ -144,7 +146,7 @@ def _q8_0(blocks: Uint8Array) -> _Numbers:
 
 
 def _pairs_of_bits(packed: Uint8Array) -> Uint8Array:
-    """[n, 64] -> [n, 2, 4, 32] values: half a block has four runs of 32 elements, whose bits lie in the same bytes"""
+    """[n, 64] -> [n, 2, 4, 32] values: the same 32 bytes hold the bits of four runs of 32 elements"""
     return packed.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & np.uint8(3)
 
 
@@ -158,14 +160,14 @@ def _q2_k(blocks: Uint8Array) -> _Numbers:
 def _q3_k(blocks: Uint8Array) -> _Numbers:
     third = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
     qvalues = _pairs_of_bits(blocks[:, 32:96]).reshape(-1, 8, 32) | third << np.uint8(2)
-    low = _low_then_high(blocks[:, 96:104])  # of 16 scales, four bits each
+    low = _low_then_high(blocks[:, 96:104])  # the low four bits of 16 scales
     upper = blocks[:, None, 104:108] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & np.uint8(3)
     scales = (low | _flat(upper) << np.uint8(4)).view(np.int8) - np.int8(32)
     return _Numbers(_flat(qvalues), scales, None, _halves(blocks, 108))
 
 
 def _scales_and_minima(packed: Uint8Array) -> tuple[NDArray[np.int8], Uint8Array]:
-    """[n, 12] -> two arrays [n, 8] of 6-bit values: four in the low bits of bytes, the others split between bytes."""
+    """[n, 12] -> two arrays [n, 8] of 6-bit values: four in the low bits of a byte, four split between two bytes."""
     first, second, both = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([first & 63, both & 15 | first >> 6 << 4], axis=1)
     minima = np.concatenate([second & 63, both >> 4 | second >> 6 << 4], axis=1)
@@ -185,14 +187,14 @@ def _q5_k(blocks: Uint8Array) -> _Numbers:
 
 
 def _q6_k(blocks: Uint8Array) -> _Numbers:
-    # Half a block has 128 elements in four runs of 32: a byte of low halves serves two runs, one of upper bits four.
+    # Half a block has 128 elements in four runs of 32. A byte of halves has bits of two runs, one of upper bits four.
     low = _low_then_high(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
     qvalues = low | _pairs_of_bits(blocks[:, 128:192]) << np.uint8(4)
     return _Numbers(_flat(qvalues), blocks[:, 192:208].view(np.int8), None, _halves(blocks, 208))
 
 
 _TABLE: Final = np.array([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], np.uint8)
-"""The table of IQ4_NL and IQ4_XS, plus 128."""
+"""The table of values of IQ4_NL and IQ4_XS, with 128 added so that they are unsigned."""
 
 
 def _iq4_nl(blocks: Uint8Array) -> _Numbers:

@@ -1,15 +1,15 @@
 """The tensors of a GGUF file under Hugging Face's names, and in its layout.
 
-llama.cpp names the tensors of every architecture alike, and stores some of them in a layout of its own:
+llama.cpp uses the same tensor names for every architecture. It stores some tensors in another layout:
 
     rows of query and key   `pairs`: the two rows that rotate together are neighbours; here they lie half a head apart
-    norm weights            `plus_one`: with 1 added
+    norm weights            `plus_one`: the stored weight is the norm weight of the model plus 1
     experts                 one tensor of three lengths for all experts of a layer; until 2024 one for each expert
-    stacked projections     in some files one tensor for query, key and value
-    latent keys, values     DeepSeek: two tensors with a matrix for each head, that of the keys transposed
+    stacked projections     some files have one tensor for query, key and value
+    latent keys, values     DeepSeek: two tensors with a matrix for each head; the matrices of the keys are transposed
 
 Experts, parts of stacked tensors and reordered rows keep the bytes of their blocks: `StoredTensor.part` picks
-consecutive rows, and `PackedTensor.order` gives the order of the others. Latent keys and values are dequantized.
+consecutive rows, and `PackedTensor.order` states the order of reordered rows. Latent keys and values are dequantized.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FREQUENCIES: Final = "rope_freqs.weight"
 SHORT_FREQUENCIES: Final = "rope_factors_short.weight"
 LONG_FREQUENCIES: Final = "rope_factors_long.weight"
 _NO_WEIGHTS: Final = (FREQUENCIES, SHORT_FREQUENCIES, LONG_FREQUENCIES)
-"""Divisors of the rotary frequencies, which belong to the configuration."""
+"""Tensors of divisors of the rotary frequencies. They are part of the configuration (models/gguf.py), not weights."""
 
 _LATENT_KEYS, _LATENT_VALUES = "attn_k_b", "attn_v_b"
 _WHOLE: Final[Mapping[str, str]] = {
@@ -73,9 +73,9 @@ class Naming:
     """The names and layouts of an architecture.
 
     Attributes:
-        more: Names of a layer beside those of Llama, or in their place. `*` stands for the number of an expert; `|`
-            separates query, key and value that a file stacks.
-        pairs, plus_one: See above.
+        more: Names of a layer's tensors that Llama does not have, or names differently. `*` stands for the number of an
+            expert; `|` separates the names of query, key and value if a file stacks them in one tensor.
+        pairs, plus_one: Whether the file uses the layout of this name in the docstring of this module.
     """
 
     more: Mapping[str, str] = field(default_factory=dict)
@@ -143,13 +143,15 @@ _NAME: Final = re.compile(
     r"^(?:blk\.(?P<layer>\d{1,6})\.)?(?P<role>[a-z0-9_]+)(?:\.(?P<expert>\d{1,4}))?\.(?P<kind>weight|bias)$"
 )
 _HUGGING_FACE_PREFIXES: Final = ("model.", "lm_head.")
-"""Prefixes of Hugging Face's names: such a tensor would be accepted with its rows in the wrong order."""
+"""Prefixes of Hugging Face's names. Tensors with such names are refused, because they would be accepted without
+conversion, with rows in the wrong order.
+"""
 
 
 def named_weights(
     tensors: Mapping[str, ReadableTensor], architecture: str, heads: int, kv_heads: int
 ) -> dict[str, ReadableTensor]:
-    """Return the tensors of a file under Hugging Face's names and in its layout; an unknown name stays as it is.
+    """Return the tensors of a file with the names and layout of Hugging Face. Unknown names are kept.
 
     Args:
         tensors: Tensors by their names in the file.
@@ -166,7 +168,7 @@ def named_weights(
             continue
         for known, weight in _named(name, tensor, tensors, naming, _Heads(heads, kv_heads)):
             if known == name and name.startswith(_HUGGING_FACE_PREFIXES):
-                raise ModelError(f"{tensor.file}: tensor {name} is not named as tensors of this form are")
+                raise ModelError(f"{tensor.file}: tensor {name} must have a name of llama.cpp (blk.0.attn_q.weight)")
             if known in weights:
                 raise ModelError(f"{tensor.file}: tensor {name} stands twice, as {known}")
             weights[known] = weight
@@ -251,7 +253,7 @@ def _experts(name: str, tensor: ReadableTensor) -> Iterator[ReadableTensor]:
 
 
 def _rows(tensor: ReadableTensor, start: int, shape: tuple[int, ...]) -> ReadableTensor:
-    """Return consecutive rows of a tensor; all its lengths but the last count rows, and of a vector its only one."""
+    """Return consecutive rows of a tensor. All dimensions but the last count rows; so does the only one of a vector."""
     if isinstance(tensor, StoredTensor):
         return tensor.part(start * (shape[-1] if len(shape) > 1 else 1), shape)
     stored = {
@@ -266,9 +268,9 @@ def _less_one(arrays: Mapping[str, Array]) -> Array:
 
 
 def _joined_latents(name: str, keys: ReadableTensor, values: ReadableTensor | None, heads: int) -> PackedTensor:
-    """[heads, rank, n] keys and [heads, v, rank] values -> kv_b_proj: n rows and v rows for each head, of `rank`
+    """[heads, rank, n] keys and [heads, v, rank] values -> kv_b_proj [heads * (n + v), rank]
 
-    A file may also have heads and rows as one length.
+    Each head has n rows of keys, then v rows of values. A file may also store heads and rows as one dimension.
     """
     if values is None:
         raise ModelError(f"{keys.file}: tensor {name} must have {_LATENT_VALUES} beside it")

@@ -1,6 +1,4 @@
-"""Weights stored as several tensors (quantized values, scales, zero points), and the schemes that
-combine the tensors.
-"""
+"""Weights stored as several tensors (quantized values, scales, zero points), and the schemes that combine them."""
 
 from __future__ import annotations
 
@@ -30,9 +28,9 @@ class PackedTensor:
         shape: (out, in)
         stored: The tensors that store it.
         unpack: Converts the arrays of `stored` to quantized values and scales, or to float32 values if kernels
-            cannot use these.
-        order: Row of the unpacked matrix for each row of this one; None: all in their order. It can be applied to rows
-            of blocks before they are unpacked.
+            cannot use quantized values.
+        order: For each row of this matrix, the index of its row in the unpacked matrix; None: rows keep their order.
+            Rows of blocks may also be reordered before they are unpacked.
     """
 
     name: str

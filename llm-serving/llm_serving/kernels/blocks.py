@@ -1,6 +1,6 @@
 """Products of weights in blocks with rows of 8 bits, in NumPy: what csrc/blocks.h computes, bit by bit.
 
-Each 32 inputs of a row have a scale of their own. Sums of products of quantized values are exact within a group, and
+Every 32 inputs of a row share a scale. Sums of products of quantized values are exact within a group, and
 groups are added in float32 in ascending order, so that every instruction set gives these bits. Subnormal numbers count
 as zero.
 """

@@ -1,6 +1,6 @@
 """Find or compile the operator library and its kernels (csrc/).
 
-The library and the kernels of each instruction set are files of their own. They are built once for a set of sources, a
+The library and the kernels of each instruction set are separate files. They are built once for a set of sources, a
 compiler and its flags, and kept in a cache folder. Only the kernels that this CPU needs are built, so several machines
 may share the folder.
 
@@ -57,7 +57,7 @@ _REPORT_INTERVAL_S = 5.0
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler and what `--version` says of it."""
+    """A C++ compiler and the first line that it prints for `--version`."""
 
     path: str
     version: str
@@ -88,8 +88,8 @@ Progress = Callable[[str], None]
 def library_path(on_progress: Progress | None = None) -> Path:
     """Return the path of the library for these sources; build it and this CPU's kernels first if they are missing.
 
-    A compiler is needed only once: without one, a library that was built from the same sources is used, with the
-    kernels of any instruction set that were built with it.
+    A compiler is needed only once. If there is none now, a library that was built earlier from the same sources is
+    used, whatever instruction sets its kernels were built for.
 
     Args:
         on_progress: Called with the compiled sources, those that are left and the elapsed time. None: the progress is
@@ -140,7 +140,7 @@ def _find(parts: Sequence[str], suffix: str, folders: Sequence[Path]) -> dict[st
 
 
 def _built_earlier(parts: Sequence[str], sources: str, folders: Sequence[Path], error: KernelError) -> list[Path]:
-    """Return parts that any compiler built; raise `error`, which says that there is none now, if one is missing."""
+    """Return parts that any compiler built earlier. If one is missing, raise `error`: there is no compiler now."""
     for library in (path for folder in folders for path in sorted(folder.glob(f"{_LIBRARY}_{sources}_*.so"))):
         found = _find(parts, library.stem.removeprefix(f"{_LIBRARY}_"), folders)
         if len(found) == len(parts):
@@ -244,7 +244,7 @@ def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None
                 num_done, seconds = len(commands) - len(pending), time.monotonic() - started
                 left = f"; left: {_some(list(pending.values()))}" if pending else ""
                 report(f"compiling the operator library: {num_done} of {len(commands)} sources, {seconds:.0f} s{left}")
-        for part in sorted(targets, key=_LIBRARY.__ne__):  # the library first, to which the kernels are linked
+        for part in sorted(targets, key=_LIBRARY.__ne__):  # the library first: the kernels are linked to it
             linked = Path(scratch) / targets[part].name
             users = [str(library or targets[_LIBRARY])] if part != _LIBRARY else [f"-Wl,-soname,{linked.name}"]
             _run([compiler.path, *_LINKER_FLAGS, "-o", str(linked), *map(str, objects[part]), *users])

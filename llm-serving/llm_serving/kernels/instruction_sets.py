@@ -1,6 +1,6 @@
-"""The instruction sets that the kernels are compiled for, and those that this CPU runs.
+"""The instruction sets that the kernels are compiled for, and those that this CPU supports.
 
-Python's standard library is enough, so that the compiler module runs while packages are being installed.
+This module imports only Python's standard library, so that the compiler can run while packages are being installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PLAIN: Final = "plain"
 class InstructionSet(NamedTuple):
     compiler_flags: tuple[str, ...]
     cpu_flags: frozenset[str]
-    """Flags of /proc/cpuinfo that it needs."""
+    """Flags that /proc/cpuinfo must list."""
     is_for_tests: bool = False
     """Never chosen unless it is named."""
 
@@ -40,7 +40,7 @@ INSTRUCTION_SETS: Final = {
     "avx_vnni": InstructionSet((*_AVX2, "-mavxvnni", '-DLLM_AVX_VNNI="%{vex%}"'), _HAS_AVX2 | {"avx_vnni"}),
     "avx2": InstructionSet(_AVX2, _HAS_AVX2),
     PLAIN: InstructionSet((), frozenset()),
-    # The amx code with its instructions emulated by loops, so not optimised.
+    # The amx code, with loops that emulate its instructions; it is compiled without full optimisation.
     "amx_emulated": InstructionSet((*_AVX512, "-DLLM_AMX", "-DLLM_AMX_EMULATED", "-O1"), _HAS_AVX512, True),
     # The avx_vnni code with the AVX-512 encoding of its instruction, for CPUs without the VEX encoding.
     "avx_vnni_evex": InstructionSet((*_AVX2, '-DLLM_AVX_VNNI="%{evex%}"', "-O1"), _HAS_VNNI, True),

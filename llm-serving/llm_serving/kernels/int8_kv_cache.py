@@ -1,6 +1,6 @@
 """The int8 KV cache in NumPy: what csrc/paged_attention.cc stores and csrc/quantized_attention.h sums.
 
-Each head of a token has a scale, its largest magnitude / 127, like a row of w8a8.py, and so has each head of a query.
+Each head of a token, and each head of a query, has a scale: its largest magnitude / 127, like a row of w8a8.py.
 Queries and keys are rotated first (rotation.py). An offset that is the same for all tokens may be subtracted from keys:
 it changes all scores of a query equally, and therefore no softmax weight. A score is the exact sum of products of
 quantized values, times the scale of the key, times that of the query. Softmax weights of 64 tokens, times the scales of
@@ -36,7 +36,7 @@ def quantize_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles
 def quantize_rotated_heads(
     x: Floats, num_heads: int, offset: Singles | None = None
 ) -> tuple[NDArray[np.int8], Singles]:
-    """As `quantize_heads`, for keys, from which `offset` [num_heads*D] is subtracted, and for queries.
+    """Rotate queries or keys, then quantize them as `quantize_heads`. First subtract `offset` [num_heads*D] from keys.
 
     The scales of keys are those of the rotated numbers; the scales of queries are divided by the block of the rotation.
     """
@@ -54,9 +54,9 @@ def restored(x: Floats, num_heads: int) -> Doubles:
 
 
 def restored_rotated(x: Floats, num_heads: int, offset: Singles | None = None) -> Doubles:
-    """Return the queries or keys whose products attention computes, exactly but for the rounding of float64.
+    """Return the queries or keys whose products attention computes, exact except for the rounding of float64.
 
-    Products with keys are those with keys minus `offset`.
+    `offset` stays subtracted from the returned keys.
     """
     qvalues, scales = quantize_rotated_heads(x, num_heads, offset)
     block = block_of(qvalues.shape[-1])

@@ -1,8 +1,8 @@
 """Rotation of rows by Hadamard matrices before they are rounded, in NumPy: what csrc/rotation.h computes, bit by bit.
 
-A row whose largest number is far above the others loses the others when it is rounded with one scale. H, a matrix of 1
-and -1 with H * H = block * 1, spreads a large number over its block (QuaRot, Ashkboos et al. 2024). The product of two
-rotated rows is `block` times the product of the rows.
+If one number of a row is far larger than the others, rounding with one scale loses the precision of the others. H, a
+matrix of 1 and -1, spreads a large number over its block (QuaRot, Ashkboos et al. 2024). H * H is `block` times the
+identity, so the product of two rotated rows is `block` times the product of the rows.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _SMALLEST_NORMAL: Final = np.float32(2.0**-126)
 
 
 def block_of(size: int) -> int:
-    """Return the numbers of a row that are rotated together: the largest power of two that divides the size of the
-    row, at most `MAX_BLOCK`; 1, which means none, below `MIN_BLOCK`.
+    """Return how many numbers of a row are rotated together: the largest power of two that divides the size of the row,
+    at most `MAX_BLOCK`. If it is below `MIN_BLOCK`, return 1: the row is not rotated.
     """
     block = min(size & -size, MAX_BLOCK)
     return block if block >= MIN_BLOCK else 1

@@ -34,7 +34,7 @@ def linear(
         scales: [N, groups]
         zeros: [N, groups], the zero points; None: `ZERO`.
         group_size: Columns of a group; the last may be shorter.
-        rotated: As of `w8a8.linear`.
+        rotated: Whether the weight was rotated (rotation.py); the rows are then rotated too.
 
     Returns:
         float32, before it is rounded to the model dtype.

@@ -1,6 +1,6 @@
 """Linear layers of 8-bit weights and 8-bit rows, in NumPy: what csrc/w8a8.h computes, bit by bit.
 
-Each row of activations has a scale, its largest magnitude / 127, and so has each output of the weight. Sums of products
+Each row of activations, and each output of the weight, has a scale: its largest magnitude / 127. Sums of products
 of quantized values are exact, so that every instruction set gives these bits. Subnormal numbers count as zero.
 """
 
@@ -17,7 +17,7 @@ Floats = NDArray[np.floating[Any]]
 Int8Values = NDArray[np.integer[Any]]
 
 MIN_LARGEST = np.float32(2.0**-100)
-"""Rows without a larger magnitude count as zeros."""
+"""Rows whose largest magnitude is smaller count as zeros."""
 
 
 def linear(x: Floats, qvalues: Int8Values, scales: Singles, rotated: bool = False) -> Singles:
@@ -27,7 +27,7 @@ def linear(x: Floats, qvalues: Int8Values, scales: Singles, rotated: bool = Fals
         x: Values that float32 represents exactly. Rows with infinity or NaN become NaN.
         qvalues: int8, at most 65,536 columns.
         scales: float32 [N].
-        rotated: Whether the weight was rotated (rotation.py), so that rows must be.
+        rotated: Whether the weight was rotated (rotation.py); the rows are then rotated too.
 
     Returns:
         float32, before it is rounded to the model dtype.

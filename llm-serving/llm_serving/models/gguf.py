@@ -43,12 +43,12 @@ def is_gguf(path: Path) -> bool:
 
 
 def gguf_models(folder: Path) -> list[Path]:
-    """Return the GGUF files of a folder, of a file in parts the first part only."""
+    """Return the GGUF files of a folder; only the first part of a model in parts."""
     return sorted(path for path in folder.glob(f"*{SUFFIX}") if path == files_of(path)[0])
 
 
 def gguf_name(path: Path) -> str:
-    """Return the name of a file without suffix and number of the part."""
+    """Return the name of a file without its suffix and its part number."""
     return path.stem.removesuffix(f"-00001-of-{len(files_of(path)):05}")
 
 
@@ -62,7 +62,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def config_of(found: GgufFile) -> dict[str, Any]:
-    """As `read_config`, for a header that was read already."""
+    """Return the same as `read_config`, from a header that was already read."""
     reader = MetadataReader(found)
     architecture = ARCHITECTURES.get(reader.architecture)
     if architecture is None:
@@ -99,12 +99,12 @@ def config_of(found: GgufFile) -> dict[str, Any]:
 
 
 def _check_heads(reader: MetadataReader, architecture: Architecture, config: Config) -> int:
-    """Return the number of heads; add the fraction of a head that rotates to the configuration."""
+    """Check the sizes of heads and return their number. Add the rotated fraction of a head to the configuration."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if not isinstance(heads, int) or not isinstance(hidden, int) or not 0 < heads <= hidden:
         raise reader.fail(reader.key("attention.head_count"), f"must be an integer from 1 to {hidden}")
     if reader.own("attention.kv_lora_rank") is not None:
-        return heads  # of latent attention, whose sizes have names of their own
+        return heads  # the sizes of heads of latent attention have other keys
     own = config.get("head_dim", hidden // heads)
     if not isinstance(own, int) or own < 1:
         raise reader.fail(reader.key("attention.key_length"), "must be an integer >= 1")
@@ -123,7 +123,7 @@ def _check_heads(reader: MetadataReader, architecture: Architecture, config: Con
 
 
 def _scaling(reader: MetadataReader, config: Config) -> dict[str, Any] | None:
-    """Return `rope_scaling`: by name, or as one divisor for each frequency, as Llama 3 and Phi-3 files store it."""
+    """Return `rope_scaling`: a named method, or one divisor for each frequency, as Llama 3 and Phi-3 files store it."""
     kind = reader.value(reader.key("rope.scaling.type"), "none")
     has_lists = reader.has_tensor(LONG_FREQUENCIES) or reader.has_tensor(SHORT_FREQUENCIES)
     if kind not in _SCALINGS and not (has_lists and kind == "longrope"):

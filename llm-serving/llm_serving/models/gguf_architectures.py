@@ -1,6 +1,6 @@
-"""What is special about each architecture of GGUF files: its metadata as keys of a config.json.
+"""The metadata that is specific to each architecture of GGUF files, converted to keys of a config.json.
 
-`models.gguf` reads what all architectures have in common.
+`models.gguf` converts the metadata that all architectures have in common.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Architecture:
 
     Attributes:
         family: Name in `architectures` of a config.json.
-        numbers: Metadata key behind the architecture's prefix -> key of a config.json, where the file has it.
+        numbers: Metadata key without the architecture's prefix -> key of a config.json. A file may lack the key.
         fixed: Values that the architecture implies.
-        bias: Configuration key -> tensors of the first layer; the key is true where the file has one of them.
-        complete: Adds the rest to the configuration, or changes it.
-        rotates_a_part: `rope.dimension_count` may be less than a head.
-        has_experts: The file may have experts.
+        bias: Configuration key -> tensors of the first layer; the key is true if the file has one of them.
+        complete: Function that adds missing keys to the configuration, or changes its values.
+        rotates_a_part: Whether `rope.dimension_count` may be less than the size of a head.
+        has_experts: Whether the file may have experts.
     """
 
     family: str
@@ -49,7 +49,9 @@ _LLAMA_BIAS: Final[Mapping[str, tuple[str, ...]]] = {**_ATTENTION_BIAS, "mlp_bia
 
 
 def _llama(reader: MetadataReader, config: Config) -> None:
-    """The name covers Mixtral (experts), Mistral (a window) and InternLM3 (biases of query, key and value alone)."""
+    """Recognise the other families that are stored as `llama`: Mixtral has experts, Mistral has a sliding window, and
+    InternLM3 has biases only in query, key and value.
+    """
     if experts := reader.own("expert_count"):
         config["architectures"] = ["MixtralForCausalLM"]
         config["num_local_experts"] = experts
@@ -64,7 +66,7 @@ def _llama(reader: MetadataReader, config: Config) -> None:
 
 
 def _qwen_experts(reader: MetadataReader, config: Config) -> None:
-    """Layers without a router are dense. Older files derive the sizes of experts from the dense size."""
+    """List the dense layers, which have no router. Derive the sizes of experts in older files from the dense size."""
     layers, dense, used = (
         config["num_hidden_layers"],
         config.get("intermediate_size"),
@@ -79,7 +81,9 @@ def _qwen_experts(reader: MetadataReader, config: Config) -> None:
 
 
 def _gemma(reader: MetadataReader, config: Config) -> None:
-    """The largest models of both generations scale scores by another number than the size of a head."""
+    """Set the size that scales attention scores: the size of a head, or `hidden_size` / heads in the largest models of
+    Gemma 2 and Gemma 3.
+    """
     largest = {"gemma2": 46, "gemma3": 62}[reader.architecture]
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     own = config.get("head_dim", hidden // heads)
@@ -95,7 +99,7 @@ def _phi3(reader: MetadataReader, config: Config) -> None:
 
 
 def _baichuan(reader: MetadataReader, config: Config) -> None:
-    """The 13B, which has 40 layers, has ALiBi in place of rotation."""
+    """Rename the context length in the 13B model, which has 40 layers and uses ALiBi instead of rotary embedding."""
     if config["num_hidden_layers"] == 40:
         config["model_max_length"] = config.pop("max_position_embeddings")
 
@@ -106,7 +110,7 @@ def _granite(reader: MetadataReader, config: Config) -> None:
 
 
 def _deepseek2(reader: MetadataReader, config: Config) -> None:
-    """Files since 2025 have the sizes of heads under keys of their own; before, they were the usual ones."""
+    """Read the sizes of heads: files since 2025 store them under keys with `_mla`, older files under the usual keys."""
     rotary = reader.needed("rope.dimension_count")
     newer = reader.own("attention.key_length_mla") is not None
     suffix = "_mla" if newer else ""
@@ -119,7 +123,7 @@ def _deepseek2(reader: MetadataReader, config: Config) -> None:
     if reader.own("expert_group_count") not in (None, 0, 1):
         config["topk_method"] = "group_limited_greedy"
     if config.get("rope_scaling", {}).get("rope_type") == "yarn":
-        # The multiplier is a tenth of mscale_all_dim. Cosines and sines are never scaled, as where mscale equals it.
+        # The multiplier is a tenth of mscale_all_dim. With an equal mscale, cosines and sines are not scaled.
         weight = round(10 * (reader.own("rope.scaling.yarn_log_multiplier") or 0), 6)
         config["rope_scaling"] |= {"mscale": weight, "mscale_all_dim": weight} if weight else {"attention_factor": 1.0}
 

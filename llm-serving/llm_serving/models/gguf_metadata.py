@@ -40,11 +40,11 @@ class MetadataReader:
             return float(str(np.float32(value)))
 
     def key(self, name: str) -> str:
-        """Return the key of the model with this name behind the architecture."""
+        """Return the metadata key that consists of the architecture and this name."""
         return f"{self.architecture}.{name}"
 
     def own(self, name: str) -> int | float | None:
-        """Return a number of the model by its name behind the architecture."""
+        """Return the number whose metadata key consists of the architecture and this name."""
         return self.number(self.key(name))
 
     def needed(self, name: str) -> int | float:

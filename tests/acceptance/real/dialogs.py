@@ -1,4 +1,4 @@
-"""What a user does with a real model: chats, conversations, tools, schemas, long prompts and several choices."""
+"""Requests that users send to a real model: chats, conversations, tools, schemas, long prompts and several choices."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ WEATHER: Final = {
 
 
 def post(server: Server, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises:
-    PartError: The server refuses the request.
+    """Return the JSON answer to a request.
+
+    Raises:
+        PartError: The server refuses the request.
     """
     answer = httpx.post(f"{server.url}{path}", json=body, timeout=TIMEOUT_S)
     if answer.status_code != 200:
@@ -74,7 +76,7 @@ def texts(server: Server, speaks: bool) -> Outcome:
 
 
 def conversation(server: Server) -> Outcome:
-    """Hold a conversation; its last answer must be the same without the prefixes that are cached."""
+    """Hold a multi-turn conversation. Without cached prefixes, the last answer must be the same."""
     messages: list[dict[str, Any]] = []
     for turn in range(TURNS):
         messages += user(f"Turn {turn + 1}: name one more animal and say in one sentence where it lives.")
@@ -86,7 +88,7 @@ def conversation(server: Server) -> Outcome:
 
 
 def long_prompt(server: Server) -> Outcome:
-    """Send a prompt of 8,000 tokens, then the same with its prefix cached."""
+    """Send a prompt of 8,000 tokens twice. The second time its prefix is cached, and the answer must be the same."""
     words = " ".join(f"Line {number}: the value is {number * 7 % 101}." for number in range(2000))
     ids = post(server, "/tokenize", {"prompt": words})["tokens"][:LONG_TOKENS]
     answers, seconds = [], []
@@ -109,7 +111,7 @@ def choices(server: Server) -> Outcome:
 
 
 def schemas(server: Server) -> Outcome:
-    """Ask for JSON by random schemas; every complete answer must fit its schema."""
+    """Ask for JSON with random schemas. Every complete answer must match its schema."""
     rows, faults = [], []
     for seed in range(NUM_SCHEMAS):
         schema = random_schema(seed)
@@ -124,7 +126,7 @@ def schemas(server: Server) -> Outcome:
 
 
 def tools(server: Server) -> Outcome:
-    """Ask a question that needs a tool: with `auto`, `required` and by name."""
+    """Ask a question that needs a tool, with `tool_choice` as `auto`, as `required`, and as the name of the tool."""
     rows, faults = [], []
     named = {"type": "function", "function": {"name": "get_weather"}}
     for choice in ("auto", "required", named):

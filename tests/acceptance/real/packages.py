@@ -1,4 +1,4 @@
-"""Real pretrained models that Python packages hold in parts: fetch them by name, join the parts, check the file."""
+"""Fetch real pretrained models, which Python packages hold in parts: join the parts and check the hash of the file."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ PIECE_BYTES: Final = 2**24
 
 @dataclass(frozen=True)
 class RealModel:
-    """A model of the package index.
+    """A model in the package index.
 
     Attributes:
         name: Name of the model.
         package: Name of its packages, with {} for the number of the part.
         num_parts: Number of packages.
-        sha256: Of the joined file.
-        speaks: Whether it was trained to answer chats; otherwise it only continues texts.
-        tools: The parser of its tool calls, or None.
+        sha256: SHA-256 of the joined file.
+        speaks: Whether the model was trained to answer chats; otherwise it only continues texts.
+        tools: Name of the parser for the model's tool calls; None: it makes none.
     """
 
     name: str
@@ -74,7 +74,7 @@ def fetch(model: RealModel, folder: Path) -> Path:
     """Return the file of a model in a folder; fetch its packages first if it is missing.
 
     Raises:
-        PartError: A package cannot be fetched, or the joined file is another one.
+        PartError: A package cannot be fetched, or the joined file has another hash.
     """
     path = folder / model.file_name
     if path.exists():

@@ -105,7 +105,7 @@ def served_parts(model: RealModel, reference: list[str], server: Server) -> Iter
 
 
 def crowd(server: Server, reference: Sequence[str]) -> Outcome:
-    """Send more requests than were answered alone at once; those with a reference must have its answer."""
+    """Send many requests at once. Those that were also answered alone before must get the same answers."""
     together = ask(server.url, answers.bodies(CROWDS[1]))
     different = answers.compare(reference, together[: len(reference)])
     line = f"{len(reference) - len(different)} of {len(reference)} answers are the same"

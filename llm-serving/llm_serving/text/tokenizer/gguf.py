@@ -32,7 +32,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _KEYS: Final = "tokenizer.ggml."
 _TEMPLATE: Final = "tokenizer.chat_template"
 _TURN_ENDS: Final = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-"""Texts of tokens that end a turn, for files that do not name one."""
+"""Texts of tokens that end a turn, for files that do not name such a token."""
 _PHI3: Final = "phi3"
 _KEEPS_SPACE: Final = ("<unk>", "<s>", "<|endoftext|>")
 """Special tokens of Phi-3 that do not absorb the white space behind them."""
@@ -118,7 +118,7 @@ class _Metadata:
         return token_id
 
     def end_ids(self, tokens: Sequence[str], types: Sequence[int]) -> list[int]:
-        """Return the ids that the file names; without an end of a turn, also those of the usual texts of one."""
+        """Return the end tokens that the file names. If it names no end of a turn, add tokens with the usual texts."""
         ids = [self.token_id(f"{name}_token_id", len(tokens)) for name in ("eos", "eot", "eom")]
         if ids[1] is None:
             ids += [i for i, text in enumerate(tokens) if types[i] in (CONTROL, USER_DEFINED) and text in _TURN_ENDS]
@@ -170,7 +170,7 @@ def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> 
     if scores is None:
         raise metadata.fail("scores", "must be given")
     if UNKNOWN not in types and (unknown_id := metadata.token_id("unknown_token_id", len(tokens))) is not None:
-        types[unknown_id] = UNKNOWN  # marked as a control token where the original names it as one, as Gemma does
+        types[unknown_id] = UNKNOWN  # converters mark it as a control token if the model lists it as one, like Gemma
     if types.count(UNKNOWN) != 1:
         raise metadata.fail("token_type", f"must mark one token as the unknown token ({UNKNOWN})")
     prefix = metadata.flag("add_space_prefix", True)
@@ -193,7 +193,7 @@ def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> 
 
 
 def _absorbing(tokens: Sequence[str], types: Sequence[int]) -> dict[int, AddedToken]:
-    """Return the tokens of Phi-3 that absorb the white space behind them, as its tokenizer_config.json has them."""
+    """Return Phi-3's special tokens. As in its tokenizer_config.json, most absorb the white space behind them."""
     return {
         token_id: AddedToken(text, special=kind == CONTROL, rstrip=text not in _KEEPS_SPACE)
         for token_id, (text, kind) in enumerate(zip(tokens, types, strict=True))
@@ -203,5 +203,5 @@ def _absorbing(tokens: Sequence[str], types: Sequence[int]) -> dict[int, AddedTo
 
 def _piece(text: str, score: float, kind: int) -> bytes:
     if kind == USER_DEFINED:
-        text = text.replace(" ", SPACE_SYMBOL)  # llama.cpp's converter writes spaces here, and here alone
+        text = text.replace(" ", SPACE_SYMBOL)  # llama.cpp's converter writes spaces only in tokens of this type
     return content(1, text.encode()) + b"\x15" + struct.pack("<f", score) + number(3, kind)

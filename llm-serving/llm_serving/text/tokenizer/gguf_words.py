@@ -17,7 +17,7 @@ class Pre(NamedTuple):
 
     Attributes:
         words: The rule that splits a text into words.
-        begins: Whether a text starts with `bos_token` if the file does not say.
+        begins: Whether a text starts with `bos_token` if the file does not state it.
     """
 
     words: Words
@@ -30,7 +30,7 @@ _END: Final = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _by_case(suffix: str, digits: str) -> str:
-    """Return an expression whose words end where an upper-case letter follows a lower-case one."""
+    """Return an expression that splits words between a lower-case letter and an upper-case one."""
     before = r"[^\r\n\p{L}\p{N}]?"
     return f"{before}{_UPPER}*{_LOWER}+{suffix}|{before}{_UPPER}+{_LOWER}*{suffix}|{digits}|{_END}"
 
