@@ -1,11 +1,11 @@
-// Weights in blocks (packed_blocks.h) times rows brought to 8 bits with a scale for each 32 inputs.
+// Products of weights in blocks (packed_blocks.h) and rows quantized to 8 bits, with a scale for each 32 inputs.
 //
 // rows     scale = largest magnitude of the 32 inputs / 127; qvalue = input * (127 / largest), as in quantized_rows.h
-// sums     of (qvalue - zero) * qvalue of the row over the inputs of a group, in 32 bits: exact, so their order is free
-// results  sum over groups, in ascending order, of (sum * scale - sum of the row's qvalues * minimum) * scale of the
-// row,
-//          each product and each sum rounded to float32
-// The bits of a row are those of kernels/blocks.py on every instruction set: nothing is fused.
+// sums     sum of (qvalue - zero) * qvalue of the row over the inputs of a group; exact in 32 bits, so in any order
+// results  sum of (sum * scale - sum of the row's qvalues * minimum) * scale of the row over groups in ascending order
+//
+// Each product and each sum of results is rounded to float32, without fused multiply-adds. Every instruction set
+// computes the same bits as kernels/blocks.py.
 #pragma once
 
 #include "linear.h"
@@ -223,8 +223,7 @@ LLM_INLINE Floats group_value(const Sums& sums, const GroupNumbers& numbers, Flo
   return kMinima ? value - row_sum * numbers.minimum : value;
 }
 
-// ---- Few rows: qvalues are widened in registers
-// ----------------------------------------------------------------------
+// ---- Few rows: qvalues are widened in registers ---------------------------------------------------------------------
 
 constexpr size_t kBlockBytesAhead = 4096;
 constexpr size_t kRegisterRows = 4;  // rows whose sums and totals stay in registers beside a widened line
@@ -339,8 +338,7 @@ inline void multiply_in_registers(const BlockForm& form, size_t k, const uint8_t
   }
 }
 
-// ---- Many rows: qvalues of a few panels are widened in memory
-// --------------------------------------------------------
+// ---- Many rows: qvalues of a few panels are widened in memory -------------------------------------------------------
 
 template <size_t kBits>
 void widen_planes(const uint8_t* planes, size_t blocks, uint8_t* target) {
@@ -378,26 +376,26 @@ inline void widen_chunk(const BlockForm& form, const BlockLayout& layout, const 
   }
 }
 
-// Panels side by side in a tile of widened panels: the totals of a tile stay in registers, beside its sums.
+// Panels that a tile multiplies together: the totals and sums of a tile stay in registers.
 #if defined(__AVX512F__)
 constexpr size_t kWidePanels = 2;
 #else
 constexpr size_t kWidePanels = 1;
 #endif
 
-// A pass of panels of one form, widened.
+// Panels of one form, whose qvalues are widened for the inputs of one pass.
 struct WidePanels {
   const uint8_t* qvalues[kTilePanels];
   const GroupNumbers* numbers[kTilePanels];  // of each group
   BlockForm form;
   size_t first_block, blocks;
-  // What is widened next, in packed form; each tile prefetches `group_lines` lines of each panel a group, as long as
-  // there are more, so that memory is read while tiles are multiplied.
+  // The packed bytes that are widened next. For each group, a tile prefetches the next `group_lines` lines of each
+  // panel, so that memory is read while tiles are multiplied.
   const uint8_t* next[kTilePanels];
   size_t next_bytes, group_lines;
 };
 
-// Adds the products of a few rows and the panels from `panel` on to their totals.
+// Multiplies a few rows by the `kPanels` panels that begin at `panel`, and adds the products to the totals.
 template <bool kMinima, size_t kRows, size_t kPanels>
 void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x, size_t row, float* totals,
                size_t panel_stride, size_t prefetched) {

@@ -3,13 +3,16 @@
 //
 // value = scale * (qvalue - zero) - minimum
 //
-// A weight consists of segments of rows, each of one form. A segment consists of whole panels of 16 rows, and a panel
-// of chunks of 256 inputs, each padded to a multiple of 64 bytes, one after another as products read them: planes   for
-// each 32 inputs: 8-bit qvalues as eight lines [4 inputs][16 rows], or four lines with the low four bits of
-//          two of those in each byte, the first in the low half, followed by a line of fifth bits, the first line's in
-//          the lowest bit, or by two lines of fifth and sixth bits, two bits a byte, each line for four
-// records  for each group: 16 scales, then 16 minima; int8 and uint8 if the form has units, otherwise float16
-// units    16 units of scales, then 16 units of minima, float16, by which those are multiplied
+// A weight consists of segments of rows, and each segment has one form. A segment consists of whole panels of 16 rows,
+// and a panel of chunks of 256 inputs, in the order in which products read them. A chunk is padded to a multiple of 64
+// bytes. Its parts, in order:
+//
+// - Planes of the qvalues of each 32 inputs. 8-bit qvalues are eight lines [4 inputs][16 rows] of 64 bytes. Otherwise
+//   four lines hold the low four bits: byte i of a line has those of byte i of two 8-bit lines, the first in the low
+//   half. With 5 bits, one more line has the fifth bits of all eight lines, the first line's in the lowest bit. With 6
+//   bits, two more lines each have the fifth and sixth bits of four lines, the first line's in the lowest two bits.
+// - A record for each group: 16 scales, then 16 minima; int8 and uint8 if the form has units, otherwise float16.
+// - If the form has units: 16 float16 units that multiply scales, then 16 that multiply minima.
 #pragma once
 
 #include "kernels.h"
@@ -41,7 +44,7 @@ struct BlockLayout {
     chunk_bytes = bytes_of(kChunkBlocks);
   }
 
-  // Bytes of a chunk of so many blocks; only the last of a panel may be shorter.
+  // Bytes of a chunk of this number of blocks; only the last chunk of a panel may have fewer than eight.
   LLM_INLINE size_t bytes_of(size_t blocks) const {
     return TiledLayout::padded(blocks * (plane_bytes + block_groups * record_bytes) + unit_bytes, kLineBytes);
   }
@@ -79,9 +82,9 @@ struct BlockRows {
   size_t n, k;
 };
 
-// Whether products support such rows.
+// Whether products support rows of this form and size.
 bool can_pack(const BlockRows& rows);
-// Bytes of the rows as packed.
+// Size of the packed rows in bytes.
 size_t packed_bytes(const BlockRows& rows);
 void pack_blocks(const BlockRows& rows, void* target);
 // Reads one row of a packed weight as k numbers.
