@@ -175,7 +175,7 @@ class ServerConfig:
     special_tokens_in_content: str = option(SpecialTokensName.CONTROL.value, choice(tuple(SpecialTokensName)))
     """What a special token such as `<|im_end|>` in the content of a message is. `control`: a control token, as in the
     reference implementations, so that a user can end a message or begin one of another role. `text`: characters; for
-    servers whose messages contain texts of strangers."""
+    servers whose messages contain untrusted text."""
     json_whitespace: str = option(JsonWhitespaceName.SPACE.value, choice(tuple(JsonWhitespaceName)), expert=True)
     """White space in structured JSON output where the request does not set it. `none`: none. `space`: one space.
     `lines`: up to 32 spaces, tabs and line breaks, which a small model may use up."""
