@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
+from llm_serving.text.tokenizer.typed_text import TypedText
 
 FOLDERS = sorted(each for each in (Path(__file__).parents[1] / "tokenizers").iterdir() if each.is_dir())
 
@@ -68,6 +69,14 @@ def test_all_texts_of_messages_but_roles_are_marked() -> None:
     assert repr(marked).count(mark) == 5
     assert text not in repr(marked)
     assert repr(marked).replace(mark, "") == repr(messages)
+
+
+@pytest.mark.parametrize("typed", ["<a<b>", "<<a<b>b>", "<a<a<b>", "x<a<b><b>"])
+def test_special_tokens_that_overlap_are_all_marked(typed: str) -> None:
+    text = TypedText(lambda text, _: list(text.encode()), {"<a<": 256, "<b>": 257, "<a<b>b>": 258}, bytes)
+    [message], mark = text.mark([{"role": "user", "content": typed}])
+    assert message["content"].replace(mark, "") == typed
+    assert not any(special in message["content"] for special in ("<a<", "<b>"))
 
 
 def test_messages_without_special_tokens_need_no_mark() -> None:

@@ -7,6 +7,7 @@ tokenized one by one: in none of them is the special token whole. Clients cannot
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +46,9 @@ class TypedText:
 
     def _marked(self, value: Any, mark: str) -> Any:
         if isinstance(value, str):
-            return value if self._pattern is None else self._pattern.sub(lambda found: _split(found[0], mark), value)
+            while self._pattern is not None and self._pattern.search(value):  # again: special tokens may overlap
+                value = self._pattern.sub(lambda found: _split(found[0], mark), value)
+            return value
         if isinstance(value, Mapping):
             return {self._marked(name, mark): self._marked(each, mark) for name, each in value.items()}
         return [self._marked(each, mark) for each in value] if isinstance(value, list | tuple) else value
@@ -53,11 +56,13 @@ class TypedText:
     def encode(self, text: str, mark: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a rendered prompt with marks."""
         first, *others = text.split(mark)
+        plain = self._encode(first, False)
+        ids = [*plain, *itertools.chain.from_iterable(map(self._continued, others))]
         if not add_special_tokens:
-            return sum(map(self._continued, others), self._encode(first, False))
-        plain, whole = self._encode(first, False), self._encode(first, True)
+            return ids
+        whole = self._encode(first, True)
         at = next(at for at in range(len(whole) + 1) if whole[at : at + len(plain)] == plain)
-        return [*whole[:at], *sum(map(self._continued, others), plain), *whole[at + len(plain) :]]
+        return [*whole[:at], *ids, *whole[at + len(plain) :]]
 
     def _continued(self, part: str) -> list[int]:
         """Return the token ids of a part that does not begin the text."""
