@@ -209,12 +209,20 @@ def test_gguf_refuses_duplicate_tokens(tmp_path):
         ({"token_type": [1] * 2048, "unknown_token_id": None}, "must mark one token as the unknown token"),
         ({"token_type": [9] * 2048}, "`tokenizer.ggml.token_type` must be types from 1 to 6"),
         ({"tokens": ["<unk>"] * 2048}, "a.gguf: is not a sentencepiece model"),
+        ({"tokens": ["\0", *sentencepiece_facts()["tokens"][1:]]}, "it has no unknown token"),
+        ({"model": [1, 2]}, "`tokenizer.ggml.model` must be llama or gpt2"),
     ],
 )
 def test_gguf_refuses_inconsistent_pieces(tmp_path, changes, message):
     facts = {key: value for key, value in (sentencepiece_facts() | changes).items() if value is not None}
     with pytest.raises(ModelError, match=message):
         Tokenizer.load(write(tmp_path / "a.gguf", **facts))
+
+
+def test_gguf_tokenizer_needs_no_architecture(tmp_path):
+    path = tmp_path / "a.gguf"
+    path.write_bytes(gguf_bytes({"general.architecture": [1, 2], **keys(**sentencepiece_facts())}, {}))
+    assert Tokenizer.load(path).vocab_size == 2048
 
 
 def test_gguf_tokenizer_path_replaces_the_own_tokenizer(tmp_path):

@@ -63,7 +63,7 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
     metadata = _Metadata(path, read_gguf(path, texts=True).metadata)
     kind = metadata.get("model")
     tokens, types = metadata.tokens()
-    if kind not in ("llama", "gpt2"):
+    if not isinstance(kind, str) or kind not in ("llama", "gpt2"):
         raise metadata.fail("model", "must be llama or gpt2: name another tokenizer with model_config.tokenizer_path")
     read = _sentencepiece if kind == "llama" else _byte_pairs
     return GgufTokenizer(*read(metadata, tokens, types), metadata.end_ids(tokens, types))
@@ -74,7 +74,8 @@ class _Metadata:
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path = path
-        self.architecture = values.get("general.architecture")
+        architecture = values.get("general.architecture")
+        self.architecture = architecture if isinstance(architecture, str) else ""
         self._values = values
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -58,6 +58,8 @@ class SentencePieceVocabulary:
             self._bare = self._processor if legacy else SentencePieceProcessor(model_proto=data + _NO_DUMMY_PREFIX)
         except (OSError, RuntimeError) as error:
             raise ModelError(f"{path}: is not a sentencepiece model: {error}") from None
+        if self._processor.unk_id() < 0:
+            raise ModelError(f"{path}: is not a sentencepiece model: it has no unknown token")
         processor, count = self._processor, self._processor.vocab_size()
         self._ids: dict[str, int] = {}
         self.token_bytes: list[bytes] = []
