@@ -232,3 +232,11 @@ def test_gguf_parts_are_checked(tmp_path):
     files[0].rename(tmp_path / "n-00001-of-00002.gguf")
     with pytest.raises(ModelError, match="must be named as a part of 3"):
         read_gguf(tmp_path / "n-00001-of-00002.gguf")
+
+
+def test_gguf_names_of_parts_agree_with_the_files(tmp_path):
+    whole = write(tmp_path / "m-00001-of-00003.gguf")
+    with pytest.raises(ModelError, match=r"must be named as a part of 1, such as model-00001-of-00001\.gguf"):
+        read_gguf(whole)
+    assert files_of(tmp_path / "m-00001-of-00000.gguf") == [tmp_path / "m-00001-of-00000.gguf"]
+    assert "a" in read_gguf(whole.rename(tmp_path / "m-00001-of-00000.gguf")).tensors

@@ -84,9 +84,9 @@ class GgufFile:
 def files_of(file: Path) -> list[Path]:
     """Return the files of a model: all parts if the file is named as a part, otherwise the file alone."""
     match = _PART.fullmatch(file.name)
-    if match is None:
+    count = 0 if match is None else int(match["count"])
+    if match is None or not count:
         return [file]
-    count = int(match["count"])
     return [file.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
 
 
@@ -102,12 +102,12 @@ def read_gguf(file: Path, texts: bool = False) -> GgufFile:
             part is missing or is not the first one.
     """
     first = _read_file(file, texts)
-    count = _part_number(first, "split.count", 1, _MAX_PARTS)
-    if count < 2:
-        return first
+    count = max(1, _part_number(first, "split.count", 1, _MAX_PARTS))
     files = files_of(file)
     if len(files) != count:
         raise ModelError(f"{file}: must be named as a part of {count}, such as model-00001-of-{count:05}.gguf")
+    if count == 1:
+        return first
     if _part_number(first, "split.no", 0, count) != 0:
         raise ModelError(f"{file} is a part of a file: name the first part, {files[0].name}")
     if missing := [each.name for each in files if not each.exists()]:
