@@ -266,3 +266,16 @@ def test_gguf_special_tokens_of_phi3_absorb_white_space(tmp_path):
     phi3, other = Tokenizer.load(path), Tokenizer.load(write(tmp_path / "b.gguf", **facts))
     assert phi3.encode("<|user|> \n x") == other.encode("<|user|>x")
     assert phi3.encode("<|endoftext|>\nx") == other.encode("<|endoftext|>\nx")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_gguf_end_tokens_are_special_where_they_are_marked_as_user_defined(tmp_path, named):
+    facts = byte_pair_facts(tmp_path)
+    end = facts["eos_token_id"]
+    facts["token_type"][end] = 4
+    if not named:
+        facts["tokens"][end] = "<|im_end|>"
+        del facts["eos_token_id"]
+    tokenizer = Tokenizer.load(write(tmp_path / "a.gguf", **facts))
+    assert end in tokenizer.special_token_ids
+    assert tokenizer.typed_text.mark([{"role": "user", "content": facts["tokens"][end]}])[1]

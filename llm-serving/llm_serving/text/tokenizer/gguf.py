@@ -154,8 +154,9 @@ def _byte_pairs(metadata: _Metadata, tokens: list[str], types: list[int]) -> tup
     if wrong := next((each for each in merges if not joins(each, vocab)), None):
         rule = "must list pairs of tokens that form a token"
         raise ModelError(f"{metadata.path}: `{_KEYS}merges` {rule}. Found: {shorten(wrong)}")
+    ends = metadata.end_ids(tokens, types)  # some files mark them as user-defined
     added = (
-        {"id": token_id, "content": text, "special": kind == CONTROL, **_AS_WRITTEN}
+        {"id": token_id, "content": text, "special": kind == CONTROL or token_id in ends, **_AS_WRITTEN}
         for token_id, (text, kind) in enumerate(zip(tokens, types, strict=True))
         if kind in (CONTROL, USER_DEFINED) and text
     )
