@@ -97,8 +97,8 @@ def bytes_of_block(cache: ms.Parameter) -> int:
 
 def clear_cache(cache: ms.Parameter) -> None:
     """Zero a cache by returning its pages to the system; does nothing on an NPU."""
-    storage: Array | None = getattr(cache, "storage", None)
-    if storage is not None:
+    storage = getattr(cache, "storage", None)
+    if isinstance(storage, np.ndarray):  # on an NPU it is a method of MindSpore's Tensor
         release_pages(storage.ctypes.data, storage.nbytes)
 
 
