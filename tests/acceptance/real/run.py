@@ -31,6 +31,8 @@ ROOT: Final = Path(__file__).parents[3]
 FORMATS: Final = ("dequantized", "w8a8", "w8a16", "w4a16", "w4a8")
 CONTEXT: Final = 9000
 CROWDS: Final = (24, 64)
+LONG_ANSWER: Final = 200
+"""Tokens of answers that outgrow a small cache."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,8 +70,8 @@ def parts(model: RealModel, arguments: argparse.Namespace) -> Iterator[Outcome]:
     yield from with_server(
         path, [f"model_config.max_generate_length={CONTEXT}", *with_tools], partial(served_parts, model, reference)
     )
-    small_cache = ["model_config.max_generate_length=1024", "pa_config.num_blocks=80"]
-    yield from with_server(path, small_cache, partial(preempted_parts, reference))
+    small_cache = ["model_config.max_generate_length=384", "pa_config.num_blocks=34"]
+    yield from with_server(path, small_cache, preempted_parts)
     for name in FORMATS:
         yield from with_server(path, [f"quant_config.quantization={name}"], partial(format_parts, model, name))
     if model is QWEN:
@@ -112,14 +114,18 @@ def crowd(server: Server, reference: Sequence[str]) -> Outcome:
     return Outcome(f"{CROWDS[1]} clients", [line], different)
 
 
-def preempted_parts(reference: Sequence[str], server: Server) -> Iterator[Outcome]:
-    yield attempt("Preemption in a small cache", lambda: preempted(server, reference))
+def preempted_parts(server: Server) -> Iterator[Outcome]:
+    yield attempt("Preemption in a small cache", lambda: preempted(server))
 
 
-def preempted(server: Server, reference: Sequence[str]) -> Outcome:
-    different = answers.compare(reference, ask(server.url, answers.bodies(len(reference))))
-    count = metric(server, "vllm:num_preemptions_total")
-    line = f"{len(reference) - len(different)} of {len(reference)} answers are the same; preemptions: {count:.0f}"
+def preempted(server: Server) -> Outcome:
+    """Send long requests alone, then together, so that they outgrow the cache."""
+    bodies = [body | {"max_tokens": LONG_ANSWER} for body in answers.bodies(CROWDS[0])]
+    alone = [ask(server.url, [body])[0] for body in bodies]
+    before = metric(server, "vllm:num_preemptions_total")
+    different = answers.compare(alone, ask(server.url, bodies))
+    count = metric(server, "vllm:num_preemptions_total") - before
+    line = f"{len(alone) - len(different)} of {len(alone)} answers are the same; preemptions: {count:.0f}"
     faults = [] if count else ["no request was preempted: the cache is too large for this part"]
     return Outcome("Preemption in a small cache", [line], [*faults, *different])
 
