@@ -49,7 +49,7 @@ def load_plugin() -> None:
     path = str(library_path())
     given = os.environ.get(PLUGIN_VARIABLE)
     if given not in (None, "", path):
-        raise KernelError(f"{PLUGIN_VARIABLE} names another operator plugin: {given}")
+        raise KernelError(f"{PLUGIN_VARIABLE} must be unset or {path}, this server's operator plugin. Given: {given}")
     os.environ[PLUGIN_VARIABLE] = path
     library.load()
 

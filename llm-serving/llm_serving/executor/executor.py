@@ -224,7 +224,7 @@ class RemoteExecutor(Executor):
         self._replies: deque[AgentMessage] = deque()
         """Replies received by `await_ending` but not collected yet."""
         self._ending = -1
-        """Latest step whose end was announced."""
+        """Number of the latest step that the WorkAgent announced to be about to end; -1: none."""
         self._waited_s = 0.0
         """Seconds spent waiting for the oldest step in flight."""
         self._allowed = -1

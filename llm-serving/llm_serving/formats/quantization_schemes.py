@@ -52,7 +52,7 @@ def _gptq(given: Mapping[str, Any], description: str) -> Scheme:
     if form not in ("gptq", "gptq_v2"):
         raise _RefusedError(f"must have a `checkpoint_format` of gptq or gptq_v2. Given: {shorten(form)}")
     if given.get("dynamic"):
-        raise _RefusedError(f"must not have `dynamic`: bits of single layers. Given: {shorten(given['dynamic'])}")
+        raise _RefusedError(f"must not have `dynamic`, settings for single layers. Given: {shorten(given['dynamic'])}")
     return Gptq(description, bits, _group_size(given, ("group_size",)), zeros_less_one=form == "gptq")
 
 

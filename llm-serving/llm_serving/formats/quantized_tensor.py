@@ -19,7 +19,7 @@ SYMMETRIC_ZERO: Final = 8
 """Zero point of 4 bits without stored zero points: 0..15 stand for -8..7."""
 
 _SAFE_SCALE: Final = 2.0**100
-"""Scales below this give no infinite value."""
+"""Scales up to this cannot make a dequantized value infinite, so the values are not checked."""
 STEPS: Final = (-8.0, -7.5, -8.5, -9.25, -10.0, -11.0)
 """Scales of symmetric 4-bit values that are tried: the largest element divided by these numbers. Larger scales
 represent the largest element better, smaller ones the others."""

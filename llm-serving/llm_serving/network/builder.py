@@ -277,7 +277,7 @@ class Network:
         count, top_k = len(experts), routing.top_k
         self._num_experts += count
         if self._num_experts > MAX_EXPERTS:
-            raise ModelError(f"a model may have at most {MAX_EXPERTS} experts in all")
+            raise ModelError(f"a model may have at most {MAX_EXPERTS} experts in all layers together")
         chosen = {"weight": self._matrix(router, (count, x.width))}
         if routing.correction is not None:
             chosen["correction"] = Weight((routing.correction,), (count,), ((count,),), dtype="float32")

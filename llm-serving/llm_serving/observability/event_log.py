@@ -120,7 +120,7 @@ class RequestRecord:
         does not apply to it.
         """
         self.sequences: frozenset[int] = frozenset()
-        """`Request.sequence` of the computed requests: the request itself, or its beams."""
+        """Sequence numbers (`Request.sequence`) of the scheduler's requests: its own, or those of its beams."""
         self.preemptions: tuple[Preempted, ...] = ()
         self._request: Request | None = request
         self._summary: RequestSummary | None = None

@@ -31,7 +31,7 @@ class ClassBounds:
     first_steps: int
     """Steps from arrival until the class is next and the slots of its share have been freed once."""
     steps_per_admission: float
-    """Steps for each request of the class that is admitted earlier."""
+    """Maximum steps between two admissions of the class."""
     max_overtakes: int
     """Maximum number of later requests that are admitted before a request."""
     max_prompt_gap: int

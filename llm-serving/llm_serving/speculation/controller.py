@@ -71,7 +71,7 @@ class DraftCandidate(NamedTuple):
 
     acceptance: Acceptance
     max_tokens: float = math.inf
-    """Number of tokens that a constraint is expected to force, if they are the draft."""
+    """Upper limit of the draft's length. If a grammar forces the draft: the expected number of forced tokens."""
     uses_model: bool = False
 
 
