@@ -35,6 +35,8 @@ KEYS = {
 }
 """Name of a format -> its configuration overrides. `stored`: the blocks of a GGUF file."""
 
+NUM_BLOCKS = 4096
+
 
 class Accuracy(NamedTuple):
     """Result of one format: exact answers by task, and exp of the mean negative log-probability of a token."""
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     prompts = load(arguments.dataset)
     tasks = Counter(prompt.task for prompt in prompts)
-    found = {name: measure(_load(arguments, name), prompts) for name in arguments.formats}
+    found = {name: measure(load_format(arguments, name, NUM_BLOCKS), prompts) for name in arguments.formats}
     print(f"{'task':22} {'questions':>9}" + "".join(f"{name:>12}" for name in found))
     for task, count in sorted(tasks.items()):
         print(f"{task:22} {count:9}" + "".join(f"{each.right[task]:12}" for each in found.values()))
@@ -74,10 +76,11 @@ def measure(llm: LLM, prompts: Sequence[Prompt]) -> Accuracy:
     return Accuracy(right, math.exp(-float(np.concatenate(logprobs).astype(np.float64).mean())))
 
 
-def _load(arguments: argparse.Namespace, name: str) -> LLM:
+def load_format(arguments: argparse.Namespace, name: str, num_blocks: int) -> LLM:
+    """Load the model of the command line in a format, with so many blocks in its KV cache."""
     kept = [key for part in name.split("+") for key in KEYS[part]]
     group = f"quant_config.group_size={arguments.group_size}"
-    return LLM(load_config(None, [*kept, group, "pa_config.num_blocks=4096", *arguments.set], arguments.model))
+    return LLM(load_config(None, [*kept, group, f"pa_config.num_blocks={num_blocks}", *arguments.set], arguments.model))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

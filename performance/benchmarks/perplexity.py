@@ -29,8 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from benchmarks.accuracy import KEYS, formats
-from llm_serving.config import load_config
+from benchmarks.accuracy import formats, load_format
 from llm_serving.core.request_output import PromptLogprobs
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.offline import LLM
@@ -39,6 +38,7 @@ from numpy.typing import NDArray
 
 ROOT = Path(__file__).resolve().parents[2]
 WINDOW = 1024
+NUM_BLOCKS = 2048
 NUM_PROMPTS = 30
 PROMPT_TOKENS = 64
 ANSWER_TOKENS = 64
@@ -90,7 +90,7 @@ class Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
-    reference = _load(arguments, "float32")
+    reference = load_format(arguments, "float32", NUM_BLOCKS)
     texts = text_set()
     windows = cut(reference.tokenizer, texts.values(), arguments.tokens, min(WINDOW, _max_tokens(reference)))
     print(f"{arguments.model.name}: {sum(map(len, windows)):,} tokens in {len(windows)} windows, {fingerprint(texts)}")
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_header()
     print_row("float32", rows["float32"])
     for name in arguments.formats:
-        rows[name] = Row.of(score(_load(arguments, name), windows, prompts, answers), scores)
+        rows[name] = Row.of(score(load_format(arguments, name, NUM_BLOCKS), windows, prompts, answers), scores)
         print_row(name, rows[name])
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({name: asdict(row) for name, row in rows.items()}, indent=2) + "\n")
@@ -189,12 +189,6 @@ def print_row(name: str, row: Row) -> None:
 
 def _max_tokens(llm: LLM) -> int:
     return llm.config.model.max_generate_length - 1
-
-
-def _load(arguments: argparse.Namespace, name: str) -> LLM:
-    kept = [key for part in name.split("+") for key in KEYS[part]]
-    group = f"quant_config.group_size={arguments.group_size}"
-    return LLM(load_config(None, [*kept, group, "pa_config.num_blocks=2048", *arguments.set], arguments.model))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

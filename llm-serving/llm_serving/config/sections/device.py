@@ -123,13 +123,22 @@ class QuantConfig:
         return _quantization(self.quantization, self.group_size)
 
     def weights_on(self, device: DeviceConfig) -> Quantization | None:
-        """As `weights`; what cannot stay in the blocks of a file on this device is dequantized."""
-        runs_program = device.device_target == "CPU" and device.kernels in _PROGRAM_KERNELS
-        return self.weights if runs_program or self.weights else Quantization(QuantizationName.DEQUANTIZED)
+        """Return `weights`. Without quantization, a device that runs no programs cannot multiply the blocks of a GGUF
+        file, so its weights are dequantized.
+        """
+        return self.weights or _stored(_runs_programs(device.device_target, device.kernels))
 
 
 def _quantization(name: str | None, group_size: int) -> Quantization | None:
     return None if name is None else Quantization(QuantizationName(name), group_size)
+
+
+def _stored(runs_programs: bool) -> Quantization | None:
+    return None if runs_programs else Quantization(QuantizationName.DEQUANTIZED)
+
+
+def _runs_programs(target: str, kernels: str) -> bool:
+    return target == "CPU" and kernels in _PROGRAM_KERNELS
 
 
 def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None) -> None:
@@ -236,7 +245,7 @@ def _check_exactness(values: Values) -> None:
 def _check_quantization(values: Values) -> None:
     name = "quant_config.quantization"
     quantization = _quantization(values[name], values["quant_config.group_size"])
-    if quantization is None or _runs_programs(values):
+    if quantization is None or _runs_programs(values[TARGET], values[KERNELS]):
         return
     condition = f"{_where(values)}: program on a CPU has it"
     if values[TARGET] == "CPU" and values[KERNELS] == "plain":
@@ -249,14 +258,10 @@ def _check_kv_cache(values: Values, spec: ModelSpec | None) -> None:
     name, auto = "quant_config.kv_cache_dtype", KVCacheDtypeName.AUTO
     if values[name] == auto:
         return
-    if not _runs_programs(values):
+    if not _runs_programs(values[TARGET], values[KERNELS]):
         values.require(name, (auto,), f"{_where(values)}: program on a CPU has it")
     if spec is not None and (lacks := unsupported_by_int8_cache(spec.network)) is not None:
         values.require(name, (auto,), f"for {spec.architecture}, which has {lacks}")
-
-
-def _runs_programs(values: Values) -> bool:
-    return values[TARGET] == "CPU" and values[KERNELS] in _PROGRAM_KERNELS
 
 
 def _where(values: Values) -> str:
@@ -273,8 +278,7 @@ def _check_memory(values: Values, spec: ModelSpec) -> None:
     dtype_bytes = 4 if is_plain or values[DTYPE] == "float32" else 2
     budget, seqs = values["scheduler_config.max_prefill_tokens"], values["model_config.decode_batch_size"]
     quantization = _quantization(values["quant_config.quantization"], values["quant_config.group_size"])
-    if quantization is None and not _runs_programs(values):
-        quantization = Quantization(QuantizationName.DEQUANTIZED)
+    quantization = quantization or _stored(_runs_programs(values[TARGET], values[KERNELS]))
     weights = weight_bytes(spec, dtype_bytes, quantization)
     keys = num_mask_keys(values[TARGET], values["model_config.max_generate_length"])
     working = working_bytes(spec, dtype_bytes, budget, seqs, keys)
