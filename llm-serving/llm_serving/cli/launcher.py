@@ -43,7 +43,7 @@ class ServerRecord(msgspec.Struct, frozen=True):
 
     pid: int
     create_time: float
-    """Start of the process in seconds since the epoch. It tells the server from a later process with the same pid."""
+    """Start of the process in seconds since the epoch. A later process with the same pid has another one."""
     host: str
     port: int
     log: str

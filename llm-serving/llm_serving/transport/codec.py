@@ -98,8 +98,8 @@ def allowed_from_arrays(step: int, arrays: list[NDArray[Any]]) -> AllowedTokens:
 
 
 def _drop_shared_prefixes(offsets: Int32Array, token_ids: Int32Array) -> tuple[Int32Array, Int32Array]:
-    """Return the histories without the prefix that each shares with the previous one, and the
-    lengths of these prefixes.
+    """Drop the previous history from each history that begins with all of it. Return the remaining token ids,
+    concatenated, and the number of ids dropped from each history.
     """
     num_shared = np.zeros(len(offsets) - 1, np.int32)
     parts, before = [], token_ids[:0]

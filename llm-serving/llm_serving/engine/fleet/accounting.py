@@ -76,7 +76,7 @@ class TenantUsage:
         self._version += 1
 
     def has_changed(self, replica: int) -> bool:
-        """Return whether another replica has served since this one's snapshot. Safe without the lock."""
+        """Return whether any replica recorded service since this replica's snapshot. Safe without the lock."""
         return self._snapshot_versions.get(replica) not in (None, self._version)
 
     def take_snapshot(self, replica: int) -> None:
