@@ -160,12 +160,12 @@ LLM_INLINE NativeUint moved_bits(NativeUint bytes, int from, int to, uint32_t ma
 template <size_t kBits>
 LLM_INLINE Line line_of(const uint8_t* planes, size_t line) {
   if constexpr (kBits == 8) return load_line(planes + line * kLineBytes);
-  Line result = load_line(planes + line / 2 * kLineBytes);
+  Line result = load_line(planes + low_plane(kBits, line) * kLineBytes);
   LLM_FOR_PARTS result.part[i] = moved_bits(result.part[i], line % 2 * 4, 0, 0x0f0f0f0f);
   if constexpr (kBits > 4) {
-    constexpr size_t kHighBits = kBits - 4, kLines = 8 / kHighBits;
-    const Line high = load_line(planes + (kHalfLines + line / kLines) * kLineBytes);
-    const int from = static_cast<int>(line % kLines * kHighBits);
+    constexpr size_t kHighBits = kBits - 4;
+    const Line high = load_line(planes + high_plane(kBits, line) * kLineBytes);
+    const int from = static_cast<int>(line % lines_of_high_plane(kBits) * kHighBits);
     LLM_FOR_PARTS result.part[i] |= moved_bits(high.part[i], from, 4, kHighBits == 1 ? 0x10101010 : 0x30303030);
   }
   return result;
@@ -225,7 +225,6 @@ LLM_INLINE Floats group_value(const Sums& sums, const GroupNumbers& numbers, Flo
 
 // ---- Few rows: qvalues are widened in registers ---------------------------------------------------------------------
 
-constexpr size_t kBlockBytesAhead = 4096;
 constexpr size_t kRegisterRows = 4;  // rows whose sums and totals stay in registers beside a widened line
 
 template <size_t kBits, bool kMinima, size_t kRows>
@@ -250,10 +249,6 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
     const GroupReader<kMinima> reader(layout, chunk);
     const uint8_t* planes = chunk.planes;
     size_t group = 0;
-    // The records of the next chunk, which lie between planes that are prefetched below.
-    for (const uint8_t* line = chunk.records; line < chunk.planes + layout.chunk_bytes; line += kLineBytes) {
-      __builtin_prefetch(line + layout.chunk_bytes, 0, 2);
-    }
     for (size_t block = 0; block < chunk.blocks; block++, planes += layout.plane_bytes, row_scales += rows) {
       Sums sums[kChains][kRows];
 #pragma GCC unroll 2
@@ -268,7 +263,6 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
 #pragma GCC unroll 4
         for (size_t i = 0; i < kHalfLines; i++) {
           const size_t line = half * kHalfLines + i;
-          if (line < kBits) __builtin_prefetch(planes + kBlockBytesAhead + line * kLineBytes, 0, 2);
           const Line values = line_of<kBits>(planes, line);
 #pragma GCC unroll 4
           for (size_t r = 0; r < kRows; r++) {

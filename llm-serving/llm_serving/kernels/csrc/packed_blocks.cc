@@ -18,15 +18,13 @@ void pack_planes(const uint8_t* lines, size_t bits, uint8_t* target) {
     return;
   }
   std::memset(target, 0, bits * kLineBytes);
-  const size_t high_bits = bits - 4;
   for (size_t line = 0; line < kFours; line++) {
     for (size_t i = 0; i < kLineBytes; i++) {
       const uint8_t qvalue = lines[line * kLineBytes + i];
-      target[line / 2 * kLineBytes + i] |= static_cast<uint8_t>((qvalue & 15) << line % 2 * 4);
-      if (high_bits == 0) continue;
-      const size_t lines_each = 8 / high_bits;
-      uint8_t& high = target[(kFours / 2 + line / lines_each) * kLineBytes + i];
-      high |= static_cast<uint8_t>(qvalue >> 4 << line % lines_each * high_bits);
+      target[low_plane(bits, line) * kLineBytes + i] |= static_cast<uint8_t>((qvalue & 15) << line % 2 * 4);
+      if (bits == 4) continue;
+      const size_t shift = line % lines_of_high_plane(bits) * (bits - 4);
+      target[high_plane(bits, line) * kLineBytes + i] |= static_cast<uint8_t>(qvalue >> 4 << shift);
     }
   }
 }
@@ -34,12 +32,11 @@ void pack_planes(const uint8_t* lines, size_t bits, uint8_t* target) {
 // The qvalue of byte `i` of a line.
 uint8_t qvalue_at(const uint8_t* planes, size_t bits, size_t line, size_t i) {
   if (bits == 8) return planes[line * kLineBytes + i];
-  const auto low = static_cast<uint8_t>(planes[line / 2 * kLineBytes + i] >> line % 2 * 4 & 15);
-  const size_t high_bits = bits - 4;
-  if (high_bits == 0) return low;
-  const size_t lines_each = 8 / high_bits;
-  const uint8_t high = planes[(kFours / 2 + line / lines_each) * kLineBytes + i];
-  return static_cast<uint8_t>(low | (high >> line % lines_each * high_bits & ((1u << high_bits) - 1)) << 4);
+  const auto low = static_cast<uint8_t>(planes[low_plane(bits, line) * kLineBytes + i] >> line % 2 * 4 & 15);
+  if (bits == 4) return low;
+  const size_t shift = line % lines_of_high_plane(bits) * (bits - 4);
+  const unsigned high = planes[high_plane(bits, line) * kLineBytes + i] >> shift & ((1u << (bits - 4)) - 1);
+  return static_cast<uint8_t>(low | high << 4);
 }
 
 void pack_panel(const BlockRows& rows, size_t panel, uint8_t* target) {

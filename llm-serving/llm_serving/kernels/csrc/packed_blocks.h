@@ -7,10 +7,11 @@
 // and a panel of chunks of 256 inputs, in the order in which products read them. A chunk is padded to a multiple of 64
 // bytes. Its parts, in order:
 //
-// - Planes of the qvalues of each 32 inputs. 8-bit qvalues are eight lines [4 inputs][16 rows] of 64 bytes. Otherwise
-//   four lines hold the low four bits: byte i of a line has those of byte i of two 8-bit lines, the first in the low
-//   half. With 5 bits, one more line has the fifth bits of all eight lines, the first line's in the lowest bit. With 6
-//   bits, two more lines each have the fifth and sixth bits of four lines, the first line's in the lowest two bits.
+// - Planes of the qvalues of each 32 inputs, of 64 bytes each. 8-bit qvalues are eight lines [4 inputs][16 rows], each
+//   a plane. Otherwise, byte i of a low plane holds the low four bits of byte i of two lines, the first line's in the
+//   low half. With 5 bits, a high plane before the four low planes holds the fifth bits of all eight lines, the first
+//   line's in the lowest bit. With 6 bits, a high plane before each two low planes holds the fifth and sixth bits of
+//   their four lines, the first line's in the lowest two bits. So planes are read in ascending order.
 // - A record for each group: 16 scales, then 16 minima; int8 and uint8 if the form has units, otherwise float16.
 // - If the form has units: 16 float16 units that multiply scales, then 16 that multiply minima.
 #pragma once
@@ -25,6 +26,13 @@ constexpr size_t kChunkBlocks = kChunkInputs / kBlockInputs;
 constexpr size_t kLineBytes = 64;
 // Most inputs: indices of this many fit everywhere.
 constexpr size_t kMaxBlockInputs = 1 << 20;
+
+// The planes of the low and the high bits of a line, for qvalues of 4, 5 or 6 bits. A block has eight lines.
+constexpr size_t lines_of_high_plane(size_t bits) { return 8 / (bits - 4); }
+constexpr size_t high_plane(size_t bits, size_t line) { return line / lines_of_high_plane(bits) * 3; }
+constexpr size_t low_plane(size_t bits, size_t line) {
+  return line / 2 + (bits == 4 ? 0 : 1 + line / lines_of_high_plane(bits));
+}
 
 // Sizes of the parts of a panel, in bytes.
 struct BlockLayout {
