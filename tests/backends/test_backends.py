@@ -2,11 +2,13 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
 
 import mindspore as ms
 import numpy as np
 import pytest
 from llm_serving.backends import create_backend
+from llm_serving.backends.parameters import WeightMemory
 from llm_serving.errors import ConfigError
 from llm_serving.kernels import library
 from llm_serving.kernels.reference import round_to_bfloat16
@@ -62,6 +64,24 @@ def test_parameters_alias_aligned_memory_and_take_names() -> None:
     assert [weight.name, key.name, value.name] == ["weight", "layer.0.key", "layer.0.value"]
     assert all(parameter.data_ptr() % 64 == 0 for parameter in (weight, key, value))
     assert (key.shape, key.dtype) == ((4, 16, 2, 32), ms.bfloat16)
+
+
+def test_weights_share_large_memories_and_return_them() -> None:
+    """Weights lie at cache lines, do not overlap, are zeroed, and a memory goes with the last of its weights."""
+    memory = WeightMemory()
+    sizes = (1, 64, 100, 3 * 2**20, WeightMemory.SIZE // 2 - 1, WeightMemory.SIZE // 2, 5)
+    weights = [memory.take(size) for size in sizes]
+    for number, (weight, size) in enumerate(zip(weights, sizes, strict=True), start=1):
+        assert weight.nbytes == size and weight.ctypes.data % 64 == 0 and not weight.any()
+        weight[...] = number
+    assert all((weight == number).all() for number, weight in enumerate(weights, start=1))
+
+    whole = weakref.ref(weights[0].base)
+    del weights, weight
+    assert whole() is not None  # the next weight lies behind them
+    memory.take(WeightMemory.SIZE // 2 - 1)
+    memory.take(WeightMemory.SIZE // 2 - 1)
+    assert whole() is None
 
 
 def test_released_weight_is_no_longer_packed() -> None:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import math
 import mmap
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import mindspore as ms
 import numpy as np
@@ -60,6 +61,39 @@ def zeroed_bytes(size: int) -> NDArray[np.uint8]:
         offset = -raw.ctypes.data % _LARGE_PAGE
         pages.madvise(mmap.MADV_HUGEPAGE, offset, size // _LARGE_PAGE * _LARGE_PAGE)  # a large page is not half used
     return raw[offset : offset + size]
+
+
+class WeightMemory:
+    """Divides large memories among weights, so that weights smaller than a large page lie in large pages too.
+
+    Reading a model takes up to a fifth longer from 4 KB pages. A memory is returned to the system after the last of its
+    weights.
+    """
+
+    SIZE: Final = 2**26
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """Return `size` zeroed bytes, aligned to a cache line."""
+        if size >= self.SIZE // 2:
+            return zeroed_bytes(size)
+        needed = -(-size // _ALIGNMENT) * _ALIGNMENT
+        with self._lock:
+            if needed > self._free.size:
+                self._free = zeroed_bytes(self.SIZE)
+            taken, self._free = self._free[:size], self._free[needed:]
+        return taken
+
+
+_weight_memory = WeightMemory()
+
+
+def weight_bytes(size: int) -> NDArray[np.uint8]:
+    """Return zeroed memory for a weight (`WeightMemory.take`)."""
+    return _weight_memory.take(size)
 
 
 def zeroed_parameter(shape: tuple[int, ...], dtype: str, name: str | None = None) -> ms.Parameter:
