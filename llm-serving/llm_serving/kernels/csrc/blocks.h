@@ -44,6 +44,19 @@ struct QuantizedBlocks : Activations<BlockByte> {
   const int32_t* sums_of(size_t group) const { return group == kHalfBlock ? half_sums : block_sums; }
 };
 
+// The sum of the sixteen int8 numbers of half a block.
+LLM_INLINE int32_t half_sum(const uint8_t* qvalues) {
+#if defined(__SSE2__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(qvalues));
+  const __m128i sums = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
+  return _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 128 * static_cast<int32_t>(kHalfBlock);
+#else
+  int32_t sum = 0;
+  for (size_t i = 0; i < kHalfBlock; i++) sum += static_cast<int8_t>(qvalues[i]);
+  return sum;
+#endif
+}
+
 template <class Element>
 QuantizedBlocks block_rows(const LinearArgs& args) {
   const ActivationForm<BlockByte> form(args.m, args.k);
@@ -60,11 +73,10 @@ QuantizedBlocks block_rows(const LinearArgs& args) {
       const Floats factor = broadcast(code_factor(largest_bits(x + k, kBlockInputs), &scale[at]));
       uint8_t* target = qvalues + form.layout.at(row, k);
       encode(x + k, kBlockInputs, factor, scale[at] == scale[at], 0, target);
-      int32_t sums[2] = {};
-      for (size_t i = 0; i < kBlockInputs; i++) sums[i / kHalfBlock] += static_cast<int8_t>(target[i]);
-      half_sums[2 * block * args.m + row] = sums[0];
-      half_sums[(2 * block + 1) * args.m + row] = sums[1];
-      block_sums[at] = sums[0] + sums[1];
+      const int32_t first = half_sum(target), second = half_sum(target + kHalfBlock);
+      half_sums[2 * block * args.m + row] = first;
+      half_sums[(2 * block + 1) * args.m + row] = second;
+      block_sums[at] = first + second;
     }
   });
   return {{form, qvalues}, scale, block_sums, half_sums};

@@ -59,9 +59,9 @@ LLM_INLINE uint32_t largest_bits(const Element* x, size_t count) {
       largest[p] = low > high ? low : high;
     }
     const auto bits = static_cast<uint16_t>(largest_lane(largest));
-    Element element;
-    __builtin_memcpy(&element, &bits, sizeof(bits));
-    LLM_FOR_PARTS largest[i] = (NativeInt)load_first(&element, 1).part[i];
+    Element lanes[kLanes];  // all alike: reading sixteen is faster than reading one
+    for (Element& lane : lanes) __builtin_memcpy(&lane, &bits, sizeof(bits));
+    LLM_FOR_PARTS largest[i] = (NativeInt)load(lanes).part[i];
   }
   for (; i < count; i += kLanes) {
     const Floats value = load_first(x + i, count - i);
