@@ -30,7 +30,7 @@ from llm_serving.core.enums import QuantizationName
 from llm_serving.kernels import library
 from llm_serving.network.builder import INT8_SCALE_BYTES
 from llm_serving.network.operations import ELEMENT_BYTES
-from llm_serving.network.quantization import BITS, ROTATED, WEIGHT_ONLY
+from llm_serving.network.quantization import BITS, WEIGHT_ONLY
 
 SECONDS_PER_FIGURE = 0.3
 CASES = ("products", "attention", "others")
@@ -172,7 +172,7 @@ def _packed_qvalues(n: int, k: int, dtype: str, quantization: str) -> list[Array
     num_bytes, shown = kernels.llm_packed_qvalues_bytes(widened, bits, n, k), k * bits // 8
     memories = [zeroed_bytes(num_bytes) for _ in range(_num_copies(num_bytes))]
     for memory in memories:
-        arrays = qvalues.ctypes.data, scales.ctypes.data, None, group, name in ROTATED, memory.ctypes.data
+        arrays = qvalues.ctypes.data, scales.ctypes.data, None, group, True, memory.ctypes.data
         kernels.llm_pack_qvalues(widened, bits, *arrays, dtype.encode(), n, k, shown)
     return [memory[: n * shown].view(np.int8).reshape(n, shown) for memory in memories]
 

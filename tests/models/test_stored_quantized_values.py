@@ -1,11 +1,14 @@
 """Models whose stored quantized values are multiplied directly: greedy tokens of the represented values."""
 
 import json
+import logging
 
 import numpy as np
 import pytest
 from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ModelError
+from llm_serving.models.memory import weight_bytes
+from llm_serving.models.weight_reader import check_folder
 from llm_serving.network.quantization import Quantization
 from support.greedy_tokens import FAMILIES, greedy
 from support.model_factories import TINY, random_weights, tiny_spec, write_safetensors
@@ -22,6 +25,9 @@ pytestmark = pytest.mark.mindspore
         ("compressed-tensors, W4A16, zeros", "w4a16"),
         ("AWQ, 4 bits", "w4a16"),
         ("GPTQ, 4 bits, act-order", "w8a16"),
+        ("GPTQ, 4 bits, act-order", "w4a16"),
+        ("compressed-tensors, W4A16, act-order", "w4a8"),
+        ("AWQ, 4 bits", "w8a8"),
     ],
 )
 def test_stored_quantized_values_generate_the_tokens_of_their_values(tmp_path, family, layout, kept):
@@ -32,6 +38,28 @@ def test_stored_quantized_values_generate_the_tokens_of_their_values(tmp_path, f
     write_safetensors(plain / "model.safetensors", values)
     quantization = Quantization(QuantizationName(kept), group_size=32)
     assert greedy(tmp_path / "quantised", quantization) == greedy(plain)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kept", "is_kept"),
+    [
+        ("GPTQ, 4 bits", "w4a16", True),
+        ("GPTQ, 4 bits, act-order", "w4a16", False),
+        ("compressed-tensors, W4A16, act-order", "w4a8", False),
+        ("AWQ, 4 bits", "w8a8", False),
+        ("compressed-tensors, W8A8", "w8a8", True),
+    ],
+)
+def test_weights_that_no_product_takes_are_counted_in_the_model_dtype(tmp_path, caplog, layout, kept, is_kept):
+    write_quantized(tmp_path, LAYOUTS[layout], TINY)
+    quantization = Quantization(QuantizationName(kept), group_size=32)
+    spec = check_folder(tmp_path)
+    assert (weight_bytes(spec, 2, quantization) == spec.num_weight_elements * 2) == (not is_kept)
+    with caplog.at_level(logging.WARNING, "llm_serving"):
+        greedy(tmp_path, quantization)
+    warnings = [each.getMessage() for each in caplog.records if "stored integers" in each.getMessage()]
+    assert len(warnings) == (0 if is_kept else 1)
+    assert is_kept or f"no {kept} product takes" in warnings[0]
 
 
 @pytest.mark.parametrize(

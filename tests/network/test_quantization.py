@@ -91,4 +91,25 @@ def test_stored_qvalues_of_other_formats_are_not_used():
     ):
         assert stored_qvalues(one, parts, kept) is None
     assert stored_qvalues(STACK, [eight, VALUES[1]], QuantizationName.W8A8) is None
-    assert stored_qvalues(Weight(("a",), (16, 64), ((16, 64),), columns=tuple(range(64))), [eight], "w8a8") is None
+
+
+@pytest.mark.parametrize(
+    ("columns", "is_used"), [((*range(32, 64), *range(32)), True), (range(16, 48), False), (range(31), False)]
+)
+def test_stored_qvalues_keep_columns_that_do_not_divide_a_group(columns, is_used):
+    weight = Weight(("a",), (16, len(columns)), ((16, 64),), columns=tuple(columns))
+    four, eight = quantize_w4(VALUES[0], 32, symmetric=False), quantize_w8(VALUES[0])
+    for tensor, kept, expected in ((four, "w4a16", is_used), (eight, "w8a8", True)):
+        found = stored_qvalues(weight, [tensor], QuantizationName(kept))
+        assert (found is not None) == expected
+        if found is not None:
+            assert np.array_equal(found.dequantized(), tensor.dequantized()[:, list(columns)])
+
+
+@pytest.mark.parametrize(("group_size", "divided"), [(96, 32), (384, 128), (160, 32), (40, None), (16, None)])
+def test_stored_qvalues_divide_groups_into_powers_of_two(group_size, divided):
+    values = RNG.standard_normal((16, 1920), dtype=np.float32)
+    tensor = quantize_w4(values, group_size, symmetric=False)
+    found = stored_qvalues(Weight(("a",), (16, 1920), ((16, 1920),)), [tensor], QuantizationName.W4A16)
+    assert (found and found.group_size) == divided
+    assert found is None or np.array_equal(found.dequantized(), tensor.dequantized())

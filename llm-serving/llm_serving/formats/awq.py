@@ -18,6 +18,7 @@ import numpy as np
 from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, assemble_weights, check_shape, part
 from llm_serving.formats.quantized_tensor import (
     QuantizedTensor,
+    QValuesForm,
     Uint8Array,
     from_unsigned,
     unpack_words,
@@ -37,6 +38,10 @@ class Awq:
     description: str
     group_size: int
     activation_bits: int | None = None
+
+    @property
+    def form(self) -> QValuesForm:
+        return QValuesForm(4, self.group_size)
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         return assemble_weights(tensors, _ENDINGS, self._packed)

@@ -25,6 +25,7 @@ from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, asse
 from llm_serving.formats.quantized_tensor import (
     SYMMETRIC_ZERO,
     QuantizedTensor,
+    QValuesForm,
     Uint8Array,
     from_unsigned,
     group_of_columns,
@@ -52,6 +53,7 @@ class CompressedTensors:
     group_size: int = 0
     block: tuple[int, int] | None = None
     bits: int = 8
+    form: QValuesForm | None = None
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         left = {name: each for name, each in tensors.items() if name.rpartition(".")[2] not in IGNORED}

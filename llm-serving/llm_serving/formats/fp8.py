@@ -36,6 +36,7 @@ class Fp8:
     description: str
     block: tuple[int, int] | None = None
     activation_bits: int | None = None
+    form: None = None
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         left = {name: each for name, each in tensors.items() if name.rpartition(".")[2] not in IGNORED}

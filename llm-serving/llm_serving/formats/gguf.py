@@ -326,6 +326,7 @@ class Gguf:
     block_elements: int = 0
     block_bytes: int = 0
     activation_bits: int | None = None
+    form: None = None
 
     @property
     def stored_types(self) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, assemble_weights, check_shape, part
 from llm_serving.formats.quantized_tensor import (
     QuantizedTensor,
+    QValuesForm,
     from_unsigned,
     group_of_columns,
     unpack_words,
@@ -35,6 +36,7 @@ class Gptq:
         bits: 4 or 8.
         group_size: Columns of a group; 0: a row is one group.
         zeros_less_one: Whether files store zero points minus one, as version 1 of the format does.
+        act_order: Whether the columns of a group may lie anywhere in a row.
     """
 
     description: str
@@ -42,6 +44,11 @@ class Gptq:
     group_size: int
     zeros_less_one: bool = True
     activation_bits: int | None = None
+    act_order: bool = False
+
+    @property
+    def form(self) -> QValuesForm:
+        return QValuesForm(self.bits, self.group_size, not self.act_order)
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         return assemble_weights(tensors, _ENDINGS, self._packed)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from llm_serving.errors import ModelError
 from llm_serving.formats.block_tensor import BlockTensor
-from llm_serving.formats.quantized_tensor import QuantizedTensor
+from llm_serving.formats.quantized_tensor import QuantizedTensor, QValuesForm
 from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor
 
 Parts = Mapping[str, StoredTensor]
@@ -78,6 +78,8 @@ class Scheme(Protocol):
     Attributes:
         description: Text for the user: "GPTQ, 4 bits, groups of 128".
         activation_bits: Bits of the activations that the model was quantized for; None: the model dtype.
+        form: The form of the integers that weights are rounded to; None: weights are floating point, in blocks of a
+            GGUF file, or in several forms.
     """
 
     @property
@@ -85,6 +87,9 @@ class Scheme(Protocol):
 
     @property
     def activation_bits(self) -> int | None: ...
+
+    @property
+    def form(self) -> QValuesForm | None: ...
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         """Convert the tensors of files to the names and shapes of an unquantized model. Raise ModelError if a part of a

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from llm_serving.core.dtypes import describe_quantization, groups_of
@@ -14,10 +14,13 @@ from llm_serving.formats.gguf import METHOD, Gguf
 from llm_serving.formats.gguf_names import NAMINGS
 from llm_serving.formats.gptq import Gptq
 from llm_serving.formats.packed import Scheme
+from llm_serving.formats.quantized_tensor import QValuesForm
 
 READ: Final = "compressed-tensors (W8A8, W8A16, W4A16, W4A8, FP8), GPTQ of 4 and 8 bits, AWQ of 4 bits, FP8"
 _MAX_GROUP: Final = 2**20
 _COMPRESSED_FORMS: Final = ("int-quantized", "pack-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+_UNORDERED: Final = ("group", "dynamic", True)
+"""Values of `actorder` with which the columns of a group may lie anywhere in a row."""
 _MODELOPT_FP8: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 
 
@@ -53,7 +56,8 @@ def _gptq(given: Mapping[str, Any], description: str) -> Scheme:
         raise _RefusedError(f"must have a `checkpoint_format` of gptq or gptq_v2. Given: {shorten(form)}")
     if given.get("dynamic"):
         raise _RefusedError(f"must not have `dynamic`, settings for single layers. Given: {shorten(given['dynamic'])}")
-    return Gptq(description, bits, _group_size(given, ("group_size",)), zeros_less_one=form == "gptq")
+    group_size, act_order = _group_size(given, ("group_size",)), given.get("desc_act") is True
+    return Gptq(description, bits, group_size, zeros_less_one=form == "gptq", act_order=act_order)
 
 
 def _awq(given: Mapping[str, Any], description: str) -> Scheme:
@@ -89,8 +93,19 @@ def _compressed(given: Mapping[str, Any], description: str) -> Scheme:
         activation_bits=8 if in_8_bits and integers else None,
         group_size=sizes.pop() if len(sizes) == 1 else 0,
         bits=4 if bits == {4} else 8,
+        form=_form(weights),
         block=next((block for row in weights if (block := _block(row.get("block_structure"))) is not None), None),
     )
+
+
+def _form(weights: Sequence[Mapping[str, Any]]) -> QValuesForm | None:
+    """Return the form of all groups of modules of compressed-tensors; None if they differ or are floating point."""
+    forms = {
+        QValuesForm(row["num_bits"], _group_size(row, ("group_size",)), row.get("actorder") not in _UNORDERED)
+        for row in weights
+        if (row.get("type") or "int") == "int"
+    }
+    return forms.pop() if len(forms) == 1 else None
 
 
 def _fp8(given: Mapping[str, Any], description: str) -> Scheme:

@@ -6,8 +6,8 @@ Quantized values are stored one in a byte; the formats pack them into words of 3
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,20 @@ _LANES: Final = 16
 """Partial sums of a squared error; column j belongs to sum j % 16."""
 _AT_ONCE: Final = 2**22
 """Elements that are rounded together, which bounds the float32 copies of a large matrix."""
+
+
+class QValuesForm(NamedTuple):
+    """What decides whether a product takes quantized values.
+
+    Attributes:
+        bits: 8 or 4.
+        group_size: Columns of a group; 0: a row is one group.
+        in_order: Whether the columns of a group are adjacent, that is, without GPTQ's act-order.
+    """
+
+    bits: int
+    group_size: int
+    in_order: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +103,30 @@ class QuantizedTensor:
     def shape(self) -> tuple[int, int]:
         rows, columns = self.qvalues.shape
         return rows, columns
+
+    @property
+    def form(self) -> QValuesForm:
+        return QValuesForm(self.bits, 0 if self.num_groups == 1 else self.group_size, self.g_idx is None)
+
+    def with_groups_of(self, size: int) -> QuantizedTensor:
+        """Return the same values in smaller groups of `size`, a divisor of the group size."""
+        times, groups = self.group_size // size, -(-self.qvalues.shape[1] // size)
+        zeros = None if self.zeros is None else np.repeat(self.zeros, times, axis=1)[:, :groups]
+        return replace(self, scales=np.repeat(self.scales, times, axis=1)[:, :groups], zeros=zeros, group_size=size)
+
+    def with_columns(self, columns: NDArray[np.int64]) -> QuantizedTensor | None:
+        """Return some columns of the same values; None if they divide a group. The tensor has no `g_idx`."""
+        size = self.group_size
+        if self.num_groups == 1:
+            return replace(self, qvalues=self.qvalues[:, columns], group_size=max(1, len(columns)))
+        firsts = columns[::size]
+        if firsts.min(initial=0) < 0 or not np.array_equal(columns, (firsts[:, None] + np.arange(size)).reshape(-1)):
+            return None
+        if (firsts % size).any():
+            return None
+        groups = firsts // size
+        zeros = None if self.zeros is None else self.zeros[:, groups]
+        return replace(self, qvalues=self.qvalues[:, columns], scales=self.scales[:, groups], zeros=zeros)
 
     @property
     def num_groups(self) -> int:

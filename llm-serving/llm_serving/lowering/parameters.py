@@ -11,15 +11,16 @@ from llm_serving.backends.base import Backend
 from llm_serving.backends.quantize import quantize
 from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ModelError
+from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.packed import Quantized
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.formats.stored_tensor import Array, is_finite
+from llm_serving.log import get_logger
 from llm_serving.models.weight_reader import WeightReader
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Operation, Weight
 from llm_serving.network.quantization import (
     BITS,
-    ROTATED,
     WEIGHT_ONLY,
     Quantization,
     block_weights,
@@ -29,6 +30,8 @@ from llm_serving.network.quantization import (
 )
 from llm_serving.network.weights import assemble_weight, load_parameter
 
+logger = get_logger(__name__)
+
 _PRODUCTS: Mapping[str, tuple[str, ...]] = {
     "linear": ("weight",),
     "route": ("weight",),
@@ -37,6 +40,7 @@ _PRODUCTS: Mapping[str, tuple[str, ...]] = {
 }
 """Operation -> roles of weights that are factors of a product."""
 
+Stored = QuantizedTensor | list[BlockTensor] | Array
 
 Parameters = Mapping[Weight, Sequence[ms.Parameter]]
 """The Parameters of each weight: one; or quantized values and scales; or one for each expert."""
@@ -67,27 +71,30 @@ def parameters_of(
     experts = _experts(network.operations) if as_cells else {}
     biases = {each.weights["bias"] for each in network.operations if "bias" in each.weights}
     made: dict[Weight, list[ms.Parameter]] = {}
+    dequantized = []
     for index, weight in enumerate(network.weights):
         name = f"weights.{index}"
+        values: Stored
         if quantization is not None and weight in quantized:
-            format_name = quantized[weight]
-            rotates = not as_cells and format_name in ROTATED
-            qvalues = _quantized_values(weight, reader, format_name, quantization.group_size, rotates)
-            if not as_cells:
-                made[weight] = [backend.packed_quantized_weight(qvalues, format_name in WEIGHT_ONLY, name)]
-            elif weight in experts:
-                made[weight] = list(backend.quantized_expert_weights(qvalues, experts[weight], name))
-            else:
-                made[weight] = list(backend.quantized_weight(qvalues, name))
-            continue
-        if weight in in_blocks:
-            parts = _read_packed(weight, reader)
-            if (segments := stored_blocks(weight, parts)) is not None:
-                made[weight] = [backend.block_weight(segments, name)]
-                continue
-            values = assemble_weight(weight, _dequantized(parts))
+            schemes = (quantized[weight], quantization.name)
+            values, scheme = _quantized_values(weight, reader, schemes, quantization.group_size, as_cells=as_cells)
+        elif weight in in_blocks:
+            values, scheme = _blocks(weight, reader), None
         else:
-            values = load_parameter(weight, reader, max_positions)
+            values, scheme = load_parameter(weight, reader, max_positions), None
+        if isinstance(values, QuantizedTensor):
+            if not as_cells:
+                made[weight] = [backend.packed_quantized_weight(values, scheme in WEIGHT_ONLY, name)]
+            elif weight in experts:
+                made[weight] = list(backend.quantized_expert_weights(values, experts[weight], name))
+            else:
+                made[weight] = list(backend.quantized_weight(values, name))
+            continue
+        if isinstance(values, list):
+            made[weight] = [backend.block_weight(values, name)]
+            continue
+        if weight in quantized:
+            dequantized.append(weight)
         if weight.generate is None and not is_finite(values):
             where = reader.first_non_finite(weight.names) or ", ".join(weight.names[:3])
             raise ModelError(f"{where} must hold finite numbers only")
@@ -101,6 +108,12 @@ def parameters_of(
             made[weight] = [backend.vector(values, name=name)]
         else:
             made[weight] = [backend.table(np.atleast_2d(values), name)]
+    if dequantized and quantization is not None:
+        logger.warning(
+            "%d of %d weights are served in %s: no %s product takes their stored integers, and rounding them again "
+            "would lose accuracy. The first is %s",
+            *(len(dequantized), len(quantized), backend.dtype, quantization.name, dequantized[0].names[0]),
+        )
     for name in network.optional:
         reader.ignore(name)
     reader.check_all_read()
@@ -108,17 +121,31 @@ def parameters_of(
 
 
 def _quantized_values(
-    weight: Weight, reader: WeightReader, format_name: QuantizationName, group_size: int, rotates: bool
-) -> QuantizedTensor:
-    """Return the stored quantized values if products can use them, else quantize the weight."""
+    weight: Weight, reader: WeightReader, schemes: Sequence[QuantizationName], group_size: int, *, as_cells: bool
+) -> tuple[Stored, QuantizationName]:
+    """Return a weight for products of the first scheme: its stored integers if products of a scheme take them, the
+    values of stored integers that no product takes, else its values rounded. Return the scheme too. Cells always get
+    quantized values, because their products are chosen before the weights are read.
+    """
     parts = _read_packed(weight, reader)
-    if (stored := stored_qvalues(weight, parts, format_name)) is not None:
-        return stored
+    for scheme in schemes:
+        if (stored := stored_qvalues(weight, parts, scheme)) is not None:
+            return stored, scheme
+    scheme = schemes[0]
     values = assemble_weight(weight, _dequantized(parts))
+    if not as_cells and any(isinstance(part, QuantizedTensor) for part in parts):
+        return values, scheme
     try:
-        return quantize(values, BITS[format_name], group_size if BITS[format_name] == 4 else None, rotates)
+        return quantize(values, BITS[scheme], group_size if BITS[scheme] == 4 else None, not as_cells), scheme
     except ModelError as error:
         raise ModelError(f"{', '.join(weight.names[:3])}: {error}") from None
+
+
+def _blocks(weight: Weight, reader: WeightReader) -> Stored:
+    """Return the stored blocks of a weight if products take them, else its values."""
+    parts = _read_packed(weight, reader)
+    segments = stored_blocks(weight, parts)
+    return assemble_weight(weight, _dequantized(parts)) if segments is None else segments
 
 
 def _read_packed(weight: Weight, reader: WeightReader) -> list[Quantized | Array]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from llm_serving.core.enums import QuantizationName
 from llm_serving.formats.block_tensor import PANEL_ROWS, BlockTensor
 from llm_serving.formats.packed import Quantized
-from llm_serving.formats.quantized_tensor import SYMMETRIC_ZERO, QuantizedTensor
+from llm_serving.formats.quantized_tensor import SYMMETRIC_ZERO, QuantizedTensor, QValuesForm
 from llm_serving.formats.stored_tensor import Array
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Operation, Weight
@@ -39,9 +39,6 @@ _IN_8_BITS: Final = {
 """What replaces a 4-bit scheme in the LM head and in weights whose rows are no multiple of the group size."""
 WEIGHT_ONLY: Final = frozenset({QuantizationName.W8A16, QuantizationName.W4A16})
 """Schemes that multiply activations in the model dtype; the others quantize activations to 8 bits."""
-ROTATED: Final = frozenset({QuantizationName.W8A8, QuantizationName.W4A16, QuantizationName.W4A8})
-"""Schemes in which weights that are rounded at load, and the rows that they multiply, are rotated first
-(kernels/rotation.py): the formats whose error is larger than that of bfloat16."""
 BITS: Final[Mapping[QuantizationName, int]] = {
     QuantizationName.W8A8: 8,
     QuantizationName.W8A16: 8,
@@ -85,12 +82,19 @@ def stored_qvalues(
 ) -> QuantizedTensor | None:
     """Return a weight in the quantized values that its tensors store; None where products of `kept` cannot use them."""
     found = [part.as_quantized() if isinstance(part, BlockTensor) else part for part in parts]
-    tensors = [part for part in found if isinstance(part, QuantizedTensor)]
-    forms = {(each.bits, each.group_size, each.g_idx is None) for each in tensors}
-    if len(tensors) < len(parts) or len(forms) > 1 or weight.columns is not None or weight.transform is not None:
+    tensors = [_in_groups_of_products(part) for part in found if isinstance(part, QuantizedTensor)]
+    forms = {each.form for each in tensors}
+    if len(tensors) < len(parts) or len(forms) > 1 or weight.transform is not None:
         return None
+    if not can_multiply(kept, tensors[0].form):
+        return None
+    if weight.columns is not None:
+        picked = [each.with_columns(np.array(weight.columns)) for each in tensors]
+        tensors = [each for each in picked if each is not None]
+        if len(tensors) < len(parts):
+            return None
     first = tensors[0]
-    if first.g_idx is not None or not _can_multiply(kept, first) or weight.shape[-1] != first.shape[1]:
+    if weight.shape[-1] != first.shape[1]:
         return None
     qvalues, scales = (np.concatenate([getattr(each, name) for each in tensors]) for name in ("qvalues", "scales"))
     has_zeros = any(each.zeros is not None for each in tensors)
@@ -140,10 +144,20 @@ def _zeros(tensor: QuantizedTensor) -> NDArray[np.uint8]:
     return np.full(tensor.scales.shape, SYMMETRIC_ZERO, np.uint8) if tensor.zeros is None else tensor.zeros
 
 
-def _can_multiply(kept: QuantizationName, tensor: QuantizedTensor) -> bool:
-    group = tensor.group_size
-    in_groups = kept != QuantizationName.W8A8 and group >= MIN_GROUP_SIZE and group & (group - 1) == 0
-    return tensor.bits == BITS[kept] and (tensor.num_groups == 1 or in_groups)
+def _in_groups_of_products(tensor: QuantizedTensor) -> QuantizedTensor:
+    """Divide groups into groups of a power of two, such as 96 inputs into three times 32."""
+    size = _power_of_two_in(tensor.form.group_size)
+    return tensor if size in (0, tensor.group_size) or tensor.g_idx is not None else tensor.with_groups_of(size)
+
+
+def _power_of_two_in(group_size: int) -> int:
+    return group_size & -group_size
+
+
+def can_multiply(kept: QuantizationName, form: QValuesForm) -> bool:
+    """Return whether products of a scheme take stored values of a form."""
+    in_groups = kept != QuantizationName.W8A8 and _power_of_two_in(form.group_size) >= MIN_GROUP_SIZE
+    return form.bits == BITS[kept] and form.in_order and (form.group_size == 0 or in_groups)
 
 
 def bytes_saved(network: Network, quantization: Quantization | None, dtype_bytes: int) -> int:
