@@ -61,14 +61,9 @@ from llm_serving.server.ui import page_routes
 logger = get_logger(__name__)
 
 GARBAGE_THRESHOLDS: Final = (2_000, 1, 200)
-"""Thresholds of the three generations of Python's garbage collector. A collection holds the event loop for 1 to 2
-milliseconds for the two younger generations, and for a tenth of a second for all objects of a thousand connections. So
-full collections are rare; requests and connections leave no reference cycles.
-"""
+"""Python's defaults would hold the event loop for a tenth of a second, with a thousand connections, too often."""
 SWITCH_INTERVAL_S: Final = 0.0005
-"""Seconds for which another thread keeps the GIL when the event loop wants it. Python's default of 5 ms would delay the
-loop after each of its events.
-"""
+"""Seconds for which another thread keeps the GIL when the event loop wants it; Python's default is 5 ms."""
 
 OPENAPI_PATH: Final = "/openapi.json"
 
@@ -76,7 +71,6 @@ OPENAPI_PATH: Final = "/openapi.json"
 @dataclass(frozen=True)
 class Site:
     public: Accounting
-    """The application for clients."""
     internal: InternalClient
     """A client of the same routes for stored requests, such as lines of batches."""
     routes: Application
@@ -93,13 +87,7 @@ def build_site(
     tracer: Tracer | None = None,
     accepted: AcceptedRequests | None = None,
 ) -> Site:
-    """Return all applications of an engine.
-
-    Args:
-        access_log: Gets a line for each request; None: there is no access log.
-        tracer: Gets the spans of requests; None: there is no tracing.
-        accepted: Requests that clients may repeat; None: an empty table.
-    """
+    """Return all applications of an engine, with a client and the routes. Without `accepted` the table starts empty."""
     keys = engine.config.api_keys
     document = _encoded_document(with_keys=bool(keys))
     page = page_routes() if engine.config.serving.ui else []
@@ -163,8 +151,7 @@ def _encoded_document(*, with_keys: bool) -> bytes:
 class Application:
     """Passes each request to its route, and responds with 404 or 405 if there is none.
 
-    Unlike Starlette's own application, it does not wrap `send`, because each chunk of a stream would pay for the
-    wrappers. Endpoints respond to their own errors.
+    Unlike Starlette's application it does not wrap `send`, which would cost time for each chunk of a stream.
     """
 
     def __init__(
@@ -182,7 +169,6 @@ class Application:
         self.receipts = receipts
         self.live = live
         self.accepted = accepted
-        """Requests that clients may repeat."""
         self.model_state = model_state
         self.advisor = advisor
         self.response_buffers = response_buffers
@@ -204,10 +190,8 @@ def serve(engine: AsyncEngine) -> int:
     The port is bound first, and `/health` responds with 503 while the engine loads. The first SIGINT or SIGTERM lets
     running requests finish within `shutdown_timeout_s`, the second one aborts them.
 
-    Raises:
-        ConfigError: The address, the access log or the folder of recordings cannot be used, too few files can be open,
-            or an environment variable is set that only the configuration may determine.
-        LLMServingError: The engine has failed.
+    Raise ConfigError if the configuration, the environment or the limit of open files does not allow serving, and the
+    error with which the engine fails.
     """
     serving = engine.config.serving
     check_variables(serving)
@@ -257,17 +241,11 @@ async def _reload_files(engine: AsyncEngine, access_log: AccessLog | None) -> No
 
 
 def reduce_garbage_collection() -> None:
-    """Exclude all existing objects from garbage collection, and collect less often.
-
-    With Python's default thresholds, collections take a tenth of the time of a short request, although requests leave
-    no reference cycles.
-    """
     gc.freeze()
     gc.set_threshold(*GARBAGE_THRESHOLDS)
 
 
 def shorten_switch_interval() -> None:
-    """Let the event loop get the GIL back sooner from the threads of engines and of long bodies."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
@@ -293,10 +271,7 @@ async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
 
 @contextmanager
 def lock_recordings(folder: Path | None) -> Iterator[None]:
-    """Lock a folder of recordings, because two servers would delete each other's oldest files.
-
-    Raise ConfigError if the folder cannot be used, or another server uses it.
-    """
+    """Lock a folder of recordings. Raise ConfigError if it cannot be used, or another server uses it."""
     if folder is None:
         yield
         return
@@ -314,17 +289,14 @@ def lock_recordings(folder: Path | None) -> Iterator[None]:
 
 
 def open_request_log(serving: ServerConfig) -> LogFile | None:
-    """Return the log of accepted requests; None if they are only kept in memory, or not at all.
-
-    Raise ConfigError if its folder cannot be used, or another server uses it.
-    """
+    """Return the log of accepted requests on disk, if any. Raise ConfigError if its folder cannot be used."""
     if serving.request_log != "disk" or serving.request_log_path is None:
         return None
     return LogFile(serving.request_log_path, serving.request_log_bytes)
 
 
 def tenant_quota_of(engine: AsyncEngine, key: str) -> TenantQuota:
-    """Return the quota by which tenants share the bytes that the key of `serving_config` sets."""
+    """Return the quota by which tenants share the bytes that a key of `serving_config` sets."""
     limit = getattr(engine.config.serving, key)
     return TenantQuota(limit, lambda: len(engine.config.api_keys) > 1, f"serving_config.{key}")
 
@@ -343,13 +315,10 @@ def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRe
 
 
 def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Batches | None:
-    """Return the batches of the configuration; None if batches are not configured. Raise ConfigError if the database
-    cannot be used.
+    """Return the batches of the configuration; None if there are none. Raise ConfigError if the database cannot be
+    used.
 
-    Args:
-        engine: Its configuration limits the concurrency and the bytes.
-        ask: Sends a request to a route.
-        path: Database to use instead of the configured one; the size of its responses is not limited.
+    `path`: database to use instead of the configured one; the size of its answers is not limited.
     """
     config, serving = engine.config, engine.config.serving
     database = path or serving.batch_path
@@ -369,9 +338,7 @@ def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Bat
 async def run_file(
     engine: AsyncEngine, source: Path, target: Path, on_progress: Callable[[RequestCounts], None]
 ) -> RequestCounts:
-    """Answer a file of requests with a new engine. Raise ConfigError if the files cannot be used, or LLMServingError if
-    the engine has failed.
-    """
+    """Answer a file of requests with a new engine. Raise ConfigError if the files cannot be used."""
     unfinished = Path(f"{target}{UNFINISHED}")
     batches = open_batches(engine, build_site(engine).internal, unfinished)
     assert batches is not None

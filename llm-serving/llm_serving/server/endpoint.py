@@ -51,13 +51,10 @@ class Endpoint:
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     error_response: Callable[[LLMServingError], Response] = openai_error_response
     id_headers: tuple[str, ...] = (REQUEST_ID_HEADER,)
-    """Response headers that hold the request id."""
     takes_form: bool = False
-    """Whether the body is a form, which the handler reads."""
     is_probe: bool = False
     """Whether it is for monitoring. Any query is then ignored, because probes add one to bypass caches."""
     needs_key: bool = True
-    """Whether requests need an API key, if the server has API keys."""
 
     def route(self, engine: AsyncEngine) -> Route:
         return Route(self.path, _EndpointApplication(self, engine), methods=[self.method])

@@ -20,7 +20,6 @@ JsonObject = dict[str, Any]
 OTHER_RANGES: Final[dict[str, JsonObject]] = {
     "messages": {"minItems": 1, "maxItems": 4096},
 }
-"""Ranges of fields that are not sampling parameters."""
 
 _UNBOUND: Final = "Not with a field that asks for structured output."
 _FITS: Final = "With the answer it must fit the context of the model and the cache."
@@ -139,7 +138,7 @@ LIMITS: Final[dict[str, str]] = {
     "parameters": "Each as its own description says.",
     "steps": "1 to `serving_config.timeline_steps`.",
 }
-"""Field, or path or query parameter -> the accepted values, if its type does not tell."""
+"""Field, or path or query parameter -> the values that it accepts, if its type does not tell."""
 
 DOCUMENT_PATH: Final = "/openapi.json"
 DOCUMENT_OPERATION: Final[JsonObject] = {
@@ -211,7 +210,7 @@ def _add_range(about: JsonObject, limits: JsonObject) -> None:
 
 
 def openapi_document(endpoints: Sequence[Endpoint], *, with_keys: bool) -> JsonObject:
-    """Return an OpenAPI 3.1 document with schemas of the structs that decode and encode the bodies."""
+    """Return an OpenAPI 3.1 document with the schemas of all bodies."""
     kinds = {kind for endpoint in endpoints for kind in (endpoint.body, endpoint.answer) if kind is not None}
     ordered = sorted({*kinds, ErrorResponse}, key=lambda kind: kind.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")

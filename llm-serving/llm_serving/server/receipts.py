@@ -1,4 +1,4 @@
-"""The server's hook for receipts. The package that issues them is loaded by name and may be missing."""
+"""The server's hook for receipts. The package that issues them is optional, so it is imported by name."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class ReceiptIssuerProtocol(Protocol):
 
 
 class ReceiptHook:
-    """Loads the issuer of receipts when it is first needed: for a request, or at the start of the server.
+    """Loads the issuer of receipts for the first request that needs it, or at the start of the server.
 
-    The hook is created before the model is loaded, because it records the state of the model's files. Raise ConfigError
-    if `serving_config.receipts` is `at_start`, and the package is not installed.
+    Create it before the model is loaded: it records the state of the model's files. Raise ConfigError if
+    `serving_config.receipts` is `at_start` and the package is not installed.
     """
 
     def __init__(self, config: ServingConfig) -> None:
@@ -65,9 +65,10 @@ class ReceiptHook:
             self._issuer.start_hashing()
 
     async def start_receipt(self, engine: AsyncEngine, response_id: str, created: int) -> ReceiptDraftProtocol:
-        """Start the receipt of a response. The first one waits until the model's files are hashed. Raise RequestError
-        if `serving_config.receipts` is `none`, or UnavailableError if the package is not installed, or a file of the
-        model has changed since the start.
+        """Start the receipt of a response. The first one waits until the model's files are hashed.
+
+        Raise RequestError if `serving_config.receipts` is `none`, and UnavailableError if the package is not installed
+        or a file of the model has changed since the start.
         """
         if not self._enabled:
             raise RequestError("receipt", "must be false: serving_config.receipts is none", True)

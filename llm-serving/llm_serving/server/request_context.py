@@ -21,14 +21,13 @@ QUOTA_KEY: Final = "llm_serving.quota"
 
 @dataclass(eq=False, slots=True)
 class RequestContext:
-    """The log record of one request, which `Accounting` creates. It never holds a text of the request or response."""
+    """The log record of one request, which `Accounting` creates. It holds no text of the request or response."""
 
     http_timings: HttpTimings
     method: str
     route: str
     """Path of the endpoint, with the names of its parameters; "other" if no endpoint has the path."""
     client: str = ""
-    """Address of the client."""
     status: int | None = None
     """Status of the response; None until the response begins."""
     error: str = ""
@@ -37,7 +36,6 @@ class RequestContext:
     tenant: str = ""
     request_class: str = ""
     num_prompt_tokens: int = 0
-    """Number of tokens of all prompts."""
     streams_per_prompt: int = 1
     outputs: Sequence[RequestOutput | None] | None = None
     """The latest output of each stream, in the order of the prompts; None if nothing was generated."""
@@ -50,7 +48,6 @@ class RequestContext:
 
 
 def request_context_of(connection: HTTPConnection) -> RequestContext:
-    """Return the log record of a request, which `Accounting` attaches to every request."""
     context: RequestContext = connection.scope[CONTEXT_KEY]
     return context
 
@@ -68,9 +65,7 @@ def quota_of(connection: HTTPConnection) -> Quota | None:
 
 
 def source_of(connection: HTTPConnection) -> str:
-    """Return the client to which a request is charged. For an IPv6 address this is its network, which belongs to one
-    customer.
-    """
+    """Return the client to which a request is charged: its key's name, its IPv4 address or its IPv6 network."""
     if (key := api_key_of(connection)) is not None:
         return key.name
     return "" if connection.client is None else network_of(connection.client.host)

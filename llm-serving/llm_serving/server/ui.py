@@ -1,7 +1,4 @@
-"""The monitoring page at /ui, and recordings exported as one HTML file.
-
-The files of the page need no authentication; it reads its data from the other routes with the user's API key.
-"""
+"""The monitoring page at /ui, which needs no API key itself, and recordings exported as one HTML file."""
 
 from __future__ import annotations
 
@@ -73,7 +70,7 @@ def page_routes() -> list[Route]:
 
 
 async def _lead_to_page(request: Request) -> Response:
-    """Redirect a browser that asks for / to the page; refuse other clients, which can only POST there.
+    """Redirect a browser from / to the page; refuse other clients, which can only POST there.
 
     The address is relative, so it is right behind a proxy that adds a prefix.
     """
@@ -113,7 +110,7 @@ def write_replay_page(story: ReplayPageData, target: Path) -> None:
 
 
 def replay_page(story: ReplayPageData) -> str:
-    """Return the HTML file. Texts of the recording are embedded as data, never as code."""
+    """Return the HTML file of a recording. Its texts are embedded as data, never as code."""
     style = (FOLDER / "style.css").read_text(encoding="utf-8")
     code = "\n".join(_without_imports((FOLDER / name).read_text(encoding="utf-8")) for name in MODULES)
     code += "\nshowStory();\n"

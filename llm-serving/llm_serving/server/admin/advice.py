@@ -1,7 +1,4 @@
-"""GET /v1/scheduler/advice: estimate how other values of configuration keys would have served the recent requests.
-
-`Advisor` runs the simulator in a separate process.
-"""
+"""GET /v1/scheduler/advice: estimate how other values of configuration keys would have served the recent requests."""
 
 from __future__ import annotations
 
@@ -37,9 +34,7 @@ logger = get_logger(__name__)
 SIMULATOR: Final = "llm_serving_simulator"
 COMMAND: Final = tuple(command_of(f"{SIMULATOR}.advice"))
 BUDGET_S: Final = 120.0
-"""Maximum seconds of simulation. Next to a loaded server, a process of the lowest priority gets
-little processor time.
-"""
+"""Maximum seconds of simulation in a process of the lowest priority."""
 TIMEOUT_S: Final = 240.0
 RETRY_AFTER_S: Final = 30.0
 MAX_OUTPUT_CHARS: Final = 300
@@ -49,14 +44,10 @@ MAX_MINUTES: Final = 60
 
 
 class Advisor:
-    """Runs one simulator process at a time for all waiting clients. It is terminated when the last of them disconnects.
+    """Runs one simulator process at a time for all waiting clients. For the event loop only.
 
-    For the event loop only.
-
-    Args:
-        clock: The clock that stamps recordings, in seconds.
-        command: Command that reads a question from standard input and writes advice to standard output.
-        refused: Returns the requests that admission refused since a time.
+    `command` reads a question from standard input and writes advice to standard output. `refused` returns the requests
+    that admission refused since a time on `clock`, which also stamps recordings.
     """
 
     def __init__(
@@ -78,10 +69,8 @@ class Advisor:
     async def advise(self, minutes: int) -> dict[str, Any]:
         """Return advice on the last `minutes`. If the last waiting client is cancelled, the work is cancelled too.
 
-        Raises:
-            RequestError: Nothing is recorded, or too few requests arrived.
-            CapacityError: Advice on another period is being computed.
-            UnavailableError: It took too much time or memory, or the simulator package is not installed.
+        Raise RequestError if too few requests were recorded, CapacityError while advice on another period is computed,
+        and UnavailableError if it takes too much time or memory, or the simulator package is not installed.
         """
         if find_spec(SIMULATOR) is None:
             raise UnavailableError(f"advice needs the package {SIMULATOR}, which is not installed on this server")
@@ -172,7 +161,6 @@ class AdviceView(Struct):
 
 
 async def show_advice(engine: AsyncEngine, http_request: Request) -> Response:
-    """Simulate the requests of the last minutes with similar configurations, until the client disconnects."""
     check_operator(http_request)
     given = http_request.query_params.get("minutes", str(MINUTES))
     if not (given.isascii() and given.isdecimal() and len(given) < 4 and 1 <= int(given) <= MAX_MINUTES):

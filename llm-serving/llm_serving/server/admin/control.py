@@ -39,15 +39,11 @@ class Reprioritised(Struct):
     priority: int
     priority_class: str
     changed: list[str]
-    """Ids of the engine requests that now have this priority."""
     unchanged: list[str]
-    """Ids of the engine requests whose priority did not change: they have ended, or they have or had a running slot and
-    would exceed the bypass limit of their class.
-    """
+    """Ids of the engine requests that have ended, or would exceed the bypass limit of their class."""
 
 
 async def reprioritise_request(engine: AsyncEngine, http_request: Request) -> Response:
-    """Change the priority of a waiting or running request, within the caller's limits."""
     request_id, config = http_request.path_params["request_id"], engine.config
     body = await read_fields(engine, http_request, PriorityRequest)
     ceiling = ceiling_of(config, api_key_of(http_request))

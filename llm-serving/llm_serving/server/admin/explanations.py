@@ -21,9 +21,7 @@ from llm_serving.server.request_context import source_of
 T = TypeVar("T")
 
 _LOOKUPS: Final = FairThreads(1, "lookup")
-"""Only one thread, because a lookup over thousands of steps holds the GIL for up to a second, and
-the engines need it too.
-"""
+"""One thread only: a lookup over thousands of steps holds the GIL, which the engines need, for up to a second."""
 
 
 class Explanations(Long):
@@ -64,8 +62,6 @@ async def show_timeline(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def _looked_up(http_request: Request, look: Callable[[], T]) -> T:
-    """Run a lookup in the lookup thread, unless the client disconnects before it starts."""
-
     async def turn() -> T:
         return await asyncio.wrap_future(_LOOKUPS.submit(source_of(http_request), look))
 

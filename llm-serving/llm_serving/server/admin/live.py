@@ -1,9 +1,7 @@
 """GET /v1/live: snapshots of all schedulers as server-sent events.
 
-Snapshots are taken only while clients watch, once for all clients. The pause between two snapshots is at least
-`LEAST_PAUSE_S`, and long enough that taking, encoding and sending snapshots uses `SHARE` of one core. A slow client
-gets the latest snapshot when it is ready for one; those in between are dropped. Rows are arrays without names: the
-first event lists the columns.
+Snapshots are taken only while clients watch, and use at most `SHARE` of one core. A slow client gets only the latest
+one. Rows are arrays without names: the first event lists the columns.
 """
 
 from __future__ import annotations
@@ -62,15 +60,13 @@ class EndedRequest(Struct, kw_only=True):
 
 
 class ComputedStep(Struct, kw_only=True):
-    """A step that has ended since the previous snapshot. A tenant sees only its own rows, and only
-    steps that have some.
-    """
+    """A step that has ended since the previous snapshot. A tenant sees only its own rows of a step."""
 
     number: int
     ended: float
     """Time of its end, on the clock of the snapshot's `time`."""
     seconds: float
-    """Seconds from its scheduling, or from the end of the previous step if that is later, to its results."""
+    """Seconds until its results, from its scheduling or from the end of the previous step, whichever is later."""
     prompts: int
     """Number of rows that computed parts of prompts, or recomputed tokens after a preemption."""
     prompt_tokens: int
@@ -210,7 +206,6 @@ class Viewer:
     def __init__(self, tenant: str | None) -> None:
         self.tenant = tenant
         self.num_dropped = 0
-        """Number of snapshots that were replaced before the client read them."""
         self._newest: bytes | None = None
         self._changed = asyncio.Event()
         self._ended = False
@@ -238,11 +233,8 @@ class Viewer:
 class LiveFeed:
     """Takes snapshots while clients watch, and passes them to the clients. For the event loop only.
 
-    Args:
-        watched: Returns snapshots of the engines.
-        policy: Name of their scheduling policy.
-        max_viewers: Maximum number of clients; one tenant may have half of them.
-        cpu_clock: Processor time of the thread, in seconds.
+    `watched` returns the snapshots. Of the `max_viewers` clients, one tenant may have half. `cpu_clock` returns the
+    processor time of the thread in seconds.
     """
 
     def __init__(
@@ -269,9 +261,7 @@ class LiveFeed:
         self._closed = False
 
     def join(self, tenant: str | None) -> Viewer:
-        """Add a client. The caller removes it with `leave`. Raise CapacityError if the limit of clients, or of this
-        tenant's clients, is reached.
-        """
+        """Add a client, which the caller removes with `leave`. Raise CapacityError if there are too many clients."""
         most = self._max_viewers
         if self._closed or len(self._viewers) >= most:
             raise CapacityError(f"{most} clients are already watching (serving_config.max_live_viewers)", RETRY_AFTER_S)
@@ -287,7 +277,6 @@ class LiveFeed:
         return viewer
 
     def leave(self, viewer: Viewer) -> None:
-        """Remove a client. Without clients, no more snapshots are taken."""
         self._viewers.remove(viewer)
         if not self._viewers and self._task is not None:
             self._task.cancel()
@@ -329,14 +318,12 @@ class LiveFeed:
 
 
 def pause_s(spent_s: float) -> float:
-    """Return the pause in seconds after a snapshot that used `spent_s` seconds of processor time."""
+    """Return the seconds to pause after a snapshot that used `spent_s` seconds of processor time."""
     return min(MOST_PAUSE_S, max(LEAST_PAUSE_S, spent_s / SHARE))
 
 
 async def watch(engine: AsyncEngine, http_request: Request) -> Response:
-    """Stream snapshots of all schedulers until the client disconnects. Of other tenants, the caller
-    sees only totals.
-    """
+    """Stream snapshots of all schedulers until the client disconnects. Of other tenants, it sees only totals."""
     return _LiveResponse(http_request.app.live, tenant_seen(http_request))
 
 

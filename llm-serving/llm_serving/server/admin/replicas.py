@@ -55,7 +55,6 @@ class ReloadView(Struct):
 
 
 async def reload(engine: AsyncEngine, http_request: Request) -> Response:
-    """Apply all changes in the YAML, or refuse them all."""
     check_operator(http_request)
     done = await engine.reloading.reload()
     return json_response(ReloadView([str(each) for each in done.changes], done.late))

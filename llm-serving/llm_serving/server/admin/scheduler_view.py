@@ -42,7 +42,7 @@ class Replica(Struct, kw_only=True):
     blocks: BlockUsage
     classes: list[ClassQueueState]
     tenants: list[Tenant]
-    """With API keys: only the caller's own, unless it is an administrator. The same applies to the lists below."""
+    """If there are API keys, only administrators see the entries of other clients, here and in the lists below."""
     running_requests: list[RunningRequest]
     waiting_requests: list[WaitingRequest]
 
@@ -54,7 +54,7 @@ class SchedulerView(Struct):
 
 
 def view_of(states: dict[int, SchedulerState], silent: list[int], policy: str, tenant: str | None) -> SchedulerView:
-    """Return the view of a tenant; None: everything."""
+    """Return what a tenant may see of the schedulers; None: everything."""
     return SchedulerView([_replica(index, states[index], policy, tenant) for index in sorted(states)], silent)
 
 

@@ -1,4 +1,4 @@
-"""Routes of OpenAI's files and batches. The requests of a file are computed when the server has capacity."""
+"""Routes of OpenAI's files and batches."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ _FILES: Final = {**PAGE, "purpose": {"type": "string"}}
 
 
 async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
-    """Store a file from a form with `purpose`, `file` and an optional lifetime."""
     batches = _batches(http_request)
     limits = engine.config.serving
     if (set_max_weight := http_request.scope.get(MAX_WEIGHT_KEY)) is not None:
@@ -124,7 +123,6 @@ async def delete_file(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def create_batch(engine: AsyncEngine, http_request: Request) -> Response:
-    """Create a batch that answers the lines of a file."""
     request = await read_fields(engine, http_request, BatchRequest)
     batches = _batches(http_request)
     if request.endpoint not in ENDPOINTS_OF_LINES:
@@ -164,7 +162,6 @@ async def show_batch(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def cancel_batch(engine: AsyncEngine, http_request: Request) -> Response:
-    """Cancel a batch. Lines that have been answered keep their answers."""
     del engine
     return json_response(await _batches(http_request).cancel((await _batch(http_request)).id))
 
@@ -193,9 +190,7 @@ def _tenant(http_request: Request) -> str:
 
 
 def _lifetime_s(form: FormData) -> int | None:
-    """Return the lifetime in seconds that the form requests; None without one. Raise RequestError if the lifetime is
-    invalid, or the form has an unknown field.
-    """
+    """Return the lifetime in seconds that a form sets, or None. Raise RequestError if a field is invalid."""
     names = [name for name, _ in form.multi_items()]
     for name in names:
         if name not in ("file", "purpose", _ANCHOR, _SECONDS):
@@ -212,7 +207,6 @@ def _lifetime_s(form: FormData) -> int | None:
 
 
 async def _list_of(kind: type[FileList | BatchList], found: list[Any], limit: int) -> Response:
-    """Return the first `limit` rows. `has_more` says whether there are more."""
     shown = found[:limit]
     first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
     return await large_json_response(kind(data=shown, has_more=len(found) > limit, first_id=first, last_id=last))
@@ -225,7 +219,7 @@ def _pieces(file: UploadFile) -> Iterator[bytes]:
 
 @asynccontextmanager
 async def _counted(batches: Batches, http_request: Request) -> AsyncIterator[Request]:
-    """Wrap a request so that reading its body raises an error if it, or all uploads together, exceed the limits."""
+    """Limit the bytes of a request's body, and of all bodies that are being uploaded."""
     shares, incoming, tenant = batches.shares, batches.num_incoming_bytes, _tenant(http_request)
     num_bytes, most = 0, shares.room(0, 0)
 

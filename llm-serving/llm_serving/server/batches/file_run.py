@@ -27,18 +27,12 @@ async def answer_file(
     on_progress: Callable[[RequestCounts], None],
     failure: Callable[[], LLMServingError | None],
 ) -> RequestCounts:
-    """Answer the lines of a file, or continue an interrupted run.
+    """Answer the lines of `source`, or continue an interrupted run, and write the answers to `target` in order.
 
-    Args:
-        batches: Started batches on the store of this output file.
-        source: JSON lines in the format of batches.
-        target: File to write answers to, in the order of the lines; failed lines go to `TARGET.errors`.
-        on_progress: Called with the counts every `POLL_EVERY_S` seconds.
-        failure: Returns the error that ended the engine, if it has ended.
+    Failed lines go to `TARGET.errors`. `batches` has been started on the store of this output file. `on_progress` gets
+    the counts every `POLL_EVERY_S` seconds. `failure` returns the error of an engine that has ended.
 
-    Raises:
-        ConfigError: The input is invalid, or differs from that of the interrupted run.
-        LLMServingError: The engine has ended.
+    Raise ConfigError if the input is invalid or differs from that of the interrupted run, and what `failure` returns.
     """
     digest = await asyncio.to_thread(_digest, source)
     batch = next(iter(await batches.stored(BatchStore.batches, None, 1, None)), None)

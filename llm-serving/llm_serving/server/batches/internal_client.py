@@ -20,13 +20,10 @@ READY_EVERY_S: Final = 0.5
 
 
 class InternalClient:
-    """A client within the process. API keys and rate limits apply as they do to other clients.
+    """A client within the process. API keys and rate limits apply to it as to other clients.
 
-    Args:
-        app: The application, including authentication.
-        keys: Tenant -> its API key; empty if the server requires no keys.
-        quotas: Tenant -> the rate limits of its key.
-        ready: Whether the engine can compute now; requests wait until it can.
+    `app` includes authentication. `keys` and `quotas` are by tenant; without `keys` the server requires none. Requests
+    wait while `ready` returns False, because the engine cannot compute.
     """
 
     def __init__(
@@ -41,7 +38,7 @@ class InternalClient:
         self._keys = keys
 
     async def __call__(self, url: str, body: bytes, tenant: str) -> Answered:
-        """Return the response to a POST with this body. It is 401 if the tenant's key no longer exists."""
+        """Send a POST and return the response. Its status is 401 if the tenant's key no longer exists."""
         key = self._keys.get(tenant)
         if self._keys and key is None:
             gone = openai_error_response(AuthenticationError("the API key of this tenant no longer exists"))

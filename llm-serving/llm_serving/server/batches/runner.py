@@ -33,7 +33,7 @@ WINDOW_S: Final = 24 * 3600
 """Seconds until a batch expires. Lines without an answer then fail."""
 KEPT_S: Final = 30 * 24 * 3600
 MAX_AT_ONCE: Final = 8
-"""Maximum number of a tenant's batches in progress, the oldest first. The others wait in the store."""
+"""Maximum number of a tenant's batches in progress, the oldest first."""
 MAX_LINES: Final = 50_000
 MAX_LINE_BYTES: Final = 2**24
 MAX_ERRORS: Final = 100
@@ -43,9 +43,9 @@ EXPIRE_EVERY_S: Final = 3600.0
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 60.0
 """Minimum and maximum seconds before a refused line is retried."""
 LEAST_STORE_PAUSE_S: Final = 1.0
-"""Seconds before a batch continues after its store could not be written (disk full). They double each time."""
+"""Seconds before a batch first retries a write that failed (disk full); doubled for each retry."""
 BUSY: Final = frozenset((429, 503))
-"""Statuses after which a line is retried: without limit, or within its `timeout_s`."""
+"""Statuses after which a line is retried until its `timeout_s` has passed."""
 _NULL: Final = msgspec.Raw(b"null")
 _decode_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _EXPIRED: Final = Failure("batch_expired", "the batch did not complete within its completion window")
@@ -54,8 +54,6 @@ _CANCELLED: Final = Failure("batch_cancelled", "the batch was cancelled before t
 
 @dataclass(frozen=True)
 class Answered:
-    """The response of a route."""
-
     status: int
     body: bytes
     retry_after_s: float | None = None
@@ -63,8 +61,6 @@ class Answered:
 
 
 class Ask(Protocol):
-    """Sends a request to a route of the server on behalf of a tenant."""
-
     def __call__(self, url: str, body: bytes, tenant: str) -> Awaitable[Answered]: ...
 
 
@@ -73,9 +69,8 @@ class Batches:
 
     Args:
         store: Opens the store, in its thread.
-        ask: Sends a request to a route.
-        concurrency: Maximum number of requests of all batches, and of one batch's lines in progress, including refused
-            lines that will be retried.
+        concurrency: Maximum number of requests at a time; also of lines in progress per batch, with those to be
+            retried.
         priority_class: Class of lines that name none.
         shares: Quota for files that are being uploaded.
         bounds_answers: Whether lines wait until the store has room for their answers.
@@ -107,11 +102,11 @@ class Batches:
         self._cancelled: dict[str, asyncio.Event] = {}
         self._num_running: Counter[str] = Counter()
         self._failed: set[str] = set()
-        """Batches that failed with an unexpected error. They resume after a restart, and can be cancelled."""
+        """Batches that stopped after an unexpected error, until they are cancelled or the server restarts."""
         self._starting: set[asyncio.Task[None]] = set()
         self._is_stopped = False
         self.num_incoming_bytes: Counter[str] = Counter()
-        """Bytes received of each tenant's files that are being uploaded."""
+        """Tenant -> bytes received of its files that are being uploaded."""
         self.trouble: UnavailableError | None = None
         """Why batches wait or have stopped; None if they run."""
         self._expiry_task: asyncio.Task[None] | None = None
@@ -132,9 +127,7 @@ class Batches:
         self._thread.shutdown()
 
     async def stored(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run a method of the store in its thread and return its result. Raise UnavailableError if the database cannot
-        be read or written; the call has changed nothing.
-        """
+        """Run a method of the store in its thread. Raise UnavailableError if the database fails; it has not changed."""
         loop, call = asyncio.get_running_loop(), partial(work, self._store, *arguments)
         try:
             return await loop.run_in_executor(self._thread, call)
@@ -200,7 +193,6 @@ class Batches:
                 next_one.add_done_callback(self._starting.discard)
 
     async def _compute_with_retries(self, batch_id: str, tenant: str) -> None:
-        """Compute a batch, and wait while the store cannot be written."""
         pause_s = LEAST_STORE_PAUSE_S
         while True:
             try:
@@ -292,10 +284,7 @@ class Batches:
         self.trouble = None
 
     async def _request(self, batch_id: str, line: PendingLine, tenant: str) -> tuple[Answered | None, float]:
-        """Return the response (None if the store has no room for it), and for how many seconds the line may be retried.
-
-        A line that is retried waits outside `_room`, so a rate-limited key blocks no other line.
-        """
+        """Return the response to a line (None: the store has no room for it), and for how many seconds to retry it."""
         async with self._room:
             if not await self._has_room(tenant):
                 return None, math.inf
@@ -334,12 +323,7 @@ class Batches:
 
 
 def check_lines(pieces: Iterable[bytes], endpoint: str) -> list[LineError]:
-    """Return the errors of a batch's input.
-
-    Args:
-        pieces: The file's bytes, in pieces.
-        endpoint: The route that all lines must name.
-    """
+    """Return the errors of a batch's input. `endpoint` is the route that all lines must name."""
     errors: list[LineError] = []
     ids: dict[str, int] = {}
     num_lines = 0
@@ -357,7 +341,6 @@ def check_lines(pieces: Iterable[bytes], endpoint: str) -> list[LineError]:
 
 
 def first_url(pieces: Iterable[bytes]) -> str:
-    """Return the route that the first line names; empty if it names none."""
     try:
         return next((msgspec.json.decode(text, type=Line).url for _, text in _lines_of(pieces)), "")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -365,7 +348,7 @@ def first_url(pieces: Iterable[bytes]) -> str:
 
 
 def _start_batch(store: BatchStore, batch_id: str, now: float) -> Batch:
-    """Return the batch. Validate the input of a new batch, then store its lines or its errors."""
+    """Return the batch. Check the input of a new batch, and store its lines or its errors."""
     batch = store.batch(batch_id, None)
     if batch.status != "validating":
         return batch
@@ -421,7 +404,6 @@ def _lines_of(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def _timeout_s(given: msgspec.Raw) -> float:
-    """Return the seconds of a `timeout_s`; infinite if it is absent or invalid."""
     try:
         seconds = msgspec.json.decode(given, type=float | None)
     except msgspec.DecodeError:

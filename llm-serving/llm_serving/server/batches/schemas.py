@@ -39,8 +39,6 @@ class DeletedFile(Struct):
 
 
 class LineError(Struct):
-    """An error in one line of the input."""
-
     code: str
     message: str
     line: int | None = None
@@ -102,8 +100,6 @@ class BatchRequest(Struct, kw_only=True):
 
 
 class Line(Struct, kw_only=True, forbid_unknown_fields=True):
-    """One line of the input. Its route decodes the body."""
-
     custom_id: str
     method: Literal["POST"] = "POST"
     url: str
@@ -115,7 +111,7 @@ class LineAnswer(Struct, omit_defaults=True):
     request_id: str
     body: msgspec.Raw | dict[str, Any]
     ignored_parameters: str | None = None
-    """Ignored fields of the line's body, in the form of the response header `x-ignored-parameters`."""
+    """Ignored fields of the line's body, as in the response header `x-ignored-parameters`."""
 
 
 class Failure(Struct):
@@ -124,8 +120,6 @@ class Failure(Struct):
 
 
 class AnsweredLine(Struct, kw_only=True):
-    """One line of the output file or the error file."""
-
     id: str
     custom_id: str
     response: LineAnswer | None = None

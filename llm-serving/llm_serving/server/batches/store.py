@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 CHUNK_BYTES: Final = 2**18
 MAX_IDLE_LOG_BYTES: Final = 2**22
-"""Size limit of the write-ahead log file while it is idle."""
+"""Maximum size of the write-ahead log file while it is idle."""
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, about BLOB NOT NULL, created REAL NOT NULL, expires INTEGER NOT NULL,
@@ -49,9 +49,7 @@ _KEPT: Final = """SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WH
     SELECT tenant, bytes + LENGTH(about) AS bytes FROM files
     UNION ALL SELECT tenant, LENGTH(about) FROM batches
     UNION ALL SELECT tenant, bytes FROM outputs JOIN batches ON id = batch)"""
-"""Query of the bytes stored by all tenants and by one. Answers of unfinished batches count, because
-they become files.
-"""
+"""Query of the bytes stored by all tenants and by one. Answers of unfinished batches count: they become files."""
 _INPUTS: Final = """SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WHERE tenant = ?), 0)
     FROM inputs JOIN batches ON id = batch WHERE NOT ended"""
 """Query of the input bytes of unfinished batches, of all tenants and of one."""
@@ -65,17 +63,10 @@ class PendingLine(NamedTuple):
 
 
 class BatchStore:
-    """Files, batches and their lines. Each call is one transaction.
+    """The database of files, batches and their lines. Each call is one transaction. Use it in one thread only.
 
-    Use it in one thread only. A lock excludes a second process, which would answer the same lines.
-
-    Args:
-        path: The database, created if it is missing. A file `PATH.lock` next to it is locked while the database is
-            open.
-        shares: Quota for all stored bytes, and separately for the inputs of unfinished batches.
-
-    Raises:
-        ConfigError: The database cannot be used, or another process uses it.
+    A locked file `PATH.lock` excludes a second process. Raise ConfigError if the database cannot be used. `shares`
+    limits all stored bytes, and separately the inputs of unfinished batches.
     """
 
     def __init__(self, path: Path, shares: TenantQuota) -> None:
@@ -100,7 +91,7 @@ class BatchStore:
         os.close(self._lock)
 
     def release_disk_space(self) -> None:
-        """Try to release disk space that a failed change has used in the write-ahead log."""
+        """Try to free the disk space that a failed change has used in the write-ahead log."""
         with suppress(sqlite3.Error):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
@@ -127,9 +118,7 @@ class BatchStore:
         return _decoded(row, FileObject, "file_id")
 
     def files(self, tenant: str | None, purpose: str | None, limit: int, after: str | None) -> list[FileObject]:
-        """Return up to `limit` files, the newest first, starting after the file `after`. Raise RequestNotFoundError if
-        there is no file `after`.
-        """
+        """Return up to `limit` files, the newest first, that are older than the file `after`."""
         if after is not None:
             self.file(after, tenant)
         query = """SELECT about FROM files WHERE (:tenant IS NULL OR tenant = :tenant)
@@ -141,7 +130,6 @@ class BatchStore:
         return [each for each, _ in zip(wanted, range(limit), strict=False)]
 
     def chunk(self, file_id: str, number: int) -> bytes | None:
-        """Return a piece of a file; None after the last one."""
         query = "SELECT data FROM chunks WHERE file = ? AND number = ?"
         row = self._db.execute(query, (file_id, number)).fetchone()
         return None if row is None else bytes(row[0])
@@ -191,7 +179,7 @@ class BatchStore:
         return self._counted(_decoded(row, Batch, "batch_id"))
 
     def batches(self, tenant: str | None, limit: int, after: str | None) -> list[Batch]:
-        """Return up to `limit` batches, the newest first, as `files` does."""
+        """Return up to `limit` batches, the newest first, that are older than the batch `after`."""
         if after is not None:
             self.batch(after, tenant)
         query = """SELECT about FROM batches WHERE (:tenant IS NULL OR tenant = :tenant)
@@ -220,7 +208,7 @@ class BatchStore:
             self._save(batch)
 
     def pending(self, batch_id: str, after: int, count: int) -> list[PendingLine]:
-        """Return the next unanswered lines after line `after`."""
+        """Return up to `count` unanswered lines whose numbers are greater than `after`."""
         query = """SELECT number, url FROM lines
             WHERE batch = ? AND number > ? AND status IS NULL ORDER BY number LIMIT ?"""
         return [PendingLine(*row) for row in self._db.execute(query, (batch_id, after, count))]
@@ -244,10 +232,8 @@ class BatchStore:
     def finish(self, batch: Batch, tenant: str, unanswered: Failure | None, now: float, expires_at: int) -> None:
         """Write the output and error files of a batch, in the order of its lines, and its final state.
 
-        Args:
-            batch: The batch with its final status; its file ids and counts are set here.
-            unanswered: Error to write for lines without an answer; None: omit those lines.
-            now: Seconds since the epoch.
+        `batch` has its final status and gets its file ids and counts here. `unanswered` is the error of lines without
+        an answer; None: omit those lines.
         """
         batch.request_counts = self._counts(batch.id)
         with self._db:
@@ -265,7 +251,6 @@ class BatchStore:
             self._save(batch)
 
     def expire(self, now: float, kept_s: float) -> None:
-        """Delete expired files, and ended batches older than `kept_s`."""
         with self._db:
             self._db.execute("DELETE FROM files WHERE expires < ?", (now,))
             self._db.execute("DELETE FROM batches WHERE ended AND created < ?", (now - kept_s,))
@@ -286,7 +271,6 @@ class BatchStore:
     def _write(
         self, batch: Batch, tenant: str, answered: bool, lines: Iterator[bytes], now: float, expires_at: int
     ) -> str | None:
-        """Store a file of these lines and return its id; None without lines."""
         first = next(lines, None)
         if first is None:
             return None
@@ -338,7 +322,6 @@ def lock_of(path: Path) -> Path:
 
 
 def _locked(path: Path) -> int:
-    """Lock a database and return the file descriptor. The lock ends with the process."""
     lock = lock_file(lock_of(path))
     if lock is None:
         raise ConfigError(f"serving_config.batch_path: {path} is used by another process")

@@ -1,7 +1,4 @@
-"""Selection of a response's choices from the generated sequences.
-
-Choices are samples (`n`), the best of several samples (`best_of`), or the best sequences of a beam search.
-"""
+"""Select a response's choices from the generated sequences: samples, the best of several samples, or beams."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ COUNT: Final = Whole(1, MAX_N)
 class Choices(NamedTuple):
     n: int = 1
     best_of: int = 1
-    """Number of sequences generated for each prompt, from which the choices are selected; at least `n`."""
+    """Number of sequences generated for each prompt; at least `n`."""
     beams: BeamSearchParams | None = None
     """Parameters of a beam search of width `best_of`; None: sequences are sampled."""
 
@@ -36,19 +33,16 @@ ONE_CHOICE: Final = Choices()
 
 class ChoiceOutput(NamedTuple):
     choice: int
-    """Index of the prompt times n, plus the index of the choice for that prompt."""
+    """Index of the prompt times `n`, plus the index of the choice for that prompt."""
     output: RequestOutput
 
 
 async def select_best(
     outputs: AsyncIterator[ChoiceOutput], choices: Choices, *, with_logprobs: bool
 ) -> AsyncIterator[ChoiceOutput]:
-    """Yield, for each prompt, the `n` of `best_of` sequences with the highest mean logprob per token, best first.
+    """For each prompt, yield the `n` of `best_of` sequences with the highest mean logprob per token, best first.
 
-    Ties keep the order of generation. A failed output is yielded at once.
-
-    Args:
-        outputs: Outputs with logprobs. Their index is the prompt's index times `best_of`, plus the sequence's index.
+    A failed output is yielded at once. `outputs` have logprobs and the index prompt * `best_of` + sequence.
     """
     by_sequence: dict[int, list[RequestOutput]] = {}
     async for index, output in outputs:

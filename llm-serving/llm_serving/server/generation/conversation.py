@@ -1,4 +1,4 @@
-"""Conversations: rendering with the chat template, and the pipeline steps shared by all chat protocols."""
+"""Conversations: rendering with the chat template, and the pipeline steps that all chat protocols share."""
 
 from __future__ import annotations
 
@@ -36,24 +36,18 @@ from llm_serving.text.chat_template.template import NUM_PROCESSES
 
 MAX_MESSAGES: Final = 4096
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles of messages in OpenAI's protocol."""
 FALLBACK_ROLES: Final = {"developer": "system", "function": "tool"}
 """Role -> its replacement for chat templates that do not mention it."""
 RESERVED_VARIABLES: Final = ("add_generation_prompt", "continue_final_message", "messages", "self", "tools")
-"""Variables of chat templates that the server or Jinja sets."""
 MAX_TEMPLATE_FACTOR: Final = 2
 """Maximum ratio of the rendered conversation's length to the length of its JSON."""
 _LIMIT: Final = Whole(1)
 _RENDERING: Final = FairThreads(NUM_PROCESSES, "chat-template")
-"""Threads that wait for chat templates only, so that other work is not delayed. Clients share them fairly, because long
-conversations take long to render.
-"""
+"""Threads for chat templates only. Clients share them fairly, because long conversations take long to render."""
 
 
 class ConversationRequest(ProtocolRequest):
-    """A conversation in the form of chat completions, from any chat protocol. `translate`: renames the fields of an
-    error to those of the protocol.
-    """
+    """A request of any chat protocol as a chat completion. `translate` renames the fields of its errors."""
 
     def __init__(
         self,
@@ -139,10 +133,7 @@ class ConversationRequest(ProtocolRequest):
 async def encode_chat(
     engine: AsyncEngine, source: str, request: ChatCompletionRequest, offered: OfferedTools | None
 ) -> list[int]:
-    """Return the token ids of a conversation's prompt, which is rendered off the event loop. `source`: the client, as
-    in `HttpCaller`. Raise RequestError if a message has no text or an unknown role, a variable has a reserved name, the
-    chat template refuses the conversation, or the prompt is too long.
-    """
+    """Render a conversation off the event loop and return its token ids. Raise RequestError if it breaks a rule."""
     messages, adds_prompt = request.messages, _adds_generation_prompt(request)
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise RequestError("messages", f"must hold 1 to {MAX_MESSAGES} messages", len(messages))
@@ -183,10 +174,7 @@ def template_role(template: str, role: str) -> str:
 
 
 def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
-    """Convert a message into the form that chat templates read.
-
-    Raise RequestError if it has an unknown role, a part that is not text, or a call with malformed arguments.
-    """
+    """Convert a message into the form that chat templates read. Raise RequestError if it breaks a rule."""
     if message.role not in ROLES:
         raise RequestError(f"messages[{index}].role", f"must be one of {', '.join(ROLES)}", message.role)
     content = message.content
@@ -209,17 +197,12 @@ def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
 
 
 def nested_schema(flat: JsonObject) -> JsonObject:
-    """Return `response_format` of chat for a JSON schema whose name and schema are next to `type`."""
+    """Convert `{"type": "json_schema", "name": ..., "schema": ...}` to the `response_format` of chat completions."""
     return {"type": "json_schema", "json_schema": {name: each for name, each in flat.items() if name != "type"}}
 
 
 def flat_error(error: RequestError, format_field: str) -> RequestError:
-    """Rename the fields of an error for a protocol that nests neither functions nor JSON schemas.
-
-    Args:
-        error: An error with field names of chat.
-        format_field: The protocol's name for `response_format`.
-    """
+    """Rename an error's field for a protocol that nests no schemas; `format_field` is its response format."""
     if error.field.startswith("tools["):
         return error.renamed(error.field.replace(".function.", "."))
     if error.field.startswith("response_format"):
@@ -237,7 +220,6 @@ def _adds_generation_prompt(request: ChatCompletionRequest) -> bool:
 
 
 def _is_long(request: ChatCompletionRequest) -> bool:
-    """Return whether the conversation may be long. Parts of unknown size count as long."""
     if request.tools or request.chat_template_kwargs or any(each.tool_calls for each in request.messages):
         return True
     texts = (text for each in request.messages for text in (each.content, each.reasoning_content) if text)
@@ -245,15 +227,11 @@ def _is_long(request: ChatCompletionRequest) -> bool:
 
 
 def _template_input(request: ChatCompletionRequest) -> str:
-    """Return everything that the template reads, as one text."""
     return msgspec.json.encode((request.messages, request.chat_template_kwargs, request.tools)).decode()
 
 
 def _output_limit(request: ChatCompletionRequest) -> tuple[str, int | None]:
-    """Return the name of the field that limits the output, and its value; None: as many tokens as fit.
-
-    If `max_completion_tokens` and its older name are both given, the smaller value applies.
-    """
+    """Return the name of the field that limits the output, and its value; None: as many tokens as fit."""
     newer, older = request.max_completion_tokens, request.max_tokens
     for name, given in (("max_completion_tokens", newer), ("max_tokens", older)):
         if given is not None:

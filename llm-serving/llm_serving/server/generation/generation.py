@@ -26,9 +26,8 @@ from llm_serving.server.parsing.errors import PREDICTED_TTFT_HEADER
 from llm_serving.server.receipts import ReceiptDraftProtocol
 
 SUBMITTED_AT_ONCE: Final = 16
-"""Number of sequences submitted before the event loop serves other requests."""
 READ_AT_ONCE: Final = 16
-"""Number of outputs of several choices read before the event loop serves other requests."""
+"""Number of outputs read before the event loop serves other requests."""
 NO_RENAMES: Final[Mapping[str, str]] = MappingProxyType({})
 
 T = TypeVar("T")
@@ -37,12 +36,11 @@ Select = Callable[[AsyncIterator[ChoiceOutput]], AsyncIterator[ChoiceOutput]]
 
 
 class Generation:
-    """Merges the streams of all sequences into one stream of outputs, in order of arrival.
+    """Merges the streams of all sequences of a request into one stream of outputs, in order of arrival.
 
-    Close it when done, also after an error: this aborts unfinished sequences.
+    Call `aclose` also after an error: it aborts unfinished sequences.
 
     Args:
-        streams: One for each sequence.
         select: Selects the choices; None: each sequence is a choice.
         on_output: Called with each output of each choice before it is yielded.
         on_close: Called at the end with the number of tokens generated.
@@ -64,16 +62,14 @@ class Generation:
         """Called with every output that is read, including those of sequences that are not selected."""
         self._tasks: list[asyncio.Task[None]] = []
         self.latest: list[RequestOutput | None] = [None] * len(streams)
-        """The latest output of each sequence."""
 
     @property
     def num_streams(self) -> int:
-        """Number of sequences. Each ends with one final output."""
         return len(self._streams)
 
     @property
     def headers(self) -> dict[str, str]:
-        """Response headers with the predicted time to first token, counted from the request's arrival."""
+        """The response header with the predicted time to first token, in ms since the request's arrival."""
         predicted_s = -1.0
         for stream in self._streams:
             if stream.predicted_s is not None:
@@ -87,9 +83,9 @@ class Generation:
         return selected if self._on_output is None else _observed(selected, self._on_output)
 
     def set_fast_path(self, deliver: Callable[[int, RequestOutput], bool] | None) -> None:
-        """Offer each output that `outputs` awaits to `deliver` first, which returns whether it has sent the output.
+        """Offer each output to `deliver` before `outputs` yields it. `deliver` returns True if it has sent the output.
 
-        Final outputs are never offered. No output is offered if there are several sequences or an observer.
+        Final outputs are not offered, and neither are outputs of several sequences or of a generation with `on_output`.
         """
         if len(self._streams) != 1 or self._select is not None or self._on_output is not None:
             return
@@ -131,7 +127,7 @@ class Generation:
                     await asyncio.sleep(0)
 
     async def aclose(self) -> None:
-        """Abort the sequences that have not finished, and call `on_close`."""
+        """Abort unfinished sequences, then call `on_close`."""
         if self._on_close is not None:
             on_close, self._on_close = self._on_close, None
             on_close(sum(output.num_output_tokens for output in self.latest if output is not None))
@@ -177,17 +173,10 @@ async def submit(
     idempotent: IdempotentRequest | None = None,
     receipt: ReceiptDraftProtocol | None = None,
 ) -> Generation:
-    """Submit `choices.best_of` sequences for each prompt to the engine, all or none. A beam search is one sequence.
+    """Submit `choices.best_of` sequences for each prompt to the engine. A beam search is one sequence.
 
-    The sequences of a prompt are forks of the first one, so its KV blocks are computed and stored once.
-
-    Args:
-        field_names: Field in errors of the engine -> the protocol's name for it.
-        idempotent: Finds the requests that share this response, and stores the request for an idempotent retry.
-        receipt: Records prompts, sampling and outputs.
-
-    Raises:
-        LLMServingError: The engine refuses a sequence. No sequence runs then.
+    The sequences of a prompt are forks of the first one, so its KV blocks are computed once. Raise LLMServingError if
+    the engine refuses a sequence; then none runs. `field_names`: field in errors of the engine -> the protocol's name.
     """
     prompts, sampling = inputs.prompts, inputs.sampling
     num_prompt_tokens = sum(map(len, prompts))
@@ -252,18 +241,13 @@ async def submit(
 
 
 def _refund_beams(refund: Callable[[int], None], width: int, num_generated: int) -> None:
-    """Credit unused tokens of all beams to the tenant's quota. Other beams are assumed to be as long as the best one.
-
-    A client that disconnects early gets no credit.
-    """
+    """Return unused tokens of all beams to the tenant's quota, as if each beam were as long as the best one."""
     if num_generated:
         refund(num_generated * width)
 
 
 def raise_on_failure(output: RequestOutput) -> None:
-    """Raise the error with which the engine ended a request: TimedOutError after its deadline, UnavailableError if no
-    WorkAgent can compute it, otherwise WorkerError.
-    """
+    """Raise TimedOutError, UnavailableError or WorkerError if the engine ended a request with an error."""
     if output.finish_reason is None:
         return
     if output.finish_reason is FinishReason.TIMEOUT:
@@ -275,10 +259,7 @@ def raise_on_failure(output: RequestOutput) -> None:
 
 
 def raise_unless_complete(output: RequestOutput) -> None:
-    """Raise as `raise_on_failure` does, and RequestCancelledError for an aborted request.
-
-    For protocols whose finish reasons cannot express an abort.
-    """
+    """Raise as `raise_on_failure` does, and RequestCancelledError for an aborted request."""
     raise_on_failure(output)
     if output.finish_reason is FinishReason.ABORT:
         raise RequestCancelledError
@@ -289,10 +270,7 @@ class ClientGoneError(Exception):
 
 
 async def run_until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`, and cancel it when the client disconnects. The request's body must have been read before.
-
-    Raise ClientGoneError if the client disconnected and `work` was cancelled.
-    """
+    """Await `work`; cancel it and raise ClientGoneError if the client disconnects. The body must have been read."""
     task = asyncio.current_task()
     assert task is not None
     has_left = has_ended = False

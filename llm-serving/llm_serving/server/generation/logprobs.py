@@ -1,4 +1,4 @@
-"""Logprobs in responses: of generated tokens one by one, and of the prompt's tokens."""
+"""Logprobs in responses: those of generated tokens, and those of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ MAX_PROMPT_VALUES: Final = 2**19
 """Maximum number of prompt logprobs in one response; each takes about 60 bytes of JSON."""
 
 PromptTokenLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each token of a prompt: token id -> logprob of the token itself and of the most likely ones;
-None for the first.
-"""
+"""For each token of a prompt: token id -> logprob, for it and the most likely ones; None for the first token."""
 
 
 class TokenOutput(NamedTuple):
@@ -58,11 +56,9 @@ def check_prompt_logprobs_size(prompts: Sequence[list[int]], sampling: SamplingP
 
 
 def prompt_token_logprobs(tokenizer: Tokenizer, logprobs: PromptLogprobs | None, count: int) -> PromptTokenLogprobs:
-    """Return a prompt's logprobs in vLLM's form.
+    """Return a prompt's logprobs in vLLM's form, with the `count` most likely tokens at each position.
 
-    Args:
-        logprobs: Those of all tokens but the first; None for a prompt of one token.
-        count: Number of most likely tokens listed for each position.
+    `logprobs` are those of all tokens but the first; None for a prompt of one token.
     """
     reported: PromptTokenLogprobs = [None]
     if logprobs is None:

@@ -1,4 +1,4 @@
-"""The message of one choice: splitting outputs into deltas of reasoning, content and tool calls, and joining deltas."""
+"""The message of one choice: outputs become deltas of reasoning, content and tool calls, which are sent or joined."""
 
 from __future__ import annotations
 
@@ -28,12 +28,9 @@ CALLED: Final = "tool_calls"
 
 
 class MessageParser:
-    """Parses the outputs of one choice into deltas.
+    """Splits the outputs of one choice into deltas.
 
-    Args:
-        parser: Splits the text; None: all text is content.
-        rng: Generates the ids of calls; None: the system's random source.
-        counter: Counts reasoning tokens; None: they are not counted.
+    `parser` None: all text is content. `rng` generates the ids of calls. `counter` counts reasoning tokens.
     """
 
     def __init__(
@@ -51,7 +48,7 @@ class MessageParser:
         self._num_calls = 0
 
     def delta(self, output: RequestOutput) -> ChatDelta | None:
-        """Return what an output adds, as one delta; None if it adds nothing."""
+        """Return what an output adds to the message as one delta; None if it adds nothing."""
         deltas = self.deltas(output)
         if len(deltas) <= 1:
             return deltas[0] if deltas else None
@@ -63,7 +60,7 @@ class MessageParser:
         )
 
     def deltas(self, output: RequestOutput) -> list[ChatDelta]:
-        """Return what an output adds, in order: first reasoning, then each piece of content or call."""
+        """Return what an output adds to the message: first reasoning, then each piece of content or call."""
         if self._parser is None:
             parts = AnswerParts(answer=[output.text] if output.text else [])
         else:
@@ -104,7 +101,7 @@ class MessageParser:
 
 
 class MessageFold:
-    """Joins the deltas of one choice. The content begins with the text `echo`."""
+    """Joins the deltas of one choice to a message. Its content begins with the text `echo`."""
 
     def __init__(self, echo: str) -> None:
         self._content = [echo]
@@ -147,10 +144,10 @@ class MessageBlock:
     kind: BlockKind
     index: int
     id: str = ""
-    """Only a call has an id and a name."""
+    """Id of a call; empty for other blocks, like `name`."""
     name: str = ""
     parts: list[str] = field(default_factory=list)
-    """The pieces of its text or, for a call, of its arguments."""
+    """Pieces of the block's text or, for a call, of its arguments."""
 
     @property
     def text(self) -> str:
@@ -174,7 +171,6 @@ class MessageBlocks:
         return [self._add_delta(delta) for delta in self.parser.deltas(output)]
 
     def add_empty_block(self) -> BlockDelta:
-        """Add a content block without text, for a message that would have no block."""
         return self._add(self._open(BlockKind.TEXT), True, "")
 
     def _add_delta(self, delta: ChatDelta) -> BlockDelta:

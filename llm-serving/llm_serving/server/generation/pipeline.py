@@ -1,9 +1,6 @@
 """The single path from a parsed request of any protocol to a running generation.
 
 claim the idempotency key -> prepare -> begin the receipt -> admission pre-check -> encode -> compile -> submit
-
-Each protocol implements `ProtocolRequest`. Idempotent retries, resumed streams and request coalescing (`claim_request`)
-and receipts (`ReceiptHook`) are attached only here, for requests that use them.
 """
 
 from __future__ import annotations
@@ -31,11 +28,11 @@ from llm_serving.server.receipts import ReceiptDraftProtocol, ReceiptHook
 
 BYTES_PER_CHAR: Final = 4
 MAX_SPECIAL_TOKENS: Final = 4
-"""Maximum number of special tokens that a tokenizer adds before and after a text."""
+"""Maximum number of special tokens that a tokenizer adds to a text."""
 
 
 class PrecheckInput(NamedTuple):
-    """Input of the admission pre-check for a request with valid parameters."""
+    """A request with valid parameters, before its prompts are tokenized."""
 
     prompts: Sequence[Prompt]
     max_tokens: int
@@ -47,7 +44,6 @@ class PrecheckInput(NamedTuple):
     template_factor: int = 1
     """Maximum ratio of a text's length after the chat template is applied to its length before."""
     truncates: bool = False
-    """Whether prompts that are too long will be truncated."""
 
 
 class EncodedRequest(NamedTuple):
@@ -59,15 +55,15 @@ class EncodedRequest(NamedTuple):
 
 
 class ProtocolRequest(ABC):
-    """Base class of a request of one protocol. It implements the protocol's own steps of the pipeline. `bodies`: the
-    body, and nested objects that may also contain the fields common to all protocols (`CallerFields`).
+    """A request of one protocol, which implements the protocol's own steps of the pipeline.
+
+    `bodies`: the request body, then nested objects that may also have fields of `CallerFields`.
     """
 
     id_prefix = ""
     route: ClassVar[str] = ""
-    """Path of the route, if its requests can be retried, resumed and coalesced; otherwise empty."""
+    """Path of the route if its requests can be retried, resumed and coalesced; otherwise empty."""
     wants_vectors: ClassVar[bool] = False
-    """Whether the engine returns the vectors of the prompts."""
 
     def __init__(self, engine: AsyncEngine, http_request: Request, *bodies: CallerFields) -> None:
         self.engine = engine
@@ -79,14 +75,13 @@ class ProtocolRequest(ABC):
 
     @abstractmethod
     async def prepare(self) -> PrecheckInput:
-        """Check everything that needs no tokenizer. For a repeated request, the body already contains its seed."""
+        """Check everything that needs no tokenizer. The body of a repeated request already contains its seed."""
 
     @abstractmethod
     async def encode(self) -> EncodedRequest:
         """Tokenize the prompts and check their lengths. Cancelled when the deadline passes."""
 
     def translate_error(self, error: RequestError) -> RequestError:
-        """Rename the fields of an error to the protocol's own names."""
         return error
 
 
@@ -102,10 +97,7 @@ class StartedGeneration(NamedTuple):
 
 
 async def start_generation(request: ProtocolRequest) -> StartedGeneration:
-    """Run all steps of the pipeline for a request.
-
-    Raise LLMServingError if the request breaks a rule, or the engine refuses it.
-    """
+    """Run all steps of the pipeline. Raise LLMServingError if the request breaks a rule, or the engine refuses it."""
     engine, http_request, body = request.engine, request.http_request, request.body
     serving, headers = engine.config.serving, http_request.headers
     may_be_shared = serving.coalesce_identical_requests or serving.resume_streams
@@ -162,13 +154,8 @@ async def _start(
 def precheck(engine: AsyncEngine, caller: HttpCaller, request: PrecheckInput) -> None:
     """Refuse a request early if admission control would refuse it for any number of prompt tokens.
 
-    Admission control is asked only if the prompts certainly fit the model, because a client whose request can never be
-    served must not be told to retry.
-
-    Raises:
-        RequestError: The request would be refused even if no request waited.
-        CapacityError: The request cannot be admitted now.
-        UnavailableError: No WorkAgent is ready.
+    Raise CapacityError if it cannot be admitted now, UnavailableError if no WorkAgent is ready, and RequestError if it
+    could not be admitted even without other requests.
     """
     max_prompt, max_total = engine.config.model.max_input_len, engine.max_model_len
     min_lens = []

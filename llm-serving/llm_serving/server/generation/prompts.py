@@ -11,9 +11,7 @@ from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.server.parsing.offload import INLINE_ITEMS, off_loop
 
 INLINE_CHARS: Final = 4096
-"""Maximum length of a text that is tokenized on the event loop. For shorter texts, a thread costs
-more than it saves.
-"""
+"""Maximum length of a text that is tokenized on the event loop: for it, a thread costs more than it saves."""
 
 CALL_CHARS: Final = 64
 """Cost of one tokenizer call, in characters tokenized in the same time."""
@@ -23,9 +21,7 @@ Prompt = str | list[int]
 
 
 async def read_prompts(value: PromptField, field: str, max_count: int, noun: str) -> list[Prompt]:
-    """Return the prompts of a field that holds one prompt or a list of prompts. `noun`: plural noun for the prompts in
-    error messages. Raise RequestError if the list is empty, mixes kinds or holds too many prompts.
-    """
+    """Return the prompts of a field. Raise RequestError, which calls them `noun`, if there are none or too many."""
     if isinstance(value, str):
         return [value]
     return await off_loop(len(value) > INLINE_ITEMS, lambda: _split(value, field, max_count, noun))
@@ -44,7 +40,6 @@ def _split(value: list[str | int | list[int]], field: str, max_count: int, noun:
 
 
 async def encode_text(engine: AsyncEngine, text: str, field: str, add_special_tokens: bool = True) -> list[int]:
-    """Return the token ids of a text; see `encode_prompts`."""
     [token_ids] = await encode_prompts(engine, [text], field, add_special_tokens)
     return token_ids
 
@@ -52,10 +47,7 @@ async def encode_text(engine: AsyncEngine, text: str, field: str, add_special_to
 async def encode_prompts(
     engine: AsyncEngine, prompts: Sequence[Prompt], field: str, add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Return the token ids of each prompt. Long or many texts are tokenized off the event loop.
-
-    Raise ContextLengthError if a text has more characters than the longest prompt can have.
-    """
+    """Return the token ids of each prompt. Raise ContextLengthError for a text that is certainly too long."""
     cost = 0
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -80,8 +72,9 @@ def check_length(engine: AsyncEngine, text: str, field: str) -> None:
 
 
 def truncate_prompt(engine: AsyncEngine, prompt: list[int], count: int | None, max_tokens: int) -> list[int]:
-    """Return the last `count` token ids of a prompt. `count`: `truncate_prompt_tokens` of the request; -1: as many as
-    fit with `max_tokens` of output, None: all. Raise RequestError if `count` is neither -1 nor positive.
+    """Return the last `count` token ids of a prompt. Raise RequestError if `count` is neither -1 nor positive.
+
+    -1: as many as fit with `max_tokens` of output; None: all.
     """
     if count is None:
         return prompt

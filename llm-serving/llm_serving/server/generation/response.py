@@ -1,8 +1,4 @@
-"""Responses, which each protocol builds from the outputs of a generation, streaming or not.
-
-A stream sends each output and discards it. A non-streaming response is buffered until it is complete. Hundreds of
-choices with twenty top logprobs per token take gigabytes, so `ResponseBuffers` limits the memory of all responses.
-"""
+"""Responses, which each protocol builds from the outputs of a generation, streaming or not."""
 
 from __future__ import annotations
 
@@ -35,16 +31,12 @@ T = TypeVar("T")
 
 
 class ResponseBuilder(ABC):
-    """Builds the response of one protocol.
-
-    `encode_delta` returns an output's delta as bytes of a stream; `fold` adds the same delta to a non-streaming
-    response.
-    """
+    """Builds the response of one protocol: a stream from `encode_delta`, or a whole response from `fold`."""
 
     media_type = EVENT_STREAM
 
     def check(self, output: RequestOutput) -> None:
-        """Raise LLMServingError for the final output of a choice if the protocol cannot express its finish reason."""
+        """Raise LLMServingError if the protocol cannot express the finish reason of a choice's final output."""
         raise_unless_complete(output)
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
@@ -70,7 +62,7 @@ class ResponseBuilder(ABC):
         """Return the last bytes of a stream that fails after its status was sent."""
 
     async def collect(self, generation: Generation) -> None:
-        """Add all outputs to the response, long ones off the event loop."""
+        """Add all outputs to the whole response. Long ones are added off the event loop."""
         async for index, output in generation.outputs():
             if output.finish_reason is not None:
                 self.check(output)
@@ -91,10 +83,7 @@ class ResponseBuilder(ABC):
 async def respond(
     http_request: Request, started: StartedGeneration, builder: ResponseBuilder, *, stream: bool
 ) -> Response:
-    """Return the response as a stream or, after the generation has finished, as a whole.
-
-    Raise ClientGoneError if the client disconnected before the response was complete.
-    """
+    """Return a stream or, after the generation, a whole response. Raise ClientGoneError if the client disconnects."""
     generation, idempotent, headers = started.generation, started.idempotent, started.identity.headers
     if not stream:
         await complete_whole(http_request, generation, builder.collect(generation))
@@ -110,20 +99,19 @@ async def respond(
 
 @dataclass(eq=False, slots=True)
 class BufferedResponse:
-    """Memory accounting for one response while it is built."""
+    """The memory of one response that is being built."""
 
     source: str
-    """The client to which the memory is charged."""
     cancel: Callable[[], None]
     failure: LLMServingError | None = None
-    """Why the response was evicted."""
+    """The error with which the response was evicted."""
     num_bytes: int = 0
 
 
 class ResponseBuffers:
-    """The memory of all responses that are being built, up to `max_bytes`. For the event loop only.
+    """The memory of all responses that are being built to be sent as a whole. For the event loop only.
 
-    When they exceed the limit, the largest response of the client that uses most memory is evicted.
+    Beyond `max_bytes`, the largest response of the client that uses most memory is evicted.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -139,7 +127,7 @@ class ResponseBuffers:
         return response
 
     def release(self, response: BufferedResponse) -> None:
-        """Free the memory of a response. Idempotent."""
+        """Stop accounting for a response. Idempotent."""
         if response in self._responses:
             self._responses.remove(response)
             self.num_bytes -= response.num_bytes
@@ -177,7 +165,6 @@ class ResponseBuffers:
 
 
 def buffered_bytes(output: RequestOutput) -> int:
-    """Estimate the bytes that an output adds to a response."""
     size = OUTPUT_BYTES + len(output.text)
     if output.beams:
         size += sum(map(buffered_bytes, output.beams))
@@ -189,9 +176,9 @@ def buffered_bytes(output: RequestOutput) -> int:
 
 
 async def buffered(http_request: Request, generation: Generation, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, which builds a response from a generation, and charge its memory meanwhile. Raise
-    RequestError if the response alone exceeds the limit, or UnavailableError if all responses together exceed the
-    limit, and this one was evicted.
+    """Return the result of `work`, which builds a response from a generation, and account for its memory meanwhile.
+
+    Raise RequestError if the response is evicted because it alone exceeds the limit, otherwise UnavailableError.
     """
     buffers: ResponseBuffers = http_request.app.response_buffers
     task = asyncio.current_task()
@@ -219,10 +206,7 @@ async def buffered(http_request: Request, generation: Generation, work: Coroutin
 
 
 async def complete_whole(http_request: Request, generation: Generation, work: Coroutine[Any, Any, T]) -> T:
-    """Run `buffered`, then close the generation, also after an error.
-
-    Raise ClientGoneError if the client disconnected and the work was cancelled.
-    """
+    """Run `buffered`, then close the generation. Raise ClientGoneError if the client disconnects before."""
     try:
         return await run_until_client_leaves(http_request.receive, buffered(http_request, generation, work))
     finally:

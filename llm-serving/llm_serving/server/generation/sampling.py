@@ -1,4 +1,4 @@
-"""Conversion of request fields to the engine's `SamplingParams` and the number of choices."""
+"""Convert request fields to the engine's `SamplingParams` and the number of choices."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sampling_params(
     least_tokens: int = 1,
     **decided: Any,
 ) -> SamplingParams:
-    """Return the sampling parameters of the first choice.
+    """Return the sampling parameters of the first choice. Raise RequestError if a field is outside its range.
 
     A parameter whose field is null or missing has its default. A missing seed is drawn at random.
 
@@ -58,9 +58,6 @@ def sampling_params(
         defaults: Parameter -> default, replacing those of `SamplingParams`.
         least_tokens: Minimum of `max_tokens`.
         decided: Parameters whose values the route has determined itself.
-
-    Raises:
-        RequestError: A field is outside its range.
     """
     field_of = SAME_NAMES if names is None else {**SAME_NAMES, **names}
     values: dict[str, Any] = {"seed": None, **(defaults or {})}
@@ -78,10 +75,7 @@ def sampling_params(
 
 
 def choices_of(request: GenerationRequest, num_prompts: int) -> Choices:
-    """Return the number of choices of a request, and how they are selected.
-
-    Raise RequestError if there are too many, or fields exclude each other.
-    """
+    """Return how many choices a request wants, and how they are selected. Raise RequestError if it breaks a rule."""
     n = 1 if request.n is None else request.n
     best_of = n if request.best_of is None else request.best_of
     for name, value in (("n", n), ("best_of", best_of)):
@@ -121,10 +115,7 @@ def _beam_search(request: GenerationRequest, n: int, width: int) -> BeamSearchPa
 
 
 async def bad_words(engine: AsyncEngine, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of texts, both with and without a space before them.
-
-    Raise RequestError if there are too many, or one is empty or too long.
-    """
+    """Return the token ids of each text, with and without a space before it. Raise RequestError if one is empty."""
     return await asyncio.to_thread(_encode_words, engine, words) if words else ()
 
 
@@ -147,10 +138,7 @@ def sequences_of(sampling: SamplingParams, choices: Choices) -> list[SamplingPar
 
 
 def with_choice_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """Return the sampling parameters of choice 0, 1, ... of a prompt, with a seed derived from the request's.
-
-    Only the first choice has the logprobs of the prompt.
-    """
+    """Return the parameters of choice 0, 1, ... of a prompt: each has a seed derived from the request's."""
     if choice == 0:
         return sampling
     own = copy.copy(sampling)  # skips the validation, which the original has passed
@@ -160,7 +148,7 @@ def with_choice_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
 
 
 def _seed(seed: int) -> int:
-    """Return a seed for the engine. A negative seed, which some clients send, becomes its two's complement."""
+    """Convert a negative seed, which some clients send, to its two's complement."""
     return int(REQUEST_RULES["seed"].checked("seed", seed)) & MAX_SEED
 
 

@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
 STREAM_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-"""Tell proxies not to store or buffer the response."""
+"""Headers that tell proxies not to store or buffer the response."""
 DONE: Final = b"data: [DONE]\n\n"
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -38,22 +38,16 @@ class Chunks(Protocol):
     """Formats the outputs of a generation as the bytes of a stream."""
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
-        """Return the bytes for an output of a choice; may be empty.
-
-        Raise LLMServingError if the generation failed.
-        """
+        """Return the bytes for an output of a choice; may be empty. Raise LLMServingError if the generation failed."""
 
     async def finish(self) -> bytes:
-        """Return the bytes that follow the last output."""
+        """Return the bytes after the last output."""
 
 
 class StreamResponse(Response):
-    """Sends each output as it arrives, in one write each. When the client disconnects, the generation ends.
+    """Sends each output as it arrives, and closes the generation at the end or when the client disconnects.
 
-    Args:
-        generation: Closed at the end, also after an error.
-        chunks: Formats its outputs for a protocol.
-        error_chunk: Formats an error as the last chunk, because the status has already been sent.
+    `error_chunk` formats an error as the last chunk, because the status has already been sent.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Structured output: reading it from the fields of several protocols, and compiling it to a constraint."""
+"""Structured output: reading it from the fields of several protocols, and compiling it to a constraint on tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUM_COMPILERS: Final = 2
 MAX_WAIT_S: Final = 10.0
 """Maximum seconds to compile a grammar, including the time in the queue."""
 _COMPILING: Final = FairThreads(NUM_COMPILERS, "grammar")
-"""Threads that wait for grammars only, so that other work is not delayed."""
+"""Threads that only wait for grammars, so that other work is not delayed."""
 MAX_GUIDED_CHOICES: Final = 1024
 _ANY_OBJECT: Final = '{"type": "object"}'
 
@@ -38,12 +38,10 @@ class StructuredOutput:
     """A rule that the text of an output must match.
 
     Attributes:
-        field: The field of the request that holds the rule.
-        make: Creates the grammar, given the default whitespace in JSON. May take long; raises GrammarError or
-            RequestError.
-        parts: The structured outputs that this one combines. If compiling it fails, the error names the first part that
-            fails alone.
-        size: Returns a lower bound of the size of the grammar's source in bytes or characters; may take long.
+        field: Field of the request that holds the rule.
+        make: Returns the grammar, given the default whitespace in JSON. Slow; raises GrammarError or RequestError.
+        parts: The structured outputs that this one combines. Of these, an error names the first that fails alone.
+        size: Returns a lower bound of the size of the grammar's source in bytes or characters; slow.
         is_json: Whether a request may choose its whitespace.
     """
 
@@ -55,12 +53,10 @@ class StructuredOutput:
 
 
 def structured_output_of(request: object, names: Mapping[str, str] | None = None) -> StructuredOutput | None:
-    """Return the structured output that a request asks for; None if any text is allowed. Raise RequestError if there
-    are several, one is malformed, or another parameter excludes structured output.
+    """Return the structured output that a request asks for; None if any text is allowed.
 
-    Args:
-        request: Struct with some of the fields in `_READERS`.
-        names: Parameter -> field, if the protocol names it differently.
+    Raise RequestError if there are several, one is malformed, or another parameter excludes structured output. `names`:
+    parameter -> field, if the protocol names it differently.
     """
     whitespace = getattr(request, "guided_whitespace_pattern", None)
     found = []
@@ -79,9 +75,7 @@ def structured_output_of(request: object, names: Mapping[str, str] | None = None
 
 
 def check_compatible(request: object, field: str, names: Mapping[str, str] | None = None) -> None:
-    """Raise RequestError if a request that constrains its output by `field` has a parameter that
-    excludes constraints.
-    """
+    """Raise RequestError if a request has a parameter that excludes the structured output set by `field`."""
     if getattr(request, "use_beam_search", None):
         raise RequestError(field, "is not supported with use_beam_search")
     for name in NOT_WITH_A_CONSTRAINT:
@@ -92,12 +86,10 @@ def check_compatible(request: object, field: str, names: Mapping[str, str] | Non
 
 
 async def compile_constraint(engine: AsyncEngine, output: StructuredOutput, source: str) -> TokenConstraint:
-    """Compile a structured output to a constraint on tokens, off the event loop. `source`: the client, which gets a
-    fair share of the compilers' time.
+    """Compile a structured output to a constraint on tokens, off the event loop. Clients (`source`) share the time
+    fairly.
 
-    Raises:
-        RequestError: The structured output cannot be compiled; names its field and the position of the fault.
-        CapacityError: The compilers were busy for too long.
+    Raise RequestError if it cannot be compiled, and CapacityError if the compilers were busy for `MAX_WAIT_S`.
     """
     if not engine.constraints.can_end:
         raise RequestError(output.field, "is not supported: the model has no token that ends an answer")
@@ -197,10 +189,7 @@ def _choice(field: str, value: Any, _: str | None) -> StructuredOutput:
 
 
 def _response_format(field: str, value: Any, whitespace: str | None) -> StructuredOutput | None:
-    """Read OpenAI's `{"type": "text" | "json_object" | "json_schema", ...}`; the schema is in `json_schema.schema`.
-
-    Or read TGI's `{"type": "json" | "json_object" | "regex", "value": ...}`, where json_object is another name of json.
-    """
+    """Read OpenAI's `response_format`, or TGI's object with `type` and `value`."""
     kind = _kind(field, value, ("text", "json_object", "json_schema", "json", "regex"))
     if kind in ("json", "regex"):
         return _tgi_grammar(field, value, whitespace)
@@ -274,7 +263,7 @@ def _check_texts(field: str, value: Mapping[str, Any], names: Sequence[str]) -> 
 
 
 def refuse_unknown_keys(field: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Raise RequestError for an unknown key unless it is null or false, because it might change the response."""
+    """Raise RequestError for an unknown key that is neither null nor false, because it might change the response."""
     for name, given in value.items():
         if name not in known and given not in (None, False):
             raise RequestError(f"{field}.{name[:60]}", f"is not supported; known are {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Tools and reasoning: reading them from a request, constraining the output, and parsing it."""
+"""Tools and reasoning of a chat request: their fields, the grammar of the output, and the parser of the output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ReasoningTokenCounter:
 
     Args:
         opening: Id of the token that starts reasoning; None: the model has no such token.
-        closing: Id of the token that ends it.
+        closing: Id of the token that ends reasoning.
         is_open: Whether the prompt ends with the start token.
     """
 
@@ -56,17 +56,14 @@ class ReasoningTokenCounter:
 
 
 class ReasoningBudget(NamedTuple):
-    """Maximum number of reasoning tokens, after which the model must begin its response."""
+    """Maximum number of reasoning tokens, and the field of the request that sets it."""
 
     field: str
     num_tokens: int
 
 
 def reasoning_budget(request: ChatCompletionRequest, config: ServerConfig) -> ReasoningBudget | None:
-    """Return the budget that a request sets; None if reasoning is not limited.
-
-    Raise RequestError if several fields set a budget, or one breaks its rule.
-    """
+    """Return the reasoning budget of a request; None: no limit. Raise RequestError if its field is invalid."""
     given = [name for name in (*_BUDGETS, "reasoning_effort") if getattr(request, name) is not None]
     if not given:
         return None
@@ -122,10 +119,7 @@ class OfferedTools:
 
 
 def offered_tools(engine: AsyncEngine, request: ChatCompletionRequest) -> OfferedTools | None:
-    """Return the tools that a request offers; None if there are none, or `tool_choice` is none.
-
-    Raise RequestError if a tool or `tool_choice` breaks a rule, or the model's call format is unknown.
-    """
+    """Return the tools that a request offers, if any. Raise RequestError if they are malformed or not supported."""
     choice, chosen = _tool_choice(request)
     if not request.tools:
         return None
@@ -159,9 +153,9 @@ def chat_output(
     offered: OfferedTools | None,
     budget: ReasoningBudget | None = None,
 ) -> StructuredOutput | None:
-    """Return the structured output of a whole choice: reasoning within its budget, then tool calls or content.
-    `content`: the structured output of the content. Raise RequestError if a reasoning budget is set, but the model's
-    reasoning cannot be recognised.
+    """Return the structured output of a choice: reasoning within its budget, then tool calls or `content`.
+
+    Raise RequestError if a budget is set, but the reasoning of the model cannot be recognised.
     """
     constrained_by = None if offered is None else offered.constrained_by
     if content is None and constrained_by is None and budget is None:
@@ -203,7 +197,7 @@ def output_parser(
 def reasoning_counter(
     engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]
 ) -> ReasoningTokenCounter | None:
-    """Return the counter of one choice's reasoning tokens; None if reasoning is not parsed or has no end token."""
+    """Return the counter of one choice's reasoning tokens; None if they cannot be counted."""
     reasoning, closing = _reasoning_parser(engine, request, prompt), engine.tokenizer.mark_id(CLOSING)
     if reasoning is None or closing is None:
         return None
@@ -211,10 +205,7 @@ def reasoning_counter(
 
 
 def template_call(field: str, call: ToolCallOfMessage) -> dict[str, Any]:
-    """Convert a message's call into the form that chat templates read.
-
-    Raise RequestError if it is not a function call, or its arguments are not a JSON object.
-    """
+    """Convert a message's call into the form that chat templates read. Raise RequestError if it is malformed."""
     if call.type != "function":
         raise RequestError(f"{field}.type", "must be function", call.type)
     arguments = arguments_of(f"{field}.function.arguments", call.function.arguments)
@@ -223,10 +214,7 @@ def template_call(field: str, call: ToolCallOfMessage) -> dict[str, Any]:
 
 
 def arguments_of(field: str, given: str | dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a message's call. An empty text means no arguments.
-
-    Raise RequestError if they are not a JSON object.
-    """
+    """Return the arguments of a call; {} for an empty text. Raise RequestError unless they are a JSON object."""
     arguments: Any = given
     if isinstance(given, str):
         try:
@@ -253,10 +241,7 @@ def _reasoning_parser(engine: AsyncEngine, request: ChatCompletionRequest, promp
 
 
 def _tool_choice(request: ChatCompletionRequest) -> tuple[str, str | None]:
-    """Return the mode of `tool_choice` ("auto", "none" or "required") and the name of the tool that must be called.
-
-    The name is None unless the request names a tool.
-    """
+    """Return "auto", "none" or "required", and the only tool that may be called; None: any tool."""
     choice = request.tool_choice
     if choice in (None, "auto", "none", "required"):
         if choice == "required" and not request.tools:

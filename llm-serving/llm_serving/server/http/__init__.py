@@ -1,4 +1,1 @@
-"""The HTTP server: uvicorn with limits of size, time, memory and number of connections.
-
-Every limit is a key of the section `serving_config`.
-"""
+"""The HTTP server: uvicorn with limits of size, time, memory and connections, which `serving_config` sets."""

@@ -27,9 +27,7 @@ EXHAUSTED_PAUSE_S: Final = 0.25
 """Seconds until the next attempt if the system has no file descriptor for a connection."""
 TLS_SHUTDOWN_S: Final = 2.0
 HANDSHAKES_AT_ONCE: Final = 2
-"""Maximum number of TLS handshakes begun in one iteration of the event loop. Each costs a
-signature, about a millisecond.
-"""
+"""Maximum number of TLS handshakes begun in one iteration of the event loop. Each takes about a millisecond."""
 ESTABLISHED: Final = 1
 """State of a TCP connection in Linux's `tcp_states.h`."""
 MAX_RETRY_AFTER_S: Final = 8
@@ -38,12 +36,8 @@ MAX_RETRY_AFTER_S: Final = 8
 class ConnectionLimits:
     """The number of connections and of the bytes that they buffer, in total and by address.
 
-    At a limit, an idle, silent or slow connection is closed: one of the address with the most connections.
-
-    Args:
-        max_per_address: Maximum number of connections of one address; for IPv6, of one /64 network.
-        max_bytes: Maximum bytes that all connections together buffer.
-        on_refused: Called with the address and status of every response to input that never became a request.
+    At a limit, an idle connection of the address with the most connections is closed. An IPv6 address counts as its /64
+    network. `on_refused` gets the address and status if input is refused before it is a request.
     """
 
     def __init__(
@@ -56,7 +50,6 @@ class ConnectionLimits:
         self._num_connections = 0
 
     def reload(self, max_connections: int, max_per_address: int, max_bytes: int) -> None:
-        """Change the limits. Existing connections stay."""
         self._max_connections = max_connections
         self._max_per_address = max_per_address
         self._max_bytes = max_bytes
@@ -65,7 +58,7 @@ class ConnectionLimits:
         return self._num_connections
 
     def admit(self, connection: Connection) -> bool:
-        """Count a connection, unless a limit is reached and no other connection can be closed."""
+        """Count a connection. Return False if a limit is reached and no other connection can be closed."""
         own = self._by_address.get(connection.address, {})
         if len(own) >= self._max_per_address and not self._close_one(own):
             return False
@@ -79,7 +72,7 @@ class ConnectionLimits:
         return True
 
     def remove(self, connection: Connection) -> None:
-        """Stop counting a connection. No effect if it is not counted."""
+        """Stop counting a connection. Idempotent."""
         group = self._by_address.get(connection.address, {})
         if connection not in group:
             return
@@ -110,7 +103,7 @@ class ConnectionLimits:
         return (connection for group in self._by_address.values() for connection in group)
 
     def retry_after_s(self) -> int:
-        """Return after how many seconds a refused client may retry. It is random, so that retries are spread."""
+        """Return after how many seconds a refused client may retry; random, so that retries are spread."""
         return random.randint(1, MAX_RETRY_AFTER_S)
 
     def _close_one(self, group: Collection[Connection]) -> bool:
@@ -126,13 +119,12 @@ class ConnectionLimits:
 class Acceptor:
     """Accepts connections, with TLS if there is a certificate. It has the interface of asyncio's servers.
 
-    A connection is counted before its TLS handshake. Few handshakes begin at a time, alternating between addresses, so
-    hundreds of one client do not delay other clients. Without free file descriptors, connections wait in the kernel.
+    Few TLS handshakes begin at a time, alternating between addresses, so hundreds of one client do not delay other
+    clients. If no file descriptor is free, connections wait in the kernel.
 
     Args:
         listener: The caller closes it.
-        new_connection: Creates the protocol of a connection from the limits, the registry, the address and the socket.
-        context: For TLS; None: plain HTTP.
+        new_connection: Creates the protocol of a connection.
         limits: Section `serving_config`; may be replaced later, for new connections.
     """
 
@@ -254,7 +246,6 @@ class Acceptor:
 
 
 def _drop(connection: Connection, client: socket.socket) -> None:
-    """Close a connection that was not established."""
     connection.connection_lost(None)
     client.close()
 

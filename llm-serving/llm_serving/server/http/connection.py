@@ -37,9 +37,7 @@ TLS_BYTES: Final = 128 * 1024
 """Estimated memory of TLS in addition to the bytes that a connection buffers."""
 LINGER_S: Final = 5.0
 LINGER_BYTES: Final = 4 * 2**20
-"""Maximum bytes that a refused client may still send, within 5 s. Closing a socket with unread bytes may destroy the
-response.
-"""
+"""Maximum bytes that a refused client may still send in `LINGER_S`, so that it can read the response."""
 STARTED_AT_ONCE: Final = 4
 """Maximum number of requests that start in one iteration of the event loop."""
 PROBES: Final = frozenset(("/health", "/ping"))
@@ -52,11 +50,7 @@ class Connection(asyncio.Protocol):
 
     uvicorn receives a head when it is complete and rewritten, and the next request when the previous response is
     complete. So a connection runs at most one request, whose application is notified when the client disconnects.
-
-    Args:
-        config: uvicorn's configuration, loaded; its application is wrapped by `within_connection`.
-        state: uvicorn's table of connections and tasks.
-        address: Address of the client, as the registry counts it.
+    `config` is uvicorn's; its application is wrapped by `within_connection`.
     """
 
     def __init__(
@@ -170,7 +164,6 @@ class Connection(asyncio.Protocol):
         self.write = _discard
 
     def _drop_protocol(self) -> None:
-        """Report to uvicorn that the client has disconnected."""
         protocol, self._protocol = self._protocol, None
         if protocol is not None:
             protocol.connection_lost(None)
@@ -335,7 +328,7 @@ class Connection(asyncio.Protocol):
         return self._is_closing
 
     def pause_reading(self) -> None:
-        """Pause the body, because uvicorn's buffer is full."""
+        """Stop passing on the body, because uvicorn's buffer is full."""
         self._app_paused = True
         self._update_reading()
 
@@ -345,7 +338,7 @@ class Connection(asyncio.Protocol):
         self._loop.call_soon(self._advance)
 
     def close(self) -> None:
-        """Close the connection once everything written has been sent. A client that still sends can read it first."""
+        """Close the connection when everything written is sent. A client that still sends gets time to read it."""
         if self._is_closing or self._transport is None:
             return
         self._is_closing = True
@@ -394,9 +387,7 @@ def _discard(data: bytes) -> None:
 
 
 class StartPacer:
-    """Starts a few requests in each iteration of the event loop, so that hundreds of requests do
-    not delay a health probe.
-    """
+    """Starts few requests in each iteration of the event loop, so hundreds of requests do not delay a health probe."""
 
     def __init__(self) -> None:
         self._num_started = 0

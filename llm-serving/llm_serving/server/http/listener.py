@@ -14,7 +14,6 @@ from llm_serving.log import get_logger
 logger = get_logger(__name__)
 
 BACKLOG: Final = 2048
-"""Maximum number of connections that wait in the kernel to be accepted."""
 UNSENT_BYTES: Final = 128 * 1024
 """Maximum unsent bytes that the kernel buffers for a connection. Its default is megabytes."""
 MAX_OPEN_FILES: Final = 65536
@@ -25,10 +24,7 @@ RAISE_FILES: Final = "raise the limit to at least {} (LimitNOFILE of systemd; `u
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the address.
-
-    Raise ConfigError if another program uses the port, or the address does not belong to this machine.
-    """
+    """Return a socket that listens on the address. Raise ConfigError if it is in use or not of this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -59,10 +55,7 @@ class OpenFiles:
         self.reserved = RESERVED_FILES + FILES_OF_A_WORK_AGENT * num_work_agents
 
     def raise_limit(self, limits: ServerConfig) -> None:
-        """Raise the soft limit to `MAX_OPEN_FILES`, or to the hard limit if that is lower.
-
-        Raise ConfigError if the limit leaves no file for a connection.
-        """
+        """Raise the soft limit up to `MAX_OPEN_FILES`. Raise ConfigError if no file remains for a connection."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
         if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -77,7 +70,7 @@ class OpenFiles:
             )
 
     def possible_connections(self, limits: ServerConfig) -> int:
-        """Return `max_connections`, or the smaller number that the limit allows."""
+        """Return `max_connections`, or the smaller number that the limit of open files allows."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = limits.max_connections
         possible = most if soft == resource.RLIM_INFINITY else min(most, max(1, soft - self.reserved))
@@ -89,5 +82,4 @@ class OpenFiles:
         return possible
 
     def needed(self, num_connections: int) -> int:
-        """Return the limit of open files that this number of connections needs."""
         return self.reserved + num_connections

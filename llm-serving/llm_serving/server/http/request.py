@@ -29,13 +29,13 @@ LENGTH_DIGITS: Final = 20
 _REQUEST_LINE: Final = re.compile(rb"[A-Z-]+ [!-~]+ HTTP/1\.[01]\r\n")
 """Stricter than the parser, which accepts lines in which a proxy may see another version or URL."""
 _UPGRADE: Final = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
-"""Ignored (RFC 9110, 7.8). Java's client requests HTTP/2 in every request, and the parser would stop at the body."""
+"""A header to ignore (RFC 9110, 7.8): the parser would stop at the body, and Java's client always sends it."""
 _AUTHORITY: Final = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(:[0-9]*)?")
 _ABSOLUTE: Final = re.compile(rb"https?://([^/?#]+)", re.IGNORECASE)
 ARRIVED_KEY: Final = "llm_serving.arrived"
-"""Scope key: the time at which the head of the request had arrived, by `core.clock`."""
+"""Scope key: the time at which the head of the request had arrived, by `core.timings.monotonic`."""
 MAX_WEIGHT_KEY: Final = "llm_serving.max_weight"
-"""Scope key: a function by which the application limits the bytes of the body that count as buffered."""
+"""Scope key: a function with which the application limits the bytes of the body that count as buffered."""
 UNSENT_KEY: Final = "llm_serving.unsent"
 """Scope key: a function that adds to the number of produced but unsent response bytes."""
 WRITE_KEY: Final = "llm_serving.write"
@@ -43,7 +43,7 @@ WRITE_KEY: Final = "llm_serving.write"
 SLICE_BYTES: Final = 16 * 1024
 """Number of bytes of a chunked body that are parsed before the limit of its framing is checked."""
 BODY_PER_FRAMING: Final = 4
-"""Minimum bytes of content per byte of framing in a chunked body, because tiny chunks cost much time."""
+"""Minimum bytes of content per byte of framing in a chunked body, because tiny chunks take much time."""
 UNSENT_STEP_BYTES: Final = 16 * 1024
 
 T = TypeVar("T")
@@ -96,9 +96,7 @@ class RequestHead(NamedTuple):
 
 
 def check_limits(data: bytes, size: int, limits: ServerConfig) -> None:
-    """Raise RefusedError if the first `size` bytes, a head or its beginning, exceed a limit or do
-    not begin a request.
-    """
+    """Raise RefusedError if the first `size` bytes, a head or its beginning, exceed a limit or begin no request."""
     if not 65 <= data[0] <= 90:  # a method is in capital letters
         raise RefusedError(NOT_HTTP)
     max_line = limits.max_url_bytes + AROUND_URL
@@ -133,10 +131,7 @@ class _Fields:
 
 
 def parse_head(data: bytes) -> RequestHead:
-    """Return the checked head of a request.
-
-    Raise RefusedError if the head is not HTTP/1, or another reader could find another host or another end of the body.
-    """
+    """Return the checked head of a request. Raise RefusedError if it is not HTTP/1, or is ambiguous."""
     fields, is_valid = _Fields(), True
     parser = httptools.HttpRequestParser(fields)
     try:
@@ -198,7 +193,7 @@ class _Chunks:
 
 
 class NoRequest:
-    """What a connection has before its first request and after its end."""
+    """Stands for the request of a connection before its first request and after its end."""
 
     in_body = is_started = False
     is_complete = True
@@ -238,10 +233,9 @@ class HttpRequest:
         return 0 if self._is_digested or self.is_complete else min(self._num_body, self._max_weight)
 
     def read_body(self, data: bytes) -> tuple[int, bytes]:
-        """Read a piece of the body. Raise RefusedError if chunks are invalid or too small.
+        """Return how many bytes of `data` belong to the body, and what to pass to uvicorn.
 
-        Return how many bytes of `data` were read, and the bytes for uvicorn: of chunks the content, without extensions
-        and trailers.
+        Extensions and trailers of chunks are removed. Raise RefusedError if chunks are invalid or too small.
         """
         if self._left is None:
             return self._read_chunks(data[:SLICE_BYTES])
@@ -318,12 +312,9 @@ class HttpRequest:
         self._connection.on_response_complete()
 
     def write_chunk(self, to_bytes: Callable[[int, T], bytes], index: int, piece: T) -> bool:
-        """Write a piece of a streamed response at once, unless the client reads too slowly.
+        """Write `to_bytes(index, piece)` of a streamed response at once, without waking the application's task.
 
-        Sending a piece through the application would wake a task, which costs more than the piece.
-
-        Returns:
-            Whether it was written; otherwise `to_bytes` was not called.
+        Return False, without calling `to_bytes`, if the client reads too slowly.
         """
         if not (self._is_chunked and self._connection.can_write):
             return False

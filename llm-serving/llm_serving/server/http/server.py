@@ -51,8 +51,7 @@ def check_variables(limits: ServerConfig) -> None:
 class Certificate:
     """The TLS context of the server. New handshakes use changed files without a restart.
 
-    Files that cannot be used are logged once, and the previous certificate stays in use. Raise ConfigError if the files
-    cannot be used at the start.
+    Raise ConfigError if the files cannot be used at the start. Later the previous certificate stays in use.
     """
 
     def __init__(self, limits: ServerConfig) -> None:
@@ -97,15 +96,13 @@ def _version(file: Path | None) -> tuple[int, int, int]:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn behind `Connection`, with an orderly shutdown on signals. Raise ConfigError if the certificate cannot be
-    used.
+    """uvicorn behind `Connection`, with an orderly shutdown on signals. Raise ConfigError if the certificate is
+    invalid.
 
     Args:
-        listener: From `bind`.
-        on_refused: Called with the address and status if a connection is refused before it is a request.
+        on_refused: Called with the address and status if input is refused before it is a request.
         on_reload: Reloads other files on SIGHUP.
         on_shutdown: Called on the event loop before the wait for running requests.
-        files: Limits the number of connections.
     """
 
     def __init__(
@@ -169,13 +166,10 @@ class HttpServer(uvicorn.Server):
         await asyncio.sleep(0)  # the transports end in the next iteration of the event loop
 
     def run_within(self, surroundings: AbstractAsyncContextManager[object]) -> None:
-        """Serve until SIGINT or SIGTERM. Call it in the main thread.
+        """Serve within `surroundings` until SIGINT or SIGTERM. Call it in the main thread.
 
         The first signal lets running requests finish, the second ends them, the third ends the process. SIGHUP reloads
         files, except in a terminal, where the signal means that the terminal closes.
-
-        Args:
-            surroundings: Entered on the event loop before the first request and exited after the last one.
         """
         before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         if sys.stdin is None or not sys.stdin.isatty():

@@ -1,8 +1,7 @@
 """Records of accepted requests in files that stay readable, even if the process is killed.
 
-A folder holds files `requests-N.log`. A file is a sequence of records: length and CRC-32 of the content as
-little-endian 32-bit integers, then the content as MessagePack. A file ends at a truncated or damaged record, which is
-removed before the next record is appended. The oldest files are deleted first. One process uses a folder at a time.
+A file `requests-N.log` holds records: length and CRC-32 of the content as little-endian 32-bit integers, then the
+content as MessagePack. It ends at a damaged record, which is removed before the next record is appended.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from llm_serving.server.idempotency.store import AcceptedRequest
 logger = get_logger(__name__)
 
 NUM_FILES: Final = 4
-"""Number of files of a full log. Deleting one frees a quarter of the bytes."""
+"""Number of files of a full log. Deleting the oldest one frees a quarter of the bytes."""
 WAIT_S: Final = 1.0
 """Maximum seconds that a response waits for the disk."""
 MAX_WAITING_BYTES: Final = 2**25
@@ -39,11 +38,9 @@ _decode: Final = msgspec.msgpack.Decoder(AcceptedRequest).decode
 
 
 class LogFile:
-    """The log of accepted requests. `append` is called on the event loop.
+    """The log of accepted requests. A write error ends it; a disk that hangs delays only one request.
 
-    A write error ends the log, with one line in the server's log. A disk that hangs delays one request; records that
-    exceed `MAX_WAITING_BYTES` meanwhile are lost, and the server's log reports their number. Raise ConfigError if the
-    folder cannot be used, or another process uses it.
+    Raise ConfigError if the folder cannot be used, or another process uses it. For the event loop only.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -53,7 +50,6 @@ class LogFile:
         self._broken = False
         self._num_waiting_bytes = 0
         self._num_lost = 0
-        """Number of records lost while the disk was too slow."""
         self._is_late = False
         """Whether a request has waited `WAIT_S` for the disk, and no record was written since."""
         try:

@@ -63,12 +63,8 @@ async def claim_request(
 ) -> AsyncIterator[ClaimedRequest]:
     """Yield a request with the identity of its response. No other request gets its key until the context exits.
 
-    A request that can be retried or resumed gets a seed here. The seed is derived from the key, its tenant and the
-    body, so a request whose record has been evicted still generates the same tokens.
-
-    Args:
-        prefix: Prefix of the request id in the id of the response.
-        num_streams: Number of choices of all prompts.
+    A request that can be retried or resumed gets a seed, derived from key, tenant and body, so the tokens are the same
+    even if its record has been evicted. `num_streams` is the number of choices of all prompts.
 
     Raises:
         RequestError: The key or the event id is malformed, or belongs to another request.
@@ -185,17 +181,10 @@ def _by_event(accepted: AcceptedRequests, http_request: Request, event_id: str, 
 def resumed_by(
     accepted: AcceptedRequests, http_request: Request, field: str, event_id: str, stream_id: str | None = None
 ) -> ResumedStream:
-    """Return the accepted request and the position that an event id stands for.
+    """Return the accepted request and the position for an event id, or for its part after the colon.
 
-    Args:
-        http_request: The client's request; its API key must be that of the stream's tenant.
-        field: Field or header that holds the id.
-        event_id: Id of an event, or its part after the colon.
-        stream_id: The stream, if the URL names it.
-
-    Raises:
-        RequestNotFoundError: The stream is unknown, or belongs to another tenant.
-        RequestError: The id is malformed, or belongs to another stream.
+    `field` holds the id. `stream_id` is the stream, if the URL names it. Raise RequestNotFoundError if the tenant has
+    no such stream, and RequestError if the id is malformed or belongs to another stream.
     """
     named, colon, text = event_id.rpartition(":")
     if stream_id is not None and colon and named != stream_id:

@@ -1,8 +1,8 @@
 """One generation request of a client: a new one, a retry, or one whose stream is resumed.
 
-An event id says how far the client has read. It consists of the id of the stream, a colon, and the number of events
-sent for each choice, joined by dots; after a plus sign, the number of events that follow all choices, or `end`. The
-order of choices depends on the load, but the events of each choice do not, so the id determines the remaining events.
+An event id says how far the client has read: the id of the stream, a colon, and the number of events sent for each
+choice, joined by dots; after a plus sign, the number of events that follow all choices, or `end`. The order of choices
+depends on the load, but the events of each choice do not, so the id determines the remaining events.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class IdempotentRequest:
     """A request that may be retried or resumed, or whose response identical requests share.
 
     Args:
-        rules: From the configuration.
         seeded: Whether the client gave a seed.
         record: What is stored of the request; None: it can be neither retried nor resumed.
         known: Whether it was accepted before.
@@ -125,10 +124,9 @@ class IdempotentRequest:
     async def sharing(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices, caller: HttpCaller
     ) -> Sharing | None:
-        """Return how identical requests of the tenant, or repetitions of this request, share the response; None if they
-        do not.
+        """Return how identical or repeated requests share the response; None if they do not.
 
-        The caller appends the number of the sequence to the key of the result.
+        The caller appends the number of the sequence to the key.
         """
         if self._rules.coalesces_identical and caller.deadline is None and (self._seeded or sampling.greedy):
             scope = ""
@@ -143,10 +141,7 @@ class IdempotentRequest:
         return Sharing(key, keeps, self._rules.grace_s if self.stream_id else 0.0)
 
     async def accept(self) -> None:
-        """Store the record with the prompts given to `sharing`, so that the request can be repeated from now on.
-
-        Raise GoneError if the request was accepted before with other prompts.
-        """
+        """Store the record with the prompts given to `sharing`. Raise GoneError if it has other prompts already."""
         if self.record is None:
             return
         if self.known:

@@ -12,13 +12,7 @@ _BLANK: Final = b"\n\n"
 
 
 class NumberedPieces:
-    """Chunks of a stream whose events have ids. Events that the client has read are omitted.
-
-    Args:
-        pieces: Formats the chunks without ids.
-        stream_id: Prefix of each id.
-        num_choices: Choices of the stream.
-    """
+    """Adds an id to each event of `pieces`. Events that the client has read are omitted."""
 
     def __init__(self, pieces: Chunks, stream_id: str, num_choices: int, position: Position) -> None:
         assert len(position.num_read) in (0, num_choices)

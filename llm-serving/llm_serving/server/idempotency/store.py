@@ -1,8 +1,4 @@
-"""Accepted requests by stream and key: the latest, up to a number of bytes and an age.
-
-A record has everything needed to compute the same response again. `ModelState` identifies the model, configuration and
-kernels without reading the weights.
-"""
+"""Accepted requests by stream and key: the latest, up to a number of bytes and an age."""
 
 from __future__ import annotations
 
@@ -50,7 +46,6 @@ class AcceptedRequest(msgspec.Struct, kw_only=True, frozen=True):
     model: bytes
     """Digest of the model, its configuration and kernels, on which the response depends."""
     prompts: bytes
-    """Digest of the token ids of its prompts."""
     accepted_at: float
     """Seconds since the epoch."""
 
@@ -70,7 +65,6 @@ class Claim:
     """The exclusive right of one request to a key. Other requests with the key wait."""
 
     name: tuple[str, str]
-    """Tenant and key."""
     digest: bytes
     settled: asyncio.Future[None]
 
@@ -115,7 +109,7 @@ class AcceptedRequests:
     def find(self, field: str, stream_id: str, tenant: str | None) -> AcceptedRequest:
         """Return the request of a stream that can be resumed. Raise RequestNotFoundError if the tenant has none.
 
-        `field` names the stream in the error. `tenant` is None if the server has no API keys; then the id is enough.
+        Without API keys `tenant` is None, and the id is enough. `field` names the stream in the error.
         """
         self._expire()
         record = self._records.get(stream_id)
@@ -124,10 +118,10 @@ class AcceptedRequests:
         return record
 
     async def claim(self, tenant: str, key: str, digest: bytes) -> AcceptedRequest | Claim:
-        """Return the accepted request of a key, after waiting for one that is being accepted or logged.
+        """Return the accepted request of a key, or a claim, whose owner holds the key until it calls `settle`.
 
-        If there is none, return a claim, whose owner holds the key until it calls `settle`. Raise IdempotencyError if
-        the key belongs to a different request.
+        Wait for a request with the key that is being accepted. Raise IdempotencyError if the key belongs to another
+        one.
         """
         name = (tenant, key)
         while True:
@@ -149,9 +143,7 @@ class AcceptedRequests:
             claim.settled.set_result(None)
 
     async def add(self, record: AcceptedRequest) -> None:
-        """Keep a record, and log it if there is a log. Evict older records, first of the tenant
-        that uses most memory.
-        """
+        """Keep a record, and log it if there is a log. Evict older records of the tenant that uses most memory."""
         self.restore(record)
         if self.log is not None and record.stream_id in self._records:
             await self.log.append(record)
@@ -191,7 +183,7 @@ def _check(key: str, known: bytes, digest: bytes) -> None:
 
 
 class ModelState:
-    """The state of the model's folder when the server started."""
+    """The model's files and configuration when the server started. It does not read the weights."""
 
     def __init__(self, config: ServingConfig) -> None:
         model = config.model

@@ -22,8 +22,7 @@ RESUME_FROM: Final = "resume_from"
 
 
 async def resume_stream(engine: AsyncEngine, http_request: Request) -> Response:
-    """Continue a stream after the event that `Last-Event-ID` or `resume_from` names, or from the beginning without
-    them.
+    """Continue a stream after the event that `Last-Event-ID` or `resume_from` names; without them, from the beginning.
 
     The header takes precedence, because an `EventSource` that reconnects sends it to its original URL.
     """

@@ -1,7 +1,4 @@
-"""Access log, HTTP metrics and timings of every HTTP request.
-
-A line of the access log has client, route, times and sizes, but no text of a request or an answer.
-"""
+"""Access log, HTTP metrics and timings of every HTTP request, without any text of requests and responses."""
 
 from __future__ import annotations
 
@@ -30,9 +27,7 @@ from llm_serving.server.request_context import CONTEXT_KEY, RequestContext
 logger = get_logger(__name__)
 STANDARD_OUTPUT: Final = Path("-")
 REFUSED_BURST, REFUSED_PER_SECOND = 200, 20.0
-"""Limits of access log lines for refused requests (4xx, 503), so that a flood of them does not
-rotate other lines away.
-"""
+"""Limits of access log lines for refused requests (4xx, 503), so that other lines are not rotated away."""
 _encode: Final = msgspec.json.Encoder().encode
 OTHER: Final = "other"
 """Reported for a route or method that the server does not have."""
@@ -46,10 +41,7 @@ REFUSED_LOG_BURST, REFUSED_LOG_LINES_PER_SECOND = 10, 0.2
 
 
 class LineBudget:
-    """Token bucket for log lines: `burst` lines, then `per_second`. It counts the suppressed lines.
-
-    The caller passes times in seconds, which never decrease.
-    """
+    """Token bucket for log lines: `burst` lines, then `per_second`. It counts the suppressed lines."""
 
     def __init__(self, burst: int, per_second: float) -> None:
         self._burst = float(burst)
@@ -71,13 +63,10 @@ class LineBudget:
 
 
 class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """One line of the access log, without the fields that do not apply.
-
-    Times are milliseconds since the headers of the request arrived, unless stated otherwise.
-    """
+    """One line of the access log. Times in ms count from the arrival of the request's headers, unless noted."""
 
     time: str
-    """UTC time at which the answer ended."""
+    """UTC time at which the response ended."""
     client: str
     method: str
     route: str
@@ -90,7 +79,6 @@ class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
-    """Generated tokens of all choices."""
     finish: str | None = None
     """Finish reasons of all choices, sorted and separated by commas; `abort` if the client disconnected."""
     queue_ms: float | None = None
@@ -104,9 +92,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):
 class AccessLog:
     """Writes one line for each request. Lines of refused requests are rate-limited.
 
-    Args:
-        put: Writes a line without blocking.
-        reopen: Makes the writer reopen its file after a rotation.
+    `put` writes a line without blocking; `reopen` reopens the file after a rotation.
     """
 
     def __init__(
@@ -149,9 +135,7 @@ class AccessLog:
 
 
 def open_access_log(serving: ServerConfig) -> tuple[AccessLog | None, Callable[[], None]]:
-    """Return the access log of the configuration, if any, and a function that closes it. Raise ConfigError if the file
-    cannot be opened.
-    """
+    """Return the configured access log, if any, and a function that closes it. Raise ConfigError if it fails."""
     path = serving.access_log
     if path is None:
         return None, lambda: None
@@ -191,10 +175,7 @@ def _ms(seconds: float) -> float:
 class Accounting:
     """Outermost ASGI middleware: records timings, metrics, access log and trace of every request.
 
-    Args:
-        access_log: None if the configuration has no access log.
-        paths: Paths of the routes that have no parameters.
-        tracer: Exports the spans of requests; None if tracing is off.
+    `paths` are those without parameters: only they appear in logs before a route is found.
     """
 
     def __init__(
@@ -258,7 +239,7 @@ class Accounting:
                 self._tracer.answered(trace, context, int(status), http_timings.response_sent_time)
 
     def refused(self, address: str, status: int) -> None:
-        """Record a connection refused before it became a request: connection limit, bad HTTP, size or timeout."""
+        """Record a connection that was refused before it became a request."""
         now = self._clock()
         context = RequestContext(HttpTimings(now), OTHER, OTHER, client=address, error="connection limits")
         self._record(context, int(status), now)

@@ -1,7 +1,4 @@
-"""Authentication by API key. Every path needs a key, except those listed as open.
-
-Each client address may present only a few unknown keys per minute; its further requests are refused without a check.
-"""
+"""Authentication by API key. Every path needs a key, except those listed as open."""
 
 from __future__ import annotations
 
@@ -36,8 +33,9 @@ V = TypeVar("V")
 
 
 class FailedKeys:
-    """Failed authentication attempts, counted by client address on the event loop. `refused`: counts a refusal by its
-    reason: `missing_key`, `unknown_key` or `too_many_unknown_keys`.
+    """Failed authentication attempts by client address. For the event loop only.
+
+    `refused` is called with the reason: `missing_key`, `unknown_key` or `too_many_unknown_keys`.
     """
 
     def __init__(self, clock: Clock, refused: Callable[[str], None]) -> None:
@@ -50,9 +48,7 @@ class FailedKeys:
         self._logged_at = -LOG_INTERVAL_S
 
     def check(self, client: str, digest: bytes) -> None:
-        """Raise RateLimitError if this address has exhausted its attempts, unless the key has
-        succeeded from it before.
-        """
+        """Raise RateLimitError if an address presented too many unknown keys. Keys that worked there before pass."""
         address = network_of(client)
         bucket = self._addresses.get(address)
         if bucket is None or (address, digest) in self._succeeded:
@@ -98,11 +94,8 @@ def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
 class ApiKeyAuthentication:
     """ASGI middleware that requires an API key, as `Authorization: Bearer KEY` or `X-API-Key: KEY`.
 
-    The matching row of `api_keys` is stored in the request's scope: `api_key_of` returns it, `quota_of` its limits.
-
-    Args:
-        open_paths: Paths that need no key.
-        open_pages: Paths that need no key for GET and HEAD.
+    The key's row of `api_keys` is stored in the request's scope. `open_paths` need no key; `open_pages` need none for
+    GET and HEAD.
     """
 
     def __init__(
@@ -148,13 +141,9 @@ class ApiKeyAuthentication:
         await self._app({**scope, API_KEY_KEY: key, QUOTA_KEY: self._quotas.get(key.name)}, receive, send)
 
     def _find(self, shown: Sequence[bytes], client: str) -> ApiKey:
-        """Return the row of the key that the request presents.
+        """Return the row of the presented key. The time of the comparison reveals nothing about the existing keys.
 
-        All hashes are compared, each in constant time, so the duration reveals nothing about the existing keys.
-
-        Raises:
-            AuthenticationError: The request has no key, several keys, or an unknown key.
-            RateLimitError: The client address presented too many unknown keys.
+        Raise AuthenticationError unless the request has one known key, and RateLimitError after too many unknown keys.
         """
         if len(shown) != 1:
             self._failures.failed(client, shown=False)
@@ -171,16 +160,13 @@ class ApiKeyAuthentication:
 
 
 def tenant_seen(connection: HTTPConnection) -> str | None:
-    """Return the tenant whose requests the caller may see and control.
-
-    None means all tenants: the caller has an administrator's key, or the server requires no keys.
-    """
+    """Return the tenant whose requests the caller may see and control; None: all (administrators, no API keys)."""
     key = api_key_of(connection)
     return None if key is None or key.admin else key.name
 
 
 def check_operator(connection: HTTPConnection) -> None:
-    """Raise PermissionDeniedError if the caller may see and control only its own tenant's requests."""
+    """Raise PermissionDeniedError unless the caller may see and control the requests of all tenants."""
     if tenant_seen(connection) is not None:
         raise PermissionDeniedError("api_key", "must be an administrator's key")
 

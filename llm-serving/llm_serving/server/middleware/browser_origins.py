@@ -1,9 +1,8 @@
 """Checks of requests from browsers: only the server's own pages and those of configured origins may send requests.
 
 A browser sends requests of any web page to any address it can reach, including a server on the loopback address.
-Without API keys, such requests look like those of the user's own programs. Three headers reveal them: `Origin`; `Host`,
-if a page's domain was made to resolve to this machine (DNS rebinding); and `Sec-Fetch-Site`, for images and scripts,
-which are requested without an `Origin`.
+Without API keys, three headers reveal them: `Origin`; `Host`, if a page's domain was made to resolve to this machine
+(DNS rebinding); and `Sec-Fetch-Site`, for images and scripts, which are requested without an `Origin`.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ SHOWN_HEADERS: Final = (
 class BrowserGuard:
     """ASGI middleware that refuses requests of foreign web pages, and answers CORS preflights.
 
-    Args:
-        server: The configuration of origins, hosts and address.
-        needs_keys: Whether API keys protect the server. Then foreign pages are not refused, because they need a key.
-        refused: Counts a refusal by its reason.
+    `needs_keys`: the server requires API keys, so foreign pages are not refused. `refused` counts refusals by reason.
     """
 
     def __init__(self, app: ASGIApp, server: ServerConfig, *, needs_keys: bool, refused: Callable[[str], None]) -> None:
@@ -65,9 +61,7 @@ class BrowserGuard:
         )
         self._needs_keys = needs_keys
         self._hosts: frozenset[str] | None = None
-        """Accepted host names; None accepts all, because the server is not on the loopback address
-        or requires API keys.
-        """
+        """Accepted host names; None accepts all: the server is not on the loopback address, or requires API keys."""
         if not needs_keys and is_loopback(server.server_ip):
             self._hosts = frozenset(("localhost", "127.0.0.1", *map(str.lower, server.allowed_hosts)))
         self._refused = refused

@@ -31,9 +31,7 @@ class TokenBucket:
         return min(self.capacity, self._level + (now - self._at) * self._per_s)
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until `amount` can be withdrawn, or until the bucket is full if `amount` exceeds the
-        capacity.
-        """
+        """Return the seconds until `amount`, limited to the capacity, can be withdrawn."""
         return max(0.0, (min(amount, self.capacity) - self.level(now)) / self._per_s)
 
     def take(self, amount: float, now: float) -> None:
@@ -68,12 +66,10 @@ class Quota:
         self._take("requests", 1)
 
     def take_tokens(self, num_prompt: int, num_output: int) -> Callable[[int], None] | None:
-        """Withdraw the prompt tokens of a request and all tokens that it may generate. Raise RateLimitError if the
-        limit of tokens per minute is exceeded.
+        """Withdraw the prompt tokens of a request and all tokens that it may generate.
 
-        Returns:
-            A function to call at the end of the request with the number of generated tokens; None without a token
-            limit.
+        Return a function to call at the end with the number of generated tokens; None without a limit. Raise
+        RateLimitError if the limit of tokens per minute is exceeded.
         """
         if "tokens" not in self._buckets:
             return None

@@ -1,7 +1,7 @@
 """OpenTelemetry traces: one span for each request, with child spans for queueing, prefill and decode.
 
 Spans are posted to a collector as JSON over HTTP (OTLP 1). Trace contexts are read from the header `traceparent` (W3C
-Trace Context) and returned in answers. Spans contain numbers and names, but no text of a request or an answer.
+Trace Context) and returned in responses. Spans contain numbers and names, but no text of a request or response.
 """
 
 from __future__ import annotations
@@ -56,10 +56,7 @@ class TraceContext(NamedTuple):
 
 
 def context_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
-    """Return the trace context of a request; None if the header says that the trace is not sampled.
-
-    A request without a valid `traceparent` starts a new trace.
-    """
+    """Return a request's trace context, which is new without a valid `traceparent`; None if it is not to be sampled."""
     given = [value for name, value in headers if name == HEADER]
     found = _CONTEXT.fullmatch(given[0].decode("latin-1")) if len(given) == 1 else None
     if found is None or int(found[1], 16) == 0 or int(found[2], 16) == 0 or (given[0][:2] == b"00" and found[4]):
@@ -70,12 +67,7 @@ def context_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
 
 
 def spans_of(context: TraceContext, request: RequestContext, status: int, now: float, epoch: float) -> Iterator[Span]:
-    """Yield the spans of an answered request.
-
-    Args:
-        now: Time when the answer ended, in seconds on the engine's clock.
-        epoch: Seconds since the epoch when the engine's clock showed 0.
-    """
+    """Yield the spans of a request answered at `now`, on the engine's clock, which showed 0 at `epoch`, in seconds."""
 
     def span(name: str, kind: int, start: float, end: float, span_id: str, parent_id: str) -> Span:
         ids = {"traceId": context.trace_id, "spanId": span_id} | ({"parentSpanId": parent_id} if parent_id else {})
@@ -112,9 +104,7 @@ def spans_of(context: TraceContext, request: RequestContext, status: int, now: f
 class Tracer:
     """Exports spans from a thread of its own, so that no request waits for the collector.
 
-    Args:
-        send: Sends a message, or raises OSError or HTTPException.
-        wall_clock: Returns seconds since the epoch.
+    `send` sends a message, or raises OSError or HTTPException. `wall_clock` returns seconds since the epoch.
     """
 
     def __init__(self, send: Send, service: str, wall_clock: Callable[[], float] = time.time) -> None:

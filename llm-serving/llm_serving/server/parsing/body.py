@@ -1,13 +1,7 @@
 """Reading a request body: limiting its size and decoding cost, decoding it strictly, checking unsupported fields.
 
-Decoding JSON is one uninterruptible call, during which no other request is served. Its cost depends on the number of
-values rather than of bytes: an empty list costs as much as a hundred letters. So the values are counted first, in short
-calls.
-
-Supported fields are the fields of the body structs; rules of sampling parameters are in `core.sampling_params`. An
-unsupported field is refused by name if it might change a response; otherwise it is ignored and named in the response
-header `x-ignored-parameters`. An unknown field might change a response (a misspelt `temprature`), so it is refused, as
-OpenAI does. Only the older routes ignore unknown fields. A null field counts as absent.
+Decoding cannot be interrupted, and its cost depends on the number of values, so they are counted first. A field that no
+struct has is refused if it might change a response; otherwise `x-ignored-parameters` names it. null means absent.
 """
 
 from __future__ import annotations
@@ -39,18 +33,14 @@ MAX_VALUES: Final = 2**19
 MAX_TEXTS: Final = 2**16
 """Maximum number of strings, names included. Decoding them takes about 5 ms."""
 MAX_CONTAINERS: Final = 2**15
-"""Maximum number of lists, objects and names together, each at most about 0.5 microseconds. 4,096
-messages have fewer.
-"""
+"""Maximum number of lists, objects and names together, each about 0.5 us. 4,096 messages have fewer."""
 MAX_DIGITS: Final = 64
 """Maximum number of digits in a number. The time to decode an integer grows with the square of its digits."""
 MAX_ECHOED_BYTES: Final = 2**16
 """Maximum size of a body whose errors report the wrong value, because that requires decoding it a second time."""
 IGNORED_HEADER: Final = "x-ignored-parameters"
 MAX_NAMED: Final = 20
-"""Maximum number of fields that the header names."""
 MAX_NEUTRAL_BYTES: Final = 64
-"""Maximum size of a value that is compared with neutral values."""
 MAX_NAME_CHARS: Final = 60
 EMPTY_BODIES: Final = (b"", b"{}", b"null")
 ANY_MODEL: Final = "*"
@@ -83,13 +73,8 @@ _names: Final = {kind: frozenset(each.encode_name for each in msgspec.structs.fi
 async def read_fields(engine: AsyncEngine, http_request: Request, kind: type[T], *, strict: bool = True) -> T:
     """Read the body of a request and check its unsupported fields. A long body is decoded off the event loop.
 
-    Args:
-        http_request: The request; its state stores the names of ignored fields.
-        strict: Do not convert strings to numbers and booleans.
-
-    Raises:
-        RequestError: Names the field that is wrong or unsupported, or the limit that the body exceeds.
-        ClientDisconnect: The client disconnected.
+    The state of the request stores the names of ignored fields. `strict` False converts strings to numbers and
+    booleans. Raise RequestError, which names the wrong field or the exceeded limit, or ClientDisconnect.
     """
     body = await read_body(http_request, engine.config.serving)
     if len(body) > INLINE_BYTES:
@@ -107,13 +92,7 @@ def _decode_long(http_request: Request, body: bytes, kind: type[T], strict: bool
 
 
 async def read_body(request: Request, limits: ServerConfig) -> bytes:
-    """Return the complete body.
-
-    Raises:
-        RequestTooLargeError: It is longer than `max_request_body_bytes`; raised before the rest is read.
-        RequestTimeoutError: It did not arrive within `body_timeout_s`.
-        ClientDisconnect: The client disconnected.
-    """
+    """Return the complete body. Raise ClientDisconnect, RequestTooLargeError or RequestTimeoutError."""
     max_bytes = limits.max_request_body_bytes
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
@@ -157,9 +136,7 @@ def check_model(engine: AsyncEngine, name: str | None) -> None:
 
 
 def check_json_limits(body: bytes) -> None:
-    """Refuse a body that would take long to decode. Malformed JSON is not detected here. Raise RequestError, which
-    names the limit that the body exceeds.
-    """
+    """Raise RequestError, naming the limit, if a body would take long to decode. It may still be malformed JSON."""
     # An upper bound, which counts commas inside strings too, settles most bodies.
     if _num_structural(body) <= MAX_CONTAINERS and body.count(b'"') <= 2 * MAX_TEXTS and not _has_long_number(body):
         return
@@ -210,11 +187,9 @@ def _first_repeated(text: bytes, *, only_outermost: bool) -> str | None:
 
 
 def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:
-    """Decode a body as a `kind`. Raise RequestError, which names the wrong field and its value.
+    """Decode a JSON body. Raise RequestError, which names the wrong field and its value.
 
-    Args:
-        body: JSON. NaN, Infinity, invalid UTF-8, lone surrogates and deep nesting are refused.
-        strict: Do not convert strings to numbers and booleans.
+    `strict` False converts strings to numbers and booleans.
     """
     try:
         return msgspec.json.decode(body, type=kind, strict=strict)
@@ -229,8 +204,8 @@ def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:
 def malformed(text: bytes, error: msgspec.DecodeError | UnicodeDecodeError | RecursionError) -> str:
     """Describe what is wrong with a JSON text, given the error of decoding it.
 
-    If a lone surrogate is in the last six bytes, where its other half could follow, msgspec reports a truncated text.
-    So the text is decoded again with six more bytes.
+    msgspec reports a lone surrogate in the last six bytes as truncation, so the text is decoded again with six more
+    bytes.
     """
     if str(error) == _CUT_OFF:
         try:
@@ -291,9 +266,7 @@ def _alternatives(kind: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
 
 
 def check_other_fields(http_request: Request, kind: type, body: bytes) -> None:
-    """Refuse the first unsupported field that would change the response, and record the ignored fields. Raise
-    RequestError, which names the field.
-    """
+    """Record the ignored fields. Raise RequestError for an unsupported field that may change the response."""
     try:
         ignored = list(dict.fromkeys(_ignored(body, kind, "")))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # in an unsupported field

@@ -35,15 +35,13 @@ class HttpCaller(Caller):
     context: RequestContext | None = field(default=None, compare=False)
     """The log record of the HTTP request; None outside HTTP requests."""
     quota: Quota | None = field(default=None, compare=False)
-    """The quota of its API key; None: no limit."""
 
 
 def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerFields) -> HttpCaller:
-    """Return the caller of a request. `bodies`: the body, and nested objects that may contain the same fields.
+    """Return the caller of a request. `bodies`: the body, then nested objects that may have the same fields.
 
-    Raises:
-        RequestError: A field breaks its rule, or is given twice with different values.
-        PermissionDeniedError: The priority is higher than its API key allows.
+    Raise RequestError if a field breaks its rule or has two values, and PermissionDeniedError if the priority is higher
+    than the API key allows.
     """
     key, context = api_key_of(http_request), request_context_of(http_request)
     names = {}
@@ -77,13 +75,7 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
 
 
 async def within_deadline(deadline: float | None, clock: Clock, work: Awaitable[T]) -> T:
-    """Return the result of work done before the engine takes over and enforces the deadline. Raise TimedOutError if the
-    deadline has passed.
-
-    Args:
-        deadline: Time on the clock; None: there is none.
-        work: Cancelled when the deadline passes.
-    """
+    """Return the result of `work`. At the deadline, a time on the clock, cancel it and raise TimedOutError."""
     if deadline is None:
         return await work
     try:
@@ -119,9 +111,7 @@ def requested_priority(
 ) -> int | None:
     """Return the requested priority, given as a number or as the name of a class; None if neither is given.
 
-    Raises:
-        RequestError: Both are given, or no class has the name.
-        PermissionDeniedError: The priority is above the ceiling.
+    Raise RequestError if both are given or the class is unknown, and PermissionDeniedError above the ceiling.
     """
     ranks = {each.name: each.rank for each in config.request_classes}
     if class_name is not None and priority is not None:

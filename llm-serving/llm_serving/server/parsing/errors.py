@@ -52,11 +52,9 @@ _CODES: tuple[tuple[type[LLMServingError], str, str | None], ...] = (
 FIELD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.\[\]]{0,63}")
 UNAVAILABLE_RETRY_AFTER_S = 5.0
 RETRY_AFTER_MS_HEADER = "retry-after-ms"
-"""More precise than `Retry-After`, which has whole seconds. The client libraries of OpenAI and Anthropic read it."""
+"""Like `Retry-After`, but in milliseconds. The client libraries of OpenAI and Anthropic read it."""
 PREDICTED_TTFT_HEADER = "x-predicted-ttft-ms"
-"""Predicted milliseconds to the first token. For an admitted request: from its arrival. For a refused one: from now, if
-the client retries after `Retry-After`.
-"""
+"""Predicted ms to the first token: from an admitted request's arrival, or if a refused client retries in time."""
 
 
 def openai_error(error: LLMServingError) -> ErrorResponse:
@@ -96,20 +94,13 @@ def legacy_error_response(error: LLMServingError) -> Response:
 
 
 def kind_of(error: LLMServingError) -> str:
-    """Return what logs may contain about an error: its class and the wrong field, but no text of the client.
-
-    The client may have invented the name of a field, so it is only logged if it looks like a name.
-    """
+    """Return what logs may contain about an error: its class and, if it looks like a field name, the wrong field."""
     field = error.field if isinstance(error, RequestError) else ""
     return f"{type(error).__name__} {field}" if FIELD.fullmatch(field) else type(error).__name__
 
 
 def error_headers(error: LLMServingError) -> dict[str, str]:
-    """Return the headers of an error response: retry time, predicted time to first token, queue length, authentication
-    scheme.
-
-    If the body was not read completely, the connection is closed.
-    """
+    """Return the headers of an error response. If the body was not read completely, the connection is closed."""
     headers = {}
     if isinstance(error, CapacityError | UnavailableError):
         seconds = getattr(error, "retry_after", None)

@@ -1,8 +1,4 @@
-"""Query parameters, headers and the request id of a request.
-
-Like a field of a body, an unsupported query parameter or header is refused by name if it might change a response;
-otherwise it is ignored and named in a header of the response.
-"""
+"""Query parameters, headers and the request id of a request. Unsupported ones are refused or named as ignored."""
 
 from __future__ import annotations
 
@@ -28,10 +24,7 @@ REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
 def check_query(request: Request, known: Collection[str]) -> list[str]:
-    """Return the names of ignored query parameters.
-
-    Raise RequestError if the route does not know a parameter, or a parameter is given twice.
-    """
+    """Return the names of ignored query parameters. Raise RequestError if one is unknown or given twice."""
     ignored, seen = [], set()
     for name, value in request.query_params.multi_items():
         if name in IGNORED:
@@ -45,10 +38,7 @@ def check_query(request: Request, known: Collection[str]) -> list[str]:
 
 
 def check_headers(request: Request) -> list[str]:
-    """Return the names of the checked headers in a request.
-
-    Raise RequestError if a checked header is given twice, or the body is compressed.
-    """
+    """Return which of `CHECKED_HEADERS` a request has. Raise RequestError for a repeated one or a compressed body."""
     given: list[str] = []
     encoding: str | None = None
     for name, value in request.scope["headers"]:
@@ -95,8 +85,7 @@ class ResponseIdentity:
 def identify(engine: AsyncEngine, http_request: Request, request_id: str | None, prefix: str) -> ResponseIdentity:
     """Return the identity of a new response. Raise RequestError if the body's `request_id` is malformed.
 
-    The request id is the first of: this field, the header `x-request-id`, a random id. `prefix` and the request id form
-    the id of the response.
+    The request id is this field, the header `x-request-id` or a random id. The response's id is `prefix` with it.
     """
     if request_id is None:
         request_id = request_id_of(http_request)

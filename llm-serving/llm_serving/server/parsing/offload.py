@@ -1,7 +1,6 @@
 """Running work off the event loop: in a thread if it takes long, or in threads that clients share fairly.
 
-A thread releases the GIL every few milliseconds, but not within one call of a C library. So work in threads consists of
-many short calls, or is limited before it starts.
+A call of a C library keeps the GIL. So work in threads consists of short calls, or is limited before it starts.
 """
 
 from __future__ import annotations
@@ -40,11 +39,7 @@ class Long(msgspec.Struct):
 
 
 def encode_in_parts(content: Any) -> bytes:
-    """Return the result of `msgspec.json.encode`, computed in many short calls, for a thread next to the event loop.
-
-    `Long` structs and objects are encoded field by field, `Long` structs in lists one by one, other list items in
-    groups.
-    """
+    """Return the result of `msgspec.json.encode`, computed in many short calls, for a thread next to the event loop."""
     return b"".join(_parts(content))
 
 
@@ -55,7 +50,6 @@ def json_response(content: object, status: int = 200, headers: dict[str, str] | 
 async def large_json_response(
     content: Long | dict[str, Any] | list[Any], headers: dict[str, str] | None = None
 ) -> Response:
-    """Return a JSON response that may be long, encoded off the event loop."""
     body = await asyncio.to_thread(encode_in_parts, content)
     return Response(body, headers=headers, media_type="application/json")
 
@@ -104,9 +98,6 @@ class FairThreads:
     This is start-time fair queueing (Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996, section 2), with
     costs that are known only afterwards. An idle client gains no advantage: it starts level with the client being
     served. So a new client waits for the running work and at most one piece of work of each other client.
-
-    Args:
-        name: Prefix of the threads' names.
     """
 
     def __init__(self, num_threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:

@@ -15,7 +15,7 @@ class RefusedField:
     neutral: tuple[Any, ...] = ("", 0, False)
     """Values without effect, in addition to null and empty ones."""
     empty_asks: bool = False
-    """Whether an empty value is refused too, because it also changes the response."""
+    """Whether an empty value is refused too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,6 @@ class BodyFields:
 
 
 NEVER_NEUTRAL: Final = ()
-"""No value but null is neutral."""
 NO_ADAPTERS: Final = RefusedField("is not supported: one model without adapters is served")
 SPEED_HINT: Final = IgnoredField("only a hint for speed")
 SERVICE_TIER: Final = IgnoredField("`priority` and `priority_class` decide the order")

@@ -1,39 +1,4 @@
-"""The routes of the older `llm-serving` server, with byte-for-byte the same responses.
-
-`POST /models/{name}` (`stream` selects), `/models/{name}/generate`, `/models/{name}/generate_stream`. `name` is the
-served model, or `llama2` or `internlm`, which also mean the served model. Body: `{"inputs": text, "parameters": {...},
-"stream": bool}`. Numbers and booleans may be given as strings ("True", "300"). Parameters:
-
-| parameter | default | meaning |
-| --- | --- | --- |
-| do_sample | true | false: greedy; the next three parameters have no effect |
-| top_k | 3 | a value outside 1 to the vocabulary size means 1 |
-| top_p | 1.0 | clipped to 0.01 to 1.0 |
-| temperature | 1.0 | 0 or less: as do_sample false |
-| repetition_penalty | 1.0 | as in the other protocols |
-| max_new_tokens | 300 | maximum number of tokens to generate |
-| return_full_text | true | a stream ends with a line that repeats the whole output |
-| return_protocol | "sse" | the format of a stream, see below |
-| seed | none | same seed, same tokens; reported as `seed`, 0 if none was given |
-| stop | [] | strings that end the output |
-| details, decoder_input_details, top_n_tokens, truncate, typical_p, watermark | | accepted without effect |
-
-`priority`, `priority_class`, `user` and `cache_salt` may be in the body or in its `parameters`.
-
-A non-streaming response is one line of JSON: `generated_text`; `finish_reason` (`eos`, `stop`, `length`, `abort` or
-`predict_failed`); `generated_tokens`, a count; `prefill`, a list with the first token; `seed`; `tokens`, each with
-`id`, `logprob`, `special` (an end token, or part of a character) and `text`; `top_tokens`, the first token in two
-lists; `details`, null.
-
-A stream has a line for each token. Protocol `sse`: bare JSON `{"event", "retry", "data": [...]}` without the `data:`
-prefix that its content type requires. Other protocols: `data:` and the JSON of the inner object alone.
-
-Three errors have status 200 and a text as output: prompt and `max_new_tokens` together reach the maximum length (202),
-the prompt is empty (203), the generation failed (304).
-
-`GET /serving/get_bs` returns the number of running requests, `/serving/get_request_numbers` the number of running and
-waiting ones, `/serving/get_serverd_model_info` a description of the model, each as one server-sent event.
-"""
+"""The routes of the older `llm-serving` server, which docs/reference/older_routes.md describes."""
 
 from __future__ import annotations
 

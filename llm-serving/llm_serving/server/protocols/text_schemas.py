@@ -29,7 +29,6 @@ class TGIParameters(CallerFields):
     """End-of-sequence ids cannot be sampled before this number of tokens."""
     stop: str | list[str] | None = None
     stop_sequences: list[str] | None = None
-    """An older name of `stop`."""
     seed: int | None = None
     truncate: int | None = None
     """Keep this number of tokens from the end of the prompt."""
@@ -89,4 +88,3 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
     LegacyRequest: BodyFields(unknown=_OLDER, nested={"parameters": LegacyParameters}),
     LegacyParameters: BodyFields(_LEGACY_IGNORED, _OLDER),
 }  # fmt: skip
-"""Struct of a body or of a part of a body -> its unsupported fields."""

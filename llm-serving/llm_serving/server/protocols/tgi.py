@@ -1,11 +1,4 @@
-"""The routes of text-generation-inference (TGI): POST / , /generate and /generate_stream, GET /info.
-
-`priority`, `priority_class`, `user` and `cache_salt` may be in the body or in its `parameters`.
-
-As in TGI, tokens are sampled with `do_sample` or with any parameter that affects only sampling; otherwise decoding is
-greedy. A stream has one event per token; the last event has the whole text. As in TGI, a stream takes neither `best_of`
-nor `decoder_input_details`.
-"""
+"""The routes of text-generation-inference (TGI): POST /, /generate and /generate_stream, GET /info."""
 
 from __future__ import annotations
 
@@ -89,7 +82,7 @@ class _TGIRequest(ProtocolRequest):
         return PrecheckInput([self._inputs], self.sampling.max_tokens, _NAMES, count, truncates=truncates)
 
     def _checked_count(self) -> int:
-        """Return how many sequences are generated; raise RequestError where the request asks for more than it may."""
+        """Return the number of sequences to generate. Raise RequestError if fields exclude each other."""
         parameters = self._parameters
         if self._streams and parameters.decoder_input_details:
             raise RequestError("decoder_input_details", "is not supported in a stream", True)
@@ -232,11 +225,7 @@ class TGIBuilder(ResponseBuilder):
         ]
 
     def _token(self, token_id: int, logprob: float, text: str) -> JsonObject:
-        """Return a token with the text that it completes.
-
-        Clients concatenate the texts of non-special tokens. So an end token counts as non-special if it releases
-        held-back text.
-        """
+        """Return a token with the text that it completes. An end token that completes held-back text is not special."""
         special = token_id in self._tokenizer.special_token_ids and not text
         return {
             "id": token_id,

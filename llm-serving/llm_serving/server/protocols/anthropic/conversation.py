@@ -42,10 +42,7 @@ _CHOICES: Final[dict[str, str]] = {"auto": "auto", "any": "required", "none": "n
 
 
 def messages_of(system: str | list[ContentBlock] | None, turns: list[ConversationTurn]) -> list[ChatMessage]:
-    """Return the conversation as chat messages. An empty conversation stays empty, even with a `system` text.
-
-    Raise RequestError for a block whose type is not allowed in its position.
-    """
+    """Return the conversation as chat messages. Raise RequestError for a block whose type is not allowed there."""
     system_messages = [ChatMessage("system", _texts("system", system))] if system and turns else []
     messages = [message for i, turn in enumerate(turns) for message in _turn(f"messages[{i}].content", turn)]
     return system_messages + messages

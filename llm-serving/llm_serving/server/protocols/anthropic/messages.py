@@ -1,7 +1,4 @@
-"""Anthropic's messages: POST /v1/messages and /v1/messages/count_tokens.
-
-The request is translated to one of chat completions. Clients send their API key in `x-api-key`.
-"""
+"""Anthropic's POST /v1/messages and /v1/messages/count_tokens, translated to chat completions."""
 
 from __future__ import annotations
 

@@ -23,8 +23,6 @@ from llm_serving.server.protocols.openai.schemas import CallerFields, JsonObject
 
 
 class ResultBlock(Struct, kw_only=True):
-    """A text part of a tool's result."""
-
     type: str
     text: str | None = None
 
@@ -57,7 +55,6 @@ class ToolChoice(Struct, kw_only=True):
     type: str
     """`auto`, `any`, `tool` or `none`."""
     name: str | None = None
-    """Name of the tool, with type `tool` only."""
     disable_parallel_tool_use: bool | None = None
     """Return only the first of several tool calls."""
 
@@ -86,9 +83,8 @@ class CountTokensRequest(Struct, kw_only=True):
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
-    """Accepted; does not change the prompt."""
+    """Accepted, like `thinking`; neither changes the prompt."""
     thinking: Thinking | None = None
-    """Accepted; does not change the prompt."""
 
 
 class MessagesRequest(CallerFields, kw_only=True):
@@ -167,8 +163,6 @@ class MessageDelta(Struct):
 
 
 class StreamEvent(Struct, kw_only=True):
-    """One event of a stream. Its type determines its fields."""
-
     type: str
     message: MessagesResponse | UnsetType = UNSET
     index: int | UnsetType = UNSET
@@ -240,4 +234,3 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
         dict.fromkeys(("effort", "task_budget"), RefusedField("is not supported; `thinking.budget_tokens` is"))
     ),
 }  # fmt: skip
-"""Struct of a body or of a part of a body -> its unsupported fields."""

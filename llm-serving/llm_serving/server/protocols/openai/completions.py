@@ -121,9 +121,7 @@ class _CompletionRequest(ProtocolRequest):
 
 
 class _TextOffset:
-    """Tracks the character offset of each token's text. Tokens of one character share its offset. `text`: converts
-    tokens to text.
-    """
+    """The number of characters of the tokens so far. Tokens that together form one character share an offset."""
 
     def __init__(self, text: IncrementalDetokenizer) -> None:
         self._text = text
@@ -154,7 +152,6 @@ class CompletionBuilder(OpenAIResponseBuilder):
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
 
     def _echo(self, index: int) -> str:
-        """Return the text of the prompt, with which the response begins."""
         prompt = self._prompts[index // self._n]
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
@@ -214,7 +211,6 @@ class CompletionBuilder(OpenAIResponseBuilder):
         return self._completion(choices, usage)
 
     def _add_prompt_logprobs(self, choices: Sequence[CompletionChoice], index: int, prompt: list[int]) -> None:
-        """Add the requested prompt logprobs to the choices of a prompt."""
         body, logprobs = self._body, self._prompt_logprobs.get(index)
         if body.prompt_logprobs is not None:
             reported = prompt_token_logprobs(self._tokenizer, logprobs, body.prompt_logprobs)

@@ -1,7 +1,4 @@
-"""POST /v1/embeddings, and the computation of text vectors for other routes.
-
-Every number is rounded once from the exact value, so the result does not depend on the order of additions.
-"""
+"""POST /v1/embeddings, and the computation of text vectors for other routes."""
 
 from __future__ import annotations
 
@@ -69,15 +66,10 @@ async def compute_vectors(
     truncations: Sequence[int | None] | None = None,
     add_special_tokens: bool = True,
 ) -> TextVectors:
-    """Compute the vector of each text. Raise LLMServingError if the model does not support embeddings, a text breaks a
-    rule, or the engine refuses it.
+    """Compute the vector of each text. Raise LLMServingError if the model gives none, or a text is refused.
 
-    Args:
-        http_request: When its client disconnects, the remaining work is aborted.
-        field_name: Returns the name of a text in errors.
-        prefix: Prefix of the request id in the id of the response.
-        truncations: The maximum number of tokens of each text; None: the limit that the body gives for all texts.
-        add_special_tokens: Whether the tokenizer adds its special tokens to texts.
+    `field_name` names a text in errors; `prefix` begins the response's id. `truncations` are the maximum numbers of
+    tokens of each text; None: `truncate_prompt_tokens` of the body for all.
     """
     check_model(engine, body.model)
     if engine.pooling is None:

@@ -72,7 +72,6 @@ class Parameter(Struct, kw_only=True):
     minimum: float | int | None = None
     maximum: float | int | None = None
     completions: bool
-    """Whether completions have the parameter."""
     chat: bool
 
     @property
@@ -89,21 +88,17 @@ class ClassCard(Struct, kw_only=True):
     tpot_slo_s: float | None
     """Target of the time per output token after the first, in seconds."""
     allowed: bool
-    """Whether the client may use the class."""
     default: bool
-    """Whether the class is the default of requests without a priority."""
 
 
 class ParameterTable(Struct, kw_only=True):
     model: str
     max_model_len: int
-    """Maximum number of tokens of prompt and output together."""
     parameters: list[Parameter]
     classes: list[ClassCard]
 
 
 def parameter_table(engine: AsyncEngine, key: ApiKey | None) -> ParameterTable:
-    """Return the table for a client with this key, or without one."""
     return ParameterTable(
         model=engine.config.model.model_name,
         max_model_len=engine.max_model_len,
@@ -150,7 +145,6 @@ def _parameter(name: str, of_model: Mapping[str, Any]) -> Parameter:
 
 
 def _kind(rule: ParameterRule) -> tuple[str, float | int | None, float | int | None]:
-    """Return (kind of value, minimum, maximum) of a rule."""
     match rule:
         case Whole(low, high):
             return "integer", low, high
@@ -182,7 +176,6 @@ def _classes(engine: AsyncEngine, key: ApiKey | None) -> list[ClassCard]:
 
 
 _CHAT_FIELDS: Final = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
-"""Fields of chat that affect the prompt."""
 _STARTED: Final = int(time.time())
 
 

@@ -30,15 +30,13 @@ from llm_serving.server.protocols.openai.schemas import (
 )
 
 MAX_INLINE_TOKENS: Final = 256
-"""Longer responses that report more than text are encoded off the event loop."""
+"""Responses with more tokens are encoded off the event loop if they report more than text."""
 
 AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 
 
 async def read_request(engine: AsyncEngine, http_request: Request, kind: type[AnyRequest]) -> AnyRequest:
-    """Read a body that names the served model and has no unsupported field. Raise RequestError, which names the wrong
-    field.
-    """
+    """Read a body for the served model. Raise RequestError, which names the wrong or unsupported field."""
     request = await read_fields(engine, http_request, kind)
     check_model(engine, request.model)
     return request
@@ -72,7 +70,7 @@ class OpenAIResponseBuilder(ResponseBuilder):
         self._streamed_usage = usage
         self._n = n
         self._tokens_of_prompt: dict[int, tuple[int, int]] = {}
-        """Number of a prompt -> its tokens, and those of them that were cached."""
+        """Number of a prompt -> (number of its tokens, number of those that were cached)."""
         self._tokens_of_choice: dict[int, int] = {}
         self._identity = started.identity
         self._receipt = started.receipt
@@ -143,7 +141,7 @@ def usage_of(num_prompt: int, num_output: int, num_cached: int) -> Usage:
 
 
 MAX_METADATA_PAIRS: Final = 16
-"""OpenAI's limits."""
+"""OpenAI's limit, like the two below."""
 MAX_KEY_CHARS: Final = 64
 MAX_VALUE_CHARS: Final = 512
 

@@ -24,7 +24,6 @@ class StoredResponse:
     output: ChatMessage | None = None
     """The response as a message, once it has ended."""
     task: asyncio.Task[None] | None = None
-    """The task that generates it in the background."""
 
     @property
     def in_progress(self) -> bool:
@@ -63,9 +62,7 @@ class ResponseStore:
         return self._max_bytes > 0
 
     def add_running(self, stored: StoredResponse) -> None:
-        """Store a response that runs in the background. Raise RequestError if it is larger than the store, or
-        StoreFullError if other responses in progress leave no room for it.
-        """
+        """Store a response that runs in the background. Raise RequestError or StoreFullError if it has no room."""
         num_bytes, tenant = _size_of(stored), stored.tenant
         if num_bytes > self._max_bytes:
             limit = f"{self._quota.key} {self._max_bytes}"
@@ -89,10 +86,7 @@ class ResponseStore:
         return True
 
     def find(self, response_id: str, tenant: str | None) -> StoredResponse:
-        """Return a response. Raise RequestNotFoundError if the tenant has no such response.
-
-        `tenant` is None if the server has no API keys; then any client may read the response.
-        """
+        """Return a response of a tenant, or with tenant None, of any. Raise RequestNotFoundError if there is none."""
         stored = self._stored.get(response_id)
         if stored is None or tenant not in (None, stored.tenant):
             raise RequestNotFoundError("response_id", "must be the id of a stored response")

@@ -1,7 +1,4 @@
-"""OpenAI's responses: POST /v1/responses, and routes to show, list the input of, delete and cancel stored responses.
-
-The request is translated to one of chat completions. A later request can continue a stored response by its id.
-"""
+"""OpenAI's responses, translated to chat completions: POST /v1/responses, and routes of stored responses."""
 
 from __future__ import annotations
 

@@ -43,11 +43,9 @@ class InputItem(Struct, kw_only=True):
 
 class FunctionTool(Struct, kw_only=True):
     type: str
-    """`function`."""
     name: str | None = None
     description: str | None = None
     parameters: JsonObject | None = None
-    """A JSON schema of the arguments."""
     strict: bool | None = None
     """Whether the arguments of calls are constrained to the schema."""
 
@@ -71,7 +69,6 @@ class ResponsesRequest(CallerFields, kw_only=True):
     seed: int | None = None
     """Extension of the protocol: the same seed gives the same response."""
     tools: list[FunctionTool] | None = None
-    """Functions that the model may call."""
     tool_choice: str | JsonObject | None = None
     """`auto`, `none`, `required`, or the function that must be called."""
     parallel_tool_calls: bool | None = None
@@ -143,13 +140,11 @@ class FunctionOutputItem(Struct, kw_only=True):
 
 
 GivenItem = InputMessage | FunctionOutputItem | OutputItem
-"""An item of the conversation before a response."""
 
 
 class InputItemList(Long, kw_only=True):
     object: str = "list"
     data: list[Any]
-    """Messages, reasoning, calls and their outputs, each with an id."""
     first_id: str | None
     last_id: str | None
     has_more: bool
@@ -208,8 +203,6 @@ class ResponseObject(Long, kw_only=True):
 
 
 class ResponseEvent(Struct, kw_only=True):
-    """One event of a stream. Its type determines its fields."""
-
     type: str
     sequence_number: int
     response: ResponseObject | UnsetType = UNSET
@@ -267,4 +260,3 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
     FunctionTool: BodyFields({"defer_loading": RefusedField()}),
     InputPart: BodyFields(_PART),
 }  # fmt: skip
-"""Struct of a body or of a part of a body -> its unsupported fields."""

@@ -1,7 +1,4 @@
-"""Bodies and responses of the OpenAI routes, and the fields that all generation routes share.
-
-These are the supported fields; `unsupported_fields.py` lists the others.
-"""
+"""Bodies and responses of the OpenAI routes, and the fields that all generation routes share."""
 
 from __future__ import annotations
 
@@ -36,12 +33,10 @@ class CallerFields(Struct, kw_only=True):
 
 
 class PriorityRequest(Struct):
-    """A new priority, in one of the two fields."""
+    """A new priority, in one of two fields of `CallerFields`."""
 
     priority: int | None = None
-    """A smaller number runs first. It selects the request class with the largest rank that does not exceed it."""
     priority_class: str | None = None
-    """A name of `request_classes`."""
 
 
 class GenerationRequest(CallerFields, kw_only=True):
@@ -57,7 +52,6 @@ class GenerationRequest(CallerFields, kw_only=True):
     """0 or -1 keeps all tokens."""
     min_p: float | None = None
     seed: int | None = None
-    """-2^63 to 2^64 - 1."""
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
@@ -70,9 +64,7 @@ class GenerationRequest(CallerFields, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
-    """Texts that must not be generated, with or without a space before them. The last token of each is banned after the
-    rest.
-    """
+    """Texts that must not be generated. After the other tokens of a text, its last token is banned."""
     allowed_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
@@ -105,16 +97,12 @@ class GenerationRequest(CallerFields, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     """Write the tokens of logprobs as "token_id:123" instead of their text."""
     add_special_tokens: bool | None = None
-    """Whether the tokenizer adds its special tokens to the prompt. Default: true for completions, false for chat, whose
-    template adds them.
-    """
+    """Whether the tokenizer adds its special tokens. Default: true for completions, false for chat templates."""
     truncate_prompt_tokens: int | None = None
     """Keep this number of tokens from the end of the prompt; -1: as many as fit."""
     request_id: str | None = None
     receipt: bool | None = None
-    """Also return a receipt, from which `llm-serving verify` recomputes the response. It contains the prompt's token
-    ids. A stream has it in its last chunk.
-    """
+    """Return a receipt too, from which `llm-serving verify` recomputes the response; a stream's last chunk has it."""
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -155,7 +143,6 @@ class Function(Struct, omit_defaults=True):
     name: str
     description: str | None = None
     parameters: JsonObject | None = None
-    """A JSON schema of the arguments."""
     strict: bool | None = None
     """Whether the arguments of a call are constrained to the schema in `parameters`."""
 
@@ -177,15 +164,12 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     echo: bool | None = None
     """Begin the response with the text of the last message, if it is the assistant's."""
     tools: list[Tool] | None = None
-    """Functions that the model may call."""
     tool_choice: str | JsonObject | None = None
     """`auto`, `none`, `required`, or the function that must be called."""
     parallel_tool_calls: bool | None = None
     """False: return only the first of several calls."""
     thinking_token_budget: int | None = None
-    """Maximum number of reasoning tokens. Only one of this, the two fields below and
-    `reasoning_effort` may be given.
-    """
+    """Maximum number of reasoning tokens. Give only one of this and the next three fields."""
     thinking_budget: int | None = None
     max_thinking_tokens: int | None = None
     reasoning_effort: str | None = None
@@ -207,7 +191,6 @@ class TokenizeRequest(Struct, kw_only=True):
     tools: list[Tool] | None = None
     chat_template_kwargs: JsonObject | None = None
     return_token_strs: bool | None = None
-    """Also return the text of each token."""
 
 
 class DetokenizeRequest(Struct, kw_only=True):
@@ -310,7 +293,6 @@ class FunctionDelta(Struct):
 
 class ToolCallDelta(Struct, kw_only=True):
     index: int
-    """Index among the calls of its choice."""
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
     function: FunctionDelta
@@ -391,7 +373,6 @@ class TokenizerInfo(Long, kw_only=True):
     chat_template: str | None
     vocab_size: int
     model_max_length: int
-    """Maximum number of tokens of prompt and output together."""
     bos_token: str | None
     eos_token: str | None
     unk_token: str | None

@@ -1,7 +1,4 @@
-"""Similarity of texts: POST /v1/score (vLLM), and /rerank, /v1/rerank and /v2/rerank (Jina, Cohere).
-
-A score is the cosine of the angle between the vectors of two texts.
-"""
+"""POST /v1/score (vLLM), and /rerank, /v1/rerank and /v2/rerank (Jina, Cohere): cosine similarity of texts."""
 
 from __future__ import annotations
 

@@ -113,4 +113,3 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
     DetokenizeRequest: BodyFields(),
     PriorityRequest: BodyFields(),
 }  # fmt: skip
-"""Struct of a body or of a part of a body -> its unsupported fields."""

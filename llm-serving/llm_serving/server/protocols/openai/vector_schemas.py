@@ -24,9 +24,7 @@ from llm_serving.server.protocols.openai.schemas import CallerFields
 class VectorRequest(CallerFields, kw_only=True):
     model: str | None = None
     truncate_prompt_tokens: int | None = None
-    """Maximum number of tokens of each text, special tokens included. Truncation keeps the special tokens at the end.
-    -1: as many as fit.
-    """
+    """Maximum tokens of each text. Special tokens count, and those at the end stay. -1: as many as fit."""
     request_id: str | None = None
 
 
@@ -77,7 +75,6 @@ class EmbeddingItem(Struct, kw_only=True):
     object: str = "embedding"
     index: int
     embedding: Raw
-    """Numbers, or base64."""
 
 
 class Embeddings(Long, kw_only=True):
@@ -106,7 +103,6 @@ class ScoreList(Long, kw_only=True):
 
 class RankedDocument(Struct, kw_only=True):
     index: int
-    """Index in the request's documents."""
     document: TextDocument | UnsetType = UNSET
     relevance_score: float
 
@@ -151,4 +147,3 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
     ),
     TextDocument: BodyFields(),
 }  # fmt: skip
-"""Struct of a body or of a part of a body -> its unsupported fields."""
