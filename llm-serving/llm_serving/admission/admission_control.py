@@ -17,10 +17,9 @@ from llm_serving.errors import CapacityError, TooLateError
 from llm_serving.observability.class_metrics import ClassMetrics
 
 RETRY_SHARE: Final = 0.6
-"""Fraction of the drain rate at which refused clients are asked to retry. New requests use the rest.
+"""Fraction of the drain rate at which refused clients are asked to retry; new requests use the rest.
 
-A smaller fraction makes clients wait longer, but more retries succeed. With this value, 75 to 80 % of the clients that
-obey are admitted at their first retry at twice the capacity.
+At twice the capacity, 75 to 80 % of the clients that obey are then admitted at their first retry.
 """
 MIN_RETRY_AFTER_S: Final = 1.0
 MAX_RETRY_AFTER_S: Final = 120.0
@@ -51,10 +50,9 @@ class ReplicaLoad:
 
 
 class RefusedRequests(NamedTuple):
-    """A group of requests that was refused together."""
+    """A group of requests that was refused together, at an engine time."""
 
     time: float
-    """Engine time."""
     prompt_lens: tuple[int, ...]
     """Prompt tokens of each request, or a lower bound if the text was not tokenized."""
     priority: int
@@ -65,8 +63,8 @@ class RetrySchedule:
     """Spreads the retries of refused clients over time, so that `Retry-After` grows with the number of refusals.
 
     Each refusal delays the next retry of its source by the time in which the server starts as many requests. Active
-    sources share the rate equally, so a source that floods the server delays mostly its own retries. The seed of the
-    jitter is fixed, so that simulations are repeatable.
+    sources share the rate equally, so a source that floods the server delays mostly its own retries. The seed makes
+    simulations repeatable.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -75,10 +73,9 @@ class RetrySchedule:
         self._random = random.Random(seed)
 
     def delay_s(self, limit: str, source: str, num_requests: int, rate: float, min_delay_s: float, now: float) -> float:
-        """Return the seconds after which a refused group of requests should retry.
+        """Return the seconds after which a refused group of requests should retry, at least `min_delay_s`.
 
-        `rate` is the number of requests that `limit` admits per second. A retry before `min_delay_s` would be refused
-        too.
+        `rate` is the number of requests that `limit` admits per second.
         """
         self._last_retry = {key: time for key, time in self._last_retry.items() if time > now}
         key = (limit, source)
@@ -123,12 +120,10 @@ class AdmissionControl:
         uncached_lens: Sequence[int] | None = None,
     ) -> float | None:
         """Admit a group of requests, all or none. Return the predicted seconds until all have a first token, if known.
-        Raise RequestError if the group exceeds a limit even when no other request waits, or CapacityError if the group
-        exceeds a limit now, or its first token would come too late.
 
-        Args:
-            replica: The replica that would serve the first request.
-            uncached_lens: The tokens of each prompt that must be computed; None: all of them.
+        `replica` would serve the first request. `uncached_lens` are the tokens of each prompt to compute; None: all of
+        them. Raise RequestError if the group exceeds a limit even of an empty queue, and CapacityError if it exceeds a
+        limit now or its first token would come too late.
         """
         if caller.deadline is not None:
             self.check_deadline(uncached_lens or prompt_lens, caller, replica)
@@ -176,8 +171,7 @@ class AdmissionControl:
     ) -> float | None:
         """Return the predicted seconds to the first token of the last of these requests; None if unknown.
 
-        Requests ahead are those of the same class and of higher classes. Later arrivals of higher classes are not
-        predicted.
+        Requests of the same class and of higher classes are ahead. Later arrivals are not predicted.
         """
         if (speed := replica.speed) is None:
             return None
@@ -227,9 +221,7 @@ class AdmissionControl:
         predicted_s: float | None,
         min_delay_s: float = 0.0,
     ) -> CapacityError:
-        """Return the error of a refusal. The exceeded limit that frees most slowly determines the delay; if no
-        rate is known, the first one.
-        """
+        """Return the error of a refusal. The exceeded limit that frees most slowly determines its delay."""
         now = self._clock()
         delay_s = max(
             self._retries.delay_s(

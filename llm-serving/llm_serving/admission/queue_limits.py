@@ -28,7 +28,6 @@ class QueueLoad:
     num_waiting: int = 0
     """Number of admitted requests that were never scheduled."""
     num_waiting_tokens: int = 0
-    """Prompt tokens of the waiting requests."""
     num_uncached_tokens: int = 0
     """Waiting prompt tokens that are not in the prefix cache."""
     num_running: int = 0
@@ -36,9 +35,7 @@ class QueueLoad:
 
 
 class DrainRate:
-    """Number of requests that finish per second while other requests wait. Time without waiting
-    requests does not count.
-    """
+    """Number of requests that finish per second, measured only while other requests wait."""
 
     def __init__(self) -> None:
         self._finished = 0.0
@@ -119,10 +116,10 @@ class _Entry(NamedTuple):
 
 
 class AdmissionQueue:
-    """Counts admitted requests on the event loop, so that the counts are exact there.
+    """Counts admitted requests on the event loop: `add` for a submission, `start` for a first step, `remove` for an
+    end.
 
-    `add` counts a submitted request, `start` its first step, `remove` its end. All limits apply to the sum of all
-    replicas.
+    All limits apply to the sum of all replicas.
     """
 
     def __init__(self, config: ServingConfig, clock: Clock = monotonic) -> None:
@@ -141,7 +138,6 @@ class AdmissionQueue:
         self.reload(config)
 
     def reload(self, config: ServingConfig) -> None:
-        """Apply the limits of another configuration to future requests."""
         self._max_requests = config.scheduler.max_waiting_queue
         self._max_tokens = config.scheduler.max_waiting_tokens
         self._max_waiting_of = {key.name: key.max_waiting for key in config.api_keys if key.max_waiting is not None}
@@ -164,7 +160,7 @@ class AdmissionQueue:
         num_tokens: int,
         num_cached_tokens: int = 0,
     ) -> None:
-        """Count a request that was submitted to a replica, with its prompt tokens, some of which may be cached."""
+        """Count a request that was submitted to a replica. Some of its prompt tokens may be cached."""
         entry = _Entry(replica, request_class.name, tenant, num_tokens, num_tokens - num_cached_tokens)
         self._waiting[request_id] = entry
         self._count(entry, waiting=1)
@@ -205,7 +201,6 @@ class AdmissionQueue:
                 self._count(after, waiting=waiting, running=running)
 
     def _count(self, entry: _Entry, *, waiting: int = 0, running: int = 0) -> None:
-        """Add these numbers to all counts of waiting and of running requests that include the request."""
         name, tenant = entry.class_name, entry.tenant
         for replica in (entry.replica, None):
             if (load := self._loads.get((replica, name))) is None:
@@ -264,17 +259,13 @@ class AdmissionQueue:
         return num_requests, num_tokens
 
     def max_running(self, tenant: str) -> int | None:
-        """Return the maximum number of running requests of the tenant; None: no limit."""
         return self._max_running_of.get(tenant, self._max_running)
 
     def num_unfinished_of(self, tenant: str) -> int:
-        """Return the number of waiting and running requests of the tenant."""
         return self._waiting_of_tenant[tenant] + self._running_of_tenant[tenant]
 
     def limits(self, num_requests: int, num_tokens: int, request_class: RequestClass, tenant: str) -> list[QueueLimit]:
-        """Return all limits that apply to a group of requests with this number of prompt tokens,
-        the queue's limit first.
-        """
+        """Return all limits that apply to a group with this number of prompt tokens, the queue's limit first."""
         num_waiting = len(self._waiting)
         limits = [
             QueueLimit(

@@ -14,7 +14,6 @@ STEP_MEMORY: Final = 128
 FINISH_MEMORY: Final = 1024
 """Number of steps after which a finished request has weight 1/e. Requests finish in few of the steps."""
 MIN_STEPS: Final = 32
-"""Minimum number of measured steps for a prediction."""
 MIN_FINISHED: Final = 8
 """Minimum number of finished requests to predict the wait for a running slot."""
 MIN_SPREAD: Final = 0.1
@@ -30,9 +29,7 @@ class InFlightSteps(NamedTuple):
     num_tokens_left: int = 0
     """Remaining tokens of prompts that these steps begin but do not finish."""
     since: float = math.inf
-    """Engine time at which the oldest step began or, without steps, the latest one ended; infinite
-    before the first step.
-    """
+    """Engine time at which the oldest step began, or the latest one ended; infinite before the first step."""
 
 
 NO_STEPS: Final = InFlightSteps()
@@ -73,7 +70,7 @@ class ReplicaSpeed:
     def seconds_to_first_token(self, queue: QueueAhead) -> float | None:
         """Return the seconds until the last request of the queue has its first token; None if unknown.
 
-        Prompts get the token budget that decoding leaves. If no slot is free, running requests must finish first, at
+        Prompts get the token budget that decoding leaves. Without a free slot, running requests must finish first, at
         the measured rate. The larger number of steps counts, in addition to the steps in flight.
         """
         num_decoding = min(queue.num_running_in_all, self.num_slots)
@@ -104,8 +101,8 @@ class ReplicaSpeed:
 class TtftPredictor:
     """Measures the steps of one replica. The engine thread writes; any thread may read the attributes.
 
-    Steps with prompts and decode-only steps are averaged separately, so that many steps of one kind do not displace the
-    other. A least-squares line through both separates the cost of a step from that of a token.
+    Steps with prompts and decode-only steps are averaged separately. A least-squares line through both separates the
+    cost of a step from that of a token.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -123,9 +120,7 @@ class TtftPredictor:
         self._rows = 0.0
 
     def record_running(self, num_running: int, blocked: Blocked | None = None, has_room: bool = False) -> None:
-        """Record the number of running requests, why the scheduler left one waiting, and whether
-        the KV cache has room.
-        """
+        """Record the running requests, why the scheduler left one waiting, and whether the KV cache has room."""
         if blocked is not None and blocked.reason in (WaitReason.SLOTS, WaitReason.BLOCKS):
             self._num_slots = num_running if blocked.reason is WaitReason.BLOCKS else None
         elif self._num_slots is not None:

@@ -51,7 +51,6 @@ def check_request(
 
 
 def check_priority(priority: int) -> None:
-    """Raise RequestError if the priority is out of range."""
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise RequestError("priority", f"must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}", priority)
 
@@ -69,10 +68,7 @@ def check_beam_search(limits: ModelConfig, sampling: SamplingParams) -> None:
 
 
 def end_token_ids(config: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the end-of-text ids that the YAML, the model's config and its tokenizer name.
-
-    Tokens of the tokenizer beyond the model's vocabulary cannot be sampled, so they are omitted.
-    """
+    """Return the end-of-text ids that the YAML, the model's config and its tokenizer name, within the vocabulary."""
     configured = () if config.end_token is None else (config.end_token,)
     named = (*configured, *spec.eos_token_ids, *tokenizer.eos_token_ids)
     return frozenset(token_id for token_id in named if token_id < spec.vocab_size)
