@@ -1,7 +1,4 @@
-"""Models given by name, from Hugging Face or ModelScope. The network is used only for such models.
-
-`locate` finds a model in the local caches or downloads its configuration and tokenizer; `download` gets the weights.
-"""
+"""Models given by name, from Hugging Face or ModelScope. The network is used only for such models."""
 
 from llm_serving.hub.base import NAME_FORM, is_revision, why_not_a_name
 from llm_serving.hub.find import HUBS, HubModel, cached_models, download, locate

@@ -39,7 +39,6 @@ class Listing:
     """The files of one revision of a model on a hub.
 
     Attributes:
-        name: owner/name.
         revision: Requested branch, tag or commit.
         commit: Its commit; equal to `revision` if the hub does not report it.
         folder: Folder for the files of exactly this revision.
@@ -138,12 +137,7 @@ def modelscope_snapshot(name: str, revision: str) -> Path | None:
 
 
 def why_not_a_name(text: str, folders: Sequence[Path]) -> str | None:
-    """Return why a text, which is not an existing path, is not a model name either; None if it is one.
-
-    Args:
-        text: The text given as model path.
-        folders: Folders in which a relative path is looked up.
-    """
+    """Return why a model path that does not exist in `folders` is not a model name either; None if it is one."""
     if text.startswith(("/", ".", "~")) or text.endswith("/") or "\\" in text:
         return "it is written as a path"
     if not _NAME.fullmatch(text) or "--" in text or ".." in text:
@@ -194,9 +188,7 @@ class _LineStream:
 
 
 def small_files(sizes: Mapping[str, int]) -> list[str]:
-    """Return the names of configuration and tokenizer files, config.json first. `sizes`: file name -> bytes of all
-    files on the hub. In subfolders, only `POOLING_FILES` and templates are selected.
-    """
+    """Return the names of configuration and tokenizer files, config.json first. `sizes`: file name -> bytes."""
     wanted = [name for name in sizes if _matches(name, _SMALL) or name in POOLING_FILES or _TEMPLATE.fullmatch(name)]
     names = [name for name in wanted if sizes[name] <= _MAX_SMALL_BYTES]
     unwanted = [name for name in names if name.endswith(".index.json") and name != INDEX_NAME]
@@ -206,13 +198,8 @@ def small_files(sizes: Mapping[str, int]) -> list[str]:
 def weight_files(names: Collection[str], index: Path) -> list[str]:
     """Return the safetensors files to download, in order; empty if the weights are in other formats.
 
-    A hub may have the weights in several formats or shardings. The index selects one; without an index, the usual name.
-
-    Args:
-        index: Path of the index, if `names` has one.
-
-    Raises:
-        ModelError: As `indexed_names`.
+    If a hub has several shardings, the index or else the usual name selects one. `index` is the path of the index, if
+    `names` has one. Raise ModelError if it is invalid.
     """
     if INDEX_NAME in names:
         return indexed_names(index)
@@ -222,9 +209,7 @@ def weight_files(names: Collection[str], index: Path) -> list[str]:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Return the names or patterns of required files that a folder lacks. Raise ModelError if its index is
-    invalid.
-    """
+    """Return the names or patterns of required files that a folder lacks. Raise ModelError if its index is invalid."""
     names = [path.name for path in folder.iterdir() if path.exists()] if folder.is_dir() else []
     missing = [] if CONFIG_NAME in names else [CONFIG_NAME]
     if not any(_matches(name, TOKENIZERS) for name in names):

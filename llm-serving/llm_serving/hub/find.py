@@ -1,3 +1,5 @@
+"""Finding a model by name in the local caches, and downloading it."""
+
 from __future__ import annotations
 
 import shutil
@@ -52,11 +54,11 @@ class HubModel:
 
 
 def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubModel:
-    """Find a model in the local caches, or download its configuration and tokenizer, but not its weights. Raise
-    ModelError if the model does not exist, cannot be reached, or is of an unsupported family.
+    """Find a model in the local caches, or download its configuration and tokenizer, but not its weights.
+
+    Raise ModelError if it does not exist, cannot be reached, or is of an unsupported family.
 
     Args:
-        name: owner/name.
         hub: Key of `HUBS`; `auto`: the first cache that has the model, else Hugging Face to download it.
         revision: Branch, tag or commit; None: the hub's main branch.
     """
@@ -86,12 +88,9 @@ def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubMode
 
 
 def download(model: HubModel, say: Callable[[str], None]) -> None:
-    """Download the missing files of a model, the weights last. Do nothing if it is complete. Raise ModelError if the
-    disk is too small, or the download failed; another call resumes it.
+    """Download the missing files of a model from `locate`, the weights last. `say` shows a message to the operator.
 
-    Args:
-        model: A model from `locate`.
-        say: Shows a message to the operator.
+    Raise ModelError if the disk is too small, or the download failed; another call resumes it.
     """
     listing = model.listing
     if listing is None:

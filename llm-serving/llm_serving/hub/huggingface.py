@@ -1,7 +1,7 @@
 """The Hugging Face hub and its mirrors, with the cache that other programs share.
 
-The `huggingface_hub` package provides names, revisions, hashes and addresses. Its downloads restart interrupted files,
-so this module resumes downloads itself: partial files stay in the cache until they are complete.
+Downloads of the `huggingface_hub` package restart interrupted files. So this module resumes downloads itself: partial
+files stay in the cache until they are complete.
 """
 
 from __future__ import annotations
