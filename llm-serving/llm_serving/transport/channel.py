@@ -38,9 +38,7 @@ class Channel(Generic[Incoming]):
         self.max_frame_bytes = MAX_FRAME_BYTES
         self.send_timeout_s: float | None = None
         self.poll_s = 0.0
-        """Seconds for which `receive` polls before it sleeps, because waking up a core may take as long as a short
-        step. Only for peers on this machine.
-        """
+        """Seconds for which `receive` polls a peer on this machine before it sleeps, because waking up takes long."""
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._received = bytearray()
@@ -58,11 +56,8 @@ class Channel(Generic[Incoming]):
     def send(self, message: msgspec.Struct) -> None:
         """Send one frame. Return when the kernel has accepted it. Only one thread may send at a time.
 
-        Characters of texts that UTF-8 cannot encode (from file names) are escaped.
-
-        Raises:
-            ProtocolError: The message exceeds `max_frame_bytes`.
-            ChannelClosedError: The peer has exited, or accepted nothing within `send_timeout_s`.
+        Characters that UTF-8 cannot encode (from file names) are escaped. Raise ProtocolError if the message exceeds
+        `max_frame_bytes`, and ChannelClosedError if the peer has exited or accepted nothing within `send_timeout_s`.
         """
         frame = bytearray(_LENGTH.size)
         try:
@@ -155,9 +150,8 @@ def _escaped(message: msgspec.Struct) -> msgspec.Struct:
 def enable_keepalive(sock: socket.socket) -> None:
     """Let the kernel close a TCP connection whose peer's machine no longer answers.
 
-    Idle connections are probed; other connections end when sent data are not acknowledged. `recv` and `send` then fail,
-    and the descriptor becomes readable. A process that hangs on a running machine is only detected by the deadlines of
-    `Channel`.
+    `recv` and `send` then fail, and the descriptor becomes readable. A process that hangs on a running machine is only
+    detected by the deadlines of `Channel`.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_INTERVAL_S)

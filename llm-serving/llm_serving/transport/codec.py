@@ -42,11 +42,8 @@ _NUM_ALLOWED_ARRAYS = 1 + len(AllowedTokens._fields)
 _RESULT_BYTES = len(ResultToken._fields) * 4
 _MOVE_BYTES = len(BlockMove._fields) * 4
 _BIAS_BYTES: Final = 8 * 4096
-"""Size of a full logit-bias table."""
 _SAMPLE_BYTES: Final = 4 * len(_SAMPLING_ARRAYS) + 4
-"""Bytes of the sampling parameters of one sample (one of them has 8 bytes), and of the length of its shared history
-prefix.
-"""
+"""Bytes of one sample's parameters (one of them has 8 bytes), and of the length of its shared history prefix."""
 
 
 def step_arrays(step: StepInput) -> list[NDArray[Any]]:
@@ -93,13 +90,14 @@ def allowed_arrays(step: int, allowed: AllowedTokens) -> list[NDArray[Any]]:
 
 
 def allowed_from_arrays(step: int, arrays: list[NDArray[Any]]) -> AllowedTokens:
-    """Invert `allowed_arrays`; raise ProtocolError as `step_from_arrays`."""
+    """Invert `allowed_arrays`. Raise ProtocolError as `step_from_arrays` does."""
     return AllowedTokens(*_check_step_number(step, arrays, _NUM_ALLOWED_ARRAYS))
 
 
 def _drop_shared_prefixes(offsets: Int32Array, token_ids: Int32Array) -> tuple[Int32Array, Int32Array]:
-    """Drop the previous history from each history that begins with all of it. Return the remaining token ids,
-    concatenated, and the number of ids dropped from each history.
+    """Drop the previous history from each history that begins with all of it.
+
+    Return the remaining token ids, concatenated, and the number of ids dropped from each history.
     """
     num_shared = np.zeros(len(offsets) - 1, np.int32)
     parts, before = [], token_ids[:0]
@@ -113,7 +111,7 @@ def _drop_shared_prefixes(offsets: Int32Array, token_ids: Int32Array) -> tuple[I
 
 
 def _restore_shared_prefixes(offsets: Int32Array, token_ids: Int32Array, num_shared: Int32Array) -> Int32Array:
-    """Invert `_drop_shared_prefixes`; raise ProtocolError if the lengths are inconsistent."""
+    """Invert `_drop_shared_prefixes`. Raise ProtocolError if the lengths are inconsistent."""
     lengths = np.diff(offsets)
     most = np.minimum(lengths, np.concatenate([[0], lengths[:-1]]))
     if num_shared.shape != lengths.shape or (num_shared < 0).any() or (num_shared > most).any():
@@ -129,7 +127,7 @@ def _restore_shared_prefixes(offsets: Int32Array, token_ids: Int32Array, num_sha
 
 
 def _check_step_number(step: int, arrays: list[NDArray[Any]], count: int) -> list[NDArray[Any]]:
-    """Return the arrays after the step number; raise ProtocolError if the number or their count is wrong."""
+    """Return the arrays after the step number. Raise ProtocolError if the number or their count is wrong."""
     if len(arrays) != count:
         raise ProtocolError(f"a step has {count} arrays; {len(arrays)} arrived")
     number, *others = arrays
@@ -143,11 +141,9 @@ def max_step_bytes(
 ) -> int:
     """Return the size of a buffer that holds the arrays of any step.
 
-    For each row, it includes the whole history and a full bias table; for each token, a result and a bitmap of allowed
-    tokens. Each draft token has its own bias table and one more history token than the previous one.
-
-    Block moves (one full batch swapped out, another in, one copied block per row, and an export) need at most four for
-    each block table entry. Space for five is reserved; pages are only allocated when first written.
+    Each row has its whole history and a full bias table; each token a result and a bitmap of allowed tokens; each draft
+    token its own bias table and one more history token than the previous one. Block moves need at most four for each
+    block table entry; space for five is reserved. Pages are only allocated when first written.
     """
     max_row_blocks = -(-max_model_len // block_size)
     allowed_bytes = MAX_VOCAB_SIZE // 8 + 4
@@ -185,7 +181,7 @@ def _bytes_of(array: NDArray[Any], dtype: str) -> bytes:
 
 
 def decode_output(message: StepDone) -> StepOutput:
-    """Invert `encode_output`, without a copy; raise ProtocolError if the lengths are inconsistent."""
+    """Invert `encode_output`, without a copy. Raise ProtocolError if the lengths are inconsistent."""
     try:
         token_ids = np.frombuffer(message.token_ids, "<i4")
         logprobs = np.frombuffer(message.logprobs, "<f4")
@@ -202,7 +198,6 @@ def decode_output(message: StepDone) -> StepOutput:
 
 
 def _scores_of(message: ScoresDone) -> Scores:
-    """Raise ValueError if lengths do not agree."""
     scores = Scores(np.frombuffer(message.logprobs, "<f4"), np.frombuffer(message.ranks, "<i4"), _top_of(message.top))
     if len(scores.logprobs) != len(scores.ranks):
         raise ValueError("the number of log-probabilities does not match the number of tokens")
@@ -210,7 +205,6 @@ def _scores_of(message: ScoresDone) -> Scores:
 
 
 def _top_of(message: TopTokensDone) -> TopTokens:
-    """Raise ValueError if lengths do not agree."""
     offsets, token_ids = np.frombuffer(message.offsets, "<i4"), np.frombuffer(message.token_ids, "<i4")
     logprobs = np.frombuffer(message.logprobs, "<f4")
     if len(token_ids) != len(logprobs):

@@ -138,9 +138,7 @@ class SetAllowedTokens(msgspec.Struct, tag="set_allowed_tokens", frozen=True):
 
 
 class StepEnding(msgspec.Struct, tag="step_ending", frozen=True):
-    """The step is about to end, so the next one should be scheduled. Sent immediately if the
-    backend does not report it.
-    """
+    """The step is about to end, so the next one should be scheduled. Sent at once if the backend cannot report it."""
 
     step: int
 
@@ -162,9 +160,7 @@ class ScoresDone(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepDone(msgspec.Struct, tag="step_done", frozen=True):
-    """Output of a step. The arrays are small, so they are sent as raw little-endian bytes, which no other step can
-    overwrite.
-    """
+    """Output of a step. The arrays are raw little-endian bytes, which no other step can overwrite."""
 
     step: int
     token_ids: bytes

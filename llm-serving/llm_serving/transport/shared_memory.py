@@ -1,7 +1,4 @@
-"""Memory shared by processes of one machine: step arrays, all-reduce buffers of ranks, and the KV transfer pool.
-
-`InlineArrays` replaces the step buffers for a WorkAgent on another machine.
-"""
+"""Memory shared by processes of one machine: step arrays, all-reduce buffers of ranks, and the KV transfer pool."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ class StoredArrays(NamedTuple):
 
 
 def layout_of(arrays: Sequence[AnyArray]) -> tuple[ArrayLayout, ...]:
-    """Return the layout of a step's arrays; raise ProtocolError for a dtype that steps do not use."""
+    """Return the layout of a step's arrays. Raise ProtocolError for a dtype that steps do not use."""
     layout = []
     for array in arrays:
         if (name := _NAMES.get(array.dtype)) is None:
@@ -85,7 +82,7 @@ class SharedBuffers:
         return buffers
 
     def write(self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()) -> StoredArrays:
-        """Copy arrays into a buffer, after those that `behind` describes. Return the input of `read`.
+        """Copy arrays into a buffer, after those that `behind` describes, and return the input of `read`.
 
         Raise ProtocolError if the arrays do not fit.
         """

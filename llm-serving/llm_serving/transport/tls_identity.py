@@ -1,8 +1,8 @@
 """Mutual TLS between master and WorkAgents of a cluster, derived from one secret that all machines share.
 
-Both sides present the same certificate, which is derived only from the secret, and trust no other. So a connection
-succeeds exactly if both sides have the secret. Every machine derives the same certificate, bit for bit: any 32 bytes
-are an Ed25519 key, and Ed25519 signatures are deterministic (RFC 8032).
+Both sides present the same certificate, which is derived only from the secret, and trust no other. Every machine
+derives the same certificate, bit for bit: any 32 bytes are an Ed25519 key, and Ed25519 signatures are deterministic
+(RFC 8032).
 """
 
 from __future__ import annotations
