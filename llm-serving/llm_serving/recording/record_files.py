@@ -23,9 +23,6 @@ class RecordFiles:
     """Files `{name}-{number}.rec` in a folder. Numbers continue after existing files, and the oldest files are deleted.
 
     Only the writing thread and `close` wait for the disk. The first error stops the recording with one log line.
-
-    Args:
-        folder: Folder of the files; it is created if necessary.
     """
 
     def __init__(self, folder: Path, name: str, max_files: int) -> None:

@@ -71,8 +71,7 @@ class Sink(Protocol):
 class DecisionEncoder:
     """Encodes decisions as records. A row contains only the blocks added to its table since the request's previous row.
 
-    This works because a block table is one object from admission to the end of a request, and only grows. The encoders
-    of a recording and of its replay start with the file and see the same decisions, so they omit the same blocks.
+    This works because a block table is one object from admission to the end of a request, and only grows.
     """
 
     def __init__(self, blocks: BlockManager) -> None:
@@ -104,13 +103,10 @@ class DecisionEncoder:
 
 
 class Recorder:
-    """Writes events and decisions as sealed records, and starts a new file when one is full.
+    """Writes events and decisions as sealed records, and starts a new file of about `max_file_bytes` when one is full.
 
     Each file begins with the scheduler's complete state, so it can be replayed without earlier files. An error ends the
     recording but does not affect serving.
-
-    Args:
-        max_file_bytes: Approximate size of a full file.
     """
 
     def __init__(self, sink: Sink, name: str, max_file_bytes: int, clock: Clock = monotonic) -> None:

@@ -152,9 +152,7 @@ class CacheReset(msgspec.Struct, array_like=True, frozen=True, tag="lose_cache")
 
 
 Row = tuple[int, int, int, int, int, list[int]]
-"""(request, tokens already in the cache, tokens computed, samples, blocks of its table, those of these blocks that no
-earlier row of this file has).
-"""
+"""(request, tokens already in the cache, tokens computed, samples, blocks of its table, new ones of these blocks)."""
 
 
 class Decided(msgspec.Struct, array_like=True, frozen=True, tag="decision"):
@@ -224,8 +222,9 @@ class Entry(NamedTuple):
 
 
 class Reader:
-    """Reads the records of one file in order, up to an incomplete last record, which a crash may leave. Raise
-    RecordingError if the file is not a recording.
+    """Reads the records of one file in order, up to an incomplete last record, which a crash may leave.
+
+    Raise RecordingError if the file is not a recording.
     """
 
     def __init__(self, file: BinaryIO) -> None:

@@ -87,12 +87,10 @@ class Replay:
         return self._chain.seal.hex()
 
     def run(self, until: int | None = None, *, explain: bool = False) -> None:
-        """Replay all records, or those up to the decision of step `until`. Raise ReplayDiffersError if a decision
-        differs from the recorded one, or RecordingError if a record is damaged, or there is no such step.
+        """Replay all records, or those up to the decision of step `until`.
 
-        Args:
-            until: Number of the last step; None: all steps.
-            explain: Whether `explanation` describes the state and the decision at which the replay stops.
+        Raise ReplayDiffersError if a decision differs from the recorded one, and RecordingError if a record is damaged,
+        or there is no such step. With `explain`, `explanation` describes where the replay stops.
         """
         entries = iter(self._reader)
         for entry in entries:

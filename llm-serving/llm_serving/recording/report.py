@@ -205,7 +205,6 @@ class ReplayedStep(msgspec.Struct, array_like=True):
 class ReplayPageData(msgspec.Struct):
     name: str
     version: str
-    """Version of the package that wrote the recording."""
     slots: int
     budget: int
     """Token budget of a step."""
@@ -218,7 +217,7 @@ class ReplayPageData(msgspec.Struct):
 
 
 class ReplayPageBuilder:
-    """Collects the steps of a replay for the replay page. `max_steps`: number of steps to keep, the latest."""
+    """Collects the latest `max_steps` steps of a replay for the replay page."""
 
     def __init__(self, scheduler: Scheduler, max_steps: int = MAX_STEPS) -> None:
         self._scheduler = scheduler
@@ -255,7 +254,7 @@ class ReplayPageBuilder:
         )
 
     def page_data(self, name: str, version: str) -> ReplayPageData:
-        """Return the kept steps with their requests. `name` and `version` are from the recording's header."""
+        """Return the collected steps with their requests. `name` and `version` are from the recording's header."""
         pool = self._scheduler.blocks.pool
         indices: dict[int, int] = {}
         steps = [_renumbered(step, indices) for step in self._steps]

@@ -1,8 +1,8 @@
 """Serialization of a scheduler's state, so that a restored scheduler makes the same decisions as the original.
 
 The state is a graph of objects, some of which are shared and compared by identity. It is written as a list of nodes,
-each after the nodes it refers to. A node has the name of its type and cells: scalars, or `[index]` of other nodes. Only
-containers and classes of the packages named below are restored; their constructors do not run.
+each after the nodes it refers to. A node has the name of its type and cells: scalars, or `[index]` of other nodes.
+Constructors of restored classes do not run.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _LEFT_OUT: Final[dict[type, frozenset[str]]] = {
 
 
 def capture(value: object) -> tuple[Layouts, list[Any]]:
-    """Return `value` and everything it refers to as (layouts, nodes). `value` is the last node. Raise TypeError if it
-    contains an object of a type that a state may not contain.
+    """Return `value`, the last node, and everything it refers to, as (layouts, nodes).
+
+    Raise TypeError if it contains an object of a type that a state may not contain.
     """
     writer = _Writer()
     writer.cell(value)
@@ -44,9 +45,7 @@ def capture(value: object) -> tuple[Layouts, list[Any]]:
 
 
 def restore(layouts: Layouts, nodes: list[Any]) -> Any:
-    """Return the object that `capture` wrote. Raise RecordingError if the data are malformed, or their classes have
-    other attributes in this version.
-    """
+    """Return the object that `capture` wrote. Raise RecordingError if this version cannot read it."""
     made: list[Any] = []
     try:
         for node in nodes:
@@ -82,9 +81,7 @@ class _Writer:
 
     @staticmethod
     def _is_plain_set(value: Any) -> bool:
-        """Return whether a value is a set of scalars. It is sorted, because the order of a set
-        depends on its history.
-        """
+        """Return whether a value is a set of scalars, which is sorted: its order depends on its history."""
         return isinstance(value, set | frozenset) and _SCALARS.issuperset(map(type, value))
 
     def _node(self, value: Any) -> list[Any]:
@@ -118,7 +115,7 @@ def _name_of(kind: type) -> str:
 
 
 def _class_of(name: str) -> type[Any]:
-    """Return the class of a name from `_name_of`; only loaded modules are searched."""
+    """Return the class of a name from `_name_of`. Only loaded modules are searched."""
     module, _, class_name = name.partition(":")
     if module.partition(".")[0] not in _PARTS:
         raise TypeError(f"{name} cannot be part of a scheduler's state")
