@@ -1,5 +1,4 @@
-"""The subcommands of `llm-serving`.
+"""The subcommands of `llm-serving`. The function `add_to` of each module declares its arguments.
 
-The function `add_to` of each module declares its arguments. Slow imports are inside the functions that run a command,
-so that `config check` and `version` start fast.
+Slow imports are inside the functions that run a command, so that `config check` and `version` start fast.
 """

@@ -38,8 +38,6 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 class CommandFlag(NamedTuple):
-    """A flag that sets a configuration key."""
-
     name: str
     key: str
     metavar: str
@@ -48,9 +46,7 @@ class CommandFlag(NamedTuple):
 
 
 class RefusedFlag(NamedTuple):
-    """A flag of other servers that is refused unless its value is in `accepted`, the values that match this server's
-    behavior.
-    """
+    """A flag of other servers. It is refused unless its value is in `accepted`, which match this server's behavior."""
 
     name: str
     instead: str
@@ -128,9 +124,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides_of(arguments: argparse.Namespace) -> list[str]:
-    """Return the flags in the form of `--set`. Raise ConfigError if a flag is refused; the text
-    names an alternative.
-    """
+    """Return the flags in the form of `--set`. Raise ConfigError, with an alternative, if a flag is refused."""
     for refused in REFUSED:
         value = _value(arguments, refused.name)
         if value is not None and value not in refused.accepted:
@@ -168,9 +162,7 @@ def _value(arguments: argparse.Namespace, name: str) -> str | None:
 
 
 def check_out(path: Path, *read: Path) -> None:
-    """Raise ConfigError if the output file cannot be written, or is also an input file. Called before a long
-    computation.
-    """
+    """Raise ConfigError if the output file cannot be written or is an input. Called before a long computation."""
     if not path.parent.is_dir() or path.is_dir():
         raise ConfigError(f"{path}: must be a file in an existing folder")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -204,9 +196,7 @@ def add_server_arguments(parser: argparse.ArgumentParser, whose_key: str = "") -
 
 
 def url_of(arguments: argparse.Namespace) -> str:
-    """Return the URL of the server that the arguments of `add_server_arguments` name. Raise ConfigError if there are
-    both a URL and an address or port.
-    """
+    """Return the URL of the server. Raise ConfigError if there are both a URL and an address or port."""
     url, host, port = arguments.url, arguments.host, arguments.port
     if url is None:
         host = DEFAULT_HOST if host is None else host
@@ -221,8 +211,9 @@ def api_key_of(arguments: argparse.Namespace) -> str:
 
 
 def load(arguments: argparse.Namespace) -> ServingConfig:
-    """Load the configuration, and add the flags and the environment to `arguments.overrides`. Raise ConfigError if a
-    flag, a key or the model is invalid.
+    """Load the configuration, and add the flags and the environment to `arguments.overrides`.
+
+    Raise ConfigError if a flag, a key or the model is invalid.
     """
     arguments.overrides += overrides_of(arguments)
     config = load_config(arguments.config, arguments.overrides, arguments.model)
@@ -233,8 +224,9 @@ def load(arguments: argparse.Namespace) -> ServingConfig:
 
 
 def load_servable(arguments: argparse.Namespace) -> ServingConfig:
-    """Load the configuration of a model, and download missing weights of a model from a hub. Raise ConfigError if no
-    model is given, or it cannot be served here.
+    """Load the configuration of a model, and download missing weights of a model from a hub.
+
+    Raise ConfigError if no model is given, or it cannot be served here.
     """
     config = load(arguments)
     if config.model.model_path is None:

@@ -66,7 +66,6 @@ class ChatClient:
         url: URL of the server, without a path.
         key: API key; empty: none is sent.
         model: Model name; empty: the server's default model.
-        system: System message; empty: none.
         parameters: Further fields of every request, such as `temperature`.
         messages: Alternating messages of the user and the assistant.
     """
@@ -81,9 +80,7 @@ class ChatClient:
     def say(self, text: str) -> Generator[Piece, None, None]:
         """Send a message and yield the answer as it arrives, then append both to `messages` unless the answer is empty.
 
-        Raises:
-            ServerRefusal: The server refuses the request, or its answer ends with an error.
-            UnavailableError: The server cannot be reached, or the connection broke.
+        Raise ServerRefusal if the server answers with an error, and UnavailableError if the connection fails.
         """
         asked = {"role": "user", "content": text}
         answer: list[str] = []
@@ -165,9 +162,7 @@ class Command(NamedTuple):
 
 
 class Chat:
-    """The terminal side of a conversation. `read`: shows a prompt and reads a line; raises EOFError
-    at the end of input.
-    """
+    """The terminal side of a conversation. `read` shows a prompt and reads a line, or raises EOFError."""
 
     def __init__(
         self,
@@ -370,9 +365,7 @@ def read_value(text: str) -> Any:
 
 
 def chat(client: ChatClient) -> None:
-    """Run a conversation in the terminal. Raise LLMServingError if the server cannot be reached, or
-    refuses the API key.
-    """
+    """Run a conversation in the terminal. Raise LLMServingError if the server does not answer or refuses the key."""
     models = client.served_models()
     with suppress(ImportError):  # line editing and history, where Python has readline
         import readline  # noqa: F401

@@ -41,12 +41,12 @@ _MINDFORMERS: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 def convert(
     source: Path, target: Path, form: str, *, files: str = "safetensors", order: Order | None = None, yaml: Path | None
 ) -> None:
-    """Convert a model. The target folder appears only when it is complete. Raise ConfigError if the source cannot be
-    read or does not match its config, the target exists, or the disk is too small.
+    """Convert a model. The target folder appears only when it is complete.
+
+    Raise ConfigError if the source does not match its config, the target exists, or the disk is too small.
 
     Args:
         source: A folder, or one file of weights.
-        target: A folder that does not exist.
         form: Naming scheme of the result, one of `FORMS`.
         files: One of `FILES`; `ckpt` only with MindFormers' names.
         order: Order of rows in fused projections of the source.

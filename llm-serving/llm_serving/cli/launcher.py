@@ -31,7 +31,7 @@ LOG_TIMEOUT_S = 10.0
 
 
 class StartError(LLMServingError):
-    """The server exited before it was ready. `message`: the end of its log."""
+    """The server exited before it was ready. `message` is the end of its log."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -70,10 +70,7 @@ class ServerRecord(msgspec.Struct, frozen=True):
 
 
 def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) -> int:
-    """Start `llm-serving serve` in the background and, when it is ready, print how to use it.
-
-    Raise the same errors as `start_silently`.
-    """
+    """Start `llm-serving serve` in the background as `start_silently` does, and print how to use it."""
     log = start_silently(config, serve_arguments, run_dir)
     _say(f"serving {config.model.model_name} on {config.serving.url}  (log: {_short(log)})")
     print(curl_line(config))
@@ -83,9 +80,7 @@ def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) 
 def start_silently(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) -> Path:
     """Start `llm-serving serve` in the background, wait until it is ready, and return its log file.
 
-    Raises:
-        ConfigError: The port is in use, or `run_dir` cannot be written.
-        StartError: The server exited; the text has the end of its log.
+    Raise ConfigError if the port is in use or `run_dir` cannot be written, and StartError if the server exits.
     """
     host, port = config.serving.server_ip, config.serving.server_port
     if port == 0:
@@ -240,9 +235,7 @@ def _listens(record: ServerRecord) -> bool:
 
 
 def _health(record: ServerRecord) -> tuple[bool, str]:
-    """Return whether all WorkAgents are ready, except abandoned ones, and a description that is empty until the server
-    answers.
-    """
+    """Return whether all WorkAgents are ready, except abandoned ones, and a description; empty: no answer."""
     connection = http.client.HTTPConnection(record.host, record.port, timeout=5)
     if record.scheme == "https":
         # The certificate has the server's public name, but this connects to its address.

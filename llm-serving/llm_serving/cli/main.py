@@ -167,8 +167,9 @@ def _command_of(argv: Sequence[str]) -> str:
 
 
 def _parser(called: str | None = None) -> argparse.ArgumentParser:
-    """Build the parser of all subcommands. `called`: the subcommand to run. Subcommands of other packages are then
-    listed without arguments, to avoid their imports. None: every subcommand has its arguments.
+    """Build the parser of all subcommands, or with full arguments only for `called` and this package's own.
+
+    Subcommands of other packages need imports that take long.
     """
     parser = argparse.ArgumentParser(
         prog="llm-serving",

@@ -21,12 +21,10 @@ def check_absent(target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
-    """Yield a temporary folder; rename it to the target at the end, or remove it on failure or interruption. Raise
-    ConfigError if the parent folder is missing, the disk is too small, or a file cannot be read or written.
+    """Yield a temporary folder; rename it to the target at the end, or remove it on failure or interruption.
 
-    Args:
-        target: A path that does not exist.
-        num_bytes: Approximate size of the files.
+    Raise ConfigError if the parent folder is missing, the disk has less than `num_bytes` free, or a file cannot be
+    written.
     """
     parent = target.absolute().parent
     if not parent.is_dir():

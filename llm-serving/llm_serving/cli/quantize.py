@@ -24,21 +24,12 @@ from llm_serving.models.weight_reader import WeightReader, check_folder, optiona
 
 DEFAULT_GROUP_SIZE: Final = 128
 _QUANTIZED_KINDS: Final = ("linear", "experts")
-"""Kinds of operations whose weights are quantized.
-
-Embeddings, the LM head, expert routers and gates of shared experts are not, because other engines cannot read them
-quantized.
-"""
+"""Kinds of operations whose weights are quantized. Other engines cannot read others, such as embeddings, quantized."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """A quantized format.
-
-    Attributes:
-        bits: Bits of weights.
-        activation_bits: Bits of the activations that the weights are computed with; 16: the model dtype.
-    """
+    """A quantized format, by the bits of weights and of the activations; 16: the model dtype."""
 
     bits: int
     activation_bits: int
@@ -68,15 +59,11 @@ FORMATS: Final = {"w8a8": Format(8, 8), "w8a16": Format(8, 16), "w4a16": Format(
 
 
 def quantize(source: Path, target: Path, name: str, group_size: int | None = None) -> None:
-    """Quantize a model. The target folder appears only when it is complete. Raise ConfigError if the source cannot be
-    read or is already quantized, the group size does not divide its columns, the target exists, or the disk is too
-    small.
+    """Quantize a model. The target folder appears only when it is complete.
 
-    Args:
-        source: A folder with a config.json.
-        target: A folder that does not exist.
-        name: One of `FORMATS`.
-        group_size: Columns that share a scale, for 4 bits; None: `DEFAULT_GROUP_SIZE`.
+    Raise ConfigError if the source is already quantized, the group size does not divide its columns, the target exists,
+    or the disk is too small. `name` is one of `FORMATS`. `group_size` is the number of columns that share a scale of 4
+    bits; None: `DEFAULT_GROUP_SIZE`.
     """
     check_absent(target)
     form = FORMATS[name]

@@ -27,11 +27,7 @@ def opened(
 ) -> Iterator[HTTPResponse]:
     """Send a request and yield the response; close it at the end.
 
-    Args:
-        url: URL of the server, without a path.
-        key: API key; empty: none is sent.
-        body: Value to send as JSON; None: no body.
-        method: None: POST with a body, GET without.
+    Without `method`, send POST with a `body` (JSON), else GET. An empty `key` is not sent.
 
     Raises:
         ConfigError: The URL or the API key is invalid.

@@ -1,3 +1,5 @@
+"""The model of a configuration: its size, its download and its check."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from llm_serving.models.weight_reader import check_folder
 
 
 def stored_size(config: ServingConfig) -> ModelSize:
-    """Return the memory that the model of the configuration needs, with the size of its files where it is known."""
+    """Return the memory that the model of the configuration needs, with the size of its files if it is known."""
     assert config.model.model_path is not None
     if config.hub_model is not None:
         return model_size(config, sum(config.hub_model.weight_sizes.values()))
@@ -30,9 +32,7 @@ def stored_size(config: ServingConfig) -> ModelSize:
 def get_weights(config: ServingConfig, say: Callable[[str], None]) -> None:
     """Report the required memory of a model given by name, then download its missing weights.
 
-    Raises:
-        ConfigError: The model does not fit into memory; nothing is downloaded.
-        ModelError: The disk is too small, or the download failed.
+    Raise ConfigError, before a download, if the model does not fit into memory, and ModelError if the download fails.
     """
     model = config.hub_model
     if model is None:
@@ -51,9 +51,7 @@ def get_weights(config: ServingConfig, say: Callable[[str], None]) -> None:
 
 
 def check_weights(config: ServingConfig) -> None:
-    """Check a model folder as a WorkAgent does, but without reading weights. Raise ModelError as
-    `models.weight_reader.check_folder` does.
-    """
+    """Check a model folder as a WorkAgent does, without reading weights. Raise ModelError as `check_folder` does."""
     model = config.hub_model
     complete = model is None or not missing_files(model.folder)
     if config.model.model_path is not None and complete:

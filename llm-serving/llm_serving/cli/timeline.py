@@ -29,10 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
 def save_timeline(url: str, output: Path, num_steps: int | None = None, key: str = "") -> int:
     """Write the response of `GET /v1/timeline` to a file and return its number of events.
 
-    Raises:
-        UnavailableError: The server cannot be reached.
-        LLMServingError: The server refuses, or its answer is not a trace.
-        ConfigError: The URL is invalid, or the file cannot be written.
+    Raise LLMServingError if the server refuses or sends no trace, and ConfigError if the file cannot be written.
     """
     from llm_serving.cli.server_call import opened
 
