@@ -17,10 +17,7 @@ from llm_serving.errors import CapacityError, TooLateError
 from llm_serving.observability.class_metrics import ClassMetrics
 
 RETRY_SHARE: Final = 0.6
-"""Fraction of the drain rate at which refused clients are asked to retry; new requests use the rest.
-
-At twice the capacity, 75 to 80 % of the clients that obey are then admitted at their first retry.
-"""
+"""Fraction of the drain rate at which refused clients are asked to retry; new requests use the rest."""
 MIN_RETRY_AFTER_S: Final = 1.0
 MAX_RETRY_AFTER_S: Final = 120.0
 """Maximum Retry-After. The official OpenAI client gives up if it is asked to wait longer."""
@@ -73,10 +70,7 @@ class RetrySchedule:
         self._random = random.Random(seed)
 
     def delay_s(self, limit: str, source: str, num_requests: int, rate: float, min_delay_s: float, now: float) -> float:
-        """Return the seconds after which a refused group of requests should retry, at least `min_delay_s`.
-
-        `rate` is the number of requests that `limit` admits per second.
-        """
+        """Return the seconds until a refused group should retry. `limit` admits `rate` requests per second."""
         self._last_retry = {key: time for key, time in self._last_retry.items() if time > now}
         key = (limit, source)
         if key not in self._last_retry and len(self._last_retry) >= MAX_SOURCES:
@@ -169,10 +163,7 @@ class AdmissionControl:
     def predict_s(
         self, prompt_lens: Sequence[int], request_class: RequestClass, tenant: str, replica: ReplicaLoad
     ) -> float | None:
-        """Return the predicted seconds to the first token of the last of these requests; None if unknown.
-
-        Requests of the same class and of higher classes are ahead. Later arrivals are not predicted.
-        """
+        """Return the predicted seconds to the first token of the last of these requests; None if unknown."""
         if (speed := replica.speed) is None:
             return None
         max_rank = request_class.rank if replica.honours_classes else None
@@ -196,10 +187,7 @@ class AdmissionControl:
         )
 
     def _is_current(self, replica: ReplicaLoad) -> bool:
-        """Return whether the measured speed of a replica is recent enough to refuse requests.
-
-        An idle replica may have become faster, which is only measured with an admitted request.
-        """
+        """Return whether the measured speed is recent. An idle replica may have become faster unnoticed."""
         load = self._queue.load(replica.index)
         is_idle = load.num_waiting == load.num_running == 0
         return not is_idle or self._clock() - replica.in_flight.since < IDLE_S

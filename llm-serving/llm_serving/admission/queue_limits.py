@@ -116,11 +116,7 @@ class _Entry(NamedTuple):
 
 
 class AdmissionQueue:
-    """Counts admitted requests on the event loop: `add` for a submission, `start` for a first step, `remove` for an
-    end.
-
-    All limits apply to the sum of all replicas.
-    """
+    """Counts admitted requests on the event loop, for limits on the sum of all replicas."""
 
     def __init__(self, config: ServingConfig, clock: Clock = monotonic) -> None:
         self._clock = clock
@@ -239,10 +235,7 @@ class AdmissionQueue:
         return replace(self._loads.get((None, name), _NO_LOAD))
 
     def waiting_ahead(self, replica: int, max_rank: int | None) -> tuple[int, int]:
-        """Return the number of a replica's waiting requests ahead of a new one, and their uncached prompt tokens.
-
-        Requests beyond the concurrency limit of their tenant are not ahead of requests of other tenants.
-        """
+        """Return the number of a replica's waiting requests ahead of a new one, and their uncached prompt tokens."""
         if self._max_running is None and not self._max_running_of:
             load = self.load(replica, max_rank)
             return load.num_waiting, load.num_uncached_tokens

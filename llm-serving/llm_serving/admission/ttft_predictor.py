@@ -63,7 +63,7 @@ class ReplicaSpeed:
     step_s: float
     token_s: float
     finish_rate: float | None
-    """Finished requests per row of a step, the inverse of the number of steps per request; None: not measured."""
+    """Requests that finish per row of a step, 1 / (steps per request); None: not measured."""
     num_slots: int
     """Number of running slots: the configured number, or fewer if the KV cache is full."""
 
@@ -129,7 +129,7 @@ class TtftPredictor:
             self._num_slots = None
 
     def record_step(self, *, num_tokens: int, num_rows: int, seconds: float, num_finished: int) -> None:
-        """Record a step that took `seconds` from the end of the previous step, or from its submission."""
+        """Record a step. `seconds` begin at the end of the previous step, or at the submission if that is later."""
         moments = self._prefill_steps if num_tokens > num_rows else self._decode_steps
         keep = 1 - 1 / STEP_MEMORY
         moments.weight = moments.weight * keep + 1

@@ -211,10 +211,7 @@ def api_key_of(arguments: argparse.Namespace) -> str:
 
 
 def load(arguments: argparse.Namespace) -> ServingConfig:
-    """Load the configuration, and add the flags and the environment to `arguments.overrides`.
-
-    Raise ConfigError if a flag, a key or the model is invalid.
-    """
+    """Load the configuration, and add the flags and the environment to `arguments.overrides`. Raise ConfigError."""
     arguments.overrides += overrides_of(arguments)
     config = load_config(arguments.config, arguments.overrides, arguments.model)
     if added := overrides_of_environment(config):
@@ -224,10 +221,7 @@ def load(arguments: argparse.Namespace) -> ServingConfig:
 
 
 def load_servable(arguments: argparse.Namespace) -> ServingConfig:
-    """Load the configuration of a model, and download missing weights of a model from a hub.
-
-    Raise ConfigError if no model is given, or it cannot be served here.
-    """
+    """Load the configuration of a model, and download missing weights. Raise ConfigError if it cannot be served."""
     config = load(arguments)
     if config.model.model_path is None:
         raise ConfigError("no model to serve: pass --model FOLDER (or --model demo), or set model_config.model_path")

@@ -78,7 +78,8 @@ class ChatClient:
     messages: list[Message] = field(default_factory=list)
 
     def say(self, text: str) -> Generator[Piece, None, None]:
-        """Send a message and yield the answer as it arrives, then append both to `messages` unless the answer is empty.
+        """Send a message and yield the answer as it arrives. Both are appended to `messages` unless the answer is
+        empty.
 
         Raise ServerRefusal if the server answers with an error, and UnavailableError if the connection fails.
         """

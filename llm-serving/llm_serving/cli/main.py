@@ -123,10 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open closed standard streams on /dev/null.
-
-    Otherwise a socket could get descriptor 0, 1 or 2, and uvloop aborts the process when it closes such a descriptor.
-    """
+    """Open closed standard streams on /dev/null. uvloop aborts if a socket gets descriptor 0, 1 or 2."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -167,10 +164,7 @@ def _command_of(argv: Sequence[str]) -> str:
 
 
 def _parser(called: str | None = None) -> argparse.ArgumentParser:
-    """Build the parser of all subcommands, or with full arguments only for `called` and this package's own.
-
-    Subcommands of other packages need imports that take long.
-    """
+    """Build the parser. A subcommand of another package is imported only if it is `called`; None: all are."""
     parser = argparse.ArgumentParser(
         prog="llm-serving",
         description="LLM serving on MindSpore.",

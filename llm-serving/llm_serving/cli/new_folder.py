@@ -23,8 +23,7 @@ def check_absent(target: Path) -> None:
 def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
     """Yield a temporary folder; rename it to the target at the end, or remove it on failure or interruption.
 
-    Raise ConfigError if the parent folder is missing, the disk has less than `num_bytes` free, or a file cannot be
-    written.
+    Raise ConfigError if the disk has less than `num_bytes` free, or a file cannot be written.
     """
     parent = target.absolute().parent
     if not parent.is_dir():

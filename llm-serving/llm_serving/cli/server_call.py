@@ -25,14 +25,10 @@ class ServerRefusal(LLMServingError):  # noqa: N818  an answer, not an error of 
 def opened(
     url: str, path: str, key: str = "", body: object = None, method: str | None = None
 ) -> Iterator[HTTPResponse]:
-    """Send a request and yield the response; close it at the end.
+    """Send a request and yield the response. Without `method`, it is POST if there is a `body`, else GET.
 
-    Without `method`, send POST with a `body` (JSON), else GET. An empty `key` is not sent.
-
-    Raises:
-        ConfigError: The URL or the API key is invalid.
-        ServerRefusal: The server answers with an error status.
-        UnavailableError: The server cannot be reached, or the connection broke.
+    Raise ConfigError if the URL or the key is invalid, ServerRefusal for an error status, and UnavailableError if the
+    connection fails.
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url must begin with http:// or https://. Given: {url}")

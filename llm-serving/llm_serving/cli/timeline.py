@@ -27,10 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def save_timeline(url: str, output: Path, num_steps: int | None = None, key: str = "") -> int:
-    """Write the response of `GET /v1/timeline` to a file and return its number of events.
-
-    Raise LLMServingError if the server refuses or sends no trace, and ConfigError if the file cannot be written.
-    """
+    """Write the response of `GET /v1/timeline` to a file, and return its number of events. Raise LLMServingError."""
     from llm_serving.cli.server_call import opened
 
     query = "" if num_steps is None else f"?steps={num_steps}"

@@ -123,10 +123,7 @@ def huggingface_snapshot(name: str, revision: str) -> Path | None:
 
 
 def modelscope_snapshot(name: str, revision: str) -> Path | None:
-    """Return the cache folder of a revision, possibly incomplete; None if it is not cached.
-
-    Releases before 1.38 have one folder for all revisions, with `___` in place of dots.
-    """
+    """Return the cache folder of a revision, possibly incomplete; None if it is not cached."""
     cache = modelscope_cache()
     owner, _, model = name.partition("/")
     older = Path(owner) / model.replace(".", "___")
@@ -188,7 +185,7 @@ class _LineStream:
 
 
 def small_files(sizes: Mapping[str, int]) -> list[str]:
-    """Return the names of configuration and tokenizer files, config.json first. `sizes`: file name -> bytes."""
+    """Return the names of configuration and tokenizer files in `sizes` (name -> bytes), config.json first."""
     wanted = [name for name in sizes if _matches(name, _SMALL) or name in POOLING_FILES or _TEMPLATE.fullmatch(name)]
     names = [name for name in wanted if sizes[name] <= _MAX_SMALL_BYTES]
     unwanted = [name for name in names if name.endswith(".index.json") and name != INDEX_NAME]
@@ -198,8 +195,7 @@ def small_files(sizes: Mapping[str, int]) -> list[str]:
 def weight_files(names: Collection[str], index: Path) -> list[str]:
     """Return the safetensors files to download, in order; empty if the weights are in other formats.
 
-    If a hub has several shardings, the index or else the usual name selects one. `index` is the path of the index, if
-    `names` has one. Raise ModelError if it is invalid.
+    `index` is the path of the index, which selects one of several shardings. Raise ModelError if it is invalid.
     """
     if INDEX_NAME in names:
         return indexed_names(index)

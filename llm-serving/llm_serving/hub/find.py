@@ -88,10 +88,7 @@ def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubMode
 
 
 def download(model: HubModel, say: Callable[[str], None]) -> None:
-    """Download the missing files of a model from `locate`, the weights last. `say` shows a message to the operator.
-
-    Raise ModelError if the disk is too small, or the download failed; another call resumes it.
-    """
+    """Download the missing files of a model from `locate`, the weights last. Raise ModelError; another call resumes."""
     listing = model.listing
     if listing is None:
         return

@@ -69,10 +69,7 @@ class Sink(Protocol):
 
 
 class DecisionEncoder:
-    """Encodes decisions as records. A row contains only the blocks added to its table since the request's previous row.
-
-    This works because a block table is one object from admission to the end of a request, and only grows.
-    """
+    """Encodes decisions as records. A row has only the blocks that its table got since the request's previous row."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks

@@ -222,10 +222,7 @@ class Entry(NamedTuple):
 
 
 class Reader:
-    """Reads the records of one file in order, up to an incomplete last record, which a crash may leave.
-
-    Raise RecordingError if the file is not a recording.
-    """
+    """Reads the records of one file, except an incomplete last one. Raise RecordingError if it is not a recording."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -187,16 +187,16 @@ class ReplayedStep(msgspec.Struct, array_like=True):
     running: list[tuple[int, int]]
     """(request, blocks), in decode order."""
     waiting: list[int]
-    """In order of admission, at most `MAX_WAITING`."""
+    """The first `MAX_WAITING` waiting requests in order of admission."""
     num_waiting: int
     preempted: list[tuple[int, str, bool]]
     """(request, class that needed its blocks, whether its blocks were swapped out)."""
     next: int | None
-    """The next request to admit, if it could not be admitted."""
+    """The first waiting request, if it could not be admitted."""
     reason: str
-    """Why it could not be admitted; empty if no request waits."""
+    """Why `next` could not be admitted; empty if no request waits."""
     behind: str | None
-    """Class that holds most slots or blocks, depending on the reason."""
+    """Class that holds most slots or blocks, whichever `next` lacks."""
     closed: tuple[str, ...]
     """Classes at their share limit."""
     num_used_blocks: int

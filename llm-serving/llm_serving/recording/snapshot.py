@@ -35,10 +35,7 @@ _LEFT_OUT: Final[dict[type, frozenset[str]]] = {
 
 
 def capture(value: object) -> tuple[Layouts, list[Any]]:
-    """Return `value`, the last node, and everything it refers to, as (layouts, nodes).
-
-    Raise TypeError if it contains an object of a type that a state may not contain.
-    """
+    """Return `value` and all that it refers to as (layouts, nodes); `value` is the last node. Raise TypeError."""
     writer = _Writer()
     writer.cell(value)
     return writer.layouts, writer.nodes

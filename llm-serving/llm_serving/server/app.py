@@ -315,10 +315,9 @@ def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRe
 
 
 def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Batches | None:
-    """Return the batches of the configuration; None if there are none. Raise ConfigError if the database cannot be
-    used.
+    """Return the batches of the configuration, or those in the database `path`, whose size is not limited.
 
-    `path`: database to use instead of the configured one; the size of its answers is not limited.
+    None: batches are not configured. Raise ConfigError if the database cannot be used.
     """
     config, serving = engine.config, engine.config.serving
     database = path or serving.batch_path

@@ -67,8 +67,7 @@ class ReceiptHook:
     async def start_receipt(self, engine: AsyncEngine, response_id: str, created: int) -> ReceiptDraftProtocol:
         """Start the receipt of a response. The first one waits until the model's files are hashed.
 
-        Raise RequestError if `serving_config.receipts` is `none`, and UnavailableError if the package is not installed
-        or a file of the model has changed since the start.
+        Raise RequestError if receipts are off, and UnavailableError if the package is missing or a file has changed.
         """
         if not self._enabled:
             raise RequestError("receipt", "must be false: serving_config.receipts is none", True)

@@ -148,11 +148,7 @@ def _escaped(message: msgspec.Struct) -> msgspec.Struct:
 
 
 def enable_keepalive(sock: socket.socket) -> None:
-    """Let the kernel close a TCP connection whose peer's machine no longer answers.
-
-    `recv` and `send` then fail, and the descriptor becomes readable. A process that hangs on a running machine is only
-    detected by the deadlines of `Channel`.
-    """
+    """Let the kernel close a TCP connection whose peer's machine no longer answers, so that `recv` and `send` fail."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_INTERVAL_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)

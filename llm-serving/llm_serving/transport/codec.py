@@ -65,10 +65,7 @@ def step_arrays(step: StepInput) -> list[NDArray[Any]]:
 
 
 def step_from_arrays(step: int, arrays: list[NDArray[Any]], allowed_follow: bool = False) -> StepInput:
-    """Invert `step_arrays`. Arrays are used without a copy, except histories with shared prefixes.
-
-    Raise ProtocolError if the number of arrays is wrong, or they belong to another step.
-    """
+    """Invert `step_arrays`, without copies except for shared prefixes. Raise ProtocolError if the step differs."""
     *given, num_shared = _check_step_number(step, arrays, _NUM_ARRAYS)
     sampling_end = len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS)
     sampling = SamplingInput(*given[len(_STEP_ARRAYS) : sampling_end])
@@ -95,10 +92,7 @@ def allowed_from_arrays(step: int, arrays: list[NDArray[Any]]) -> AllowedTokens:
 
 
 def _drop_shared_prefixes(offsets: Int32Array, token_ids: Int32Array) -> tuple[Int32Array, Int32Array]:
-    """Drop the previous history from each history that begins with all of it.
-
-    Return the remaining token ids, concatenated, and the number of ids dropped from each history.
-    """
+    """Return the histories without prefixes that equal the previous one, concatenated, and the lengths dropped."""
     num_shared = np.zeros(len(offsets) - 1, np.int32)
     parts, before = [], token_ids[:0]
     for index, (start, end) in enumerate(pairwise(offsets.tolist())):

@@ -82,10 +82,7 @@ class SharedBuffers:
         return buffers
 
     def write(self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()) -> StoredArrays:
-        """Copy arrays into a buffer, after those that `behind` describes, and return the input of `read`.
-
-        Raise ProtocolError if the arrays do not fit.
-        """
+        """Copy arrays into a buffer, after those that `behind` describes. Raise ProtocolError if they do not fit."""
         start = self._start(buffer)
         offset = _length_of(behind) if behind else 0
         layout = layout_of(arrays)
@@ -102,10 +99,7 @@ class SharedBuffers:
     def read(
         self, buffer: int, layout: Sequence[ArrayLayout], content: bytes = b"", behind: Sequence[ArrayLayout] = ()
     ) -> list[AnyArray]:
-        """Return views of the arrays of a buffer, valid until the buffer is overwritten. `behind`: as in `write`.
-
-        Raise ProtocolError if the layout has an unknown dtype or exceeds the buffer, or the frame contains arrays.
-        """
+        """Return views of the arrays in a buffer, valid until overwritten. Raise ProtocolError if they exceed it."""
         if content:
             raise ProtocolError("the arrays of a step arrived in the frame instead of shared memory")
         start = self._start(buffer)

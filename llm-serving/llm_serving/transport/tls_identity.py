@@ -30,10 +30,7 @@ _VALID_UNTIL: Final = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
 
 
 class ClusterIdentity:
-    """Key and certificate of a cluster, from a secret of at least `MIN_SECRET_CHARS` random characters.
-
-    Raise ConfigError if the secret is too short, or the package `cryptography` is not installed.
-    """
+    """Key and certificate of a cluster, from a secret. Raise ConfigError if it is too short or a package is missing."""
 
     def __init__(self, secret: str) -> None:
         if len(secret) < MIN_SECRET_CHARS:
@@ -100,10 +97,7 @@ def _certificate(key: Ed25519PrivateKey) -> bytes:
 
 
 def read_secret(path: Path) -> str:
-    """Return the secret in a file, without surrounding white space (editors end lines differently).
-
-    Raise ConfigError if the file cannot be read, other users can read or write it, or it has more than one word.
-    """
+    """Return the word in a file. Raise ConfigError if it cannot be read or other users can read or write it."""
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):

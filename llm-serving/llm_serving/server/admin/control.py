@@ -40,7 +40,7 @@ class Reprioritised(Struct):
     priority_class: str
     changed: list[str]
     unchanged: list[str]
-    """Ids of the engine requests that have ended, or would exceed the bypass limit of their class."""
+    """Ids of the engine requests that have ended, or whose change would exceed the bypass limit of their class."""
 
 
 async def reprioritise_request(engine: AsyncEngine, http_request: Request) -> Response:

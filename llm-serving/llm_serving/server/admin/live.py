@@ -233,8 +233,7 @@ class Viewer:
 class LiveFeed:
     """Takes snapshots while clients watch, and passes them to the clients. For the event loop only.
 
-    `watched` returns the snapshots. Of the `max_viewers` clients, one tenant may have half. `cpu_clock` returns the
-    processor time of the thread in seconds.
+    Of the `max_viewers` clients, one tenant may have half. `cpu_clock` is the processor time of the thread in seconds.
     """
 
     def __init__(
@@ -296,7 +295,7 @@ class LiveFeed:
                 since = min((each.state.now for each in snapshots.values() if each is not None), default=since)
                 spent_s = await self._show(snapshots)
             except Exception:
-                logger.exception("taking a snapshot of the engines failed")
+                logger.exception("Failed to take a snapshot of the engines for GET /v1/live")
                 spent_s = MOST_PAUSE_S
             await self._sleep(pause_s(spent_s))
 
@@ -323,7 +322,7 @@ def pause_s(spent_s: float) -> float:
 
 
 async def watch(engine: AsyncEngine, http_request: Request) -> Response:
-    """Stream snapshots of all schedulers until the client disconnects. Of other tenants, it sees only totals."""
+    """Stream snapshots of all schedulers until the client disconnects. It sees only totals of other tenants."""
     return _LiveResponse(http_request.app.live, tenant_seen(http_request))
 
 

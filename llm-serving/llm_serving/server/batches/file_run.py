@@ -16,7 +16,7 @@ from llm_serving.server.batches.store import CHUNK_BYTES, BatchStore, new_id
 POLL_EVERY_S: Final = 0.5
 NEVER: Final = 2**40
 UNFINISHED: Final = ".unfinished"
-"""Suffix of the store with the progress, which is next to the output file."""
+"""Suffix of the database next to the output file that keeps the progress of a run."""
 ERRORS: Final = ".errors"
 
 

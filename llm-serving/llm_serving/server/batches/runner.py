@@ -127,7 +127,7 @@ class Batches:
         self._thread.shutdown()
 
     async def stored(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run a method of the store in its thread. Raise UnavailableError if the database fails; it has not changed."""
+        """Run a method of the store in its thread. Raise UnavailableError, with nothing changed, if it fails."""
         loop, call = asyncio.get_running_loop(), partial(work, self._store, *arguments)
         try:
             return await loop.run_in_executor(self._thread, call)

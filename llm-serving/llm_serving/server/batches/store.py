@@ -232,8 +232,7 @@ class BatchStore:
     def finish(self, batch: Batch, tenant: str, unanswered: Failure | None, now: float, expires_at: int) -> None:
         """Write the output and error files of a batch, in the order of its lines, and its final state.
 
-        `batch` has its final status and gets its file ids and counts here. `unanswered` is the error of lines without
-        an answer; None: omit those lines.
+        `unanswered` is the error of lines without an answer; None: omit those lines.
         """
         batch.request_counts = self._counts(batch.id)
         with self._db:

@@ -40,10 +40,7 @@ class ChoiceOutput(NamedTuple):
 async def select_best(
     outputs: AsyncIterator[ChoiceOutput], choices: Choices, *, with_logprobs: bool
 ) -> AsyncIterator[ChoiceOutput]:
-    """For each prompt, yield the `n` of `best_of` sequences with the highest mean logprob per token, best first.
-
-    A failed output is yielded at once. `outputs` have logprobs and the index prompt * `best_of` + sequence.
-    """
+    """For each prompt, yield the `n` of `best_of` sequences with the highest mean logprob per token, best first."""
     by_sequence: dict[int, list[RequestOutput]] = {}
     async for index, output in outputs:
         if output.failed:

@@ -253,7 +253,7 @@ def raise_on_failure(output: RequestOutput) -> None:
     if output.finish_reason is FinishReason.TIMEOUT:
         raise TimedOutError(output.error or "the deadline of the request has passed")
     if output.finish_reason is FinishReason.UNAVAILABLE:
-        raise UnavailableError(output.error or "nothing can compute the request at this moment")
+        raise UnavailableError(output.error or "no WorkAgent can compute the request now")
     if output.finish_reason is FinishReason.ERROR:
         raise WorkerError(output.error or "the request failed")
 

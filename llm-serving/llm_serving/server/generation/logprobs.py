@@ -56,10 +56,7 @@ def check_prompt_logprobs_size(prompts: Sequence[list[int]], sampling: SamplingP
 
 
 def prompt_token_logprobs(tokenizer: Tokenizer, logprobs: PromptLogprobs | None, count: int) -> PromptTokenLogprobs:
-    """Return a prompt's logprobs in vLLM's form, with the `count` most likely tokens at each position.
-
-    `logprobs` are those of all tokens but the first; None for a prompt of one token.
-    """
+    """Return a prompt's logprobs in vLLM's form, with the `count` most likely tokens for each but the first token."""
     reported: PromptTokenLogprobs = [None]
     if logprobs is None:
         return reported

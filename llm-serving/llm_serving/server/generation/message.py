@@ -28,10 +28,7 @@ CALLED: Final = "tool_calls"
 
 
 class MessageParser:
-    """Splits the outputs of one choice into deltas.
-
-    `parser` None: all text is content. `rng` generates the ids of calls. `counter` counts reasoning tokens.
-    """
+    """Splits the outputs of one choice into deltas. Without a `parser`, all text is content."""
 
     def __init__(
         self,

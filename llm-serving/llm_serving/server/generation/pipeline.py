@@ -155,7 +155,7 @@ def precheck(engine: AsyncEngine, caller: HttpCaller, request: PrecheckInput) ->
     """Refuse a request early if admission control would refuse it for any number of prompt tokens.
 
     Raise CapacityError if it cannot be admitted now, UnavailableError if no WorkAgent is ready, and RequestError if it
-    could not be admitted even without other requests.
+    can never be admitted.
     """
     max_prompt, max_total = engine.config.model.max_input_len, engine.max_model_len
     min_lens = []

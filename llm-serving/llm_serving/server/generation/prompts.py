@@ -14,7 +14,7 @@ INLINE_CHARS: Final = 4096
 """Maximum length of a text that is tokenized on the event loop: for it, a thread costs more than it saves."""
 
 CALL_CHARS: Final = 64
-"""Cost of one tokenizer call, in characters tokenized in the same time."""
+"""Cost of one tokenizer call, as the number of characters that are tokenized in the same time."""
 
 PromptField = str | list[str | int | list[int]]
 Prompt = str | list[int]
@@ -72,10 +72,7 @@ def check_length(engine: AsyncEngine, text: str, field: str) -> None:
 
 
 def truncate_prompt(engine: AsyncEngine, prompt: list[int], count: int | None, max_tokens: int) -> list[int]:
-    """Return the last `count` token ids of a prompt. Raise RequestError if `count` is neither -1 nor positive.
-
-    -1: as many as fit with `max_tokens` of output; None: all.
-    """
+    """Return the last `count` token ids of a prompt; -1: as many as fit with `max_tokens` of output, None: all."""
     if count is None:
         return prompt
     if count == -1:

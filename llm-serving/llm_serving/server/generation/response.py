@@ -83,7 +83,7 @@ class ResponseBuilder(ABC):
 async def respond(
     http_request: Request, started: StartedGeneration, builder: ResponseBuilder, *, stream: bool
 ) -> Response:
-    """Return a stream or, after the generation, a whole response. Raise ClientGoneError if the client disconnects."""
+    """Return a stream, or a whole response when it is complete. Raise ClientGoneError if the client disconnects."""
     generation, idempotent, headers = started.generation, started.idempotent, started.identity.headers
     if not stream:
         await complete_whole(http_request, generation, builder.collect(generation))
@@ -109,10 +109,7 @@ class BufferedResponse:
 
 
 class ResponseBuffers:
-    """The memory of all responses that are being built to be sent as a whole. For the event loop only.
-
-    Beyond `max_bytes`, the largest response of the client that uses most memory is evicted.
-    """
+    """The memory of responses that are being built as a whole, at most `max_bytes`. For the event loop only."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -142,7 +139,7 @@ class ResponseBuffers:
             raise response.failure
 
     def grow(self, response: BufferedResponse, num_bytes: int) -> None:
-        """Charge further bytes to a response, unless it has been released or evicted."""
+        """Charge bytes to a response. Beyond the limit, evict the largest response of the client that uses most."""
         if response not in self._responses:
             return
         response.num_bytes += num_bytes
@@ -178,7 +175,7 @@ def buffered_bytes(output: RequestOutput) -> int:
 async def buffered(http_request: Request, generation: Generation, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`, which builds a response from a generation, and account for its memory meanwhile.
 
-    Raise RequestError if the response is evicted because it alone exceeds the limit, otherwise UnavailableError.
+    Raise RequestError if the response alone exceeds the limit, and UnavailableError if it was evicted for others.
     """
     buffers: ResponseBuffers = http_request.app.response_buffers
     task = asyncio.current_task()
@@ -206,7 +203,7 @@ async def buffered(http_request: Request, generation: Generation, work: Coroutin
 
 
 async def complete_whole(http_request: Request, generation: Generation, work: Coroutine[Any, Any, T]) -> T:
-    """Run `buffered`, then close the generation. Raise ClientGoneError if the client disconnects before."""
+    """Run `buffered`, then close the generation. Raise ClientGoneError if the client disconnects first."""
     try:
         return await run_until_client_leaves(http_request.receive, buffered(http_request, generation, work))
     finally:

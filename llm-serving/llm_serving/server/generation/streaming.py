@@ -97,7 +97,7 @@ class StreamResponse(Response):
         except LLMServingError as error:
             last += self._error_chunk(error)
         except Exception:
-            logger.exception("a stream failed")
+            logger.exception("A streamed response failed; its client gets an internal error")
             last += self._error_chunk(internal_error())
         await send({"type": "http.response.body", "body": last, "more_body": False})
 

@@ -28,7 +28,7 @@ NUM_COMPILERS: Final = 2
 MAX_WAIT_S: Final = 10.0
 """Maximum seconds to compile a grammar, including the time in the queue."""
 _COMPILING: Final = FairThreads(NUM_COMPILERS, "grammar")
-"""Threads that only wait for grammars, so that other work is not delayed."""
+"""Threads for grammars only, so that other work is not delayed."""
 MAX_GUIDED_CHOICES: Final = 1024
 _ANY_OBJECT: Final = '{"type": "object"}'
 
@@ -40,7 +40,7 @@ class StructuredOutput:
     Attributes:
         field: Field of the request that holds the rule.
         make: Returns the grammar, given the default whitespace in JSON. Slow; raises GrammarError or RequestError.
-        parts: The structured outputs that this one combines. Of these, an error names the first that fails alone.
+        parts: The structured outputs that this one combines. An error names the first of them that fails alone.
         size: Returns a lower bound of the size of the grammar's source in bytes or characters; slow.
         is_json: Whether a request may choose its whitespace.
     """
@@ -55,8 +55,7 @@ class StructuredOutput:
 def structured_output_of(request: object, names: Mapping[str, str] | None = None) -> StructuredOutput | None:
     """Return the structured output that a request asks for; None if any text is allowed.
 
-    Raise RequestError if there are several, one is malformed, or another parameter excludes structured output. `names`:
-    parameter -> field, if the protocol names it differently.
+    Raise RequestError if there are several, or one breaks a rule. `names`: parameter -> the protocol's name for it.
     """
     whitespace = getattr(request, "guided_whitespace_pattern", None)
     found = []
@@ -86,8 +85,7 @@ def check_compatible(request: object, field: str, names: Mapping[str, str] | Non
 
 
 async def compile_constraint(engine: AsyncEngine, output: StructuredOutput, source: str) -> TokenConstraint:
-    """Compile a structured output to a constraint on tokens, off the event loop. Clients (`source`) share the time
-    fairly.
+    """Compile a structured output off the event loop. Clients (`source`) share the compilers fairly.
 
     Raise RequestError if it cannot be compiled, and CapacityError if the compilers were busy for `MAX_WAIT_S`.
     """

@@ -153,10 +153,7 @@ def chat_output(
     offered: OfferedTools | None,
     budget: ReasoningBudget | None = None,
 ) -> StructuredOutput | None:
-    """Return the structured output of a choice: reasoning within its budget, then tool calls or `content`.
-
-    Raise RequestError if a budget is set, but the reasoning of the model cannot be recognised.
-    """
+    """Return the structured output of a choice: reasoning within its budget, then tool calls or `content`."""
     constrained_by = None if offered is None else offered.constrained_by
     if content is None and constrained_by is None and budget is None:
         return None
@@ -241,7 +238,7 @@ def _reasoning_parser(engine: AsyncEngine, request: ChatCompletionRequest, promp
 
 
 def _tool_choice(request: ChatCompletionRequest) -> tuple[str, str | None]:
-    """Return "auto", "none" or "required", and the only tool that may be called; None: any tool."""
+    """Return "auto", "none" or "required", and the name of the only tool that may be called; None: any tool."""
     choice = request.tool_choice
     if choice in (None, "auto", "none", "required"):
         if choice == "required" and not request.tools:

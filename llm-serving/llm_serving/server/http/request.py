@@ -1,7 +1,4 @@
-"""One request of a connection: checking its head (RFC 9112), the end of its body, and the progress of its response.
-
-The head is rewritten, so that this server and a proxy interpret the request alike.
-"""
+"""One request of a connection: its head (RFC 9112), rewritten so that a proxy reads it alike, and its body."""
 
 from __future__ import annotations
 
@@ -233,10 +230,7 @@ class HttpRequest:
         return 0 if self._is_digested or self.is_complete else min(self._num_body, self._max_weight)
 
     def read_body(self, data: bytes) -> tuple[int, bytes]:
-        """Return how many bytes of `data` belong to the body, and what to pass to uvicorn.
-
-        Extensions and trailers of chunks are removed. Raise RefusedError if chunks are invalid or too small.
-        """
+        """Return how many bytes of `data` belong to the body, and what to pass to uvicorn. Raise RefusedError."""
         if self._left is None:
             return self._read_chunks(data[:SLICE_BYTES])
         piece = data[: self._left]
@@ -312,10 +306,7 @@ class HttpRequest:
         self._connection.on_response_complete()
 
     def write_chunk(self, to_bytes: Callable[[int, T], bytes], index: int, piece: T) -> bool:
-        """Write `to_bytes(index, piece)` of a streamed response at once, without waking the application's task.
-
-        Return False, without calling `to_bytes`, if the client reads too slowly.
-        """
+        """Write `to_bytes(index, piece)` without waking the application. Return False if the client is too slow."""
         if not (self._is_chunked and self._connection.can_write):
             return False
         body = to_bytes(index, piece)

@@ -49,10 +49,7 @@ def check_variables(limits: ServerConfig) -> None:
 
 
 class Certificate:
-    """The TLS context of the server. New handshakes use changed files without a restart.
-
-    Raise ConfigError if the files cannot be used at the start. Later the previous certificate stays in use.
-    """
+    """The TLS context of the server. New handshakes use changed files. Raise ConfigError if the first are invalid."""
 
     def __init__(self, limits: ServerConfig) -> None:
         assert limits.ssl_certfile is not None
@@ -96,8 +93,7 @@ def _version(file: Path | None) -> tuple[int, int, int]:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn behind `Connection`, with an orderly shutdown on signals. Raise ConfigError if the certificate is
-    invalid.
+    """uvicorn behind `Connection`, with an orderly shutdown. Raise ConfigError if the certificate is invalid.
 
     Args:
         on_refused: Called with the address and status if input is refused before it is a request.

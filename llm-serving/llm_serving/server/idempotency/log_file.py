@@ -38,10 +38,7 @@ _decode: Final = msgspec.msgpack.Decoder(AcceptedRequest).decode
 
 
 class LogFile:
-    """The log of accepted requests. A write error ends it; a disk that hangs delays only one request.
-
-    Raise ConfigError if the folder cannot be used, or another process uses it. For the event loop only.
-    """
+    """The log of accepted requests. A write error ends it. Raise ConfigError if the folder cannot be used."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder

@@ -183,8 +183,7 @@ def resumed_by(
 ) -> ResumedStream:
     """Return the accepted request and the position for an event id, or for its part after the colon.
 
-    `field` holds the id. `stream_id` is the stream, if the URL names it. Raise RequestNotFoundError if the tenant has
-    no such stream, and RequestError if the id is malformed or belongs to another stream.
+    The URL may name the stream (`stream_id`). Raise RequestNotFoundError or RequestError, which names `field`.
     """
     named, colon, text = event_id.rpartition(":")
     if stream_id is not None and colon and named != stream_id:

@@ -111,7 +111,7 @@ class IdempotentRequest:
         return self.record.stream_id if self.record is not None and self.record.streams else ""
 
     def chance(self, choice: int) -> Random:
-        """Return the generator of a choice's ids. It is the same for a repeated request, otherwise unpredictable."""
+        """Return the random generator of a choice's ids: the same for a repeated request, otherwise unpredictable."""
         return SystemRandom() if self.record is None else Random(f"{self.record.stream_id} {choice}")
 
     @property
@@ -124,10 +124,7 @@ class IdempotentRequest:
     async def sharing(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices, caller: HttpCaller
     ) -> Sharing | None:
-        """Return how identical or repeated requests share the response; None if they do not.
-
-        The caller appends the number of the sequence to the key.
-        """
+        """Return how identical or repeated requests share the response. The caller adds the sequence to its key."""
         if self._rules.coalesces_identical and caller.deadline is None and (self._seeded or sampling.greedy):
             scope = ""
         elif self.record is not None:

@@ -55,7 +55,7 @@ class AcceptedRequest(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Log(Protocol):
-    """A file of records that outlives this process."""
+    """The log of accepted requests; see `LogFile`."""
 
     async def append(self, record: AcceptedRequest) -> None: ...
 
@@ -107,10 +107,7 @@ class AcceptedRequests:
         return self._sizes.num_bytes
 
     def find(self, field: str, stream_id: str, tenant: str | None) -> AcceptedRequest:
-        """Return the request of a stream that can be resumed. Raise RequestNotFoundError if the tenant has none.
-
-        Without API keys `tenant` is None, and the id is enough. `field` names the stream in the error.
-        """
+        """Return the request of a stream that can be resumed. Raise RequestNotFoundError if the tenant has none."""
         self._expire()
         record = self._records.get(stream_id)
         if record is None or not record.streams or tenant not in (None, record.tenant):
@@ -120,8 +117,7 @@ class AcceptedRequests:
     async def claim(self, tenant: str, key: str, digest: bytes) -> AcceptedRequest | Claim:
         """Return the accepted request of a key, or a claim, whose owner holds the key until it calls `settle`.
 
-        Wait for a request with the key that is being accepted. Raise IdempotencyError if the key belongs to another
-        one.
+        Wait while another request claims the key. Raise IdempotencyError if the key belongs to a different one.
         """
         name = (tenant, key)
         while True:
@@ -143,7 +139,7 @@ class AcceptedRequests:
             claim.settled.set_result(None)
 
     async def add(self, record: AcceptedRequest) -> None:
-        """Keep a record, and log it if there is a log. Evict older records of the tenant that uses most memory."""
+        """Keep a record, and log it if there is a log. If memory is full, evict older ones of the largest tenant."""
         self.restore(record)
         if self.log is not None and record.stream_id in self._records:
             await self.log.append(record)

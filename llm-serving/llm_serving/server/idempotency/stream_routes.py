@@ -22,10 +22,7 @@ RESUME_FROM: Final = "resume_from"
 
 
 async def resume_stream(engine: AsyncEngine, http_request: Request) -> Response:
-    """Continue a stream after the event that `Last-Event-ID` or `resume_from` names; without them, from the beginning.
-
-    The header takes precedence, because an `EventSource` that reconnects sends it to its original URL.
-    """
+    """Continue a stream after the event that `Last-Event-ID` or else `resume_from` names, or from the beginning."""
     if not engine.config.serving.resume_streams:
         raise RequestNotFoundError("stream_id", "cannot be resumed: serving_config.resume_streams is False")
     event_id, field = read_header(http_request, EVENT_HEADER) or "", "Last-Event-ID"

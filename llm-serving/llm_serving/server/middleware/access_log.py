@@ -90,10 +90,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class AccessLog:
-    """Writes one line for each request. Lines of refused requests are rate-limited.
-
-    `put` writes a line without blocking; `reopen` reopens the file after a rotation.
-    """
+    """Writes one line for each request with `put`, which does not block. Lines of refused requests are rate-limited."""
 
     def __init__(
         self,
@@ -173,10 +170,7 @@ def _ms(seconds: float) -> float:
 
 
 class Accounting:
-    """Outermost ASGI middleware: records timings, metrics, access log and trace of every request.
-
-    `paths` are those without parameters: only they appear in logs before a route is found.
-    """
+    """Outermost ASGI middleware: records timings, metrics, access log and trace of every request."""
 
     def __init__(
         self,

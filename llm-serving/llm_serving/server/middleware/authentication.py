@@ -33,10 +33,7 @@ V = TypeVar("V")
 
 
 class FailedKeys:
-    """Failed authentication attempts by client address. For the event loop only.
-
-    `refused` is called with the reason: `missing_key`, `unknown_key` or `too_many_unknown_keys`.
-    """
+    """Failed authentication attempts by client address. For the event loop only."""
 
     def __init__(self, clock: Clock, refused: Callable[[str], None]) -> None:
         self._clock = clock
@@ -94,8 +91,7 @@ def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
 class ApiKeyAuthentication:
     """ASGI middleware that requires an API key, as `Authorization: Bearer KEY` or `X-API-Key: KEY`.
 
-    The key's row of `api_keys` is stored in the request's scope. `open_paths` need no key; `open_pages` need none for
-    GET and HEAD.
+    It stores the key's row in the request's scope. `open_paths` need no key; `open_pages` need none for GET and HEAD.
     """
 
     def __init__(
@@ -141,10 +137,7 @@ class ApiKeyAuthentication:
         await self._app({**scope, API_KEY_KEY: key, QUOTA_KEY: self._quotas.get(key.name)}, receive, send)
 
     def _find(self, shown: Sequence[bytes], client: str) -> ApiKey:
-        """Return the row of the presented key. The time of the comparison reveals nothing about the existing keys.
-
-        Raise AuthenticationError unless the request has one known key, and RateLimitError after too many unknown keys.
-        """
+        """Return the row of the presented key. Raise AuthenticationError or RateLimitError."""
         if len(shown) != 1:
             self._failures.failed(client, shown=False)
             rule = "an API key is needed" if not shown else "one API key is needed, not several"

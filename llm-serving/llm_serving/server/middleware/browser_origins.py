@@ -44,10 +44,7 @@ SHOWN_HEADERS: Final = (
 
 
 class BrowserGuard:
-    """ASGI middleware that refuses requests of foreign web pages, and answers CORS preflights.
-
-    `needs_keys`: the server requires API keys, so foreign pages are not refused. `refused` counts refusals by reason.
-    """
+    """ASGI middleware that refuses requests of foreign web pages unless API keys are needed, and answers preflights."""
 
     def __init__(self, app: ASGIApp, server: ServerConfig, *, needs_keys: bool, refused: Callable[[str], None]) -> None:
         self._app = app

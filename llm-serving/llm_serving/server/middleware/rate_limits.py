@@ -10,10 +10,7 @@ from llm_serving.errors import RateLimitError
 
 
 class TokenBucket:
-    """A token bucket that starts full and is refilled with `capacity` tokens per minute.
-
-    A withdrawal may exceed the level, which is then negative until it is refilled.
-    """
+    """A token bucket that starts full and gets `capacity` tokens per minute. Its level may become negative."""
 
     def __init__(self, capacity: float, now: float) -> None:
         self.capacity = capacity
@@ -66,10 +63,9 @@ class Quota:
         self._take("requests", 1)
 
     def take_tokens(self, num_prompt: int, num_output: int) -> Callable[[int], None] | None:
-        """Withdraw the prompt tokens of a request and all tokens that it may generate.
+        """Withdraw the tokens of a request. Raise RateLimitError if the limit of tokens per minute is exceeded.
 
-        Return a function to call at the end with the number of generated tokens; None without a limit. Raise
-        RateLimitError if the limit of tokens per minute is exceeded.
+        Return a function to call at the end with the number of generated tokens; None without a limit.
         """
         if "tokens" not in self._buckets:
             return None

@@ -102,10 +102,7 @@ def spans_of(context: TraceContext, request: RequestContext, status: int, now: f
 
 
 class Tracer:
-    """Exports spans from a thread of its own, so that no request waits for the collector.
-
-    `send` sends a message, or raises OSError or HTTPException. `wall_clock` returns seconds since the epoch.
-    """
+    """Exports spans in its own thread. `send` sends a message, or raises OSError or HTTPException."""
 
     def __init__(self, send: Send, service: str, wall_clock: Callable[[], float] = time.time) -> None:
         self._send = send

@@ -73,8 +73,8 @@ _names: Final = {kind: frozenset(each.encode_name for each in msgspec.structs.fi
 async def read_fields(engine: AsyncEngine, http_request: Request, kind: type[T], *, strict: bool = True) -> T:
     """Read the body of a request and check its unsupported fields. A long body is decoded off the event loop.
 
-    The state of the request stores the names of ignored fields. `strict` False converts strings to numbers and
-    booleans. Raise RequestError, which names the wrong field or the exceeded limit, or ClientDisconnect.
+    Raise RequestError, which names the field or limit, or ClientDisconnect. The request's state gets the ignored
+    fields.
     """
     body = await read_body(http_request, engine.config.serving)
     if len(body) > INLINE_BYTES:
@@ -187,10 +187,7 @@ def _first_repeated(text: bytes, *, only_outermost: bool) -> str | None:
 
 
 def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:
-    """Decode a JSON body. Raise RequestError, which names the wrong field and its value.
-
-    `strict` False converts strings to numbers and booleans.
-    """
+    """Decode a JSON body. Raise RequestError, which names the wrong field. Not `strict`: convert strings to numbers."""
     try:
         return msgspec.json.decode(body, type=kind, strict=strict)
     except msgspec.ValidationError as error:
@@ -202,11 +199,7 @@ def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:
 
 
 def malformed(text: bytes, error: msgspec.DecodeError | UnicodeDecodeError | RecursionError) -> str:
-    """Describe what is wrong with a JSON text, given the error of decoding it.
-
-    msgspec reports a lone surrogate in the last six bytes as truncation, so the text is decoded again with six more
-    bytes.
-    """
+    """Describe what is wrong with a JSON text, given the error of decoding it."""
     if str(error) == _CUT_OFF:
         try:
             msgspec.json.decode(text + b" " * len(rb"\udc00"))

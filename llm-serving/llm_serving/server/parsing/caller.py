@@ -38,10 +38,9 @@ class HttpCaller(Caller):
 
 
 def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerFields) -> HttpCaller:
-    """Return the caller of a request. `bodies`: the body, then nested objects that may have the same fields.
+    """Return the caller of a request, given its body and nested objects that may have the same fields.
 
-    Raise RequestError if a field breaks its rule or has two values, and PermissionDeniedError if the priority is higher
-    than the API key allows.
+    Raise RequestError if a field breaks its rule, and PermissionDeniedError if the API key does not allow the priority.
     """
     key, context = api_key_of(http_request), request_context_of(http_request)
     names = {}
@@ -75,7 +74,7 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
 
 
 async def within_deadline(deadline: float | None, clock: Clock, work: Awaitable[T]) -> T:
-    """Return the result of `work`. At the deadline, a time on the clock, cancel it and raise TimedOutError."""
+    """Return the result of `work`. At the deadline on the clock, if any, cancel it and raise TimedOutError."""
     if deadline is None:
         return await work
     try:
@@ -109,10 +108,7 @@ def ceiling_of(config: ServingConfig, key: ApiKey | None) -> PriorityCeiling | N
 def requested_priority(
     config: ServingConfig, ceiling: PriorityCeiling | None, priority: int | None, class_name: str | None
 ) -> int | None:
-    """Return the requested priority, given as a number or as the name of a class; None if neither is given.
-
-    Raise RequestError if both are given or the class is unknown, and PermissionDeniedError above the ceiling.
-    """
+    """Return the requested priority, by number or by class; None if not given. Raise RequestError if not allowed."""
     ranks = {each.name: each.rank for each in config.request_classes}
     if class_name is not None and priority is not None:
         raise RequestError("priority_class", "must not be given together with `priority`")

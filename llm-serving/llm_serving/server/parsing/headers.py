@@ -83,10 +83,7 @@ class ResponseIdentity:
 
 
 def identify(engine: AsyncEngine, http_request: Request, request_id: str | None, prefix: str) -> ResponseIdentity:
-    """Return the identity of a new response. Raise RequestError if the body's `request_id` is malformed.
-
-    The request id is this field, the header `x-request-id` or a random id. The response's id is `prefix` with it.
-    """
+    """Return the identity of a response, by the body's `request_id`, the header or at random. Raise RequestError."""
     if request_id is None:
         request_id = request_id_of(http_request)
     elif not REQUEST_ID.fullmatch(request_id):

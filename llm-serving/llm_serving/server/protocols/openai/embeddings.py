@@ -73,7 +73,7 @@ async def compute_vectors(
     """
     check_model(engine, body.model)
     if engine.pooling is None:
-        rule = "gives no vectors: it is no embedding model (model_config.pooling: last takes any model for one)"
+        rule = "must produce embeddings: serve an embedding model, or set `model_config.pooling: last`"
         raise RequestError("model", rule)
     limits = truncations or [body.truncate_prompt_tokens] * len(texts)
     request = _TextsRequest(engine, http_request, body, texts, field_name, limits, add_special_tokens, prefix)

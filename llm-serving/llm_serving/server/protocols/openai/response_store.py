@@ -46,9 +46,9 @@ def _texts_of(call: ToolCallOfMessage) -> tuple[str, str]:
 
 
 class ResponseStore:
-    """Stores finished responses up to a number of bytes, and as many bytes again of responses in progress.
+    """Stores finished responses up to a number of bytes, and as many bytes of responses in progress.
 
-    When it is full, it evicts the oldest response of the tenant that uses most bytes. For the event loop only.
+    Full, it evicts the oldest response of the tenant that uses most bytes. For the event loop only.
     """
 
     def __init__(self, quota: TenantQuota) -> None:

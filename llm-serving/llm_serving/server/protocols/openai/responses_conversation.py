@@ -44,10 +44,7 @@ _NAMES: Final = tuple(dict.fromkeys(name for names in _FIELDS.values() for name 
 
 
 def messages_of(items: str | list[InputItem]) -> list[ChatMessage]:
-    """Return the conversation as chat messages. Consecutive items of the assistant become one message.
-
-    Raise RequestError if an item lacks a field of its type, or has a field of another type.
-    """
+    """Return the conversation as chat messages. The assistant's consecutive items become one. Raise RequestError."""
     if isinstance(items, str):
         return [ChatMessage("user", items)]
     messages: list[ChatMessage] = []

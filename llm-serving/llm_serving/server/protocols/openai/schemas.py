@@ -242,7 +242,7 @@ class CompletionChoice(Long, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
-    """For each token of the prompt, by token id: the token itself, then the most likely ones."""
+    """For each prompt token, by token id: the logprob of the token itself and of the most likely ones."""
 
 
 FINGERPRINT: Final = f"llm-serving-{__version__}"
