@@ -90,18 +90,23 @@ CORE = {
 }
 
 
-def test_convert_splits_fused_projections_of_newer_networks(source, tmp_path, capsys):
+@pytest.mark.parametrize("order", ["grouped", "stacked"])
+def test_convert_splits_fused_projections_of_newer_networks(source, tmp_path, order, capsys):
+    """Training networks group the rows and inference networks stack them, under the same names."""
     tensors = {}
-    for name, array in join(arrays_of(source), "grouped").items():
+    for name, array in join(arrays_of(source), order).items():
         for ours, theirs in CORE.items():
             name = name.replace(ours, theirs)
         tensors[name] = array
     (tmp_path / "core").mkdir()
     (tmp_path / "core" / "config.json").write_bytes((source / "config.json").read_bytes())
     write_safetensors(tmp_path / "core" / "model.safetensors", tensors)
-    with pytest.raises(ModelError, match=r"holds several projections: `llm-serving convert .* OUT --to hf` takes"):
+    with pytest.raises(ModelError, match=r"in an order that no file specifies: `llm-serving convert .* --joined group"):
         WeightReader(tmp_path / "core")
-    assert main(["convert", str(tmp_path / "core"), str(tmp_path / "out"), "--to", "hf"]) == 0
+    command = ["convert", str(tmp_path / "core"), str(tmp_path / "out"), "--to", "hf"]
+    assert main(command) == 2
+    assert "add --joined grouped|stacked" in capsys.readouterr().err
+    assert main([*command, "--joined", order]) == 0
     assert equal(arrays_of(tmp_path / "out"), arrays_of(source))
 
 

@@ -22,7 +22,6 @@ from llm_serving.formats.mindformers_names import (
     hugging_face_name,
     is_fused,
     mindformers_name,
-    order_of,
     split,
 )
 from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, StoredTensor
@@ -101,15 +100,15 @@ def _tensors(stored: dict[str, StoredTensor], order: Order | None, config: dict[
         if not is_fused(name):
             yield TensorSource(hugging_face_name(name), dtype, tensor.shape, tensor.read)
             continue
-        known = order_of(name) or order
-        if known is None:
+        if order is None:
             raise ModelError(
                 f"{tensor.file}: {name} holds several projections in an order that no file specifies: add --joined "
-                f"{'|'.join(ORDERS)}. Releases 1.4 and newer of MindFormers write `grouped`, older ones `stacked`"
+                f"{'|'.join(ORDERS)}. `grouped` is w_qkv of MindFormers 1.4 and newer, and linear_qkv of its training "
+                "networks; `stacked` is w_qkv of older releases, and linear_qkv of inference networks"
             )
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
-        read = _reader(name, tensor, known, heads, kv_heads)
+        read = _reader(name, tensor, order, heads, kv_heads)
         try:
             shapes = {part: array.shape for part, array in read().items()}
         except ValueError:
@@ -133,7 +132,9 @@ def add_to(commands: Subcommands) -> None:
     parser.add_argument("--to", required=True, choices=("hf", "mindformers"), help="naming scheme of the tensors")
     parser.add_argument("--files", default="safetensors", choices=("safetensors", "ckpt"), help="default: safetensors")
     parser.add_argument(
-        "--joined", choices=("grouped", "stacked"), help="rows of w_qkv: grouped = MindFormers 1.4 and newer"
+        "--joined",
+        choices=ORDERS,
+        help="row order of w_qkv or linear_qkv, which the error for a missing value explains",
     )
     parser.add_argument("--config", type=Path, metavar="YAML", help="MindFormers YAML, if there is no config.json")
     parser.set_defaults(run=run)

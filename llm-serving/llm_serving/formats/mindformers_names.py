@@ -46,16 +46,16 @@ _CORE: Final = (
 )
 """As `_NAMES`, for newer networks."""
 _CORE_NAME: Final = re.compile(r"^(embedding\.word_embeddings|decoder\.(layers|final_layernorm)|output_layer)\.")
-_CORE_JOINED: Final = re.compile(r"\.(self_attention\.linear_qkv|mlp\.linear_fc1)\.(weight|bias)$")
 
 QKV: Final = re.compile(r"^(?P<at>.*)\.(attention\.w_qkv|self_attention\.linear_qkv)\.(?P<kind>weight|bias)$")
 GATE_UP: Final = re.compile(r"^(?P<at>.*)\.(feed_forward\.w_gate_hidden|mlp\.linear_fc1)\.(?P<kind>weight|bias)$")
 
 Order = Literal["grouped", "stacked"]
-"""Row order of fused projections, which files do not specify. Newer networks always use `grouped`.
+"""Row order of fused projections, which neither files nor tensor names specify.
 
-`grouped` (MindFormers 1.4 and newer): for each key head its query heads, itself and its value head; rows of gate and up
-alternate. `stacked` (older releases): one projection after another.
+`grouped` (`w_qkv` of MindFormers 1.4 and newer, `linear_qkv` of its training networks): for each key head its query
+heads, itself and its value head; rows of gate and up alternate. `stacked` (`w_qkv` of older releases, `linear_qkv` of
+inference networks): one projection after another.
 """
 ORDERS: Final = ("grouped", "stacked")
 
@@ -81,11 +81,6 @@ def mindformers_name(name: str) -> str:
 
 def is_fused(name: str) -> bool:
     return QKV.match(name) is not None or GATE_UP.match(name) is not None
-
-
-def order_of(name: str) -> Order | None:
-    """Return the row order of a fused tensor if its name implies it."""
-    return "grouped" if _CORE_JOINED.search(name) else None
 
 
 def split(name: str, array: Array, order: Order, heads: int, kv_heads: int) -> Mapping[str, Array]:

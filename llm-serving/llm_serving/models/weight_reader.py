@@ -23,7 +23,7 @@ from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError
 from llm_serving.formats.folder import DERIVED, INDEX_NAME, check_tensors, read_tensors, weight_files
 from llm_serving.formats.gguf import files_of
-from llm_serving.formats.mindformers_names import ORDERS, are_of_mindformers, hugging_face_name, is_fused, order_of
+from llm_serving.formats.mindformers_names import ORDERS, are_of_mindformers, hugging_face_name, is_fused
 from llm_serving.formats.packed import PackedTensor, Quantized, ReadableTensor, Scheme
 from llm_serving.formats.stored_tensor import Array, is_finite
 from llm_serving.models.gguf import is_gguf
@@ -120,11 +120,9 @@ class WeightReader:
         prefix = _BASE if _WITHOUT_BASE in stored else ""
         for stored_name, tensor in stored.items():
             if theirs and is_fused(stored_name):
-                order = "" if order_of(stored_name) else f" --joined {'|'.join(ORDERS)}"
-                why = " in an order that no file tells" if order else ""
                 raise ModelError(
-                    f"{tensor.file}: {stored_name} holds several projections{why}: "
-                    f"`llm-serving convert {folder} OUT --to hf{order}` takes them apart"
+                    f"{tensor.file}: {stored_name} holds several projections in an order that no file specifies: "
+                    f"`llm-serving convert {folder} OUT --to hf --joined {'|'.join(ORDERS)}` separates them"
                 )
             name = hugging_face_name(stored_name) if theirs else prefix + stored_name
             if name in self._tensors:
