@@ -115,7 +115,10 @@ def legacy_fields(record: RequestRecord) -> dict[str, str | float]:
 
 
 class LegacyLog:
-    """`testLog/test_performance_<YYYY-mm-dd-HH_MM>.log` under `folder`; runs of the same minute share a file."""
+    """`testLog/test_performance_<YYYY-mm-dd-HH_MM>.log` under `folder`; runs of the same minute share a file.
+
+    Each record begins as in the older load test: time, logger and level.
+    """
 
     def __init__(self, folder: Path, num_requests: int) -> None:
         self._num_requests = num_requests
@@ -127,11 +130,16 @@ class LegacyLog:
 
     def add(self, record: RequestRecord) -> None:
         self._num_done += 1
-        self._file.write(f"{legacy_fields(record)}\nTest Progress --> {self._num_done}/{self._num_requests}\n")
+        self._write(f"{legacy_fields(record)}\nTest Progress --> {self._num_done}/{self._num_requests}")
 
     def close(self, exec_time_s: float) -> None:
-        self._file.write(f"All Tasks Done; Exec Time is {exec_time_s}\n")
+        self._write(f"All Tasks Done; Exec Time is {exec_time_s}")
         self._file.close()
+
+    def _write(self, record: str) -> None:
+        now = time.time()
+        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+        self._file.write(f"{clock},{int(now % 1 * 1000):03} - test_llama.log - INFO - {record}\n")
 
 
 def write_result(folder: Path, name: str, records: list[RequestRecord]) -> Path:

@@ -23,6 +23,10 @@ def item(instruction, output="ok", task="greet"):
     return {"instruction": instruction, "input": "", "output": output, "task": task}
 
 
+PREFIX = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - test_llama\.log - INFO - "
+"""Start of each record of the older load test."""
+
+
 def read_log(folder):
     (log,) = (folder / "testLog").iterdir()
     assert re.fullmatch(r"test_performance_\d{4}-\d\d-\d\d-\d\d_\d\d\.log", log.name)
@@ -33,12 +37,13 @@ def test_load_test_writes_the_legacy_files_for_the_legacy_command_line(run, tmp_
     assert run([item("Hello"), item("Good morning")], "-X", "200", "-T", "0.02", "-O", "./") == 0
     lines = read_log(tmp_path)
     assert len(lines) == 9
-    for record in map(ast.literal_eval, lines[0:8:2]):
+    for line in lines[0:8:2]:
+        record = ast.literal_eval(re.fullmatch(f"{PREFIX}(.*)", line)[1])
         assert list(record) == ["input", "resp_text", "res_time", "first_token_time"]
         assert record["resp_text"] == "ok"
         assert 0 < record["first_token_time"] <= record["res_time"]
     assert lines[1:8:2] == [f"Test Progress --> {k}/4" for k in (1, 2, 3, 4)]
-    assert re.fullmatch(r"All Tasks Done; Exec Time is [\d.]+", lines[8])
+    assert re.fullmatch(rf"{PREFIX}All Tasks Done; Exec Time is [\d.]+", lines[8])
     result = json.loads((tmp_path / "result_200_x.json").read_text())
     assert sorted(r["input"] for r in result) == ["Good morning", "Good morning", "Hello", "Hello"]
     output = capsys.readouterr().out
