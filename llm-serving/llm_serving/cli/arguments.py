@@ -224,7 +224,8 @@ def load_servable(arguments: argparse.Namespace) -> ServingConfig:
     """Load the configuration of a model, and download missing weights. Raise ConfigError if it cannot be served."""
     config = load(arguments)
     if config.model.model_path is None:
-        raise ConfigError("no model to serve: pass --model FOLDER (or --model demo), or set model_config.model_path")
+        rule = config.model_hint or "pass --model FOLDER (or --model demo), or set model_config.model_path"
+        raise ConfigError(f"no model to serve: {rule}")
     get_weights(config, say)
     check_weights(config)
     return config

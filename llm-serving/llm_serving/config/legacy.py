@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from llm_serving.config.yaml_reader import Located, plain, read_yaml
-from llm_serving.errors import ConfigError, ModelError
+from llm_serving.errors import ConfigError, ModelError, shorten
 from llm_serving.models.spec import ModelSpec
 
 RENAMED: Final[Mapping[str, str]] = {
@@ -89,6 +89,7 @@ MINDFORMERS_TARGETS: Final[Mapping[str, str]] = {
     "context.save_graphs_path": "device_config.save_graphs_path",
     "context.jit_level": "device_config.jit_level",
     "context.jit_config.jit_level": "device_config.jit_level",
+    "parallel_config.model_parallel": "cluster_config.tensor_parallel",
     "model.model_config.block_size": "pa_config.block_size",
     "model.model_config.num_blocks": "pa_config.num_blocks",
     "model.model_config.vocab_size": "model_config.vocab_size",
@@ -122,7 +123,10 @@ _SHAPE_KEYS: Final = frozenset(
 """Keys of `model.model_config` that `ModelSpec.from_mindformers` reads."""
 _SILENT_KEYS: Final = frozenset({"context.mode", "model.model_config.type", "model.model_config.use_past"})
 """Keys whose value is fixed here, so the file may state it without a notice."""
-CHECKPOINT_KEY: Final = "model.model_config.checkpoint_name_or_path"
+CHECKPOINT_KEYS: Final = ("load_checkpoint", "model.model_config.checkpoint_name_or_path", "pretrained_model_dir")
+"""Keys that name the weights, in the order of precedence. MindFormers 2 names its models by the last one."""
+ADAPTER_KEY: Final = "model.model_config.pet_config"
+PARALLEL_KEY: Final = "parallel_config.model_parallel"
 MODE_KEY: Final = "context.mode"
 _THETA_KEYS: Final = frozenset({"theta", "rope_theta", "rope_ratio", "rope_parameters"})
 _SCALING_KEYS: Final = frozenset({"extend_method", "rope_scaling", "rope_parameters"})
@@ -138,25 +142,38 @@ class MindFormersFile:
     spec: ModelSpec | None
     says_theta: bool
     says_scaling: bool
-    checkpoint: Located | None
+    checkpoint: tuple[str, Located] | None
+    """The key that names the weights, and its value."""
     notices: tuple[str, ...]
 
 
 def read_mindformers(path: Path) -> MindFormersFile:
     """Read a MindFormers YAML. An unknown key gives a notice and not an error, because MindFormers owns the format.
-    Raise ConfigError if the file cannot be read, or a value that describes the model has a wrong type.
+    Raise ConfigError if the file cannot be read, names an adapter, or a value that describes the model has a wrong
+    type.
     """
     root = read_yaml(path)
     values: dict[str, Located] = {}
-    checkpoint = None
+    checkpoints: dict[str, Located] = {}
     notices = []
     ignored = []
     for key, item in _flatten(root):
         if item.value is None:
             continue
         target = MINDFORMERS_TARGETS.get(key)
-        if key == CHECKPOINT_KEY:
-            checkpoint = item if item.value != "" else None
+        if key == ADAPTER_KEY:
+            raise ConfigError(
+                f"{item.where}: `{key}` must be left out: adapters are not served. Merge the adapter into the weights "
+                f"of the model, or serve the model without it. Given: {shorten(str(plain(item)))}"
+            )
+        if key in CHECKPOINT_KEYS:
+            checkpoints |= {key: item} if item.value != "" else {}
+        elif key == PARALLEL_KEY and (use := root.get("use_parallel")) is not None and use.value is not True:
+            if item.value != 1:
+                notices.append(
+                    f"{item.where}: {key}: {item.value} has no effect with use_parallel: {use.value} "
+                    f"({use.where}); cluster_config.tensor_parallel sets the number of ranks"
+                )
         elif target is not None and not isinstance(item.value, list):
             if target in values and values[target].value != item.value:
                 raise ConfigError(f"{item.where}: `{key}` must be {values[target].value} as at {values[target].where}")
@@ -170,6 +187,7 @@ def read_mindformers(path: Path) -> MindFormersFile:
     shape = _shape_of(root)
     given = {key for key, item in shape.items() if item.value is not None} if shape else set()
     says_theta, says_scaling = not given.isdisjoint(_THETA_KEYS), not given.isdisjoint(_SCALING_KEYS)
+    checkpoint = next(((key, checkpoints[key]) for key in CHECKPOINT_KEYS if key in checkpoints), None)
     return MindFormersFile(path, values, spec_of(root), says_theta, says_scaling, checkpoint, tuple(notices))
 
 
@@ -201,11 +219,12 @@ def _network_class(model: Located | None) -> str:
     return name.value if name is not None and isinstance(name.value, str) else ""
 
 
-_NESTED: Final = {"context": "jit_config", "model": "model_config"}
+_NESTED: Final = {"context": "jit_config", "model": "model_config", "parallel_config": None}
+"""Section whose keys are read -> its inner section, whose keys are read too."""
 
 
 def _flatten(root: Located) -> Iterator[tuple[str, Located]]:
-    """Yield the dotted keys of `context` and `model`; every other section is one key."""
+    """Yield the dotted keys of the sections in `_NESTED`; every other section is one key."""
     for section, item in root.items():
         if section not in _NESTED:
             yield section, item

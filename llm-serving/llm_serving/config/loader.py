@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from llm_serving.config.legacy import (
     ALIASES,
-    CHECKPOINT_KEY,
     MINDFORMERS_DTYPE,
     MINDFORMERS_TARGETS,
     MUST_AGREE,
@@ -42,6 +41,7 @@ from llm_serving.config.tls import CERTFILE, KEYFILE, PASSWORD_FILE
 from llm_serving.config.values import Values
 from llm_serving.config.yaml_reader import Located, plain, read_value, read_yaml
 from llm_serving.errors import ConfigError, ModelError, shorten
+from llm_serving.formats.folder import convert_command
 from llm_serving.hub import locate
 from llm_serving.models.gguf import gguf_name, is_gguf
 from llm_serving.models.spec import ModelSpec
@@ -157,6 +157,7 @@ def _build(values: Values, tables: dict[str, TableReader]) -> ServingConfig:
         sources=sources,
         notices=tuple(values.notices),
         hub_model=values.hub_model,
+        model_hint=values.model_hint,
     )
 
 
@@ -299,18 +300,20 @@ def _use_compute_dtype(reading: _Reading, file: MindFormersFile | None) -> None:
 
 
 def _use_checkpoint(values: Values, file: MindFormersFile) -> None:
-    """Use a MindFormers checkpoint as the model when it is a folder in Hugging Face form."""
+    """Use the weights that a MindFormers YAML names as the model when they are a folder in Hugging Face form."""
     if file.checkpoint is None or values.is_given(MODEL_PATH):
         return
-    item = file.checkpoint
-    found = find(Path(str(item.value)), search_folders(file.path.parent))
+    key, item = file.checkpoint
+    path = Path(str(item.value))
+    found = find(path, search_folders(file.path.parent))
     if found is not None and (found / "config.json").is_file():
         values.set(MODEL_PATH, found, item.where)
         return
-    values.notices.append(
-        f"{item.where}: {CHECKPOINT_KEY} {shorten(item.value)} is no folder in Hugging Face form; "
-        f"set {MODEL_PATH} to one"
-    )
+    hint = f"{item.where}: {key} {shorten(item.value)} is no folder in Hugging Face form; set {MODEL_PATH} to one"
+    if file.spec is not None:
+        hint += f", which this command writes: {convert_command(found or path, file.path)}"
+    values.notices.append(hint)
+    values.model_hint = hint
 
 
 # --- paths ----------------------------------------------------------------------------------------------------------

@@ -51,6 +51,8 @@ class ServingConfig:
     """Sentences for the operator: keys without effect, renamed keys, surprising combinations."""
     hub_model: HubModel | None = None
     """The model, where `model_path` is a name on a hub. Its weights may not be downloaded yet."""
+    model_hint: str = ""
+    """Why the weights that a MindFormers YAML names cannot be served as they are, and what to do."""
     origin: Origin | None = field(default=None, compare=False)
     """None: the configuration was not loaded by `load_config`."""
 

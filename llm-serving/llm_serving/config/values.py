@@ -15,6 +15,7 @@ class Values:
     def __init__(self, defaults: Mapping[str, Any], notices: list[str]) -> None:
         self.notices = notices
         self.hub_model: HubModel | None = None
+        self.model_hint = ""
         self._defaults = defaults
         self._set: dict[str, tuple[Any, str]] = {}
 

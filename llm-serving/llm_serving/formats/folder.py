@@ -145,11 +145,26 @@ def how_to_convert(folder: Path) -> str:
             return _converting(files[0], pattern)
     if files := sorted(folder.glob("*.gguf")):
         return f"; {files[0].name} is a model by itself: name that file"
+    if files := sorted(folder.glob("*.ckpt")):
+        return how_to_convert_file(files[0])
     return ""
 
 
 def how_to_convert_file(file: Path) -> str:
+    if file.suffix == ".ckpt":
+        return f"; with the MindFormers YAML of the model, this command writes one: {convert_command(file)}"
     return next((_converting(file, pattern) for pattern in _PICKLES if file.match(pattern)), "")
+
+
+def convert_command(source: Path, yaml: Path | None = None) -> str:
+    """Return the command that writes a folder in Hugging Face form from weights with MindFormers' names.
+
+    Args:
+        source: A file of weights, or a folder of them.
+        yaml: The MindFormers YAML of the model. None: `YAML` stands for it.
+    """
+    config = "YAML" if yaml is None else shlex.quote(str(yaml))
+    return f"llm-serving convert {shlex.quote(str(source))} OUT --to hf --config {config}"
 
 
 def _converting(file: Path, pattern: str) -> str:

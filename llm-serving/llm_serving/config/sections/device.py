@@ -28,6 +28,8 @@ BLOCK_SIZE: Final = "pa_config.block_size"
 TARGET: Final = "device_config.device_target"
 KERNELS: Final = "device_config.kernels"
 
+NPU_FOLDER: Path = Path("/dev")
+"""Folder of the device files of NPUs."""
 MULTIPLE: Final = 16
 """Divisor of the block size: the KV cache is stored in tiles of 16 tokens by 16 elements of a head."""
 ASCEND_DTYPES: Final = tuple(dtype.name for dtype in MODEL_DTYPES.values() if dtype.on_ascend)
@@ -146,6 +148,10 @@ def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormer
     Raise ConfigError for a combination that cannot be served.
     """
     on_ascend = values[TARGET] == "Ascend"
+    if not values.is_given(TARGET) and (npus := sorted(NPU_FOLDER.glob("davinci[0-9]*"))):
+        values.notice(
+            TARGET, f"CPU, although this machine has {len(npus)} NPUs ({npus[0]}): set Ascend to serve on them"
+        )
     if on_ascend:
         _check_ascend(values, spec)
         _check_infer_boost(values, mindformers)
