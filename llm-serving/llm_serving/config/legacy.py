@@ -74,6 +74,9 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
 }
 """Key that is accepted without effect -> why."""
 
+RANK_GRAPHS: Final = ("model_path.prefill_model", "model_path.decode_model")
+"""Lists of graph files. Older servers had one file, and one agent port, for each rank of a replica."""
+
 OLDER_DTYPE_PREFIX: Final = "DataType."
 """The older servers write `model_dtype` with this prefix: "DataType.FLOAT16"."""
 

@@ -17,6 +17,7 @@ from llm_serving.config.legacy import (
     MINDFORMERS_TARGETS,
     MUST_AGREE,
     OLDER_DTYPE_PREFIX,
+    RANK_GRAPHS,
     RENAMED,
     WITHOUT_EFFECT,
     MindFormersFile,
@@ -52,6 +53,8 @@ DRAFT_MODEL_PATH: Final = "scheduler_config.draft_model_path"
 MODEL_NAME: Final = "model_config.model_name"
 MODEL_DTYPE: Final = "model_config.model_dtype"
 DEVICE_TARGET: Final = "device_config.device_target"
+AGENT_PORTS: Final = "serving_config.agent_ports"
+TENSOR_PARALLEL: Final = "cluster_config.tensor_parallel"
 RESOLVED_PATHS: Final = (
     MODEL_CFG_PATH,
     "model_config.tokenizer_path",
@@ -82,6 +85,8 @@ class _Reading:
     given: dict[str, _Given] = field(default_factory=dict)
     tables: dict[str, TableReader] = field(default_factory=lambda: {name: TableReader(name) for name in TABLES})
     notices: list[str] = field(default_factory=list)
+    num_rank_graphs: int = 1
+    """Number of graph files that an older YAML lists, one for each rank."""
 
 
 def load_config(
@@ -110,6 +115,7 @@ def load_config(
         _accept_override(reading, override)
     if model is not None:
         reading.given[MODEL_PATH] = _Given(str(model), "--model", (Path.cwd(),), is_override=True)
+    _use_rank_ports(reading)
     mindformers = _read_mindformers(reading)
     values = _typed(reading)
     if mindformers is not None:
@@ -190,6 +196,8 @@ def _accept(reading: _Reading, name: str, given: _Given) -> None:
     """Store a value under the key that its name stands for. A later override wins; two values in one file must be
     equal.
     """
+    if name in RANK_GRAPHS and isinstance(given.value, list):
+        reading.num_rank_graphs = max(reading.num_rank_graphs, len(given.value))
     if name in WITHOUT_EFFECT:
         reading.notices.append(f"{given.source}: {name} is accepted without effect: {WITHOUT_EFFECT[name]}")
         return
@@ -215,6 +223,20 @@ def _accept(reading: _Reading, name: str, given: _Given) -> None:
         )
         return
     reading.given[target] = given
+
+
+def _use_rank_ports(reading: _Reading) -> None:
+    """Read several agent ports of an older YAML as the ranks of one replica, if it lists a graph for each port."""
+    given, count = reading.given.get(AGENT_PORTS), reading.num_rank_graphs
+    if given is None or given.is_override or TENSOR_PARALLEL in reading.given:
+        return
+    if count > 1 and isinstance(given.value, list) and len(given.value) == count:
+        reading.given[AGENT_PORTS] = dataclasses.replace(given, value=given.value[:1])
+        reading.given[TENSOR_PARALLEL] = dataclasses.replace(given, value=count)
+        reading.notices.append(
+            f"{given.source}: {AGENT_PORTS}: {count} ports with {count} graphs are read as the ranks of one replica, "
+            f"{TENSOR_PARALLEL}: {count}"
+        )
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

@@ -149,7 +149,8 @@ def check_model(values: Values, spec: ModelSpec | None, mindformers: MindFormers
         _agree_pad_token(values, spec, str(config))
         longest = context_lengths(spec, values["model_config.model_path"])
         _limit_length(values, longest, MODEL_SOURCE, spec.window)
-    elif described is not None:
+    elif described is not None and not values.is_given("model_config.max_generate_length"):
+        # MindFormers compiles its networks for `seq_length`, which may be shorter than what the model supports.
         own = described.max_position_embeddings
         _limit_length(values, ContextLengths(own, own), "MindFormers YAML")
     for name in ("model_config.end_token", "model_config.pad_token_id"):
