@@ -91,92 +91,21 @@ inline const BlockByte* whole_panel(const LinearArgs& args, size_t panel, size_t
 
 // ---- Integers ------------------------------------------------------------------------------------------------------
 
-// The qvalues of four inputs of sixteen columns.
-struct Line {
-  NativeUint part[kParts];
-};
-
-LLM_INLINE Line load_line(const uint8_t* source) {
-  Line line;
-  __builtin_memcpy(&line, source, sizeof(line));
-  return line;
-}
-
-LLM_INLINE Line broadcast_four(const int8_t* qvalues) {
-  uint32_t four;
-  __builtin_memcpy(&four, qvalues, sizeof(four));
-  Line line;
-#if defined(__AVX512F__)
-  line.part[0] = (NativeUint)_mm512_set1_epi32(static_cast<int32_t>(four));
-#else
-  LLM_FOR_PARTS line.part[i] = NativeUint{} + four;
-#endif
-  return line;
-}
-
-// 32-bit sums; with vpdpbusd in registers of a float type, for the reason given in qvalues.h.
-struct Sums {
-  NativeFloat part[kParts];
-};
-
-LLM_INLINE Sums broadcast_sum(int32_t sum) {
-  float bits;
-  __builtin_memcpy(&bits, &sum, sizeof(bits));
-  Sums sums;
-  LLM_FOR_PARTS sums.part[i] = native_broadcast(bits);
-  return sums;
-}
-
-LLM_INLINE Sums add_sums(Sums a, const Sums& b) {
-  LLM_FOR_PARTS a.part[i] = (NativeFloat)((NativeInt)a.part[i] + (NativeInt)b.part[i]);
-  return a;
-}
-
-// Adds the products of unsigned and signed qvalues, four in each lane. `kIsByte`: the unsigned ones need more than the
-// 7 bits with which vpmaddubsw cannot overflow.
-template <bool kIsByte>
-LLM_INLINE Sums add_products_of(const Line& unsigned_qvalues, const Line& qvalues, Sums sums) {
-  LLM_FOR_PARTS {
-#if defined(LLM_ADD_FOURS)
-    asm(LLM_ADD_FOURS " %2, %1, %0" : "+v"(sums.part[i]) : "v"(unsigned_qvalues.part[i]), "v"(qvalues.part[i]));
-#else
-    NativeInt added;
-#if defined(__AVX512BW__)
-    if constexpr (!kIsByte) {
-      const __m512i pairs = _mm512_maddubs_epi16((__m512i)unsigned_qvalues.part[i], (__m512i)qvalues.part[i]);
-      added = (NativeInt)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-    } else
-#elif defined(__AVX2__)
-    if constexpr (!kIsByte) {
-      const __m256i pairs = _mm256_maddubs_epi16((__m256i)unsigned_qvalues.part[i], (__m256i)qvalues.part[i]);
-      added = (NativeInt)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-    } else
-#endif
-    {
-      const NativeHalves a = (NativeHalves)unsigned_qvalues.part[i], b = (NativeHalves)qvalues.part[i];
-      added =
-          multiply_pairs(a & 0xff, b << 8 >> 8) + multiply_pairs((NativeHalves)((NativeUint)a >> 8 & 0xff00ff), b >> 8);
-    }
-    sums.part[i] = (NativeFloat)((NativeInt)sums.part[i] + added);
-#endif
-  }
-  return sums;
-}
-
 // Shifts bits at position `from` of each byte to position `to`, and keeps those of `mask`.
-LLM_INLINE NativeUint moved_bits(NativeUint bytes, int from, int to, uint32_t mask) {
-  return (to >= from ? bytes << (to - from) : bytes >> (from - to)) & mask;
+LLM_INLINE NativeInt moved_bits(NativeInt bytes, int from, int to, int32_t mask) {
+  const NativeUint bits = (NativeUint)bytes;
+  return (NativeInt)(to >= from ? bits << (to - from) : bits >> (from - to)) & mask;
 }
 
 // Line `line` of a block of planes.
 template <size_t kBits>
-LLM_INLINE Line line_of(const uint8_t* planes, size_t line) {
-  if constexpr (kBits == 8) return load_line(planes + line * kLineBytes);
-  Line result = load_line(planes + low_plane(kBits, line) * kLineBytes);
+LLM_INLINE CodeFactor line_of(const uint8_t* planes, size_t line) {
+  if constexpr (kBits == 8) return load_qvalues(planes + line * kLineBytes);
+  CodeFactor result = load_qvalues(planes + low_plane(kBits, line) * kLineBytes);
   LLM_FOR_PARTS result.part[i] = moved_bits(result.part[i], line % 2 * 4, 0, 0x0f0f0f0f);
   if constexpr (kBits > 4) {
     constexpr size_t kHighBits = kBits - 4;
-    const Line high = load_line(planes + high_plane(kBits, line) * kLineBytes);
+    const CodeFactor high = load_qvalues(planes + high_plane(kBits, line) * kLineBytes);
     const int from = static_cast<int>(line % lines_of_high_plane(kBits) * kHighBits);
     LLM_FOR_PARTS result.part[i] |= moved_bits(high.part[i], from, 4, kHighBits == 1 ? 0x10101010 : 0x30303030);
   }
@@ -228,10 +157,8 @@ struct GroupReader {
 
 // What a group adds to the total of a row, before the scale of the row.
 template <bool kMinima>
-LLM_INLINE Floats group_value(const Sums& sums, const GroupNumbers& numbers, Floats row_sum) {
-  Floats value;
-  LLM_FOR_PARTS value.part[i] = __builtin_convertvector((NativeInt)sums.part[i], NativeFloat);
-  value = value * numbers.scale;
+LLM_INLINE Floats group_value(const Floats& sums, const GroupNumbers& numbers, Floats row_sum) {
+  const Floats value = to_numbers(sums) * numbers.scale;
   return kMinima ? value - row_sum * numbers.minimum : value;
 }
 
@@ -262,7 +189,7 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
     const uint8_t* planes = chunk.planes;
     size_t group = 0;
     for (size_t block = 0; block < chunk.blocks; block++, planes += layout.plane_bytes, row_scales += rows) {
-      Sums sums[kChains][kRows];
+      Floats sums[kChains][kRows];
 #pragma GCC unroll 2
       for (size_t half = 0; half < 2; half++) {
         if (half == 0 || is_half) {
@@ -275,12 +202,12 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
 #pragma GCC unroll 4
         for (size_t i = 0; i < kHalfLines; i++) {
           const size_t line = half * kHalfLines + i;
-          const Line values = line_of<kBits>(planes, line);
+          const CodeFactor values = line_of<kBits>(planes, line);
 #pragma GCC unroll 4
           for (size_t r = 0; r < kRows; r++) {
-            const Line four = broadcast_four(a[r] + line * kFourInputs);
-            Sums& to = sums[i % kChains][r];
-            to = add_products_of<kBits == 8>(values, four, to);
+            const CodeFactor four = broadcast_qvalues(a[r] + line * kFourInputs);
+            Floats& to = sums[i % kChains][r];
+            to = add_fours<kBits == 8>(values, four, to);
           }
         }
         if (half == 1 || is_half) {
@@ -351,7 +278,7 @@ void widen_planes(const uint8_t* planes, size_t blocks, uint8_t* target) {
   for (size_t block = 0; block < blocks; block++, planes += kBits * kLineBytes) {
 #pragma GCC unroll 8
     for (size_t line = 0; line < kBlockLines; line++, target += kLineBytes) {
-      const Line values = line_of<kBits>(planes, line);
+      const CodeFactor values = line_of<kBits>(planes, line);
       __builtin_memcpy(target, &values, sizeof(values));
     }
   }
@@ -428,25 +355,25 @@ void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x,
 #pragma GCC unroll 8
       for (size_t p = 0; p < kPanels; p++) __builtin_prefetch(panels.next[panel + p] + prefetched, 0, 2);
     }
-    Sums sums[kRows][kPanels];
+    Floats sums[kRows][kPanels];
 #pragma GCC unroll 8
     for (size_t r = 0; r < kRows; r++) {
-      const Sums begin = broadcast_sum(zero * row_sums[r]);
+      const Floats begin = broadcast_sum(zero * row_sums[r]);
 #pragma GCC unroll 8
       for (size_t p = 0; p < kPanels; p++) sums[r][p] = begin;
     }
     for (const uint8_t* until = qvalues[0] + group_bytes; qvalues[0] < until; a += kFourInputs) {
-      Line values[kPanels];
+      CodeFactor values[kPanels];
 #pragma GCC unroll 8
       for (size_t p = 0; p < kPanels; p++) {
-        values[p] = load_line(qvalues[p]);
+        values[p] = load_qvalues(qvalues[p]);
         qvalues[p] += kLineBytes;
       }
 #pragma GCC unroll 8
       for (size_t r = 0; r < kRows; r++) {
-        const Line four = broadcast_four(a + r * stride);
+        const CodeFactor four = broadcast_qvalues(a + r * stride);
 #pragma GCC unroll 8
-        for (size_t p = 0; p < kPanels; p++) sums[r][p] = add_products_of<true>(values[p], four, sums[r][p]);
+        for (size_t p = 0; p < kPanels; p++) sums[r][p] = add_fours<true>(values[p], four, sums[r][p]);
       }
     }
 #pragma GCC unroll 8

@@ -28,19 +28,10 @@ constexpr int32_t kCodeOffset = 128;
 #define LLM_ADD_FOURS LLM_AVX_VNNI " vpdpbusd"
 #endif
 
-#if defined(LLM_ADD_FOURS)
+// Four qvalues of a byte each in every lane.
 struct CodeFactor {
   NativeInt part[kParts];
 };
-
-// Adds products of groups of four unsigned and signed qvalues. Sums are 32-bit integers with a float type, because gcc
-// 12 spills some of 24 integer vectors to the stack.
-LLM_INLINE Floats add_fours(const CodeFactor& unsigned_qvalues, const CodeFactor& qvalues, Floats sum) {
-  LLM_FOR_PARTS {
-    asm(LLM_ADD_FOURS " %2, %1, %0" : "+v"(sum.part[i]) : "v"(unsigned_qvalues.part[i]), "v"(qvalues.part[i]));
-  }
-  return sum;
-}
 
 LLM_INLINE CodeFactor load_qvalues(const void* qvalues) {
   CodeFactor result;
@@ -55,11 +46,80 @@ LLM_INLINE CodeFactor broadcast_qvalues(const void* four_qvalues) {
 #if defined(__AVX512F__)
   result.part[0] = (NativeInt)_mm512_set1_epi32(four);
 #else
-  LLM_FOR_PARTS result.part[i] = (NativeInt)_mm256_set1_epi32(four);
+  LLM_FOR_PARTS result.part[i] = NativeInt{} + four;
 #endif
   return result;
 }
 
+// Sums are 32-bit integers with a float type, because gcc 12 spills some of 24 integer vectors to the stack.
+LLM_INLINE Floats broadcast_sum(int32_t sum) {
+  float bits;
+  __builtin_memcpy(&bits, &sum, sizeof(bits));
+  return broadcast(bits);
+}
+
+LLM_INLINE Floats add_sums(Floats a, const Floats& b) {
+  LLM_FOR_PARTS a.part[i] = (NativeFloat)((NativeInt)a.part[i] + (NativeInt)b.part[i]);
+  return a;
+}
+
+LLM_INLINE Floats to_numbers(Floats sums) {
+  LLM_FOR_PARTS sums.part[i] = __builtin_convertvector((NativeInt)sums.part[i], NativeFloat);
+  return sums;
+}
+
+#if !defined(LLM_ADD_FOURS)
+typedef int16_t NativeHalves __attribute__((vector_size(kNative * 4)));
+
+// The products of two pairs of 16-bit numbers in each lane, added.
+LLM_INLINE NativeInt multiply_pairs(NativeHalves a, NativeHalves b) {
+#if defined(__AVX512BW__)
+  return (NativeInt)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (NativeInt)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (NativeInt)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  const NativeInt x = (NativeInt)a, y = (NativeInt)b;
+  return (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
+#endif
+}
+
+// The products of unsigned and signed qvalues, four in each lane, added. `kIsByte`: the unsigned ones need more than
+// the 7 bits with which vpmaddubsw cannot overflow.
+template <bool kIsByte>
+LLM_INLINE NativeInt multiply_fours(NativeInt unsigned_qvalues, NativeInt qvalues) {
+#if defined(__AVX512BW__)
+  if constexpr (!kIsByte) {
+    const __m512i pairs = _mm512_maddubs_epi16((__m512i)unsigned_qvalues, (__m512i)qvalues);
+    return (NativeInt)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+  }
+#elif defined(__AVX2__)
+  if constexpr (!kIsByte) {
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)unsigned_qvalues, (__m256i)qvalues);
+    return (NativeInt)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  }
+#endif
+  const NativeHalves a = (NativeHalves)unsigned_qvalues, b = (NativeHalves)qvalues;
+  return multiply_pairs(a & 0xff, b << 8 >> 8) + multiply_pairs(a >> 8 & 0xff, b >> 8);
+}
+#endif
+
+// Adds products of unsigned and signed qvalues, four in each lane. `kIsByte`: as of multiply_fours.
+template <bool kIsByte = true>
+LLM_INLINE Floats add_fours(const CodeFactor& unsigned_qvalues, const CodeFactor& qvalues, Floats sum) {
+  LLM_FOR_PARTS {
+#if defined(LLM_ADD_FOURS)
+    asm(LLM_ADD_FOURS " %2, %1, %0" : "+v"(sum.part[i]) : "v"(unsigned_qvalues.part[i]), "v"(qvalues.part[i]));
+#else
+    const NativeInt added = multiply_fours<kIsByte>(unsigned_qvalues.part[i], qvalues.part[i]);
+    sum.part[i] = (NativeFloat)((NativeInt)sum.part[i] + added);
+#endif
+  }
+  return sum;
+}
+
+#if defined(LLM_ADD_FOURS)
 template <>
 struct Operand<Code8> {
   using Activation = uint8_t;
@@ -95,22 +155,6 @@ struct Operand<KeyCode> : Operand<Code8> {
   static LLM_INLINE Sum accumulate(const Factor& a, const Factor& b, Sum sum) { return add_fours(b, a, sum); }
 };
 #else
-typedef int16_t NativeHalves __attribute__((vector_size(kNative * 4)));
-
-// The products of two pairs of 16-bit numbers in each lane, added.
-LLM_INLINE NativeInt multiply_pairs(NativeHalves a, NativeHalves b) {
-#if defined(__AVX512BW__)
-  return (NativeInt)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-  return (NativeInt)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__)
-  return (NativeInt)_mm_madd_epi16((__m128i)a, (__m128i)b);
-#else
-  const NativeInt x = (NativeInt)a, y = (NativeInt)b;
-  return (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
-#endif
-}
-
 // Qvalues in 16 bits: even inputs, then odd ones.
 template <>
 struct Operand<Code8> {

@@ -9,7 +9,6 @@
 //
 // Qvalues of weights are unsigned, as vpdpbusd requires for one operand: a group's sum is that of their products with
 // the qvalues of the row, minus the zero point times the sum of the row's qvalues, which is computed in advance.
-// Without vpdpbusd, vpmaddubsw adds pairs of products in 16 bits, which hold twice 15 * 127.
 #pragma once
 
 #include "grouped.h"
@@ -46,16 +45,10 @@ struct NibbleProduct {
   struct Zero {};
   static LLM_INLINE Zero zero_of(const uint8_t*) { return {}; }
 
-#if defined(LLM_ADD_FOURS)
   using Factor = CodeFactor;
   using Sum = Floats;
 
-  static LLM_INLINE Sum begin(const int32_t* row_sum) {
-    const int32_t sum = kZeros ? 0 : -8 * *row_sum;
-    float bits;
-    __builtin_memcpy(&bits, &sum, sizeof(bits));
-    return broadcast(bits);
-  }
+  static LLM_INLINE Sum begin(const int32_t* row_sum) { return broadcast_sum(kZeros ? 0 : -8 * *row_sum); }
 
   static LLM_INLINE Factor load_panel(const uint8_t* qvalues, size_t factor, Zero) {
     Factor pairs = load_qvalues(qvalues);
@@ -67,82 +60,20 @@ struct NibbleProduct {
     return broadcast_qvalues(a + 4 * factor);
   }
 
-  static LLM_INLINE Sum accumulate(const Factor& a, const Factor& b, Sum sum) { return add_fours(b, a, sum); }
-  static LLM_INLINE Sum add(Sum a, const Sum& b) {
-    LLM_FOR_PARTS a.part[i] = (NativeFloat)((NativeInt)a.part[i] + (NativeInt)b.part[i]);
-    return a;
-  }
-#else
-  struct Factor {
-    NativeUint part[kParts];
-  };
-  struct Sum {
-    NativeInt part[kParts];
-  };
-
-  static LLM_INLINE Sum begin(const int32_t* row_sum) {
-    Sum sum;
-    LLM_FOR_PARTS sum.part[i] = NativeInt{} - (kZeros ? 0 : 8 * *row_sum);
-    return sum;
-  }
-
-  static LLM_INLINE Factor load_panel(const uint8_t* qvalues, size_t factor, Zero) {
-    Factor result;
-    LLM_FOR_PARTS {
-      NativeUint pairs;
-      __builtin_memcpy(&pairs, qvalues + i * sizeof(pairs), sizeof(pairs));
-      result.part[i] = pairs >> (4 * factor) & 0x0f0f0f0f;
-    }
-    return result;
-  }
-
-  static LLM_INLINE Factor load_activation(const Activation* a, size_t factor) {
-    uint32_t four;
-    __builtin_memcpy(&four, a + 4 * factor, sizeof(four));
-    Factor result;
-    LLM_FOR_PARTS result.part[i] = NativeUint{} + four;
-    return result;
-  }
-
-  // Adds groups of four products of unsigned and signed qvalues.
-  static LLM_INLINE NativeInt multiply_fours(NativeUint unsigned_qvalues, NativeUint qvalues) {
-#if defined(__AVX512BW__)
-    const __m512i pairs = _mm512_maddubs_epi16((__m512i)unsigned_qvalues, (__m512i)qvalues);
-    return (NativeInt)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-#elif defined(__AVX2__)
-    const __m256i pairs = _mm256_maddubs_epi16((__m256i)unsigned_qvalues, (__m256i)qvalues);
-    return (NativeInt)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-#else
-    const NativeHalves a = (NativeHalves)unsigned_qvalues, b = (NativeHalves)qvalues;
-    return multiply_pairs(a & 0xff, b << 8 >> 8) + multiply_pairs(a >> 8, b >> 8);
-#endif
-  }
-
-  static LLM_INLINE Sum accumulate(const Factor& a, const Factor& b, Sum sum) {
-    LLM_FOR_PARTS sum.part[i] += multiply_fours(b.part[i], a.part[i]);
-    return sum;
-  }
-
-  static LLM_INLINE Sum add(Sum a, const Sum& b) {
-    LLM_FOR_PARTS a.part[i] += b.part[i];
-    return a;
-  }
-#endif
+  static LLM_INLINE Sum accumulate(const Factor& a, const Factor& b, Sum sum) { return add_fours<false>(b, a, sum); }
+  static LLM_INLINE Sum add(Sum a, const Sum& b) { return add_sums(a, b); }
 
   static LLM_INLINE Floats finish(const Sum& sum, Floats scale, Floats before, const uint8_t* zero,
                                   const int32_t* row_sum) {
-    NativeInt sums[kParts];
-    __builtin_memcpy(sums, &sum, sizeof(sums));
-    Floats value;
-    LLM_FOR_PARTS {
-      if constexpr (kZeros) {
+    Sum integers = sum;
+    if constexpr (kZeros) {
+      LLM_FOR_PARTS {
         NativeInt qvalues;
         for (size_t j = 0; j < kNative; j++) qvalues[j] = zero[i * kNative + j];
-        sums[i] -= qvalues * *row_sum;
+        integers.part[i] = (NativeFloat)((NativeInt)sum.part[i] - qvalues * *row_sum);
       }
-      value.part[i] = __builtin_convertvector(sums[i], NativeFloat);
     }
-    return before + value * scale;
+    return before + to_numbers(integers) * scale;
   }
 };
 
