@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2])]
@@ -33,6 +34,15 @@ CONTEXT: Final = 9000
 CROWDS: Final = (24, 64)
 LONG_ANSWER: Final = 200
 """Tokens of answers that outgrow a small cache."""
+CODE: Final = (
+    "import json\n\n\ndef load_config(path):\n    with open(path) as file:\n        return json.load(file)\n\n\n"
+    "# The same function with type hints and a docstring:\nfrom typing import Any\n\n\ndef load_config(",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+    "        self.items.append(item)\n\n    def pop(self):\n",
+    'def quicksort(numbers):\n    """Return the numbers in ascending order."""\n',
+    "SELECT name, price FROM products WHERE price > 10 ORDER BY price;\n-- The same query in Python with sqlite3:\n",
+)
+"""Beginnings of programs that a model continues."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,8 +85,7 @@ def parts(model: RealModel, arguments: argparse.Namespace) -> Iterator[Outcome]:
     for name in FORMATS:
         yield from with_server(path, [f"quant_config.quantization={name}"], partial(format_parts, model, name))
     if model is QWEN:
-        draft = fetch(QWEN_SMALL, arguments.folder)
-        yield from with_server(path, [f"speculative_config.draft_model_path={draft}"], partial(draft_parts, reference))
+        yield from drafts(path, fetch(QWEN_SMALL, arguments.folder))
     yield attempt("Perplexity", lambda: perplexity(path, arguments.tokens))
 
 
@@ -145,19 +154,48 @@ def format_parts(model: RealModel, name: str, server: Server) -> Iterator[Outcom
     yield attempt(f"Format {name}", part)
 
 
-def draft_parts(reference: Sequence[str], server: Server) -> Iterator[Outcome]:
-    def part() -> Outcome:
-        different = answers.compare(reference, ask(server.url, answers.bodies(len(reference))))
-        drafted = metric(server, "vllm:spec_decode_num_draft_tokens_total")
-        accepted = metric(server, "vllm:spec_decode_num_accepted_tokens_total")
-        rate = f"{accepted / drafted:.0%}" if drafted else "none"
-        lines = table(
-            ("answers equal", "drafted tokens", "accepted"),
-            [(f"{len(reference) - len(different)} of {len(reference)}", f"{drafted:.0f}", rate)],
-        )
-        return Outcome("The small model as draft model", lines, different)
+def drafts(path: Path, small: Path) -> Iterator[Outcome]:
+    """Complete code with each method of speculation, one stream at a time. The answers must be those without drafts."""
+    method = "scheduler_config.speculative_method"
+    measured: dict[str, DraftRun] = {}
+    for name in ("none", "ngram", "draft_model"):
+        settings = [f"{method}={name}"]
+        if name == "draft_model":
+            settings.append(f"scheduler_config.draft_model_path={small}")
+        yield from with_server(path, settings, partial(draft_parts, name, measured))
 
-    yield attempt("The small model as draft model", part)
+
+class DraftRun(NamedTuple):
+    answers: list[str]
+    seconds: float
+    drafted: float
+    accepted: float
+
+
+def draft_parts(name: str, measured: dict[str, DraftRun], server: Server) -> Iterator[Outcome]:
+    def part() -> Outcome:
+        bodies = [
+            {"prompt": text, "max_tokens": LONG_ANSWER, "temperature": 0, "return_token_ids": True} for text in CODE
+        ]
+        ask(server.url, [{"prompt": "a", "max_tokens": 1}])
+        begin = time.monotonic()
+        found = [ask(server.url, [body])[0] for body in bodies]
+        seconds = time.monotonic() - begin
+        drafted, accepted = (
+            metric(server, f"vllm:spec_decode_num_{kind}_tokens_total") for kind in ("draft", "accepted")
+        )
+        run = measured[name] = DraftRun(found, seconds, drafted, accepted)
+        without = measured.get("none", run)
+        different = answers.compare(without.answers, run.answers)
+        rate = f"{run.accepted / run.drafted:.0%}" if run.drafted else "-"
+        row = f"{len(found) - len(different)} of {len(found)}", f"{run.drafted:.0f}", rate, f"{seconds:.1f}"
+        lines = table(
+            ("answers equal", "drafted tokens", "accepted", "seconds", "times as fast"),
+            [(*row, f"{without.seconds / seconds:.2f}")],
+        )
+        return Outcome(f"Speculation: {name}", lines, different)
+
+    yield attempt(f"Speculation: {name}", part)
 
 
 def metric(server: Server, name: str) -> float:
