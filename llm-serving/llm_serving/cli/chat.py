@@ -38,7 +38,6 @@ def add_to(commands: Subcommands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-
     parameters = {}
     for given in arguments.parameters:
         name, found, value = given.partition("=")
@@ -156,8 +155,8 @@ _CONTROL: Final = {code: "�" for code in (*range(32), *range(127, 160)) if chr
 class Command(NamedTuple):
     """A chat command, which starts with `/`."""
 
-    run: Callable[[Chat, str], bool]
-    """Runs the command with the text after its name; returns False to end the program."""
+    run: Callable[[Chat, str], None]
+    """Runs the command with the text after its name."""
     takes: str
     help: str
 
@@ -177,9 +176,10 @@ class Chat:
         self._out = out
         self._clock = clock
         self._is_dim = False
+        self.has_ended = False
 
     def run(self) -> None:
-        while True:
+        while not self.has_ended:
             try:
                 line = self._line()
             except EOFError:
@@ -189,8 +189,7 @@ class Chat:
                 self.say("\n(Ctrl-D or /quit ends)")
                 continue
             try:
-                if not self._process(line):
-                    return
+                self._process(line)
             except LLMServingError as error:
                 self.say(f"error: {error}")
             except KeyboardInterrupt:
@@ -229,18 +228,14 @@ class Chat:
             lines.append(self._read(MORE))
         return "\n".join(lines)
 
-    def _process(self, line: str) -> bool:
-        if not line.strip():
-            return True
-        if not line.startswith("/"):
-            self.answer(line)
-            return True
+    def _process(self, line: str) -> None:
         name, _, rest = line[1:].partition(" ")
-        command = COMMANDS.get(name)
-        if command is None:
+        if line.startswith("/") and name in COMMANDS:
+            COMMANDS[name].run(self, rest.strip())
+        elif line.startswith("/"):
             self.say(f"/{name} is unknown; /help lists the commands. Put a space before a message that starts with /")
-            return True
-        return command.run(self, rest.strip())
+        elif line.strip():
+            self.answer(line)
 
     def _write(self, text: str, *, dim: bool) -> None:
         if self._is_dim and not dim:
@@ -266,27 +261,23 @@ class Chat:
         self.say(f"{DIM}({', '.join(parts)}){PLAIN}" if self._out.isatty() else f"({', '.join(parts)})")
 
 
-def _help(chat: Chat, rest: str) -> bool:
-    del rest
+def _help(chat: Chat, rest: str) -> None:
     for name, command in COMMANDS.items():
         chat.say(f"  /{name} {command.takes}".ljust(22) + command.help)
     chat.say("  a line that ends with \\ continues on the next; Ctrl-C ends an answer, Ctrl-D the program")
-    return True
 
 
-def _reset(chat: Chat, rest: str) -> bool:
-    del rest
+def _reset(chat: Chat, rest: str) -> None:
     chat.client.messages.clear()
     chat.say("(a new conversation)")
-    return True
 
 
-def _system(chat: Chat, rest: str) -> bool:
+def _system(chat: Chat, rest: str) -> None:
     chat.client.system = rest
-    return _reset(chat, "")
+    _reset(chat, "")
 
 
-def _set(chat: Chat, rest: str) -> bool:
+def _set(chat: Chat, rest: str) -> None:
     name, _, value = rest.partition(" ")
     parameters = chat.client.parameters
     if name and value:
@@ -294,54 +285,43 @@ def _set(chat: Chat, rest: str) -> bool:
     elif name:
         parameters.pop(name, None)
     chat.say(json.dumps(parameters) if parameters else "(no parameters)")
-    return True
 
 
-def _retry(chat: Chat, rest: str) -> bool:
-    del rest
+def _retry(chat: Chat, rest: str) -> None:
     text = chat.client.remove_last_turn()
     if text is None:
         chat.say("(no message yet)")
     else:
         chat.answer(text)
-    return True
 
 
-def _undo(chat: Chat, rest: str) -> bool:
-    del rest
+def _undo(chat: Chat, rest: str) -> None:
     text = chat.client.remove_last_turn()
     chat.say("(no message yet)" if text is None else "(the last turn is removed)")
-    return True
 
 
-def _history(chat: Chat, rest: str) -> bool:
-    del rest
+def _history(chat: Chat, rest: str) -> None:
     for message in chat.client.messages:
         chat.say(f"{message['role']}: {message['content'].translate(_CONTROL)}")
-    return True
 
 
-def _save(chat: Chat, rest: str) -> bool:
+def _save(chat: Chat, rest: str) -> None:
     if not rest:
         chat.say("/save needs the name of a file")
-        return True
+        return
     content = {"system": chat.client.system, "messages": chat.client.messages}
     try:
         Path(rest).expanduser().write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
         chat.say(f"error: {rest}: {error.strerror or error}")
-    return True
 
 
-def _models(chat: Chat, rest: str) -> bool:
-    del rest
+def _models(chat: Chat, rest: str) -> None:
     chat.say("\n".join(chat.client.served_models()))
-    return True
 
 
-def _quit(chat: Chat, rest: str) -> bool:
-    del chat, rest
-    return False
+def _quit(chat: Chat, rest: str) -> None:
+    chat.has_ended = True
 
 
 COMMANDS: Final[dict[str, Command]] = {

@@ -129,8 +129,8 @@ def add_to(commands: Subcommands) -> None:
     )
     parser.add_argument("source", type=Path, metavar="SOURCE", help="folder, or one *.safetensors or *.ckpt")
     parser.add_argument("target", type=Path, metavar="OUT", help="folder that does not exist")
-    parser.add_argument("--to", required=True, choices=("hf", "mindformers"), help="naming scheme of the tensors")
-    parser.add_argument("--files", default="safetensors", choices=("safetensors", "ckpt"), help="default: safetensors")
+    parser.add_argument("--to", required=True, choices=FORMS, help="naming scheme of the tensors")
+    parser.add_argument("--files", default="safetensors", choices=FILES, help="default: safetensors")
     parser.add_argument(
         "--joined",
         choices=ORDERS,
@@ -141,7 +141,6 @@ def add_to(commands: Subcommands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-
     joined, yaml = arguments.joined, arguments.config
     convert(arguments.source, arguments.target, arguments.to, files=arguments.files, order=joined, yaml=yaml)
     say(f"{arguments.target}: done")

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from llm_serving.cli.arguments import say
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.process import command_of
@@ -72,7 +73,7 @@ class ServerRecord(msgspec.Struct, frozen=True):
 def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) -> int:
     """Start `llm-serving serve` in the background as `start_silently` does, and print how to use it."""
     log = start_silently(config, serve_arguments, run_dir)
-    _say(f"serving {config.model.model_name} on {config.serving.url}  (log: {_short(log)})")
+    say(f"serving {config.model.model_name} on {config.serving.url}  (log: {_short(log)})")
     print(curl_line(config))
     return 0
 
@@ -133,7 +134,7 @@ def _start_in(folder: Path, config: ServingConfig, serve_arguments: Sequence[str
     created = psutil.Process(process.pid).create_time()
     record = ServerRecord(process.pid, created, host, port, str(log), timeout, keeper.pid, config.serving.scheme)
     for notice in config.notices:
-        _say(f"notice: {notice}")
+        say(f"notice: {notice}")
     try:
         _write_record(folder, record)
         _wait_until_ready(process, keeper, record)
@@ -172,12 +173,12 @@ def stop(run_dir: Path, port: int | None) -> int:
         if process is not None:
             count += 1
             _end(process, record.stop_timeout_s)
-            _say(f"stopped the server on port {record.port} (pid {record.pid})")
+            say(f"stopped the server on port {record.port} (pid {record.pid})")
         if (keeper := record.keeper()) is not None:
             _wait_for_log(keeper)
         (folder / "server.json").unlink(missing_ok=True)
     if not count:
-        _say("no server was running" if port is None else f"no server was running on port {port}")
+        say("no server was running" if port is None else f"no server was running on port {port}")
     return 0
 
 
@@ -212,7 +213,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], keeper: subprocess.Popen
         if detail != shown:
             shown = detail
             if detail and detail != "ready":
-                _say(detail)
+                say(detail)
         if ready:
             return
         if process.poll() is not None:
@@ -269,10 +270,6 @@ def _read(folder: Path) -> ServerRecord | None:
         return msgspec.json.decode((folder / "server.json").read_bytes(), type=ServerRecord)
     except (OSError, msgspec.MsgspecError):
         return None
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _short(path: Path) -> str:

@@ -94,10 +94,12 @@ exit codes:
 def main(argv: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     try:
-        arguments = _parser(_command_of(sys.argv[1:] if argv is None else argv)).parse_args(argv)
+        given = sys.argv[1:] if argv is None else argv
+        arguments = _parser(next((each for each in given if not each.startswith("-")), "")).parse_args(given)
         _allow_every_character()
         code = int(arguments.run(arguments))
-        _flush_output()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except ConfigError as error:
         return _failed(error, EXIT_CONFIG)
@@ -137,11 +139,6 @@ def _allow_every_character() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _flush_output() -> None:
-    if sys.stdout is not None:
-        sys.stdout.flush()
-
-
 def _is_closed_by_reader(pipe: int) -> bool:
     poll = select.poll()
     poll.register(pipe, 0)
@@ -157,10 +154,6 @@ def _discard_output() -> None:
 def _failed(error: LLMServingError, exit_code: int) -> int:
     print(f"error: {error}", file=sys.stderr)
     return exit_code
-
-
-def _command_of(argv: Sequence[str]) -> str:
-    return next((each for each in argv if not each.startswith("-")), "")
 
 
 def _parser(called: str | None = None) -> argparse.ArgumentParser:

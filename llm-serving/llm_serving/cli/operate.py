@@ -7,6 +7,7 @@ import json
 from typing import Final
 
 from llm_serving.cli.arguments import Subcommands, add_server_arguments, api_key_of, url_of
+from llm_serving.cli.server_call import ServerRefusal, opened
 
 KEY_HELP: Final = "an administrator's; "
 
@@ -51,8 +52,6 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 
 def run_replicas(arguments: argparse.Namespace) -> int:
-    from llm_serving.cli.server_call import ServerRefusal, opened
-
     path, method = "/v1/replicas", "GET"
     if arguments.order is not None:
         path, method = f"{path}/{arguments.replica}/{arguments.order}", "POST"
@@ -81,8 +80,6 @@ def _add_reload(commands: Subcommands) -> None:
 
 
 def run_reload(arguments: argparse.Namespace) -> int:
-    from llm_serving.cli.server_call import ServerRefusal, opened
-
     with opened(url_of(arguments), "/v1/reload", api_key_of(arguments), method="POST") as response:
         try:
             answer = json.load(response)

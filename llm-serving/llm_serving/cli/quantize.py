@@ -161,7 +161,7 @@ def add_to(commands: Subcommands) -> None:
     parser.add_argument(
         "--format",
         required=True,
-        choices=("w8a8", "w8a16", "w4a16", "w4a8"),
+        choices=tuple(FORMATS),
         help="bits of weights and of activations; w8: a scale for each row",
     )
     parser.add_argument("--group-size", type=int, metavar="N", help="columns that share a scale of 4 bits; default 128")
@@ -169,7 +169,6 @@ def add_to(commands: Subcommands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-
     quantize(arguments.source, arguments.target, arguments.format, arguments.group_size)
     say(f"{arguments.target}: done")
     return 0

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from llm_serving.cli.arguments import Subcommands, add_server_arguments, api_key_of, url_of
+from llm_serving.cli.server_call import opened
 from llm_serving.errors import ConfigError, LLMServingError
 
 
@@ -28,8 +29,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def save_timeline(url: str, output: Path, num_steps: int | None = None, key: str = "") -> int:
     """Write the response of `GET /v1/timeline` to a file, and return its number of events. Raise LLMServingError."""
-    from llm_serving.cli.server_call import opened
-
     query = "" if num_steps is None else f"?steps={num_steps}"
     with opened(url, f"/v1/timeline{query}", key) as answer:
         content = answer.read()

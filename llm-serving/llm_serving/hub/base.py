@@ -61,21 +61,17 @@ class Hub(Protocol):
 
     def snapshot(self, name: str, revision: str) -> Path | None:
         """Return the folder of a revision in the local cache, possibly incomplete, without using the network."""
-        ...
 
     def listing(self, name: str, revision: str) -> Listing: ...
 
     def fetch(self, listing: Listing, files: Sequence[str]) -> None:
         """Download files into `listing.folder`, and resume interrupted downloads."""
-        ...
 
     def unfinished_bytes(self, listing: Listing, files: Sequence[str]) -> int:
         """Return the number of bytes of these files that interrupted downloads have left on disk."""
-        ...
 
     def settle(self, listing: Listing) -> None:
         """Record the revision's commit in the cache, once the download is complete."""
-        ...
 
 
 def is_offline() -> bool:

@@ -75,7 +75,7 @@ def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubMode
             incomplete.append(str(error))
             continue
         if not missing:
-            return HubModel(name, each, _commit_of(folder), folder)
+            return HubModel(name, each, folder.name if folder.parent.name == "snapshots" else "unknown", folder)
         incomplete.append(f"{folder} lacks {', '.join(missing[:3])}")
     if is_offline():
         what = "; ".join(incomplete) or "no local cache has it"
@@ -140,10 +140,6 @@ def _check_disk(hub: Hub, listing: Listing, weights: list[str]) -> None:
             f"{listing.name}: {listing.folder} must have {readable_size(needed)} free for the weights. Found: "
             f"{readable_size(free)}; set HF_HOME or MODELSCOPE_CACHE to a folder on another disk"
         )
-
-
-def _commit_of(folder: Path) -> str:
-    return folder.name if folder.parent.name == "snapshots" else "unknown"
 
 
 class CachedModel(NamedTuple):

@@ -45,7 +45,7 @@ def describe_state(scheduler: Scheduler) -> str:
         head = queue.peek()
         members = sorted(queue, key=lambda each: (each is not head, not each.has_run, each.queue_key))
         lines += ["", f"waiting in class {name}: {len(members)}"]
-        cells = [_cells(scheduler, request) + _remark(request, chosen) for request in members[:MAX_SHOWN]]
+        cells = [(*_cells(scheduler, request), "next" if request is chosen else "") for request in members[:MAX_SHOWN]]
         lines += _table((*_HEADINGS, ""), cells)
         if len(members) > MAX_SHOWN:
             lines.append(f"  and {len(members) - MAX_SHOWN} more")
@@ -154,10 +154,6 @@ def _cells(scheduler: Scheduler, request: Request) -> tuple[str, ...]:
         "swapped" if scheduler.blocks.is_swapped(request.request_id) else str(num_blocks),
         str(request.num_preemptions),
     )
-
-
-def _remark(request: Request, chosen: Request | None) -> tuple[str]:
-    return ("next" if request is chosen else "",)
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

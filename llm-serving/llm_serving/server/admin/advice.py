@@ -27,6 +27,7 @@ from llm_serving.log import get_logger
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation.generation import run_until_client_leaves
 from llm_serving.server.middleware.authentication import check_operator
+from llm_serving.server.parsing.headers import query_integer
 from llm_serving.server.parsing.offload import json_response
 
 logger = get_logger(__name__)
@@ -162,10 +163,7 @@ class AdviceView(Struct):
 
 async def show_advice(engine: AsyncEngine, http_request: Request) -> Response:
     check_operator(http_request)
-    given = http_request.query_params.get("minutes", str(MINUTES))
-    if not (given.isascii() and given.isdecimal() and len(given) < 4 and 1 <= int(given) <= MAX_MINUTES):
-        raise RequestError("minutes", f"must be an integer from 1 to {MAX_MINUTES}", given)
-    work = http_request.app.advisor.advise(int(given))
+    work = http_request.app.advisor.advise(query_integer(http_request, "minutes", MINUTES, MAX_MINUTES))
     return json_response(await run_until_client_leaves(http_request.receive, work))
 
 

@@ -10,11 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import RequestError, RequestNotFoundError
+from llm_serving.errors import RequestNotFoundError
 from llm_serving.observability.latency_breakdown import Explanation
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation.generation import run_until_client_leaves
 from llm_serving.server.middleware.authentication import tenant_seen
+from llm_serving.server.parsing.headers import query_integer
 from llm_serving.server.parsing.offload import FairThreads, Long, large_json_response
 from llm_serving.server.request_context import source_of
 
@@ -53,11 +54,9 @@ async def explain_request(engine: AsyncEngine, http_request: Request) -> Respons
 async def show_timeline(engine: AsyncEngine, http_request: Request) -> Response:
     """Return the latest steps and the requests alive during them, for Perfetto. `?steps=N` limits the steps."""
     most = engine.config.serving.timeline_steps
-    given = http_request.query_params.get("steps", str(most))
-    if not (given.isascii() and given.isdecimal() and len(given) < 9 and 1 <= int(given) <= most):
-        raise RequestError("steps", f"must be an integer from 1 to {most} (serving_config.timeline_steps)", given)
+    num_steps = query_integer(http_request, "steps", most, most, "serving_config.timeline_steps")
     tenant = tenant_seen(http_request)
-    trace = await _looked_up(http_request, lambda: engine.lookup.timeline(int(given), tenant))
+    trace = await _looked_up(http_request, lambda: engine.lookup.timeline(num_steps, tenant))
     return await large_json_response(Trace(**trace))
 
 

@@ -28,24 +28,11 @@ async def show_metrics(engine: AsyncEngine, http_request: Request) -> Response:
     return Response(content, headers={"content-type": content_type})
 
 
+SUMMARY: Final = "Check whether the server is ready"
 ENDPOINTS: Final = (
-    Endpoint(
-        "GET",
-        "/health",
-        show_health,
-        "Check whether the server is ready",
-        answer=HealthResponse,
-        is_probe=True,
-        needs_key=False,
-    ),
-    Endpoint(
-        "GET",
-        "/ping",
-        show_health,
-        "Check whether the server is ready",
-        answer=HealthResponse,
-        is_probe=True,
-        needs_key=False,
+    *(
+        Endpoint("GET", path, show_health, SUMMARY, answer=HealthResponse, is_probe=True, needs_key=False)
+        for path in ("/health", "/ping")
     ),
     Endpoint("GET", "/metrics", show_metrics, "Return metrics in Prometheus format", is_probe=True),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -74,7 +74,7 @@ async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
             about = new_file(new_id("file"), name, PURPOSE, batches.now())
             if (seconds := _lifetime_s(form)) is not None:
                 about.expires_at = about.created_at + seconds
-            pieces = _pieces(file)
+            pieces = iter(lambda: file.file.read(CHUNK_BYTES), b"")
             about = await batches.stored(BatchStore.add_file, about, _tenant(http_request), pieces, batches.now())
     except HTTPException as error:  # raised by Starlette's form parser
         raise RequestError("body", f"must be a form of the kind multipart/form-data: {error.detail}") from None
@@ -84,7 +84,6 @@ async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def list_files(engine: AsyncEngine, http_request: Request) -> Response:
-    del engine
     purpose = http_request.query_params.get("purpose")
     limit, after = page_of(http_request)
     batches, tenant = _batches(http_request), tenant_seen(http_request)
@@ -96,12 +95,10 @@ async def list_files(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def show_file(engine: AsyncEngine, http_request: Request) -> Response:
-    del engine
     return json_response(await _file(http_request))
 
 
 async def show_content(engine: AsyncEngine, http_request: Request) -> Response:
-    del engine
     about, batches = await _file(http_request), _batches(http_request)
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -116,7 +113,6 @@ async def show_content(engine: AsyncEngine, http_request: Request) -> Response:
 
 async def delete_file(engine: AsyncEngine, http_request: Request) -> Response:
     """Delete a file. A batch that has started keeps its lines."""
-    del engine
     about = await _file(http_request)
     await _batches(http_request).stored(BatchStore.delete_file, about.id)
     return json_response(DeletedFile(about.id))
@@ -146,7 +142,6 @@ async def create_batch(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def list_batches(engine: AsyncEngine, http_request: Request) -> Response:
-    del engine
     limit, after = page_of(http_request)
     batches, tenant = _batches(http_request), tenant_seen(http_request)
     try:
@@ -157,12 +152,10 @@ async def list_batches(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def show_batch(engine: AsyncEngine, http_request: Request) -> Response:
-    del engine
     return json_response(await _batch(http_request))
 
 
 async def cancel_batch(engine: AsyncEngine, http_request: Request) -> Response:
-    del engine
     return json_response(await _batches(http_request).cancel((await _batch(http_request)).id))
 
 
@@ -210,11 +203,6 @@ async def _list_of(kind: type[FileList | BatchList], found: list[Any], limit: in
     shown = found[:limit]
     first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
     return await large_json_response(kind(data=shown, has_more=len(found) > limit, first_id=first, last_id=last))
-
-
-def _pieces(file: UploadFile) -> Iterator[bytes]:
-    while piece := file.file.read(CHUNK_BYTES):
-        yield piece
 
 
 @asynccontextmanager

@@ -49,7 +49,8 @@ async def select_best(
     whole, means = [], []
     for index in sorted(by_sequence):
         whole.append(join_pieces(by_sequence[index]))
-        means.append(_mean_logprob(whole[-1]))
+        logprobs = whole[-1].logprobs
+        means.append(sum(token.logprob for token in logprobs) / max(len(logprobs), 1))
         await asyncio.sleep(0)  # each may consist of thousands of outputs: let other requests run
     for start in range(0, len(whole), choices.best_of):
         prompt_logprobs = whole[start].prompt_logprobs
@@ -69,7 +70,3 @@ async def select_beams(outputs: AsyncIterator[ChoiceOutput], choices: Choices) -
         if output.finished:
             for rank, beam in enumerate(output.beams or (output,)):  # a failed search has no beams
                 yield ChoiceOutput(prompt * choices.n + rank, beam)
-
-
-def _mean_logprob(output: RequestOutput) -> float:
-    return sum(token.logprob for token in output.logprobs) / max(len(output.logprobs), 1)

@@ -37,6 +37,14 @@ def check_query(request: Request, known: Collection[str]) -> list[str]:
     return ignored
 
 
+def query_integer(request: Request, name: str, default: int, most: int, key: str = "") -> int:
+    """Return an integer query parameter. Raise RequestError unless it is 1 to `most`, the limit that `key` sets."""
+    given = request.query_params.get(name, str(default))
+    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= most):
+        raise RequestError(name, f"must be an integer from 1 to {most}{key and f' ({key})'}", given)
+    return int(given)
+
+
 def check_headers(request: Request) -> list[str]:
     """Return which of `CHECKED_HEADERS` a request has. Raise RequestError for a repeated one or a compressed body."""
     given: list[str] = []

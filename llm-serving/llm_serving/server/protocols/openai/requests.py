@@ -19,6 +19,7 @@ from llm_serving.server.generation.response import ResponseBuilder
 from llm_serving.server.generation.streaming import DONE, event
 from llm_serving.server.parsing.body import check_model, read_fields
 from llm_serving.server.parsing.errors import openai_error
+from llm_serving.server.parsing.headers import query_integer
 from llm_serving.server.parsing.offload import json_response, large_json_response, off_loop
 from llm_serving.server.protocols.openai.schemas import (
     ChatCompletion,
@@ -166,7 +167,5 @@ PAGE: Final[Mapping[str, Mapping[str, Any]]] = {
 
 def page_of(http_request: Request) -> tuple[int, str | None]:
     """Return the maximum number of rows on a page, and the id of the row before its first; None for the first page."""
-    given = http_request.query_params.get("limit", str(DEFAULT_ROWS))
-    if not (given.isascii() and given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= MAX_ROWS):
-        raise RequestError("limit", f"must be an integer from 1 to {MAX_ROWS}", given)
-    return int(given), http_request.query_params.get("after") or None
+    limit = query_integer(http_request, "limit", DEFAULT_ROWS, MAX_ROWS)
+    return limit, http_request.query_params.get("after") or None

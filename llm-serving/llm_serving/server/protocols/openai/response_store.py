@@ -9,7 +9,7 @@ from msgspec import json
 
 from llm_serving.errors import RequestError, RequestNotFoundError, StoreFullError
 from llm_serving.server.protocols.openai.responses_schemas import ResponseObject
-from llm_serving.server.protocols.openai.schemas import ChatMessage, ToolCallOfMessage
+from llm_serving.server.protocols.openai.schemas import ChatMessage
 from llm_serving.server.tenant_quota import StoredSizes, TenantQuota
 
 OVERHEAD_BYTES = 4096
@@ -36,13 +36,10 @@ class StoredResponse:
 
 
 def _chars_of(message: ChatMessage) -> int:
-    calls = message.tool_calls or ()
-    texts = (message.content, message.reasoning_content, *(each for call in calls for each in _texts_of(call)))
+    texts: list[object] = [message.content, message.reasoning_content]
+    for call in message.tool_calls or ():
+        texts += call.function.name, str(call.function.arguments)
     return sum(len(text) for text in texts if isinstance(text, str))
-
-
-def _texts_of(call: ToolCallOfMessage) -> tuple[str, str]:
-    return call.function.name, str(call.function.arguments)
 
 
 class ResponseStore:

@@ -132,12 +132,10 @@ class _ResponsesRequest(ConversationRequest):
 
 
 async def show_response(engine: AsyncEngine, http_request: Request) -> Response:
-    del engine
     return json_response(_find(http_request).response)
 
 
 async def list_input_items(engine: AsyncEngine, http_request: Request) -> Response:
-    del engine
     stored, (limit, after) = _find(http_request), page_of(http_request)
     order = http_request.query_params.get("order", ORDERS[0])
     if order not in ORDERS:
@@ -160,7 +158,6 @@ async def list_input_items(engine: AsyncEngine, http_request: Request) -> Respon
 
 
 async def delete_response(engine: AsyncEngine, http_request: Request) -> Response:
-    del engine
     stored = _find(http_request)
     await _cancel(stored)
     store_of(http_request).remove(stored.response.id)
@@ -168,7 +165,6 @@ async def delete_response(engine: AsyncEngine, http_request: Request) -> Respons
 
 
 async def cancel_response(engine: AsyncEngine, http_request: Request) -> Response:
-    del engine
     stored = _find(http_request)
     if not stored.response.background:
         raise RequestError("response_id", "must be the id of a response with background: true", stored.response.id)
