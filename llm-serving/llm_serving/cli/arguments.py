@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
@@ -33,6 +33,7 @@ MAX_SEED: Final = 2**32 - 1
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 8835
 DEFAULT_URL: Final = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
+Runner: TypeAlias = Callable[[argparse.Namespace], int]
 Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
 
@@ -106,6 +107,13 @@ REFUSED: Final = (
     RefusedFlag("--trust-remote-code", "no code of a model folder is ever run"),
     RefusedFlag("--chat-template", "it is read from the model folder's tokenizer_config.json"),
 )
+
+
+def add_command(commands: Subcommands, name: str, run: Runner, text: str) -> argparse.ArgumentParser:
+    """Add a subcommand that calls `run` with its arguments. `text` is its help."""
+    parser = commands.add_parser(name, help=text, allow_abbrev=False)
+    parser.set_defaults(run=run)
+    return parser
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -211,7 +219,7 @@ def api_key_of(arguments: argparse.Namespace) -> str:
 
 
 def load(arguments: argparse.Namespace) -> ServingConfig:
-    """Load the configuration, and add the flags and the environment to `arguments.overrides`. Raise ConfigError."""
+    """Load the configuration, and add flags and environment to `arguments.overrides`. Raise ConfigError if invalid."""
     arguments.overrides += overrides_of(arguments)
     config = load_config(arguments.config, arguments.overrides, arguments.model)
     if added := overrides_of_environment(config):

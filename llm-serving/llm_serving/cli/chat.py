@@ -16,7 +16,7 @@ from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TextIO
 
-from llm_serving.cli.arguments import Subcommands, add_server_arguments, api_key_of, url_of
+from llm_serving.cli.arguments import Subcommands, add_command, add_server_arguments, api_key_of, url_of
 from llm_serving.cli.server_call import ServerRefusal, opened
 from llm_serving.errors import ConfigError, LLMServingError, UnavailableError, shorten
 
@@ -27,14 +27,13 @@ DIM, PLAIN = "\033[2m", "\033[0m"
 
 
 def add_to(commands: Subcommands) -> None:
-    parser = commands.add_parser("chat", help="chat with a running server in the terminal", allow_abbrev=False)
+    parser = add_command(commands, "chat", run, "chat with a running server in the terminal")
     add_server_arguments(parser)
     parser.add_argument("--model", metavar="NAME", default="", help="model name to send; default: none")
     parser.add_argument("--system", metavar="TEXT", default="", help="system message")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", dest="parameters", help="a parameter of requests"
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,8 +76,7 @@ class ChatClient:
     messages: list[Message] = field(default_factory=list)
 
     def say(self, text: str) -> Generator[Piece, None, None]:
-        """Send a message and yield the answer as it arrives. Both are appended to `messages` unless the answer is
-        empty.
+        """Send a message and yield the answer as it arrives. `messages` gets both unless the answer is empty.
 
         Raise ServerRefusal if the server answers with an error, and UnavailableError if the connection fails.
         """

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from llm_serving import __version__
-from llm_serving.cli.arguments import API_KEY, Subcommands, add_config_arguments, load, say
+from llm_serving.cli.arguments import API_KEY, Subcommands, add_command, add_config_arguments, load, say
 from llm_serving.cli.stored_models import check_weights, stored_size
 from llm_serving.config import ServingConfig
 from llm_serving.config.report import describe, reference_yaml
@@ -18,29 +18,16 @@ from llm_serving.models.spec import ModelSpec
 
 
 def add_to(commands: Subcommands) -> None:
-    _add_config(commands)
-    _add_hash_key(commands)
-    _add_version(commands)
-
-
-def _add_config(commands: Subcommands) -> None:
     parser = commands.add_parser("config", help="check, document or import a configuration", allow_abbrev=False)
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
-    check = subcommands.add_parser(
-        "check", help="print the effective values and where each came from", allow_abbrev=False
-    )
+    check = add_command(subcommands, "check", run_check, "print the effective values and where each came from")
     add_config_arguments(check)
-    check.set_defaults(run=run_check)
-    reference = subcommands.add_parser(
-        "reference", help="print a YAML with every key, its default and its meaning", allow_abbrev=False
-    )
-    reference.set_defaults(run=run_reference)
-    importing = subcommands.add_parser(
-        "import", help="write the config.json of MindIE-Service as a YAML", allow_abbrev=False
-    )
+    add_command(subcommands, "reference", run_reference, "print a YAML with every key, its default and its meaning")
+    importing = add_command(subcommands, "import", run_import, "write the config.json of MindIE-Service as a YAML")
     importing.add_argument("source", type=Path, metavar="CONFIG_JSON")
     importing.add_argument("--output", type=Path, metavar="YAML", help="new file; default: standard output")
-    importing.set_defaults(run=run_import)
+    add_command(commands, "hash-key", run_hash_key, "read an API key and print its hash for `api_keys`")
+    add_command(commands, "version", run_version, "print the version")
 
 
 def run_check(arguments: argparse.Namespace) -> int:
@@ -123,13 +110,6 @@ def run_import(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_hash_key(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "hash-key", help="read an API key and print its hash for `api_keys`", allow_abbrev=False
-    )
-    parser.set_defaults(run=run_hash_key)
-
-
 def run_hash_key(arguments: argparse.Namespace) -> int:
     from llm_serving.server.middleware.authentication import hash_key
 
@@ -142,11 +122,6 @@ def run_hash_key(arguments: argparse.Namespace) -> int:
         raise ConfigError("an API key must be 16 to 512 printable ASCII characters without spaces")
     print(hash_key(key))
     return 0
-
-
-def _add_version(commands: Subcommands) -> None:
-    parser = commands.add_parser("version", help="print the version", allow_abbrev=False)
-    parser.set_defaults(run=run_version)
 
 
 def run_version(arguments: argparse.Namespace) -> int:

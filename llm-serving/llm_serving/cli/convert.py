@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from llm_serving.cli.arguments import Subcommands, say
+from llm_serving.cli.arguments import Subcommands, add_command, say
 from llm_serving.cli.new_folder import check_absent, copy_small_files, new_folder
 from llm_serving.config.legacy import spec_of
 from llm_serving.config.yaml_reader import read_yaml
@@ -124,9 +124,7 @@ def _reader(name: str, tensor: StoredTensor, order: Order, heads: int, kv_heads:
 
 
 def add_to(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "convert", help="write a model in the format of Hugging Face or MindFormers", allow_abbrev=False
-    )
+    parser = add_command(commands, "convert", run, "write a model in the format of Hugging Face or MindFormers")
     parser.add_argument("source", type=Path, metavar="SOURCE", help="folder, or one *.safetensors or *.ckpt")
     parser.add_argument("target", type=Path, metavar="OUT", help="folder that does not exist")
     parser.add_argument("--to", required=True, choices=FORMS, help="naming scheme of the tensors")
@@ -137,7 +135,6 @@ def add_to(commands: Subcommands) -> None:
         help="row order of w_qkv or linear_qkv, which the error for a missing value explains",
     )
     parser.add_argument("--config", type=Path, metavar="YAML", help="MindFormers YAML, if there is no config.json")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

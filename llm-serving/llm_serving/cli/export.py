@@ -6,18 +6,15 @@ import argparse
 import os
 from pathlib import Path
 
-from llm_serving.cli.arguments import Subcommands, add_config_arguments, load_servable, say
+from llm_serving.cli.arguments import Subcommands, add_command, add_config_arguments, load_servable, say
 from llm_serving.cli.new_folder import check_absent, new_folder
 from llm_serving.errors import ConfigError
 
 
 def add_to(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "export", help="write the graphs of a model, for backend ge; needs no device", allow_abbrev=False
-    )
+    parser = add_command(commands, "export", run, "write the graphs of a model, for backend ge; needs no device")
     parser.add_argument("target", type=Path, metavar="OUT", help="folder that does not exist")
     add_config_arguments(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

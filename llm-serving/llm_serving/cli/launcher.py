@@ -236,7 +236,7 @@ def _listens(record: ServerRecord) -> bool:
 
 
 def _health(record: ServerRecord) -> tuple[bool, str]:
-    """Return whether all WorkAgents are ready, except abandoned ones, and a description; empty: no answer."""
+    """Return whether all WorkAgents are ready, except abandoned ones, and a description (empty without an answer)."""
     connection = http.client.HTTPConnection(record.host, record.port, timeout=5)
     if record.scheme == "https":
         # The certificate has the server's public name, but this connects to its address.

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from llm_serving.cli.arguments import Subcommands, say
+from llm_serving.cli.arguments import Subcommands, add_command, say
 from llm_serving.cli.stored_models import stored_size
 from llm_serving.config import load_config
 from llm_serving.errors import ModelError
@@ -16,11 +16,10 @@ from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 
 
 def add_to(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "models", help="list the models of the local caches, or what one takes and whether it fits", allow_abbrev=False
+    parser = add_command(
+        commands, "models", run, "list the models of the local caches, or what one takes and whether it fits"
     )
     parser.add_argument("name", nargs="?", metavar="MODEL", help="folder or name; only its configuration is downloaded")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,42 +6,41 @@ import argparse
 import json
 from typing import Final
 
-from llm_serving.cli.arguments import Subcommands, add_server_arguments, api_key_of, url_of
+from llm_serving.cli.arguments import Subcommands, add_command, add_server_arguments, api_key_of, url_of
 from llm_serving.cli.server_call import ServerRefusal, opened
 
 KEY_HELP: Final = "an administrator's; "
 
 
 def add_to(commands: Subcommands) -> None:
-    _add_cluster(commands)
-    _add_reload(commands)
-
-
-def _add_cluster(commands: Subcommands) -> None:
     parser = commands.add_parser(
         "cluster", help="show a cluster, drain replicas and let them join again", allow_abbrev=False
     )
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
-    status = subcommands.add_parser(
-        "status",
-        help="machines of a Ray cluster, their free resources and their WorkAgents",
-        allow_abbrev=False,
+    status = add_command(
+        subcommands, "status", run_status, "machines of a Ray cluster, their free resources and their WorkAgents"
     )
     status.add_argument(
         "--address", default="auto", help="address as in cluster_config.address; default: a cluster on this machine"
     )
-    status.set_defaults(run=run_status)
-    replicas = subcommands.add_parser("replicas", help="state of each replica of a server", allow_abbrev=False)
+    replicas = add_command(subcommands, "replicas", run_replicas, "state of each replica of a server")
     add_server_arguments(replicas, KEY_HELP)
-    replicas.set_defaults(run=run_replicas, order=None)
+    replicas.set_defaults(order=None)
     for order, what in (
         ("drain", "let a replica finish its requests and leave"),
         ("join", "let a drained replica serve again"),
     ):
-        of_one = subcommands.add_parser(order, help=what, allow_abbrev=False)
+        of_one = add_command(subcommands, order, run_replicas, what)
         of_one.add_argument("replica", type=int, metavar="N", help="its number, as `replicas` shows it")
         add_server_arguments(of_one, KEY_HELP)
-        of_one.set_defaults(run=run_replicas, order=order)
+        of_one.set_defaults(order=order)
+    reload = add_command(
+        commands,
+        "reload",
+        run_reload,
+        "make a running server read its YAML again: limits, keys, classes, policy and budgets",
+    )
+    add_server_arguments(reload, KEY_HELP)
 
 
 def run_status(arguments: argparse.Namespace) -> int:
@@ -67,16 +66,6 @@ def run_replicas(arguments: argparse.Namespace) -> int:
         where = f"  at {machine}" if machine else ""
         print(f"{replica:>4}  {state:<10}  {num_unfinished} unfinished{where}", flush=True)
     return 0
-
-
-def _add_reload(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "reload",
-        help="make a running server read its YAML again: limits, keys, classes, policy and budgets",
-        allow_abbrev=False,
-    )
-    add_server_arguments(parser, KEY_HELP)
-    parser.set_defaults(run=run_reload)
 
 
 def run_reload(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from llm_serving.cli.arguments import Subcommands, say
+from llm_serving.cli.arguments import Subcommands, add_command, say
 from llm_serving.cli.new_folder import check_absent, copy_small_files, new_folder
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.formats.compressed_tensors import PACKED, SCALE, SHAPE, parts_of
@@ -24,7 +24,7 @@ from llm_serving.models.weight_reader import WeightReader, check_folder, optiona
 
 DEFAULT_GROUP_SIZE: Final = 128
 _QUANTIZED_KINDS: Final = ("linear", "experts")
-"""Kinds of operations whose weights are quantized. Other engines cannot read others, such as embeddings, quantized."""
+"""Kinds of operations whose weights are quantized. Other engines accept no quantized embeddings or routers."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,8 @@ class _Parts:
 
 
 def add_to(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "quantize", help="write a model with weights of 8 or 4 bits, as compressed-tensors does", allow_abbrev=False
+    parser = add_command(
+        commands, "quantize", run, "write a model with weights of 8 or 4 bits, as compressed-tensors does"
     )
     parser.add_argument("source", type=Path, metavar="FOLDER", help="folder of a model that is not quantised")
     parser.add_argument("target", type=Path, metavar="OUT", help="folder that does not exist")
@@ -165,7 +165,6 @@ def add_to(commands: Subcommands) -> None:
         help="bits of weights and of activations; w8: a scale for each row",
     )
     parser.add_argument("--group-size", type=int, metavar="N", help="columns that share a scale of 4 bits; default 128")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm_serving.cli.arguments import Subcommands, say
+from llm_serving.cli.arguments import Subcommands, add_command, say
 from llm_serving.errors import ConfigError, RecordingError
 
 if TYPE_CHECKING:
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "replay", help="run the scheduler on a recording; it must decide the same", allow_abbrev=False
-    )
+    parser = add_command(commands, "replay", run, "run the scheduler on a recording; it must decide the same")
     parser.add_argument(
         "file", type=Path, metavar="FILE", help="recording, from the folder scheduler_config.record_path"
     )
@@ -30,7 +28,6 @@ def add_to(commands: Subcommands) -> None:
         metavar="OUT",
         help="also write a page for a browser that shows the newest steps one by one",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,23 +6,30 @@ import argparse
 from pathlib import Path
 
 from llm_serving.cli import launcher
-from llm_serving.cli.arguments import EXIT_FAILED, Subcommands, add_config_arguments, load_servable, say
+from llm_serving.cli.arguments import EXIT_FAILED, Subcommands, add_command, add_config_arguments, load_servable, say
 from llm_serving.errors import ConfigError
 from llm_serving.log import configure_logging, get_logger
 
 
 def add_to(commands: Subcommands) -> None:
-    _add_serve(commands)
-    _add_background(commands)
-    _add_run_batch(commands)
-
-
-def _add_serve(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "serve", help="run the master, its WorkAgents and the HTTP server until interrupted", allow_abbrev=False
+    serve = add_command(
+        commands, "serve", run_serve, "run the master, its WorkAgents and the HTTP server until interrupted"
     )
-    add_config_arguments(parser)
-    parser.set_defaults(run=run_serve)
+    add_config_arguments(serve)
+    start = add_command(commands, "start", run_start, "serve in the background; returns when requests are answered")
+    add_config_arguments(start)
+    _add_run_dir(start)
+    stop = add_command(commands, "stop", run_stop, "end what `start` started")
+    stop.add_argument("--port", type=int, metavar="N", help="only the server on this port")
+    _add_run_dir(stop)
+    batch = add_command(
+        commands, "run-batch", run_file, "answer a file of requests without a server; an interrupted run is resumed"
+    )
+    batch.add_argument("source", type=Path, metavar="IN", help="JSON lines: custom_id, method, url, body")
+    batch.add_argument(
+        "target", type=Path, metavar="OUT", help="file for the answers, in order; failed lines go to OUT.errors"
+    )
+    add_config_arguments(batch)
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
@@ -33,20 +40,6 @@ def run_serve(arguments: argparse.Namespace) -> int:
     from llm_serving import master
 
     return int(master.run(config))
-
-
-def _add_background(commands: Subcommands) -> None:
-    start = commands.add_parser(
-        "start", help="serve in the background; returns when requests are answered", allow_abbrev=False
-    )
-    add_config_arguments(start)
-    _add_run_dir(start)
-    start.set_defaults(run=run_start)
-
-    stop = commands.add_parser("stop", help="end what `start` started", allow_abbrev=False)
-    stop.add_argument("--port", type=int, metavar="N", help="only the server on this port")
-    _add_run_dir(stop)
-    stop.set_defaults(run=run_stop)
 
 
 def _add_run_dir(parser: argparse.ArgumentParser) -> None:
@@ -68,20 +61,6 @@ def _serve_arguments(arguments: argparse.Namespace) -> list[str]:
 
 def run_stop(arguments: argparse.Namespace) -> int:
     return launcher.stop(arguments.run_dir, arguments.port)
-
-
-def _add_run_batch(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "run-batch",
-        help="answer a file of requests without a server; an interrupted run is resumed",
-        allow_abbrev=False,
-    )
-    parser.add_argument("source", type=Path, metavar="IN", help="JSON lines: custom_id, method, url, body")
-    parser.add_argument(
-        "target", type=Path, metavar="OUT", help="file for the answers, in order; failed lines go to OUT.errors"
-    )
-    add_config_arguments(parser)
-    parser.set_defaults(run=run_file)
 
 
 def run_file(arguments: argparse.Namespace) -> int:

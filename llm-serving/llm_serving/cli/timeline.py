@@ -6,19 +6,18 @@ import argparse
 import json
 from pathlib import Path
 
-from llm_serving.cli.arguments import Subcommands, add_server_arguments, api_key_of, url_of
+from llm_serving.cli.arguments import Subcommands, add_command, add_server_arguments, api_key_of, url_of
 from llm_serving.cli.server_call import opened
 from llm_serving.errors import ConfigError, LLMServingError
 
 
 def add_to(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "timeline", help="save the newest steps of a running server as a trace for ui.perfetto.dev", allow_abbrev=False
+    parser = add_command(
+        commands, "timeline", run, "save the newest steps of a running server as a trace for ui.perfetto.dev"
     )
     add_server_arguments(parser)
     parser.add_argument("--output", type=Path, default=Path("trace.json"), metavar="FILE", help="default: trace.json")
     parser.add_argument("--steps", type=int, metavar="N", help="only the newest N steps")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,7 +27,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def save_timeline(url: str, output: Path, num_steps: int | None = None, key: str = "") -> int:
-    """Write the response of `GET /v1/timeline` to a file, and return its number of events. Raise LLMServingError."""
+    """Write the response of `GET /v1/timeline` to a file, and return the number of its events.
+
+    Raise LLMServingError if the server refuses or sends no trace, and ConfigError if the file cannot be written.
+    """
     query = "" if num_steps is None else f"?steps={num_steps}"
     with opened(url, f"/v1/timeline{query}", key) as answer:
         content = answer.read()

@@ -88,7 +88,7 @@ def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubMode
 
 
 def download(model: HubModel, say: Callable[[str], None]) -> None:
-    """Download the missing files of a model from `locate`, the weights last. Raise ModelError; another call resumes."""
+    """Download the missing files of a model from `locate`, the weights last. A call after a ModelError resumes it."""
     listing = model.listing
     if listing is None:
         return

@@ -35,7 +35,7 @@ _LEFT_OUT: Final[dict[type, frozenset[str]]] = {
 
 
 def capture(value: object) -> tuple[Layouts, list[Any]]:
-    """Return `value` and all that it refers to as (layouts, nodes); `value` is the last node. Raise TypeError."""
+    """Return `value` and all that it refers to as (layouts, nodes). Raise TypeError for a class outside `_PARTS`."""
     writer = _Writer()
     writer.cell(value)
     return writer.layouts, writer.nodes

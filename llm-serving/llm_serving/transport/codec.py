@@ -92,7 +92,7 @@ def allowed_from_arrays(step: int, arrays: list[NDArray[Any]]) -> AllowedTokens:
 
 
 def _drop_shared_prefixes(offsets: Int32Array, token_ids: Int32Array) -> tuple[Int32Array, Int32Array]:
-    """Return the histories without prefixes that equal the previous one, concatenated, and the lengths dropped."""
+    """Return all histories, each without a prefix that equals the whole previous one, and the lengths dropped."""
     num_shared = np.zeros(len(offsets) - 1, np.int32)
     parts, before = [], token_ids[:0]
     for index, (start, end) in enumerate(pairwise(offsets.tolist())):

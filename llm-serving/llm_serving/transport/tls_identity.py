@@ -97,7 +97,7 @@ def _certificate(key: Ed25519PrivateKey) -> bytes:
 
 
 def read_secret(path: Path) -> str:
-    """Return the word in a file. Raise ConfigError if it cannot be read or other users can read or write it."""
+    """Return the secret in a file. Raise ConfigError if it is not one word, or other users can read or write it."""
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):

@@ -36,7 +36,7 @@ class PrecheckInput(NamedTuple):
 
     prompts: Sequence[Prompt]
     max_tokens: int
-    """Minimum number of tokens that each choice may generate."""
+    """Number of output tokens that each choice needs at least."""
     field_names: Mapping[str, str] = NO_RENAMES
     """Field in errors of the engine -> the protocol's name for it."""
     num_choices: int = 1

@@ -24,7 +24,7 @@ AROUND_URL: Final = 32
 """Number of bytes of a request line without its URL: method, spaces, version, CR and LF."""
 LENGTH_DIGITS: Final = 20
 _REQUEST_LINE: Final = re.compile(rb"[A-Z-]+ [!-~]+ HTTP/1\.[01]\r\n")
-"""Stricter than the parser, which accepts lines in which a proxy may see another version or URL."""
+"""A valid request line. The parser also accepts lines that a proxy may read differently."""
 _UPGRADE: Final = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 """A header to ignore (RFC 9110, 7.8): the parser would stop at the body, and Java's client always sends it."""
 _AUTHORITY: Final = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(:[0-9]*)?")
@@ -93,7 +93,7 @@ class RequestHead(NamedTuple):
 
 
 def check_limits(data: bytes, size: int, limits: ServerConfig) -> None:
-    """Raise RefusedError if the first `size` bytes, a head or its beginning, exceed a limit or begin no request."""
+    """Raise RefusedError if a head, or its first `size` bytes, exceed a limit or are not HTTP."""
     if not 65 <= data[0] <= 90:  # a method is in capital letters
         raise RefusedError(NOT_HTTP)
     max_line = limits.max_url_bytes + AROUND_URL

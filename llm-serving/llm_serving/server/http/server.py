@@ -37,7 +37,7 @@ RELOAD_SIGNAL: Final = signal.SIGHUP
 CERTIFICATE_PERIOD_S: Final = 5.0
 """Seconds between two checks of the certificate files for changes."""
 NO_TIMEOUT: Final = 10**6
-"""Seconds. It disables uvicorn's keep-alive timeout, because `Connection` has its own."""
+"""Seconds that disable uvicorn's keep-alive timeout, because `Connection` has its own."""
 
 
 def check_variables(limits: ServerConfig) -> None:
@@ -49,7 +49,7 @@ def check_variables(limits: ServerConfig) -> None:
 
 
 class Certificate:
-    """The TLS context of the server. New handshakes use changed files. Raise ConfigError if the first are invalid."""
+    """The server's TLS context, which follows changes of its files. Raise ConfigError if they are invalid at first."""
 
     def __init__(self, limits: ServerConfig) -> None:
         assert limits.ssl_certfile is not None

@@ -183,7 +183,7 @@ def resumed_by(
 ) -> ResumedStream:
     """Return the accepted request and the position for an event id, or for its part after the colon.
 
-    The URL may name the stream (`stream_id`). Raise RequestNotFoundError or RequestError, which names `field`.
+    The URL may name the stream (`stream_id`). Raise RequestError, which names `field`, if there is no such event.
     """
     named, colon, text = event_id.rpartition(":")
     if stream_id is not None and colon and named != stream_id:

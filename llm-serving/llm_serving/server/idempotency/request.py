@@ -124,7 +124,7 @@ class IdempotentRequest:
     async def sharing(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices, caller: HttpCaller
     ) -> Sharing | None:
-        """Return how identical or repeated requests share the response. The caller adds the sequence to its key."""
+        """Return how identical or repeated requests share the response; None if they do not."""
         if self._rules.coalesces_identical and caller.deadline is None and (self._seeded or sampling.greedy):
             scope = ""
         elif self.record is not None:
@@ -138,7 +138,7 @@ class IdempotentRequest:
         return Sharing(key, keeps, self._rules.grace_s if self.stream_id else 0.0)
 
     async def accept(self) -> None:
-        """Store the record with the prompts given to `sharing`. Raise GoneError if it has other prompts already."""
+        """Store the record with the prompts given to `sharing`. Raise GoneError if its prompts were others before."""
         if self.record is None:
             return
         if self.known:

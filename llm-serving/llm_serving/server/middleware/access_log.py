@@ -132,7 +132,7 @@ class AccessLog:
 
 
 def open_access_log(serving: ServerConfig) -> tuple[AccessLog | None, Callable[[], None]]:
-    """Return the configured access log, if any, and a function that closes it. Raise ConfigError if it fails."""
+    """Open the configured access log, if any; return it and a function that closes it. Raise ConfigError on failure."""
     path = serving.access_log
     if path is None:
         return None, lambda: None

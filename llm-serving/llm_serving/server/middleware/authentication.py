@@ -137,7 +137,7 @@ class ApiKeyAuthentication:
         await self._app({**scope, API_KEY_KEY: key, QUOTA_KEY: self._quotas.get(key.name)}, receive, send)
 
     def _find(self, shown: Sequence[bytes], client: str) -> ApiKey:
-        """Return the row of the presented key. Raise AuthenticationError or RateLimitError."""
+        """Return the row of the presented key. Raise AuthenticationError unless the request has one known key."""
         if len(shown) != 1:
             self._failures.failed(client, shown=False)
             rule = "an API key is needed" if not shown else "one API key is needed, not several"

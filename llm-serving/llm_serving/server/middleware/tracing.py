@@ -67,7 +67,7 @@ def context_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
 
 
 def spans_of(context: TraceContext, request: RequestContext, status: int, now: float, epoch: float) -> Iterator[Span]:
-    """Yield the spans of a request answered at `now`, on the engine's clock, which showed 0 at `epoch`, in seconds."""
+    """Yield a request's spans. `now` is on the engine's clock, which showed 0 at `epoch` (both in seconds)."""
 
     def span(name: str, kind: int, start: float, end: float, span_id: str, parent_id: str) -> Span:
         ids = {"traceId": context.trace_id, "spanId": span_id} | ({"parentSpanId": parent_id} if parent_id else {})

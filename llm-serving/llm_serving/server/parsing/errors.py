@@ -54,7 +54,7 @@ UNAVAILABLE_RETRY_AFTER_S = 5.0
 RETRY_AFTER_MS_HEADER = "retry-after-ms"
 """Like `Retry-After`, but in milliseconds. The client libraries of OpenAI and Anthropic read it."""
 PREDICTED_TTFT_HEADER = "x-predicted-ttft-ms"
-"""Predicted ms to the first token: from an admitted request's arrival, or if a refused client retries in time."""
+"""Predicted ms to the first token, from the request's arrival or, if it was refused, from now with a retry."""
 
 
 def openai_error(error: LLMServingError) -> ErrorResponse:

@@ -91,7 +91,10 @@ class ResponseIdentity:
 
 
 def identify(engine: AsyncEngine, http_request: Request, request_id: str | None, prefix: str) -> ResponseIdentity:
-    """Return the identity of a response, by the body's `request_id`, the header or at random. Raise RequestError."""
+    """Return a response's identity, with the body's `request_id`, else the header `x-request-id`, else a random id.
+
+    Raise RequestError if the body's `request_id` is malformed. `prefix` begins the id of the response.
+    """
     if request_id is None:
         request_id = request_id_of(http_request)
     elif not REQUEST_ID.fullmatch(request_id):
