@@ -61,10 +61,8 @@ async def show_timeline(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def _looked_up(http_request: Request, look: Callable[[], T]) -> T:
-    async def turn() -> T:
-        return await asyncio.wrap_future(_LOOKUPS.submit(source_of(http_request), look))
-
-    return await run_until_client_leaves(http_request.receive, turn())
+    work = asyncio.wrap_future(_LOOKUPS.submit(source_of(http_request), look))
+    return await run_until_client_leaves(http_request.receive, work)
 
 
 ENDPOINTS: Final = (

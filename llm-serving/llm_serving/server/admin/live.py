@@ -108,7 +108,8 @@ def snapshot_event(
             "totals": {**metrics.totals()._asdict(), "bound_violations": metrics.num_bound_violations},
             "kept": metrics.classes.targets_met(),
             "replicas": [
-                _replica(each, known[each.replica], tenant) | _where(metrics.machine(each.replica), tenant)
+                _replica(each, known[each.replica], tenant)
+                | {"machine": metrics.machine(each.replica) if tenant is None else ""}
                 for each in view.replicas
             ],
             "silent": silent,
@@ -139,10 +140,6 @@ def _replica(view: Replica, seen: EngineSnapshot, tenant: str | None) -> dict[st
         "steps": _steps(seen.steps, own),
     }
     return row | {name: [_values(each) for each in rows] for name, rows in lists.items()}
-
-
-def _where(machine: str, tenant: str | None) -> dict[str, str]:
-    return {"machine": machine if tenant is None else ""}
 
 
 def _values(row: Struct) -> list[Any]:

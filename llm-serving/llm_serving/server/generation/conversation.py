@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from random import SystemRandom
 from typing import Any, Final
@@ -47,27 +46,18 @@ _RENDERING: Final = FairThreads(NUM_PROCESSES, "chat-template")
 
 
 class ConversationRequest(ProtocolRequest):
-    """A request of any chat protocol as a chat completion. `translate` renames the fields of its errors."""
+    """A request of any chat protocol, as a chat completion."""
 
     def __init__(
-        self,
-        engine: AsyncEngine,
-        http_request: Request,
-        body: CallerFields,
-        chat: ChatCompletionRequest,
-        translate: Callable[[RequestError], RequestError] = lambda error: error,
+        self, engine: AsyncEngine, http_request: Request, body: CallerFields, chat: ChatCompletionRequest
     ) -> None:
         super().__init__(engine, http_request, body)
         self.chat = chat
-        self._translate = translate
         self.choices = choices_of(chat, 1)
         self.offered: OfferedTools | None = None
 
     def num_logprobs(self) -> int | None:
         return None
-
-    def translate_error(self, error: RequestError) -> RequestError:
-        return self._translate(error)
 
     async def prepare(self) -> PrecheckInput:
         engine, chat = self.engine, self.chat

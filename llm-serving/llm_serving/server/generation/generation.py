@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from starlette.types import Receive
 
@@ -269,7 +269,7 @@ class ClientGoneError(Exception):
     """The client closed the connection before its response was complete."""
 
 
-async def run_until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def run_until_client_leaves(receive: Receive, work: Awaitable[T]) -> T:
     """Await `work`; cancel it and raise ClientGoneError if the client disconnects. The body must have been read."""
     task = asyncio.current_task()
     assert task is not None

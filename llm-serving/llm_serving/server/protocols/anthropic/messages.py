@@ -102,15 +102,11 @@ async def create_message(engine: AsyncEngine, http_request: Request) -> Response
         tool_choice=choice_of(body.tool_choice),
         parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
     )
-    request = _MessagesRequest(engine, http_request, body, chat, _translate_error)
+    request = _MessagesRequest(engine, http_request, body, chat)
     started = await start_generation(request)
     [parser] = request.message_parsers(started)
     builder = MessagesBuilder(started.identity, MessageBlocks(parser))
     return await respond(http_request, started, builder, stream=bool(body.stream))
-
-
-class _MessagesRequest(ConversationRequest):
-    id_prefix = "msg"
 
 
 async def count_tokens(engine: AsyncEngine, http_request: Request) -> Response:
@@ -146,6 +142,11 @@ def _translate_error(error: RequestError) -> RequestError:
         return RequestError("messages", f"must not end with the assistant's: {rule}")
     flat = flat_error(error, "output_config.format")
     return flat.renamed(re.sub(_TOOL_SCHEMA, r"\1.input_schema", flat.field))
+
+
+class _MessagesRequest(ConversationRequest):
+    id_prefix = "msg"
+    translate_error = staticmethod(_translate_error)
 
 
 def _continues_last(turns: list[ConversationTurn]) -> bool:

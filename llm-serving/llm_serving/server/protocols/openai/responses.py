@@ -91,7 +91,7 @@ async def create_response(engine: AsyncEngine, http_request: Request) -> Respons
         response_format=response_format_of(body.text),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
     )
-    request = _ResponsesRequest(engine, http_request, body, chat, _translate_error)
+    request = _ResponsesRequest(engine, http_request, body, chat)
     started = await start_generation(request)
     [parser] = request.message_parsers(started)
     response = ResponseObject(
@@ -125,10 +125,6 @@ async def create_response(engine: AsyncEngine, http_request: Request) -> Respons
         raise
     stored.task = asyncio.create_task(_run_in_background(http_request, generation, builder))
     return await builder.response(started.identity.headers | generation.headers)
-
-
-class _ResponsesRequest(ConversationRequest):
-    id_prefix = "resp"
 
 
 async def show_response(engine: AsyncEngine, http_request: Request) -> Response:
@@ -175,6 +171,11 @@ async def cancel_response(engine: AsyncEngine, http_request: Request) -> Respons
 def _translate_error(error: RequestError) -> RequestError:
     name = error.field.partition("[")[0]
     return error.renamed(_FIELDS[name]) if name in _FIELDS else flat_error(error, "text.format")
+
+
+class _ResponsesRequest(ConversationRequest):
+    id_prefix = "resp"
+    translate_error = staticmethod(_translate_error)
 
 
 def store_of(http_request: Request) -> ResponseStore:
