@@ -17,12 +17,18 @@ CONTEST = (
     ("packed prompts, delayed insertion: the best found", "437"),
 )
 """Seconds for 1,500 alpaca prompts on one NPU, Llama-2-7B in float16."""
+CONTEST_S = 674.0
+"""Maximum time of the contest's load with the contest's model: the contest's server as it was submitted."""
+CONTEST_LOAD = (10.0, 150.0)
+"""Requests per second, and seconds."""
 WARM_UP_S = 3.0
 LIMIT_S = 7200.0
 DONE = re.compile(r"All Tasks Done; Exec Time is ([\d.]+)")
 
 
-def examine(port: int, rate: float, seconds: float, folder: Path, script: Path = SCRIPT) -> Outcome:
+def examine(
+    port: int, rate: float, seconds: float, folder: Path, is_contest_model: bool = False, script: Path = SCRIPT
+) -> Outcome:
     """Do a short warm-up run, then measure.
 
     Args:
@@ -30,6 +36,7 @@ def examine(port: int, rate: float, seconds: float, folder: Path, script: Path =
         rate: Requests per second.
         seconds: Duration of the arrivals.
         folder: Output folder of the load test.
+        is_contest_model: Whether the server has a model of the size of Llama-2-7B.
         script: The load test.
     """
     for span in (WARM_UP_S, seconds):
@@ -46,7 +53,12 @@ def examine(port: int, rate: float, seconds: float, folder: Path, script: Path =
     found = DONE.findall(logs[-1].read_text()) if logs else []
     if not found:
         return Outcome.failed(TITLE, f"the log in {folder}/testLog has no line `All Tasks Done`")
+    took = float(found[-1])
+    faults = []
+    if is_contest_model and (rate, seconds) == CONTEST_LOAD and took > CONTEST_S:
+        faults.append(f"the contest's load takes {took:.0f} s; the contest's server took {CONTEST_S:.0f} s")
     name = f"this server, {rate * seconds:.0f} requests at {rate:g} a second"
-    rows = [*CONTEST, (name, f"{float(found[-1]):.1f}")]
+    rows = [*CONTEST, (name, f"{took:.1f}")]
     note = ["", "The contest's rows are 1,500 prompts at 10 a second (`-X 10 -T 150`); others do not compare."]
-    return Outcome(TITLE, [*table(("setting", "seconds"), rows), *note, "", "```", *done.stdout.splitlines(), "```"])
+    lines = [*table(("setting", "seconds"), rows), *note, "", "```", *done.stdout.splitlines(), "```"]
+    return Outcome(TITLE, lines, faults)

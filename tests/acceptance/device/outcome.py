@@ -35,7 +35,7 @@ class Outcome:
 
 def reason(output: str) -> str:
     """Return why a program failed: the last error in its output, without MindSpore's source locations after it."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith("[WARNING]")]
     errors = [line for line in lines if re.match(r"(\w*Error|\w*Exception|error): ", line)]
     return (errors or lines or ["no output"])[-1]
 

@@ -6,12 +6,11 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,8 +24,26 @@ COMMAND = Path(sys.executable).with_name("llm-serving")
 START_S = 1800.0
 STOP_S = 120.0
 ANSWER_S = 600.0
+_STREAMED = {"stream": True, "return_token_ids": True}
+_UNLIMITED = httpx.Limits(max_connections=None)
 PROMISE = re.compile(r"device_config\.exactness: ((?:exact|fast): .*)")
 """Log line with the WorkAgent's guarantee, as opposed to a notice about the configuration."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a request, with the time of each event in seconds from sending the request."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of the tokens, if the request asks for them."""
+    arrivals: tuple[float, ...]
+    """One for each token."""
+
+    def same(self, other: Answer) -> bool:
+        """Return whether both have the same text and tokens."""
+        return (self.text, self.token_ids) == (other.text, other.token_ids)
 
 
 @dataclass(frozen=True)
@@ -62,13 +79,18 @@ class Server:
         lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
         return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("llm_serving:worker_rest")))
 
+    def longest(self) -> int:
+        """Return the maximum number of tokens of a request, prompt and answer."""
+        return int(httpx.get(f"{self.url}/info", timeout=60).json()["max_total_tokens"])
+
 
 @contextmanager
-def serving(arguments: Sequence[str], command: str | Path = COMMAND) -> Iterator[Server]:
+def serving(arguments: Sequence[str], folder: Path, command: str | Path = COMMAND) -> Iterator[Server]:
     """Run a server during the context.
 
     Args:
         arguments: Arguments of `llm-serving start`.
+        folder: For its log, which stays.
         command: The program.
 
     Raises:
@@ -77,25 +99,25 @@ def serving(arguments: Sequence[str], command: str | Path = COMMAND) -> Iterator
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    run_dir = tempfile.mkdtemp(prefix="acceptance-")
-    options = ["--run-dir", run_dir, "--port", str(port)]
+    options = ["--run-dir", str(folder), "--port", str(port)]
+    log = folder / str(port) / "server.log"
     try:
         done = subprocess.run(
             [command, "start", *options, *arguments], capture_output=True, text=True, timeout=START_S, check=False
         )
         if done.returncode != 0:
-            raise PartError(f"the server does not start, exit code {done.returncode}: {reason(done.stderr)}")
-        yield Server(port, Path(run_dir) / str(port))
+            why = reason(done.stderr)
+            raise PartError(f"the server does not start, exit code {done.returncode}: {why}; its log is {log}")
+        yield Server(port, log.parent)
     except subprocess.TimeoutExpired:
-        raise PartError(f"the server does not answer within {START_S:.0f} s") from None
+        raise PartError(f"the server does not answer within {START_S:.0f} s; its log is {log}") from None
     finally:
         with suppress(subprocess.TimeoutExpired):  # a hanging device keeps its processes
             subprocess.run([command, "stop", *options], capture_output=True, timeout=STOP_S, check=False)
-        shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def ask(url: str, bodies: Sequence[dict[str, object]], when_begun: Callable[[], None] | None = None) -> list[str]:
-    """Send requests at once; return tokens and text of each answer as one text.
+def ask(url: str, bodies: Sequence[dict[str, object]], when_begun: Callable[[], None] | None = None) -> list[Answer]:
+    """Send requests at once and return their answers.
 
     Args:
         url: URL of the server.
@@ -107,12 +129,13 @@ def ask(url: str, bodies: Sequence[dict[str, object]], when_begun: Callable[[], 
     """
     waiting = [when_begun] if when_begun else []
 
-    async def one(client: httpx.AsyncClient, body: dict[str, object]) -> str:
-        pieces = []
-        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+    async def one(client: httpx.AsyncClient, body: dict[str, object]) -> Answer:
+        text, ids, logprobs, arrivals = "", list[int](), list[float](), list[float]()
+        sent = time.perf_counter()
+        async with client.stream("POST", "/v1/completions", json=body | _STREAMED) as response:
             if response.status_code != 200:
-                text = (await response.aread()).decode(errors="replace")
-                raise PartError(f"a request is refused with {response.status_code}: {text[:200]}")
+                refusal = (await response.aread()).decode(errors="replace")
+                raise PartError(f"a request is refused with {response.status_code}: {refusal[:200]}")
             async for line in response.aiter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
@@ -120,13 +143,16 @@ def ask(url: str, bodies: Sequence[dict[str, object]], when_begun: Callable[[], 
                 if "error" in event:
                     raise PartError(f"an answer breaks off: {str(event['error'])[:200]}")
                 for choice in event.get("choices", ()):
-                    pieces.append((choice["text"], choice.get("token_ids") or []))
+                    text += choice["text"]
+                    ids += choice.get("token_ids") or []
+                    logprobs += (choice.get("logprobs") or {}).get("token_logprobs", ())
+                arrivals += [time.perf_counter() - sent] * (len(ids) - len(arrivals))
                 while waiting:
                     waiting.pop()()
-        return json.dumps(["".join(text for text, _ in pieces), [token for _, ids in pieces for token in ids]])
+        return Answer(text, tuple(ids), tuple(logprobs), tuple(arrivals))
 
-    async def run() -> list[str]:
-        async with httpx.AsyncClient(base_url=url, timeout=ANSWER_S) as client:
+    async def run() -> list[Answer]:
+        async with httpx.AsyncClient(base_url=url, timeout=ANSWER_S, limits=_UNLIMITED) as client:
             return list(await asyncio.gather(*(one(client, body) for body in bodies)))
 
     try:

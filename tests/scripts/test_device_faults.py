@@ -1,0 +1,60 @@
+"""Faults of a device, injected into real processes on a CPU, each found by a part of the acceptance."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import acceptance
+import pytest
+from acceptance.device import run, step_time
+from acceptance.device.step_time import Device
+
+pytestmark = pytest.mark.mindspore
+
+INJECTED = Path(acceptance.__path__[0]) / "injected"
+FOUND: dict[str, tuple[list[str], str]] = {
+    "attention_scale": (
+        ["--parts", "precision", "--families", "llama2", "--dtype", "bfloat16"],
+        r"llama2: an error of \d+\.\d+% of the largest logit in decode steps; 12\.0% are allowed",
+    ),
+    "slow_steps": (["--parts", "steps"], r"decode, 1 requests: a step takes \d{3}\.\d ms; \d+\.\d ms are allowed"),
+    "decode_window": (["--parts", "contexts"], r"2039 tokens: log-probabilities of decode steps and of prompts differ"),
+    "mixed_rows": (["--parts", "answers"], r"only \d+\.\d% of the answers are right, 97% are needed"),
+    "wrong_positions": (
+        ["--parts", "precision", "--families", "llama2"],
+        r"llama2: an error of \d+\.\d+% of the largest logit in chunk steps; 1\.5% are allowed",
+    ),
+    "lost_slots": (
+        ["--parts", "precision", "--families", "qwen3"],
+        r"qwen3: an error of \d+\.\d+% of the largest logit in prompt steps; 1\.5% are allowed",
+    ),
+    "slow_prompts": (["--parts", "steps"], r"prompt of 1024 tokens: a step takes \d{4}\.\d ms; \d+\.\d ms are allowed"),
+    "crash": (
+        ["--parts", "precision", "--families", "qwen3", "llama2"],
+        r"qwen3: ended with SIGSEGV: no output; .*\.log",
+    ),
+}
+"""Fault -> options of the acceptance, and what it reports. The first three once passed unnoticed."""
+
+
+def test_every_fault_is_tested():
+    assert set(runpy.run_path(str(INJECTED / "sitecustomize.py"))["FAULTS"]) == set(FOUND)
+
+
+@pytest.mark.parametrize("fault", FOUND)
+def test_acceptance_finds_an_injected_fault(fault, tmp_path, monkeypatch):
+    options, message = FOUND[fault]
+    monkeypatch.setenv("INJECTED_FAULT", fault)
+    monkeypatch.setenv("PYTHONPATH", f"{INJECTED}:{INJECTED.parents[1]}")
+    monkeypatch.setattr(step_time, "measured_host", lambda: Device("of the test", 20e9, 1e11))
+    monkeypatch.setattr(step_time, "REPEATS", 1)
+    monkeypatch.setattr(step_time, "NUM_TOKENS", 4)
+    report = tmp_path / "report.md"
+    own = ["--device", "cpu", "--report", str(report), "--logs", str(tmp_path / "logs")]
+    assert run.main([*own, *options]) == 1
+    text = report.read_text()
+    assert re.search(rf"(?m)^- \*\*{message}", text), text
+    if fault == "crash":
+        assert re.search(r"(?m)^\| llama2 \| 1024 \| 0\.\d\d% ", text), "the next model is computed"
