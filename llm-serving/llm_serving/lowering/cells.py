@@ -18,28 +18,26 @@ from llm_serving.network.operations import Operation, Value, Weight
 from llm_serving.network.rewriting import Plan, apply, fuse_residual_into_norm, select_rows
 
 RESULTS: Final = ("lm_head", "hidden_states")
-"""Operations that compute the result of a network."""
+"""Operations that may come last in a network and give its result."""
 
 EMBEDDING_ATTRIBUTES: Final = ("scale", "rounded_scale", "first", "rows")
 LM_HEAD_ATTRIBUTES: Final = ("scale", "cap", "first", "rows")
-"""Attributes that the Cell takes as arguments."""
+"""Attributes of `lm_head` that its Cell takes as arguments."""
 
 MAX_READS: Final = 4
 NUM_REGISTERS: Final = 8
 """Maximum number of values that a network keeps alive. `RegisterStep` lists them explicitly."""
 
 Registers = Any
-"""A tuple of tensors. MindSpore's compiler, not Python, interprets the functions that take it."""
+"""A tuple of tensors. Functions that take it are compiled by MindSpore."""
 
 
 class CellNetwork(nn.Cell):
     """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> logits, float32 [S, V], or hidden states, float32 [S, H].
 
-    Values are kept in a few registers, because MindSpore compiles a graph faster if each Cell passes on fewer values.
-
     Args:
         kv_caches: One pair for each layer.
-        max_positions: Longest context of a row, in tokens; a window of at least that many tokens has no effect.
+        max_positions: Longest context of a row, in tokens; a sliding window of at least that many tokens has no effect.
         whole_prompts: Whether the graph computes only steps of whole prompts; B is then fixed, and unused rows have
             length 0.
         of_states: Whether the result is the input of the LM head.
@@ -116,15 +114,9 @@ class CellLmHead(nn.Cell):
 
 
 class RegisterStep(nn.Cell):
-    """Runs a Cell on values from registers, and stores its results in registers.
-
-    The registers are written out, because MindSpore builds a graph for each iteration of a loop, and loops over the
-    registers took longer to compile than the rest of a network.
-
-    Args:
-        cell: (`MAX_READS` values, step inputs) -> tuple of values
-        reads: At most `MAX_READS` registers; the Cell ignores the values after these.
-        writes: Register -> index of the value that it receives; the other registers keep their values.
+    """Runs `cell` on the values of the registers `reads` (at most `MAX_READS`), and stores its results in registers.
+    `writes` maps a register to the index of its new value. The registers are written out, because MindSpore compiles
+    loops over them slowly.
     """
 
     def __init__(self, cell: nn.Cell, reads: Sequence[int], writes: Mapping[int, int]) -> None:
@@ -253,7 +245,7 @@ def weights_width(operation: Operation) -> int:
 
 
 class _ScheduledOperation:
-    """An operation with what it reads and writes: values, views, and keys of dependencies without a value."""
+    """An operation with the keys of what it reads and writes: values, views, and stores on which attention depends."""
 
     def __init__(self, operation: Operation, reads: Sequence[object], writes: Sequence[object]) -> None:
         self.operation = operation
@@ -262,10 +254,8 @@ class _ScheduledOperation:
 
 
 def _schedule(operations: Sequence[Operation], whole_prompts: bool) -> list[_ScheduledOperation]:
-    """Return the operations in the form that Cells take.
-
-    Views become results of a split. Cosines and sines are looked up once for all layers. Two consecutive rotations by
-    the same tables become one. Attention depends on the preceding store.
+    """Return the operations in the form of Cells: views are results of a split; cosines and sines are looked up once
+    for all layers; two consecutive rotations by the same tables are one; attention depends on the preceding store.
     """
     views: dict[Value, dict[tuple[int, int], Value]] = {}
     for each in operations:

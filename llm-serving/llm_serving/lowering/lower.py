@@ -23,9 +23,8 @@ from llm_serving.network.quantization import Quantization, unsupported_by_int8_c
 
 
 class Lowered(NamedTuple):
-    """A lowered network: hidden states and LM head separately, and both together if that is faster.
-
-    Both ways compute the same bits.
+    """A lowered network: hidden states and LM head as separate graphs, and both as one graph if that is faster. Both
+    ways compute the same bits.
     """
 
     logits: nn.Cell | None
@@ -35,11 +34,11 @@ class Lowered(NamedTuple):
     head: nn.Cell
     """(float32 [P, H], `lowering.step_inputs.step_inputs_for_rows`) -> float32 [P, V]."""
     of_prompts: nn.Cell | None = None
-    """As `states`, for steps without a cached prefix; None if `states` computes them."""
+    """As `states`, for steps without a cached prefix; None: `states` computes those steps too."""
 
     @staticmethod
     def head_inputs(hidden: int) -> list[ms.Tensor]:
-        """Return dynamic inputs for `head`, as `lowering.step_inputs.dynamic_inputs` does."""
+        """Return dynamic inputs for `head`."""
         return [ms.Tensor(shape=[None, hidden], dtype=ms.float32), *dynamic_inputs()]
 
 
@@ -55,19 +54,19 @@ def lower(
     quantization: Quantization | None = None,
     implementation: ImplementationName = ImplementationName.NATIVE,
 ) -> Lowered:
-    """Build the network of a model and read every weight it needs. Raise KernelError if MindFormers' network is
-    required and not available, or ModelError if a tensor is missing, unexpected or of another shape, or the backend
-    lacks an operation.
+    """Build the network of a model and read its weights from `reader`, which is read once.
 
     Args:
-        reader: Reader of the folder; it is read once.
         kv_caches: One pair for each layer.
         max_positions: Longest context of a row, in tokens.
         as_program: Whether one operator runs the network if the backend has one; otherwise it is a graph of Cells.
         whole_prompts: Whether steps of whole prompts have their own graph of Cells.
-        quantization: How weights are quantized. None: they stay in the model dtype.
-        implementation: Whose network computes the hidden states; all but the native one exclude `as_program` and
-            `whole_prompts`.
+        quantization: None: the weights stay in the model dtype.
+        implementation: Only `native` allows `as_program` and `whole_prompts`.
+
+    Raises:
+        KernelError: MindFormers' network is required and not available.
+        ModelError: A tensor is missing, unexpected or of another shape, or the backend lacks an operation.
     """
     network = spec.network
     program = build_program(network, backend.dtype)

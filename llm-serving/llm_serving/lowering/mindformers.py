@@ -1,15 +1,8 @@
 """MindFormers' own networks as Cells with the step inputs, KV cache and weights of this server.
 
-MindFormers builds the network; only its Parameters and rotary tables are replaced. As in the native network,
-PagedAttention with query lengths computes prompts, chunks and decode steps alike, so other requests change no bit. The
-LM head is the native one with the same weight: it multiplies only the sampled rows, and keeps float32 sums on a CPU.
-
-`MindFormersLlamaNetwork` runs the `LlamaForCausalLM` of the releases before 2, whose parallel decoding accepts packed
-rows with query lengths, a mask and positions.
-
-`import mindformers` imports data sets, metrics and training with large dependencies (`datasets`, `pyarrow`), one of
-which is in no package index (`hyper_parallel`). Inside `import_stubs`, a missing package of NEVER_CALLED is imported as
-an empty stub; other imports do not change.
+Only the Parameters and the rotary tables of a MindFormers network are replaced. PagedAttention with query lengths
+computes prompts, chunks and decode steps alike, so other requests change no bit of an answer. The LM head is the
+native one: it multiplies only the sampled rows, and keeps float32 sums on a CPU.
 """
 
 from __future__ import annotations
@@ -113,9 +106,7 @@ def mindformers_version() -> str:
 
 @functools.cache
 def module_of_mindformers(module: str) -> Any:
-    """Import a module of MindFormers. Raise KernelError if the module or one of its dependencies is not
-    installed.
-    """
+    """Import a module of MindFormers. Raise KernelError if the module or one of its dependencies is missing."""
     try:
         with import_stubs():
             if module != _PACKAGE:
@@ -159,12 +150,7 @@ def set_parameter(network: nn.Cell, path: str, value: Any) -> None:
 
 class MindFormersNetwork(nn.Cell):
     """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> input of the LM head for the sampled rows. Raise KernelError
-    if MindFormers or the operator library is not installed, or ModelError if MindFormers has no class for the model.
-
-    Args:
-        parameters: Parameters of every weight, as for a graph of Cells.
-        kv_caches: One pair for each layer.
-        max_positions: Longest context of a row, in tokens.
+    if MindFormers or the operator library is not installed, ModelError if MindFormers has no class for the model.
     """
 
     def __init__(
@@ -249,9 +235,7 @@ def _config_arguments(spec: ModelSpec, dtype: str, max_positions: int) -> Mappin
 
 
 def _set_weights(model: nn.Cell, network: Network, parameters: Parameters) -> None:
-    """Replace the Parameters that MindFormers created by those of the model. Raise ModelError if the model has no
-    weight for one of them.
-    """
+    """Replace the Parameters that MindFormers created by those of the model. The model must have a weight for each."""
     for operation in network.operations:
         for role, weight in operation.weights.items():
             (parameter,) = parameters[weight]
@@ -277,14 +261,8 @@ _CACHES = "layers.{}.attention.infer_attention.paged_attention_mgr.{}_cache"
 
 
 class MindFormersLlamaNetwork(nn.Cell):
-    """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> input of the LM head for the sampled rows. Raise KernelError
-    if MindFormers or the operator library is not installed, or ModelError if the class does not compute the model.
-
-    Args:
-        network: The network from `models.mindformers.split_stacked_weights`.
-        parameters: Parameters of every weight of `network`, as for a graph of Cells.
-        kv_caches: One pair for each layer.
-        max_positions: Longest context of a row, in tokens.
+    """As `MindFormersNetwork`, for the `LlamaForCausalLM` of the releases before 2, whose parallel decoding accepts
+    packed rows with query lengths, a mask and positions. `network`: from `models.mindformers.split_stacked_weights`.
     """
 
     def __init__(

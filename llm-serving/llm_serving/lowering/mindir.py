@@ -19,7 +19,7 @@ from llm_serving.models.weight_reader import WeightReader
 from llm_serving.network.quantization import Quantization
 
 GRAPHS: Final = ("states", "head")
-"""The exported fields of `Lowered`. `graph_file` returns their paths."""
+"""The fields of `Lowered` that are exported."""
 SETTINGS_FILE: Final = "mindir.json"
 
 
@@ -29,9 +29,7 @@ def inputs_of(spec: ModelSpec, graph: str) -> list[ms.Tensor]:
 
 
 def graph_file(folder: Path, graph: str) -> Path:
-    """Return the path of a graph. For more than 1 GB of weights, MindSpore writes
-    `<graph>_graph.mindir` and data files.
-    """
+    """Return the path of a graph, which MindSpore splits into `<graph>_graph.mindir` and data files above 1 GB."""
     split = folder / f"{graph}_graph.mindir"
     return split if split.is_file() else folder / f"{graph}.mindir"
 
@@ -52,13 +50,9 @@ def export(
     max_positions: int,
     quantization: Quantization | None = None,
 ) -> None:
-    """Write the graphs with their weights and caches, and a JSON file with the settings that they depend on. Raise
-    ModelError if the primitives lack something that the model needs.
-
-    Args:
-        kv_caches: KV caches of every layer; the graph has caches of these sizes.
-        max_positions: Longest context of a row, in tokens.
-        quantization: How weights are quantized; None: they stay in the model dtype.
+    """Write the graphs with their weights and caches, and a JSON file with the settings that they depend on. The
+    graphs' caches have the sizes of `kv_caches`. Raise ModelError if the primitives lack something that the model
+    needs.
     """
     reader = WeightReader(source, spec.scheme)
     lowered = lower(spec, backend, reader, kv_caches, max_positions, as_program=False, quantization=quantization)
@@ -73,7 +67,7 @@ def export(
 def graph_settings(
     spec: ModelSpec, dtype: str, quantization: str | None, num_blocks: int, block_size: int, max_positions: int
 ) -> dict[str, Any]:
-    """Return the settings that a graph depends on. It can only be used with a configuration with equal values."""
+    """Return the settings of an exported graph. The server's configuration must have equal values to use the graph."""
     return {
         "architecture": spec.architecture,
         "num_parameters": spec.num_weight_elements,
@@ -87,9 +81,7 @@ def graph_settings(
 
 
 def check_graph_settings(folder: Path, wanted: Mapping[str, Any]) -> None:
-    """Check that exported graphs match the model, dtype and cache. Raise ConfigError if the folder has no graphs, or
-    they were exported for another configuration.
-    """
+    """Check that a folder has graphs exported with the settings `wanted`, else raise ConfigError."""
     path = folder / SETTINGS_FILE
     missing = [each.name for each in (path, *(graph_file(folder, graph) for graph in GRAPHS)) if not each.is_file()]
     if missing:

@@ -1,9 +1,8 @@
-"""The operations of a network as Cells, each composed of operations of a backend.
+"""The operations of a network as Cells, each composed of operations of a backend or of MindSpore.
 
 Every Cell takes a tuple of the values it reads and the step inputs, and returns a tuple of the values it writes. The
-step inputs are those of `lowering.step_inputs.STEP_INPUTS`, then both lengths in the memory from which attention reads
-them, and the attention mask (`Backend.host_lengths`, `Backend.attention_mask`). Operations without a device operator
-are composed of MindSpore's own operations.
+step inputs are `lowering.step_inputs.STEP_INPUTS`, then both lengths in the memory from which attention reads them,
+and the attention mask (`Backend.host_lengths`, `Backend.attention_mask`).
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from mindspore import nn, ops
 from llm_serving.backends.base import Backend
 
 Tensors = Any
-"""A tuple of tensors. MindSpore's compiler, not Python, interprets these functions."""
+"""A tuple of tensors. Functions that take it are compiled by MindSpore."""
 
 
 def is_quantized(weight: Sequence[ms.Parameter]) -> bool:
-    """Return whether a weight consists of quantized values and scales."""
     return bool(weight[0].dtype == ms.int8)
 
 
@@ -296,9 +294,7 @@ class SelectRowsCell(nn.Cell):
 
 
 class LmHeadCell(nn.Cell):
-    """x -> float32 logits, scaled and capped. With a sharded head, the logits of the other ranks
-    are zeros to be added.
-    """
+    """x -> float32 logits, scaled and capped. The logits of a sharded head that other ranks compute are zeros."""
 
     def __init__(
         self, backend: Backend, weight: Sequence[ms.Parameter], scale: float, cap: float, first: int, rows: int

@@ -38,7 +38,7 @@ _PRODUCTS: Mapping[str, tuple[str, ...]] = {
     "experts": ("gate_up", "down"),
     "lm_head": ("weight",),
 }
-"""Operation -> roles of weights that are factors of a product."""
+"""Operation -> roles of the weights that it multiplies by."""
 
 Stored = QuantizedTensor | list[BlockTensor] | Array
 
@@ -55,15 +55,14 @@ def parameters_of(
     as_cells: bool,
     quantization: Quantization | None = None,
 ) -> Parameters:
-    """Create the Parameters of all weights, one weight at a time, because a stacked weight takes extra memory until
-    packed. Raise ModelError if a tensor is missing, unexpected, of another shape, or has an infinite or NaN element.
+    """Create the Parameters of all weights, one weight at a time, because packing a weight takes extra memory. Raise
+    ModelError if a tensor is missing, unexpected, of another shape, or has an infinite or NaN element.
 
     Args:
         reader: Reader of the folder; it is read once.
         max_positions: Longest context of a row, in tokens.
         as_cells: Whether experts have Parameters in the form of Cells, and biases are tables of one row.
-        quantization: How weights are quantized; each weight is quantized when it is read. None: blocks of a GGUF file
-            stay as they are where products take them, and all other weights are in the model dtype.
+        quantization: None: weights have the model dtype, except GGUF blocks that the kernels can multiply.
     """
     multiplied = products(network.operations)
     quantized = quantized_weights(network, quantization)
@@ -123,8 +122,8 @@ def parameters_of(
 def _quantized_values(
     weight: Weight, reader: WeightReader, schemes: Sequence[QuantizationName], group_size: int, *, as_cells: bool
 ) -> tuple[Stored, QuantizationName]:
-    """Return a weight for products of the first scheme: its stored integers if products of a scheme take them, the
-    values of stored integers that no product takes, else its values rounded. Return the scheme too. Cells always get
+    """Return a weight and its scheme. Stored integers that the kernels multiply by one of `schemes` stay integers,
+    other stored integers are dequantized, and other values are quantized by the first scheme. Cells always get
     quantized values, because their products are chosen before the weights are read.
     """
     parts = _read_packed(weight, reader)
@@ -142,7 +141,7 @@ def _quantized_values(
 
 
 def _blocks(weight: Weight, reader: WeightReader) -> Stored:
-    """Return the stored blocks of a weight if products take them, else its values."""
+    """Return the stored blocks of a weight if the kernels can multiply them, else its values."""
     parts = _read_packed(weight, reader)
     segments = stored_blocks(weight, parts)
     return assemble_weight(weight, _dequantized(parts)) if segments is None else segments

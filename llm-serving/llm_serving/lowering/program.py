@@ -21,15 +21,12 @@ _WEIGHTS: Final = _STEP + len(STEP_INPUTS)
 
 
 class ProgramNetwork(nn.Cell):
-    """Computes the step whose arrays `bind_inputs` has bound. The Cell's own result is a placeholder.
-
-    The operator finds every array by its address, because MindSpore is fastest with a graph without arguments, with
-    fixed shapes and a single Parameter.
+    """Computes the step whose arrays `bind_inputs` has bound; the Cell's own result is a placeholder. The operator gets
+    addresses, because MindSpore is fastest with a graph without arguments and a single Parameter.
 
     Args:
         operator: Result of `Backend.program`.
         weights: Parameters of the program's weights, in order; without the last one if `rows`.
-        kv_caches: One pair for each layer.
         width: Columns of the result.
         rows: Whether the program's last weight is bound with each step.
     """
@@ -68,9 +65,9 @@ class ProgramNetwork(nn.Cell):
         return self.operator(self.table)
 
     def bind_inputs(self, arrays: Sequence[Int32Array | Float32Array]) -> Float32Array:
-        """Bind the arrays of the next run. `arrays`: those of a step (`lowering.step_inputs.STEP_INPUTS`), after
-        float32 rows [T, H] in the precision of the model dtype if the program takes rows. Return the array that will
-        hold the result, float32 [S, width]. It is valid until the run after that.
+        """Bind the arrays of a step (`lowering.step_inputs.STEP_INPUTS`) for the next run. If the program takes rows,
+        they come first: float32 [T, H] in the precision of the model dtype. Return the array of the result, float32 [S,
+        width], which is valid until the run after the next.
         """
         step: Sequence[Array] = arrays
         if self._has_rows:

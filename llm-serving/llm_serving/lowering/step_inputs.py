@@ -20,9 +20,8 @@ STEP_INPUTS: Final = (
     ("batch_valid_length", 1),  # [B], tokens of its context, those rows included
     ("sample_indices", 1),  # [S]
 )
-"""(name, rank) of the arguments of `construct`, all int32; the result is float32 [S, vocab_size].
-
-The arguments become parameters of the graph, in which Ascend's attention kernels find lengths by these names.
+"""(name, number of dimensions) of the arguments of `construct`, all int32; the result is float32 [S, vocab_size].
+Ascend's attention kernels find lengths by these names.
 """
 
 
@@ -35,7 +34,7 @@ def step_inputs_for_rows(count: int) -> tuple[NDArray[np.int32], ...]:
 
 def dynamic_inputs(num_rows: int | None = None) -> list[ms.Tensor]:
     """Return inputs for `Cell.set_inputs` with dynamic shapes, so that one compilation serves all batches. `num_rows`:
-    b, for a graph in which it is fixed.
+    b, if fixed.
     """
     sizes = {"block_tables": (num_rows, None), "q_seq_lens": (num_rows,), "batch_valid_length": (num_rows,)}
     return [ms.Tensor(shape=list(sizes.get(name, (None,) * rank)), dtype=ms.int32) for name, rank in STEP_INPUTS]

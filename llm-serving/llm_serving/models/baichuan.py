@@ -20,7 +20,6 @@ from llm_serving.network.builder import Network
 from llm_serving.network.operations import Float32Array, Value, Weight
 
 FIRST_VOCABULARY = 64000
-"""`vocab_size` of Baichuan 1, whose LM head is not normalised."""
 
 
 def baichuan2(c: ConfigReader) -> Network:
@@ -50,9 +49,7 @@ def unit_rows(head: Float32Array) -> Float32Array:
 
 
 def alibi_slopes(heads: int) -> Float32Array:
-    """Return powers of 2^(-8 / n) for the largest power of two n <= `heads`, then every second power of the sequence
-    for 2n.
-    """
+    """Return powers of 2^(-8 / n) for the largest power of two n <= `heads`, then every second one of those for 2n."""
     whole = 1 << heads.bit_length() - 1
     slopes = [2 ** (-8 * (i + 1) / whole) for i in range(whole)]
     more = [2 ** (-4 * (i + 1) / whole) for i in range(0, 2 * whole, 2)]

@@ -1,6 +1,4 @@
-"""The older layout of GLM-4 (`glm-4-9b-chat`), ChatGLM 3 and 2: GLM's network with different tensor
-and config names.
-"""
+"""The older layout of GLM-4 (`glm-4-9b-chat`), ChatGLM 3 and 2: GLM's network with other tensor and config names."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -37,9 +35,7 @@ _MUST_BE: Final[Mapping[str, bool]] = {
 
 
 def normalized_config(c: ConfigReader) -> dict[str, Any]:
-    """Return the configuration with the keys of other families. Raise ModelError if the configuration requires a
-    feature that the network lacks.
-    """
+    """Return the configuration with the keys of other families. Raise ModelError if it needs a missing feature."""
     for key, value in _MUST_BE.items():
         if c.boolean(key, value) is not value:
             raise c.fail(key, f"must be {str(value).lower()}")

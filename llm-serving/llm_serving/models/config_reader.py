@@ -24,7 +24,7 @@ _LARGEST: Final[Mapping[str, int]] = {
 _LEAST: Final[Mapping[str, int]] = {
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "original_max_position_embeddings"), 2)
 }
-"""Configuration key -> minimum, if it differs from the default. The logarithm of these values is a divisor."""
+"""Configuration key -> minimum, if not the default: code divides by the logarithm of these values."""
 _LARGEST_INTEGER: Final = 2**31 - 1
 _LARGEST_NUMBER: Final = 1e30
 _LEAST_NUMBER: Final = 1e-30
@@ -32,10 +32,7 @@ _LEAST_NUMBER: Final = 1e-30
 
 
 class ConfigReader:
-    """Reads typed values from an untrusted mapping. null counts as absent.
-
-    Every method raises ModelError for a value that breaks its rule.
-    """
+    """Reads typed values from an untrusted mapping. null counts as absent. An invalid value raises ModelError."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.config = config
@@ -48,11 +45,11 @@ class ConfigReader:
         return self.config.get(key) is not None
 
     def is_absent(self, key: str) -> bool:
-        """Return whether the key is absent. For some keys, null differs from absence."""
+        """Return whether the key is absent, for keys where null has a meaning."""
         return key not in self.config
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """Return an integer of at least `least`, or of the key's own minimum."""
+        """Return an integer of at least `least` and of at least the minimum of the key in `_LEAST`."""
         value = self.config.get(key)
         value = default if value is None else value
         largest, least = _LARGEST.get(key, _LARGEST_INTEGER), _LEAST.get(key, least)
@@ -132,7 +129,7 @@ class ConfigReader:
         return ConfigReader(value, f"{self.where}: {key}")
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """Return an id or a list of ids as a tuple. Negative ids, which some folders write for "none", are omitted."""
+        """Return an id or a list of ids as a tuple, without negative ids, which some folders write for "none"."""
         value = self.config.get(key)
         items = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):

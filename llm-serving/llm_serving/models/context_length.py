@@ -24,7 +24,7 @@ class ContextLengths:
     Attributes:
         default: Length without a user's setting.
         maximum: Longest length that the model allows.
-        reason: Explanation for the user if RoPE scaling exceeds `max_position_embeddings`; else empty.
+        reason: Text for the user if RoPE scaling exceeds `max_position_embeddings`; else empty.
     """
 
     default: int
@@ -33,12 +33,12 @@ class ContextLengths:
 
 
 def context_lengths(spec: ModelSpec, folder: Path) -> ContextLengths:
-    """Return the context lengths of a model in Hugging Face format.
+    """Return the context lengths of a model in Hugging Face format. Raise ModelError if a file cannot be read.
 
     RoPE scaling `linear` multiplies `max_position_embeddings` by `factor`; `yarn` multiplies the original training
     length. `dynamic` applies only to contexts longer than `max_position_embeddings`, so a user must request them. For
-    the other kinds, and if some layers are not scaled, `max_position_embeddings` is the result. `model_max_length` of
-    tokenizer_config.json limits the result. Raise ModelError if a file of the folder cannot be read.
+    other kinds, and if some layers are not scaled, the length is `max_position_embeddings`. `model_max_length` of
+    tokenizer_config.json limits it.
     """
     own = spec.max_position_embeddings
     scaling = _smallest_scaling(spec.network.rotaries, own)

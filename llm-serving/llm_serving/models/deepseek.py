@@ -1,8 +1,8 @@
 """DeepSeek-V2: multi-head latent attention (MLA), and a mixture of experts with shared experts.
 
-The keys and values of a token are one latent vector for all heads, plus a rotary part of the key. This is the absorbed
-form: per-head weights map queries into the latent space, where the latent vector is both key and value, and map the
-attention output back (DeepSeek-V2, Liu et al. 2024, section 2.1).
+A token's keys and values are one latent vector for all heads, plus a rotary part of the key. Per-head weights map
+queries into the latent space, where the latent vector is both key and value, and map the attention output back
+(absorbed form: DeepSeek-V2, Liu et al. 2024, section 2.1).
 """
 
 from llm_serving.models.config_reader import ConfigReader

@@ -1,7 +1,7 @@
 """Gemma: norm weights stored minus one, a scaled embedding.
 
-Gemma 2 and 3 have norms before and after both sublayers, and alternating sliding windows. Gemma 2 caps attention scores
-and logits. Gemma 3 has norms of heads and two rotary embeddings.
+Gemma 2 and 3 have norms before and after both sublayers, and alternating sliding windows. Gemma 2 caps attention
+scores and logits. Gemma 3 has norms of heads and two rotary embeddings.
 """
 
 from dataclasses import replace
@@ -63,7 +63,7 @@ def _gemma(
     norms: tuple[str, str] | None = None,
     caps: tuple[float | None, float | None] = (None, None),
 ) -> Network:
-    """Build the network of Gemma 2 or 3. `caps` are the default caps of scores and of logits."""
+    """Build the network of Gemma 2 or 3. `caps`: default caps of scores and of logits."""
     net, heads = empty_network(c, plus_one), attention_heads(c)
     num_layers, inner = c.integer("num_hidden_layers"), c.integer("intermediate_size")
     alternating = [SLIDING if (index + 1) % every else FULL for index in range(num_layers)]

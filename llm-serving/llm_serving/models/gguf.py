@@ -43,26 +43,24 @@ def is_gguf(path: Path) -> bool:
 
 
 def gguf_models(folder: Path) -> list[Path]:
-    """Return the GGUF files of a folder; only the first part of a model in parts."""
+    """Return the GGUF files of a folder. A model in several parts counts once, by its first part."""
     return sorted(path for path in folder.glob(f"*{SUFFIX}") if path == files_of(path)[0])
 
 
 def gguf_name(path: Path) -> str:
-    """Return the name of a file without its suffix and its part number."""
+    """Return the name of a file without suffix and part number."""
     return path.stem.removesuffix(f"-00001-of-{len(files_of(path)):05}")
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the config.json that describes the model of a GGUF file.
-
-    Raises:
-        ModelError: The file cannot be read, or its model is not supported in this format.
+    """Return the config.json that describes the model of a GGUF file. Raise ModelError if the file cannot be read, or
+    its model is not supported in this format.
     """
     return config_of(read_gguf(path))
 
 
 def config_of(found: GgufFile) -> dict[str, Any]:
-    """Return the same as `read_config`, from a header that was already read."""
+    """Do the same as `read_config` with a header that was already read."""
     reader = MetadataReader(found)
     architecture = ARCHITECTURES.get(reader.architecture)
     if architecture is None:
@@ -99,7 +97,7 @@ def config_of(found: GgufFile) -> dict[str, Any]:
 
 
 def _check_heads(reader: MetadataReader, architecture: Architecture, config: Config) -> int:
-    """Check the sizes of heads and return their number. Add the rotated fraction of a head to the configuration."""
+    """Check the sizes of heads, add the rotated fraction of a head to `config`, and return the number of heads."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if not isinstance(heads, int) or not isinstance(hidden, int) or not 0 < heads <= hidden:
         raise reader.fail(reader.key("attention.head_count"), f"must be an integer from 1 to {hidden}")

@@ -1,7 +1,4 @@
-"""The metadata that is specific to each architecture of GGUF files, converted to keys of a config.json.
-
-`models.gguf` converts the metadata that all architectures have in common.
-"""
+"""The GGUF metadata of single architectures as keys of a config.json; `models.gguf` converts the common metadata."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture.
+    """How to convert the metadata of one architecture.
 
     Attributes:
         family: Name in `architectures` of a config.json.
@@ -49,8 +46,8 @@ _LLAMA_BIAS: Final[Mapping[str, tuple[str, ...]]] = {**_ATTENTION_BIAS, "mlp_bia
 
 
 def _llama(reader: MetadataReader, config: Config) -> None:
-    """Recognise the other families that are stored as `llama`: Mixtral has experts, Mistral has a sliding window, and
-    InternLM3 has biases only in query, key and value.
+    """Recognise other families stored as `llama`: Mixtral has experts, Mistral has a sliding window, and InternLM3 has
+    biases only in query, key and value.
     """
     if experts := reader.own("expert_count"):
         config["architectures"] = ["MixtralForCausalLM"]
@@ -110,7 +107,7 @@ def _granite(reader: MetadataReader, config: Config) -> None:
 
 
 def _deepseek2(reader: MetadataReader, config: Config) -> None:
-    """Read the sizes of heads: files since 2025 store them under keys with `_mla`, older files under the usual keys."""
+    """Read the sizes of heads. Files since 2025 store them under keys with `_mla`, older files under the usual keys."""
     rotary = reader.needed("rope.dimension_count")
     newer = reader.own("attention.key_length_mla") is not None
     suffix = "_mla" if newer else ""
@@ -209,4 +206,4 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         has_experts=True,
     ),
 }
-"""By `general.architecture`."""
+"""`general.architecture` of a file -> its architecture."""

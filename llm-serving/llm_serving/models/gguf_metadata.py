@@ -11,12 +11,7 @@ from llm_serving.formats.gguf import GgufFile
 
 
 class MetadataReader:
-    """Reads metadata values of a file.
-
-    Attributes:
-        found: The header of the file.
-        architecture: `general.architecture`, the prefix of the keys of the model.
-    """
+    """Reads metadata values of a file. `architecture` (`general.architecture`) is the prefix of the model's keys."""
 
     def __init__(self, found: GgufFile) -> None:
         self.found = found
@@ -40,11 +35,11 @@ class MetadataReader:
             return float(str(np.float32(value)))
 
     def key(self, name: str) -> str:
-        """Return the metadata key that consists of the architecture and this name."""
+        """Return the metadata key `<architecture>.<name>`."""
         return f"{self.architecture}.{name}"
 
     def own(self, name: str) -> int | float | None:
-        """Return the number whose metadata key consists of the architecture and this name."""
+        """Return the number with the metadata key `<architecture>.<name>`."""
         return self.number(self.key(name))
 
     def needed(self, name: str) -> int | float:

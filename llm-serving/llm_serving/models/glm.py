@@ -1,6 +1,4 @@
-"""GLM-4: half of each head has rotary embeddings, in interleaved pairs. Models of 2025 add norms
-after both sublayers.
-"""
+"""GLM-4: half of each head rotates, in interleaved pairs. Models of 2025 add norms after both sublayers."""
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (

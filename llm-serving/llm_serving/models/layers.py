@@ -1,4 +1,4 @@
-"""Building blocks shared by several families. They are independent of the family."""
+"""Building blocks of networks for all model families."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ HEAD_MULTIPLE: Final = 16
 """Heads in a KV cache are padded to a multiple of this number of elements."""
 
 MAX_WIDTH: Final = 2**20
-"""Maximum number of elements of all heads in a row."""
+"""Maximum elements of all heads in a row."""
 MAX_EXPERT_COLUMNS: Final = 2**21
-"""Maximum number of intermediate columns of all experts in a layer."""
+"""Maximum intermediate columns of all experts in a layer."""
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
@@ -28,7 +28,9 @@ Layer = Callable[[Value, int, str], Value]
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of query and KV heads, and elements of a head in the checkpoint (`own`) and here (`dim`, padded)."""
+    """Numbers of query and KV heads, and elements of a head in the checkpoint (`own`) and in the network (`dim`,
+    padded).
+    """
 
     q: int
     kv: int
@@ -69,8 +71,7 @@ def rotary_embedding(
     theta: float = 10000.0,
     fraction: float = 1.0,
 ) -> Rotary:
-    """Read the rotary embedding of a configuration, from `rope_theta` and `rope_scaling` or the newer
-    `rope_parameters`.
+    """Read the rotary embedding from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`.
 
     Args:
         interleaved: As `Rotary.interleaved`.
@@ -143,7 +144,7 @@ def rope_scaling(c: ConfigReader, reader: ConfigReader, rotary_dim: int) -> Scal
 
 
 def empty_network(c: ConfigReader, gamma_transform: Transform | None = None, *, eps: float = 1e-6) -> Network:
-    """Return an empty network with the sizes of a configuration. `eps` is the default of `rms_norm_eps`."""
+    """Return an empty network with the sizes of a configuration. `eps`: default of `rms_norm_eps`."""
     sizes = c.integer("hidden_size"), c.integer("vocab_size")
     return Network(*sizes, c.number("rms_norm_eps", eps), gamma_transform)
 
@@ -164,10 +165,9 @@ def decoder(
     cap: float | None = None,
     lm_head_transform: Transform | None = None,
 ) -> Network:
-    """Add the token embedding, the layers, the final norm and the LM head.
+    """Add the token embedding, the layers, the final norm and the LM head to `net`, and return it.
 
     Args:
-        net: Receives the operations and is returned.
         table, head, layers, norm: Tensor name prefixes.
         tied: Default of `tie_word_embeddings`.
         table_scale, rounded_scale: As `scale` and `rounded_scale` of `Network.embedding`.
@@ -211,7 +211,6 @@ def self_attention(
         out: Tensor of the output projection.
         norms: Tensors of the query and key norms.
         grouped: Whether the stacked tensor has, group after group, query heads, key head and value head.
-        bias, out_bias: Whether the QKV and the output projection have a bias.
         scale: Factor of the scores; None: head_dim^-0.5.
         window, cap, slopes: As for `Network.attention`.
     """
@@ -236,9 +235,8 @@ def self_attention(
 
 
 def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -> Weight:
-    """Return the mean of the bias of the keys over many positions.
-
-    Biases are often far larger than what varies between tokens, in pairs of elements that hardly rotate.
+    """Return the mean of the keys' bias over many positions: the offset that an int8 cache subtracts from keys. Biases
+    are often far larger than what varies between tokens, in pairs of elements that hardly rotate.
     """
     (product,) = (each for each in net.operations if qkv in each.outputs.values())
     bias = product.weights["bias"]
@@ -250,9 +248,7 @@ def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -
 
 @lru_cache(8)
 def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, ...]:
-    """Return the row order that puts queries, keys and values one after another, in the layout of
-    the rotary embedding.
-    """
+    """Return the row order that puts queries, keys and values one after another, in the order of `Rotary`."""
     order = _padded(heads) if rotary is None else rotary.order()
     group = heads.q // heads.kv
     if grouped:
@@ -304,7 +300,7 @@ def mixture_of_experts(
     *,
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Value:
-    """Add a router and `count` experts, whose intermediate size is the value of `inner_key`."""
+    """Add a router and `count` experts, whose intermediate size is the configuration's value of `inner_key`."""
     inner = c.integer(inner_key)
     if routing.top_k > count // routing.groups * routing.top_groups:
         share = "" if routing.groups == 1 else f" in {routing.top_groups} of {routing.groups} groups"
@@ -318,7 +314,7 @@ def mixture_of_experts(
 
 
 def sliding_window(c: ConfigReader, default: int | None = None) -> int | None:
-    """Return the number of tokens that a row attends to; None: all. `default` applies if the key is absent."""
+    """Return the tokens that a row attends to; None: all. `default` applies if the key is absent."""
     if c.has("sliding_window"):
         return c.integer("sliding_window")
     return default if c.is_absent("sliding_window") else None

@@ -14,16 +14,12 @@ PROCESS_BYTES: Final = 600_000_000
 IDLE_BYTES: Final = 250_000_000
 """Resident bytes of a WorkAgent on a CPU that has computed nothing yet, without the weights."""
 FREE_MEMORY_FRACTION: Final = 0.5
-"""Without `max_device_memory`: fraction of a host's free memory that all its WorkAgents use together."""
+"""Fraction of a host's free memory that all its WorkAgents use together without `max_device_memory`."""
 FREE_NPU_MEMORY_FRACTION: Final = 0.9
-"""Without `max_device_memory`: fraction of an NPU's free memory that a WorkAgent uses.
-
-The rest is for CANN's workspaces and for fragmentation.
+"""Fraction of an NPU's free memory that a WorkAgent uses without `max_device_memory`; CANN's workspaces take the rest.
 """
 NPU_RESERVE: Final = 2**30
-"""Bytes that stay free on an NPU with any `max_device_memory`, because MindSpore does not accept
-all memory as limit.
-"""
+"""Bytes that stay free on an NPU even with `max_device_memory`: MindSpore does not accept all memory as limit."""
 MASK_BYTES: Final = 1 + 4 + 4 + 2
 """Peak bytes per element of an NPU's attention mask: a bool, two float32 and the model dtype."""
 LOGITS_BYTES: Final = 2**25
@@ -37,9 +33,7 @@ def readable_size(num_bytes: float) -> str:
 
 
 def num_mask_keys(device_target: str, max_model_len: int) -> int:
-    """Return the number of columns of a step's attention mask [tokens, keys]. Only the graph for an
-    NPU computes one.
-    """
+    """Return the columns of a step's attention mask [tokens, keys]; 0: only the graph of an NPU computes a mask."""
     return max_model_len if device_target == "Ascend" else 0
 
 
@@ -48,12 +42,9 @@ def working_bytes(
 ) -> int:
     """Return the largest temporary memory in bytes: that of the largest step, or of loading one weight.
 
-    A step holds the widest values of each token, the logits of every row with the sampler's copies, and a chunk of
-    prompt logits with the same copies. Loading holds a weight as stored, and a second copy if tensors are stacked; a
-    quantized weight is also held as float32.
-
-    Args:
-        num_keys: Columns of the attention mask, from `num_mask_keys`.
+    A step holds the widest values of each token, the logits of every row and a chunk of prompt logits with the
+    sampler's copies, and the attention mask with `num_keys` columns. Loading holds a weight as stored, a second copy if
+    tensors are stacked, and float32 values of a quantized weight.
     """
     token = dtype_bytes * 2 * spec.max_row_elements + MASK_BYTES * num_keys
     row = 4 * 3 * spec.vocab_size
@@ -63,8 +54,8 @@ def working_bytes(
 
 
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: Quantization | None) -> int:
-    """Return the bytes of the loaded weights. Without quantization, weights in GGUF blocks keep their stored size;
-    stored integers that no product takes are dequantized.
+    """Return the bytes of the loaded weights. Without `quantization`, GGUF blocks keep their stored size, and stored
+    integers that the kernels cannot multiply are dequantized.
     """
     elements = spec.num_weight_elements
     if quantization is None and isinstance(spec.scheme, Gguf) and spec.scheme.block_elements <= elements:

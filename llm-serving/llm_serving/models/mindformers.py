@@ -1,11 +1,9 @@
 """MindFormers models: their YAML in Hugging Face's keys, and the parameters of MindFormers' classes.
 
-The supported version is MindFormers 2.1. Its inference classes are one model, `GPTModel`, with options for each family.
-The Qwen2 class without biases computes a Llama, because 2.1 has no other class for it. Classes with experts or latent
-keys use operators that the operator library lacks.
-
-`LlamaForCausalLM` of releases before 2 is still part of 2.1. It computes queries, keys, values and both halves of a
-gate with one product each.
+In the supported version 2.1, all inference classes are one model, `GPTModel`, with options for each family. The Qwen2
+class without biases computes a Llama, which has no other class. Classes with experts or latent keys use operators that
+the operator library lacks. `LlamaForCausalLM` of releases before 2 is still part of 2.1. It computes queries, keys,
+values and both halves of a gate with one product each.
 """
 
 from __future__ import annotations
@@ -44,12 +42,12 @@ _TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def config_from_mindformers(config: Mapping[str, Any], network: str, where: str) -> dict[str, Any]:
     """Return the content of a config.json. Raise ModelError if the network is not supported, or a value is missing or
-    out of its range.
+    invalid.
 
     Args:
         config: `model.model_config`.
         network: `model.arch.type`, or an empty text.
-        where: Names the file in errors.
+        where: Name of the file in errors.
     """
     reader = ConfigReader(config, where)
     architecture = _architecture(reader, network)
@@ -80,10 +78,10 @@ def _architecture(reader: ConfigReader, network: str) -> str:
 
 
 def _of_llama(reader: ConfigReader, architecture: str, network: str) -> dict[str, Any]:
-    """Convert the keys of MindFormers' Llama and of the networks derived from it.
+    """Convert the keys of MindFormers' Llama and derived networks.
 
-    The first Llama models have no `intermediate_size`: it is 2/3 of 4 times the hidden size, multiplied by
-    `ffn_dim_multiplier` + 0.01, rounded up to a multiple of `multiple_of`.
+    If `intermediate_size` is missing, it is 2/3 of 4 times the hidden size, multiplied by `ffn_dim_multiplier` + 0.01
+    and rounded up to a multiple of `multiple_of`.
     """
     heads = reader.integer("num_heads")
     hidden = reader.integer("hidden_size")
@@ -120,7 +118,7 @@ def _of_llama(reader: ConfigReader, architecture: str, network: str) -> dict[str
 
 
 def _rotation(reader: ConfigReader) -> tuple[float, dict[str, Any]]:
-    """Return the base of the rotary embedding and its scaling, from `extend_method` and `scaling_factor`."""
+    """Return base and scaling of the rotary embedding, from `extend_method` and `scaling_factor`."""
     theta = reader.number("theta", 10000.0)
     method = reader.choice("extend_method", _EXTENSIONS, "None")
     if method == "None":
@@ -189,10 +187,7 @@ _WEIGHT_NAMES: Final = tuple(
         (r"lm_head\.weight", "output_layer.weight"),
     )
 )
-"""Pattern of a weight's first tensor -> its parameter in a `GPTModel`.
-
-A `GPTModel` stacks queries, keys and values, and both halves of a gate, as our `Network` does.
-"""
+"""Pattern of a weight's first tensor -> its parameter in a `GPTModel`, which stacks the same weights as `Network`."""
 
 
 def mindformers_parameter(weight: Weight) -> str | None:
@@ -210,8 +205,8 @@ def _is_as_wide_as_stored(weight: Weight) -> bool:
 
 
 def unsupported_by_mindformers(architecture: str, network: Network, num_positions: int) -> str | None:
-    """Return what a model needs and MindFormers' classes lack for contexts of `num_positions`
-    tokens; None if nothing.
+    """Return what MindFormers' classes lack to compute the model for contexts of `num_positions` tokens; None if
+    nothing.
     """
     if architecture not in MINDFORMERS_CLASSES:
         return (
@@ -273,7 +268,7 @@ def _part(weight: Weight, at: int) -> Weight:
 
 
 def unsupported_by_mindformers_llama(architecture: str, network: Network, num_positions: int) -> str | None:
-    """Return what a model needs and MindFormers' `LlamaForCausalLM` lacks; None if nothing."""
+    """Return what MindFormers' `LlamaForCausalLM` lacks to compute the model; None if nothing."""
     if architecture != ARCHITECTURE:
         return f"{architecture} is none of MindFormers' classes before 2 that are served; {ARCHITECTURE} is"
     lacks = unsupported_by_ascend(network, num_positions)

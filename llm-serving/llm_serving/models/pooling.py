@@ -1,6 +1,6 @@
-"""The pooling of an embedding model, as its folder specifies it.
+"""The pooling of an embedding model, as its folder specifies it in files of sentence-transformers.
 
-The files are those of sentence-transformers: `modules.json` lists the modules after the transformer, one folder each.
+`modules.json` lists the modules after the transformer, one folder each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llm_serving.errors import ModelError, shorten
 
 MODULES_NAME: Final = "modules.json"
 POOLING_FILES: Final = ("1_Pooling/config.json",)
-"""Usual paths of such files in subfolders."""
+"""Usual paths of pooling files."""
 _MAX_BYTES: Final = 2**20
 _MODE: Final = "pooling_mode_"
 _LAST: Final = "lasttoken"
@@ -33,8 +33,8 @@ class Pooling:
 
 
 def resolve_pooling(mode: str, folder: Path) -> Pooling | None:
-    """Return the pooling of a model folder for `model_config.pooling`; None if the model serves no embeddings. Raise
-    ModelError as `read_pooling` does.
+    """Return the pooling that `model_config.pooling` (`mode`) selects for a folder; None if the model serves no
+    embeddings. Raise ModelError as `read_pooling` does.
     """
     if mode == "auto":
         return read_pooling(folder)
@@ -46,9 +46,7 @@ def is_embedding_model(folder: Path) -> bool:
 
 
 def read_pooling(folder: Path) -> Pooling | None:
-    """Read the pooling that a folder specifies; None for a generative model. Raise ModelError if a file cannot be read,
-    or specifies an unsupported pooling.
-    """
+    """Read the pooling of a folder; None for a generative model. Raise ModelError for an invalid or unknown one."""
     path = folder / MODULES_NAME
     if not path.exists():
         return None
@@ -91,9 +89,7 @@ def _check_pooling(path: Path) -> None:
 
 
 def _modes(config: Mapping[str, Any]) -> list[str]:
-    """Return the pooling modes. Newer folders have one key, older ones a flag per mode
-    (`pooling_mode_cls_token`, ...).
-    """
+    """Return the pooling modes, which newer folders state in one key, older ones in a flag per mode."""
     if isinstance(named := config.get("pooling_mode"), str):
         return [named.removesuffix("_token")]
     return [key.removeprefix(_MODE) for key, value in config.items() if key.startswith(_MODE) and value is True]

@@ -13,9 +13,8 @@ from llm_serving.models.config_reader import ConfigReader
 from llm_serving.network.builder import Network
 
 Family = Callable[[ConfigReader], Network]
-"""Builds the network of a configuration.
-
-Raises ModelError if a value is missing or out of range, or requires a feature that the family lacks.
+"""Builds the network of a configuration. Raises ModelError if a value is missing or out of range, or requires a
+feature that the family lacks.
 """
 
 FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
@@ -50,9 +49,8 @@ _WHAT_FOR: Final = re.compile(r"(For[A-Z]\w*|LMHead)?(Model)?$")
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> str:
-    """Return the first known name in `architectures`. `Qwen3Model`, which has no LM head, counts as `Qwen3ForCausalLM`.
-    Raise ModelError if no name is known (the text lists the known ones and the nearest), or the network is
-    bidirectional.
+    """Return the first known name in `architectures`; `Qwen3Model`, which has no LM head, counts as `Qwen3ForCausalLM`.
+    Raise ModelError if no name is known or the network is bidirectional.
     """
     known = ", ".join(FAMILIES)
     names = config.get("architectures")

@@ -47,7 +47,6 @@ class ModelSpec:
     Attributes:
         architecture: Name as in `models.registry.FAMILIES`.
         config: Content of `config.json`, validated.
-        vocab_size: Number of tokens.
         max_position_embeddings: Longest context in tokens that the model was made for.
         bos_token_id, pad_token_id: None if the model has none.
         eos_token_ids: Every id that ends a text; Llama 3 has several.
@@ -72,13 +71,13 @@ class ModelSpec:
         return scheme_of(self.config, CONFIG_NAME)
 
     def fact(self, key: str) -> Any:
-        """Return a configuration value. If the numbers of KV heads and layers are missing, they are derived."""
+        """Return a configuration value; missing numbers of KV heads and layers are derived."""
         found = {"num_key_value_heads": self.caches[0].kv_heads, "num_hidden_layers": len(self.caches)}
         return self.config.get(key) if self.config.get(key) is not None else found.get(key)
 
     @property
     def head_dims(self) -> frozenset[int]:
-        """The distinct sizes of key and value heads in the KV cache."""
+        """The sizes of key and value heads in the KV cache."""
         return frozenset(width for cache in self.caches for width in (cache.key_width, cache.value_width))
 
     @property
@@ -87,9 +86,7 @@ class ModelSpec:
 
     @cached_property
     def window(self) -> int | None:
-        """Number of tokens, including itself, that a token attends to in the layer with the largest
-        window; None: all.
-        """
+        """Largest number of tokens that a token attends to in any layer, including itself; None: all."""
         windows = [each.attributes["window"] for each in self.network.operations if each.kind == "attention"]
         return max(windows) if windows and all(windows) else None
 
@@ -100,7 +97,7 @@ class ModelSpec:
 
     @cached_property
     def num_weight_elements(self) -> int:
-        """Number of weight elements as computed, including padding; only this rank's part."""
+        """Number of weight elements that this rank computes with, including padding."""
         return sum(math.prod(weight.shape) for weight in self.network.weights if weight.generate is None)
 
     def of_rank(self, rank: int, num_ranks: int) -> ModelSpec:
@@ -147,13 +144,13 @@ class ModelSpec:
         return max(math.prod(weight.shape) for weight in self.network.weights if weight.generate is None)
 
     def kv_bytes_per_token(self, dtype_bytes: int, *, int8: bool = False) -> int:
-        """Return the bytes of the keys and values of one token over all layers. `int8`: in an int8 KV cache."""
+        """Return the bytes of one token's keys and values over all layers. `int8`: in an int8 KV cache."""
         return sum(cache.bytes_per_token(dtype_bytes, int8=int8) for cache in self.caches)
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelSpec:
-        """Read `config.json` of a Hugging Face folder, or the metadata of a GGUF file. Raise ModelError if the folder
-        or the file is missing or unreadable, or the model is not supported.
+        """Read `config.json` of a Hugging Face folder, or the metadata of a GGUF file. Raise ModelError if it is
+        missing or unreadable, or the model is not supported.
         """
         if is_gguf(folder):
             return cls.from_hugging_face(read_config(folder), str(folder))
@@ -201,9 +198,8 @@ class ModelSpec:
 
     @classmethod
     def from_mindformers(cls, config: Mapping[str, Any], where: str = "model_config", network: str = "") -> ModelSpec:
-        """Return the spec of `model.model_config` in a MindFormers YAML, which errors call `where`.
-
-        `network` is `model.arch.type`, which distinguishes families with the same configuration.
+        """Return the spec of `model.model_config` in a MindFormers YAML, which errors call `where`. `network`:
+        `model.arch.type`, which distinguishes families with the same configuration.
         """
         return cls.from_hugging_face(config_from_mindformers(config, network, where), where)
 

@@ -1,7 +1,7 @@
 """The weights of a model folder: memory-mapped tensors by their Hugging Face names, read ahead into the page cache.
 
-`formats` reads the files and executes nothing in them. If several threads touched the pages of a mapping, the system
-would read small pieces in random order, slower than the disk allows. So `ReadAhead` reads the files sequentially.
+Computing threads would touch a mapping in small pieces in random order, slower than the disk allows, so `ReadAhead`
+reads the files sequentially.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 
 MAX_READ_AHEAD_BYTES: Final = 1 << 30
-"""Maximum bytes to read ahead, because the system may evict pages that are far ahead."""
+"""Maximum bytes to read ahead; the system may evict pages that are read too early."""
 
 _AT_ONCE: Final = 1 << 23
 
@@ -94,23 +94,20 @@ __all__ = ["INDEX_NAME", "WeightReader"]
 
 _BASE: Final = "model."
 _WITHOUT_BASE: Final = "embed_tokens.weight"
-"""Name of a tensor that exists only in folders without the `model.` prefix: embedding models without LM head."""
+"""Tensor of embedding models without LM head, whose folders have no `model.` prefix."""
 
 # For smaller models, reading ahead saves less time than the thread costs.
 _MIN_READ_AHEAD_BYTES: Final = 1 << 26
 
 
 class WeightReader:
-    """The tensors of a folder by their Hugging Face names.
-
-    A model reads each tensor once, with the shape it expects, and then calls `check_all_read`.
-    """
+    """The tensors of a folder by Hugging Face name. A model reads each tensor once, then calls `check_all_read`."""
 
     def __init__(
         self, folder: Path, scheme: Scheme | None = None, on_read: Callable[[int, int], None] | None = None
     ) -> None:
-        """Read the headers. `on_read`: called after each tensor with the bytes of the tensors read so far and of all
-        tensors. Raise ModelError if there is no weight file, a file of the index is missing, or a header is malformed.
+        """Read the headers. `on_read` is called after each tensor with the bytes read so far and of all tensors. Raise
+        ModelError if there is no weight file, a file of the index is missing, or a header is malformed.
         """
         self._folder = folder
         self._tensors: dict[str, ReadableTensor] = {}
@@ -154,16 +151,13 @@ class WeightReader:
         return sum(tensor.num_bytes for tensor in self._tensors.values())
 
     def read(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Return one tensor as stored: float32, float16, or bfloat16 as uint16 bits. A quantized tensor is dequantized.
-        Raise ModelError if there is no such tensor, or it has another shape.
-
-        Returns:
-            A read-only memory map, whose pages are read on access; a float32 array for a quantized tensor.
+        """Return one tensor as stored: float32, float16, or bfloat16 as uint16 bits, in a read-only memory map; a
+        quantized tensor as float32. Raise ModelError if there is no such tensor, or it has another shape.
         """
         return self._find(name, shape).read()
 
     def read_packed(self, name: str, shape: tuple[int, ...]) -> Quantized | Array:
-        """As `read`, but return a quantized tensor as quantized values and scales."""
+        """Do the same as `read`, but return a quantized tensor as quantized values and scales."""
         found = self._find(name, shape)
         return found.read_packed() if isinstance(found, PackedTensor) else found.read()
 
@@ -192,9 +186,7 @@ class WeightReader:
         self._unread.discard(name)
 
     def check_all_read(self) -> None:
-        """Raises:
-        ModelError: The folder holds tensors that the model did not read, so it is another model.
-        """
+        """Raise ModelError if the folder holds tensors that the model did not read: it is another model."""
         if self._read_ahead is not None:
             self._read_ahead.close()
         if unread := self._unread and self._unread - self.zero_biases().keys():
@@ -224,8 +216,8 @@ def _model_order(name: str) -> tuple[bool, bool, list[int], str]:
 
 
 def check_folder(folder: Path) -> ModelSpec:
-    """Check that a folder holds the weights of its config.json, reading only headers. Return the model's spec. Raise
-    ModelError if a format is not supported, a file is damaged, or the tensors do not match the model.
+    """Return the spec of a folder whose weights match its config.json, reading only headers. Raise ModelError if a
+    format is not supported, a file is damaged, or the tensors do not match the model.
     """
     spec = ModelSpec.from_folder(folder)
     reader = WeightReader(folder, spec.scheme)

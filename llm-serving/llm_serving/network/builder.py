@@ -1,7 +1,5 @@
-"""The language in which a model family describes its network.
-
-Each method of `Network` appends one operation (`operations.py`) and returns the value that it writes. Nothing is
-computed here.
+"""The language in which a model family describes its network: each method of `Network` appends one operation
+(`operations.py`) and returns the value that it writes.
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ from llm_serving.network.operations import ElementType, Float32Array, Operation,
 from llm_serving.network.rope import Rotary
 
 PANEL_ROWS: Final = 16
-"""Number of weight rows that a product computes together. Widths of experts are padded to multiples of it."""
+"""Weight rows that a product computes together. Widths of experts are padded to multiples of it."""
 
 INT8_SCALE_BYTES: Final = 4
-"""Bytes of the scale that each head of a token has in an int8 KV cache (csrc/kv_layout.h)."""
+"""Bytes of the scale of each head of a token in an int8 KV cache (csrc/kv_layout.h)."""
 
 MAX_EXPERTS: Final = 2**16
 """Maximum number of experts over all layers, several times that of any known model."""
@@ -36,8 +34,8 @@ class CacheShape:
     value_width: int
 
     def bytes_per_token(self, dtype_bytes: int, *, int8: bool = False) -> int:
-        """Return the bytes that the keys and values of one token take. `int8`: whether the cache stores 8 bits per
-        element, with a scale for each head of keys and of values.
+        """Return the bytes of one token's keys and values. An `int8` cache also has a scale for each head of keys and
+        of values.
         """
         widths = self.key_width + self.value_width
         return self.kv_heads * (widths + 2 * INT8_SCALE_BYTES if int8 else widths * dtype_bytes)
@@ -80,12 +78,6 @@ class Network:
     Args:
         vocab: Rows of the token embedding and of the LM head.
         gamma_transform: Applied to norm weights, which are then stored in float32 (Gemma stores them minus one).
-
-    Attributes:
-        operations: In execution order.
-        caches: The KV cache of each layer.
-        optional: Unused tensors that a folder may contain.
-        rotaries: The distinct rotary embeddings.
     """
 
     def __init__(self, hidden: int, vocab: int, eps: float = 1e-6, gamma_transform: Transform | None = None) -> None:
@@ -115,11 +107,8 @@ class Network:
         self.optional.add(name)
 
     def embedding(self, name: str, *, scale: float = 1.0, rounded_scale: bool = False) -> Value:
-        """Look up the scaled embedding of each token.
-
-        Args:
-            name: Name of the table [V, H].
-            scale: Factor of each row; rounded to the model dtype first if `rounded_scale`.
+        """Look up the embedding of each token in the table [V, H] and multiply it by `scale`, which `rounded_scale`
+        rounds to the model dtype first.
         """
         attributes = {"scale": scale, "rounded_scale": rounded_scale, "first": 0, "rows": 0}
         return self._record("embedding", {}, {"table": self._matrix(name, (self.vocab, self.hidden))}, attributes)
@@ -143,9 +132,8 @@ class Network:
         Args:
             names: Prefixes of the tensors `<name>.weight` and `<name>.bias`, which are stacked.
             sizes: Rows of each tensor.
-            rows, columns: As `Weight.rows` and `Weight.columns`; the bias follows the same rows.
+            rows, columns, transform: As in `Weight`; the bias follows the same rows.
             heads: With more than one, each head of x is multiplied by its own equal share of the weight's rows.
-            transform: As `Weight.transform`.
             stored_shapes: Shape of the tensor, if it is not (sum of sizes, columns).
             width: Columns of the result, if different from the rows of the weight.
         """
@@ -180,13 +168,12 @@ class Network:
         eps: float | None = None,
         rows: Sequence[int] | None = None,
     ) -> Value:
-        """Compute x / sqrt(mean(x^2) + eps) * gamma in float32, over whole rows or over each `group` of columns.
+        """Compute x / sqrt(mean(x^2) + eps) * gamma in float32, with gamma in the tensor `<name>.weight`.
 
         Args:
-            name: Prefix of the norm weight `<name>.weight`.
             group: Number of columns that are normalised together; 0: whole rows.
             unpadded: Number of columns of a group without its zero padding; 0: all.
-            eps: Epsilon; None: the default of the network.
+            eps: None: the default of the network.
             rows: As `Weight.rows`, for the norm weight.
         """
         size = group or x.width
@@ -203,7 +190,7 @@ class Network:
         return self._record("rms_norm", {"x": x}, {"gamma": gamma}, attributes, x.width)
 
     def split(self, x: Value, *widths: int) -> list[Value]:
-        """Return views of consecutive column ranges of x. This adds no operation."""
+        """Return views of consecutive column ranges of x. No operation is added."""
         starts = np.cumsum([0, *widths[:-1]]).tolist()
         return [
             Value(f"{x.name}[{at}:]", width, x.dtype, x.root, x.start + at)
@@ -219,9 +206,9 @@ class Network:
         return self._record("rope", {"x": x}, tables, {}, x.width)
 
     def store_kv(self, k: Value, v: Value, kv_heads: int, k_offset: Weight | None = None) -> int:
-        """Write keys and values to the cache of the next layer, and return the number of that layer. `k_offset`:
-        numbers that an int8 cache subtracts from the keys of every token before it rounds them. All scores of a query
-        change equally, so attention must not have a cap.
+        """Write keys and values to the cache of the next layer, and return the number of that layer. An int8 cache
+        subtracts `k_offset` from every key before rounding; all scores of a query then change equally, so attention
+        must not have a cap.
         """
         self.caches.append(CacheShape(kv_heads, k.width // kv_heads, v.width // kv_heads))
         layer = len(self.caches) - 1
@@ -248,8 +235,8 @@ class Network:
             window: Number of tokens that a row attends to, including itself; None: all.
             cap: Scores s become cap * tanh(s / cap).
             slopes: ALiBi slope of each head (Press et al. 2021), subtracted from a score for each token of distance.
-            q_rope: Rotary part of the queries, for an MLA latent KV (DeepSeek-V2). The cached k is then the latent
-                vector, which is both key and value; the cached v is the rotary part of the key.
+            q_rope: Rotary part of the queries of multi-head latent attention (DeepSeek-V2). The cached k is then the
+                latent vector, which is both key and value; the cached v is the rotary part of the key.
         """
         attributes = {"layer": layer, "scale": scale, "window": window or 0, "cap": cap or 0.0, "eps": 0.0}
         return self._record("attention", {"q": q, "q_rope": q_rope}, {"slopes": slopes}, attributes, q.width)
@@ -267,12 +254,7 @@ class Network:
 
     def experts(self, x: Value, router: str, routing: ExpertRouting, experts: Sequence[Expert], inner: int) -> Value:
         """Compute the sum over a row's experts of topk_weight * down(silu(gate) * up), in the order of expert numbers.
-
-        Args:
-            router: Prefix of the router weight `<router>.weight` [number of experts, H].
-            routing: How the router chooses experts.
-            experts: Tensor names of the experts.
-            inner: Intermediate size of one expert.
+        The router weight is `<router>.weight` [number of experts, H]; `inner` is the intermediate size of one expert.
         """
         count, top_k = len(experts), routing.top_k
         self._num_experts += count

@@ -38,7 +38,7 @@ ElementType = Literal["model", "float32", "int32"]
 
 @dataclass(frozen=True)
 class Signature:
-    """The roles of an operation, in the order in which an instruction encodes them. Every role is optional."""
+    """The roles of an operation, all optional, in the order in which an instruction encodes them."""
 
     outputs: tuple[str, ...]
     inputs: tuple[str, ...]
@@ -73,15 +73,15 @@ SIGNATURES: Final[Mapping[str, Signature]] = {
 }
 """Operation kind -> signature. The position of a kind is its number in a program.
 
-Families never use `select_rows`, `hidden_states`, `residual`, `residual_out`, `tiled`, `consumer` or the `attention`
-roles for keys and rotary embedding, which `network.rewriting` adds. `network.sharding` adds `all_reduce` and sets
-`first` and `rows`: the weight holds the rows from `first` of a table or head with `rows` rows; `rows` 0 means all.
+Model families leave some roles to `network.rewriting` (`residual`, `residual_out`, `tiled`, `consumer`, keys and
+rotary embedding of `attention`). `network.sharding` sets `first` and `rows`: the weight holds the rows from `first` of
+a table or head with `rows` rows; `rows` 0: the weight is not split.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """One row of `width` elements per token. A view consists of `width` columns of `base`, from column `start`."""
+    """A matrix of `width` elements per token. A view consists of `width` columns of `base`, from column `start`."""
 
     name: str
     width: int
@@ -123,7 +123,7 @@ class Weight:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """One operation. Absent roles have no entry."""
+    """One operation. Only roles in use have an entry."""
 
     kind: str
     inputs: Mapping[str, Value]

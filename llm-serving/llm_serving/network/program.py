@@ -32,7 +32,7 @@ DTYPES: Final = ("float32", "float16", "bfloat16")
 
 _ABSENT: Final = -1
 _TILED_COLUMNS: Final = 1024
-"""Buffers in a tiled layout are padded to a multiple of it; equals kMaxPassWidth of csrc/tiled_layout.h."""
+"""Buffers in a tiled layout are padded to a multiple of this width; kMaxPassWidth of csrc/tiled_layout.h."""
 
 # An output may reuse the buffer of an input that no later operation reads: each element is read before it is written.
 _IN_PLACE: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
@@ -84,12 +84,8 @@ def build_lm_head_program(network: Network, dtype: str) -> Program:
 
 
 def assemble(plan: Plan, num_caches: int, dtype: str, head: Weight | None = None) -> Program:
-    """Number the operands and weights of a plan, and encode its operations.
-
-    Args:
-        plan: What the program computes.
-        num_caches: Layers of the network.
-        head: Weight of the LM head; None: taken from the last operation.
+    """Encode a plan for a network of `num_caches` layers. `head`: weight of the LM head; None: that of the last
+    operation.
     """
     memory = ProgramMemory(plan.operations, ELEMENT_BYTES[dtype])
     head = head or plan.operations[-1].weights["weight"]
@@ -129,11 +125,8 @@ def assemble(plan: Plan, num_caches: int, dtype: str, head: Weight | None = None
 
 
 class ProgramMemory:
-    """The memory layout of a program. Values with disjoint lifetimes share memory.
-
-    Attributes:
-        offsets: First byte of each value, per row of a step.
-        bytes_per_row: Bytes of all values of a row.
+    """The memory layout of a program: `offsets` are the first bytes of the values, per row of a step. Values with
+    disjoint lifetimes share memory.
     """
 
     def __init__(self, operations: Sequence[Operation], dtype_bytes: int) -> None:
@@ -171,14 +164,14 @@ class ProgramMemory:
         return owner
 
     def _bytes(self, value: Value) -> int:
-        """Return the bytes of a row: a multiple of 4, so that sixteen rows fill whole cache lines."""
+        """Return the bytes of a row: a multiple of 4, so that 16 rows fill whole cache lines."""
         columns = -(-value.width // _TILED_COLUMNS) * _TILED_COLUMNS if value in self._tiled else value.width
         size = columns * (self._dtype_bytes if value.dtype == "model" else 4)
         return -(-size // 4) * 4
 
 
 def _assign_offsets(spans: Mapping[Value, tuple[int, int]], sizes: Mapping[Value, int]) -> dict[Value, int]:
-    """Assign offsets so that buffers with overlapping lifetimes do not overlap. Wide buffers are placed first."""
+    """Assign an offset to each value. Values that live at the same time do not overlap; wide ones are placed first."""
     offsets: dict[Value, int] = {}
     for buffer in sorted(spans, key=lambda each: -sizes[each]):
         first, last = spans[buffer]

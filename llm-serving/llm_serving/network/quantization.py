@@ -1,8 +1,8 @@
-"""Which weights of a network are quantized, what the backends cannot compute, and how many bytes quantization saves.
+"""Which weights are quantized, what the backends cannot compute, and how many bytes quantization saves.
 
-Norm weights, biases, router weights and tables that no product reads stay in the model dtype: they are small and the
-result is sensitive to them. The LM head has at least 8 bits. Where the token embedding is the same tensor as the head,
-both share the quantized memory and the lookup dequantizes its rows.
+Norm weights, biases, router weights and tables that no product reads stay in the model dtype: they are small, and the
+result is sensitive to them. The LM head has at least 8 bits. A token embedding that is the same tensor as the head
+shares its quantized memory, and the lookup dequantizes rows.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _ROLES: Final[Mapping[str, tuple[str, ...]]] = {
 """Operation -> roles of the weights that are quantized."""
 
 MIN_GROUP_SIZE: Final = 32
-"""Smallest group of inputs with one scale; groups are powers of two."""
+"""Minimum group size (inputs that share a scale); groups are powers of two."""
 _IN_8_BITS: Final = {
     QuantizationName.W4A16: QuantizationName.W8A16,
     QuantizationName.W4A8: QuantizationName.W8A8,
 }
-"""What replaces a 4-bit scheme in the LM head and in weights whose rows are no multiple of the group size."""
+"""4-bit scheme -> scheme of the LM head and of weights whose rows are no multiple of the group size."""
 WEIGHT_ONLY: Final = frozenset({QuantizationName.W8A16, QuantizationName.W4A16})
 """Schemes that multiply activations in the model dtype; the others quantize activations to 8 bits."""
 BITS: Final[Mapping[QuantizationName, int]] = {
@@ -49,12 +49,7 @@ BITS: Final[Mapping[QuantizationName, int]] = {
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the weights of a network are quantized.
-
-    Attributes:
-        name: Scheme of the weights; the LM head may have more bits.
-        group_size: Inputs with one scale in 4-bit weights.
-    """
+    """How the weights of a network are quantized. `group_size`: inputs that share a scale in 4-bit weights."""
 
     name: QuantizationName
     group_size: int = 128
@@ -73,14 +68,16 @@ def quantized_weights(network: Network, quantization: Quantization | None) -> di
 
 
 def _with_full_groups(weight: Weight, kept: QuantizationName, group_size: int) -> QuantizationName:
-    """Fall back to 8 bits where the rows of a weight are no multiple of the group size."""
+    """Return `kept`, or its 8-bit scheme if the rows of a weight are no multiple of the group size."""
     return kept if weight.shape[-1] % group_size == 0 else _IN_8_BITS.get(kept, kept)
 
 
 def stored_qvalues(
     weight: Weight, parts: Sequence[Quantized | Array], kept: QuantizationName
 ) -> QuantizedTensor | None:
-    """Return a weight in the quantized values that its tensors store; None where products of `kept` cannot use them."""
+    """Return a weight as the quantized values that its tensors store; None if a product by scheme `kept` cannot use
+    them.
+    """
     found = [part.as_quantized() if isinstance(part, BlockTensor) else part for part in parts]
     tensors = [_in_groups_of_products(part) for part in found if isinstance(part, QuantizedTensor)]
     forms = {each.form for each in tensors}
@@ -108,15 +105,15 @@ def stored_qvalues(
 
 
 def block_weights(network: Network) -> set[Weight]:
-    """Return the weights that may stay in blocks: factors of products, and the table of embeddings."""
+    """Return the weights that may stay in GGUF blocks: factors of products, and the table of embeddings."""
     roles = {**_ROLES, "embedding": ("table",)}
     found = [each.weights[role] for each in network.operations for role in roles.get(each.kind, ())]
     return {*found, network.head.weights["weight"]}
 
 
 def stored_blocks(weight: Weight, parts: Sequence[Quantized | Array]) -> list[BlockTensor] | None:
-    """Return a weight in the blocks that its tensors store, one segment of rows after another; None where a product
-    cannot use them: a tensor has elements, columns are picked, or a segment does not end with a panel of rows.
+    """Return the stored blocks of a weight, one tensor after another. Return None if a product cannot use them: a
+    tensor is not in blocks, columns are picked, or a tensor's rows do not fill whole panels.
     """
     blocks = [part for part in parts if isinstance(part, BlockTensor)]
     if len(blocks) < len(parts) or weight.columns is not None or weight.transform is not None:
@@ -128,7 +125,7 @@ def stored_blocks(weight: Weight, parts: Sequence[Quantized | Array]) -> list[Bl
 
 
 def _picked_segments(blocks: Sequence[BlockTensor], rows: NDArray[np.integer[Any]]) -> list[BlockTensor]:
-    """Pick rows of the stack of these tensors; -1 is a row of zeros, which belongs to the tensor of the row before."""
+    """Pick rows of the stack of these tensors; -1 is a row of zeros, stored with the row before it."""
     starts = np.cumsum([0, *(each.shape[0] for each in blocks)])
     known = np.maximum.accumulate(np.where(rows >= 0, np.arange(len(rows)), 0))
     owners = np.searchsorted(starts, np.maximum(rows[known], 0), side="right") - 1
@@ -161,7 +158,7 @@ def can_multiply(kept: QuantizationName, form: QValuesForm) -> bool:
 
 
 def bytes_saved(network: Network, quantization: Quantization | None, dtype_bytes: int) -> int:
-    """Return how many bytes quantized weights save against the model dtype, their scales (4 bytes each) included."""
+    """Return how many bytes quantization saves against the model dtype; scales take 4 bytes each."""
     total = 0
     for weight, kept in quantized_weights(network, quantization).items():
         assert quantization is not None
@@ -175,7 +172,7 @@ _LATENT: Final = "attention to latent keys"
 
 
 def unsupported_by_cells(network: Network) -> str | None:
-    """Return what a network needs and no Cell computes, or None."""
+    """Return what the network needs and no Cell computes, or None."""
     for each in network.operations:
         if each.kind == "linear" and each.attributes["heads"] > 1:
             return "products with a weight for each head"
@@ -185,21 +182,20 @@ def unsupported_by_cells(network: Network) -> str | None:
 
 
 def unsupported_quantization(quantization: Quantization | None) -> str | None:
-    """Return what a quantization scheme needs and Ascend's primitives lack, or None."""
+    """Return what the scheme needs and Ascend's primitives lack, or None."""
     if quantization is None or quantization.name in (QuantizationName.W8A8, QuantizationName.DEQUANTIZED):
         return None
     return f"products of {quantization.name} weights"
 
 
 def unsupported_by_int8_cache(network: Network) -> str | None:
-    """Return what a network needs and an int8 KV cache cannot store, or None."""
+    """Return what the network needs and an int8 KV cache cannot store, or None."""
     return _LATENT if any(map(_is_latent, network.operations)) else None
 
 
 def unsupported_by_ascend(network: Network, num_positions: int) -> str | None:
-    """Return what a network needs and Ascend's primitives lack, or None.
-
-    A window of at least `num_positions` tokens, the longest served context, has no effect.
+    """Return what the network needs and Ascend's primitives lack, or None. A sliding window of at least `num_positions`
+    (the longest served context) has no effect.
     """
     found = (_unsupported_operation(each, num_positions) for each in network.operations)
     return unsupported_by_cells(network) or next(filter(None, found), None)

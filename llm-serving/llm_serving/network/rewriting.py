@@ -1,6 +1,4 @@
-"""Rules that shorten a list of operations without changing a bit of its result. They are
-independent of the model family.
-"""
+"""Rules for any model family that shorten a list of operations without changing a bit of its result."""
 
 from __future__ import annotations
 
@@ -32,19 +30,14 @@ _ROW_BY_ROW: Final = frozenset(
 
 @dataclass(frozen=True)
 class Plan:
-    """Operations to run.
-
-    Attributes:
-        operations: In execution order.
-        selected: Values (no views) that hold only the sampled rows of a step.
-    """
+    """Operations in execution order. `selected`: values (no views) that hold only the sampled rows of a step."""
 
     operations: Operations
     selected: frozenset[Value]
 
 
 def select_rows(operations: Sequence[Operation]) -> Plan:
-    """Restrict operations to the sampled rows as soon as no later operation reads the other rows."""
+    """Restrict operations to the sampled rows as soon as no later operation reads other rows."""
     every_row: set[Value] = set()
     few: set[Operation] = set()
     for operation in reversed(operations):
@@ -70,7 +63,6 @@ def select_rows(operations: Sequence[Operation]) -> Plan:
 
 
 def rewrite(plan: Plan) -> Plan:
-    """Apply every rule to all operations, one rule after the other."""
     return apply(plan, RULES)
 
 
@@ -100,7 +92,7 @@ class Graph:
         return self._producers.get(value)
 
     def consumers(self, value: Value) -> list[Operation]:
-        """Return the operations that read a value or a view of it, once for each read."""
+        """Return the operations that read a value or a view of it, one entry for each read."""
         return self._consumers.get(value.root, [])
 
     def single_use_producer(self, value: Value, *kinds: str) -> Operation | None:
@@ -198,13 +190,11 @@ def tile_for_consumer(graph: Graph, operation: Operation) -> Changes:
 
 Rule = Callable[[Graph, Operation], Changes]
 RULES: Final[tuple[Rule, ...]] = (fuse_gate, fuse_residual, fuse_residual_into_norm, fuse_attention, tile_for_consumer)
-"""Rules in the order of application. Each maps an operation to its changes, which are empty if the
-rule does not apply.
-"""
+"""The rules in the order of application. Each maps an operation to its changes; empty: the rule does not apply."""
 
 
 def _changes(rule: Rule, operations: Sequence[Operation]) -> Changes:
-    """Collect the changes of one pass of a rule. Skip changes that overlap earlier ones."""
+    """Return the changes of one pass of a rule, without changes that overlap earlier ones."""
     graph, changes = Graph(operations), Changes()
     for operation in operations:
         change = rule(graph, operation)

@@ -1,11 +1,10 @@
 """Rotary position embedding (Su et al. 2021, RoFormer): which elements of a head rotate together, and how fast.
 
-Checkpoints pair the elements of a head in two ways, and some rotate only part of a head. Here every head has one
-layout: element i is paired with element i + head_dim / 2, and an element that does not rotate has cosine 1 and sine 0.
-`Rotary.order` maps the layout of a checkpoint to this one. A score is a sum over a head, so the order does not matter.
-
-If a family scales its frequencies by the sequence length, the longest served context is used for every request, because
-the rotation of a token must not depend on later tokens.
+Checkpoints pair the elements of a head in two ways, and some rotate only part of a head. Here element i is always
+paired with element i + head_dim / 2, and an element that does not rotate has cosine 1 and sine 0. `Rotary.order` maps
+a checkpoint's order to this one; attention scores do not depend on the order.
+If a family scales its frequencies by the sequence length, the longest served context is used for every request,
+because the rotation of a token must not depend on later tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 
 MEAN_POSITIONS: Final = 4096
-"""Positions over which `Rotary.mean_rotated` takes the mean."""
+"""Number of positions over which `Rotary.mean_rotated` takes the mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +53,8 @@ class Scaling:
     truncate: bool = True
 
     def first(self, own: int) -> int | None:
-        """Return the number of positions that `factor` multiplies; None for kinds whose configuration contains the
-        result. `own`: `max_position_embeddings` of the model.
+        """Return the number of positions that `factor` multiplies; None if `max_position_embeddings` (`own`) is already
+        scaled.
         """
         return {"linear": own, "dynamic": own, "yarn": self.original}.get(self.kind)
 
@@ -65,11 +64,9 @@ class Rotary:
     """The rotary embedding of one kind of layer.
 
     Attributes:
-        head_dim: Elements of a head; even.
-        rotary_dim: Elements of a head that rotate; even.
+        head_dim, rotary_dim: Elements of a head, and how many of them rotate; both even.
         theta: Base of the frequencies.
         interleaved: Whether the checkpoint pairs neighbours; otherwise it pairs elements i and i + rotary_dim / 2.
-        scaling: RoPE scaling, or None.
         own: Elements of a head in the checkpoint; the others up to `head_dim` are zeros. 0: all.
     """
 
@@ -81,7 +78,7 @@ class Rotary:
     own: int = 0
 
     def order(self) -> list[int]:
-        """Return, for each element of a head here, its index in the checkpoint's head; -1 is a zero."""
+        """Return the checkpoint's index of each element of a head; -1 is a zero."""
         half, fixed = self.rotary_dim // 2, (self.head_dim - self.rotary_dim) // 2
         first = [2 * i if self.interleaved else i for i in range(half)]
         second = [2 * i + 1 if self.interleaved else i + half for i in range(half)]
@@ -105,8 +102,8 @@ class Rotary:
         return mean.reshape(values.shape)
 
     def frequencies(self, num_positions: int) -> Float64Array:
-        """Return the radians per position of each rotating pair: theta^(-2i/D) (RoFormer equation 15), after scaling.
-        `num_positions`: longest served context.
+        """Return the radians per position of each rotating pair: theta^(-2i/D) (RoFormer equation 15), after scaling
+        for a longest served context of `num_positions`.
         """
         plain = self.theta ** -(np.arange(0, self.rotary_dim, 2, dtype=np.float64) / self.rotary_dim)
         if self.scaling is None:
@@ -156,9 +153,8 @@ def _dynamic(rotary: Rotary, scaling: Scaling, plain: Float64Array, num_position
 
 
 def _llama3(_: Rotary, scaling: Scaling, plain: Float64Array, __: int) -> Float64Array:
-    """Divide low frequencies by `factor`, keep high ones, and interpolate linearly between.
-
-    As `apply_scaling` of the Llama 3.1 reference code (meta-llama/llama-models, models/llama3/reference_impl).
+    """Divide low frequencies by `factor`, keep high ones, and interpolate linearly between (`apply_scaling` in
+    meta-llama/llama-models, models/llama3/reference_impl).
     """
     wavelengths = 2 * math.pi / plain
     # 0 where the wavelength is original/low or longer, 1 where it is original/high or shorter.
@@ -168,9 +164,7 @@ def _llama3(_: Rotary, scaling: Scaling, plain: Float64Array, __: int) -> Float6
 
 
 def _yarn(rotary: Rotary, scaling: Scaling, plain: Float64Array, _: int) -> Float64Array:
-    """Keep the frequency of pairs that rotate often, divide that of pairs that rotate rarely, and
-    interpolate in between.
-    """
+    """Keep frequencies of pairs that rotate often, divide those of pairs that rotate rarely, and interpolate between."""
 
     def pair_of(rotations: float) -> float:
         ratio = math.log(scaling.original / (rotations * 2 * math.pi)) / (2 * math.log(rotary.theta))

@@ -32,12 +32,12 @@ Indices = tuple[int, ...]
 
 
 class _CannotShardError(Exception):
-    """The network breaks a sharding rule. The message is the rule."""
+    """The network breaks a sharding rule, which is the message."""
 
 
 def sharded(network: Network, rank: int, count: int) -> Network:
-    """Return the network that `rank` of `count` ranks computes. Raise ModelError if the network cannot be split over
-    this many ranks.
+    """Return the network that `rank` of `count` ranks computes. Raise ModelError if it cannot be split over `count`
+    ranks.
     """
     try:
         return _Sharding(network, rank, count).result
@@ -46,7 +46,7 @@ def sharded(network: Network, rank: int, count: int) -> Network:
 
 
 def sharding_violation(network: Network, count: int) -> str | None:
-    """Return the rule that prevents sharding over `count` ranks; None if the network can be split."""
+    """Return the rule that prevents sharding over `count` ranks; None if there is none."""
     try:
         _Sharding(network, 0, count)
     except _CannotShardError as error:
@@ -94,7 +94,7 @@ class _Sharding:
             self._shard(product, ranges, "heads")
 
     def _product_of(self, value: Value) -> Value:
-        """Return the columns of the product from which the heads are computed, through norms and rotary embedding."""
+        """Return the product that computes the heads, found through their norms and rotary embedding, as columns."""
         while (producer := self._graph.producer(value)) is not None and producer.kind in ("rope", "rms_norm"):
             if producer.kind == "rms_norm" and not producer.attributes["group"]:
                 raise _CannotShardError("must be 1 for a model that normalises all heads together")
@@ -204,7 +204,7 @@ class _Sharding:
 
 
 def _shard_experts(operation: Operation, rank: int, count: int) -> dict[str, Weight]:
-    """Split the columns of each expert. They are padded like those of whole experts."""
+    """Split the columns of each expert, padded like those of whole experts."""
     gate_up, down = operation.weights["gate_up"], operation.weights["down"]
     inner = down.shape[1]
     if inner % count:
@@ -225,7 +225,7 @@ def _columns(weight: Weight, indices: Indices) -> Weight:
 
 @dataclass(frozen=True)
 class _VectorPart:
-    """A part of a vector that no tensor stores."""
+    """A rank's part of a generated vector."""
 
     whole: Callable[[int], Float32Array]
     start: int
@@ -248,5 +248,5 @@ def _picked(order: Indices | None, indices: Indices) -> Indices:
 
 @lru_cache(64)
 def _cached(indices: Indices) -> Indices:
-    """Return one shared tuple for equal ones, because layers of the same shape have equal orders."""
+    """Return the same tuple for equal ones, because layers of the same shape have equal orders."""
     return indices

@@ -16,18 +16,13 @@ Array = NDArray[Any]
 
 
 class Tensors(Protocol):
-    """A source of tensors."""
-
     def read(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Return a tensor, which must have this shape. It may be a read-only memory map."""
+        """Return a tensor of this shape, possibly as a read-only memory map."""
 
 
 def load_parameter(weight: Weight, tensors: Tensors, num_positions: int) -> Array:
-    """Return the array of a weight. `num_positions`: longest served context.
-
-    Returns:
-        A C-contiguous array of `weight.shape` (generated tables have `num_positions` rows), of a stored type or
-        float32; possibly a read-only memory map.
+    """Return a weight as a C-contiguous array of `weight.shape`, of a stored type or float32; possibly a read-only
+    memory map. Generated tables have `num_positions` rows (the longest served context).
     """
     if weight.generate is not None:
         return weight.generate(num_positions)
@@ -65,7 +60,6 @@ def _picked_of_stack(parts: Sequence[Array], order: Sequence[int]) -> Array:
 
 
 def _picked(array: Array, order: Sequence[int]) -> Array:
-    """Reorder the rows of an array; -1 is a row of zeros."""
     at = np.array(order)
     rows: Array = array[np.maximum(at, 0)]
     rows[at < 0] = 0
