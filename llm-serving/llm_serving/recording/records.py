@@ -47,7 +47,7 @@ class Header(msgspec.Struct, array_like=True, frozen=True, tag="header"):
 
 
 class Added(msgspec.Struct, array_like=True, frozen=True, tag="add"):
-    """`Scheduler.add`, with the fields of the request that affect decisions."""
+    """A call of `Scheduler.add`, with the fields of the request that affect decisions."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -78,13 +78,13 @@ class Drafted(msgspec.Struct, array_like=True, frozen=True, tag="draft"):
 
 
 class ScheduleCalled(msgspec.Struct, array_like=True, frozen=True, tag="schedule"):
-    """`Scheduler.schedule`. A `Decided` follows, unless the call raised an error."""
+    """A call of `Scheduler.schedule`. A `Decided` follows, unless the call raised an error."""
 
     now: float
 
 
 class Updated(msgspec.Struct, array_like=True, frozen=True, tag="update"):
-    """`Scheduler.update` for the schedule of `step`."""
+    """A call of `Scheduler.update` for the schedule of `step`."""
 
     step: int
     token_ids: list[int]
@@ -103,7 +103,7 @@ class Resumed(msgspec.Struct, array_like=True, frozen=True, tag="resume"):
 
 
 class RequestFinished(msgspec.Struct, array_like=True, frozen=True, tag="finish"):
-    """`Scheduler.finish`, called by the engine. Requests that finish in `update` are not recorded."""
+    """A call of `Scheduler.finish` by the engine. Requests that finish in `update` are not recorded."""
 
     sequence: int
     reason: str
@@ -141,7 +141,7 @@ class ClassesDeprioritized(msgspec.Struct, array_like=True, frozen=True, tag="pu
 
 
 class Reloaded(msgspec.Struct, array_like=True, frozen=True, tag="reload"):
-    """`Scheduler.reload`, with the rules in the same form as the state in `Header`."""
+    """A call of `Scheduler.reload`, with the rules in the same form as the state in `Header`."""
 
     layouts: dict[str, list[str]]
     nodes: list[Any]
@@ -156,7 +156,7 @@ Row = tuple[int, int, int, int, int, list[int]]
 
 
 class Decided(msgspec.Struct, array_like=True, frozen=True, tag="decision"):
-    """The result of `Scheduler.schedule`."""
+    """The decision that `Scheduler.schedule` returned."""
 
     step: int | None
     """None: no request could run, and the other fields are empty."""

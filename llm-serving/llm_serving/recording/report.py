@@ -188,7 +188,7 @@ class ReplayedStep(msgspec.Struct, array_like=True):
     preempted: list[tuple[int, str, bool]]
     """(request, class that needed its blocks, whether its blocks were swapped out)."""
     next: int | None
-    """The first waiting request, if it could not be admitted."""
+    """The next request to admit, if the step could not admit it."""
     reason: str
     """Why `next` could not be admitted; empty if no request waits."""
     behind: str | None

@@ -61,9 +61,9 @@ from llm_serving.server.ui import page_routes
 logger = get_logger(__name__)
 
 GARBAGE_THRESHOLDS: Final = (2_000, 1, 200)
-"""Python's defaults would hold the event loop for a tenth of a second, with a thousand connections, too often."""
+"""Python's garbage collector: full collections, of 0.1 s with a thousand connections, must be rare."""
 SWITCH_INTERVAL_S: Final = 0.0005
-"""Seconds for which another thread keeps the GIL when the event loop wants it; Python's default is 5 ms."""
+"""Seconds after which a thread gives the GIL to the event loop, which waits for it; Python's default is 5 ms."""
 
 OPENAPI_PATH: Final = "/openapi.json"
 

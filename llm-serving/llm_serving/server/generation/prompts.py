@@ -11,7 +11,7 @@ from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.server.parsing.offload import INLINE_ITEMS, off_loop
 
 INLINE_CHARS: Final = 4096
-"""Maximum length of a text that is tokenized on the event loop: for it, a thread costs more than it saves."""
+"""Maximum length of a text that is tokenized on the event loop, where a thread costs more than it saves."""
 
 CALL_CHARS: Final = 64
 """Cost of one tokenizer call, as the number of characters that are tokenized in the same time."""

@@ -243,7 +243,7 @@ class Connection(asyncio.Protocol):
             (self._transport.pause_reading if paused else self._transport.resume_reading)()
 
     def update_weight(self) -> None:
-        """Report the bytes that the connection buffers to the registry."""
+        """Report the bytes that the connection buffers to `ConnectionLimits`."""
         request = NO_REQUEST if self._is_closing else self.request
         weight = len(self._held) + request.num_held
         if self._write_paused and self._transport is not None:
