@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from llm_serving.errors import ModelError, shorten
-from llm_serving.hub.base import Listing, huggingface_model, huggingface_snapshot
+from llm_serving.hub.base import DownloadProgress, Listing, huggingface_model, huggingface_snapshot
 
 INSTALL: Final = "pip install huggingface_hub, or the extra `hub` of this package"
 _TOKEN: Final = "HF_TOKEN"  # noqa: S105  the name of a variable
@@ -89,8 +89,6 @@ class HuggingFace:
 
     def _fill(self, part: BufferedRandom, blob: Path, url: str, file: str, size: int | None, listing: Listing) -> None:
         from huggingface_hub.file_download import http_get
-
-        from llm_serving.hub.base import DownloadProgress
 
         library = _library()
         num_bytes = part.seek(0, os.SEEK_END)

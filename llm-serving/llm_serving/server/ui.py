@@ -112,7 +112,8 @@ def write_replay_page(story: ReplayPageData, target: Path) -> None:
 def replay_page(story: ReplayPageData) -> str:
     """Return the HTML file of a recording. Its texts are embedded as data, never as code."""
     style = (FOLDER / "style.css").read_text(encoding="utf-8")
-    code = "\n".join(_without_imports((FOLDER / name).read_text(encoding="utf-8")) for name in MODULES)
+    code = "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in MODULES)
+    code = EXPORT.sub("", IMPORT.sub("", code))
     code += "\nshowStory();\n"
     data = msgspec.json.encode(story).decode().replace("<", "\\u003c")  # so that no text closes the element
     policy = "; ".join(
@@ -145,10 +146,6 @@ def replay_page(story: ReplayPageData) -> str:
 </body>
 </html>
 """
-
-
-def _without_imports(module: str) -> str:
-    return EXPORT.sub("", IMPORT.sub("", module))
 
 
 def _hash(text: str) -> str:

@@ -133,7 +133,10 @@ class LegacyBuilder(ResponseBuilder):
         return Response(content, HTTPStatus.OK, headers={"content-type": media_type})
 
     def _end(self) -> bytes:
-        return self._last_line() if self._return_full_text else b""
+        if not self._return_full_text:
+            return b""
+        summary, details = self._summary(), {"details": None}
+        return self._stream_line(details | summary if self._is_sse else summary | details)
 
     def _whole_line(self) -> bytes:
         return _line(self._summary() | {"details": None})
@@ -167,10 +170,6 @@ class LegacyBuilder(ResponseBuilder):
         return self._stream_line(
             {"details": None, "generated_text": token["text"], "tokens": token, "top_tokens": [token]}
         )
-
-    def _last_line(self) -> bytes:
-        summary, details = self._summary(), {"details": None}
-        return self._stream_line(details | summary if self._is_sse else summary | details)
 
     def _stream_line(self, content: JsonObject) -> bytes:
         if self._is_sse:

@@ -74,11 +74,6 @@ class Parameter(Struct, kw_only=True):
     completions: bool
     chat: bool
 
-    @property
-    def is_sent(self) -> bool:
-        """Whether requests have a field for it; some parameters are derived from other fields."""
-        return self.completions or self.chat
-
 
 class ClassCard(Struct, kw_only=True):
     name: str
@@ -96,15 +91,6 @@ class ParameterTable(Struct, kw_only=True):
     max_model_len: int
     parameters: list[Parameter]
     classes: list[ClassCard]
-
-
-def parameter_table(engine: AsyncEngine, key: ApiKey | None) -> ParameterTable:
-    return ParameterTable(
-        model=engine.config.model.model_name,
-        max_model_len=engine.max_model_len,
-        parameters=[each for name in RULES if (each := _parameter(name, engine.sampling_defaults)).is_sent],
-        classes=_classes(engine, key),
-    )
 
 
 @functools.cache
@@ -189,7 +175,14 @@ async def show_model(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def list_parameters(engine: AsyncEngine, http_request: Request) -> Response:
-    return json_response(parameter_table(engine, api_key_of(http_request)))
+    parameters = [_parameter(name, engine.sampling_defaults) for name in RULES]
+    table = ParameterTable(
+        model=engine.config.model.model_name,
+        max_model_len=engine.max_model_len,
+        parameters=[each for each in parameters if each.completions or each.chat],  # others derive from other fields
+        classes=_classes(engine, api_key_of(http_request)),
+    )
+    return json_response(table)
 
 
 async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
