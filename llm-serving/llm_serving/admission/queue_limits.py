@@ -79,11 +79,11 @@ class QueueLimit(NamedTuple):
     used: int
     limit: int
     amount: int
-    """Amount that the group needs."""
+    """Amount, in `unit`, that the group of requests needs."""
     drain_rate: DrainRate
     """Rate at which requests that count against the limit finish."""
     amount_per_request: float = 1.0
-    """Amount that a finished request frees."""
+    """Amount, in `unit`, that a finished request frees."""
 
     @property
     def is_exceeded(self) -> bool:

@@ -52,7 +52,7 @@ class QueueAhead:
     num_finishes: int = 0
     """Number of its tenant's requests that must finish first because of the tenant's concurrency limit."""
     tenant_slots: int = 1
-    """The tenant's concurrency limit."""
+    """The tenant's limit of running requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class TtftPredictor:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.speed: ReplicaSpeed | None = None
-        """None until enough steps were measured."""
+        """The measured speed; None until enough steps were measured."""
         self.in_flight = NO_STEPS
         self._num_slots: int | None = None
         """Number of running requests when the KV cache was full; None: it is not full."""

@@ -194,7 +194,7 @@ class ReplayedStep(msgspec.Struct, array_like=True):
     behind: str | None
     """Class that holds most slots or blocks, whichever `next` lacks."""
     closed: tuple[str, ...]
-    """Classes at their share limit."""
+    """Classes that have reached the limit of their share."""
     num_used_blocks: int
 
 

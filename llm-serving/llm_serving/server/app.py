@@ -173,7 +173,7 @@ class Application:
         self.advisor = advisor
         self.response_buffers = response_buffers
         self.batches: Batches | None = None
-        """None before the server runs, or if batches are not configured."""
+        """The batches; None before the server runs, or if batches are not configured."""
         self._router = Router(routes, redirect_slashes=False)  # a redirect would repeat the client's Host header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -91,7 +91,7 @@ class StartedGeneration(NamedTuple):
     generation: Generation
     identity: ResponseIdentity
     idempotent: IdempotentRequest | None
-    """None: the request cannot be retried by its key, resumed or coalesced."""
+    """Handles retries of the request; None: it cannot be retried by its key, resumed or coalesced."""
     prompts: Sequence[list[int]]
     receipt: ReceiptDraftProtocol | None
 

@@ -88,7 +88,7 @@ class RequestHead(NamedTuple):
     """The head as passed to uvicorn: with a path as URL, one `Host`, no `Upgrade`."""
     is_http_1_0: bool
     body_length: int | None
-    """None: the body is chunked."""
+    """Bytes of the body; None: it is chunked."""
     expects_continue: bool
 
 

@@ -43,8 +43,6 @@ Send = Callable[[bytes], None]
 
 
 class TraceContext(NamedTuple):
-    """Trace and span ids of one request."""
-
     trace_id: str
     span_id: str
     parent_id: str = ""

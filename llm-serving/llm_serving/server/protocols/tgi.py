@@ -131,8 +131,6 @@ def _sampling(parameters: TGIParameters) -> SamplingParams:
 
 @dataclass(slots=True)
 class _Sequence:
-    """One generated sequence of a response."""
-
     texts: list[str]
     tokens: list[JsonObject] = field(default_factory=list)
     top_tokens: list[list[JsonObject]] = field(default_factory=list)

@@ -364,7 +364,7 @@ class ResponsesBuilder(ResponseBuilder):
         return done + self._of_block("output_item.done", block, item=item)
 
     def _of_block(self, kind: str, block: MessageBlock, **fields: object) -> bytes:
-        """Return an event about an item or its text."""
+        """Return a stream event about an item or its text."""
         if "item" not in fields:
             fields["item_id"] = self._item_id(block)
             if block.kind is not BlockKind.CALL:

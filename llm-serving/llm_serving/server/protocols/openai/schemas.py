@@ -49,7 +49,7 @@ class GenerationRequest(CallerFields, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    """0 or -1 keeps all tokens."""
+    """Number of most likely tokens to sample from; 0 or -1: all."""
     min_p: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -178,7 +178,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
 
 
 class TokenizeRequest(Struct, kw_only=True):
-    """Either `prompt` or `messages`."""
+    """A body with either `prompt` or `messages`."""
 
     model: str | None = None
     prompt: str | None = None
@@ -213,20 +213,20 @@ class Usage(Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """Present if reasoning is parsed."""
+    """Present only if the server parses the reasoning of the model."""
 
 
 class PromptLogprob(Struct):
     logprob: float
     rank: int
-    """1 is the most likely token."""
+    """Rank of the token among all tokens; 1 is the most likely one."""
     decoded_token: str
 
 
 class CompletionLogprobs(Long):
     tokens: list[str]
     token_logprobs: list[float | None]
-    """null for the first token of a prompt."""
+    """Logprob of each token; null for the first token of a prompt."""
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
