@@ -1,4 +1,4 @@
-"""Bounds on waiting: the maximum wait of requests in each class, and a monitor that counts violations."""
+"""The maximum wait of the requests of each class, and a monitor that counts violations."""
 
 from __future__ import annotations
 
@@ -17,32 +17,29 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.policies import Policy
 
 MIN_HEAP: Final = 64
-"""Heaps up to this size are not cleaned of outdated entries."""
+"""A heap of at most this many entries keeps its outdated entries."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassBounds:
-    """Guarantees for every request of a class under any load. Every test of the scheduler checks them."""
+    """Guarantees for every request of a class under any load. The tests of the scheduler check them."""
 
     name: str
     max_decode_gap: int
-    """Maximum number of consecutive steps that leave out a decoding request."""
+    """Maximum number of consecutive steps that give a decoding request no token."""
     max_preemptions: int
     first_steps: int
-    """Steps from arrival until the class is next and the slots of its share have been freed once."""
+    """Maximum number of steps from an arrival until the class is next and the slots of its share were freed once."""
     steps_per_admission: float
-    """Maximum steps between two admissions of the class."""
+    """Maximum number of steps between two admissions of the class."""
     max_overtakes: int
-    """Maximum number of later requests that are admitted before a request."""
+    """Maximum number of requests that are admitted before a request that arrived earlier."""
     max_prompt_gap: int
-    """Maximum number of consecutive steps that leave out a running request with an incomplete prompt."""
+    """Maximum number of consecutive steps that compute nothing of a running request with an incomplete prompt."""
 
     def max_wait_steps(self, num_ahead: int, num_returning: int = 0) -> int:
-        """Return the maximum number of steps from arrival to first admission.
-
-        Args:
-            num_ahead: Requests of the class that wait for their first admission when this one arrives.
-            num_returning: Requests of the class that were admitted before and may be admitted again.
+        """Return the maximum number of steps from arrival to first admission. At the arrival, `num_ahead` requests of
+        the class wait for their first admission, and `num_returning` others have run and may be admitted again.
         """
         num_admissions = (num_ahead + 1) * (self.max_overtakes + 1) + num_returning
         return self.first_steps + math.ceil(num_admissions * self.steps_per_admission)
@@ -51,7 +48,7 @@ class ClassBounds:
         return self.describe(None)
 
     def describe(self, step_s: float | None) -> str:
-        """Describe all bounds in one line; the waits also in seconds if the time of a step is known."""
+        """Describe all bounds in one line. `step_s`: seconds of a step, to convert waits; None if unknown."""
         alone, more = self.max_wait_steps(0), self.max_wait_steps(1) - self.max_wait_steps(0)
         seconds = ["" if step_s is None else f" ({steps * step_s:.3g} s)" for steps in (alone, more)]
         return (
@@ -79,47 +76,25 @@ def class_bounds(
     window: Window | None = None,
     num_running: int = 0,
 ) -> list[ClassBounds]:
-    """Return the bounds of each class.
+    """Return the bounds of each class. `classes` are in ascending order of rank; `num_running` requests already run at
+    a reload.
 
-    Progress: a running request computes at least one token in every step that is not full of other requests' prompts.
-    So it finishes after at most as many steps as it can have tokens, plus the full ones. Prompts of `n` tokens fill at
-    most `n * _steps_per_prompt_token` steps. For each of its tokens, prompts of other classes leave out a contending
-    class for `max_decode_gap` steps: the minimum of the policy's gap and the gap of its weight.
-
-    Share: a contending class gets its weight's share of the slots and blocks that become free. As many of its requests
-    run in parallel as fit into this share at full length. If less than one fits, one request runs for this fraction of
-    the time. Before that, running requests finish, and the class pays back what it had above its share.
-
-    These two costs do not add up. While a token is computed in `a` steps, a class with the share `d` of the slots or of
-    the cache is charged `d` in every step. The other classes are charged for a whole step in the a - 1 steps that their
-    prompts fill, and for the rest, 1 - d, in the last one. By the weight `w` of a sum `s` their service is (s - w) / w
-    times its own: a - d = a * d * (s - w) / w. So a token needs a / d = a * (s - w) / w + 1 times the steps that it
-    needs if the class has all slots.
-
-    Computed tokens: each token of a request is computed once, and again after each preemption, as part of a prompt. A
-    request that needs known output computes nothing while its latest token is in flight, up to `max_steps_in_flight`
-    steps.
-
-    Several schedulers: a class that exceeds its share of all of them counts with 1/`weight_divisor` of its weight, and
-    the others with their whole weight. That is its guaranteed share. The quantum grows by the same factor.
-
-    Order within a class: one of `max_overtakes` + 1 admissions is the oldest request's. So with `n` requests ahead, (n
-    + 1) * (max_overtakes + 1) admissions are enough, plus one for each preempted request, which returns ahead of its
-    class.
-
-    Prompts: a running prompt continues in order of admission once its class has aged and is next. The running prompts
-    of its class come before it, with at most as many tokens as the cache holds.
-
-    Reload: if more requests run than there are slots, none is admitted until enough have finished. Until then each step
-    has room for a token of each, and may have less room for prompts.
-
-    Sliding windows: a request holds at most its window and a step, so more of the longest requests run in parallel,
-    with more tokens than the cache holds. Steps are shorter if the cache has no room for a whole one.
-
-    Args:
-        classes: All classes, in ascending order of rank.
-        window: The model's sliding window; None: some layer attends to all tokens.
-        num_running: Number of requests that already run, at a reload.
+    Progress: a running request computes a token in each step that is not full of other prompts. Prompts of `n` tokens
+    fill at most `n * _steps_per_prompt_token` steps. Per token of a contending class, other prompts leave it out for at
+    most `max_decode_gap` steps: the minimum of the policy's gap and the gap of the class's weight. Share: a contending
+    class gets its weight's share of freed slots and blocks, once the running requests have finished and it has paid
+    back what it had above its share. As many of its requests run in parallel as fit at full length; if less than one
+    fits, one request runs for this fraction of the time. The costs of gap and share do not add up: let a token take `a`
+    steps, and a class with weight `w` of the sum `s` have the share `d` of slots or cache. It is charged `d` per step,
+    the others a - d, which is a * d * (s - w) / w by weight. So a token takes a / d = a * (s - w) / w + 1 times the
+    steps that it needs if the class has all slots. Recomputation: each preemption computes the tokens of a request once
+    more, as a prompt. A request that needs known output computes nothing while its latest token is in flight. Several
+    schedulers: a class above its share of all counts with 1/`weight_divisor` of its weight, the others with all of
+    theirs; the quantum grows by the same factor. Order: one of `max_overtakes` + 1 admissions is the oldest request's,
+    and preempted requests return ahead of their class. Prompts: before a running prompt come those of its class, with
+    at most as many tokens as the cache holds. Reload: if more requests run than there are slots, none is admitted until
+    enough have finished. Sliding windows: a request holds at most its window and a step, so more of the longest
+    requests run in parallel.
     """
     window = Window() if window is None else window
     longest = min(limits.max_model_len, window.max_request_tokens(block_size, num_blocks))
@@ -178,9 +153,8 @@ def class_bounds(
 
 
 def _steps_per_prompt_token(limits: SchedulerLimits, policy: Policy, chunk: int) -> Fraction:
-    """Return the maximum number of steps that one prompt token takes from decoding requests or other prompts.
-
-    `chunk`: number of prompt tokens for which a step always has room.
+    """Return the maximum number of steps that decoding or other prompts delay one prompt token. A step always has room
+    for `chunk` prompt tokens.
     """
     budget = limits.max_num_batched_tokens
     left_by_decoding = 0 if limits.separate else budget - limits.max_num_seqs
@@ -196,40 +170,36 @@ def _prompt_gap(limits: SchedulerLimits, policy: Policy) -> int:
 
 
 def _steps_per_prompt(limits: SchedulerLimits) -> Fraction:
-    """Return the steps that even the shortest prompt takes, because a step has room for few prompts."""
+    """Return the minimum number of steps for a prompt of any length: a step holds few prompts."""
     return Fraction(1, 1 if limits.separate else limits.max_prefill_seqs)
 
 
 class _Due(NamedTuple):
-    """The time at which a wait exceeds its bound. Entries of one request differ by identity."""
+    """An entry of a class's heap: when the wait of a request exceeds its bound. Entries are compared by identity."""
 
     clock: int
-    """Clock of the class at that time."""
+    """Value of the class's clock at which the bound is exceeded."""
     sequence: int
     since: int
-    """Clock of the class when the wait began."""
+    """Value of the class's clock when the wait began."""
 
 
 class WaitMonitor:
-    """Counts the requests whose wait for admission exceeds its bound.
-
-    A clock for each class counts the steps that could schedule the class. Steps do not count while a beam search is
-    running, because no limit bounds how long beams wait for each other.
+    """Counts the requests whose wait for admission exceeds its bound. The clock of a class counts the steps that could
+    schedule it. It stops while a beam search runs, because beams wait for each other without a bound.
     """
 
     def __init__(self, bounds: Sequence[ClassBounds]) -> None:
         self._bounds = {each.name: each for each in bounds}
         self._clocks = dict.fromkeys(self._bounds, 0)
         self._due: dict[str, list[_Due]] = {each.name: [] for each in bounds}
-        """Heaps, which may have outdated entries."""
+        """Class -> heap of entries, some of them outdated."""
         self._waits: dict[int, _Due] = {}
-        """`Request.sequence` -> valid entry, for waiting requests."""
+        """`Request.sequence` -> the valid entry of a waiting request."""
 
     def start_wait(self, request: Request, num_ahead: int, num_returning: int = 0, num_waited: int = 0) -> None:
-        """Set the wait bound of a request that starts to wait, and monitor it.
-
-        `num_waited`: steps that it has already waited, in another class or under other rules. For the other arguments
-        see `ClassBounds.max_wait_steps`.
+        """Set the wait bound of a request that starts to wait, and monitor it. `num_waited`: steps that it waited
+        before, in another class or under other rules. The other arguments are those of `ClassBounds.max_wait_steps`.
         """
         name = request.request_class.name
         clock, bound = self._clocks[name], self._bounds[name].max_wait_steps(num_ahead, num_returning)
@@ -248,7 +218,7 @@ class WaitMonitor:
             request.num_steps_waited = self._clocks[request.request_class.name] - wait.since
 
     def is_watching(self, request: Request) -> bool:
-        """Return whether the request waits with a bound."""
+        """Return whether the monitor counts the wait of this request."""
         return request.sequence in self._waits
 
     def num_steps_waited(self, request: Request) -> int:
@@ -258,7 +228,7 @@ class WaitMonitor:
         self._waits.pop(request.sequence, None)
 
     def tick(self, closed: Collection[str]) -> int:
-        """Advance the clocks of classes that are not in `closed`. Return the number of bounds that this violates."""
+        """Advance the clocks of all classes not in `closed`. Return the number of waits that exceed their bound now."""
         violations = 0
         for name, due in self._due.items():
             if name not in closed:

@@ -1,4 +1,4 @@
-"""The parts of a scheduler that depend on its rules, and their replacement when an operator changes the rules."""
+"""The parts of a scheduler that depend on its rules, and their replacement at a reload of the rules."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SchedulerComponents:
     def __init__(
         self, rules: SchedulingRules, blocks: BlockManager, requests: Mapping[str, Request], num_running: int = 0
     ) -> None:
-        """Build the parts. `num_running`: number of these that a reload keeps running."""
+        """Build the parts. `num_running`: number of `requests` that keep running after a reload."""
         limits, policy, order = rules.limits, rules.policy, rules.order
         classes = tuple(rules.classes)
         blocks.prefix_caching = rules.prefix_caching
@@ -60,10 +60,7 @@ class SchedulerComponents:
         self._requests = requests
 
     def reload(self, rules: SchedulingRules, step: int) -> SchedulerComponents:
-        """Return components for other rules that contain all requests, see `Scheduler.reload`.
-
-        An order of the same kind as before is kept. `step` is the next one to form.
-        """
+        """Return components for other rules, with all requests; see `Scheduler.reload`. `step`: next one to form."""
         assert rules.limits.max_preemptions == self.rules.limits.max_preemptions
         if type(rules.order) is type(self.rules.order):
             rules = rules._replace(order=self.rules.order)

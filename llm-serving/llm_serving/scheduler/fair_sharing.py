@@ -1,12 +1,9 @@
 """Weighted fair sharing among request classes.
 
-While several classes contend, each is charged for its dominant resource (Ghodsi et al. 2011): the largest of its shares
-of the running slots, of the tokens of a step and of the KV blocks. The class with the lowest charge for its weight is
-next (stride scheduling, Waldspurger and Weihl 1995). The order of prefills within a step counts only tokens, because a
-class that holds slots without getting tokens would otherwise be charged for the slots and never come first.
-
-If several schedulers serve, shares apply to all of them together. A class that exceeds its share across all schedulers
-counts here with a fraction of its weight (`SchedulerLimits.weight_divisor`), so it never gets less than that fraction.
+Each class is charged for its dominant resource (Ghodsi et al. 2011): the largest of its shares of running slots, of a
+step's tokens and of KV blocks. The class with the lowest charge divided by weight is next (stride scheduling,
+Waldspurger and Weihl 1995). With several schedulers, a class that exceeds its share across all of them counts here with
+1/`SchedulerLimits.weight_divisor` of its weight.
 """
 
 from __future__ import annotations
@@ -18,33 +15,33 @@ from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler.limits import SchedulerLimits
 
 FULL_STEP: Final = 2**16
-"""Service that a step charges to a class if it computes no other class."""
+"""Service that one step charges to a class if the step serves no other class."""
 SCALE: Final = 2**23
-"""Several times the maximum weight, so that charges for large weights differ. Charges still fit into 63 bits."""
+"""Factor of all charges: charges divided by large weights still differ, and fit into 63 bits."""
 _NOTHING: Final[tuple[int, ...]] = (0, 0, 0)
 
 
 class ClassUsage(NamedTuple):
-    """Usage of a class at one scheduler since the last report."""
+    """Service of a class at one scheduler since the last `pop_usage`."""
 
     service: int
-    """Service divided by weight."""
+    """Charged service divided by the weight of the class."""
     quantum: int
-    """Service of `quantum_steps` full steps, divided by weight."""
+    """Service of `quantum_steps` full steps, divided by the weight of the class."""
     has_demand: bool
-    """Whether the class contends and has a waiting request."""
+    """Whether the class contended in the latest step and had a waiting request or an incomplete prompt."""
 
 
 class WeightedFairSharing:
-    """Decides which classes contend, which is next, and which slots and blocks each is entitled to.
+    """Decides which classes contend, which class is next, and which slots and blocks each class is entitled to.
 
-    The highest class that is present always contends. A lower class starts to contend when its oldest waiting request
-    has waited `ageing_steps`, or when one of its prompts is incomplete `ageing_steps` after its admission. It contends
-    until it holds no slot or no higher class is present.
+    The highest class with requests always contends. A lower class starts to contend once a request of it has waited
+    `ageing_steps` for its admission or for the rest of its prompt, and stops when it holds no slot or no higher class
+    has requests.
     """
 
     def __init__(self, classes: Sequence[RequestClass], limits: SchedulerLimits, num_blocks: int) -> None:
-        """`classes`: in ascending order of rank; `num_blocks`: of the cache."""
+        """`classes`: in ascending order of rank. `num_blocks`: blocks of the KV cache."""
         self._names = [each.name for each in classes]
         self._weights = {each.name: each.weight for each in classes}
         self._num_slots = limits.max_num_seqs
@@ -54,31 +51,26 @@ class WeightedFairSharing:
         self._is_shared = limits.num_schedulers > 1
         self._weight_divisor = limits.weight_divisor
         self.deprioritized: frozenset[str] = frozenset()
-        """Classes that exceed their share across all schedulers."""
+        """Classes that exceed their share across all schedulers, so that their weight here is divided."""
         self._service = dict.fromkeys(self._names, 0)
-        """Service divided by weight, since the last `pop_usage`."""
+        """Class -> charged service divided by weight, since the last `pop_usage`."""
         self._with_demand: set[str] = set()
-        """Classes that contended in the latest step and had a waiting request."""
+        """Classes that contended in the latest step and had a waiting request or an incomplete prompt."""
         self._usage = dict.fromkeys(self._names, _NOTHING)
-        """Charges for slots, tokens and blocks, divided by weight. Only differences between classes matter."""
+        """Class -> charges for slots, tokens and blocks, divided by weight. Only differences between classes matter."""
         self._prefill_usage = dict.fromkeys(self._names, 0)
-        """Charges for tokens, relative to the unserved class with the lowest charge."""
+        """Class -> charge for tokens above that of the unserved class with the lowest charge."""
         self._aged: set[str] = set()
         self.contenders: list[str] = []
-        """Names of the classes with demand, by rank."""
+        """Names of the contending classes, by rank."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether several schedulers serve."""
         return self._is_shared
 
     def update_contenders(self, waiting: Collection[str], aged: Collection[str], held: Mapping[str, int]) -> None:
-        """Determine which classes contend from now on.
-
-        Args:
-            waiting: Classes with a waiting request that may be admitted.
-            aged: Classes with a request that has waited `ageing_steps` for its admission or its prefill.
-            held: Running slots of each class.
+        """Determine which classes contend from now on. `waiting`: classes with a waiting request that may be admitted.
+        `aged`: classes with a request that has waited `ageing_steps`. `held`: class -> running slots.
         """
         contenders: list[str] = []
         no_higher_class_waits = True
@@ -97,14 +89,12 @@ class WeightedFairSharing:
         self.contenders = contenders
 
     def next_class(self, waiting: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> str | None:
-        """Return the class whose request is admitted next; None if no contender waits.
+        """Return the class whose request is admitted next; None if no contending class waits.
 
-        It is the contender below its share of slots and blocks with the lowest charge; without any, the highest
-        contender. A class whose charge is lower by more than a quantum is next even above its share of slots.
-
-        Args:
-            waiting: Classes with a waiting request that may be admitted.
-            held: Running slots of each class.
+        It is the contender with the lowest charge among those below their share of slots and blocks. If none is below,
+        it is the highest contender. A class whose charge is lower by more than a quantum is next even above its share.
+        `waiting`: classes with an admissible request. `held`, `blocks`: class -> running slots, blocks of running
+        requests.
         """
         if len(self.contenders) < 2:
             alone = self.contenders[0] if self.contenders else None
@@ -128,27 +118,22 @@ class WeightedFairSharing:
         return name if self._virtual_time(name) <= self._virtual_time(least) + quantum else least
 
     def next_prefill_class(self, among: Collection[str]) -> str | None:
-        """Return the class whose prompts come first in a step; None if fewer than two classes have prompts."""
+        """Return the class of `among` whose prompts come first in a step; None if `among` has fewer than two."""
         if len(among) < 2:
             return None
         contenders = [name for name in self.contenders if name in among]
         return min(contenders or [name for name in self._names if name in among], key=self._prefill_usage.__getitem__)
 
     def max_decode_gap(self, name: str) -> int | None:
-        """Return how many consecutive steps prefills may leave out decoding requests of a class; None: no limit.
-
-        It is at least one, because they alternate if a step has no room for both.
-        """
+        """Return how many consecutive steps prefills may at most leave out the decodes of a class; None: no limit."""
         if len(self.contenders) < 2 or name not in self.contenders:
             return None
         return max_decode_gap(self._weights[name], self._sum_of_weights())
 
     def num_entitled(self, name: str, by: str, blocks: Iterable[int]) -> int:
-        """Return how many running requests of the class `name` the higher class `by` may not preempt.
-
-        These are the requests that fit into the class's share of slots and blocks; `blocks` has the blocks of each
-        request. A request that partly exceeds the share is protected until the class has had `quantum_steps` more than
-        its share.
+        """Return how many running requests of the class `name` the higher class `by` must not preempt: those that fit
+        into its share of slots and blocks. A request that partly exceeds the share counts until the class has had
+        `quantum_steps` above its share. `blocks`: number of blocks of each request, in order.
         """
         if name not in self.contenders:
             return 0
@@ -174,14 +159,9 @@ class WeightedFairSharing:
         backlogged: Collection[str],
         unserved: Collection[str],
     ) -> None:
-        """Charge the classes for a formed step.
-
-        Args:
-            held: Running slots of each class.
-            num_tokens: Tokens that the step computes, by class.
-            blocks: Blocks of each class's running requests.
-            backlogged: Classes with a waiting request or a prompt to compute.
-            unserved: Classes with a prompt for which the step had too few tokens.
+        """Charge the contending classes for a formed step. The mappings are by class. `held`: running slots.
+        `num_tokens`: tokens of the step. `blocks`: blocks of running requests. `backlogged`: classes with a waiting
+        request or a prompt to compute. `unserved`: classes with a prompt for which the step had too few tokens.
         """
         if self._is_shared:
             self._record_service(held, num_tokens, blocks, backlogged)
@@ -238,11 +218,11 @@ class WeightedFairSharing:
         self._with_demand = {name for name in self.contenders if name in backlogged}
 
     def _effective_weight(self, name: str) -> int:
-        """Return the weight of a class here, relative to the other classes."""
+        """Return the weight of a class at this scheduler, relative to the other classes."""
         return self._weights[name] if name in self.deprioritized else self._weights[name] * self._weight_divisor
 
     def _scale(self, name: str) -> int:
-        """Return the charge of a class per unit of service."""
+        """Return the factor that converts a class's service into its charge, which grows as its weight falls."""
         scale = SCALE // self._weights[name]
         return scale * self._weight_divisor if name in self.deprioritized else scale
 
@@ -275,5 +255,7 @@ class WeightedFairSharing:
 
 
 def max_decode_gap(weight: int, sum_of_weights: int) -> int:
-    """Return the maximum number of consecutive steps in which prefills leave out a contending class's decodes."""
+    """Return the maximum number of consecutive steps in which prefills leave out a contending class's decodes. It is at
+    least 1, because prefill and decode alternate if a step has no room for both.
+    """
     return max(1, sum_of_weights // weight - 1)

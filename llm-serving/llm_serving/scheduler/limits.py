@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 MAX_WEIGHT_DIVISOR: Final = 8
-"""Maximum divisor, because wait bounds grow with it."""
 
 
 class PreemptionMode(enum.StrEnum):
@@ -15,9 +14,9 @@ class PreemptionMode(enum.StrEnum):
 
     RECOMPUTE = "recompute"
     SWAP = "swap"
-    """It is swapped out to host memory, if there is room."""
+    """Swapped out to host memory if there is room, else recomputed."""
     AUTO = "auto"
-    """The cheaper of the two."""
+    """Swapped out or recomputed, whichever is cheaper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,46 +26,42 @@ class SchedulerLimits:
     max_num_seqs: int
     """Number of running slots."""
     max_prefill_seqs: int
-    """Maximum number of prompts (or chunks of prompts) in one step."""
+    """Maximum number of prompts, or chunks of prompts, in one step."""
     max_model_len: int
-    """Maximum number of tokens of a request."""
+    """Maximum number of tokens of a request, prompt and output together."""
     max_prefill_gap: int = 16
-    """Maximum number of consecutive steps that leave out prompts which could run."""
+    """Maximum number of consecutive steps that compute no prompt although one could run."""
     max_preemptions: int = 8
-    """Maximum number of preemptions of a request. After them, it is admitted with all blocks that it can ever need."""
+    """Maximum number of preemptions of a request. It is then readmitted with all blocks that it can ever need."""
     max_overtakes: int = 0
-    """Maximum number of times that the order admits later requests before the oldest request of a class."""
+    """Maximum number of consecutive admissions of a class that pass over its oldest waiting request."""
     max_head_start_steps: int = 256
-    """Maximum number of steps by which a priority shifts a request within its class."""
+    """Maximum number of steps by which a priority moves a request forward or back within its class."""
     quantum_steps: int = 64
-    """Steps by which a lower class may exceed its share of a slot before a higher class preempts it."""
+    """Number of steps that a lower class may get above its share before a higher class preempts it."""
     max_steps_in_flight: int = 1
-    """Maximum number of steps that are formed before the reply to the first of them."""
+    """Maximum number of steps in flight: formed, but without a reply."""
     max_long_prefill_tokens: int | None = None
     """Maximum number of tokens of one prompt in a step while other prompts wait; None: no limit."""
     separate: bool = False
-    """Whether a step computes either prompts or decoding requests, never both."""
+    """Whether each step computes either prompts or decoding requests, never both."""
     preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE
     swap_block_cost_tokens: float = 4.0
-    """Number of tokens computed in the time that swapping one block out and in takes."""
+    """Number of tokens that can be computed in the time of swapping one block out and in."""
     static_batching: bool = False
     """Whether a new batch is admitted only after the previous one has finished; a baseline for comparisons."""
     max_running_per_tenant: int | None = None
-    """Maximum number of requests of a tenant that hold or held a slot; None: no limit. Beams of a search that has a
-    slot do not count.
-    """
+    """Maximum number of unfinished requests of a tenant that have had a slot, without further beams; None: no limit."""
     max_running_of_tenant: dict[str, int] = field(default_factory=dict)
-    """Tenant -> its own limit."""
+    """Tenant -> its own limit in place of `max_running_per_tenant`."""
     num_schedulers: int = 1
     """Number of schedulers (one per replica) that share class weights and tenant limits."""
     batch_waiting_time: float = 0.0
-    """Seconds to wait after the first arrival for a batch to fill."""
+    """Maximum number of seconds after the first arrival in which a batch may fill."""
 
     @property
     def weight_divisor(self) -> int:
-        """Divisor of a class's weight here while the class exceeds its share across all schedulers.
-
-        With a divisor of twice the number of schedulers, a class that has all other schedulers to itself still gets its
-        share of the whole, if that share is at most half of what it gets there.
+        """Divisor of a class's weight here while the class exceeds its share across all schedulers. Twice the number of
+        schedulers keeps the share of a class that has all other schedulers to itself, if it is at most half.
         """
         return min(2 * self.num_schedulers, MAX_WEIGHT_DIVISOR) if self.num_schedulers > 1 else 1

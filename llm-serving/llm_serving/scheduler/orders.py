@@ -1,4 +1,4 @@
-"""Orders: which request of a class is admitted next, and the virtual token counters of fair sharing among tenants."""
+"""Orders of admission within a class, and the virtual token counters of fair sharing among tenants."""
 
 from __future__ import annotations
 
@@ -9,36 +9,28 @@ from llm_serving.core.enums import OrderName
 from llm_serving.core.request import Request
 
 MEMORY: Final = 16
-"""Number of finished requests of a tenant after which a request has weight 1/e."""
+"""Time constant, in finished requests, of the moving average of output lengths."""
 MAX_TENANTS: Final = 10_000
 PROMPT_TOKENS_A_STEP: Final = 64
-"""Number of prompt tokens that delay other requests as much as one decode step. Prompt tokens are
-computed many at a time.
-"""
+"""Number of prompt tokens that delay other requests as much as one decode step."""
 NO_DEADLINE_S: Final = 86_400.0
-"""Seconds from arrival to the assumed deadline of a request without a deadline, if its class has no SLO."""
+"""Seconds from arrival to the assumed deadline of a request that has no deadline and whose class has no SLO."""
 OUTPUT_TOKEN_WEIGHT: Final = 2
-"""Service of a generated token, relative to a computed prompt token, as in the paper."""
+"""Service of a generated token relative to a computed prompt token, as in the paper of `TenantTokenCounters`."""
 
 
 class Order(Protocol):
-    """Sorts the waiting requests of a class.
-
-    An order never affects a bound on waiting: of `max_overtakes` + 1 admissions of a class, one is its oldest request.
-    """
+    """Sorts the waiting requests of a class. One of `max_overtakes` + 1 admissions is the oldest request anyway."""
 
     shares_fairly: bool
-    """Whether the tenant with the least service goes first. The sort key then orders the requests of one tenant."""
+    """Whether the tenant with the least service goes first. `sort_key` then orders the requests of one tenant."""
 
     def sort_key(self, request: Request) -> float:
-        """Return the sort key, smaller first. Ties are broken by arrival, shifted by priority.
-
-        The scheduler calls it on arrival, and again after a reload.
-        """
+        """Return the sort key, smaller first. Equal keys are ordered by arrival, shifted by priority."""
 
     @property
     def record_finished(self) -> Callable[[Request], None] | None:
-        """Learns from the length of a finished request; None if the order does not depend on lengths."""
+        """Callback that learns from the length of a finished request; None if the order ignores lengths."""
 
 
 class ArrivalOrder:
@@ -53,7 +45,7 @@ class ArrivalOrder:
 
 
 class FairOrder:
-    """The tenant with the least service goes first; its requests in order of arrival."""
+    """The tenant with the least service goes first, with its requests in order of arrival."""
 
     shares_fairly = True
     record_finished = None
@@ -61,16 +53,15 @@ class FairOrder:
 
 
 class ShortestOrder:
-    """Shortest job first, which gives the lowest mean wait.
-
-    A request's predicted length is the mean of its tenant and class, at most its `max_tokens`.
+    """Shortest job first, which gives the lowest mean wait. The predicted length is the mean output length of the
+    tenant in the class, at most the request's `max_tokens`.
     """
 
     shares_fairly = False
 
     def __init__(self) -> None:
         self._mean_lengths: dict[tuple[str, str], float] = {}
-        """(class, tenant) -> mean output tokens; the most recently updated `MAX_TENANTS` are kept."""
+        """(class, tenant) -> mean number of output tokens. The `MAX_TENANTS` most recently updated are kept."""
 
     def sort_key(self, request: Request) -> float:
         most = request.sampling.max_tokens
@@ -110,11 +101,9 @@ ORDERS: Final[dict[str, Callable[[], Order]]] = {
 
 
 class TenantTokenCounters:
-    """Virtual token counters of the tenants of a class. The waiting tenant with the smallest counter goes next.
+    """Virtual token counters of a class's tenants. The waiting tenant with the smallest counter goes next.
 
-    See Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. Tokens that are recomputed after a
-    preemption count again. Above `MAX_TENANTS`, the tenants with the least service are dropped, because they gain least
-    from a new counter.
+    Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. Recomputed tokens count again.
     """
 
     def __init__(self) -> None:
@@ -133,9 +122,8 @@ class TenantTokenCounters:
             self._evict()
 
     def join(self, tenant: str, least_waiting: int | None) -> None:
-        """Raise the counter of a tenant that begins to wait to the minimum among waiting tenants.
-
-        `least_waiting` is None if no tenant waits. Then the counter of the tenant that stopped waiting last is used.
+        """Raise the counter of a tenant that begins to wait to `least_waiting`, the minimum among waiting tenants;
+        None: to the counter of the tenant that stopped waiting last.
         """
         if least_waiting is None and self._last_to_leave is not None:
             least_waiting = self.served(self._last_to_leave)
@@ -145,11 +133,10 @@ class TenantTokenCounters:
             self._evict()
 
     def leave(self, tenant: str) -> None:
-        """Record that the tenant has no more waiting requests."""
         self._last_to_leave = tenant
 
     def _evict(self) -> None:
-        """Drop half of the tenants at once, so that it is rarely needed."""
+        """Keep the half of `MAX_TENANTS` with the most service. The others gain least from a new counter."""
         most_last = sorted(self._served, key=self._served.__getitem__)
         kept = most_last[-(MAX_TENANTS // 2) :]
         self._served = {name: self._served[name] for name in kept if self._served[name] > self._floor}

@@ -1,4 +1,4 @@
-"""Policies: the stage that a step begins with, prefill or decode, within the scheduler's bounds."""
+"""Policies: whether a step begins with prefill or decode, within the scheduler's bounds."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ class Preference(enum.Enum):
     PREFILL_FIRST = enum.auto()
     DECODE_FIRST = enum.auto()
     DECODE_ONLY = enum.auto()
-    """Prompts are computed only if no request can decode."""
+    """The step computes prompts only if no request can decode."""
 
 
 class PolicyInput(NamedTuple):
-    """The state before a step that policies may depend on."""
+    """The state of a scheduler before a step, as far as a policy may depend on it."""
 
     num_decoding: int
-    """Number of running requests past their prompt."""
+    """Number of running requests whose prompt is complete."""
     prompts_wait: bool
-    """Whether a prompt, or a part of one, remains to be computed."""
 
 
 class Policy(Protocol):
@@ -34,18 +33,19 @@ class Policy(Protocol):
     max_prompt_gap: int | None
     """Maximum number of consecutive steps that begin with decoding although prompts wait; None: `max_prefill_gap`."""
     fills_steps: bool
-    """Whether prefills get the budget that decoding leaves in every step."""
+    """Whether prefills get the token budget that decoding leaves in each step."""
     honours_classes: bool
-    """Whether classes and priorities order requests. If not, they run in order of arrival."""
+    """Whether classes and priorities order requests. If not, requests run in order of arrival."""
 
     def prefer(self, load: PolicyInput) -> Preference:
-        """Return what the next step begins with. The scheduler calls it once per step, so a policy may count steps."""
+        """Return the stage that the next step begins with. The scheduler calls it once per step; a policy may count the
+        calls.
+        """
 
 
 class PrefillFirst:
-    """Prefill before decode: early first tokens, and a decoding batch that fills quickly.
-
-    A decoding request is left out of at most `max_consecutive_prefill_steps` consecutive steps.
+    """Prefill before decode, for early first tokens. At most `max_consecutive_prefill_steps` steps in a row leave out a
+    decoding request.
     """
 
     honours_classes = True
@@ -61,9 +61,8 @@ class PrefillFirst:
 
 
 class DecodeFirst:
-    """Decode before prefill: the smoothest streams, the latest first tokens.
-
-    Prompts are computed when no request decodes, and at least every `max_consecutive_decode_steps` steps.
+    """Decode before prefill, for smooth streams. Prompts run when no request decodes or `max_prefill_gap` steps had
+    none.
     """
 
     honours_classes = True
@@ -80,9 +79,7 @@ class DecodeFirst:
 
 
 class Mixed:
-    """Every running request in every step. Chunked prefills fill the rest of the token budget, as in Sarathi-Serve
-    (Agrawal et al. 2024).
-    """
+    """Decode, then fill the token budget with chunked prefills, as in Sarathi-Serve (Agrawal et al. 2024)."""
 
     honours_classes = True
     max_decode_gap = 1
@@ -98,10 +95,9 @@ class Mixed:
 
 
 class Throughput:
-    """Prefill once the empty slots of decode steps have cost as much as a prefill step delays decoding requests.
-
-    MindIE's rule: a prefill step delays every decoding request by the time of a prompt; a decode step while prompts
-    wait wastes its time on every empty slot.
+    """Prefill once the empty slots of decode steps have cost as much time as a prefill step takes from decoding
+    requests. MindIE's rule: a prefill step delays each decoding request by the time of a prompt; a decode step while
+    prompts wait wastes its time in each empty slot.
     """
 
     honours_classes = True
@@ -127,7 +123,7 @@ class Throughput:
 
 
 class Fcfs:
-    """First come, first served: running requests, then prompts in order of arrival, for all priorities."""
+    """First come, first served: decode, then prompts in order of arrival. Priorities have no effect."""
 
     honours_classes = False
     max_decode_gap = 1

@@ -33,30 +33,28 @@ class Preemptor:
         self.preempted: list[Request] = []
         """Requests preempted since the last `pop_preempted`, once for each preemption."""
         self._preemptions: list[Preemption] = []
-        """One for each entry of `preempted`."""
 
     def pop_preempted(self) -> tuple[list[Request], list[Preemption]]:
-        """Return the requests preempted since the last call, once for each preemption, and the preemptions."""
+        """Return and clear the preempted requests, once for each preemption, and the preemptions."""
         popped = self.preempted, self._preemptions
         self.preempted, self._preemptions = [], []
         return popped
 
     def adopt(self, other: Preemptor) -> None:
-        """Add the unreported preemptions of another preemptor."""
+        """Take over the unreported preemptions of the preemptor before a reload."""
         self.preempted, self._preemptions = other.pop_preempted()
 
     def preempt_for(self, request: Request, parent: Request | None, plan: StepPlan) -> bool:
-        """Preempt running requests so that a waiting one has room. Return False if that is impossible."""
+        """Preempt running requests to make room for a waiting one. Return False if there cannot be room."""
         victims = self._find_victims(request, parent)
         for victim in victims:
             self.preempt(victim, plan, request)
         return bool(victims)
 
     def ensure_blocks(self, request: Request, plan: StepPlan) -> bool:
-        """Allocate blocks for the next step of a running request. Return False if it was preempted itself.
-
-        Other requests are preempted in `preemption_order`. Protected requests are never preempted for blocks: they hold
-        all blocks from their admission, or a whole window of unshared blocks.
+        """Allocate blocks for the next step of a running request. Return False if the request itself was preempted.
+        Protected requests keep their slots: each got all its blocks, or a whole window of unshared blocks, at its
+        admission.
         """
         if self._blocks.has_sliding_window:
             self._slots.free_outside_window(request)
@@ -84,9 +82,8 @@ class Preemptor:
         self._waiting_requests.requeue(request)
 
     def _find_victims(self, request: Request, parent: Request | None) -> list[Request]:
-        """Return a minimal set of running requests whose preemption makes room; empty if none does.
-
-        They are paused, or of a lower class and beyond its entitled share.
+        """Return a minimal set of running requests whose preemption makes room; empty if no set does. Victims are
+        paused, or are of a lower class and exceed the share of that class.
         """
         slots = self._slots
         entitled = self._entitled(request.request_class)
@@ -106,9 +103,8 @@ class Preemptor:
         return request.request_class.rank < other.request_class.rank and not self._slots.is_protected(other)
 
     def _entitled(self, by: RequestClass) -> set[Request]:
-        """Return the running requests of classes below `by` that fit into the share of their class.
-
-        Protected requests count first, then those that are first in the order.
+        """Return the running requests of classes below `by` that fit into the share of their class, protected ones
+        first.
         """
         slots, sharing = self._slots, self._sharing
         entitled: set[Request] = set()

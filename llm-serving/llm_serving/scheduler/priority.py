@@ -12,7 +12,7 @@ from llm_serving.scheduler.waiting import WaitingRequests
 
 
 class PriorityChanger:
-    """Moves requests within and between classes without breaking the wait bound of any other request."""
+    """Moves requests within and between classes and keeps the wait bounds of all other requests."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class PriorityChanger:
         return True
 
     def _set_class(self, request: Request, priority: int, request_class: RequestClass, step: int) -> None:
-        """Move the request to the class now; its age is kept."""
+        """Move the request into the class. The steps since its arrival still count."""
         clocks = self._waiting_requests.queue.clocks
         age = clocks[request.request_class.name] - request.arrival_clock
         request.priority, request.request_class = priority, request_class

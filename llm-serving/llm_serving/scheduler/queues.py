@@ -17,11 +17,11 @@ from llm_serving.scheduler.policies import Policy
 _Key = tuple[float, ...]
 
 MIN_HEAP: Final = 64
-"""Heaps up to this size are not cleaned of outdated entries."""
+"""A heap of at most this many entries keeps its outdated entries."""
 
 
 class _Entry(NamedTuple):
-    """One stay of a request in the queue. Entries of earlier stays may remain in the heaps until they are cleaned."""
+    """One stay of a request in a class's queue. Entries of earlier stays may remain in the heaps for a time."""
 
     key: _Key
     stay: int
@@ -31,7 +31,7 @@ class _Entry(NamedTuple):
 class _TenantEntry(NamedTuple):
     served: int
     key: _Key
-    """Key of the tenant's first request."""
+    """Key of the tenant's first waiting request."""
     tenant: str
 
 
@@ -39,10 +39,8 @@ _Heap = list[_Entry]
 
 
 class ClassQueue:
-    """Waiting requests of one class. Requests that ran before go first, then the order decides.
-
-    The order may bypass the oldest request at most `max_overtakes` consecutive times. Outdated heap entries are dropped
-    later.
+    """Waiting requests of one class. Requests that ran before go first, then the order decides. It may pass over the
+    oldest request at most `max_overtakes` times in a row.
     """
 
     def __init__(self, request_class: RequestClass, max_overtakes: int, order: Order) -> None:
@@ -51,7 +49,7 @@ class ClassQueue:
         self._order = order
         self._max_overtakes = max_overtakes
         self._num_bypasses = 0
-        """Number of times that the oldest request was bypassed."""
+        """Number of consecutive admissions that passed over the oldest request."""
         self._members: dict[str, _Entry] = {}
         self._num_stays = 0
         self._returning: _Heap = []
@@ -59,11 +57,11 @@ class ClassQueue:
         """Number of members that ran before."""
         self._by_arrival: _Heap = []
         self._by_tenant: dict[str, _Heap] = {}
-        """Tenant -> heap of entries; all under one name if the order does not share among tenants."""
+        """Tenant -> heap of entries. All are under "" if the order does not share among tenants."""
         self._tenants: list[_TenantEntry] = []
-        """Heap of waiting tenants; entries may be outdated."""
+        """Heap of waiting tenants; some entries are outdated."""
         self._tenant_entries: dict[str, _TenantEntry] = {}
-        """The valid entry of each tenant."""
+        """Tenant -> its valid entry."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -80,7 +78,7 @@ class ClassQueue:
         return not self._members or self._num_bypasses < self._max_overtakes
 
     def record_bypass(self) -> None:
-        """Count a running request that entered the class ahead of the waiting ones."""
+        """Count a request that entered the class ahead of the waiting ones."""
         if self._members:
             self._num_bypasses += 1
 
@@ -129,7 +127,9 @@ class ClassQueue:
         return self._first(self._by_tenant[tenant])
 
     def arrival_clock(self) -> int | None:
-        """Return the earlier `arrival_clock` of the first returning and the oldest new request; None without either."""
+        """Return the earliest `arrival_clock` of the first returning and the oldest new request; None if the queue is
+        empty.
+        """
         returning, oldest = self._first(self._returning), self._first(self._by_arrival)
         if returning is None or oldest is None:
             first = returning or oldest
@@ -137,7 +137,7 @@ class ClassQueue:
         return min(returning.arrival_clock, oldest.arrival_clock)
 
     def pop(self, request: Request) -> None:
-        """Remove an admitted request."""
+        """Remove an admitted request, and count it if it passed over the oldest one."""
         if not request.has_run and request is not self._first(self._by_arrival):
             self._num_bypasses += 1
         self.discard(request)
@@ -198,20 +198,18 @@ class ClassQueue:
 class WaitingQueue:
     """The queues of all classes. Higher classes go first, but none starves.
 
-    A class whose oldest request has waited `ageing_steps` shares with higher classes by weight. Shares keep their
-    meaning under overload, while a priority that grows with age would degenerate to first come, first served once the
-    backlog is older than the ageing time.
-
-    Each class has a clock that counts the steps that could schedule it. Waits are measured by it.
+    A class whose oldest request has waited `ageing_steps` shares with higher classes by weight. (A priority that grows
+    with age would become first come, first served under overload.) The clock of a class counts the steps that could
+    schedule it, and measures waits.
     """
 
     def __init__(self, classes: Sequence[RequestClass], limits: SchedulerLimits, order: Order, num_blocks: int) -> None:
-        """`classes`: in ascending order of rank; `num_blocks`: of the cache."""
+        """`classes`: in ascending order of rank. `num_blocks`: blocks of the KV cache."""
         self.queues = {each.name: ClassQueue(each, limits.max_overtakes, order) for each in classes}
         self.sharing = WeightedFairSharing(classes, limits, num_blocks)
         self.clocks = dict.fromkeys(self.queues, 0)
         self.service: dict[tuple[str, str], int] = {}
-        """(class, tenant) -> service that has not been reported to other schedulers yet."""
+        """(class, tenant) -> charged tokens that have not been reported to other schedulers yet."""
         self._shares_among_tenants = order.shares_fairly
 
     def __len__(self) -> int:
@@ -226,13 +224,9 @@ class WaitingQueue:
     def update_contenders(
         self, closed: Collection[str], held: Mapping[str, int], aged_prefills: Collection[str] = ()
     ) -> list[str]:
-        """Determine which classes contend, after any change and before methods of `sharing` are called. Return classes
-        with a waiting request that may be admitted.
-
-        Args:
-            closed: Classes at their share limit.
-            held: Running slots of each class.
-            aged_prefills: Classes with a prompt that has been incomplete for `ageing_steps` since its admission.
+        """Determine which classes contend, and return the classes with a waiting request that may be admitted. To be
+        called after any change, before methods of `sharing`. `closed`: classes at their share limit. `held`: class ->
+        running slots. `aged_prefills`: classes with a prompt that is incomplete `ageing_steps` after its admission.
         """
         waiting, aged = [], [*aged_prefills]
         for name, queue in self.queues.items():
@@ -249,7 +243,7 @@ class WaitingQueue:
         return None if name is None else self.queues[name].peek()
 
     def charge(self, charges: Mapping[tuple[str, str], int]) -> None:
-        """Charge tenants for tokens, by class and tenant. Generated tokens are weighted by `OUTPUT_TOKEN_WEIGHT`."""
+        """Charge tokens: (class, tenant) -> number, in which a generated token counts `OUTPUT_TOKEN_WEIGHT`."""
         if not self._shares_among_tenants:
             return
         for (name, tenant), num_tokens in charges.items():
@@ -258,7 +252,7 @@ class WaitingQueue:
                 self.service[name, tenant] = self.service.get((name, tenant), 0) + num_tokens
 
     def charge_remote(self, service: Mapping[tuple[str, str], int]) -> None:
-        """Charge service that other replicas delivered, by class and tenant."""
+        """Charge tokens that other replicas computed: (class, tenant) -> number."""
         if not self._shares_among_tenants:
             return
         for (name, tenant), num_tokens in service.items():
@@ -266,18 +260,18 @@ class WaitingQueue:
                 queue.token_counters.charge(tenant, num_tokens)
 
     def tick(self, closed: Collection[str]) -> None:
-        """Advance the clocks of the classes that a formed step could schedule."""
+        """Advance the clocks of all classes not in `closed`, which the formed step could schedule."""
         for name in self.clocks:
             if name not in closed:
                 self.clocks[name] += 1
 
 
 Key = tuple[int, float, int, int]
-"""(rank of the class, key of the order, step of arrival adjusted by the priority, sequence)."""
+"""(rank of the class, key of the order, step of arrival shifted by the priority, sequence)."""
 
 
 class QueueKeys:
-    """Sort keys of requests: by class, then by the order, then by arrival adjusted by the priority."""
+    """Computes the sort keys of requests: by class, then by the order, then by arrival shifted by the priority."""
 
     def __init__(self, policy: Policy, order: Order, limits: SchedulerLimits) -> None:
         self._honours_classes = policy.honours_classes
@@ -285,7 +279,6 @@ class QueueKeys:
         self._max_priority_boost = limits.max_head_start_steps
 
     def key_of(self, request: Request) -> Key:
-        """Return the key of a request whose class is set."""
         rank = request.request_class.rank
         if not self._honours_classes:
             return rank, 0.0, 0, request.sequence
@@ -302,7 +295,7 @@ class QueueKeys:
         return rank, order_key, step + self._priority_boost(request), sequence
 
     def _priority_boost(self, request: Request) -> int:
-        """Return the steps by which the priority shifts a request within its class; negative means forward."""
+        """Return the steps by which the priority shifts a request within its class; negative: forward."""
         if not self._honours_classes:
             return 0
         boost = (request.priority - request.request_class.rank) * request.request_class.ageing_steps

@@ -1,4 +1,4 @@
-"""The running requests: the slots and blocks that each class holds, and per-step data of each request."""
+"""The running requests, the slots and blocks that each class holds, and a snapshot of them for one step."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ ADMISSION_NUMBER: Final = attrgetter("admission_number")
 
 
 class RunningSlots:
-    """Running requests in the order of their keys. At most `max_num_seqs` hold slots."""
+    """The running requests, sorted by key. At most `max_num_seqs` hold slots."""
 
     def __init__(self, limits: SchedulerLimits, blocks: BlockManager, classes: Sequence[RequestClass]) -> None:
         self.running: list[Request] = []
         """Sorted by `queue_key`."""
         self.slots_by_class = {each.name: 0 for each in classes}
         self.blocks_by_class = dict(self.slots_by_class)
-        """Number of blocks in the tables of these requests. A block that two requests share counts twice."""
+        """Class -> number of blocks in the tables of its running requests. A block in two tables counts twice."""
         self._limits = limits
         self._blocks = blocks
         self._ranks = {each.name: each.rank for each in classes}
         self._max_running = limits.max_num_seqs
-        """Above `max_num_seqs` while more requests run than a reload allows."""
+        """Maximum number of running requests; above `max_num_seqs` while more run than a reload allows."""
 
     def __len__(self) -> int:
         return len(self.running)
@@ -58,7 +58,9 @@ class RunningSlots:
 
     @contextmanager
     def reinserting(self, request: Request) -> Iterator[None]:
-        """Sort a running request again after its key or class changed inside the context."""
+        """Context manager in which the key or class of a running request may change; sorts the request again at the
+        end.
+        """
         runs = request.status is RUNNING
         if runs:
             self.running.remove(request)
@@ -89,14 +91,13 @@ class RunningSlots:
         return self._blocks.can_grow(request.request_id, self.num_tokens_to_allocate(request))
 
     def num_blocks_to_admit(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> int:
-        """Return how many free blocks a request needs, or would after the requests `without` were preempted."""
+        """Return how many free blocks a request needs if the requests `without` are preempted."""
         num_tokens, is_protected = self.num_tokens_to_allocate(request), self.is_protected(request)
         return self._blocks.num_blocks_to_admit(request, num_tokens, parent, without, guaranteed=is_protected)
 
     def has_room_for(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> bool:
-        """Return whether slots and blocks are free for a request, or would be after preempting the requests `without`.
-
-        One block for each running request stays free, so none is preempted before it has filled a block.
+        """Return whether slots and blocks are free for a request if the requests `without` are preempted. One block for
+        each running request stays free, so that each can fill a block before a preemption.
         """
         num_running = len(self.running) - len(without)
         if num_running >= self._limits.max_num_seqs:
@@ -104,7 +105,7 @@ class RunningSlots:
         return self.num_blocks_to_admit(request, parent, without) + num_running <= self._blocks.pool.num_free_blocks
 
     def is_at_limit(self, request: Request, share: RequestClass) -> bool:
-        """Return whether the request would exceed `max_running_share` or `max_kv_share` of this class."""
+        """Return whether the request would exceed `max_running_share` or `max_kv_share` of the class `share`."""
         if share.max_running_share == 1.0 and share.max_kv_share == 1.0:
             return False
         members = [other for other in self.running if other.request_class is share and not other.paused]
@@ -125,11 +126,11 @@ class RunningSlots:
         return any(number and self._ranks[name] > request_class.rank for name, number in self.slots_by_class.items())
 
     def num_tokens_to_allocate(self, request: Request) -> int:
-        """Return the number of tokens that need blocks; for a protected request, all that it can ever have."""
+        """Return the number of tokens that need blocks now; for a protected request, the most that it can ever have."""
         return request.max_num_tokens if self.is_protected(request) else request.num_tokens
 
     def is_protected(self, request: Request) -> bool:
-        """Return whether it was preempted `max_preemptions` times, so that it must not be preempted again."""
+        """Return whether the request was preempted `max_preemptions` times, so that it must not be preempted again."""
         return request.num_preemptions >= self._limits.max_preemptions
 
     def check_integrity(self) -> None:
@@ -151,10 +152,7 @@ class RunningSlots:
 
 
 class RunningSnapshot:
-    """The running requests grouped by what they need in a step. Valid until one is added, removed or computed.
-
-    The numbers of each request are computed once for both stages, because requests are many and steps are short.
-    """
+    """The running requests grouped by what they need in a step. Valid until one is added, removed or computed."""
 
     __slots__ = ("decoding", "least_scheduled_step", "num_decoding", "prefilling")
 
@@ -162,11 +160,11 @@ class RunningSnapshot:
         self.decoding: list[Request] = []
         """Requests that can get a token in this step."""
         self.prefilling: list[Request] = []
-        """Requests with more than the latest token to compute, in order of admission."""
+        """Requests that must compute more than their latest token, in order of admission."""
         self.num_decoding = 0
-        """Number of requests past their prompt, whether or not they can get a token in this step."""
+        """Number of requests whose prompt is complete, whether or not they can get a token in this step."""
         self.least_scheduled_step: int | None = None
-        """The earliest `last_scheduled_step` of `decoding`."""
+        """The earliest `last_scheduled_step` among `decoding`; None if it is empty."""
         for request in requests:
             in_flight = request.num_tokens_in_flight
             num_output = len(request.output_token_ids) + in_flight
@@ -189,6 +187,6 @@ class RunningSnapshot:
 
 
 def preemption_order(running: Sequence[Request]) -> Iterator[Request]:
-    """Yield running requests in preemption order: paused ones first, then by descending key."""
+    """Yield running requests in the order in which they are preempted: paused ones first, then by descending key."""
     yield from [request for request in reversed(running) if request.paused]
     yield from [request for request in reversed(running) if not request.paused]

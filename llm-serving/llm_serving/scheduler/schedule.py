@@ -1,4 +1,4 @@
-"""One step: its plan while it is being formed, the resulting schedule, and the requests that it left waiting."""
+"""One step: its plan while it is being formed, the resulting schedule, and the request that it could not admit."""
 
 from __future__ import annotations
 
@@ -31,22 +31,20 @@ class WaitReason(enum.StrEnum):
 
 
 NO_ROOM: Final = (WaitReason.BUDGET, WaitReason.PROMPTS)
-"""Reasons that concern only this step: a step with fewer earlier tokens might have admitted the request."""
+"""Reasons that hold for one step only: with fewer tokens before it, the request might have been admitted."""
 
 
 class Blocked(NamedTuple):
-    """The next request to admit, which did not fit into a step. While it waits, requests of all classes wait, except
-    those of classes at their share limit.
-    """
+    """The next request to admit, which has no room in a step, and why. Classes below their share limit wait for it."""
 
     request_id: str | None
     """None if the reason concerns all requests."""
     class_name: str | None
     reason: WaitReason
     holding_class: str | None = None
-    """The other class that holds most slots, if any."""
+    """The other class that holds the most slots; None if no other class holds any."""
     closed_classes: tuple[str, ...] = ()
-    """Classes at their share limit, which were skipped."""
+    """Classes at their share limit, which the step skipped."""
     full_tenants: tuple[str, ...] = ()
     """Tenants at their concurrency limit. Their further requests block no other request."""
 
@@ -68,7 +66,7 @@ class ScheduledRow(NamedTuple):
 
     request: Request
     num_computed: int
-    """Number of tokens in the cache before the step."""
+    """Number of tokens in the KV cache before the step."""
     query_len: int
     """Number of tokens that the step computes."""
     num_samples: int
@@ -87,7 +85,7 @@ class ScheduledRow(NamedTuple):
 
 
 class PromptResults(NamedTuple):
-    """The results of a row for the prompt of its request."""
+    """What a step returns about the prompt of one row's request."""
 
     row: int
     start: int
@@ -101,7 +99,7 @@ class PromptResults(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A formed step. `Scheduler.schedule` returns it, and `Scheduler.update` takes it with the sampled tokens."""
+    """A formed step. `Scheduler.schedule` returns it; `Scheduler.update` takes it with the sampled tokens."""
 
     step: int
     rows: list[ScheduledRow]
@@ -112,21 +110,18 @@ class Schedule:
     preempted: list[Request] = field(default_factory=list)
     """Requests preempted since the previous schedule, once for each preemption."""
     preemptions: list[Preemption] = field(default_factory=list)
-    """One for each entry of `preempted`."""
     prompt_results: list[PromptResults] = field(default_factory=list)
-    """In the order of the rows."""
     has_draft_tokens: bool = False
     migrating: list[ScheduledRow] = field(default_factory=list)
     """Rows whose requests migrate to another replica after the reply, unless they finish with it."""
     exports: list[BlockMove] = field(default_factory=list)
-    """Moves of their blocks, executed after the rows are computed."""
+    """Moves of the blocks of `migrating`, executed after the rows are computed."""
     num_bound_violations: int = 0
-    """Number of requests whose wait has just exceeded a bound; 0 unless the scheduler has a defect."""
+    """Number of waits and gaps that exceeded a bound in this step; more than 0 is a defect of the scheduler."""
     num_tokens: int = field(init=False)
     num_samples: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Compute sums that are read several times per step. Indexing is fastest for many rows."""
         object.__setattr__(self, "num_tokens", sum(map(itemgetter(2), self.rows)))
         object.__setattr__(self, "num_samples", sum(map(itemgetter(3), self.rows)))
 
@@ -141,19 +136,18 @@ class StepPlan:
         self.budget = budget
         """Number of tokens that can still be added."""
         self.closed_classes: set[str] = set()
-        """Classes at their share limit."""
         self.first_class: str | None = None
-        """The class whose prompts come first, if several contend."""
+        """The class whose prompts come first if several contend; None: the highest."""
         self.blocked: Blocked | None = None
         self.changes_running = False
-        """Whether a request was admitted or preempted."""
+        """Whether the step admitted or preempted a request."""
         self.has_draft_tokens = False
         self.considers_prompts = False
         """Whether the prefill stage ran."""
         self.rows: dict[str, ScheduledRow] = {}
         """Request id -> row, in the order of the step. Other classes only read them."""
         self.prefills: set[str] = set()
-        """Requests of which the step computes a part of the prompt."""
+        """Ids of requests of which the step computes a part of the prompt."""
         self._max_prefills = max_prefills
 
     @property
@@ -165,7 +159,7 @@ class StepPlan:
         return request_class.name != self.first_class, request_class.rank
 
     def add_decode(self, request: Request) -> None:
-        """Add a row of one token for a decoding request. No effect if the step already has a row of the request."""
+        """Add a row of one token for a decoding request, unless the step has a row of the request."""
         if request.request_id not in self.rows:
             row = (request, request.num_computed_tokens, 1, 1, request.num_preemptions)
             # Half the cost of calling ScheduledRow.
@@ -173,7 +167,7 @@ class StepPlan:
             self.budget -= 1
 
     def add_prefill(self, request: Request, num_tokens: int) -> None:
-        """Add a row of `num_tokens`, or extend the request's row to as many, if the budget allows; otherwise fewer."""
+        """Set the row of a request to its next `num_tokens` tokens, or to as many as the budget allows."""
         before, start = self.rows.get(request.request_id), request.num_computed_tokens
         room = self.budget if before is None else self.budget + before.query_len
         query_len = min(num_tokens, room)
@@ -223,9 +217,7 @@ def _blocked_in_queue(plan: StepPlan, waiting_requests: WaitingRequests, slots: 
 
 
 def _or_no_slot(blocked: Blocked, waiting_requests: WaitingRequests, slots: RunningSlots) -> Blocked:
-    """Replace the reason by SLOTS if no slot is free either, because a step with more tokens would
-    not have admitted it.
-    """
+    """Replace the reason by SLOTS if all slots are taken: a step with more tokens would not have admitted it either."""
     assert blocked.class_name is not None
     own = waiting_requests.queue.queues[blocked.class_name].request_class
     if not slots.is_full or slots.has_lower_class(own):
@@ -250,9 +242,8 @@ def collect_prompt_results(rows: Sequence[ScheduledRow]) -> list[PromptResults]:
 
 
 def plan_exports(rows: Sequence[ScheduledRow], blocks: BlockManager) -> tuple[list[ScheduledRow], list[BlockMove]]:
-    """Return the rows whose requests migrate after this step, and the moves that export their blocks.
-
-    A request migrates with its first token, if it is not the last one and the transfer pool has room.
+    """Return the rows whose requests migrate after this step, and the moves that export their blocks. A request
+    migrates with its first token, unless that is its last one or the transfer pool has no room.
     """
     migrating: list[ScheduledRow] = []
     exports: list[BlockMove] = []
@@ -270,9 +261,8 @@ def plan_exports(rows: Sequence[ScheduledRow], blocks: BlockManager) -> tuple[li
 
 
 def add_draft_tokens(plan: StepPlan, blocks: BlockManager) -> None:
-    """Add draft tokens to the decoding rows, higher classes first, while their block tables have room.
-
-    A step that computes a prompt gets no drafts, so that drafts delay no prompt.
+    """Add draft tokens to the decoding rows, higher classes first, as far as their block tables have room. A step with
+    a prompt gets none, because they would delay it.
     """
     if plan.prefills:
         return
@@ -285,10 +275,9 @@ def add_draft_tokens(plan: StepPlan, blocks: BlockManager) -> None:
 
 
 def count_accepted_tokens(draft_token_ids: Sequence[int], token_ids: Sequence[int]) -> int:
-    """Return how many tokens a reply adds to a request: the first token and one for each accepted draft token.
-
-    `token_ids` were sampled after the latest token and after each draft token. They are negative if no token was
-    possible.
+    """Return how many tokens a reply adds to a request: the first one, and one for each accepted draft token.
+    `token_ids` were sampled after the latest token and after each draft token; a negative id means that the request's
+    constraints allowed no token.
     """
     count = 1
     for chosen, draft, following in zip(token_ids, draft_token_ids, token_ids[1:], strict=False):

@@ -33,13 +33,10 @@ from llm_serving.scheduler.tenant_limits import SlotDemand
 class Scheduler:
     """Continuous batching over one KV cache.
 
-    One rule covers prompts, chunks of prompts, decoding and the return of preempted requests: bring
-    `num_computed_tokens` up to `num_tokens`. The policy selects the stage that a step begins with; the request classes
-    decide which requests go first.
-
-    `schedule` may run one step ahead of the results: it counts the tokens that submitted steps will sample
-    (`Request.num_tokens_in_flight`). A WorkAgent runs steps strictly in order, so a freed block can be reused at once:
-    a submitted step has finished with the block before its next owner first writes it.
+    One rule covers prompts, chunks, decoding and preempted requests: bring `num_computed_tokens` up to `num_tokens`.
+    The policy selects the stage that a step begins with; request classes decide which requests go first. `schedule` may
+    run ahead of the results (`Request.num_tokens_in_flight`). A WorkAgent runs steps strictly in order, so a freed
+    block can be reused at once: a submitted step has finished with it before its next owner writes it.
     """
 
     def __init__(
@@ -50,10 +47,10 @@ class Scheduler:
         classes: Sequence[RequestClass],
         order: Order | None = None,
     ) -> None:
-        """`classes`: in ascending order of rank; `order`: within a class, by arrival if None."""
+        """`classes`: in ascending order of rank. `order`: order of admission within a class; None: by arrival."""
         self.blocks = blocks
         self._requests: dict[str, Request] = {}
-        """All unfinished requests, by id."""
+        """Request id -> unfinished request."""
         rules = SchedulingRules(limits, policy, classes, order or ArrivalOrder(), blocks.prefix_caching)
         self._use_components(SchedulerComponents(rules, blocks, self._requests))
         self._num_beams = 0
@@ -62,7 +59,7 @@ class Scheduler:
         self._num_migrating = 0
         self._step = 0
         self._usage_step = 0
-        """The next step at the last `pop_class_usage`."""
+        """Number of the next step at the last `pop_class_usage`."""
         self.blocked: Blocked | None = None
         """The request that the last `schedule` could not admit, and why; None if none was blocked."""
 
@@ -73,7 +70,6 @@ class Scheduler:
         self.waiting, self.slots, self.bounds = components.waiting, components.slots, components.bounds
         self.waiting_requests = components.waiting_requests
         self.running = self.slots.running
-        """Running requests, sorted by `queue_key`."""
         self.prefill, self.decode, self._preemptor = components.prefill, components.decode, components.preemptor
         self._closed_classes: set[str] = set()
         """Classes at their share limit when requests were last admitted."""
@@ -81,11 +77,11 @@ class Scheduler:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def reload(self, rules: SchedulingRules) -> None:
-        """Apply other rules from the next step on. `max_preemptions` and the sliding window cannot change.
+        """Apply other rules from the next step on. `max_preemptions` and the sliding window must not change.
 
-        Running requests keep their slots: if there are fewer slots now, no request is admitted until enough of them
-        have finished. Waiting requests are queued again in order of arrival, as if they arrived now. New bounds replace
-        earlier ones. Past service is dropped, but an order of the same kind keeps what it has learned.
+        Running requests keep their slots; above the new limit, no request is admitted until enough have finished.
+        Waiting requests queue again in order of arrival with new bounds. Charged service is dropped; an order of the
+        same type keeps what it has learned.
         """
         self._use_components(self._components.reload(rules, self._step))
 
@@ -114,16 +110,17 @@ class Scheduler:
             self.waiting_requests.enqueue(request)
 
     def set_draft_tokens(self, request: Request, token_ids: list[int]) -> None:
-        """Set the draft tokens that may follow the latest token of a request, replacing earlier ones.
-
-        The next step consumes all of them. It verifies those for which prompts and other requests leave room.
+        """Replace the draft tokens that may follow the latest token of a request. The next step consumes all of them,
+        and verifies those that fit beside prompts and other requests.
         """
         if request.status is RUNNING and not request.num_tokens_in_flight and not request.wants_migration:
             request.draft_token_ids = token_ids
             self._num_with_drafts += 1
 
     def schedule(self, now: float) -> Schedule | None:
-        """Form the next step at `now`, on the clock of `Request.arrival_time`; None if no request can be computed."""
+        """Form the next step; None if no request can be computed. `now`: seconds on the clock of
+        `Request.arrival_time`.
+        """
         # A reload may have lowered the budget below the number of running requests; each gets one token.
         budget = max(self.limits.max_num_batched_tokens, len(self.running))
         plan = StepPlan(self._step, now, budget, self.limits.max_prefill_seqs)
@@ -163,10 +160,8 @@ class Scheduler:
         )
 
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
-        """Apply the tokens that a step sampled, in the order of its sampling rows.
-
-        Return the requests that got a token, in row order, then those that finish with their prompt results, without
-        those that finished before the reply.
+        """Apply the tokens that a step sampled, in the order of its sampling rows. Return the unfinished requests that
+        got a token, in row order, then those that finish with their prompt results.
         """
         self._confirm(schedule.rows)
         assert schedule.num_samples == len(token_ids), f"{len(token_ids)} tokens for {schedule.num_samples} samples"
@@ -223,9 +218,8 @@ class Scheduler:
         return finished
 
     def pause(self, request: Request) -> None:
-        """Stop scheduling a request without tokens in flight until `resume`.
-
-        Other requests preempt it first, so beams that wait for each other never block each other.
+        """Stop scheduling a request without tokens in flight until `resume`. Paused requests are preempted first, so
+        beams that wait for each other never block each other.
         """
         assert request.num_tokens_in_flight == 0
         request.paused = True
@@ -242,16 +236,16 @@ class Scheduler:
     def set_priority(self, request: Request, priority: int) -> bool:
         """Change the priority of a request, and perhaps its class. Return whether it has the priority now.
 
-        Within its class it is sorted by its arrival adjusted by the new priority, so repeated changes gain nothing. In
-        another class it queues behind the waiting requests there, though its own wait counts from its arrival. If it
-        ran before, it goes ahead of them: this needs a free bypass and a class below its share limit.
+        Within its class the new priority shifts its arrival, so repeated changes gain nothing. In another class it
+        queues behind the waiting requests. If it ran before, it goes ahead of them, which needs a free bypass and a
+        class below its share limit.
         """
         if request.is_finished:
             return False
         return self._components.priority_changer.set_priority(request, priority, self._step)
 
     def set_deadline(self, request: Request, deadline: float | None) -> None:
-        """Change the deadline of a request. Its position in the queue changes when its queue key is next computed."""
+        """Change the deadline of a request. Its position changes when its queue key is next computed."""
         request.deadline = deadline
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -267,7 +261,7 @@ class Scheduler:
             self.order.record_finished(request)
 
     def migrate_out(self, request: Request) -> Transfer:
-        """Remove a request whose exporting step has been replied to. Return its state for the next replica."""
+        """Remove a request after the reply to the step that exported it, and return its state for the next replica."""
         transfer = self.blocks.transfer_pool.hand_over(request.request_id)
         self._remove(request)
         return replace(transfer, num_waited=request.num_steps_waited or 0, num_preemptions=request.num_preemptions)
@@ -292,10 +286,8 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
 
     def reset_cache(self) -> None:
-        """Requeue all running requests after KV cache, host pool and the steps in flight were lost.
-
-        They wait ahead of new requests, as after a preemption, but no preemption is counted. Blocks to import are
-        dropped.
+        """Requeue all running requests, ahead of new ones, after KV cache, host pool and steps in flight were lost.
+        This counts no preemption and drops the imports of blocks.
         """
         self.blocks.reset()
         for request in self._requests.values():
@@ -312,7 +304,7 @@ class Scheduler:
     # --- sharing with the schedulers of other replicas --------------------------------------------------------------
 
     def charge_remote_service(self, service: Mapping[tuple[str, str], int]) -> None:
-        """Charge service of other replicas, see `pop_service`. It affects the order within a class, but no bound."""
+        """Charge service of other replicas (see `pop_service`). It affects the order within a class, but no bound."""
         self.waiting.charge_remote(service)
 
     def pop_service(self) -> dict[tuple[str, str], int]:
@@ -364,7 +356,7 @@ class Scheduler:
         return self._closed_classes
 
     def held_by_tenant_limits(self) -> Iterator[Request]:
-        """Yield requests that a tenant's limit excludes from `waiting`."""
+        """Yield the requests that a tenant's limit keeps out of `waiting`."""
         return self.waiting_requests.tenant_limiter.held_requests()
 
     def unstarted_slot_holders(self) -> list[str]:
@@ -392,7 +384,7 @@ class Scheduler:
         return not (special or limited or self.blocks.has_sliding_window or self.limits.static_batching)
 
     def fast_forward_step(self, charges: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> None:
-        """Count a decode-only step (simulator). `charges` by class and tenant, `tokens` by class."""
+        """Count a decode-only step (simulator). `charges`: (class, tenant) -> tokens. `tokens`: class -> tokens."""
         self.waiting.charge(charges)
         self.waiting.sharing.charge(self.slots.slots_by_class, tokens, self.slots.blocks_by_class, (), ())
         self.decode.num_steps_without_prefill = 0

@@ -51,9 +51,8 @@ class DecodeStage:
                 plan.add_decode(request)
 
     def preference(self, running: RunningSnapshot, has_prompts: bool, step: int) -> Preference:
-        """Return the policy's preference, unless a bound requires another one.
-
-        `running` is the state before the step; `has_prompts`: whether a prompt, or a part of one, is to be computed.
+        """Return the policy's preference, or the one that a bound on gaps requires. `running`: state before the step.
+        `has_prompts`: whether a prompt, or a part of one, remains to be computed.
         """
         preference = self._policy.prefer(PolicyInput(running.num_decoding, has_prompts))
         last = running.least_scheduled_step
@@ -74,7 +73,7 @@ class DecodeStage:
         )
 
     def count_gap_violations(self, plan: StepPlan, running: RunningSnapshot, has_prompts: bool) -> int:
-        """Record a formed step, and count the bounds on gaps that it violates. `running`: before the step."""
+        """Record a formed step, and count the bounds on gaps that it violates. `running`: state before the step."""
         self.num_steps_without_prefill = 0 if plan.prefills or not has_prompts else self.num_steps_without_prefill + 1
         last = plan.number
         for request in running.decoding:
@@ -86,16 +85,14 @@ class DecodeStage:
         return num_violations
 
     def _breaks_prompt_gap(self, prompt: Request, step: int) -> bool:
-        """Return whether this step is the first that leaves out a running prompt for too long."""
+        """Return whether this step is the first that exceeds the maximum gap of a running prompt."""
         since = max(prompt.last_scheduled_step, prompt.class_change_step)
         return step - since == self._max_prompt_gaps[prompt.request_class.name] + 1
 
 
 class PrefillStage:
-    """Schedules unfinished prompts of running requests, and admits waiting requests.
-
-    Higher classes go first, unless fair sharing selects another one. Long prompts leave room for others
-    (`max_long_prefill_tokens`).
+    """Schedules unfinished prompts of running requests, and admits waiting requests. Higher classes go first, unless
+    fair sharing selects another one.
     """
 
     def __init__(
@@ -107,7 +104,7 @@ class PrefillStage:
         preemptor: Preemptor,
         requests: Mapping[str, Request],
     ) -> None:
-        """`requests`: all unfinished requests by id, which contain the parents of forks."""
+        """`requests`: id -> unfinished request; it contains the parents of forks."""
         self._limits = limits
         self._blocks = blocks
         self._slots = slots
@@ -116,7 +113,7 @@ class PrefillStage:
         self._requests = requests
 
     def schedule(self, plan: StepPlan, running: RunningSnapshot) -> None:
-        """Fill the step with prefills. `running`: before this stage."""
+        """Fill the step with prefills. `running`: state before this stage."""
         plan.considers_prompts = True
         admits = not (self._limits.static_batching and self._slots.running)
         waits_for_a_batch = self._limits.batch_waiting_time > 0.0 and self.batch_wait_s(plan.now) > 0.0
@@ -143,7 +140,7 @@ class PrefillStage:
                 plan.add_prefill(request, self._num_computable(request))
 
     def batch_wait_s(self, now: float) -> float:
-        """Return the seconds until waiting requests are admitted although the batch is not full; 0: now."""
+        """Return the seconds until the waiting requests are admitted even if the batch is not full; 0: now."""
         limits, queue = self._limits, self._waiting_requests.queue
         if limits.batch_waiting_time == 0.0 or len(queue) == 0:
             return 0.0
@@ -154,9 +151,7 @@ class PrefillStage:
         return max(0.0, limits.batch_waiting_time - (now - oldest))
 
     def parent_of(self, request: Request) -> Request | None:
-        """Return the running request from which this one was forked, so that it can share its blocks; None if there is
-        none.
-        """
+        """Return the running request whose blocks this fork can share; None if there is none."""
         if request.fork_of is None:
             return None
         parent = self._requests.get(request.fork_of)
@@ -173,9 +168,8 @@ class PrefillStage:
         return unserved
 
     def estimate_tokens(self, request: Request) -> int:
-        """Return how many tokens are computed before the first output token of a waiting request, if it is next.
-
-        Of prefixes that are cached, or that running requests are about to compute, only the missing part counts.
+        """Return how many tokens are computed before the first output token of a waiting request, if it is next. Of
+        prefixes that are cached, or about to be computed by running requests, only the missing part counts.
         """
         num_tokens = request.num_tokens
         estimate = num_tokens - self._blocks.num_prefix_hit_tokens(request)
@@ -189,7 +183,7 @@ class PrefillStage:
         return max(1, estimate)
 
     def _first_class(self, prompts: list[Request], plan: StepPlan) -> str | None:
-        """Return the class whose prompts come first, if several contend: the one with the lowest prefill usage."""
+        """Return the contending class with the lowest prefill usage, whose prompts come first; None: no two contend."""
         queue, closed = self._waiting_requests.queue, plan.closed_classes
         names = set()
         for request in prompts:
@@ -203,10 +197,8 @@ class PrefillStage:
         return queue.sharing.next_prefill_class(names)
 
     def _admit(self, plan: StepPlan, capped: list[Request], before: RequestClass | None = None) -> None:
-        """Admit waiting requests in order until the first one that has no room. No other request bypasses it.
-
-        `capped` collects requests whose prefill was shortened by `max_long_prefill_tokens`. With `before`, only
-        requests of classes whose prompts come before this class are admitted.
+        """Admit waiting requests in order until the first one that has no room. `capped` collects requests whose
+        prefill `max_long_prefill_tokens` shortened. `before`: admit only classes whose prompts come before this class.
         """
         slots, queue = self._slots, self._waiting_requests.queue
         plan.blocked = None
@@ -252,7 +244,7 @@ class PrefillStage:
         slots.add(request)
 
     def _schedule_prefill(self, request: Request, plan: StepPlan, capped: list[Request]) -> None:
-        """Add the prompt with at most its share of the step. `capped` requests may get more at the end."""
+        """Add at most `max_long_prefill_tokens` of a prompt to the step. Requests with more are added to `capped`."""
         if self._blocks.has_sliding_window and not self._preemptor.ensure_blocks(request, plan):
             return
         share = self._limits.max_long_prefill_tokens or plan.budget

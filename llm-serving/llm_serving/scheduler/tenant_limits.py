@@ -17,22 +17,19 @@ _Key = tuple[float, ...]
 
 
 class LimiterChanges(NamedTuple):
-    """The effects of an event on requests that have not had a slot yet."""
+    """The requests without a slot that an event moves out of the queue (`held`) or into it (`released`)."""
 
     held: list[Request]
-    """Requests that must leave the queue."""
     released: list[Request]
-    """Requests that enter the queue."""
 
 
 class SlotDemand(NamedTuple):
-    """Use of and demand for a tenant's slots at one scheduler. Its limit applies to all schedulers together."""
+    """Use of and demand for a tenant's slots at one scheduler. The limit applies to all schedulers together."""
 
     limit: int
     num_leased: int
-    """Slots of the limit that are leased to this scheduler."""
+    """Number of the limit's slots that are leased to this scheduler."""
     num_active: int
-    """Leased slots in use."""
     num_waiting: int
 
 
@@ -43,12 +40,12 @@ class _Tenant:
         self.name = name
         self.limit = limit
         self.num_leased = 0 if limits.num_schedulers > 1 else limit
-        """Number of slots that it may use here."""
+        """Number of slots that the tenant may use at this scheduler."""
         self.sharing = WeightedFairSharing(classes, replace(limits, max_num_seqs=max(1, limit), num_schedulers=1), 1)
         self.active: dict[int, Request] = {}
         """`Request.sequence` -> request that was admitted and has not finished, running or preempted."""
         self.released: dict[str, dict[int, Request]] = {}
-        """Class -> sequence -> request that may wait in the queue."""
+        """Class -> `Request.sequence` -> request that may wait in the queue."""
         self.held: dict[str, list[tuple[_Key, Request]]] = {}
         """Class -> heap of requests that are held back."""
 
@@ -70,19 +67,15 @@ class _Tenant:
 class TenantLimiter:
     """Lets as many requests of a tenant into the queue, in each class, as the tenant may still run.
 
-    So a tenant at its limit blocks no other request in the queue. When one of its requests finishes, the first held
-    request of each class is released. A request that had a slot counts until it finishes and is never held.
-
-    The classes of a tenant share its limit as all classes share the server: a lower class whose next request has waited
-    `ageing_steps` shares with higher ones by weight. When it is next, the free slots are reserved for it, and it is
-    charged for them as for slots in use.
-
-    If several schedulers serve, they share the limit of a tenant. A scheduler may use the slots that are leased to it,
-    and returns a slot that a request frees.
+    So a tenant at its limit blocks no other request. When one of its requests finishes, the first held request of each
+    class is released. A request that had a slot counts until it finishes and is never held. The classes of a tenant
+    share its limit by weight, as all classes share the server; when an aged lower class is next, the free slots are
+    reserved for it and charged to it. Several schedulers share the limit by leases: each may use its leased slots, and
+    returns one when a request finishes.
     """
 
     def __init__(self, limits: SchedulerLimits, classes: Sequence[RequestClass], clocks: Mapping[str, int]) -> None:
-        """`classes`: in ascending order of rank; `clocks`: steps that could schedule each class."""
+        """`classes`: in ascending order of rank. `clocks`: class -> number of steps that could schedule it."""
         self._limits = limits
         self._classes = tuple(classes)
         self._clocks = clocks
@@ -90,17 +83,15 @@ class TenantLimiter:
         self._full: dict[str, _Tenant] = {}
         """Tenants with held requests, which are few even if there are many tenants."""
         self.full_tenants: tuple[str, ...] = ()
-        """Names of the tenants with held requests."""
         self.is_active = limits.max_running_per_tenant is not None or bool(limits.max_running_of_tenant)
-        """Whether any tenant has a limit. If not, no event needs to be reported to the limiter."""
+        """Whether any tenant has a limit. If not, the scheduler reports no events to the limiter."""
         self._uses_leases = limits.num_schedulers > 1
         self._changed_tenants: dict[str, None] = {}
-        """Tenants whose demand changed since `pop_demand`; only with leases."""
+        """Tenants whose demand changed since `pop_demand`, as an ordered set; empty without leases."""
 
     def add(self, request: Request) -> LimiterChanges | None:
-        """Add a request that has not had a slot yet.
-
-        Return None if its tenant has no limit, or the request brought a slot from another scheduler.
+        """Add a request that has not had a slot yet. Return None if its tenant has no limit, or if the request brought
+        a slot from another scheduler.
         """
         tenant = self._tenant(request.tenant)
         if tenant is None or request.sequence in tenant.active:
@@ -146,7 +137,7 @@ class TenantLimiter:
         return changes
 
     def adjust_leases(self, more: Mapping[str, int]) -> LimiterChanges:
-        """Add leased slots to tenants, or remove some (negative numbers). Slots in use stay."""
+        """Add leased slots to tenants; negative numbers remove some. Slots in use stay."""
         changes = LimiterChanges([], [])
         for name, number in more.items():
             tenant = self._tenant(name)
@@ -171,7 +162,7 @@ class TenantLimiter:
         return bool(self._changed_tenants)
 
     def adopt(self, before: TenantLimiter) -> None:
-        """Adopt slots in use and leases after a reload."""
+        """Take over slots in use and leases from the limiter before a reload."""
         for name, tenant in before._tenants.items():
             if (mine := self._tenant(name)) is not None:
                 mine.active.update(tenant.active)
@@ -194,7 +185,6 @@ class TenantLimiter:
         return changes
 
     def holds_slot(self, request: Request) -> bool:
-        """Return whether the request counts against the limit of its tenant."""
         tenant = self._tenants.get(request.tenant)
         return tenant is not None and request.sequence in tenant.active
 
@@ -244,7 +234,7 @@ class TenantLimiter:
         self.full_tenants = tuple(sorted(self._full))
 
     def _class_due(self, tenant: _Tenant) -> str | None:
-        """Return the lower class that is next; None if the highest waiting one is next."""
+        """Return the tenant's class that is next; None if that is the highest waiting one."""
         waiting, slots = self._update_contenders(tenant)
         name = tenant.sharing.next_class(waiting, slots, dict.fromkeys(slots, 0))
         return None if not waiting or name == waiting[0] else name

@@ -13,9 +13,8 @@ from llm_serving.scheduler.tenant_limits import LimiterChanges, TenantLimiter
 
 
 class WaitingRequests:
-    """Requests in the queue, held by the limiter of their tenant, waiting for the parent of their fork, or paused.
-
-    A request that enters the queue gets its wait bound then, and the monitor watches it.
+    """Requests in the queue, held by the limiter of their tenant, waiting for the parent of their fork, or paused. A
+    request gets its wait bound when it enters the queue.
     """
 
     def __init__(
@@ -30,14 +29,12 @@ class WaitingRequests:
         """Requests that were preempted while paused. They wait for `resume`, not for a slot."""
         self.num_arrivals = 0
         self.num_admitted = 0
-        """Number of admissions so far."""
         self._slots = slots
 
     def __iter__(self) -> Iterator[Request]:
         return chain(self.queue, *self.forks.values(), self.tenant_limiter.held_requests(), self.paused)
 
     def add_fork(self, request: Request, parent: Request) -> None:
-        """Let a request wait for the prompt of its parent."""
         self.forks.setdefault(parent.request_id, []).append(request)
 
     def release_forks(self, parent: Request) -> None:
@@ -49,10 +46,8 @@ class WaitingRequests:
         return {request.sequence: self.monitor.num_steps_waited(request) for request in self.queue}
 
     def adopt(self, before: WaitingRequests, num_waited: Mapping[int, int], requests: Iterable[Request]) -> None:
-        """Adopt all waiting requests after a reload, in order of arrival, as if they arrived now.
-
-        They get new wait bounds, but the steps that they have waited count: `num_waited` is the result of
-        `before.num_steps_waited` under the old rules. `requests` are all unfinished ones, including running ones.
+        """Take over all waiting requests after a reload, in order of arrival, with new wait bounds. The steps
+        `num_waited`, the earlier result of `before.num_steps_waited`, count. `requests`: all unfinished ones.
         """
         self.forks, self.paused = before.forks, before.paused
         self.num_arrivals, self.num_admitted = before.num_arrivals, before.num_admitted
@@ -65,7 +60,6 @@ class WaitingRequests:
             self.enqueue(request, num_waited.get(request.sequence, 0))
 
     def pause(self, request: Request) -> None:
-        """Move a queued request to the paused ones."""
         self.queue.discard(request)
         self.paused.append(request)
 
@@ -76,9 +70,8 @@ class WaitingRequests:
             self.enqueue(request)
 
     def enqueue(self, request: Request, num_waited: int = 0) -> None:
-        """Queue a request that has waited `num_waited` steps already, or hold it back if its tenant is at its limit.
-
-        A held request has no wait bound.
+        """Queue a request that has waited `num_waited` steps already, or hold it back, without a wait bound, if its
+        tenant is at its limit.
         """
         is_limited = self.tenant_limiter.is_active and not request.has_run
         changes = self.tenant_limiter.add(request) if is_limited else None
@@ -96,7 +89,7 @@ class WaitingRequests:
         self.enqueue(request, num_waited)
 
     def requeue(self, request: Request) -> None:
-        """Queue a preempted request, or keep it aside while it is paused."""
+        """Queue a preempted request; if it is paused, add it to `paused` instead."""
         request.status = RequestStatus.WAITING
         if request.paused:
             self.paused.append(request)
@@ -124,7 +117,7 @@ class WaitingRequests:
             siblings.remove(request)
 
     def apply_limiter_changes(self, changes: LimiterChanges, but: Request | None = None) -> None:
-        """Remove held requests from the queue, and queue released ones (except `but`) behind those that wait."""
+        """Remove held requests from the queue, and queue released ones, except `but`, behind those that wait."""
         for request in changes.held:
             self.queue.discard(request)
             self.monitor.forget(request)
