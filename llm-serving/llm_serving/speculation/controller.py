@@ -1,8 +1,7 @@
-"""Decides which requests get draft tokens, how many, and whether speculative decoding pays at all.
+"""Decides which requests get draft tokens, how many, and whether speculative decoding raises the throughput.
 
-An accepted draft token saves a step for its request; every draft token adds its cost to the step that verifies it.
-While drafts are proposed, the engine forms no step ahead, because a draft depends on the latest token. Drafts never
-change an answer.
+An accepted draft token saves its request a step. Each draft token prolongs the step that verifies it, and forbids
+forming this step ahead, because a draft depends on the latest token. Drafts never change an answer.
 """
 
 from __future__ import annotations
@@ -28,42 +27,32 @@ from llm_serving.speculation.statistics import (
 )
 
 MIN_NGRAM_RATE: Final = 0.25
-"""Minimum expected acceptance rate of an n-gram draft. With a draft model, which may be better, it is
-`MIN_ACCEPTANCE_RATE`.
-"""
+"""Minimum expected acceptance rate of an n-gram draft without a draft model; with one: `MIN_ACCEPTANCE_RATE`."""
 MAX_RATE: Final = 0.98
 """Maximum expected acceptance rate, for a draft whose tokens were all accepted recently."""
 _BEST_ACCEPTANCE: Final = Acceptance(MAX_RATE, MAX_RATE)
 MIN_PRICE: Final = 1e-3
 """Lower bound of prices and rates whose logarithm is needed."""
 RATE_PARTS: Final = 64
-"""Resolution at which acceptance rates are rounded to cache draft lengths."""
+"""Acceptance rates are rounded down to multiples of 1/RATE_PARTS to cache draft lengths."""
 MAX_DELAY: Final = 0.03
-"""Maximum fraction of the step time that drafts may cost requests without a draft, averaged over
-all running requests.
-"""
+"""Maximum delay of requests without a draft, as a fraction of the step time, averaged over all running requests."""
 HOST_MEMORY: Final = 16
-"""Number of steps after which a measured master time has weight 1/e."""
+"""Time constant, in steps, of the moving average of master times."""
 PROPOSAL_S: Final = 3e-6
-"""Assumed seconds to make the draft of a request, before one was measured."""
+"""Seconds to make the draft of one request, assumed before the first measurement."""
 MIN_SEARCH_STEP_S: Final = 0.004
-"""Minimum step duration for the search for the best draft length. In shorter steps, the search
-would need 1 % of the time.
-"""
+"""Minimum duration of a step in which the best draft length is searched: the search takes 1 % of this time."""
 MIN_CHECKED: Final = 32
-"""With more drafts than this, the controller first checks whether drafts could pay. The check costs as much as this
-number of comparisons.
-"""
+"""Number of matched requests from which the controller first checks whether any drafts could pay."""
 UPDATE_SHARE: Final = 0.005
-"""Fraction of the step time for updates of the n-gram drafts while drafts do not pay."""
+"""Maximum fraction of the step time for updates of the n-gram drafts while drafts do not pay."""
 UPDATE_MEMORY: Final = 16
-"""Number of updates after which a measured one has weight 1/e."""
+"""Time constant, in updates, of the moving average of update times."""
 MAX_UPDATE_PERIOD: Final = 16
-"""Maximum number of steps between two updates. The interval doubles while drafts do not pay, so that the controller
-notices a short break early.
-"""
+"""Maximum number of steps between two updates."""
 MIN_SWEPT: Final = 64
-"""Number of requests beyond which aborted requests are removed whenever a new one is added."""
+"""Number of tracked requests from which new requests trigger the removal of aborted ones."""
 
 
 class DraftCandidate(NamedTuple):
@@ -71,36 +60,32 @@ class DraftCandidate(NamedTuple):
 
     acceptance: Acceptance
     max_tokens: float = math.inf
-    """Upper limit of the draft's length. If a grammar forces the draft: the expected number of forced tokens."""
+    """Maximum length; for a draft that a grammar forces, the expected number of forced tokens."""
     uses_model: bool = False
 
 
 class GainModel:
-    """Compares the tokens that drafts are expected to save with the measured cost of verifying them.
-    `max_draft_tokens`: maximum draft length of a request.
-    """
+    """Compares the tokens that drafts are expected to save with the measured cost of verifying them."""
 
     def __init__(self, max_draft_tokens: int) -> None:
         self.step_s = 0.0
-        """Duration of the latest decode step."""
+        """Seconds of the latest decode step."""
         self._max_draft_tokens = self._max_length = max_draft_tokens
-        """`_max_length`: current maximum length of drafts. It is shorter than `max_draft_tokens` if that yields more
-        tokens per second or delays other requests less.
-        """
+        """Current maximum draft length, at most `max_draft_tokens`: the length with the highest throughput."""
         self._best_drafts = [(each, expected_tokens(_BEST_ACCEPTANCE, each)) for each in {1, max_draft_tokens}]
         """(length, maximum expected number of accepted tokens) of the shortest and of the longest draft."""
         self._step_times = StepTimeModel()
         self._host = MovingAverage(HOST_MEMORY)
-        """Additional duration of a step that is formed after the previous reply."""
+        """Seconds that a step takes longer if it is formed only after the previous reply."""
         self._proposal = MovingAverage(HOST_MEMORY, PROPOSAL_S)
-        """Time to make the draft of a request."""
+        """Seconds to make the draft of one request."""
         self._num_rows = 0
-        """Number of rows of the step that the following fields describe; 0: they are outdated."""
+        """Number of rows of the step to which the following fields belong; 0: they are outdated."""
         self._rows_s = self._token_s = 0.0
         self._plans: dict[tuple[int, int], tuple[int, float]] = {}
 
     def record_step(self, num_tokens: int, seconds: float, host_s: float) -> None:
-        """Record a decode step. `host_s`: additional duration of a step that is formed after the previous reply."""
+        """Record the seconds of a decode step, and the seconds that waiting for the previous reply added (`host_s`)."""
         self._step_times.add(num_tokens, seconds)
         self._num_rows = 0
         self.step_s = seconds
@@ -110,9 +95,7 @@ class GainModel:
         self._proposal.add(seconds)
 
     def prepare(self, num_rows: int, num_drafted: int) -> None:
-        """Set the price of a draft token in a step of `num_rows` rows, assuming that `num_drafted` rows have the
-        longest draft.
-        """
+        """Set the price of a draft token in a step of `num_rows` rows, `num_drafted` of them with the longest draft."""
         if self._num_rows != num_rows:
             self._num_rows, self._plans = num_rows, {}
             self._rows_s = self._step_times.step_s(num_rows)
@@ -120,9 +103,8 @@ class GainModel:
             self._token_s = self._step_times.added_s(num_rows, num_tokens) / num_tokens
 
     def draft_length(self, acceptance: Acceptance, proposing_s: float = 0.0) -> int:
-        """Return the length at which the last draft token's expected gain still covers its cost.
-
-        `proposing_s`: seconds to propose one token.
+        """Return the length at which the last draft token's expected gain still covers its cost. `proposing_s`: seconds
+        to propose one token.
         """
         first, further = min(acceptance.first, MAX_RATE), min(max(acceptance.further, MIN_PRICE), MAX_RATE)
         price = self._num_rows * (self._token_s + proposing_s) / self._rows_s if self._rows_s else 0.0
@@ -131,7 +113,7 @@ class GainModel:
         return min(self._max_length, 1 + int(math.log(max(price, MIN_PRICE) / first) / math.log(further)))
 
     def plan(self, acceptance: Acceptance) -> tuple[int, float]:
-        """Return the best length of a draft that costs nothing to propose, and the expected accepted tokens."""
+        """Return the best length of a draft that costs nothing to propose, and its expected accepted tokens."""
         key = int(RATE_PARTS * acceptance.first), int(RATE_PARTS * acceptance.further)
         if (plan := self._plans.get(key)) is None:
             acceptance = Acceptance(key[0] / RATE_PARTS, key[1] / RATE_PARTS)
@@ -145,8 +127,9 @@ class GainModel:
         """Return whether drafts raise the throughput of a step, and set the best maximum length.
 
         Args:
-            num_drafted: As for `prepare`.
-            num_unmatched: Requests that have just lost their draft. They do not count as delayed.
+            num_drafted: Number of rows with a draft, as for `prepare`.
+            num_unmatched: Number of requests that have just lost their draft. They do not count as delayed.
+            pass_s: Seconds in which the draft model computes one token of each request.
         """
         if not self.step_s or not num_rows:
             return True
@@ -198,7 +181,6 @@ class GainModel:
 
 
 def alike(rate: float) -> Acceptance:
-    """Return equal acceptance rates for all tokens of a draft."""
     return Acceptance(rate, rate)
 
 
@@ -229,13 +211,13 @@ class SpeculationController:
         self._ngram = ngram
         self._min_ngram_rate = MIN_NGRAM_RATE if draft_model is None else MIN_ACCEPTANCE_RATE
         self._predictable: dict[Request, RequestDrafts] = {}
-        """Requests whose n-gram draft has a sufficient acceptance rate."""
+        """Requests whose n-gram draft has at least the minimum acceptance rate."""
         self._constrained: dict[Request, RequestDrafts] = {}
         self.waiting: dict[Request, RequestDrafts] = {}
-        """Requests whose next step is never formed ahead; they get drafts even while drafts do not pay."""
+        """Requests whose steps are never formed ahead. They get drafts even while drafts do not pay."""
         self._update_time = MovingAverage(UPDATE_MEMORY)
         self._update_period = 1
-        """Number of steps between two updates of the n-gram drafts."""
+        """Number of steps between two updates. It doubles while drafts do not pay, up to `MAX_UPDATE_PERIOD`."""
         self._num_steps = 0
         """Number of steps since the last update."""
         self._sweep_at = MIN_SWEPT
@@ -259,9 +241,10 @@ class SpeculationController:
             self._sweep_at = max(MIN_SWEPT, 2 * len(self._ngram.requests))
 
     def propose(self, num_running: int, *, synchronous: bool) -> list[tuple[Request, list[int]]]:
-        """Return draft tokens for the next step. `synchronous`: whether no step is in flight. If not, or while drafts
-        do not pay, only requests whose steps are never formed ahead get drafts. Raise WorkerError if the WorkAgent with
-        the draft model has exited.
+        """Return draft tokens for the next step. `synchronous`: no step is in flight.
+
+        If a step is in flight, or while drafts do not pay, only requests in `waiting` get drafts. Raise WorkerError if
+        the WorkAgent with the draft model has exited.
         """
         pays = synchronous and self.pays
         model = self._model_requests() if pays and self._model is not None else {}
@@ -318,7 +301,7 @@ class SpeculationController:
             self._num_steps = 0
 
     def _update(self, num_rows: int) -> None:
-        """Update the n-gram drafts and decide whether drafts pay. While they do not, update less often."""
+        """Update the n-gram drafts, and decide whether drafts pay. While they do not, update less often."""
         began, step_s = self._now(), self.gain.step_s
         self._remove_aborted()
         if len(self._ngram.matched) >= MIN_CHECKED and not self.gain.could_pay(num_rows):
@@ -366,14 +349,12 @@ class SpeculationController:
         return proposed
 
     def _record_useless(self, request: Request, drafts: RequestDrafts) -> None:
-        """Count a proposal without usable tokens as rejected. Otherwise the model would be called in every step."""
+        """Count a proposal without usable tokens as rejected. Otherwise the model would be called in each step."""
         assert self._model is not None
         self._model.record_verified(drafts, request, 1, 0)
 
     def _propose_for(self, request: Request, drafts: RequestDrafts, model_draft: list[int]) -> list[int]:
-        """Return a request's n-gram draft, or else the draft model's, followed by the tokens that
-        its constraint forces.
-        """
+        """Return a request's n-gram or model draft, followed by the tokens that its constraint forces."""
         output = request.output_token_ids
         token_ids, drafts.proposer = model_draft, Proposer.DRAFT_MODEL
         if request in self._predictable and drafts.compare(output):

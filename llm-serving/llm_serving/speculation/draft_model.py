@@ -17,22 +17,19 @@ logger = get_logger(__name__)
 FIRST_ACCEPTANCE_RATE: Final = 0.75
 """Acceptance rate assumed before any draft token was verified."""
 GLOBAL_RATE_MEMORY: Final = 256
-"""Number of draft tokens after which one has weight 1/e in the acceptance rate of all requests."""
+"""Time constant, in draft tokens, of the moving average of the acceptance rate over all requests."""
 PASS_MEMORY: Final = 32
-"""Number of proposals after which one has weight 1/e in the duration of a pass."""
+"""Time constant, in proposals, of the moving average of the time of a pass."""
 MAX_WORKER_DEATHS: Final = 3
-"""Number of WorkAgent deaths during proposals after which the draft model is no longer used."""
+"""Number of WorkAgent exits during proposals after which the draft model is no longer used."""
 
 
 class DraftModelProposer:
     """Lets a WorkAgent's draft model propose tokens while no step is in flight.
 
     The draft model reads the latest tokens of each request (`DRAFT_WINDOW`) and samples with the request's parameters.
-    One pass computes one more token for every request of the proposal.
-
-    Args:
-        propose: `Executor.propose`.
-        block_size: A draft ends at the latest at the end of the last block of its request.
+    A pass computes one more token for each request. `propose` is `Executor.propose`. A draft ends at the latest with
+    the last block of its request.
     """
 
     def __init__(
@@ -47,15 +44,15 @@ class DraftModelProposer:
         self._num_deaths = 0
         self._pass = MovingAverage(PASS_MEMORY)
         self.acceptance_rate = FIRST_ACCEPTANCE_RATE
-        """Over all requests."""
+        """Moving average over the draft tokens of all requests."""
 
     @property
     def pass_s(self) -> float:
-        """Seconds for one more token of each request; 0 before the first proposal."""
+        """Seconds in which the draft model computes one token of each request; 0 before the first proposal."""
         return self._pass.value
 
     def select(self, candidates: Sequence[Request]) -> list[Request]:
-        """Return the candidates for one proposal: higher classes first, then in order of arrival."""
+        """Return the first `MAX_DRAFT_REQUESTS` candidates: higher classes first, then in order of arrival."""
         if self._num_deaths >= MAX_WORKER_DEATHS:
             return []
         return sorted(candidates, key=_rank)[:MAX_DRAFT_REQUESTS]
@@ -70,8 +67,7 @@ class DraftModelProposer:
         )
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> dict[Request, list[int]]:
-        """Return draft tokens for each request, at most the given number. Requests without room for any are omitted.
-
+        """Return draft tokens for each request, at most the given number; requests without room for any are omitted.
         Raise WorkerError if the WorkAgent has exited.
         """
         counts = [(request, min(count, self._room(request))) for request, count in wanted]

@@ -1,9 +1,8 @@
 """The n-gram proposer: the tokens that followed an earlier occurrence of the same n-gram become the draft.
 
-Saxena, "Prompt Lookup Decoding" (2023), searches the prompt and the output; Hu et al., "SAM Decoding" (2024), also
-searches other texts, and uses the longest match. This proposer approximates the longest match by two lengths. It tries
-in turn: n-grams of twice the length in finished answers, n-grams in the request's own text, n-grams in finished
-answers. The latest match is used, and followed as long as it predicts the output.
+Saxena, "Prompt Lookup Decoding" (2023), searches prompt and output; Hu et al., "SAM Decoding" (2024), also searches
+other texts for the longest match. This proposer tries in turn: n-grams of twice the length in finished answers, n-grams
+in the request's own text, n-grams in finished answers. It follows the latest match while it predicts the output.
 """
 
 from __future__ import annotations
@@ -30,13 +29,11 @@ from llm_serving.speculation.statistics import (
 )
 
 FINISHED_TOKENS: Final = 2**18
-"""Maximum number of tokens of finished answers to keep, over all tenants."""
+"""Maximum number of tokens of all finished answers in the index."""
 MAX_INDEXED_TOKENS: Final = 8192
-"""Number of latest prompt tokens to search."""
+"""Maximum number of prompt tokens to search: the latest ones."""
 INDEX_SHARE: Final = 4
-"""Finished answers are added to the index when their number reaches 1/INDEX_SHARE of the running requests, because
-adding one costs nearly as much as adding many.
-"""
+"""Finished answers enter the index when they are 1/INDEX_SHARE of the rows of a step: one costs as much as many."""
 FAILED_TOKEN: Final = -1
 """Output token of a failed step. The WorkAgent would read it as a reference to a token of the previous step."""
 MATCH_TOKENS: Final = 1.4
@@ -44,11 +41,11 @@ MATCH_TOKENS: Final = 1.4
 LOOKUP_SHARE: Final = 0.0025
 """Fraction of the step time for lookups in rotation."""
 LOOKUP_S: Final = 2.5e-6
-"""Assumed duration of a lookup before one was measured."""
+"""Seconds of a lookup, assumed before the first measurement."""
 LOOKUP_MEMORY: Final = 16
-"""Number of measurements after which one has weight 1/e in the duration of a lookup."""
+"""Time constant, in measurements, of the moving average of lookup times."""
 TOKEN_BITS: Final = 32
-"""An n-gram is one integer with this number of bits per token, which is faster to build and to look up than a tuple."""
+"""Bits per token of an n-gram, which is one integer: faster to build and to look up than a tuple."""
 _FACTOR: Final = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio: its multiples differ in their upper bits (Knuth, TAOCP 3, 6.4)."""
 _BITS: Final = 64
@@ -57,7 +54,7 @@ Int64Array = NDArray[np.int64]
 
 
 class SlotTable(Protocol):
-    """An integer per hash slot; 0 if none was stored."""
+    """An integer for each hash slot; 0: none was stored."""
 
     def __getitem__(self, slot: int, /) -> SupportsInt: ...
 
@@ -65,22 +62,14 @@ class SlotTable(Protocol):
 
 
 def dense_table(num_slots: int) -> Int64Array:
-    """Return a table that allocates memory for all of its slots."""
     return np.full(num_slots, 0, np.int64)
 
 
 class FinishedAnswersIndex:
-    """The latest finished answers, at most `max_tokens` in total. A lookup sees only answers of its own namespace.
+    """The latest finished answers, at most `max_tokens` in total. A lookup finds only answers of its own namespace.
 
-    As in LZ4, the hash of an n-gram selects a slot with the position that followed its last occurrence. A later n-gram
-    overwrites the slot, and a lookup compares the tokens. So a few array operations add many answers, and removing an
-    answer costs nothing.
-
-    Args:
-        length: Tokens of an n-gram; n-grams of twice the length are indexed too.
-        max_tokens: Capacity in tokens.
-        table: Creates the slot table.
-        salt: Maps a namespace to a number that other namespaces are unlikely to have.
+    As in LZ4, the hash of an n-gram selects a slot with the position that followed its last occurrence. Later n-grams
+    overwrite it, and lookups compare the tokens. So a few array operations add many answers, and removal costs nothing.
     """
 
     def __init__(
@@ -118,10 +107,7 @@ class FinishedAnswersIndex:
         return answer, index
 
     def add(self, answers: Sequence[tuple[str, Sequence[int]]]) -> None:
-        """Add answers with their namespaces, and remove the oldest ones. Answers longer than the capacity are skipped.
-
-        Each token gets the slot of the n-gram before it. `find` rejects n-grams that span two answers.
-        """
+        """Add answers as (namespace, tokens), and remove the oldest ones. Answers above `max_tokens` are skipped."""
         first, salts, texts, lengths = self._num_answers + 1, [], [], []
         for answer in answers:
             namespace, tokens = answer
@@ -148,9 +134,8 @@ class FinishedAnswersIndex:
 
 
 class NgramLookup:
-    """The text of one request, and its draft from an n-gram match in that text or in finished answers.
-
-    `advance` runs for each new token and is cheap; `search` indexes the new tokens and searches for a match.
+    """The text of one request, and its draft from an n-gram match in that text or in finished answers. `advance` is
+    cheap and runs for each new token; `search` indexes the new tokens and searches for a match.
     """
 
     def __init__(
@@ -170,7 +155,7 @@ class NgramLookup:
         self._indexed = 0
         """Number of tokens whose n-grams are in `_positions`."""
         self._draft: Sequence[int] | None = None
-        """The text that contains the draft, from `_index`; None: there is no draft."""
+        """The text that contains the draft, from `_index` on; None: there is no draft."""
         self._index = 0
 
     @property
@@ -187,8 +172,8 @@ class NgramLookup:
         return token_ids
 
     def advance(self, token_ids: Sequence[int]) -> tuple[int, bool]:
-        """Append output tokens and compare them with the draft. The first mismatch ends the draft. Return the number of
-        tokens that the draft predicted, and whether it predicted a token wrongly.
+        """Append output tokens and compare them with the draft, which a mismatch ends. Return the number of tokens that
+        the draft predicted, and whether it predicted the next one wrongly.
         """
         self._tokens += token_ids
         self.num_output_tokens += len(token_ids)
@@ -238,9 +223,7 @@ class RequestDrafts(RequestStatistics):
     lookup: NgramLookup
 
     def expected_match_rate(self, num_output_tokens: int) -> float:
-        """Return the probability that a lookup after this number of output tokens finds a draft whose next token is
-        correct.
-        """
+        """Return the probability that a lookup after this number of output tokens predicts the next one."""
         num_seen = self.lookup.num_output_tokens
         known = max(self.match_rate, FIRST_TOKEN_RATE * RATE_DECAY**num_seen)
         return float(known * RATE_DECAY ** (num_output_tokens - num_seen))
@@ -264,13 +247,13 @@ class NgramProposer:
     """The n-gram drafts of all requests of an engine, whether or not they are proposed.
 
     Each output token is compared with its request's draft, so the acceptance rate is known before a draft costs
-    anything. A lookup costs more than a comparison. A request without a draft gets a lookup if the expected gain
-    exceeds the cost; otherwise requests are looked up in rotation, within a fraction of the step time.
+    anything. A request without a draft gets a lookup if its expected gain exceeds its cost, and in rotation within
+    `LOOKUP_SHARE`.
     """
 
     def __init__(self, length: int, finished: FinishedAnswersIndex | None = None, clock: Clock | None = None) -> None:
-        """`finished`: the finished answers to search; None: an index of `FINISHED_TOKENS` tokens, which takes 64 bytes
-        per token. `clock` measures lookups; None: they are assumed to take `LOOKUP_S`.
+        """`finished`: index to search; None: a new one of `FINISHED_TOKENS` tokens, 64 bytes each. `clock` measures
+        lookups; None: each takes `LOOKUP_S`.
         """
         self._length = length
         self._is_timed = clock is not None
@@ -281,9 +264,7 @@ class NgramProposer:
         self.matched: dict[Request, RequestDrafts] = {}
         """Requests with a draft."""
         self.unmatched: dict[Request, RequestDrafts] = {}
-        """Requests without a draft whose lookup may gain more than it costs: new ones, and those
-        that lost their draft.
-        """
+        """Requests without a draft that are new or have just lost one, so that a lookup may gain more than it costs."""
         self.lookup_time = MovingAverage(LOOKUP_MEMORY, LOOKUP_S)
         self._new_answers: list[tuple[str, tuple[int, ...]]] = []
         """(namespace, tokens) of finished answers that are not in the index yet."""
@@ -291,7 +272,7 @@ class NgramProposer:
         """Number of lookups in rotation for which past steps have left time."""
 
     def add_request(self, request: Request, model_rate: float) -> RequestDrafts:
-        """Start tracking a request. `model_rate`: the acceptance rate to assume for the draft model."""
+        """Start tracking a request. `model_rate`: assumed acceptance rate of the draft model."""
         if not self.requests:
             self.add_finished((), 0)
         namespace = cache_namespace(request.tenant, request.cache_salt)
@@ -302,9 +283,8 @@ class NgramProposer:
         return drafts
 
     def add_finished(self, requests: Iterable[Request], num_rows: int) -> None:
-        """Store the answers of finished requests, each up to the first token of a failed step.
-
-        They are added to the index when there are a quarter as many as rows in a step.
+        """Store the answers of finished requests, each up to the first token of a failed step. `num_rows`: rows in a
+        step.
         """
         for request in requests:
             token_ids = tuple(request.output_token_ids)
@@ -316,12 +296,9 @@ class NgramProposer:
             self.finished.add(answers)
 
     def update(self, num_rows: int, num_steps: int, step_s: float, could_pay: Callable[[], bool]) -> bool:
-        """Compare new output tokens with the drafts and look up drafts. Return whether the lookup of some request was
-        expected to gain more than it cost.
-
-        Args:
-            num_steps: Steps since the last update.
-            could_pay: Whether drafts would pay if all were accepted.
+        """Compare new output tokens with the drafts, and look up drafts. Return whether a lookup was expected to gain
+        more than it cost. `num_steps`: steps since the last update. `could_pay`: whether drafts would pay if all were
+        accepted.
         """
         self._compare()
         promising = self._promising(num_rows, step_s)
@@ -343,10 +320,8 @@ class NgramProposer:
                 self.requests.move_to_end(request, last=False)
 
     def _promising(self, num_rows: int, step_s: float) -> list[Request]:
-        """Return unmatched requests whose lookup is expected to gain more than it costs, and drop the others.
-
-        The gain is the token that an accepted draft saves; the cost is the tokens that all rows of a step could compute
-        during the lookup.
+        """Return unmatched requests whose lookup is expected to gain more than it costs, and drop the others. The gain
+        is a saved token, the cost the tokens that all rows of a step could compute during the lookup.
         """
         cost_s = num_rows * self.lookup_time.value
         if cost_s >= step_s:

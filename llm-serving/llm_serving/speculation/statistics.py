@@ -1,8 +1,4 @@
-"""Acceptance rates of one request's draft tokens, and the duration of a step as a function of its tokens.
-
-The controller uses these figures for its decisions. The server-wide counts are metrics, which add the results of the
-controller's `record_verified`.
-"""
+"""Acceptance rates of one request's draft tokens, and a model of the step time as a function of the tokens."""
 
 from __future__ import annotations
 
@@ -12,34 +8,30 @@ from typing import Final, NamedTuple
 from llm_serving.core.enums import Proposer
 
 RATE_MEMORY: Final = 8
-"""Number of draft tokens after which an observation has weight 1/e in an acceptance rate."""
+"""Time constant, in draft tokens, of the moving average of an acceptance rate."""
 RATE_DECAY: Final = 1 - 1 / RATE_MEMORY
 FIRST_TOKEN_RATE: Final = 0.3
-"""Acceptance rate assumed for the first token of a new n-gram match, before one was compared."""
+"""Acceptance rate of the first token of a new n-gram match, assumed before one was compared."""
 FURTHER_TOKEN_RATE: Final = 0.8
-"""As `FIRST_TOKEN_RATE`, for a token after an accepted one."""
+"""Acceptance rate of a token after an accepted one, assumed before one was compared."""
 MIN_ACCEPTANCE_RATE: Final = 0.5
 """Acceptance rate below which a request gets no drafts from the draft model or from its constraint."""
 FIRST_PAUSE_TOKENS: Final = 32
-"""Number of output tokens for which a request gets no drafts from the draft model, after its rate fell below the
-minimum. It doubles with each pause.
-"""
+"""Number of output tokens of a request's first pause from the draft model. Each further pause is twice as long."""
 FIRST_FORCED_TOKENS: Final = 1.0
-"""Forced tokens per step that are assumed before any were verified."""
+"""Number of forced tokens per step, assumed before any were verified."""
 FORCED_MEMORY: Final = 8
-"""Number of steps after which a forced draft has weight 1/e in their average."""
+"""Time constant, in steps, of the moving average of the number of forced tokens."""
 FORCED_MEMORY_TOKENS: Final = 128
-"""Number of output tokens after which an average without new forced drafts has returned to the
-assumption by 1 - 1/e.
-"""
+"""Time constant, in output tokens, with which that average returns to `FIRST_FORCED_TOKENS` without new ones."""
 MAX_OUTLIER: Final = 4
-"""Maximum ratio of a measurement to the average. Larger ones are clipped, because a descheduled thread says little."""
+"""Maximum ratio of a measurement to the average. Larger ones, as of a descheduled thread, are clipped."""
 STEP_DECAY: Final = 1 - 1 / 256
 """Factor by which the weight of a step decreases with each later step."""
 SIZE_DECAY: Final = 1 / 1024
-"""Weight of a step whose size class differs by one; by two, its square."""
+"""Weight of a step whose size class differs by one; if it differs by n, the n-th power."""
 SMALLEST_SIZE: Final = 7
-"""Added to a number of tokens before its power of two determines its size class."""
+"""Number added to a number of tokens before its bit length determines its size class."""
 MIN_VARIANCE: Final = 1e-6
 """Relative variance of the token counts below which the cost of a token cannot be estimated."""
 
@@ -66,16 +58,15 @@ class Acceptance(NamedTuple):
 
 
 def updated_rate(rate: float, num_accepted: int, is_rejected: bool, memory: int = RATE_MEMORY) -> float:
-    """Return an acceptance rate after `num_accepted` accepted tokens and, if `is_rejected`, a rejected one."""
+    """Return the average `rate` after `num_accepted` accepted tokens and, if `is_rejected`, a rejected one."""
     decay = 1 - 1 / memory
     rate = 1 - (1 - rate) * decay**num_accepted
     return float(rate * decay if is_rejected else rate)
 
 
 class MovingAverage:
-    """Exponential moving average of durations in seconds, robust against outliers.
-
-    `memory`: number of measurements after which one has weight 1/e; `value`: assumed before the first.
+    """Exponential moving average of durations in seconds, with clipped outliers. `memory`: time constant in
+    measurements. `value`: assumed before the first one.
     """
 
     __slots__ = ("_memory", "value")
@@ -98,9 +89,9 @@ class RequestStatistics:
     match_rate: float = 0.0
     """Fraction of the latest output tokens that the n-gram draft predicted."""
     forced_rate: float = 1.0
-    """Acceptance rate of tokens that the constraint forces, measured by verification."""
+    """Acceptance rate of tokens that the constraint forces."""
     num_proposed: int = 0
-    """Number of tokens of the latest draft that `proposer` proposed. The constraint forces the tokens after these."""
+    """Number of tokens of the latest draft by `proposer`. The constraint forced the tokens after these."""
     proposer: Proposer = Proposer.NGRAM
     _first: float = field(default=FIRST_TOKEN_RATE, init=False)
     _further: float = field(default=FURTHER_TOKEN_RATE, init=False)
@@ -142,7 +133,7 @@ class RequestStatistics:
         self.forced_rate = updated_rate(self.forced_rate, num_accepted, num_accepted < num_draft_tokens)
 
     def may_use_model(self, num_output_tokens: int) -> bool:
-        """Return whether the draft model is used for the request, and not paused because of a low acceptance rate."""
+        """Return whether the draft model is not paused for the request because of a low acceptance rate."""
         return num_output_tokens >= self._model_resumes_at
 
     def record_model(self, num_draft_tokens: int, num_accepted: int, num_output_tokens: int) -> None:
@@ -157,9 +148,9 @@ class RequestStatistics:
 class StepTimeModel:
     """Predicts the duration of a decode step from its number of tokens.
 
-    If memory bandwidth limits a step, a few more tokens hardly prolong it; if arithmetic does, they prolong it in
-    proportion. So each size class (powers of two) has its own line, fitted by weighted least squares to the latest
-    steps. Steps of other classes count less the more their size differs.
+    A few more tokens prolong a step hardly if memory bandwidth limits it, and in proportion if arithmetic does. So each
+    size class (powers of two) has its own line, fitted by weighted least squares to the latest steps. Steps of other
+    classes have less weight.
     """
 
     def __init__(self) -> None:
@@ -178,7 +169,7 @@ class StepTimeModel:
         sums.products = decay * sums.products + num_tokens * seconds
 
     def step_s(self, num_tokens: float) -> float:
-        """Return the predicted duration of a step in seconds; 0 before the first step."""
+        """Return the predicted seconds of a step; 0 before the first step."""
         weight = tokens = seconds = squares = products = 0.0
         own_size = _size_class(num_tokens)
         for size, sums in self._classes.items():
@@ -198,10 +189,8 @@ class StepTimeModel:
         return max(0.1 * mean_s, mean_s + slope * (num_tokens - mean))
 
     def added_s(self, num_tokens: int, num_more: float) -> float:
-        """Return by how many seconds `num_more` tokens prolong a step of `num_tokens`.
-
-        The result is at most proportional to the tokens. It is 0 while all steps have had the same size, so that drafts
-        are tried once.
+        """Return by how many seconds `num_more` tokens prolong a step of `num_tokens`, at most in proportion. 0 while
+        all steps have had the same size, so that drafts are tried once.
         """
         seconds = self.step_s(num_tokens)
         return min(max(0.0, self.step_s(num_tokens + num_more) - seconds), seconds * num_more / num_tokens)
