@@ -19,17 +19,11 @@ from llm_serving.kvcache.transfer_pool import TransferBlock, TransferPool
 class BlockManager:
     """Allocates the blocks that the tokens of each request need, and frees them.
 
-    The table of a request lists its blocks in order: token i is in block `table[i // block_size]` at offset `i %
-    block_size`. A table only grows until it is freed. If every layer of the model has a sliding window, a request frees
-    the blocks that the window has passed and allocates new ones at the end, so it never holds more than the window and
-    a step.
-
-    Only full blocks are shared: with earlier requests of the same namespace and prefix (found by hash), and with the
-    parent of a fork. A shared block is never written again; a fork that starts inside a block gets a copy of it. With a
-    sliding window, only the blocks to which the token after the shared prefix attends are needed.
-
-    Block moves are collected in the order of the decisions. A step executes them before it computes, so earlier steps
-    still read the old content.
+    Token i of a request is in block `table[i // block_size]` at offset `i % block_size`. If every layer has a sliding
+    window, a request frees the blocks that the window has passed, so it holds at most the window and a step. Only full
+    blocks are shared: with earlier requests of the same namespace and prefix (found by hash), and with the parent of a
+    fork. A shared block is never written again; a fork that starts inside a block gets a copy of it. A step executes
+    the block moves in the order of their decisions before it computes.
     """
 
     def __init__(
@@ -50,18 +44,18 @@ class BlockManager:
         self.window = Window() if window is None else window
         self.max_blocks_per_request = self.window.max_blocks(block_size, num_blocks)
         self.max_request_tokens = self.window.max_request_tokens(block_size, num_blocks)
-        """Length of the longest request that fits into an empty cache."""
+        """Number of tokens of the longest request that fits into an empty cache."""
         self.prefix_caching = prefix_caching
         self._unshared: set[str] = set()
-        """Requests that share no blocks, see `admit`."""
+        """Ids of requests that share no blocks, see `admit`."""
         self._tables: dict[str, BlockTable] = {}
         self._host_tables: dict[str, BlockTable] = {}
         self._import_tables: dict[str, BlockTable] = {}
-        """Request -> its KV blocks in other replicas' transfer pools, for waiting requests."""
+        """Request id -> blocks in other replicas' transfer pools, for waiting requests."""
         self._released_imports: list[TransferBlock] = []
         """Blocks of other replicas' transfer pools that can be reclaimed after the steps formed so far."""
         self._block_hashes: dict[str, list[bytes]] = {}
-        """Request -> hashes of its first full blocks, computed on demand."""
+        """Request id -> hashes of its first full blocks, computed on demand."""
         self._block_moves: list[BlockMove] = []
 
     # --- capacity ---------------------------------------------------------------------------------------------------
@@ -86,7 +80,7 @@ class BlockManager:
         return len(self._tables.get(request_id, ()))
 
     def num_blocks_shared(self, request_id: str) -> int:
-        """Return the number of blocks at the start of the request's table that are shared with other requests."""
+        """Return how many blocks at the start of the request's table are shared with other requests."""
         count, ref_count = 0, self.pool.ref_count
         for block_id in self._tables.get(request_id, ()):
             if ref_count(block_id) == 1:
@@ -125,9 +119,8 @@ class BlockManager:
         *,
         guaranteed: bool = False,
     ) -> int:
-        """Return the number of free blocks that `admit` needs. Shared blocks in use need none.
-
-        With `without`, return how many must be free now if the tables of these requests are freed before `admit`.
+        """Return the number of free blocks that `admit` needs. Blocks that are shared and in use need none. The tables
+        of the requests `without` count as freed before `admit`.
         """
         uses: Counter[int] = Counter()
         num_free = 0
@@ -149,13 +142,12 @@ class BlockManager:
     def admit(
         self, request: Request, num_tokens: int, parent: Request | None = None, *, guaranteed: bool = False
     ) -> int:
-        """Allocate the table of a request that has none. The caller must have checked `num_blocks_to_admit`. Return the
-        number of its tokens that are already computed, at most `Request.max_prefix_hit_tokens`.
+        """Allocate the table of a request that has none, after a check of `num_blocks_to_admit`.
 
-        Args:
-            parent: A running request whose computed prefix is shared.
-            guaranteed: Whether the request must never lack a block up to `num_tokens`. With a sliding window, it then
-                shares no blocks, because it recycles its own, and a shared block would not become free.
+        Return the number of its tokens that are already computed, at most `Request.max_prefix_hit_tokens`. `parent` is
+        a running request whose computed prefix is shared. A `guaranteed` request never lacks a block up to
+        `num_tokens`. With a sliding window it shares none: it recycles its own blocks, and a shared one would not
+        become free.
         """
         request_id = request.request_id
         assert request_id not in self._tables, f"request {request_id} has blocks already"
@@ -185,7 +177,7 @@ class BlockManager:
         return self._shared_blocks(request, None, unshared=False).end * self.block_size
 
     def num_common_tokens(self, request: Request, other: Request) -> int:
-        """Return the length of the prefix that a request finds in the cache once `other` has computed it."""
+        """Return the number of prefix tokens that a request finds in the cache once `other` has computed them."""
         if not self.prefix_caching:
             return 0
         ours, theirs = (
@@ -195,14 +187,11 @@ class BlockManager:
         return next(differs, min(len(ours), len(theirs))) * self.block_size
 
     def free_outside_window(self, request_id: str, num_computed: int) -> None:
-        """Free the blocks to which no token after the first `num_computed` attends. These tokens
-        must have been submitted.
-        """
+        """Free the blocks to which no token after the first `num_computed` attends. These must have been submitted."""
         table = self._tables[request_id]
         self.pool.free(table.drop_before(min(self.window.first_block(num_computed, self.block_size), table.end)))
 
     def can_grow(self, request_id: str, num_tokens: int) -> bool:
-        """Return whether there are enough free blocks for `grow`."""
         return self._num_missing_blocks(request_id, num_tokens) <= self.pool.num_free_blocks
 
     def grow(self, request_id: str, num_tokens: int) -> None:
@@ -212,7 +201,9 @@ class BlockManager:
             self._tables[request_id].extend(self.pool.allocate(missing), self.pool)
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Make the full blocks of the first `num_tokens`, which are computed and known, available to other requests."""
+        """Share the full blocks of the first `num_tokens` tokens, which must be computed and known, with other
+        requests.
+        """
         if not self.prefix_caching or request.request_id in self._unshared:
             return
         table = self._tables[request.request_id]
@@ -224,7 +215,7 @@ class BlockManager:
     # --- freeing and swapping ---------------------------------------------------------------------------------------
 
     def free(self, request_id: str) -> None:
-        """Free all blocks of a request, if it has any. The last block is freed first, because it is the least likely
+        """Free all blocks of a request, if it has any. The last block is freed first: it is the least likely to be
         reused.
         """
         if request_id in self._tables:
@@ -268,8 +259,8 @@ class BlockManager:
             self._import_tables[request_id] = BlockTable(transfer.block_ids, transfer.epochs, transfer.start)
 
     def export(self, request_id: str, num_tokens: int) -> list[BlockMove] | None:
-        """Export the blocks that a request needs of its first `num_tokens` to the transfer pool. Return moves for the
-        step that computes the last of these tokens; None if the transfer pool is full.
+        """Export the blocks of the first `num_tokens` tokens that the request still needs to the transfer pool. Return
+        moves for the step that computes the last of these tokens; None if the transfer pool is full.
         """
         table = self._tables[request_id]
         start = max(table.start, self.window.first_block(num_tokens, self.block_size))
@@ -285,10 +276,8 @@ class BlockManager:
         return released
 
     def reset(self) -> None:
-        """Drop all tables, hashes and pending moves, because cache and host pool were lost.
-
-        Blocks that were handed over to other replicas stay valid. Blocks to import are dropped too, because reading
-        them may be the cause of the failure.
+        """Drop all tables, hashes and pending moves, because cache and host pool were lost. Blocks handed over to other
+        replicas stay valid. Imports are dropped, because reading them may be the cause of the loss.
         """
         for request_id in [*self._tables, *self._host_tables, *self._import_tables]:
             self.free(request_id)
@@ -322,8 +311,8 @@ class BlockManager:
         assert all(self.pool.ref_count(block_id) == 1 for block_id in blocks), f"{request_id} would write shared blocks"
 
     def check_readable(self, request_id: str, num_computed: int) -> None:
-        """Raise AssertionError unless the request has the blocks to which the token after
-        `num_computed` others attends.
+        """Raise AssertionError unless the request has the blocks to which the token after `num_computed` others
+        attends.
         """
         table, first = self._tables[request_id], self.window.first_block(num_computed, self.block_size)
         assert table.start <= first, f"the table of {request_id} begins at block {table.start}, it sees block {first}"
@@ -339,9 +328,8 @@ class BlockManager:
         return min(self.num_blocks_for(num_tokens), start + self.max_blocks_per_request)
 
     def _shared_blocks(self, request: Request, parent: Request | None, unshared: bool) -> BlockTable:
-        """Return the full blocks of the longest computed prefix to which the tokens after it attend.
-
-        They come from the parent's table or, by hash, from the pool.
+        """Return the full blocks of the longest computed prefix to which the tokens after it attend, from the parent's
+        table or, by hash, from the pool.
         """
         if unshared:
             return BlockTable()
@@ -378,7 +366,7 @@ class BlockManager:
         return BlockTable(ids[start:best], epochs[start:best], start)
 
     def _num_tokens_shared_with(self, request: Request, parent: Request) -> int:
-        """Return the length of the common prefix that the parent has computed and the request may share."""
+        """Return the number of tokens of the common prefix that the parent has computed and the request may share."""
         most = min(request.max_prefix_hit_tokens, parent.num_confirmed_tokens)
         if request.known_token_ids(0, most) == parent.known_token_ids(0, most):
             return most
@@ -413,9 +401,7 @@ class BlockManager:
         self._released_imports += zip(table.ids[table.start :], table.epochs[table.start :], strict=True)
 
     def _move(self, kind: BlockMoveKind, source: BlockTable, target: BlockTable, start: int, end: int) -> None:
-        """Move the tokens [start, end) from one table to the same entries of another. `start` is
-        the start of a block.
-        """
+        """Move the tokens [start, end) between the same entries of two tables. `start` is the start of a block."""
         self._block_moves += self._moves_of(
             kind, source, target, start // self.block_size, self.num_blocks_for(end), end
         )
@@ -423,7 +409,7 @@ class BlockManager:
     def _moves_of(
         self, kind: BlockMoveKind, source: BlockTable, target: BlockTable, start: int, end: int, num_tokens: int
     ) -> list[BlockMove]:
-        """Return moves of the first `num_tokens` tokens from one table to another, for the entries [start, end)."""
+        """Return moves of the first `num_tokens` tokens between two tables, for the entries [start, end)."""
         moves = []
         for index in range(start, end):
             blocks = source.ids[index], target.ids[index], source.epochs[index], target.epochs[index]

@@ -12,13 +12,13 @@ MAX_EPOCH: Final = 2**31 - 1
 class BlockPool:
     """Allocates and frees block ids 0 .. num_blocks - 1.
 
-    A block is free or has a reference count of at least one; free + used == all at any time. A free block can still be
-    found by its hash until it is allocated again. Blocks without a hash are allocated first, the latest freed one
-    first; then blocks with a hash, the least recently used one first.
+    A block is free or has a reference count of at least one; free + used == all at any time. A free block can be found
+    by its hash until it is allocated again. Blocks without a hash are allocated first, the latest freed one first, then
+    blocks with a hash, the least recently used one first.
     """
 
     def __init__(self, num_blocks: int, last_epoch: int = 0) -> None:
-        """`last_epoch`: the first epoch is the next number."""
+        """`last_epoch`: number before the epoch of the first allocation."""
         self.num_blocks = num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         """In order of allocation."""

@@ -11,13 +11,10 @@ from llm_serving.kvcache.block_pool import BlockPool
 
 
 class BlockTable:
-    """Block ids in token order, each with the epoch of its allocation.
+    """Block ids in token order, each with the epoch of its allocation, as two arrays of 32-bit integers.
 
-    A WorkAgent tags each block with the epoch of its writer. So it detects if two requests write one block, or a
-    request reads a block that was allocated again. Both are 32-bit arrays, so the tables of a step are copied as a
-    whole.
-
-    The first `start` entries have no block, because the sliding window has passed them.
+    The first `start` entries have no block, because the sliding window has passed them. A WorkAgent tags each block
+    with its writer's epoch, to detect two writers of a block, and readers of a block that was allocated again.
     """
 
     __slots__ = ("epochs", "ids", "start")
@@ -40,7 +37,7 @@ class BlockTable:
         self.epochs.extend(map(pool.epoch, block_ids))
 
     def drop_before(self, start: int) -> list[int]:
-        """Remove the blocks of the entries before `start`, and return them."""
+        """Remove the blocks of the entries before `start`, and return their ids."""
         first, count = self.start, start - self.start
         if count <= 0:
             return []
@@ -73,7 +70,7 @@ def namespace_hash(namespace: str) -> bytes:
 def block_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the hash of the block that holds `token_ids` after the block with the hash `previous`.
 
-    Keys and values depend on all earlier tokens, so the hashes of a sequence form a chain. The hash is cryptographic,
-    because clients choose the tokens and must not be able to construct two texts with the same block hash.
+    Hashes form a chain, because keys and values depend on all earlier tokens. They are cryptographic, because clients
+    choose the tokens and must not find two texts with the same block hash.
     """
     return blake2b(previous + array("i", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()

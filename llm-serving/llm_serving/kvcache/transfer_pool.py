@@ -16,27 +16,22 @@ TransferBlock = tuple[int, int]
 class TransferPool:
     """Allocates the blocks of one replica's part of the transfer pool.
 
-    Only this replica's WorkAgent writes them, in the order of its steps. So a block can be allocated again as soon as
-    its reader has reclaimed it, because earlier steps are done before the next owner's first write.
-
-    A block is free, pending (there is no reply yet to its exporting step) or handed over to another replica.
-
-    Args:
-        num_blocks: Number of blocks; 0: no request migrates.
-        first: Id of the first block in the transfer pool.
-        last_epoch: Epochs start after it. Engines that use the same part one after the other get different epochs.
+    A block is free, pending (no reply yet to its exporting step) or handed over to another replica. Only this replica's
+    WorkAgent writes it, in the order of steps, so it can be allocated again once its reader has reclaimed it. With 0
+    `num_blocks` no request migrates. `first`: id of the first block. `last_epoch`: number before the first epoch, so
+    that successive engines that use the same part have different epochs.
     """
 
     def __init__(self, num_blocks: int = 0, first: int = 0, last_epoch: int = 0) -> None:
         self.pool = BlockPool(num_blocks, last_epoch)
         self._first = first
         self._pending: dict[str, tuple[BlockTable, int]] = {}
-        """Request -> (blocks, number of tokens that they will hold)."""
+        """Request id -> (blocks, number of tokens that they will hold)."""
         self._handed_over: dict[int, int] = {}
-        """Block -> epoch, for blocks that other replicas have."""
+        """Block id -> epoch, for blocks that other replicas have."""
 
     def allocate(self, request_id: str, start: int, end: int, num_tokens: int) -> BlockTable | None:
-        """Allocate blocks for the entries [start, end) of a table, to hold `num_tokens`; None if there are too few."""
+        """Allocate blocks for the entries [start, end) of a table, to hold `num_tokens`; None if too few are free."""
         count = end - start
         if count > self.pool.num_free_blocks:
             return None
@@ -58,7 +53,7 @@ class TransferPool:
         self.pool.free(each - self._first for each in table)
 
     def reclaim(self, blocks: Iterable[TransferBlock]) -> None:
-        """Free blocks that other replicas have imported; ignore blocks that an earlier engine handed over."""
+        """Free blocks that other replicas have imported. Blocks that an earlier engine handed over have no effect."""
         for block_id, epoch in blocks:
             if self._handed_over.get(block_id) == epoch:
                 del self._handed_over[block_id]
