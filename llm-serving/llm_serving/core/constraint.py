@@ -12,14 +12,11 @@ class ConstraintMatcher(Protocol):
     """Follows one output through a constraint. Only one thread uses it at a time."""
 
     def allowed_words(self, output_token_ids: Sequence[int]) -> Int32Array:
-        """Return the bit mask of the tokens that may come next, a part of `SamplingInput.allowed_words`.
+        """Return the bit mask of the tokens that may follow all tokens of the output so far (see
+        `AllowedTokens.words`).
 
-        The mask depends only on the output, not on earlier calls, so preemption needs no notification. If the output
-        extends that of the last call, the cost depends only on the new tokens. End tokens are allowed only if the
-        constraint is satisfied. If the matcher fails, no bit is set.
-
-        Args:
-            output_token_ids: All tokens of the output so far.
+        It depends only on the output, not on earlier calls. A call that extends the last output costs only its new
+        tokens. End tokens are allowed only if the constraint is satisfied. If the matcher fails, no bit is set.
         """
 
     def allowed_words_after_drafts(
@@ -28,9 +25,8 @@ class ConstraintMatcher(Protocol):
         """Return `allowed_words` for the output, then for the output plus the first draft token, the first two, ..."""
 
     def constrain_draft(self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], count: int) -> list[int]:
-        """Return the draft tokens up to the first forbidden one, then the tokens that must follow; at most `count`.
-
-        If several tokens can spell the same text, the longest one is used.
+        """Return the draft tokens up to the first forbidden one, then the tokens that must follow; at most `count`. If
+        several tokens can spell the same text, the longest one is used.
         """
 
 

@@ -1,4 +1,4 @@
-"""Dtypes of models, and descriptions of quantized weights in a config.json."""
+"""Dtypes of models, and descriptions of the quantization in a config.json."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from llm_serving.errors import shorten
 class ModelDtype:
     name: str
     numpy: type[np.generic]
-    """Type of its arrays. NumPy has no bfloat16, so bfloat16 is stored as uint16 bits."""
+    """Type of the arrays. NumPy has no bfloat16, so bfloat16 is stored as uint16 bits."""
     safetensors: str
     checkpoint: str
     """Name in MindSpore's `.ckpt` files."""
     on_ascend: bool
-    """Whether Ascend's primitives support it."""
+    """Whether Ascend's primitives support the dtype."""
     aliases: tuple[str, ...]
 
     @property

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class PolicyName(enum.StrEnum):
-    """Stage that a step begins with, see `scheduler.policies`."""
+    """Stage that a step begins with; see `scheduler.policies`."""
 
     PREFILL_FIRST = "prefill_first"
     DECODE_FIRST = "decode_first"
@@ -17,7 +17,7 @@ class PolicyName(enum.StrEnum):
 
 
 class OrderName(enum.StrEnum):
-    """Order of requests within a class, see `scheduler.orders`."""
+    """Order of requests within a class; see `scheduler.orders`."""
 
     FAIR = "fair"
     ARRIVAL = "arrival"
@@ -26,7 +26,7 @@ class OrderName(enum.StrEnum):
 
 
 class RoutingName(enum.StrEnum):
-    """Routing of requests to replicas, see `engine.fleet.routing_policies`."""
+    """Routing of requests to replicas; see `engine.fleet.routing_policies`."""
 
     PREDICTED_TTFT = "predicted_ttft"
     PREFIX_AFFINITY = "prefix_affinity"
@@ -36,7 +36,7 @@ class RoutingName(enum.StrEnum):
 
 
 class RoleName(enum.StrEnum):
-    """Role of a replica in prefill/decode disaggregation, see `engine.fleet.router`."""
+    """Role of a replica in prefill/decode disaggregation; see `engine.fleet.router`."""
 
     BOTH = "both"
     PREFILL = "prefill"
@@ -44,28 +44,28 @@ class RoleName(enum.StrEnum):
 
 
 class EngineName(enum.StrEnum):
-    """Launcher of WorkAgents, see `executor.placement`."""
+    """Launcher of WorkAgents; see `executor.placement`."""
 
     LOCAL = "local"
     RAY = "ray"
 
 
 class WeightsName(enum.StrEnum):
-    """Source of the weights on the machines of a cluster."""
+    """Where the machines of a cluster get the weights from: a local path, or Ray's object store."""
 
     PATH = "path"
     OBJECT_STORE = "object_store"
 
 
 class SpreadName(enum.StrEnum):
-    """Placement of WorkAgents on the machines of a cluster."""
+    """Whether a cluster's WorkAgents are spread over many machines or packed onto few."""
 
     SPREAD = "spread"
     PACK = "pack"
 
 
 class QuantizationName(enum.StrEnum):
-    """Number of bits of weights and activations."""
+    """Quantization of a model: wNaM has weights of N bits and activations of M bits."""
 
     W8A8 = "w8a8"
     W8A16 = "w8a16"
@@ -75,21 +75,21 @@ class QuantizationName(enum.StrEnum):
 
 
 class KVCacheDtypeName(enum.StrEnum):
-    """Type of the KV cache, see `worker.kv_cache`."""
+    """Type of the values in the KV cache; see `worker.kv_cache`."""
 
     AUTO = "auto"
     INT8 = "int8"
 
 
 class ExactnessName(enum.StrEnum):
-    """Whether the bits of an answer may depend on the batch, see `worker.exactness`."""
+    """Whether the bits of an answer may depend on the batch; see `worker.exactness`."""
 
     EXACT = "exact"
     FAST = "fast"
 
 
 class ImplementationName(enum.StrEnum):
-    """Implementation of a model's network, see `lowering.lower`."""
+    """Implementation of a model's network; see `lowering.lower`."""
 
     NATIVE = "native"
     MINDFORMERS = "mindformers"
@@ -97,14 +97,14 @@ class ImplementationName(enum.StrEnum):
 
 
 class SpecialTokensName(enum.StrEnum):
-    """What special tokens in the contents of messages are, see `text.tokenizer.typed_text`."""
+    """Whether special tokens in message contents are text or control tokens; see `text.tokenizer.typed_text`."""
 
     TEXT = "text"
     CONTROL = "control"
 
 
 class JsonWhitespaceName(enum.StrEnum):
-    """White space in JSON answers with a schema, see `text.structured_output.grammars`."""
+    """White space in JSON answers with a schema; see `text.structured_output.grammars`."""
 
     NONE = "none"
     SPACE = "space"
@@ -112,7 +112,7 @@ class JsonWhitespaceName(enum.StrEnum):
 
 
 class ToolFormatName(enum.StrEnum):
-    """Syntax of a model's tool calls, see `text.tool_parsers`."""
+    """Syntax of a model's tool calls; see `text.tool_parsers`."""
 
     MISTRAL = "mistral"
     GLM = "glm"
@@ -122,7 +122,7 @@ class ToolFormatName(enum.StrEnum):
 
 
 class SpeculativeMethodName(enum.StrEnum):
-    """Method of speculative decoding, see `speculation`."""
+    """Method of speculative decoding; see `speculation`."""
 
     NONE = "none"
     NGRAM = "ngram"
@@ -140,10 +140,10 @@ class Proposer(enum.StrEnum):
 
 
 class AgentExit(IntEnum):
-    """Exit code of a WorkAgent; if a signal killed it, the negative signal number."""
+    """Exit code of a WorkAgent. If a signal killed it, the code is the negative signal number."""
 
     ENDED = 0
-    """The master stopped it or has exited."""
+    """The master stopped the WorkAgent or has exited."""
     BROKEN = 1
     """The channel broke in the middle of a frame."""
     NO_SECRET = 3

@@ -1,7 +1,7 @@
 """Safe reading of untrusted files, lock files, and checks that UTF-8 can encode a text.
 
-A folder of weights may contain pipes, devices and endless files. An escape in JSON or YAML, or a file name, may contain
-half a surrogate pair, which UTF-8 cannot encode.
+A folder of weights may contain pipes, devices and endless files. JSON, YAML and file names may contain half a surrogate
+pair, which UTF-8 cannot encode.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from llm_serving.errors import ModelError
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file, or a link to one, for unbuffered reading. Raise ModelError if it is a folder, a device or a
-    pipe, or cannot be opened. A pipe does not block.
+    """Open a regular file, or a link to one, for unbuffered reading. Raise ModelError for other files, or if it cannot
+    be opened. A pipe does not block.
     """
     try:
         # Without O_NONBLOCK, opening a pipe waits for a writer; without O_NOCTTY, a terminal could control the process.
@@ -32,9 +32,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Return the content of a regular file. Raise ModelError if it is not a regular file, cannot be read, or is larger
-    than `max_bytes`.
-    """
+    """Return the content of a regular file. Raise ModelError if it cannot be read or is larger than `max_bytes`."""
     with open_regular(path) as file:
         parts, size = [], 0
         try:
@@ -49,10 +47,9 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def lock_file(path: Path) -> int | None:
-    """Lock a file, creating it if needed. Return the descriptor that holds the lock; None if the file is already
-    locked.
+    """Lock a file, creating it if needed, until the returned descriptor is closed or the process exits.
 
-    The lock ends when the descriptor is closed or the process exits. Raise OSError if the file cannot be opened.
+    Return None if the file is already locked. Raise OSError if it cannot be opened.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -75,12 +72,7 @@ def is_unicode(text: str) -> bool:
 
 
 def parse_json(data: bytes) -> object:
-    """Parse JSON whose strings UTF-8 can encode.
-
-    Raises:
-        ValueError: It is invalid JSON, or a string has half a surrogate pair.
-        RecursionError: It is nested too deeply.
-    """
+    """Parse JSON. Raise ValueError for invalid JSON and half surrogate pairs, RecursionError for too deep nesting."""
     content: object = json.loads(data)
     if b"\\u" in data:
         json.dumps(content, ensure_ascii=False).encode()

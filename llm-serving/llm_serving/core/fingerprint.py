@@ -1,6 +1,4 @@
-"""Fingerprints of the compute stack and the code, which affect the bits of an answer as weights and
-configuration do.
-"""
+"""Fingerprints of the compute stack and of the code, both of which affect the bits of an answer."""
 
 from __future__ import annotations
 
@@ -37,9 +35,8 @@ _CODE: Final = (".py", ".cc", ".h")
 
 @cache
 def code_fingerprint() -> str:
-    """Return the SHA-256 over path and content of each Python and C++ source file, computed at the first call.
-
-    All processes of a server must have the same fingerprint, because answers depend on the code.
+    """Return the SHA-256 over path and content of each Python and C++ source file of the package, computed once. All
+    processes of a server must agree on it, because answers depend on the code.
     """
     digest = hashlib.sha256()
     for path in sorted(each for each in _PACKAGE.rglob("*") if each.suffix in _CODE):

@@ -22,10 +22,10 @@ PARAMETERS: Final[Mapping[str, str]] = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Key of the file -> parameter. Other keys, such as `do_sample`, have no effect here."""
+"""Key of the file -> parameter. Other keys, such as `do_sample`, have no effect."""
 
 AT_LEAST_ONE: Final = Whole(1)
-"""Rule for values of which 0 is valid in a request, but would be a mistake as a default."""
+"""Rule for values of which 0 is valid in a request, but a mistake as a default."""
 
 
 def generation_defaults(folder: Path | None) -> dict[str, Any]:
@@ -48,8 +48,8 @@ def generation_defaults(folder: Path | None) -> dict[str, Any]:
 
 
 def generation_end_ids(folder: Path) -> tuple[int, ...]:
-    """Return `eos_token_id` of a model folder's generation config as a tuple, without negative ids. Raise ModelError if
-    the file cannot be read, or the value is neither an id nor a list of ids.
+    """Return `eos_token_id` of a model folder's generation config, without negative ids. Raise ModelError if the file
+    cannot be read, or the value is neither an id nor a list of ids.
     """
     path = folder / GENERATION_CONFIG
     value = _read(path).get("eos_token_id")

@@ -17,15 +17,12 @@ from typing import Any, Final
 import psutil
 
 M_MMAP_THRESHOLD: Final = -3
-"""Number of this parameter of mallopt in glibc's `malloc.h`."""
 LARGE_BYTES: Final = 128 * 1024
-"""Allocations of at least this size are separate mappings; glibc's initial threshold."""
+"""Minimum size of an allocation that is a separate mapping; glibc's initial threshold."""
 KEPT_BYTES: Final = 2**20
 """Number of free bytes to leave at the top of the heap."""
 PERIOD_S: Final = 1.0
-"""Seconds between two trims. A trim locks the allocator for 0.1 ms, plus 0.3 ms for each MB that it returns, so
-frequent trims are short.
-"""
+"""Seconds between two trims. A trim locks the allocator for 0.1 ms, plus 0.3 ms for each MB that it returns."""
 
 _NUMBERS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN))
 """Error numbers of shortages. EAGAIN: too many processes or threads."""
@@ -38,11 +35,10 @@ _WORDS: Final = ("allocate memory", "bad_alloc", "failed to map", "resource temp
 
 
 def return_large_blocks() -> bool:
-    """Let glibc return large allocations to the system when they are freed; return False if the C library is not glibc.
+    """Let glibc return large allocations to the system when they are freed. Return False for other C libraries.
 
     By default, glibc raises its threshold to the size of each freed mapping, up to 32 MiB (mallopt(3),
-    M_MMAP_THRESHOLD). After the first body of 4 MiB, or the first TLS connection with 256 KiB, such allocations would
-    come from the heap, which cannot shrink below a small allocation. An explicit threshold does not change.
+    M_MMAP_THRESHOLD). Later allocations of this size come from the heap, which cannot shrink below a live allocation.
     """
     mallopt = _of_allocator("mallopt")
     return mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, LARGE_BYTES))
@@ -56,7 +52,7 @@ def trim_heap() -> None:
 
 
 def release_pages(address: int, num_bytes: int) -> None:
-    """Release the whole pages within a memory range. On the next access, private memory is zero, and pages of files are
+    """Release the whole pages within a memory range. At the next access, private memory is zero, and pages of files are
     read again.
     """
     madvise = _of_allocator("madvise")
@@ -67,10 +63,9 @@ def release_pages(address: int, num_bytes: int) -> None:
 
 
 def release_library_pages() -> None:
-    """Release the pages of libraries that this process has read so far; they stay in the system's page cache.
+    """Release the pages of libraries that only the start needed; MindSpore's take more than 200 MB.
 
-    Most of them are code and tables that only the start needs; MindSpore's alone take more than 200 MB. Mappings with
-    private pages, such as relocated addresses, are kept.
+    They stay in the system's page cache. Mappings with private pages, such as relocated addresses, are kept.
     """
     start = size = 0
     with suppress(OSError), Path("/proc/self/smaps").open() as mappings:

@@ -17,31 +17,26 @@ _PR_SET_PDEATHSIG: Final = 1
 DISABLED_KERNELS: Final = "MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST"
 """Comma-separated names of MindSpore's own Ascend kernels that ATB's kernels replace."""
 NEEDED_ATB_KERNELS: Final = ("FlashAttentionScore", "PagedAttention")
-"""Kernels to replace. MindSpore's own PagedAttention accepts no mask with queries [tokens, hidden],
-which a step has.
-"""
+"""Kernels that ATB must replace: MindSpore's PagedAttention accepts no mask with queries [tokens, hidden]."""
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of the package with this Python interpreter.
-
-    `-P` keeps the working directory out of the module search path, where a file such as `random.py` would be imported.
+    """Return the command that runs a module of the package with this Python interpreter. `-P` keeps the working
+    directory, which may contain a file such as `random.py`, out of the module search path.
     """
     return [sys.executable, "-Pm", module, *arguments]
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends, even if this process hangs or is stopped.
-
-    If the parent has already exited, this process keeps running.
+    """Let the kernel kill this process when the thread that started it ends, even if this process hangs. If the parent
+    has already exited, this process keeps running.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables that a serving process needs. Call it before MindSpore is imported.
-
-    Kernels that the operator disabled stay disabled. On a CPU the variables have no effect.
+    """Set the variables that a serving process needs; to be called before MindSpore is imported. Kernels that the
+    operator disabled stay disabled. On a CPU the variables have no effect.
     """
     disabled = [name.strip() for name in environment.get(DISABLED_KERNELS, "").split(",") if name.strip()]
     missing = [name for name in NEEDED_ATB_KERNELS if name not in disabled]
@@ -51,13 +46,11 @@ def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ
 
 
 def import_optional(module: str, user: str, remedy: str = "") -> ModuleType:
-    """Import a module of the simulator or of the receipts, which are packages that may not be installed. Raise
-    ConfigError if the package is not installed. A module that the package itself lacks raises ModuleNotFoundError.
+    """Import a module of the simulator or the receipts, packages that may not be installed.
 
-    Args:
-        module: With its package, "llm_serving_receipts.issuer".
-        user: The command or key that needs it, for the error.
-        remedy: What to do about it, for the end of the error.
+    Raise ConfigError if the package is not installed, ModuleNotFoundError if the package lacks a dependency. `module`:
+    full name, as "llm_serving_receipts.issuer". `user`: the command or key that needs it. `remedy`: end of the error
+    message.
     """
     package = module.partition(".")[0]
     try:

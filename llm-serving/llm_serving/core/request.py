@@ -1,12 +1,12 @@
 """One request in the master: what the client requested, and the state that scheduler and engine keep of it.
 
-Three slotted dataclasses extend one another, one per owner, so every attribute is one load away:
+Three slotted dataclasses extend one another, one for each owner:
 
-| Class            | Owner     | Written by                                                                           |
-| ---------------- | --------- | ------------------------------------------------------------------------------------ |
-| ClientRequest    | client    | no code after construction: its fields are `Final`, which mypy checks                |
-| ScheduledRequest | scheduler | the scheduler; the engine sets the initial values before it calls `Scheduler.add`    |
-| Request          | engine    | the engine, in its own thread                                                        |
+| Class            | Written by                                                                        | |
+---------------- | --------------------------------------------------------------------------------- | | ClientRequest
+| no code after construction: its fields are `Final`, which mypy checks             | | ScheduledRequest | the
+scheduler; the engine sets the initial values before it calls `Scheduler.add` | | Request          | the engine, in its
+own thread                                                     |
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FinishReason(enum.StrEnum):
     TIMEOUT = "timeout"
     """The deadline passed, or could not be met any more."""
     UNAVAILABLE = "unavailable"
-    """No WorkAgent could compute it. The client may send it again."""
+    """No WorkAgent could compute the request. The client may send it again."""
 
 
 RUNNING: Final = RequestStatus.RUNNING
@@ -55,21 +55,19 @@ FINISHED: Final = RequestStatus.FINISHED
 
 @dataclass(frozen=True)
 class Transfer:
-    """The KV blocks of a migrating request's first tokens in the transfer pool, and its history.
-
-    The blocks do not change until the importing replica releases them. The pool stores an epoch with each block, which
-    the reader checks.
+    """The KV blocks of a migrating request's first tokens in the transfer pool, and its history. The blocks do not
+    change until the importing replica releases them; the reader checks their epochs.
     """
 
     block_ids: tuple[int, ...] = ()
     """In token order; empty: everything is recomputed."""
     epochs: tuple[int, ...] = ()
     start: int = 0
-    """Number of earlier blocks that are not included, because later tokens do not attend to them."""
+    """Number of earlier blocks that are left out, because later tokens do not attend to them."""
     num_tokens: int = 0
     """Number of computed tokens, including those before `start`."""
     num_waited: int = 0
-    """Number of steps that it waited for its first admission."""
+    """Number of steps that the request waited for its first admission."""
     num_preemptions: int = 0
 
     @property
@@ -96,9 +94,7 @@ class ClientRequest:
     cache_salt: Final[str] = ""
     """Requests share cached prefixes only if tenant and salt are equal."""
     fork_of: Final[str | None] = None
-    """Id of a request with the same prefix. This request waits until that prefix is computed, then
-    shares its blocks.
-    """
+    """Id of a request with the same prefix. This request waits until it is computed, then shares its blocks."""
     wants_vector: Final[bool] = False
     """Whether the answer includes the last hidden state of the prompt."""
     beam_search: Final[BeamSearchParams | None] = None
@@ -112,7 +108,7 @@ class ClientRequest:
 
     @property
     def max_num_tokens(self) -> int:
-        """Maximum length of prompt and output."""
+        """Maximum number of tokens of prompt and output together."""
         return len(self.prompt_token_ids) + self.sampling.max_tokens
 
 
@@ -121,8 +117,7 @@ class ScheduledRequest(ClientRequest):
     """The state that the scheduler keeps of a request.
 
     A step computes tokens until `num_computed_tokens` reaches `num_tokens`; then it samples the next token. Scheduling
-    runs ahead of the device, so there may be sampled tokens whose ids are not known yet: `num_tokens_in_flight` counts
-    them.
+    runs ahead of the device, so the ids of sampled tokens may not be known yet: they are in flight.
 
         |<------- prompt ------->|<-- known output -->|<- in flight ->|
         |<------------- num_tokens_known ------------>|               |
@@ -139,13 +134,11 @@ class ScheduledRequest(ClientRequest):
     num_tokens_in_flight: int = 0
     """Number of tokens sampled by submitted steps whose ids have not arrived."""
     num_cached_tokens: int = 0
-    """Number of prompt tokens found in the prefix cache at its first admission."""
+    """Number of prompt tokens found in the prefix cache at the first admission."""
     num_new_tokens: int = 0
     """Number of tokens that the latest reply added."""
     draft_token_ids: list[int] = field(default_factory=list)
-    """Draft tokens after the latest token. The step that computes the latest token verifies some of them. They stay
-    until its reply, and the request is not scheduled before.
-    """
+    """Draft tokens after the latest token. The next step verifies some of them; no step follows before its reply."""
     num_prompt_logprobs_wanted: int = 0
     """Number of prompt tokens, from the first, for which the log-probabilities of the next token are requested."""
     num_prompt_logprobs_received: int = 0
@@ -153,13 +146,13 @@ class ScheduledRequest(ClientRequest):
     needs_known_output: bool = False
     """Whether a step needs the ids of all earlier tokens, so that it cannot be scheduled before the last reply."""
     is_beam: bool = False
-    """Whether it is one beam of a search. After each token it is paused until the other beams have theirs."""
+    """Whether the request is a beam. After each token it is paused until the other beams have theirs."""
     paused: bool = False
-    """Whether it waits for its beam search to select beams. It is then not scheduled, and is preempted first."""
+    """Whether the request waits for its beam search: it is not scheduled, and is preempted first."""
 
     # Order
     priority: int = 0
-    """Smaller runs first. It also selects the request class."""
+    """Smaller runs first. The priority also selects the request class."""
     deadline: float | None = None
     """Seconds on the engine's clock after which the client does not need the answer; None: no deadline."""
     request_class: RequestClass = STANDARD
@@ -167,52 +160,50 @@ class ScheduledRequest(ClientRequest):
     sequence: int = 0
     """Order of arrival at the scheduler. Unique, so it breaks ties."""
     queue_key: tuple[int, float, int, int] = (0, 0.0, 0, 0)
-    """Sort key of waiting and running requests: rank of the class, key of the order, step of arrival adjusted by
-    `priority`, `sequence`.
-    """
+    """Sort key of waiting and running requests, see `scheduler.queues.Key`."""
     class_sequence: int = 0
-    """Order of arrival in its class, comparable with `sequence`."""
+    """Order of arrival in the class, comparable with `sequence`."""
     class_entry_step: int = 0
-    """First step that could schedule it in its class."""
+    """First step that could schedule the request in its class."""
     class_change_step: int = -1
-    """First step after its class changed while it ran; -1: never."""
+    """First step after the class changed while the request ran; -1: never."""
 
     # Waits and preemptions
     arrival_clock: int = 0
-    """Clock of its class at its arrival: the number of steps that could schedule the class."""
+    """Value of the class's clock, the number of steps that could schedule the class, at the arrival."""
     wait_bound: int | None = None
     """Guaranteed maximum number of steps from arrival to first admission; None: no guarantee.
 
-    The scheduler sets it on arrival. It restarts the count after the cache was lost, for a fork whose parent's prompt
-    has been computed, and for a request that its tenant's limit no longer blocks.
+    Set on arrival. The count restarts after the cache was lost, for a fork whose parent's prompt has been computed, and
+    for a request that its tenant's limit no longer blocks.
     """
     num_steps_waited: int | None = None
     """Number of steps counted against `wait_bound` until the first admission; None: not admitted yet."""
     admission_number: int = 0
-    """Order of its latest admission, in which prefills continue."""
+    """Order of the latest admission, in which prefills continue."""
     running_since: tuple[int, float] = (0, 0.0)
-    """Step and time (seconds on the engine's clock) of its latest admission."""
+    """Step and time (seconds on the engine's clock) of the latest admission."""
     first_scheduled_time: float | None = None
     last_scheduled_step: int = -1
-    """Latest step that computed one of its tokens, or the step before its admission."""
+    """Latest step that computed a token of the request, or the step before its admission."""
     num_preemptions: int = 0
 
     # Migration
     wants_migration: bool = False
-    """Whether it migrates to another replica after its prompt is computed, once its KV blocks can be exported."""
+    """Whether the request migrates to another replica after its prompt, once its KV blocks can be exported."""
     is_migrating: bool = False
-    """Whether its blocks are being exported, so that no further step computes it here."""
+    """Whether the blocks are being exported, so that no further step of this replica computes the request."""
     transfer: Transfer | None = None
-    """State imported from the replica that computed its prompt."""
+    """State imported from the replica that computed the prompt."""
 
     # End
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop string or stop token id that ended the output, if one did."""
+    """Stop string or stop token id that ended the output, if one did."""
 
     @property
     def has_prompt_results(self) -> bool:
-        """Whether steps return prompt log-probabilities or a vector for it, or no token at all."""
+        """Whether steps return prompt log-probabilities or a vector for the request, or no token at all."""
         return self.num_prompt_logprobs_wanted > 0 or self.wants_vector or self.sampling.max_tokens == 0
 
     @property
@@ -234,10 +225,10 @@ class ScheduledRequest(ClientRequest):
 
     @property
     def max_prefix_hit_tokens(self) -> int:
-        """Maximum length of a prefix that it may share with other requests.
+        """Maximum length of a prefix that the request may share.
 
-        Tokens that give a result must be computed for this request. So the prefix ends before the first token whose
-        log-probabilities are missing, and before the latest token.
+        Tokens that give a result must be computed for the request itself. So the prefix ends before the first token
+        whose log-probabilities are missing, and before the latest token.
         """
         received = self.num_prompt_logprobs_received
         return received if received < self.num_prompt_logprobs_wanted else self.num_tokens_known - 1
@@ -249,7 +240,7 @@ class ScheduledRequest(ClientRequest):
 
     @property
     def has_run(self) -> bool:
-        """Whether it was admitted before, or is a beam that continues an admitted one."""
+        """Whether the request was admitted before, or is a beam that continues an admitted one."""
         return self.num_steps_waited is not None or self.last_scheduled_step >= 0
 
     @property
@@ -271,15 +262,15 @@ class Request(ScheduledRequest):
     """A request with the state that the engine keeps of it."""
 
     sink: OutputSink | None = None
-    """Receives its results; set when the engine accepts it."""
+    """Receives the results; set when the engine accepts the request."""
     matcher: ConstraintMatcher | None = None
-    """Computes which tokens `constraint` allows after its output."""
+    """Computes which tokens `constraint` allows after the output."""
     http_timings: HttpTimings | None = None
-    """Times of its HTTP request, which may have several engine requests."""
+    """Times of the HTTP request, which may have several engine requests."""
     num_lost_steps: int = 0
-    """Number of failed steps that computed it since its progress last exceeded `num_tokens_at_loss`."""
+    """Number of failed steps that computed the request since it exceeded `num_tokens_at_loss`."""
     num_tokens_at_loss: int = 0
-    """Maximum number of tokens that were computed when a step of this request failed."""
+    """Maximum number of tokens that were computed when a step of the request failed."""
 
     def __post_init__(self) -> None:
         if self.sampling.bad_words:
@@ -292,5 +283,5 @@ class Request(ScheduledRequest):
 
     @property
     def root_request(self) -> Request:
-        """The request that the client sent: itself, or the request of whose beam search it is a part."""
+        """The request that the client sent: this one, or the one whose beam search has this one as a beam."""
         return self if self.sink is None else self.sink.request

@@ -48,10 +48,7 @@ DEFAULT_CLASSES: Final = (
 
 
 def class_of(priority: int, classes: Sequence[RequestClass]) -> RequestClass:
-    """Return the class with the largest rank that does not exceed a priority, or the first class if there is none.
-
-    `classes`: in ascending order of rank, at least one.
-    """
+    """Return the class with the largest rank up to `priority`, or the first class. `classes`: by ascending rank."""
     best = classes[0]
     for each in classes:
         if each.rank <= priority:
@@ -82,4 +79,3 @@ def cache_namespace(tenant: str, cache_salt: str) -> str:
 
 
 ANONYMOUS: Final = Caller()
-"""A caller without identity and urgency."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 PIECE_BYTES, TOKEN_BYTES, ALTERNATIVE_BYTES = 300, 150, 80
-"""Estimated Python memory of a piece, of a token's log-probability, and of each alternative token."""
+"""Estimated bytes of Python memory of a piece, of a token's log-probability, and of each alternative token."""
 FAILURES: Final = frozenset({FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.UNAVAILABLE})
 
 
@@ -63,9 +63,7 @@ class PromptLogprobs:
 
 @dataclass(slots=True)  # not frozen: one is created for each token, and that would take four times as long
 class RequestOutput:
-    """The output that one step added to a request. All pieces concatenated are the complete answer.
-    Treat it as immutable.
-    """
+    """The output that one step added to a request, to be treated as immutable. All pieces together are the answer."""
 
     request_id: str
     text: str
@@ -78,9 +76,8 @@ class RequestOutput:
     num_cached_tokens: int
     num_output_tokens: int
     finish_reason: FinishReason | None = None
-    """None until the last piece."""
     stop_reason: int | str | None = None
-    """The stop string or stop token id that ended the output; None for the model's end of sequence."""
+    """Stop string or stop token id that ended the output; None for the model's end of sequence."""
     error: str | None = None
     queued_s: float = 0.0
     """Seconds from arrival until the request was first scheduled."""
@@ -97,7 +94,7 @@ class RequestOutput:
 
     @property
     def num_bytes(self) -> int:
-        """Estimate of its size in memory."""
+        """Estimated bytes of memory of this piece."""
         size = PIECE_BYTES + len(self.text)
         size += sum(TOKEN_BYTES + ALTERNATIVE_BYTES * len(each.top_token_ids) for each in self.logprobs)
         if (of_prompt := self.prompt_logprobs) is not None:
@@ -106,7 +103,7 @@ class RequestOutput:
 
     @property
     def failed(self) -> bool:
-        """Whether the request failed and the answer is incomplete."""
+        """Whether the request failed, so that the answer is incomplete."""
         return self.finish_reason in FAILURES
 
 
@@ -133,14 +130,13 @@ def join_pieces(pieces: Sequence[RequestOutput]) -> RequestOutput:
 
 
 class OutputSink(Protocol):
-    """Creates the answer to a client's request from the results of the engine requests computed for it.
-
-    The engine's thread owns it; scheduler and WorkAgent never use it. It publishes each piece of the answer once.
+    """Creates the answer to a client's request from the results of its engine requests. For the engine's thread. It
+    publishes each piece of the answer once.
     """
 
     @property
     def request(self) -> Request:
-        """The client's request. The scheduler knows it only if it is one of `active_requests`."""
+        """The client's request. The scheduler has it only if it is one of `active_requests`."""
 
     @property
     def active_requests(self) -> Sequence[Request]:
@@ -150,19 +146,15 @@ class OutputSink(Protocol):
         """Add the first requests to the scheduler."""
 
     def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
-        """Record the tokens that a step sampled for an active request: these samples of `output`."""
+        """Record the tokens that a step sampled for an active request: the entries `samples` of `output`."""
 
     def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
-        """Record results for the prompt of an active request, or only that the whole prompt is computed.
+        """Record results for the prompt tokens of a request from `start` on, or only that its prompt is computed.
 
-        After a recomputation, the same results may be recorded again.
-
-        Args:
-            request: One of `active_requests`; it may have finished.
-            start: Index of a token of its prompt.
-            logprobs: Log-probabilities of the tokens after `start`.
+        `logprobs` are those of the tokens after `start`. The request is one of `active_requests`, but may have
+        finished. After a recomputation, the same results may be recorded again.
         """
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:

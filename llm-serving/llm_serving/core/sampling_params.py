@@ -1,10 +1,8 @@
 """Sampling parameters of a request, their ranges, and beam search parameters.
 
-This table is the only definition of each parameter's name, default, range and meaning. Routes, the offline interface,
-step arrays and the checks of the WorkAgent are derived from it.
-
-A rule checks a client's value and returns the value to use. A real number is rounded to float32 before it is compared
-with its range, because tokens are sampled in float32.
+The only definition of each parameter's name, default, range and meaning: routes, offline interface, step arrays and the
+WorkAgent's checks use it. A real number is rounded to float32 before its range is checked, because tokens are sampled
+in float32.
 """
 
 from __future__ import annotations
@@ -225,9 +223,7 @@ def _parameter(default: Any, rule: ParameterRule) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters of a request, checked on construction. Raise RequestError if a field is outside its
-    range.
-    """
+    """Sampling parameters of a request. Raise RequestError on construction if a field is outside its range."""
 
     max_tokens: int = _parameter(16, Whole(0))
     """Maximum number of tokens to generate. 0: only the prompt is computed."""
@@ -300,9 +296,8 @@ class SamplingParams:
 
     @property
     def needs_known_output(self) -> bool:
-        """Whether a step depends on all earlier tokens, so that it cannot be formed before the last reply.
-
-        A constraint is not included, because the master sends its allowed tokens later: `StepInput.allowed_follow`.
+        """Whether a step depends on all earlier tokens, so that it cannot be formed before the last reply. For
+        constraints it need not: the master sends the allowed tokens later (`StepInput.allowed_follow`).
         """
         return any(len(sequence) > 1 for sequence in self.bad_words)
 
@@ -319,13 +314,13 @@ NOT_WITH_A_CONSTRAINT: Final = ("min_tokens", "ignore_eos", "bad_words", "allowe
 
 
 MAX_BEAM_WIDTH: Final = MAX_LOGPROBS // 2
-"""A search needs the log-probabilities of twice as many tokens as it has beams."""
+"""Maximum width of a beam search, which needs the log-probabilities of twice as many tokens as it has beams."""
 LENGTH_PENALTY: Final = Real(-10.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """Parameters of a beam search, checked on construction. Raise RequestError if a field is outside its range."""
+    """Parameters of a beam search. Raise RequestError on construction if a field is outside its range."""
 
     width: int
     """Number of beams, and of finished sequences to keep; 1 to 10."""

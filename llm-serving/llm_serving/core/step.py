@@ -1,11 +1,8 @@
 """The interface of master and WorkAgent: input and output of a step, and of a draft model between two steps.
 
-A step is self-contained. For each row (one request) it has the tokens to run, the number of context tokens in the cache
-and the blocks that hold them. The WorkAgent derives positions, KV slots and context lengths. Its only state is the KV
-cache and the tokens of its latest step.
-
-A step also lists the tokens that give a result, with the kind of each result. All other tokens only fill the cache. The
-reply has one result for each listed token.
+A step is self-contained: for each row (one request) it has the tokens to run, the number of context tokens in the cache
+and the blocks that hold them. It also lists the tokens that give a result, with the kind of each result; the reply has
+one result for each. The WorkAgent's only state is the KV cache and the tokens of its latest step.
 """
 
 from __future__ import annotations
@@ -30,15 +27,11 @@ class BlockMoveKind(enum.IntEnum):
     """Source and target of a block move, which covers all layers."""
 
     COPY = 0
-    """From the cache to the cache."""
     SWAP_OUT = 1
-    """From the cache to the host pool."""
     SWAP_IN = 2
-    """From the host pool to the cache."""
     EXPORT = 3
     """From the cache to the transfer pool, which other WorkAgents read."""
     IMPORT = 4
-    """From the transfer pool to the cache."""
 
 
 class BlockMove(NamedTuple):
@@ -94,7 +87,6 @@ class AllowedTokens(NamedTuple):
 
 
 def all_tokens_allowed(num_samples: int) -> AllowedTokens:
-    """Allow all tokens for all samples."""
     return AllowedTokens(np.zeros(num_samples + 1, np.int32), np.empty(0, np.int32))
 
 
@@ -198,10 +190,8 @@ def no_scoring() -> ScoringInput:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """One forward pass over B rows and T packed tokens, without padding.
-
-    Row b runs `query_lens[b]` tokens after the `num_computed[b]` tokens that are already in the blocks of
-    `block_tables[b]`, which has room for all of them.
+    """One forward pass over B rows and T packed tokens, without padding. Row b runs `query_lens[b]` tokens after the
+    `num_computed[b]` tokens in the blocks of `block_tables[b]`, which has room for all of them.
     """
 
     step: int
@@ -219,9 +209,7 @@ class StepInput:
     exports: Int32Array = field(default_factory=no_block_moves)
     """[N, 6], each a `BlockMove` of kind EXPORT, executed after the tokens are computed and before the reply."""
     allowed_follow: bool = False
-    """Whether the master sends the allowed tokens while the step is computed, instead of in `sampling`, because they
-    may depend on the reply to the previous step.
-    """
+    """Whether the master sends the allowed tokens during the step, because they may depend on the previous reply."""
 
     @property
     def num_rows(self) -> int:
@@ -281,22 +269,21 @@ class StepOutput:
     logprobs: Float32Array  # [S]; meaningful where num_logprobs >= 0
     top: TopTokens  # of the S samples; none if num_logprobs is below 1 or no token could be chosen
     row_errors: dict[int, str] = field(default_factory=dict)
-    """Index in `result_tokens` -> why there is no result, for example because all logits are NaN. Its token id is -1.
-    Of several failed results of the same row and kind, only the first is listed.
+    """Index in `result_tokens` -> why there is no result, such as NaN logits. The token id is then -1. For several
+    results of the same row and kind, only the first is listed.
     """
     scores: Scores = NO_SCORES
     vectors: Float32Array = field(default_factory=lambda: NO_VECTORS)  # [results of kind VECTOR, hidden size]
 
 
 DRAFT_WINDOW: Final = 256
-"""Maximum number of a request's tokens that a draft model reads. If there are more, the older half is dropped at once,
-so that the KV cache of the newer half stays valid for the next 128 tokens.
+"""Maximum number of a request's tokens that a draft model reads. Beyond it, the older half is dropped at once, so that
+the KV cache of the newer half stays valid for the next 128 tokens.
 """
 MAX_DRAFT_REQUESTS: Final = 16
-"""Maximum number of requests in one call of a draft model."""
 MAX_DRAFT_TOKENS: Final = 64
 MAX_PROPOSED_TOKENS: Final = 1024
-"""Maximum number of tokens that a draft model computes at once. Requests that do not fit get no draft tokens."""
+"""Maximum number of tokens that a draft model computes at once. Requests beyond it get no draft tokens."""
 
 
 class DraftRequest(NamedTuple):

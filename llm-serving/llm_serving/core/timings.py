@@ -9,18 +9,17 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False, slots=True)
 class HttpTimings:
-    """Times of one HTTP request and its engine requests, in seconds on the engine's clock.
-
-    The server sets the first and the last time; the engines set the others.
+    """Times of one HTTP request and its engine requests, in seconds on the engine's clock. The server sets the first
+    and the last time, the engines the others.
     """
 
     received_time: float
-    """Arrival of its headers, before any wait in the server."""
+    """Arrival of the headers, before any wait in the server."""
     arrival_time: float | None = None
-    """Submission of its first engine request."""
+    """Submission of the first engine request."""
     first_token_time: float | None = None
     predicted_ttft_s: float | None = None
-    """Predicted TTFT of its last engine request at admission; None without a prediction."""
+    """Predicted TTFT of the last engine request at its admission; None without a prediction."""
     unfinished_request_ids: set[str] = field(default_factory=set)
     last_finished_time: float = 0.0
     num_coalesced: int = 0

@@ -11,10 +11,8 @@ NO_WINDOW: Final = 2**31
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The part of the KV cache that a request needs.
-
-    A block holds the keys and values of all layers, so it is needed while any layer attends to one of its tokens. If
-    one layer attends to all tokens, no block can be freed.
+    """The sliding window of a model. Blocks hold all layers, so none can be freed while one layer attends to its
+    tokens.
     """
 
     num_tokens: int = NO_WINDOW
@@ -24,10 +22,8 @@ class Window:
 
     @classmethod
     def from_model(cls, num_tokens: int | None, max_chunk: int, max_model_len: int) -> Window:
-        """Return the window of a model.
-
-        `num_tokens`: the largest window of its layers; None if a layer attends to all tokens. A window as long as
-        `max_model_len` never slides.
+        """Return the window of a model. `num_tokens`: largest window of its layers; None if a layer attends to all
+        tokens. A window of at least `max_model_len` never slides.
         """
         return cls() if num_tokens is None or num_tokens >= max_model_len else cls(num_tokens, max_chunk)
 
@@ -42,8 +38,7 @@ class Window:
 
     def max_blocks(self, block_size: int, num_blocks: int) -> int:
         """Return the maximum number of blocks that a request holds: the window of a step's first token, and the step.
-
-        If a cache of `num_blocks` is too small for both but holds the window, steps are shorter.
+        If a cache of `num_blocks` is too small for both, steps are shorter.
         """
         if not self.is_sliding:
             return NO_WINDOW
@@ -55,7 +50,7 @@ class Window:
         return min(-(-num_tokens // block_size), self.max_blocks(block_size, num_blocks))
 
     def max_request_tokens(self, block_size: int, num_blocks: int) -> int:
-        """Return the length of the longest request that fits into a cache of `num_blocks`."""
+        """Return the number of tokens of the longest request that fits into a cache of `num_blocks`."""
         return NO_WINDOW if self.max_blocks(block_size, num_blocks) <= num_blocks else num_blocks * block_size
 
     def min_chunk(self, block_size: int, num_blocks: int) -> int:
