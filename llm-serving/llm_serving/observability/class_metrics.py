@@ -22,9 +22,7 @@ REFUSALS: Final = (
     "deadline",
     "never_fits",
 )
-"""Reasons for a refusal: a limit of the admission queue, the predicted time to first token, or the
-size of the request.
-"""
+"""Reasons for a refusal: limits of the admission queue, the predicted time to first token, the request's size."""
 TARGETS: Final = ("ttft", "tpot", "all")
 """Service level objectives of a class: time to first token, time per output token, or both (goodput)."""
 
@@ -35,19 +33,16 @@ class ClassLoad(NamedTuple):
 
 
 class ClassMetrics:
-    """Metrics by request class. They do not depend on the scheduling policy.
-
-    Args:
-        labels: Labels of every metric; `priority_class` is added.
-        classes: In ascending order of rank.
+    """Metrics by request class. They do not depend on the scheduling policy. Every metric has `labels` and
+    `priority_class`. `classes` are in ascending order of rank.
     """
 
     def __init__(self, labels: Labels, classes: Sequence[RequestClass]) -> None:
         self.load: Callable[[str], ClassLoad] = lambda name: ClassLoad(0, 0)
         """Returns the load of a class. Called for each class at a scrape."""
         self.predicted_s: Callable[[str], float | None] = lambda name: None
-        """Returns the predicted seconds until a short request of a class would get its first token; None: too few
-        measurements. Called for each class at a scrape.
+        """Returns the predicted seconds from the arrival of a short request of a class to its first token; None:
+        unknown.
         """
         self._labels = labels
         self._lock = Lock()
@@ -85,11 +80,8 @@ class ClassMetrics:
         """Count whether a finished request met the targets of its class.
 
         A failed request met none. A request that was aborted or reached its deadline counts only for targets that it
-        had already missed.
-
-        Args:
-            ttft_s: Seconds from arrival to the first token; None: it has no token.
-            tpot_s: Mean seconds between its tokens; None: it has fewer than two.
+        had already missed. `ttft_s`, seconds from arrival to the first token, is None without a token; `tpot_s`, mean
+        seconds between tokens, with fewer than two.
         """
         request_class = class_of(priority, self._classes)
         targets = self._targets[request_class.name]

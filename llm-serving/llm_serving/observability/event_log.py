@@ -1,7 +1,7 @@
 """The event log: a limited history of requests and steps.
 
-No step writes to each of its requests: a step keeps which requests it computed, and a request keeps the few times at
-which its state changed. `latency_breakdown.py` joins the two on demand.
+A step records which requests it computed, and a request records the few times at which its state changed, so no step
+writes to each of its requests. `latency_breakdown.py` joins the two on demand.
 """
 
 from __future__ import annotations
@@ -23,25 +23,24 @@ from llm_serving.scheduler import Schedule
 from llm_serving.scheduler.schedule import Blocked
 
 ID_PREFIXES: Final = ("cmpl-", "chatcmpl-")
-"""Prefixes that a response id puts before the request id."""
+"""Prefixes of a response id, which precede the request id."""
 
 
 class Step(NamedTuple):
-    """One step. The WorkAgent began it at `formed`, or at the end of the previous step if that was later.
-
-    Times are seconds on the engine's clock.
+    """One step, with times in seconds on the engine's clock. The WorkAgent began it at `formed`, or at the end of the
+    previous step if that was later.
     """
 
     number: int
     formed: float
-    """Time at which the scheduler decided the step."""
+    """Time at which the scheduler formed the step."""
     ended: float
     singles: tuple[int, ...]
     """`Request.sequence` of the rows that computed one token and sampled the next."""
     chunks: tuple[tuple[int, int, int], ...]
     """(`Request.sequence`, first token, number of tokens) of the other rows: prompts and recomputed tokens."""
     drafts: tuple[tuple[int, int, int], ...] = ()
-    """(`Request.sequence`, draft tokens verified, draft tokens accepted) of those rows in `singles` that had drafts."""
+    """(`Request.sequence`, draft tokens verified, draft tokens accepted) of the rows in `singles` with drafts."""
 
     @property
     def num_tokens(self) -> int:
@@ -67,12 +66,10 @@ class Outage(NamedTuple):
 
     began: float
     ended: float
-    """End of the outage; infinite until then."""
+    """Infinite until the outage ends."""
 
 
 class RequestSummary(NamedTuple):
-    """The state of a request."""
-
     status: str
     finish_reason: FinishReason | None
     num_prompt_tokens: int
@@ -116,11 +113,11 @@ class RequestRecord:
         self.first_token_time: float | None = None
         self.ended_time: float | None = None
         self.has_beams = False
-        """Whether it is a beam search, whose beams wait for each other. The bound on decode gaps
-        does not apply to it.
+        """Whether the request is a beam search. The bound on decode gaps does not apply to it, as its beams wait for
+        each other.
         """
         self.sequences: frozenset[int] = frozenset()
-        """Sequence numbers (`Request.sequence`) of the scheduler's requests: its own, or those of its beams."""
+        """`Request.sequence` of the scheduler's requests: the request itself, or its beams."""
         self.preemptions: tuple[Preempted, ...] = ()
         self._request: Request | None = request
         self._summary: RequestSummary | None = None
@@ -146,13 +143,8 @@ class RequestRecord:
 
 
 class EventSnapshot:
-    """The steps, decisions and outages of an event log at one moment. It does not change.
-
-    Args:
-        steps: In order; the last two may be in flight, and then end at `now`.
-        decisions: In order.
-        outages: In order.
-        kept_since: Earlier steps have been deleted.
+    """The steps, decisions and outages of an event log at one moment, each in order. It does not change. The last two
+    steps may be in flight; they then end at `now`. Steps before `kept_since` were deleted.
     """
 
     def __init__(
@@ -174,7 +166,7 @@ class EventSnapshot:
         return found
 
     def steps_between(self, start: float, end: float) -> list[Step]:
-        """Return the steps that ended after `start` and were decided before `end`."""
+        """Return the steps that ended after `start` and were formed before `end`."""
         first = bisect_left(self._ends, start)
         last = bisect_left(self._formed, end)
         return self.steps[first:last]
@@ -189,16 +181,13 @@ class EventSnapshot:
 
 
 class EventLog(StepObserver):
-    """The event log of one engine. Only the engine's thread writes; any thread may read snapshots and records.
-
-    Args:
-        num_requests: Number of ended requests to keep, the latest; 0 turns the event log off.
-        num_steps: Number of steps to keep, the latest.
+    """The event log of one engine. Only the engine's thread writes; any thread may read snapshots and records. It keeps
+    the latest `num_requests` ended requests (0: it is off) and `num_steps` steps.
     """
 
     def __init__(self, num_requests: int = 0, num_steps: int = 1) -> None:
         self.enabled = num_requests > 0
-        """False: nothing is kept, and the engine reports no steps to the event log."""
+        """Whether the log keeps anything. If not, the engine reports no steps to it."""
         self._num_requests = num_requests
         self._num_submitted = 0
         self._records: dict[str, RequestRecord] = {}
@@ -228,7 +217,7 @@ class EventLog(StepObserver):
             request.http_timings.unfinished_request_ids.discard(request.request_id)
 
     def departed(self, request: Request, now: float) -> None:
-        """Record that the request migrated to another replica. The record until `now` stays here."""
+        """Record that the request migrated to another replica. Its history until `now` stays in this log."""
         if (record := self._records.get(request.request_id)) is not None:
             self._end(record, now, "moved")
 
@@ -266,7 +255,7 @@ class EventLog(StepObserver):
             http_timings.unfinished_request_ids.discard(record.request_id)
 
     def _end(self, record: RequestRecord, now: float, status: str) -> None:
-        """Keep the present state without the request; remove the oldest ended record if there are too many."""
+        """Replace the record's request by a summary, and remove the oldest ended record if there are too many."""
         record._summary = record.summary._replace(status=status)
         record._request = None
         record.ended_time = now
@@ -347,8 +336,8 @@ class EventLog(StepObserver):
         return EventSnapshot(now, steps, list(self._decisions), list(self._outages), kept_since)
 
     def steps_since(self, time: float, count: int) -> list[tuple[float, Step]]:
-        """Return (start, step) of the latest steps that ended after a time, at most `count`, in
-        order. Engine thread only.
+        """Return (start, step) of the last steps that ended after `time`, at most `count`, in order. Engine thread
+        only.
         """
         newest = list(islice(reversed(self._steps), count + 1))
         began = [max(step.formed, before.ended) for step, before in pairwise(newest)]
@@ -357,7 +346,7 @@ class EventLog(StepObserver):
         return found[:count][::-1]
 
     def ended_since(self, time: float, count: int) -> list[RequestRecord]:
-        """Return the latest requests that ended after a time, at most `count`, in order. Engine thread only."""
+        """Return the last requests that ended after `time`, at most `count`, in order. Engine thread only."""
         newest = takewhile(lambda each: each.ended_time is not None and each.ended_time > time, reversed(self._ended))
         return list(islice(newest, count))[::-1]
 

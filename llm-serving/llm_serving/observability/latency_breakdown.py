@@ -1,6 +1,4 @@
-"""The latency breakdown of a request: consecutive time spans with a reason each, their sums, and
-the bounds of its class.
-"""
+"""The latency breakdown of a request: consecutive time spans with reasons, their sums, and the bounds of its class."""
 
 from __future__ import annotations
 
@@ -25,22 +23,21 @@ class Part(enum.StrEnum):
     INBOX = "inbox"
     QUEUED = "queued"
     PREFILL = "prefill"
-    """Steps that computed prompt tokens."""
     COMPUTED_AGAIN = "computed again"
     """Steps that recomputed tokens after a preemption."""
     SHARING = "sharing"
     """The request held a running slot, but the step computed only other requests."""
     DECODE = "decode"
-    """Steps that computed its latest token."""
+    """Steps that computed the latest token of the request."""
     DEVICE = "device"
-    """The request held a running slot and its own step had not started: the previous step was running, or none was."""
+    """The request held a running slot, and its own step had not started yet."""
     PREEMPTED = "preempted"
     RESTART = "restart"
     """The WorkAgent was restarting, or the steps were lost when it exited."""
     OTHER_CHOICES = "other choices"
     """The request had ended, but other requests of the same HTTP request had not."""
     SENDING = "sending"
-    """From its last token until the last bytes of the response were given to the socket."""
+    """From the last token until the last bytes of the response were written to the socket."""
     NOT_KEPT = "not kept"
     """The event log has deleted the steps of that time."""
 
@@ -61,7 +58,7 @@ class OwnRow(NamedTuple):
     step: Step
     part: Part
     samples_after_first: bool
-    """Whether the request already had an output token."""
+    """Whether the request already had an output token before the step."""
 
 
 def nanoseconds(seconds: float) -> int:
@@ -100,12 +97,12 @@ def own_rows(record: RequestRecord, events: EventSnapshot) -> list[OwnRow]:
 
 
 def num_accepted_drafts(step: Step, record: RequestRecord) -> int:
-    """Return the number of the request's accepted draft tokens in a step, which needed no step of their own."""
+    """Return how many draft tokens of the request the step accepted. They needed no step of their own."""
     return sum(accepted for sequence, _, accepted in step.drafts if sequence in record.sequences)
 
 
 def largest_decode_gap(record: RequestRecord, events: EventSnapshot, rows: Sequence[OwnRow]) -> int:
-    """Return the maximum number of consecutive steps that a request with a running slot missed between two tokens."""
+    """Return the maximum number of consecutive steps that left out a running request between two of its tokens."""
     breaks = [each.time for each in record.preemptions] + [outage.ended for outage in events.outages]
     gaps = [
         row.step.number - before.step.number - 1
@@ -165,7 +162,7 @@ class _SpanBuilder:
         return self._spans
 
     def _limit(self) -> int:
-        """Return the time of the request's last token, or of its abort."""
+        """Return the time, in nanoseconds, of the request's last token or of its abort."""
         replies = [end for row in self._rows if (end := nanoseconds(row.step.ended)) <= self._end]
         complete = self._summary.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         return replies[-1] if complete and replies else self._end
@@ -241,7 +238,7 @@ class _SpanBuilder:
 
 
 def why_queued(record: RequestRecord, blocked: Blocked | None) -> str:
-    """Return why a request waits, given the first request that the scheduler could not admit."""
+    """Return why a request waits. `blocked`: the first request that the scheduler could not admit."""
     own = record.request_class
     if blocked is None:
         return "the next step"
@@ -275,7 +272,7 @@ def _end_of(record: RequestRecord, events: EventSnapshot) -> float:
 
 
 class ExplainedPart(Struct, kw_only=True):
-    """The total time of one reason."""
+    """The total time that a request spent for one reason."""
 
     what: str
     detail: str
@@ -287,13 +284,13 @@ class ExplainedSteps(Struct, kw_only=True):
     """Numbers of steps between the request's arrival and its end."""
 
     first: int | None
-    """Number of the first recorded step that computed it; None: there is none."""
+    """Number of the first recorded step that computed the request; null: there is none."""
     last: int | None
     prefill: int
     computed_again: int
     decode: int
     left_out: int
-    """Steps that did not compute the request while it held a running slot."""
+    """Number of steps that did not compute the request while it held a running slot."""
 
 
 class ExplainedTokens(Struct, kw_only=True):
@@ -302,7 +299,7 @@ class ExplainedTokens(Struct, kw_only=True):
     """Prompt tokens found in the prefix cache."""
     output: int
     accepted_draft: int
-    """Accepted draft tokens in the recorded steps: output tokens without a step of their own."""
+    """Draft tokens accepted in the recorded steps: output tokens without a step of their own."""
     guessed: int
     """Deprecated name of `accepted_draft`."""
 
@@ -318,7 +315,7 @@ class ExplainedBounds(Struct, kw_only=True):
     wait: BoundAndMet
     """Steps from arrival to first admission."""
     wait_bound_s: float | None
-    """The bound in seconds, estimated from the recent mean step time."""
+    """The bound on the wait in seconds, estimated from the recent mean step time."""
     decode_gap: BoundAndMet
     """Consecutive steps without the request between two of its tokens; `met` is null for a beam search."""
     preemptions: BoundAndMet
@@ -356,7 +353,7 @@ class Explanation(Struct, kw_only=True):
 
 
 def answers_to(record: RequestRecord, names: Collection[str]) -> bool:
-    """Return whether one of `names` identifies the request by the client's or the engine's id, see `client_ids`."""
+    """Return whether one of `names` is the client's or the engine's id of the request, see `client_ids`."""
     return record.request_id in names or client_id_of(record.request_id) in names
 
 
@@ -369,7 +366,7 @@ def explain(
     with_tenant: bool,
     step_s: float | None = None,
 ) -> Explanation:
-    """Return the latency breakdown of one request. `step_s`: recent mean seconds per step, if known."""
+    """Return the latency breakdown of one request. `step_s`: recent mean seconds of a step; None: unknown."""
     summary = record.summary
     wait_bound_s = None if summary.wait_bound is None or step_s is None else summary.wait_bound * step_s
     spans, rows = attribute(record, events), own_rows(record, events)

@@ -14,9 +14,9 @@ LATENCY_BUCKETS: Final = (
 )  # fmt: skip
 """Upper bounds in seconds."""
 TOKEN_BUCKETS: Final = tuple(2.0**power for power in range(15))
-"""Upper bounds for tokens per step."""
+"""Upper bounds of the numbers of tokens per step."""
 LENGTH_BUCKETS: Final = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
-"""Upper bounds for tokens per request, up to half a million."""
+"""Upper bounds of the numbers of tokens per request, up to half a million."""
 
 Labels = Mapping[str, str]
 
@@ -64,7 +64,7 @@ def gauge(name: str, text: str, labels: Labels, value: float) -> GaugeMetricFami
 
 
 def counter_by(name: str, text: str, labels: Labels, label: str, counts: Mapping[str, float]) -> CounterMetricFamily:
-    """Return a counter with one more label, from label value -> count."""
+    """Return a counter with one more label. `counts`: value of the label -> count."""
     family = CounterMetricFamily(name, text, labels=[*labels, label])
     for value, count in counts.items():
         family.add_metric([*labels.values(), value], count)

@@ -59,21 +59,18 @@ class WorkAgentMemory(NamedTuple):
     """Memory of a replica's WorkAgent, in bytes."""
 
     reserved: int
-    """The KV cache with all its blocks."""
+    """All blocks of the KV cache."""
     committed: int
     """Blocks of the KV cache that were in use at least once; the system provides their memory on first use."""
     resident: int
-    """Resident memory of its processes; 0: it runs on another machine."""
+    """Resident memory of the WorkAgent's processes; 0: it runs on another machine."""
 
 
 class Metrics(Collector):
-    """The metrics of a server. Names that start with `vllm:` match those of existing dashboards.
+    """The metrics of a server. Names that start with `vllm:` match those of existing dashboards. Times are in seconds.
 
-    Several engine threads record without a lock, so the numbers of a scrape may be a step apart. Times are in seconds.
-
-    Args:
-        model_name: Value of the label `model_name` of every metric.
-        classes: Request classes, in ascending order of rank.
+    Several engine threads record without a lock, so the numbers of a scrape may be a step apart. `model_name` is a
+    label of every metric. `classes` are in ascending order of rank.
     """
 
     def __init__(self, model_name: str = "model", classes: Sequence[RequestClass] = DEFAULT_CLASSES) -> None:
@@ -109,7 +106,7 @@ class Metrics(Collector):
     def record_step(
         self, num_running: int, num_waiting: int, kv_usage: float, num_tokens: int, *, replica: int = 0
     ) -> None:
-        """Count a step with `num_tokens` tokens, and record the replica's load (see `Load`)."""
+        """Count a step of `num_tokens` tokens, and record the replica's load (see `Load`)."""
         with self._lock:
             self._loads[replica] = Load(num_running, num_waiting, kv_usage)
             self._counts["llm_serving:steps_total"] += 1
@@ -123,11 +120,8 @@ class Metrics(Collector):
     def watch_agent(
         self, replica: int, num_compilations: Callable[[], int], machine: Callable[[], str] = lambda: ""
     ) -> None:
-        """Register functions about a replica's WorkAgent that every scrape calls.
-
-        Args:
-            num_compilations: Returns how many graphs the WorkAgent has compiled.
-            machine: Returns the address of its machine; empty: the master's own.
+        """Register functions about a replica's WorkAgent that every scrape calls: `num_compilations` returns how many
+        graphs it has compiled, `machine` the address of its machine (empty: the master's own).
         """
         self._compilations[replica] = num_compilations
         self._machines[replica] = machine
@@ -141,7 +135,7 @@ class Metrics(Collector):
         return self._machines[replica]() if replica in self._machines else ""
 
     def record_first_token(self, seconds: float, priority: int = 0) -> None:
-        """Record the time from arrival to first token of a request."""
+        """Record the seconds from arrival to first token of a request."""
         with self._lock:
             self._counts["vllm:generation_tokens_total"] += 1
             self._histograms["vllm:time_to_first_token_seconds"].observe(seconds)
@@ -168,12 +162,8 @@ class Metrics(Collector):
         num_cached: int = 0,
         priority: int = 0,
     ) -> None:
-        """Record a finished request.
-
-        Args:
-            ttft_s: Seconds from its arrival to its first token; None: it has no token.
-            queued_s: Seconds from its arrival until it was first scheduled.
-            decode_s: Seconds from its first token to its last; None: it has no token.
+        """Record a finished request. Seconds from its arrival: `ttft_s` to its first token (None: no token), `queued_s`
+        until it was first scheduled. `decode_s`: from its first token to its last (None: no token).
         """
         counts, histograms = self._counts, self._histograms
         tpot_s = None if ttft_s is None or num_output < 2 else (e2e_s - ttft_s) / (num_output - 1)
@@ -203,7 +193,7 @@ class Metrics(Collector):
         self._add("llm_serving:shared_answers_total", 1)
 
     def record_verified_drafts(self, verified: Iterable[tuple[str, int, int]]) -> None:
-        """Count verified draft tokens, given (proposer, tokens verified, tokens accepted) for each proposer."""
+        """Count verified draft tokens, as (proposer, tokens verified, tokens accepted) of each proposer."""
         with self._lock:
             self._counts["vllm:spec_decode_num_drafts_total"] += 1
             for proposer, *counts in verified:
@@ -321,9 +311,7 @@ class Metrics(Collector):
 
 
 class HttpMetrics:
-    """Metrics of HTTP requests by route and status, recorded on the event loop. `labels`: labels of every metric;
-    `method`, `route` and `status` are added.
-    """
+    """Metrics of HTTP requests by route and status, recorded on the event loop. Every metric has `labels`."""
 
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
@@ -332,13 +320,8 @@ class HttpMetrics:
         self._longest = Histogram(LENGTH_BUCKETS)
 
     def answered(self, method: str, route: str, status: int, longest: Sequence[int] = ()) -> None:
-        """Count an answered HTTP request.
-
-        Method and route must be from small sets; otherwise clients could create time series.
-
-        Args:
-            route: Path template of the route.
-            longest: For each prompt of the request, the number of tokens in its longest answer.
+        """Count an answered HTTP request. `route` is a path template: an unlimited set of values would let clients
+        create time series. `longest`: number of tokens of the longest answer to each prompt.
         """
         self._counts[method, route, status] += 1
         for num_tokens in longest:
@@ -368,7 +351,7 @@ _REPLICA_GAUGES: Final = (
     ("llm_serving:replica_requests_waiting", "Waiting requests of each replica.", "num_waiting"),
     ("llm_serving:replica_kv_cache_usage", "Share of the KV cache in use, of each replica.", "kv_usage"),
 )
-"""Metric, its help and the field of `Load`."""
+"""Metric, help text and field of `Load`."""
 _MEMORY_GAUGES: Final = (
     ("llm_serving:kv_cache_reserved_bytes", "Bytes of all blocks of the KV cache, of each replica.", "reserved"),
     ("llm_serving:kv_cache_committed_bytes", "Bytes of the blocks that were in use at least once.", "committed"),
@@ -378,7 +361,7 @@ _MEMORY_GAUGES: Final = (
         "resident",
     ),
 )
-"""Metric, its help and the field of `WorkAgentMemory`."""
+"""Metric, help text and field of `WorkAgentMemory`."""
 RELOADS: Final = ("applied", "refused", "unchanged")
 SHARES: Final = ("tenant_limit", "class_weight")
 _COUNTERS: Final = {

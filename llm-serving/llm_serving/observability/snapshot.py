@@ -1,7 +1,4 @@
-"""Snapshots of a scheduler and its engine, copied by the engine's thread for other threads.
-
-`take_snapshot` adds the events since a given time. Ages are seconds before the snapshot.
-"""
+"""Snapshots of a scheduler and its engine, copied by the engine's thread for other threads."""
 
 from __future__ import annotations
 
@@ -39,24 +36,24 @@ class RunningRequest(Struct, kw_only=True):
     """`prefill`, `decode`, or `paused`: a beam that waits for the other beams of its search."""
     since_step: int
     seconds: float
-    """Seconds since it got its running slot."""
+    """Seconds since the request got its running slot."""
     tokens: int
-    """Tokens of prompt and output."""
+    """Number of tokens of prompt and output."""
     computed: int
-    """Tokens whose KV entries are computed or being computed."""
+    """Number of tokens whose KV entries are computed or being computed."""
     blocks: int
     preemptions: int
     age: float
-    """Seconds since it arrived."""
+    """Seconds since the request arrived."""
     prompt: int
     cached: int
-    """Prompt tokens found in the prefix cache at its first admission."""
+    """Number of prompt tokens found in the prefix cache at the first admission."""
     most: int
     """Maximum number of tokens of prompt and output."""
     shared: int
     """Number of leading blocks shared with other requests."""
     group: int | None
-    """Same number for all requests that share their first block; null: it shares none."""
+    """Same number for all requests that share their first block; null: the request shares none."""
 
     @classmethod
     def of(cls, request: Request, blocks: BlockManager, now: float) -> RunningRequest:
@@ -88,18 +85,18 @@ class WaitingRequest(Struct, kw_only=True):
     request_class: str
     tenant: str
     seconds: float
-    """Seconds since it arrived."""
+    """Seconds since the request arrived."""
     tokens: int
     preemptions: int
     has_run: bool
-    """Whether it ran before and was preempted."""
+    """Whether the request ran before and was preempted."""
     tenant_limit: bool
-    """Whether it waits because its tenant has reached its limit of running requests."""
+    """Whether the request waits because its tenant has reached its limit of running requests."""
     prompt: int
     waited: int | None
-    """Steps that it has waited, counted like `bound`; null: no bound applies, or it was admitted before."""
+    """Number of steps waited, counted like `bound`; null: no bound applies, or the request was admitted before."""
     bound: int | None
-    """Guaranteed maximum number of steps until its first admission."""
+    """Guaranteed maximum number of steps until the first admission."""
 
     @classmethod
     def of(cls, request: Request, scheduler: Scheduler, now: float, *, is_at_tenant_limit: bool) -> WaitingRequest:
@@ -130,9 +127,9 @@ class ClassQueueState(Struct, kw_only=True):
     waiting: int
     blocks: int
     oldest_s: float | None
-    """Seconds that its oldest waiting request has waited; null: no request waits."""
+    """Seconds that the oldest request of the class has waited; null: none waits."""
     bounds: str
-    """The guaranteed maximum waits of its requests, in words."""
+    """The guaranteed maximum waits of the class's requests, in words."""
 
     @classmethod
     def of(
@@ -190,22 +187,20 @@ class SchedulerState(NamedTuple):
     running: dict[int, RunningRequest]
     """`Request.sequence` -> running request, in decode order."""
     waiting: dict[int, WaitingRequest]
-    """`Request.sequence` -> waiting request, unordered, up to a limit."""
+    """`Request.sequence` -> waiting request, unordered, up to a maximum number."""
     num_waiting: int
     """Number of all waiting requests, including forks that wait for their parent."""
     classes: list[ClassQueueState]
     """In ascending order of rank."""
     served: dict[str, dict[str, int]]
-    """Class -> tenant -> virtual token counter, for the tenants of the requests above."""
+    """Class -> tenant -> virtual token counter, for the tenants of `running` and `waiting`."""
     blocks: BlockUsage
 
 
 def scheduler_state(
     scheduler: Scheduler, now: float, step_s: float | None = None, max_waiting: int = MAX_WAITING
 ) -> SchedulerState:
-    """Return the state of a scheduler. Call it in the thread that owns the scheduler. `now`: seconds on the engine's
-    clock.
-    """
+    """Return the state of a scheduler, in the thread that owns it. `now`: seconds on the engine's clock."""
     running = {each.sequence: RunningRequest.of(each, scheduler.blocks, now) for each in scheduler.running}
     waiting = {
         each.sequence: WaitingRequest.of(each, scheduler, now, is_at_tenant_limit=False)
@@ -241,7 +236,7 @@ class EngineSnapshot(NamedTuple):
     max_step_tokens: int
     """Token budget of a step."""
     step_s: float | None
-    """Recent mean seconds per step."""
+    """Recent mean seconds of a step; None: unknown."""
     steps: list[tuple[float, Step]]
     """(time at which the WorkAgent began the step, step)."""
     ended: list[RequestRecord]
@@ -257,7 +252,7 @@ def take_snapshot(
     since: float,
     cpu_clock: Clock = time.thread_time,
 ) -> EngineSnapshot:
-    """Return a snapshot. Engine thread only. `since` is `state.now` of the previous snapshot."""
+    """Return a snapshot with the events after `since`, the previous snapshot's `state.now`. Engine thread only."""
     began = cpu_clock()
     state = scheduler_state(scheduler, now, step_s, MAX_SNAPSHOT_WAITING)
     steps, ended = event_log.steps_since(since, MAX_STEPS), event_log.ended_since(since, MAX_ENDED)

@@ -1,4 +1,4 @@
-"""Observers of an engine's steps, which are called in the engine's thread and must change nothing."""
+"""Observers of an engine's steps, which the engine's thread calls, and which must change nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CompletedStep(NamedTuple):
 
     schedule: Schedule
     num_tokens: int
-    """Tokens computed, draft tokens included."""
+    """Number of tokens computed, draft tokens included."""
     finished: list[Request]
     accepted: Mapping[int, int]
     """`Request.sequence` -> number of accepted draft tokens, for rows with drafts."""
@@ -29,22 +29,19 @@ class CompletedStep(NamedTuple):
 
 
 class StepObserver:
-    """Base class of observers. An engine calls only the events that a subclass overrides.
-
-    Times are seconds on the engine's clock. The events of one step come in this order: `on_scheduled`, `on_submitted`,
-    then `on_completed` or `on_failed`.
+    """Base class of observers. An engine calls only the events that a subclass overrides, for each step in this order:
+    `on_scheduled`, `on_submitted`, then `on_completed` or `on_failed`. Times are seconds on the engine's clock.
     """
 
     def on_scheduled(
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
     ) -> None:
-        """The scheduler has decided the next step after those in flight; None: no request can run.
-
-        `blocked` is the first request left waiting, with the reason.
+        """The scheduler has formed the next step after those in flight; None: no request can run. `blocked`: the first
+        request left waiting, and why.
         """
 
     def on_submitted(self, schedule: Schedule, now: float) -> None:
-        """The executor has received a step, which was decided at `now`."""
+        """The executor has received a step, which was formed at `now`."""
 
     def on_completed(self, step: CompletedStep) -> None:
         """The results of the oldest step in flight have been applied."""

@@ -18,7 +18,7 @@ class _Reading(NamedTuple):
 
 
 class ThroughputLine:
-    """Makes a line from the change of the metrics since the previous line."""
+    """Makes a log line from the change of the metrics since the previous line."""
 
     def __init__(self, metrics: Metrics, clock: Clock) -> None:
         self._metrics = metrics

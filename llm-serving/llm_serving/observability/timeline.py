@@ -27,11 +27,9 @@ class ReplicaTrace:
     events: EventSnapshot
     records: Sequence[RequestRecord]
     own_steps_only: bool = False
-    """Whether to show only the rows of these requests, and only steps that have some: the client
-    may see only its tenant.
-    """
+    """Whether to show only the rows of `records` and steps that have some: the client may see only its tenant."""
     machine: str = ""
-    """Address of the machine of its WorkAgent, shown unless `own_steps_only`."""
+    """Address of the machine of the replica's WorkAgent, shown unless `own_steps_only`."""
 
     @property
     def name(self) -> str:
@@ -40,9 +38,8 @@ class ReplicaTrace:
 
 
 def trace(replicas: Sequence[ReplicaTrace], num_steps: int) -> JsonObject:
-    """Return a trace of the latest `num_steps` steps of each replica and of all requests alive during them.
-
-    A request is shown from its arrival, which may be before the first step.
+    """Return a trace of the latest `num_steps` steps of each replica and of all requests alive during them. A request
+    is shown from its arrival, which may be before the first step.
     """
     events: list[JsonObject] = []
     spans = [(each, *_shown(each, num_steps)) for each in replicas]

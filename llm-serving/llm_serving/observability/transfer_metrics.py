@@ -15,7 +15,7 @@ from llm_serving.scheduler.schedule import Preemption
 
 class SwapLoad(NamedTuple):
     num_requests: int
-    """Preempted requests whose blocks are in the host pool."""
+    """Number of preempted requests whose blocks are in the host pool."""
     num_used_blocks: int
     num_blocks: int
 
@@ -30,7 +30,7 @@ class SwapMetrics:
         self._num_requests_out = self._num_blocks_out = self._num_blocks_in = 0
 
     def watch(self, replica: int, load: Callable[[], SwapLoad]) -> None:
-        """Call `load` at every scrape for the host pool of a replica."""
+        """Call `load` at each scrape for the host pool of a replica."""
         self._loads[replica] = load
 
     def record(self, moves: Sequence[BlockMove], preemptions: Sequence[Preemption]) -> None:
@@ -67,11 +67,8 @@ class MoveMetrics:
         self._seconds = 0.0
 
     def arrived(self, seconds: Sequence[float], moves: Sequence[BlockMove]) -> None:
-        """Count migrated requests in the first step that computes them here.
-
-        Args:
-            seconds: For each request, the seconds since the reply to its last step at the other replica.
-            moves: Block moves of the step; imports are counted.
+        """Count migrated requests in the first step that computes them here. `seconds`: for each request, since the
+        reply to its last step at the other replica. Imports among the step's block `moves` are counted.
         """
         with self._lock:
             self._num_requests += len(seconds)
