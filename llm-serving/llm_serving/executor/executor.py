@@ -49,20 +49,19 @@ class RestartFailedError(LLMServingError):
 
 
 class Executor(ABC):
-    """Runs steps in the order of submission.
-
-    The defaults suit an executor whose WorkAgent is never restarted and shares the master's memory.
+    """Runs steps in the order of submission. The defaults suit a WorkAgent that is never restarted and shares the
+    master's memory.
     """
 
     max_steps_in_flight: int
-    """Number of steps that may be submitted before one is collected."""
+    """Maximum number of steps that may be submitted before one is collected."""
     next_step: int
     restart_status: RestartStatus | None = None
     """State of the restart, while the WorkAgent is being restarted; otherwise None."""
 
     @property
     def restarts_exhausted(self) -> bool:
-        """Whether the number of consecutive restarts without a completed step exceeds the limit."""
+        """Whether the number of consecutive restarts without a completed step exceeds its maximum."""
         return False
 
     @property
@@ -85,28 +84,27 @@ class Executor(ABC):
         return False
 
     def set_allowed_tokens(self, allowed: AllowedTokens) -> None:  # noqa: B027
-        """Send the allowed tokens of the oldest submitted step. If the WorkAgent has exited,
-        `collect` raises the error.
+        """Send the allowed tokens of the oldest submitted step. If the WorkAgent has exited, `collect` raises the
+        error.
         """
 
     def await_ending(self) -> None:  # noqa: B027
         """Wait until the latest step is about to end, the best moment to schedule the next one.
 
-        A step scheduled earlier misses requests that arrive in between; if it is scheduled later, the WorkAgent idles.
-        Return at once if no step is in flight or the latest one was submitted without `announce_ending`. Raise
-        WorkerError as `collect` does.
+        Earlier, a step would miss requests that arrive in between; later, the WorkAgent would idle. Return at once if
+        no step is in flight, or the latest was submitted without `announce_ending`. Raise WorkerError as `collect`
+        does.
         """
 
     @abstractmethod
     def collect(self) -> StepOutput:
         """Wait for the output of the oldest submitted step. Raise StepFailedError if that step failed, or WorkerError
-        if the WorkAgent exited or sent an invalid message, so no further output will come.
+        if no further output will come, because the WorkAgent exited or sent an invalid message.
         """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return the draft model's draft tokens for each request. No step may be in flight.
-
-        A list is empty if the draft model proposes nothing or fails. Raise WorkerError as `collect` does.
+        """Return the draft model's draft tokens for each request; empty lists if it fails. No step may be in flight.
+        Raise WorkerError as `collect` does.
         """
         return [[] for _ in requests]
 
@@ -198,14 +196,14 @@ class _ExpectedResults(NamedTuple):
 
 
 class RemoteExecutor(Executor):
-    """Sends steps to a WorkAgent: a small frame on the socket, with the arrays in a shared buffer or inside the frame.
+    """Sends each step to a WorkAgent as a small frame, with the arrays in a shared buffer or inside the frame.
 
-    Steps use the buffers cyclically. There are as many buffers as steps in flight, so a buffer is only overwritten
-    after the reply to the step that used it.
+    There are as many buffers as steps in flight, used cyclically, so a buffer is only overwritten after the reply to
+    the step that used it.
     """
 
     num_restarts = 0
-    """Consecutive restarts of the WorkAgent without a completed step in between."""
+    """Number of consecutive restarts of the WorkAgent without a completed step in between."""
 
     def __init__(
         self,
@@ -214,7 +212,7 @@ class RemoteExecutor(Executor):
         step_timeout_s: float | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        """A WorkAgent that takes longer than `step_timeout_s` seconds for a step counts as dead."""
+        """`step_timeout_s`: maximum seconds of a step, after which the WorkAgent counts as dead; None: no limit."""
         self._channel = channel
         self._step_timeout_s = step_timeout_s
         self._clock = clock
@@ -228,7 +226,7 @@ class RemoteExecutor(Executor):
         self._waited_s = 0.0
         """Seconds spent waiting for the oldest step in flight."""
         self._allowed = -1
-        """Latest step whose allowed tokens were sent."""
+        """Number of the latest step whose allowed tokens were sent; -1: none."""
         self.max_steps_in_flight = self._num_buffers = buffers.num_buffers
         self.next_step = 0
         self.num_compilations = 0

@@ -1,6 +1,4 @@
-"""The files of a model: their state, the hashes of their content, and the check that all WorkAgents
-read the same files.
-"""
+"""The files of a model: their state, content hashes, and the check that all WorkAgents read the same files."""
 
 from __future__ import annotations
 
@@ -62,8 +60,8 @@ class ModelFiles(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path, tokenizer: Path | None) -> ModelFiles:
-        """Record the state of the files of a model folder or a GGUF file. `tokenizer`: a tokenizer file or folder to
-        use instead of the model's own. Raise ModelError if a file is missing.
+        """Record the state of the files of a model folder or GGUF file. `tokenizer`: file or folder to use instead of
+        the model's own. Raise ModelError if a file is missing.
         """
         return cls(_weights(folder), _tokenizer(folder, tokenizer))
 
@@ -83,17 +81,10 @@ class ContentHashes(NamedTuple):
 
 
 def content_hashes(files: ModelFiles, on_progress: Callable[[int], None] = lambda num_bytes: None) -> ContentHashes:
-    """Hash the complete content of these files.
+    """Hash the complete content of these files. Raise ModelError if one cannot be read or has changed.
 
     A hash is SHA-256 over a line for each file, sorted: the SHA-256 of its content, two spaces and its name, as
-    `sha256sum` writes them.
-
-    Args:
-        files: The files, in the state that they are expected to have.
-        on_progress: Called with the number of bytes that were read since its last call.
-
-    Raises:
-        ModelError: A file cannot be read, or has changed.
+    `sha256sum` writes them. `on_progress` gets the number of bytes that were read since its last call.
     """
     return ContentHashes(_hash(files.weights, on_progress), _hash(files.tokenizer, on_progress))
 
@@ -158,9 +149,10 @@ Agent = TypeVar("Agent", bound=LoadedAgent)
 
 class SameFiles:
     """Ensures that all WorkAgents of a server read the same model, because any of them may continue a response.
+    Thread-safe.
 
     The files that the first WorkAgent read are the reference. A WorkAgent on another machine reports a fingerprint of
-    its files, which is compared with the master's. Thread-safe.
+    its files, which is compared with the master's.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -171,9 +163,7 @@ class SameFiles:
         """Fingerprint of the master's files; empty until needed."""
 
     def start_checked(self, start: Callable[[], Agent]) -> Agent:
-        """Start a WorkAgent; kill it unless it has read the same files as the first one. Raise ModelError if the files
-        differ.
-        """
+        """Start a WorkAgent. Kill it and raise ModelError if its files differ from those of the first one."""
         files = served_weights(self._model)
         self._check(files)
         agent = start()

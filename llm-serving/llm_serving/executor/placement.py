@@ -28,11 +28,11 @@ class ProcessArguments(NamedTuple):
 def start_processes(
     each: Sequence[ProcessArguments], environment: Mapping[str, str] | None = None
 ) -> LocalProcess | RankProcesses:
-    """Start the processes of one replica, one per rank.
+    """Start the processes of one replica, one for each rank. Raise OSError if one cannot be started, and kill the
+    others.
 
     Several ranks inherit shared memory for all-reduce, and a free port of this machine on which compiled graphs form
     their collective group. If another process takes the port first, the ranks exit and are restarted with another port.
-    Raise OSError if not all processes could be started; those that were are killed.
     """
     if len(each) == 1:
         return _spawn(each[0], environment)
@@ -66,7 +66,7 @@ class StartedAgent(NamedTuple):
     channel: AgentLink
     buffers: SharedBuffers | InlineArrays
     machine: str = ""
-    """Address of its machine; empty: the master's own."""
+    """Address of the WorkAgent's machine; empty: the master's own."""
     blocks: AgentChannel | None = None
     """Connection that transfers KV blocks; None: they are transferred through shared memory, or not at all."""
 
@@ -93,9 +93,8 @@ class Placement(Protocol):
 class LocalPlacement:
     """Starts WorkAgents as child processes of the master.
 
-    Each process (one per rank) inherits three descriptors: one end of a socket pair for messages, a memory file for
-    step arrays, and a pipe as standard input, which is closed when the master exits for any reason. All processes
-    inherit the transfer memory, if there is one.
+    Each process (one for each rank) inherits one end of a socket pair for messages, a memory file for step arrays, the
+    transfer memory if there is one, and a pipe as standard input, which closes when the master exits for any reason.
     """
 
     def __init__(self, transfer_fd: int | None = None) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 SLOW_FACTOR: Final = 2.0
-"""An attempt that takes this multiple of the first start may never succeed, so no time is predicted."""
+"""Maximum duration of an attempt, relative to the first start, for which a remaining time is predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,7 @@ class RestartStatus:
         return max(self.attempt_at + self.load_s - now, 0.0)
 
     def retry_after_s(self, now: float) -> float:
-        """Return the seconds after which a client should retry, assuming that this attempt takes as long as the first
-        start.
-        """
+        """Return the seconds after which a client should retry, if this attempt takes as long as the first start."""
         return max(self.attempt_at + self.load_s - now, 1.0)
 
     def __str__(self) -> str:
@@ -63,7 +61,6 @@ class StartCancellation:
         return self._event.is_set()
 
     def cancel(self) -> None:
-        """End every `wait` and call the registered callbacks."""
         with self._lock:
             self._event.set()
             for callback in self._callbacks:

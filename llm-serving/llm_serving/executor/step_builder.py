@@ -39,14 +39,12 @@ _NO_MOVES = no_block_moves()
 _Sample = tuple[Request, int]
 """A token to be sampled: the request, and the number of draft tokens before it."""
 _NUMBERS = {name: (attrgetter(name), SAMPLING_DTYPES[name]) for name in SAMPLE_FIELDS if name in RULES}
-"""Field of `SamplingInput` -> its value in `SamplingParams`, and its dtype."""
+"""Field of `SamplingInput` -> getter of its value in `SamplingParams`, and its dtype."""
 
 
 class StepBuilder:
-    """Builds the input of each step.
-
-    It remembers the position of each request's sample in the previous step, because a token unknown to the master must
-    be one of these samples: a request that skips a step gets its tokens before the next step is built.
+    """Builds the input of each step. It remembers where each request was sampled in the previous step: a token that the
+    master does not know yet is always one of these samples.
     """
 
     def __init__(self, blocks: BlockManager) -> None:
@@ -55,7 +53,7 @@ class StepBuilder:
         self._params = _SamplingParams([], {})
 
     def build(self, schedule: Schedule, number: int) -> StepInput:
-        """Build the input of step `number`; called once for every schedule, in order."""
+        """Build the input of step `number`. To be called once for every schedule, in order."""
         token_ids: list[int] = []
         query_lens: list[int] = []
         num_computed: list[int] = []
@@ -140,7 +138,7 @@ class StepBuilder:
         )
 
     def _history(self, request: Request, num_drafts: int) -> list[int]:
-        """Return the tokens before the sampled one, if penalties need them."""
+        """Return the tokens before the sampled one; empty if no penalty needs them."""
         if not request.sampling.has_penalties:
             return []
         history = request.prompt_token_ids + request.output_token_ids
@@ -174,7 +172,7 @@ class _SamplingParams:
         self.samples = samples
         self.has_penalties = self.has_biases = self.has_matchers = False
         self.allowed: dict[Request, Int32Array] = {}
-        """Bitmaps of requests whose allowed tokens never change."""
+        """Request -> bit mask, for requests whose allowed tokens never change."""
         values, num_logprobs, prompt_lens = [], [], []
         for request, _ in samples:
             params, prompt_len = request.sampling, 0
@@ -205,9 +203,7 @@ def _joined(parts: Sequence[Int32Array]) -> AllowedTokens:
 
 
 def _biases(request: Request, num_drafts: int) -> list[tuple[int, float]]:
-    """Return the logit biases of a request. They forbid the last tokens of bad words and, below
-    `min_tokens`, stop tokens.
-    """
+    """Return the logit biases of a request, which also forbid bad words and, below `min_tokens`, stop tokens."""
     params = request.sampling
     biases = list(params.logit_bias)
     if request.num_output_tokens + num_drafts <= params.min_tokens:

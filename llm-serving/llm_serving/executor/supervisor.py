@@ -106,14 +106,17 @@ def start_work_agent(
     cancellation: StartCancellation | None = None,
     placement: Placement = LOCAL_PLACEMENT,
 ) -> WorkAgentProcess:
-    """Start WorkAgent `index` and wait until its model is loaded. Raise ModelError if the model cannot be loaded, or
-    WorkerDiedError if the process could not be started, exited before it was ready, or was not ready in time.
+    """Start WorkAgent `index` and wait until its model is loaded.
 
     Args:
         on_progress: Called with progress texts. An exception it raises ends the WorkAgent.
         previous: What the replaced WorkAgent had loaded. The new one allocates as many blocks.
-        timeout_s: Limit of the whole start. `load_timeout_s` limits the time without a message.
+        timeout_s: Maximum seconds of the whole start. `load_timeout_s` limits the time without a message.
         cancellation: Kills the WorkAgent if cancelled before it is ready.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+        WorkerDiedError: The process could not be started, exited, or was not ready in time.
     """
     settings = load_settings(config, index)
     if previous is not None:
@@ -154,9 +157,8 @@ def _load(
     timeout_s: float | None,
     silence_s: float,
 ) -> Loaded:
-    """Check that the WorkAgent runs the same code, then make it load the model.
-
-    The code differs if the package was upgraded while the master runs, or has another version on another machine.
+    """Check that the WorkAgent runs the same code, then make it load the model. The code differs if the package was
+    upgraded while the master runs, or has another version on another machine.
     """
     deadline = math.inf if timeout_s is None else monotonic() + timeout_s
 
@@ -254,10 +256,7 @@ StartFunction = Callable[[Loaded | None, float | None], WorkAgentProcess]
 
 
 class ConsistencyCheck:
-    """Checks that every WorkAgent has the compute fingerprint of the first one, so that all give bit-identical answers.
-
-    Thread-safe.
-    """
+    """Checks that all WorkAgents have the same compute fingerprint, so that answers are bit-identical. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -289,10 +288,9 @@ def restart_delay_s(attempt: int) -> float:
 
 
 def restart_timeout_s(load_s: float, num_failed: int) -> float:
-    """Return the time limit of an attempt after `num_failed` failures, if the first start took `load_s`.
-
-    The limit is short at first, because a WorkAgent may hang while loading. It doubles with each attempt, so that an
-    attempt can succeed on a machine that has become slow.
+    """Return the maximum seconds of an attempt after `num_failed` failures. It is short at first, because a WorkAgent
+    may hang while loading, and doubles, so that a machine that has become slow can succeed. `load_s`: seconds of the
+    first start.
     """
     return max(MIN_RESTART_TIMEOUT_S, RESTART_TIMEOUT_FACTOR * load_s) * 2.0 ** min(num_failed, 60)
 
@@ -302,7 +300,7 @@ class SupervisedExecutor(RemoteExecutor):
 
     Args:
         max_restarts: Maximum number of consecutive restarts without a completed step. Beyond it, the start of the first
-            WorkAgent fails; a later WorkAgent is still retried, but counts as exhausted (`restarts_exhausted`).
+            WorkAgent fails; a later WorkAgent is still restarted, but `restarts_exhausted` is True.
         cancellation: Cancelled by `cancel_restarts`; `start` should observe it.
         pause: Waits for a number of seconds and returns whether restarts were cancelled.
     """
@@ -316,8 +314,8 @@ class SupervisedExecutor(RemoteExecutor):
         pause: Callable[[float], bool] | None = None,
         cancellation: StartCancellation | None = None,
     ) -> None:
-        """Start the first WorkAgent. Raise ConfigError if the WorkAgent cannot load the model, or WorkerDiedError if it
-        exited before it was ready, in all attempts.
+        """Start the first WorkAgent. Raise ConfigError if it cannot load the model, or WorkerDiedError if it exited
+        before it was ready in all attempts.
         """
         self._start = start
         self._step_timeout_s = step_timeout_s

@@ -36,7 +36,7 @@ class RankChannels:
     def __init__(self, channels: Sequence[AgentChannel]) -> None:
         self._channels = channels
         self._received: list[deque[AgentMessage]] = [deque() for _ in channels]
-        """Messages of each rank that have not arrived from all ranks yet."""
+        """Messages of each rank that the other ranks have not all sent yet."""
         self._poll = select.epoll(len(channels))
         for channel in channels:
             self._poll.register(channel, select.EPOLLIN)
@@ -46,7 +46,6 @@ class RankChannels:
         return self._poll.fileno()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message to every rank, as `Channel.send`."""
         for rank, channel in enumerate(self._channels):
             channel.send(_to_rank(rank, message))
 
@@ -91,7 +90,6 @@ class RankChannels:
 
 
 def join_channels(channels: Sequence[AgentChannel]) -> AgentLink:
-    """Return one link for the channels to all ranks of a replica."""
     return channels[0] if len(channels) == 1 else RankChannels(channels)
 
 
@@ -104,9 +102,7 @@ def _to_rank(rank: int, message: msgspec.Struct) -> msgspec.Struct:
 
 
 def _compared(message: AgentMessage) -> object:
-    """Return the part of a message that must be equal on all ranks. For the reply to a step, every
-    bit must be equal.
-    """
+    """Return the part of a message that must be equal on all ranks. Of the reply to a step, that is all of it."""
     match message:
         case Welcome():
             return message.version, message.code_fingerprint
@@ -125,7 +121,7 @@ class RankProcesses:
     def __init__(self, processes: Sequence[LocalProcess]) -> None:
         self.ranks = processes
         self._first: int | None = None
-        """The rank that exited first by itself, if it was observed."""
+        """The rank that exited first by itself; None: unknown."""
 
     @property
     def pids(self) -> list[int]:

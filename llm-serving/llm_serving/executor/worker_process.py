@@ -39,21 +39,20 @@ class AgentProcess(Protocol):
 
     @property
     def pids(self) -> list[int]:
-        """The processes on this machine, one for each rank; empty if it runs on another machine."""
+        """The processes on this machine, one for each rank; empty if the WorkAgent runs on another machine."""
 
     @property
     def has_exited(self) -> bool: ...
 
     @property
     def exit_description(self) -> str:
-        """How it exited, for example "code 3". Only valid after the exit."""
+        """How the WorkAgent exited, for example "code 3". Only valid after the exit."""
 
     def kill(self) -> None: ...
 
     def wait_or_kill(self, timeout_s: float | None) -> None:
-        """Wait at most `timeout_s` seconds for the exit, then kill the process. None: it was killed before.
-
-        Return even if the kernel does not let the process exit.
+        """Wait at most `timeout_s` seconds for the exit, then kill the process; None: it was killed before. Return even
+        if the kernel does not let the process exit.
         """
 
 

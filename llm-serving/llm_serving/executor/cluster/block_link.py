@@ -28,8 +28,7 @@ class BlockLink:
     """Reads and writes the transfer pool of one WorkAgent. Only one thread may use it at a time (`locked`).
 
     Replies arrive in the order of the requests, each within `timeout_s`. A late or unexpected reply could be matched to
-    a later request, so it closes the connection and the WorkAgent's step channel `steps`; the WorkAgent is then
-    restarted.
+    a later request, so it closes this connection and the step channel `steps`; the WorkAgent is then restarted.
     """
 
     def __init__(
@@ -59,8 +58,8 @@ class BlockLink:
                 self._release()
 
     def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[BlockContents, None, None]:
-        """Yield the contents of blocks, one frame per piece. Close the generator if it is not exhausted. Raise
-        WorkerError if the contents cannot be read.
+        """Yield the contents of blocks, one frame for each piece; to be closed if not exhausted. Raise WorkerError on
+        failure.
         """
         requests = (ReadBlocks([each for each, _ in piece], [epoch for _, epoch in piece]) for piece in pieces)
         with contextlib.closing(self._replies(requests)) as replies:

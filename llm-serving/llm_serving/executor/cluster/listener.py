@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
 MAX_ATTACH_BYTES: Final = 256
-"""Size limit of the first frame, so that an unexpected client cannot make the master allocate memory."""
+"""Maximum bytes of the first frame, so that an unknown client cannot make the master allocate memory."""
 ACCEPT_RETRY_S: Final = 0.2
 MAX_HANDSHAKES: Final = 64
 
@@ -37,11 +37,10 @@ class _PendingConnection:
 
 
 class PendingHandshakes:
-    """Connections that have not presented a token yet, limited in number. Thread-safe.
+    """Connections that have not presented a token yet, at most `limit`. Thread-safe.
 
     At the limit, a new connection drops an unauthenticated one: the oldest of the address with the most such
-    connections. So silent connections block no other client, and an address that connects repeatedly first loses its
-    own connections.
+    connections. So silent connections block no other client.
     """
 
     def __init__(self, limit: int) -> None:
@@ -51,9 +50,8 @@ class PendingHandshakes:
         """Oldest first."""
 
     def add(self, connection: ssl.SSLSocket, peer: str, thread: threading.Thread) -> bool:
-        """Add a connection unless the limit is reached, and return whether it was added.
-
-        The caller then starts `thread`, which must call `remove` before it closes the connection.
+        """Add a connection unless the limit is reached, and return whether it was added. The caller then starts
+        `thread`, which must call `remove` before it closes the connection.
         """
         with self._lock:
             dropped = None if len(self._connections) < self._limit else self._next_to_drop()
@@ -88,9 +86,8 @@ class PendingHandshakes:
 
 
 class PendingStarts:
-    """The starts that wait for a WorkAgent to connect, by token. Thread-safe.
-
-    A token belongs to one start and is valid once. A connection with an unknown, old or used token is rejected.
+    """The starts that wait for a WorkAgent to connect, by token. Thread-safe. A token belongs to one start and is valid
+    once.
     """
 
     def __init__(self) -> None:
@@ -124,7 +121,7 @@ class ExpectedConnection:
         self._queue = queue
 
     def wait(self, timeout_s: float) -> AgentChannel | None:
-        """Return the channel, or None if it has not connected within `timeout_s` seconds."""
+        """Return the channel, or None if no WorkAgent has connected within `timeout_s` seconds."""
         try:
             return self._queue.get(timeout=timeout_s)
         except Empty:
@@ -133,8 +130,7 @@ class ExpectedConnection:
 
 class Listener:
     """Accepts connections of WorkAgents that prove the cluster's secret, and delivers each to the start with its token.
-
-    Each connection has a thread of its own and `HANDSHAKE_TIMEOUT_S` for the TLS handshake and the token.
+    Each connection has a thread and `HANDSHAKE_TIMEOUT_S` for the TLS handshake and the token.
     """
 
     def __init__(self, host: str, identity: ClusterIdentity) -> None:

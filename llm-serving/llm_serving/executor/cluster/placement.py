@@ -23,11 +23,11 @@ from llm_serving.transport.shared_memory import InlineArrays
 from llm_serving.transport.tls_identity import ClusterIdentity
 
 CONNECT_TIMEOUT_S: Final = 300.0
-"""Time within which a started WorkAgent must connect. It loads the model only afterwards."""
+"""Seconds within which a started WorkAgent must connect. It loads the model only afterwards."""
 WEIGHTS_TRANSFER_TIMEOUT_S: Final = 3600.0
 """As `CONNECT_TIMEOUT_S`, if the weights are first sent to the WorkAgent's machine."""
 POLL_INTERVAL_S: Final = 0.2
-"""Interval at which a start checks that the process is alive and the start is not cancelled."""
+"""Seconds between two checks that the process is alive and the start is not cancelled."""
 
 
 class AgentStarter(Protocol):
@@ -45,11 +45,8 @@ class ClusterPlacement:
     """Starts WorkAgents in a cluster and waits for their connections.
 
     Each rank has one connection for steps; the replica has one for KV blocks if blocks are transferred. A token assigns
-    each connection to one start.
-
-    Args:
-        host: Address of this machine that the other machines connect to.
-        own_devices: Whether a WorkAgent sees only the devices assigned to it, one per rank, numbered from 0.
+    each connection to one start. `host`: this machine's address for the other machines. `own_devices`: whether a
+    WorkAgent sees only the devices assigned to it, one for each rank, numbered from 0.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ class RayWeights(msgspec.Struct, frozen=True):
 
     folder: str
     cache: str
-    """Cache folder on every machine for the copies."""
+    """Folder for the copies on every machine."""
 
 
 class RayRequirements(msgspec.Struct, frozen=True):
@@ -19,7 +19,7 @@ class RayRequirements(msgspec.Struct, frozen=True):
     address: str | None
     num_replicas: int
     cpus: int
-    """CPUs of a replica with all its ranks, which run on one machine."""
+    """Cores of a replica with all its ranks, which run on one machine."""
     strategy: str
     num_devices: int
     weights: RayWeights | None = None
@@ -45,8 +45,6 @@ class RayConnected(msgspec.Struct, tag="connected", frozen=True):
 
 
 class RayUnavailable(msgspec.Struct, tag="unusable", frozen=True):
-    """Ray cannot be used."""
-
     error: str
     is_retryable: bool = False
 

@@ -52,10 +52,7 @@ _POLL_INTERVAL_S: Final = 0.2
 
 
 class AgentHost:
-    """Ray actor that runs all ranks of one WorkAgent.
-
-    It is their parent process and holds the standard-input pipes by which they detect its exit.
-    """
+    """Ray actor that runs all ranks of one WorkAgent. It holds the input pipes by which they detect its exit."""
 
     def find_weights(self, cache: str, files: bytes) -> str | None:
         """Return the folder of a model's files (`WeightFiles`, as JSON) on this machine; None if they are missing."""
@@ -63,15 +60,12 @@ class AgentHost:
         return None if found is None else str(found)
 
     def store_weights(self, cache: str, files: bytes, pieces: Sequence[Any]) -> str:
-        """Store the files of a model and return their folder. `pieces` are object references, which are resolved one at
-        a time.
-        """
+        """Store the files of a model and return their folder. `pieces`: Ray references, resolved one at a time."""
         return str(store_in_cache(cache, msgspec.json.decode(files, type=WeightFiles), _fetch_pieces(pieces)))
 
     def run(self, ranks: Sequence[Sequence[str]]) -> str:
-        """Run a WorkAgent with the arguments of each rank until it exits, and return how, for example "code 3".
-
-        When the first rank exits, the others are terminated.
+        """Run a WorkAgent with the arguments of each rank until it exits, and return how, for example "code 3". When
+        the first rank exits, the others are terminated.
         """
         # Ray sets OMP_NUM_THREADS to the CPUs of the actor, or to 1; the kernels are configured otherwise.
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
@@ -90,10 +84,7 @@ def _fetch_pieces(pieces: Sequence[Any]) -> Iterator[memoryview]:
 
 
 class NotStartedError(ConfigError):
-    """Ray did not start on this machine.
-
-    Ray allows its own processes 15 s to start, which is too short if the cores are busy or the disk is slow.
-    """
+    """Ray did not start on this machine, for example because its processes need more than Ray's limit of 15 s."""
 
 
 def main(requirements_json: str, socket_fd: str) -> None:
@@ -152,9 +143,8 @@ class RayAgents:
         threading.Thread(target=self._watch, name="actors", daemon=True).start()
 
     def start(self, command: StartAgent) -> bool:
-        """Start a WorkAgent. Return False if that failed and this connection runs no other WorkAgent.
-
-        In that case the connection may belong to a former cluster that was replaced at the same address.
+        """Start a WorkAgent. Return False if that failed and this connection runs no other WorkAgent: it may then
+        belong to a former cluster that was replaced at the same address.
         """
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         options: dict[str, Any] = {
@@ -197,9 +187,7 @@ class RayAgents:
             self._report(AgentEnded(command.number, _first_line(error)))
 
     def kill(self, command: KillAgent) -> None:
-        """Kill the actor and its WorkAgent. If Ray cannot reach the machine, the WorkAgent exits when it loses the
-        master.
-        """
+        """Kill the actor and its WorkAgent. A WorkAgent that Ray cannot reach exits when it loses the master."""
         with self._lock:
             actor = self._actors.pop(command.number, None)
         if actor is not None:
@@ -234,10 +222,8 @@ def connect_to_ray(address: str | None, num_cpus: int = 1) -> Iterator[Any]:
     """Connect to Ray and yield its package. Without an address, run a cluster on this machine until the context exits.
 
     The calling thread must live as long as the connection, because Ray ties the processes it starts to that thread.
-
-    Raises:
-        ConfigError: Ray is not installed, or there is no cluster at the address.
-        NotStartedError: The local cluster did not start.
+    Raise ConfigError if Ray is not installed or there is no cluster at the address, NotStartedError if the local
+    cluster fails.
     """
     if address is not None:
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", ATTEMPTS)  # read when the package is imported

@@ -30,22 +30,20 @@ from llm_serving.transport.channel import Channel
 logger = get_logger(__name__)
 
 KILL_TIMEOUT_S: Final = 2.0
-"""Time for a killed actor to exit. Ray reports an exit on a lost machine only when it detects the loss."""
+"""Seconds for a killed actor to exit. Ray reports an exit on a lost machine only when it detects the loss."""
 SHUTDOWN_S: Final = 10.0
-"""Time for the Ray process to exit. The process hangs if the head node is lost."""
+"""Seconds for the Ray process to exit. The process hangs if the head node is lost."""
 ATTEMPTS: Final = 3
 COMMAND: Final = tuple(command_of("llm_serving.executor.cluster.ray_process"))
 
 
 class RayStarter:
-    """Starts WorkAgents through a separate Ray process (see `ray_process`).
-
-    If that process has exited, the next start creates another one, which may connect to a new cluster at the same
-    address.
+    """Starts WorkAgents through a separate Ray process (see `ray_process`). If that process has exited, the next start
+    creates another one, which may connect to a new cluster at the same address.
     """
 
     def __init__(self, requirements: RayRequirements, secret_file: str, command: Sequence[str] = COMMAND) -> None:
-        """Raise ConfigError if Ray is not installed, there is no cluster at the address, or the cluster has no room."""
+        """Raise ConfigError if Ray is not installed, or the address has no cluster or one without room."""
         self._requirements, self._secret_file, self._command = requirements, secret_file, command
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -78,10 +76,8 @@ class RayStarter:
 
 
 class RayConnection:
-    """A Ray process and the connection to it."""
-
     def __init__(self, requirements: RayRequirements, command: Sequence[str]) -> None:
-        """Raise OSError if the process cannot be started."""
+        """Start the Ray process. Raise OSError if it cannot be started."""
         ours, theirs = socket.socketpair()
         arguments = [msgspec.json.encode(requirements).decode(), str(theirs.fileno())]
         with theirs:

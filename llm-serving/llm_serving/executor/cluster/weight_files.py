@@ -1,4 +1,4 @@
-"""Distribution of a model folder through Ray's object store to machines that do not have it.
+"""Copies of a model folder, which Ray's object store sends to machines that do not have it.
 
 A digest of its contents identifies a folder. It is sent in pieces and kept in a cache folder on each machine.
 """
@@ -47,8 +47,8 @@ class _Piece(NamedTuple):
 
 
 def describe_folder(folder: Path) -> WeightFiles:
-    """Read all files of a folder and its subfolders, except hidden ones. Raise ModelError if that fails or there are
-    none.
+    """Describe all files of a folder and its subfolders, except hidden ones. Raise ModelError if there are none, or
+    they cannot be read.
     """
     names = sorted(
         str(path.relative_to(folder))
@@ -66,8 +66,8 @@ def describe_folder(folder: Path) -> WeightFiles:
 
 
 def read_pieces(folder: Path, files: WeightFiles) -> Iterator[bytes]:
-    """Yield the contents of the files in pieces. No piece spans two files. Raise ModelError if the files have changed
-    since they were described.
+    """Yield the contents of the files in pieces, none of which spans two files. Raise ModelError if the files have
+    changed since `files` was made.
     """
     names, digest = [each.name for each in files.files], _Digest()
     for piece in _read(folder, names):
@@ -87,8 +87,8 @@ def find_cached(cache: str, files: WeightFiles) -> Path | None:
 
 
 def store_in_cache(cache: str, files: WeightFiles, pieces: Iterable[bytes | memoryview]) -> Path:
-    """Write the files to this machine's cache folder and verify them. Only one process writes at a time. Raise
-    ConfigError if the files cannot be stored, or do not match the description.
+    """Write the files to this machine's cache folder and verify them; one process at a time. Raise ConfigError if the
+    files cannot be stored, or do not match the description.
     """
     folder = _folder(cache, files)
     try:
@@ -181,11 +181,8 @@ class StoredWeights:
         self._pieces: list[Any] | None = None
 
     def deliver(self, actor: Any) -> str:
-        """Copy the folder to an actor's machine unless it is there, and return its path.
-
-        Raises:
-            ConfigError: The object store or the machine has no room for it.
-            Exception: Ray's own, if the machine is lost.
+        """Copy the folder to an actor's machine unless it is there, and return its path. Raise ConfigError if the
+        object store or the machine has no room for it, or Ray's own error if the machine is lost.
         """
         files = msgspec.json.encode(self._files)
         found = self._ray.get(actor.find_weights.remote(self._cache, files))
