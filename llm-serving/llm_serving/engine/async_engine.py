@@ -43,15 +43,12 @@ class Admission:
     """A group of requests that passed admission control."""
 
     predicted_s: float | None = None
-    """Predicted seconds from its arrival at the server to the first token of its last request;
-    None: too few measurements.
-    """
+    """Predicted seconds from arrival at the server to the last request's first token; None: too few measurements."""
 
 
 class AsyncEngine:
-    """The engine of a server. It checks and submits requests, which the engine threads of all replicas compute.
-
-    All methods belong to the event loop.
+    """The engine of a server. It checks and submits requests, which the engine threads of all replicas compute. All
+    methods belong to the event loop.
     """
 
     def __init__(
@@ -73,9 +70,7 @@ class AsyncEngine:
         self.sampling_defaults: Mapping[str, Any] = (
             generation_defaults(path) if config.model.generation_config == "auto" else {}
         )
-        """Sampling parameters that the model recommends for OpenAI requests. Others have the
-        defaults of `SamplingParams`.
-        """
+        """Sampling parameters that the model recommends for OpenAI requests. Others have those of `SamplingParams`."""
         self.pooling: Pooling | None = None if path is None else resolve_pooling(config.model.pooling, path)
         """How hidden states become embeddings; None: the model does not produce embeddings."""
         self._dispatcher = dispatcher = RequestDispatcher(config, metrics, open_replica, clock, self._fail)
@@ -97,7 +92,6 @@ class AsyncEngine:
             model_spec.vocab_size,
             GrammarLimits(serving.max_grammar_bytes, serving.max_grammar_states, serving.grammar_cache_size),
         )
-        """Compiles the structured output that requests specify."""
         self.failure: LLMServingError | None = None
         """Error that prevents this process from serving, so that it must exit; None: no error."""
         self.on_failure: Callable[[], None] = lambda: None
@@ -108,9 +102,7 @@ class AsyncEngine:
         self.replicas.start()
 
     async def stop(self) -> None:
-        """Stop all serving replicas. Unfinished requests end with an error. A loading replica stops
-        after it has loaded.
-        """
+        """Stop all replicas, a loading one once it has loaded. Unfinished requests end with an error."""
         await self.replicas.stop()
 
     def health(self) -> EngineHealth:
@@ -120,7 +112,9 @@ class AsyncEngine:
 
     @property
     def max_model_len(self) -> int:
-        """Maximum tokens of prompt and output together: as configured, or less if a replica's cache is smaller."""
+        """Maximum number of tokens of prompt and output together: as configured, or less if a replica's cache is
+        smaller.
+        """
         longest = self.config.model.max_generate_length
         for engine in list(self.replicas.engines.values()):
             if engine.dead is None:
@@ -164,14 +158,12 @@ class AsyncEngine:
 
         Args:
             caller: The client's class, tenant, deadline and timings.
-            request_id: The client's id of the request; it need not be unique.
-            fork_of: A request with the same prompt. The new one runs on the same replica, shares the blocks of the
-                prompt, and reports the same number of cached tokens.
+            request_id: The client's id of the request, which other requests may have too.
+            fork_of: A request with the same prompt, with which the new one shares replica and prompt blocks.
             wants_vector: Whether the last output must include the last hidden state of the prompt.
-            has_siblings: Whether other requests fork from it. If so, it does not migrate to another replica.
-            admission: The result of `check_capacity` for the group of this request, which is then not checked again.
-            sharing: Request coalescing: if the same answer is kept or in flight, read that answer from its first
-                output. Closing this stream, or its deadline, does not end the computation for other readers.
+            has_siblings: Whether other requests fork from this one, so that it must not migrate.
+            admission: Result of `check_capacity` for the request's group, which is then not checked again.
+            sharing: How the answer is coalesced with that of identical requests; None: it is not.
 
         Raises:
             RequestError: The request can never be served, for instance because it is too long.
@@ -302,8 +294,7 @@ class AsyncEngine:
 
     def precheck_capacity(self, min_lens: Sequence[int], caller: Caller = ANONYMOUS) -> None:
         """Refuse a group of requests before tokenization if even the minimum lengths of their prompts exceed a limit.
-
-        A group that is not refused must still pass `check_capacity`. Raise the same errors as `check_capacity`.
+        Raise the errors of `check_capacity`, which must follow for the others.
         """
         replica = self._router.load_of(self._router.route(min_lens, caller))
         self._admission.check(min_lens, caller, replica, self._admission.min_uncached(min_lens))
@@ -319,7 +310,6 @@ class AsyncEngine:
 
     def seconds_to_first_token(self, num_prompt_tokens: int, *, priority: int = 0, tenant: str = "") -> float | None:
         """Return the predicted seconds to the first token of a request that arrives now; None: too few measurements.
-
         Raise UnavailableError if no WorkAgent is ready.
         """
         request_class = class_of(priority, self.config.request_classes)
@@ -328,7 +318,7 @@ class AsyncEngine:
         return self._admission.predict_s([num_prompt_tokens], request_class, tenant, replica)
 
     def refused_since(self, time: float) -> list[RefusedRequests]:
-        """Return the requests that admission control refused since an engine time."""
+        """Return the requests that admission control refused since a time on the engine's clock."""
         return self._admission.refused_since(time)
 
     def _class_load(self, name: str) -> ClassLoad:

@@ -25,9 +25,7 @@ logger = get_logger(__name__)
 MAX_WAITING: Final = 16
 """Maximum number of answers that wait until the engine is idle. Newer ones replace older ones."""
 MAX_BYTES: Final = 2**24
-"""Maximum bytes of an answer's outputs. A longer answer is not audited, because up to `MAX_WAITING` answers stay in
-memory.
-"""
+"""Maximum bytes of an audited answer's outputs, because up to `MAX_WAITING` answers stay in memory."""
 TENANT: Final = "(audits)"
 """Tenant of the copies. No API key can have this name."""
 AUDITED_REASONS: Final = frozenset({FinishReason.STOP, FinishReason.LENGTH})
@@ -46,10 +44,9 @@ class Answer:
         self.num_bytes += piece.num_bytes
 
     def fields(self) -> list[str]:
-        """Return the answer as a list of texts. Two lists differ if and only if a bit of the answers differs.
-
-        The order is: vector, prompt tokens, output tokens of all beams, each with log-probabilities; then checksums of
-        the texts with the finish reasons.
+        """Return the answer as a list of texts, which differ if and only if a bit of the answers differs. In order:
+        vector, prompt tokens, output tokens of all beams with log-probabilities, checksums of the texts with finish
+        reasons.
         """
         whole = join_pieces(self.pieces)
         parts = whole.beams or (whole,)
@@ -63,14 +60,12 @@ class Answer:
 
 
 class Auditor:
-    """Audits 1 in `every` requests: while the engine is idle, a copy runs alone, and both answers must be equal.
+    """Audits 1 in `every` requests (0: none): while the engine is idle, a copy runs alone, and both answers must be
+    equal.
 
     Answers are batch-invariant, so any difference is a defect of this server; `audit_mismatch_total` counts them. The
-    copy's outputs go only to the auditor. The copy has its own cache salt, because an audit must not reuse the cached
-    blocks that it is to verify. It has the lowest priority and its own tenant, so it delays no client.
-
-    Args:
-        every: 0: no audits.
+    copy's own cache salt keeps it from reusing cached blocks. It has the lowest priority and an own tenant, so it
+    delays no client.
     """
 
     def __init__(self, every: int, scheduler: Scheduler, tokenizer: Tokenizer, metrics: Metrics, clock: Clock) -> None:

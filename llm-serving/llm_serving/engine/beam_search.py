@@ -61,10 +61,9 @@ class BeamSearch:
 
     Each step continues every live sequence by its `2 * width` most likely tokens. A continuation by a stop token is
     finished; the `width` most likely of the others stay live. Ties prefer the earlier sequence, then the more likely
-    token, so that the same log-probabilities always give the same answer.
-
-    Finished sequences are ranked by `cumulative_logprob / length ** length_penalty`, where the length counts generated
-    tokens including the stop token. Live sequences finish at `max_tokens`.
+    token, so the same log-probabilities always give the same answer. Finished sequences are ranked by
+    `cumulative_logprob / length ** length_penalty`, where the length counts generated tokens including the stop token.
+    Live sequences finish at `max_tokens`.
     """
 
     def __init__(self, params: BeamSearchParams, max_tokens: int, stop_token_ids: Collection[int]) -> None:
@@ -82,8 +81,7 @@ class BeamSearch:
 
     def advance(self, choices: Sequence[LikelyTokens]) -> list[int]:
         """Continue every live sequence by one token. `choices`: for each of `live`, at least `2 * width` candidates, or
-        the whole vocabulary. Return for each of the new `live`, the index of the sequence in the old `live` that it
-        continues.
+        the whole vocabulary. Return for each of the new `live` the index of the old one that it continues.
         """
         width = self._params.width
         continued: list[tuple[int, Hypothesis]] = []
@@ -105,7 +103,7 @@ class BeamSearch:
         return [index for index, _ in surviving][: len(self.live)]
 
     def best(self) -> list[FinishedBeam]:
-        """Return the finished sequences to return as answers, best first."""
+        """Return the finished sequences that are the answers, best first."""
         return self._finished[: self._params.num_returned]
 
     def _finish(self, hypothesis: Hypothesis, reason: FinishReason) -> None:
@@ -120,9 +118,8 @@ class BeamSearch:
         return self._params.early_stopping or self._best_attainable() <= self._finished[-1].score
 
     def _best_attainable(self) -> float:
-        """Return the highest score that a live sequence could reach if all its further tokens had probability 1.
-
-        The score is monotonic in the length, so its maximum is at the shortest or the longest length.
+        """Return the highest score of a live sequence if all its further tokens had probability 1. The score is
+        monotonic in the length, so its maximum is at the shortest or the longest length.
         """
         most_likely = self.live[0]
         lengths = (most_likely.length + 1, self._max_tokens)
@@ -133,11 +130,12 @@ class BeamSearch:
 
 
 class BeamSearchSink:
-    """The sink of a request with `BeamSearchParams`. The scheduler computes one request for each beam.
+    """The sink of a request with `BeamSearchParams`. The scheduler computes one request for each beam, and never sees
+    the client's own request.
 
     A beam is paused after its token until the tokens of all beams have arrived. Then the search decides: the first
     continuation of a beam stays in its request, further ones become forks that share its blocks, and a beam without
-    continuation finishes. The scheduler never sees the client's own request.
+    continuation finishes.
     """
 
     def __init__(self, request: Request, context: SinkContext) -> None:
@@ -161,9 +159,8 @@ class BeamSearchSink:
         self._context.scheduler.add(self._new_beam([]))
 
     def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
-        """Record the candidates of one beam. After the last beam, advance the search and emit an output.
-
-        The output is empty until the search ends; the last output has all answers.
+        """Record the candidates of one beam. After the last beam, advance the search and emit an output, which is empty
+        until the search ends; the last output has all answers.
         """
         if self.request.is_finished:  # by another beam of this step
             return

@@ -37,11 +37,11 @@ class _Reader:
     client_id: str
     http_timings: HttpTimings | None
     began: float
-    """Arrival of its request."""
+    """Arrival of the reader's request."""
     deadline: float | None
-    """When its stream ends with a timeout; None: no deadline."""
+    """Time at which the reader's stream ends with a timeout; None: no deadline."""
     timer: asyncio.TimerHandle | None = None
-    """Ends the stream at the deadline, if the computation may continue for other readers."""
+    """Ends the stream at the deadline, while the computation may continue for other readers."""
 
     def cancel_timer(self) -> None:
         if self.timer is not None:
@@ -51,14 +51,9 @@ class _Reader:
 class CoalescedResponse:
     """The outputs of one answer so far, for current and later readers.
 
-    The computation ends at the latest deadline of all readers. Each reader's stream ends at the reader's own deadline.
-
-    Args:
-        sharing: The key, and how the answer is shared.
-        request_id: The engine's request that computes the answer.
-        abort: Aborts that request.
-        extend_deadline: Gives that request a later deadline, or none.
-        grew: Called with the bytes of each new output.
+    The computation ends at the latest deadline of all readers, and each reader's stream at its own. `request_id` is the
+    engine's request that computes the answer; `abort` aborts it, and `extend_deadline` gives it a later deadline or
+    none. `grew` is called with the bytes of each new output.
     """
 
     def __init__(
@@ -103,7 +98,7 @@ class CoalescedResponse:
 
     @property
     def is_answer(self) -> bool:
-        """Whether it is or can become the answer to an identical request, because it has not failed or been aborted."""
+        """Whether an identical request can get this answer, because it has not failed or been aborted."""
         return self.last is None or not (self.last.failed or self.last.finish_reason is FinishReason.ABORT)
 
     def read(
@@ -158,9 +153,8 @@ class CoalescedResponse:
             self._grew(self, size)
 
     def cancel(self, client_ids: Sequence[str]) -> bool:
-        """End the streams of readers with one of these ids, unless they are the only readers.
-
-        Return False if no other client reads. Then nothing was done, and the caller must abort the computation.
+        """End the streams of readers with one of these ids, unless they are the only readers. Then return False and do
+        nothing; the caller must abort the computation.
         """
         mine = [number for number, reader in self._readers.items() if reader.client_id in client_ids]
         if len(mine) == len(self._readers):
@@ -180,9 +174,7 @@ class CoalescedResponse:
         reader.stream.put(piece)
 
     def _apply_deadlines(self) -> None:
-        """Extend the engine's deadline to the latest of all readers, and start a timer for each
-        reader's own deadline.
-        """
+        """Extend the engine's deadline to the latest of all readers, and start a timer for each reader's own."""
         for number, reader in self._readers.items():
             if reader.deadline is not None and reader.timer is None:
                 left_s = max(0.0, reader.deadline - self._clock())
@@ -232,14 +224,10 @@ class CoalescedResponse:
 
 
 class CoalescedResponses:
-    """The coalesced responses of a server by key, in flight or kept. For the event loop only.
+    """The coalesced responses of a server by key, in flight or kept for `kept_s` seconds. For the event loop only.
 
-    When their size exceeds the limit, kept answers are removed first, the oldest first, then the largest in flight.
-    Current readers of a removed answer get the rest of it; later requests are computed again.
-
-    Args:
-        max_bytes: Maximum bytes of the outputs of all answers; 0: nothing is shared.
-        kept_s: Seconds for which an answer is kept after its end.
+    If they exceed `max_bytes` (0: nothing is shared), kept answers are removed first, the oldest first, then the
+    largest in flight. Current readers of a removed answer get the rest of it; later requests are computed again.
     """
 
     def __init__(self, max_bytes: int, kept_s: float, clock: Clock) -> None:

@@ -29,14 +29,14 @@ class ReplicaRow(NamedTuple):
     state: ReplicaState
     num_unfinished: int
     machine: str = ""
-    """Address of the machine on which its WorkAgent runs or ran; empty: the master's own."""
+    """Address of the machine on which the WorkAgent runs or ran; empty: the master's own."""
 
 
 class Control:
     """Operations on open requests and replicas. For the event loop only.
 
-    A `tenant` restricts an operation to its own requests; None allows all requests. A `request_id` is the client's id
-    of a request, or the id of a response.
+    `tenant` restricts an operation to the requests of a tenant; None allows all. `request_id` is the client's id of a
+    request, or the id of a response.
     """
 
     def __init__(self, config: ServingConfig, lookup: RequestLookup, dispatcher: RequestDispatcher) -> None:
@@ -46,11 +46,11 @@ class Control:
         self._replicas, self._requests, self._queue = dispatcher.replicas, dispatcher.requests, dispatcher.queue
 
     def cancel(self, request_id: str, tenant: str | None = None) -> list[str]:
-        """Cancel the requests with this id. Return the engine's ids of the cancelled requests.
+        """Cancel the requests with this id. Return the engine's ids of the cancelled requests; ended requests are none.
 
         Each gets its final output, with finish reason `abort`, before the engine's next step, which also frees its
-        blocks. If other clients share the answer, it ends only for this client. An ended request is not an error. Raise
-        RequestNotFoundError if no request has this id, or it belongs to another tenant.
+        blocks. If other clients share the answer, it ends only for this client. Raise RequestNotFoundError if no
+        request has this id, or it belongs to another tenant.
         """
         found = self._lookup.find(request_id, tenant)
         for each in found:
@@ -61,7 +61,7 @@ class Control:
         return [each.request.request_id for each in found]
 
     async def set_priority(self, request_id: str, priority: int, tenant: str | None = None) -> dict[str, bool]:
-        """Change the priority of the requests with this id. Return for each unfinished request, whether it has the
+        """Change the priority of the requests with this id. Return for each unfinished request whether it has the
         priority now; see `Scheduler.set_priority`.
 
         Raises:
@@ -117,30 +117,26 @@ class Control:
         ]
 
     def drain(self, replica: int) -> None:
-        """Assign no further requests to a replica, and stop its WorkAgent once its requests have finished.
-
-        Raise RequestError if there is no such replica, or no other replica serves.
+        """Assign no further requests to a replica, and stop its WorkAgent once its requests have finished. Raise
+        RequestError if there is no such replica, or no other replica serves.
         """
         self._replicas.drain(replica)
         if (engine := self._replicas.engines.get(replica)) is not None:
             self._dispatcher.leave_if_idle(engine)
 
     def join(self, replica: int) -> None:
-        """Assign requests to a drained replica again. If its WorkAgent has exited, load it first.
-
-        Raise RequestError if there is no such replica.
+        """Assign requests to a drained replica again. If its WorkAgent has exited, load it first. Raise RequestError if
+        there is no such replica.
         """
         self._replicas.join(replica)
 
     def _has_moved(self, opened: OpenRequest, record: Request) -> bool:
-        """Return whether an open request has migrated since its engine had it as `record`, perhaps back to the same
-        engine.
-        """
+        """Return whether an open request has migrated since its engine had it as `record`."""
         has_left = opened.is_in_transfer or opened.request is not record
         return has_left and self._requests.by_id.get(_id_of(opened)) is opened
 
     def _update_queue(self, opened: OpenRequest, request_class: RequestClass, answer: asyncio.Future[bool]) -> None:
-        """Count a request under another class for admission control, after the scheduler has changed its priority."""
+        """Count a request under its new class in admission control, once the scheduler has changed its priority."""
         if not answer.cancelled() and answer.exception() is None and answer.result():
             self._queue.change_class(_id_of(opened), request_class)
 

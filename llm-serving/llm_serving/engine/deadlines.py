@@ -16,18 +16,15 @@ MIN_CLEANUP_SIZE: Final = 64
 CHECK_INTERVAL_S: Final = 0.1
 """Seconds between two searches for waiting requests that cannot meet their deadlines."""
 MAX_CHECKED: Final = 16
-"""Number of requests checked each time: those with the earliest deadlines."""
+"""Maximum number of requests in one such search: those with the earliest deadlines."""
 
 _Entry = tuple[float, str, int, Request]
-"""(deadline, request id, number, request). The number is unique, because a request that migrates
-back is a new object.
-"""
+"""(deadline, request id, number, request). The number is unique: a request that migrates back is a new object."""
 
 
 class Deadlines:
-    """The deadlines of one engine's requests, in seconds on the engine's clock.
-
-    A heap entry is stale once its request has finished or has another deadline. Stale entries are removed later.
+    """The deadlines of one engine's requests, in seconds on the engine's clock. A heap entry is stale once its request
+    has finished or has another deadline.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -62,7 +59,7 @@ class Deadlines:
         return expired
 
     def unscheduled(self, count: int) -> list[Request]:
-        """Return `count` requests that were never scheduled, those with the earliest deadlines."""
+        """Return up to `count` requests that were never scheduled, those with the earliest deadlines."""
         entries = (each for each in self.heap if each[3].first_scheduled_time is None and _is_current(each))
         return [request for *_, request in heapq.nsmallest(count, entries)]
 
@@ -72,8 +69,8 @@ class Deadlines:
         return deadline is not None and (now >= deadline or now >= self._next_check)
 
     def end_expired(self, now: float, predictor: TtftPredictor, step_began: float) -> None:
-        """End the requests whose deadline has passed, and waiting requests that cannot meet theirs. `step_began`: when
-        the oldest step in flight began.
+        """End the requests whose deadline has passed, and waiting requests that cannot meet theirs. `step_began`: time
+        at which the oldest step in flight began.
         """
         for request in self.pop_expired(now):
             finish(request, FinishReason.TIMEOUT, f"the request was not done within its {timeout_of(request):g} s")
@@ -82,10 +79,8 @@ class Deadlines:
             self._end_hopeless(now, predictor, now - step_began)
 
     def _end_hopeless(self, now: float, predictor: TtftPredictor, elapsed_s: float) -> None:
-        """End requests whose first token would miss the deadline even if they were the next of their class.
-
-        While no request runs, none is ended, because the next one starts at once and updates the predictor's
-        measurements.
+        """End requests whose first token would miss the deadline even if they were the next of their class. If none
+        runs, end none: the next one starts at once and updates the predictor's measurements.
         """
         speed, scheduler = predictor.speed, self._scheduler
         if speed is None or not scheduler.running:

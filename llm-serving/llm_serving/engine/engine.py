@@ -34,7 +34,7 @@ BuildStep = Callable[[Schedule, int], StepInput]
 IS_FINISHED: Final = attrgetter("is_finished")
 NEEDS_KNOWN_OUTPUT: Final = attrgetter("needs_known_output")
 SHORT_STEP_S: Final = 0.02
-"""If steps are shorter than this, the engine schedules the next step at once, because a late start would cost more."""
+"""Step duration up to which the engine schedules the next step at once, because a late start would cost more."""
 
 
 class Engine(EngineRequests):
@@ -45,7 +45,7 @@ class Engine(EngineRequests):
 
     Args (for the others see `EngineRequests`):
         max_steps_in_flight: Maximum number of steps in flight; the executor may allow fewer.
-        restart_wait_s: Seconds that requests wait for a WorkAgent that restarts.
+        restart_wait_s: Maximum seconds that requests wait for a WorkAgent that restarts.
         notice: Warning for the operator about the WorkAgent; usually empty.
         compute_fingerprint: Identifies the code and hardware that the WorkAgent computes with.
         build_step: Builds the input of a step from a schedule and a step number; None: `StepBuilder.build`.
@@ -157,7 +157,7 @@ class Engine(EngineRequests):
             self.scheduler.set_draft_tokens(request, token_ids)
 
     def _schedule(self, now: float) -> Schedule | None:
-        """Decide the next step. Return None if no request can run."""
+        """Form the next step. Return None if no request can run."""
         if self.fleet is not None:
             self.fleet.synchronize()
         schedule = self.scheduler.schedule(now)
@@ -166,7 +166,7 @@ class Engine(EngineRequests):
         return schedule
 
     def _submit(self, schedule: Schedule, now: float) -> None:
-        """Send a step that was decided at `now` to the WorkAgent."""
+        """Send a step that was formed at `now` to the WorkAgent."""
         self._executor.submit(self._build_step(schedule, self._executor.next_step), self.forms_late)
         self._times.record_submitted(now, self._clock(), follows=bool(self._in_flight))
         self._in_flight.append(schedule)
@@ -205,8 +205,7 @@ class Engine(EngineRequests):
 
     def _send_allowed_tokens(self) -> None:
         """Send the allowed tokens of the oldest step in flight, after the replies to all steps before it have arrived.
-
-        The WorkAgent computes that step meanwhile, and needs the allowed tokens only for sampling.
+        The WorkAgent computes that step meanwhile, and needs them only for sampling.
         """
         self._executor.set_allowed_tokens(self._builder.allowed(self._in_flight[0]))
 
@@ -222,9 +221,8 @@ class Engine(EngineRequests):
 
     @property
     def forms_late(self) -> bool:
-        """Whether steps are so long that the next one is scheduled only when the current one is about to end.
-
-        Requests that arrive meanwhile are then part of the next step.
+        """Whether the next step is formed only when the current one is about to end, because steps are long. Requests
+        that arrive meanwhile are then part of the next step.
         """
         return self._max_steps_in_flight > 1 and self._times.step_s > SHORT_STEP_S
 
@@ -271,7 +269,7 @@ class Engine(EngineRequests):
             finish(request, FinishReason.ERROR, str(error))
 
     def _on_restart_attempt(self, reason: str) -> None:
-        """End all requests if the WorkAgent has been lost for longer than allowed."""
+        """End all requests if the WorkAgent has been lost for longer than `restart_wait_s`."""
         self._drain_inbox()
         status = self._executor.restart_status
         if status is not None and self._clock() - status.lost_at > self._restart_wait_s:

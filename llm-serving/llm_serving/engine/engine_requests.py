@@ -110,9 +110,7 @@ class EngineRequests:
         self._listeners.append(listener)
 
     def submit(self, request: Request) -> None:
-        """Queue a request that passed admission control. Raise WorkerDiedError if the engine has
-        ended, or is about to.
-        """
+        """Queue a request that passed admission control. Raise WorkerDiedError if the engine has ended or stops."""
         if self._stopping:
             raise WorkerDiedError("the engine is shutting down")
         self.event_log.submitted(request, class_of(request.priority, self.scheduler.classes))
@@ -134,9 +132,8 @@ class EngineRequests:
             self._inbox.post(end)
 
     def take_over(self, migrating: MigratingRequest, *, is_cancelled: bool = False) -> None:
-        """Continue a request of another replica; end it if it was cancelled during the transfer.
-
-        Raise WorkerDiedError if the engine has ended, or is about to.
+        """Continue a request of another replica; end it if it was cancelled during the transfer. Raise WorkerDiedError
+        if the engine has ended or is stopping.
         """
         if self._stopping:
             raise WorkerDiedError("the engine is shutting down")
@@ -148,9 +145,8 @@ class EngineRequests:
             self._inbox.post(lambda: self.scheduler.reclaim_exported_blocks(blocks))
 
     def ask(self, question: Callable[[], T]) -> Future[T]:
-        """Call a function in the engine's thread between two steps, and return its result or exception.
-
-        Raise WorkerDiedError if the engine has ended.
+        """Call a function in the engine's thread between two steps, and return its result or exception. Raise
+        WorkerDiedError if the engine has ended.
         """
         answer: Future[T] = Future()
 
@@ -212,7 +208,7 @@ class EngineRequests:
 
     @property
     def mean_step_s(self) -> float | None:
-        """Moving average of the seconds per step; None before the first step."""
+        """Moving average of the seconds of a step; None before the first step."""
         return self._times.mean_s
 
     @property
@@ -222,7 +218,7 @@ class EngineRequests:
 
     @property
     def restarts_exhausted(self) -> bool:
-        """Whether the number of consecutive WorkAgent restarts exceeds the limit."""
+        """Whether the number of consecutive WorkAgent restarts exceeds its maximum."""
         return self._executor.restarts_exhausted
 
     @property

@@ -21,16 +21,14 @@ if TYPE_CHECKING:
     from llm_serving.engine.fleet.migration import MigratingRequest
 
 STEP_MEMORY: Final = 128
-"""Number of steps after which a step time has weight 1/e in the mean."""
+"""Time constant, in steps, of the moving average of step times."""
 
 
 class EngineListener:
     """Base class with events that do nothing. Events come in the engine's thread unless stated otherwise."""
 
     def on_started(self, request_ids: list[str]) -> None:
-        """A step was submitted that computes these requests for the first time. None of its outputs
-        has been published.
-        """
+        """A step was submitted that computes these requests for the first time. Their outputs come later."""
 
     def on_restart_attempt(self) -> None:
         """Another attempt to restart the WorkAgent was made."""
@@ -49,16 +47,13 @@ class EngineListener:
 
 
 class StepTimes:
-    """Durations of steps and of the master's work for them, in seconds.
-
-    The methods are called in this order for each step, with the time on the engine's clock:
-
-        record_submitted ... record_reply ... record_updated (the next step begins) ... record_published
+    """Durations of steps and of the master's work for them, in seconds on the engine's clock. Methods are called in
+    this order for each step: record_submitted, record_reply, record_updated (the next step begins), record_published.
     """
 
     def __init__(self) -> None:
         self.began = 0.0
-        """When the WorkAgent could begin the oldest step in flight."""
+        """Time at which the WorkAgent could begin the oldest step in flight."""
         self.step_s = 0.0
         """Duration of the latest step, since the WorkAgent could begin it."""
         self.mean_s: float | None = None
@@ -66,15 +61,13 @@ class StepTimes:
         self.computed_s = 0.0
         """Duration of the latest step without scheduling, if no other step was in flight."""
         self.host_s = 0.0
-        """The master's time per step: to process a reply and to schedule the next step."""
+        """The master's time for each step: to process a reply and to schedule the next step."""
         self._reply_s = 0.0
         self._replied = 0.0
-        """When the latest reply came, or a step was submitted while none was in flight."""
+        """Time of the latest reply, or of a submission while no step was in flight."""
 
     def record_submitted(self, scheduled: float, now: float, *, follows: bool) -> None:
-        """Record a submitted step whose scheduling began at `scheduled`. `follows`: whether another
-        step is in flight.
-        """
+        """Record a submitted step whose scheduling began at `scheduled`. `follows`: another step is in flight."""
         self.host_s = self._reply_s + now - scheduled
         if not follows:
             self.began, self._replied = scheduled, now
@@ -94,7 +87,7 @@ class StepTimes:
 
 
 class MetricsObserver(StepObserver):
-    """Counts steps, preemptions, swaps and bound violations of replica `index`."""
+    """Adds each completed step of one replica to the server's metrics: load, preemptions, swaps, bound violations."""
 
     def __init__(self, metrics: Metrics, scheduler: Scheduler, index: int) -> None:
         self._metrics, self._scheduler, self._index = metrics, scheduler, index
@@ -111,7 +104,7 @@ class MetricsObserver(StepObserver):
             metrics.record_bound_violations(schedule.num_bound_violations)
 
     def record_load(self, num_tokens: int | None = None) -> None:
-        """Record the load after a step that computed `num_tokens`; None: while no step runs."""
+        """Record the replica's load after a step of `num_tokens` tokens; None: no step has run."""
         scheduler, pool = self._scheduler, self._scheduler.blocks.pool
         load = len(scheduler.running), scheduler.num_waiting, pool.num_used_blocks / pool.num_blocks
         if num_tokens is None:
@@ -125,14 +118,16 @@ class MetricsObserver(StepObserver):
 
 
 class FairnessObserver(StepObserver):
-    """Counts violations of tenant limits and class weights by replica `index`, the only one or one of several."""
+    """Counts in the server's metrics how often one replica breaks a tenant's limit or a class's weight."""
 
     def __init__(self, index: int, scheduler: Scheduler, metrics: Metrics) -> None:
         self._index, self._scheduler, self._metrics = index, scheduler, metrics
         self._limits, self._weights = LimitMonitor(), WeightMonitor(scheduler)
         self._leads: Mapping[str, ClassLead] = {}
         self._shares: Mapping[str, StepShare] | None = None
-        """`_leads` and `_shares` of the current step, if there are several replicas; see `WeightMonitor`."""
+        """Arguments of `WeightMonitor.count_violations` for the current step. With one replica, they stay empty and
+        None.
+        """
 
     def on_scheduled(
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
@@ -154,12 +149,12 @@ class FairnessObserver(StepObserver):
 
 
 class LoadReports(StepObserver):
-    """Feeds the TTFT predictor in the engine's thread. Other threads only read `predictor`."""
+    """Gives the TTFT predictor the steps and the load of an engine. Other threads only read `predictor`."""
 
     def __init__(self, scheduler: Scheduler, times: StepTimes) -> None:
         self.predictor = TtftPredictor(scheduler.limits)
         self.num_tokens_left = 0
-        """Remaining tokens of prompts that the latest step begins but does not finish."""
+        """Number of prompt tokens that remain after the latest step, of the prompts that it computes in part."""
         self._scheduler = scheduler
         self._times = times
 
@@ -194,7 +189,7 @@ class LoadReports(StepObserver):
         self._report_in_flight((), self._times.began)
 
     def _report_in_flight(self, steps: Collection[Schedule], began: float) -> None:
-        """Report the steps in flight, the oldest of which began at `began`."""
+        """Give the predictor the steps in flight, the oldest of which began at `began`."""
         num_tokens = 0
         for each in steps:
             num_tokens += each.num_tokens - len(each.rows)
@@ -202,8 +197,8 @@ class LoadReports(StepObserver):
 
 
 class SpeculationObserver(StepObserver):
-    """Gives the speculation controller the results of its drafts and the step times. `runs_ahead`: whether the engine
-    schedules a step while another is in flight.
+    """Gives the speculation controller the results of its drafts and the step times. `runs_ahead`: the engine schedules
+    a step while another is in flight.
     """
 
     def __init__(self, drafter: SpeculationController, times: StepTimes, metrics: Metrics, runs_ahead: bool) -> None:

@@ -28,9 +28,9 @@ class OpenRequest:
     is_cancelled: bool = field(default=False, init=False)
     """Whether the request was cancelled, so that its engine, or the next one after a migration, must end it."""
     next_engine: Engine | None = field(default=None, init=False)
-    """The engine to which its blocks are being transferred. Until then, no engine has the request."""
+    """The engine to which the blocks are being transferred; until then, no engine has the request."""
     priority: int | None = field(default=None, init=False)
-    """A priority set during the transfer, which it gets afterwards."""
+    """Priority set during the transfer, which the request gets afterwards."""
 
     @property
     def is_in_transfer(self) -> bool:
@@ -50,7 +50,7 @@ class OpenRequests:
         """The result of the last call of `by_load`, updated with each request."""
         self._num_migrating_to: Counter[Engine] = Counter()
         self._coalesced: dict[str, dict[str, None]] = {}
-        """Client id -> engine ids of the coalesced requests that computed its answers; only the latest ids."""
+        """Client id -> engine ids of the latest coalesced requests that computed its answers."""
         self._num_coalesced = 0
 
     def __len__(self) -> int:
@@ -70,8 +70,8 @@ class OpenRequests:
         return opened
 
     def start_transfer(self, request_id: str, engine: Engine) -> None:
-        """Record that the blocks of a request are being transferred to an engine. Another engine
-        may still continue it.
+        """Record that the blocks of a request are being transferred to an engine, which may not be the one to continue
+        it.
         """
         if (opened := self.by_id.get(request_id)) is not None:
             self._end_transfer(opened)
@@ -104,10 +104,8 @@ class OpenRequests:
         return self._num_migrating_to[engine]
 
     def find(self, client_id: str, tenant: str | None) -> list[OpenRequest]:
-        """Return the requests with this id, in order of arrival. `tenant`: their owner; None: any tenant.
-
-        The id may be the client's own, that of a response, or the engine's. This examines all open requests, which is
-        acceptable because clients rarely ask.
+        """Return the requests with this id, in order of arrival. The id may be the client's own, that of a response, or
+        the engine's. `tenant`: their owner; None: any tenant.
         """
         names, engine_ids = client_ids(client_id), {client_id, *self.coalesced_with(client_id)}
         return [

@@ -37,11 +37,8 @@ class ProducedOutput:
 
 
 class OutputProcessor:
-    """Collects the output of each live request until it is sent.
-
-    Args:
-        metrics: Counts requests and tokens; None: neither metrics nor event log include these requests.
-        event_log: Receives the first token and the end of each request.
+    """Collects the output of each live request until it is sent. `metrics` counts requests and tokens; None: neither
+    metrics nor event log include them. `event_log` receives the first token and the end of each request.
     """
 
     def __init__(self, tokenizer: Tokenizer, metrics: Metrics | None, event_log: EventLog, clock: Clock) -> None:
@@ -123,9 +120,8 @@ class OutputProcessor:
             state.vector = vector
 
     def pop_output(self, request: Request, error: str | None = None, *, num_pending: int = 0) -> RequestOutput:
-        """Return the output since the last call.
-
-        It is the final output of a finished request, unless `num_pending` of its tokens are still to be added.
+        """Return the output since the last call: the final one of a finished request, unless `num_pending` of its
+        tokens are still to be added.
         """
         state = self._states[request.request_id]
         is_last = request.is_finished and not num_pending
@@ -172,7 +168,9 @@ class OutputProcessor:
         state.last_token_time = now
 
     def flush_token_gaps(self) -> None:
-        """Report the recorded times between tokens to the metrics. Once per step, because each report takes a lock."""
+        """Report the recorded times between tokens to the metrics. Once for each step, because each report takes a
+        lock.
+        """
         if self._metrics is not None and self._gaps:
             self._metrics.record_inter_tokens(self._gaps)
             self._gaps = []

@@ -23,20 +23,15 @@ T = TypeVar("T")
 
 logger = get_logger(__name__)
 DEATHS_TO_SUSPECT: Final = 2
-"""Number of WorkAgent deaths after which the requests in both lost steps are tested as the cause."""
+"""Number of WorkAgent exits after which the requests in all lost steps are tested as the cause."""
 MAX_LOST_STEPS: Final = 4
 """Number of consecutive lost steps after which a request ends, even if no test shows that it is the cause."""
 
 
 def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) -> list[T]:
-    """Return the suspects that fail alone, by bisection: about 2 log2(n) trials for each.
-
-    Args:
-        suspects: Items of a trial that failed.
-        passes: Runs a trial with some of them; returns whether it succeeds.
-
-    Returns:
-        The culprits in the order of `suspects`; empty if the failure does not repeat, or only in a combination.
+    """Return the suspects that fail alone, in order, by bisection: about 2 log2(n) trials for each. `passes` runs a
+    trial with some suspects and returns whether it succeeds. Empty if the failure does not repeat, or only in a
+    combination.
     """
     if passes(suspects):
         return []
@@ -47,9 +42,8 @@ def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) 
 
 
 class Recovery:
-    """Restores a replica after steps were lost.
-
-    The master has the tokens of every request, so the WorkAgent recomputes the lost KV blocks with the same result.
+    """Restores a replica after steps were lost. The WorkAgent recomputes the lost KV blocks with the same result,
+    because the master has all tokens.
 
     Args:
         on_restart_attempt: Called with the reason after each attempt to restart the WorkAgent.
@@ -73,12 +67,10 @@ class Recovery:
         self._on_trial_step = on_trial_step
 
     def culprits(self, error: LLMServingError, in_flight: Sequence[Schedule]) -> list[Request]:
-        """Restart the WorkAgent if necessary, however long it takes. Return the requests that made a step fail. Raise
-        WorkerDiedError if the WorkAgent has exited and is not restarted.
+        """Restart the WorkAgent if necessary, however long it takes. Return the requests that made a step fail.
 
-        Args:
-            error: The error of the oldest step in flight, or of a step that could not be submitted.
-            in_flight: The steps without a reply; none of them will get one.
+        `error` is that of the oldest step in flight, or of a step that could not be submitted. No step `in_flight` will
+        get a reply. Raise WorkerDiedError if the WorkAgent has exited and is not restarted.
         """
         logger.error("submitted steps were lost: %s", error)
         failed = isinstance(error, StepFailedError) and self._survives(in_flight[1:])
@@ -128,9 +120,8 @@ class Recovery:
         self._on_restart_attempt(reason)
 
     def _culprits_among(self, suspects: Sequence[Request]) -> list[Request]:
-        """Return the suspects that make a step fail again, or else those whose steps were lost too often.
-
-        The prefix cache must have been reset.
+        """Return the suspects that make a step fail again, or else those whose steps were lost too often. The prefix
+        cache must have been reset.
         """
         if not suspects:
             return []
@@ -143,8 +134,7 @@ class Recovery:
 
     def _passes(self, group: Sequence[Request]) -> bool:
         """Return whether the WorkAgent can compute copies of these requests up to their latest token and one further.
-
-        Answers are batch-invariant, so a copy causes the same failure as the request. The trial may use all blocks.
+        Answers are batch-invariant, so a copy causes the same failure as its request. The trial may use all blocks.
         """
         scheduler, executor = self._scheduler, self._executor
         pool = scheduler.blocks.pool

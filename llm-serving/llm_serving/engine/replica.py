@@ -32,9 +32,7 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 EPOCHS_PER_POOL: Final = 2**22
-"""Distance between the epochs of successive transfer pools. Successive schedulers of a replica write to the same
-memory, and the epochs distinguish their exported blocks.
-"""
+"""Distance between the first epochs of successive transfer pools, which use the same memory for their exports."""
 _POOL_NUMBERS: Final = itertools.count()
 
 
@@ -48,11 +46,8 @@ def build_scheduler(
 ) -> Scheduler:
     """Create the scheduler of replica `index`, with a KV cache of `num_blocks` and a host pool of `num_swap_blocks`.
 
-    If the configuration names a folder for recordings, its decisions are recorded until it is freed or the program
-    exits.
-
-    Args:
-        window: Number of latest tokens that every layer of the model attends to; None: some layer attends to all.
+    If the configuration names a folder for recordings, the scheduler's decisions are recorded until it is freed.
+    `window`: number of latest tokens that every layer of the model attends to; None: some layer attends to all.
     """
     scheduler = config.scheduler
     sliding_window = Window.from_model(window, scheduler.max_prefill_tokens, config.model.max_generate_length)
@@ -161,9 +156,7 @@ def build_engine(
     build_drafter: Callable[[ServingConfig, Executor, Clock], SpeculationController | None] = build_drafter,
     **options: Any,
 ) -> Engine:
-    """Create the engine of replica `index`, whose WorkAgent has `num_blocks` and a host pool of `num_swap_blocks`.
-    `window`: as in `build_scheduler`.
-    """
+    """Create the engine of replica `index`. For the numbers of blocks and `window` see `build_scheduler`."""
     scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, window, clock)
     longest = _longest_request(config, scheduler.blocks)
     logger.info("replica %d: %d blocks of %d tokens; %s", index, num_blocks, config.pa.block_size, longest)

@@ -1,4 +1,4 @@
-"""The engine threads, one per WorkAgent: each loads, serves, and reloads after a failure; and their health."""
+"""The engine threads, one for each WorkAgent: each loads, serves, and reloads after a failure; and their health."""
 
 from __future__ import annotations
 
@@ -46,10 +46,8 @@ class EngineHealth:
 def health_of(
     engines: Mapping[int, Engine], failures: Mapping[int, str], num_replicas: int, progress: str, max_restarts: int
 ) -> EngineHealth:
-    """Return the health of a server, from its loaded engines and the errors of failed loads, by index.
-
-    `progress` is that of a loading replica. Up to `max_restarts` consecutive restarts without a completed step are
-    normal.
+    """Return the health of a server, from its loaded engines and the errors of failed loads, by index. `progress`: text
+    of a loading replica. `max_restarts`: maximum number of consecutive restarts that are normal.
     """
     failed = {**failures, **{index: engine.dead for index, engine in engines.items() if engine.dead is not None}}
     restarting = {
@@ -95,7 +93,7 @@ class Events:
     on_ended: Callable[[Engine], None] = lambda engine: None
     """An engine has ended. It sends no further events."""
     on_serving: Callable[[Engine], None] = lambda engine: None
-    """An engine has loaded whose replica was drained meanwhile. It must leave once it has no requests."""
+    """A replica that was drained while it loaded has loaded. It must leave once it has no requests."""
 
 
 class Replicas(EngineListener):
@@ -103,7 +101,7 @@ class Replicas(EngineListener):
 
     def __init__(self, config: ServingConfig, open_replica: OpenReplica, events: Events) -> None:
         self.engines: dict[int, Engine] = {}
-        """Loaded engines. A dead engine stays until its replica has loaded again."""
+        """Index -> loaded engine. A dead engine stays until its replica has loaded again."""
         self.accounting = FleetAccounting()
         """Shared by all engines if there are several."""
         self.drained: dict[int, threading.Event] = {}
@@ -150,13 +148,10 @@ class Replicas(EngineListener):
         return engine
 
     def watch(self, engine: Engine) -> None:
-        """Listen to the events of an engine."""
         engine.add_listener(self)
 
     async def stop(self) -> None:
-        """Stop all serving engines. Unfinished requests end with an error. A loading replica stops
-        after it has loaded.
-        """
+        """Stop all engines, a loading one once it has loaded. Unfinished requests end with an error."""
         self._stopping.set()
         for joined in self.drained.values():
             joined.set()
@@ -171,9 +166,7 @@ class Replicas(EngineListener):
         return {index: engine for index, engine in list(self.engines.items()) if engine.dead is None}
 
     def open(self) -> Mapping[int, Engine]:
-        """Return the engines that accept requests, in ascending order of index. The object stays the same until they
-        change.
-        """
+        """Return the engines that accept requests, by ascending index; the same object until they change."""
         with self._opening:
             change, found = self._open
             if change != self._newest_change:
@@ -194,9 +187,8 @@ class Replicas(EngineListener):
         self._newest_change = next(self._changes)
 
     def drain(self, index: int) -> None:
-        """Assign no further requests to the replica. Call `leave` once it has none. Idempotent.
-
-        Raise RequestError if there is no such replica, or no other one serves.
+        """Assign no further requests to the replica; `leave` follows once it has none. Idempotent. Raise RequestError
+        if there is no such replica, or no other one serves.
         """
         self._check(index)
         if index in self.drained:
@@ -219,9 +211,8 @@ class Replicas(EngineListener):
             engine.stop()
 
     def reload(self, config: ServingConfig) -> dict[int, Future[None]]:
-        """Make all replicas use the rules of another configuration.
-
-        Return, for living replicas, index -> future that is done when its engine uses them.
+        """Make all replicas use the rules of another configuration. Return, for living replicas, index -> future that
+        is done when its engine uses them.
         """
         self._reloaded = reloaded = (1 if self._reloaded is None else self._reloaded[0] + 1), config
         asked = {}
@@ -241,9 +232,8 @@ class Replicas(EngineListener):
     def transfer(self, migrating: MigratingRequest, index: int) -> int | None:
         """Return the replica that continues a request which replica `index` should continue; None: not known yet.
 
-        With None, its blocks are transferred first, and the request returns with `on_migrating`: with its blocks there,
-        or without blocks if the transfer failed. If too many transfers wait, the replica that has the blocks continues
-        it.
+        With None, its blocks are transferred first, and the request returns with `on_migrating`, without blocks if the
+        transfer failed. If too many transfers wait, the replica that has the blocks continues it.
         """
         blocks, transferred = migrating.blocks, migrating.transferred
         if not blocks or (transferred is not None and transferred.replica == index):
@@ -267,9 +257,8 @@ class Replicas(EngineListener):
         return index
 
     def join(self, index: int) -> None:
-        """Let a drained replica serve again, and load it if it has left. Other replicas are not affected.
-
-        Raise RequestError if there is no such replica.
+        """Let a drained replica serve again, and load it if it has left. Raise RequestError if there is no such
+        replica.
         """
         self._check(index)
         joined = self.drained.pop(index, None)
@@ -315,9 +304,8 @@ class Replicas(EngineListener):
     # --- in an engine's thread --------------------------------------------------------------------------------------
 
     def _run(self, index: int) -> None:
-        """Load and serve a replica repeatedly until the server exits.
-
-        If no replica can be loaded the first time, the server has failed and none is tried again.
+        """Load and serve a replica repeatedly until the server exits. If no replica can be loaded the first time, the
+        server has failed and none is tried again.
         """
         for attempt in itertools.count(1):
             try:
@@ -365,7 +353,6 @@ class Replicas(EngineListener):
             logger.info("WorkAgent %d is ready", index)
 
     def _ends(self, index: int, engine: Engine) -> None:
-        """Remove an engine that has published its last output."""
         self.accounting.leave(index)
         self._call_soon(self._events.on_ended, engine)
 

@@ -26,12 +26,8 @@ logger = get_logger(__name__)
 
 
 class RequestDispatcher:
-    """Connects the open requests with the replicas that compute them. For the event loop only.
-
-    An exception while one request is handled ends only that request.
-
-    Args:
-        on_failure: Called when the server can no longer serve.
+    """Connects the open requests with the replicas that compute them. For the event loop only. An exception while one
+    request is handled ends only that request. `on_failure` is called when the server can no longer serve.
     """
 
     def __init__(
@@ -127,9 +123,7 @@ class RequestDispatcher:
                 self._fail(opened, error)
 
     def end_requests_of(self, engine: Engine) -> None:
-        """End the requests that an engine left behind, because an engine that ends by an exception
-        may not know them all.
-        """
+        """End the requests that an engine left behind: an engine that ends by an exception may not know them all."""
         for opened in self.requests.of_engine(engine):
             self._end(opened.request, FinishReason.ERROR, f"its engine has ended: {engine.dead}")
 

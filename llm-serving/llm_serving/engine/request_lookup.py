@@ -22,14 +22,12 @@ from llm_serving.observability.timeline import JsonObject, ReplicaTrace, trace
 T = TypeVar("T")
 
 STATE_TIMEOUT_S: Final = 5.0
-"""Maximum wait for an engine's answer. An engine whose WorkAgent restarts answers later."""
+"""Maximum seconds to wait for an engine's answer. An engine whose WorkAgent restarts answers later."""
 
 
 class RequestLookup:
-    """Reads the event logs and schedulers of all replicas.
-
-    A `tenant` restricts a lookup to its own requests; None allows all requests. A `request_id` is the client's id of a
-    request, or the id of a response.
+    """Reads the event logs and schedulers of all replicas. `tenant` restricts a lookup to the requests of a tenant;
+    None allows all. `request_id` is the client's id of a request, or the id of a response.
     """
 
     def __init__(self, config: ServingConfig, replicas: Replicas, requests: OpenRequests, clock: Clock) -> None:
@@ -38,13 +36,12 @@ class RequestLookup:
         self._requests = requests
         self._clock = clock
         self._states: dict[int, asyncio.Future[SchedulerState]] = {}
-        """The latest answer of each replica, which may be pending."""
+        """Replica -> its latest answer, which may be pending."""
         self._snapshots: dict[int, asyncio.Future[EngineSnapshot]] = {}
 
     def find(self, request_id: str, tenant: str | None) -> list[OpenRequest]:
-        """Return the open requests with an id; empty if all of them have ended. For the event loop only.
-
-        Raise RequestNotFoundError if no known request has this id, or it belongs to another tenant.
+        """Return the open requests with an id; empty if all of them have ended. For the event loop only. Raise
+        RequestNotFoundError if no known request has this id, or it belongs to another tenant.
         """
         found, ids = self._requests.find(request_id, tenant), self._ids(request_id)
         if not found and not any(_records(engine, ids, tenant) for engine in list(self._replicas.engines.values())):
@@ -55,7 +52,6 @@ class RequestLookup:
 
     async def scheduler_states(self) -> dict[int, SchedulerState | None]:
         """Return the scheduler state of each living replica between two steps; None: it did not answer in time.
-
         Concurrent calls share one answer of each replica.
         """
         return await self._ask_all(self._states, lambda engine: engine.state, STATE_TIMEOUT_S)
@@ -103,10 +99,7 @@ class RequestLookup:
         return found
 
     def timeline(self, num_steps: int, tenant: str | None = None) -> JsonObject:
-        """Return a trace of the latest steps of each replica and of their requests, or of a tenant's part of both.
-
-        Thread-safe.
-        """
+        """Return a trace of the latest steps of each replica with their requests, or a tenant's part. Thread-safe."""
         return trace(
             [
                 ReplicaTrace(
@@ -122,7 +115,7 @@ class RequestLookup:
         )
 
     def _ids(self, request_id: str) -> list[str]:
-        """Return the id and the engine's ids of other clients' requests whose answers the client shared."""
+        """Return the id, and the engine's ids of other clients' requests whose answers the client shared."""
         return [request_id, *self._requests.coalesced_with(request_id)]
 
 

@@ -25,8 +25,8 @@ class RequestStream:
         self._reader: asyncio.Future[None] | None = None
         """Completes when the next output arrives, if the reader waits for it."""
         self.take: Callable[[RequestOutput], bool] | None = None
-        """Called first with an output that the reader waits for, except the last one. Returns whether it has handled
-        the output. Its exceptions are raised to the reader.
+        """Called with an output, except the last, that the reader waits for; returns whether it has handled the output.
+        Its exceptions are raised to the reader.
         """
         self._on_waiting: Callable[[int], None] | None = None
         self._finished = False

@@ -1,7 +1,4 @@
-"""Output sinks create the answer to a client's request from the results of steps.
-
-`deliver` passes the results of a step to the sinks. `OUTPUT_SINKS` maps the type of `Request.beam_search` to a sink.
-"""
+"""Output sinks, which create the answer to a client's request from the results of steps."""
 
 from __future__ import annotations
 
@@ -98,9 +95,7 @@ def finish(request: Request, reason: FinishReason, error: str | None = None) -> 
 
 
 def deliver(schedule: Schedule, updated: list[Request], output: StepOutput) -> None:
-    """Pass each result of a step to the sink of its request. `updated`: the requests that `Scheduler.update` returned
-    for the step.
-    """
+    """Pass each result of a step to the sink of its request. `updated`: result of `Scheduler.update` for the step."""
     failed = _deliver_prompt_results(schedule, output) if schedule.prompt_results else set()
     all_are_live = len(updated) == len(schedule.rows) and not failed  # the usual case, without a set of many rows
     live = set() if all_are_live else set(updated) - failed

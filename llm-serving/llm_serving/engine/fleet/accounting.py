@@ -1,8 +1,7 @@
 """Accounting across replicas, because limits of tenants and weights of classes apply to all replicas together.
 
-The engines of a master share one `FleetAccounting`. Between two steps, each engine reports its service and applies what
-other replicas reported, through its `FleetSync`. The scheduler gets these reports as recorded calls, so its decisions
-can be replayed.
+Between two steps, each engine reports its service and applies what other replicas reported. Its scheduler gets these
+reports as recorded calls, so that its decisions can be replayed.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ Service = Mapping[tuple[str, str], int]
 class TenantUsage:
     """Virtual tokens that all replicas served, by class and tenant. Not thread-safe.
 
-    A snapshot copies one list, so it can be taken at each step. The difference from the service already known to a
-    replica is computed only when the scheduler needs it. All lists have one index per (class, tenant), in order of
-    first service; the lists of a replica may be shorter than the list of totals.
+    A snapshot copies one list, so it can be taken at each step. All lists have one index for each (class, tenant), in
+    order of first service; the lists of a replica may be shorter than the list of totals.
     """
 
     def __init__(self) -> None:
@@ -84,7 +82,7 @@ class TenantUsage:
         self._snapshots[replica], self._snapshot_versions[replica] = self._totals.copy(), self._version
 
     def pop_remote(self, replica: int) -> dict[tuple[str, str], int]:
-        """Return the service of other replicas at the last snapshot that was not returned before."""
+        """Return the service of other replicas until the last snapshot that was not returned before."""
         snapshot, known = self._snapshots.get(replica), self._known.get(replica)
         if snapshot is None or known is None or snapshot == known:
             return {}
@@ -94,9 +92,7 @@ class TenantUsage:
         return {key: total - before for key, total, before in rows if total != before}
 
     def _clear(self) -> None:
-        """Drop all counts, which is rare. A replica without a recent snapshot misses the service
-        not yet returned to it.
-        """
+        """Drop all counts, which is rare. A replica without a recent snapshot misses service not yet returned to it."""
         self._indices.clear()
         self._totals.clear()
         for each in (*self._snapshots.values(), *self._known.values()):
@@ -107,8 +103,8 @@ class FleetAccounting:
     """Tenant usage, class usage and slot leases of all replicas of a master. Thread-safe.
 
     Before its next step, a replica learns the service of other replicas during the last step. So the service of tenants
-    with waiting requests differs by no more than each scheduler alone allows, plus what the other replicas compute in
-    two steps.
+    with waiting requests differs by no more than each scheduler alone allows, plus what the others compute in two
+    steps.
     """
 
     def __init__(self) -> None:
@@ -129,9 +125,8 @@ class FleetAccounting:
         return self._tenant_usage.replicas.union(*(part.replicas for part in parts))
 
     def join(self, replica: int, wake: Callable[[], None] = lambda: None, num_reloads: int = 0) -> None:
-        """Add a replica that uses the rules of reload `num_reloads` (0: the rules of the start).
-
-        `wake` makes the engine's thread apply changed leases; it may be called from any thread.
+        """Add a replica that uses the rules of reload `num_reloads` (0: the rules of the start). `wake` makes the
+        engine's thread apply changed leases; it may be called from any thread.
         """
         self.tenant_slots.join(replica, wake)
         self.limit_monitor.join(replica, num_reloads)
@@ -155,10 +150,9 @@ class FleetAccounting:
     def charge_classes(
         self, replica: int, usage: Mapping[str, ClassUsage], service: Mapping[str, int]
     ) -> Mapping[str, ClassLead]:
-        """Add the class usage of a step, or of an idle replica, as its scheduler reports it.
-
-        `service` is the step's service by class, derived from its contents and divided by weight. Return the range of
-        each class's lead since the previous call of this replica.
+        """Add the class usage of a step, or of an idle replica, as its scheduler reports it. `service`: the same by
+        class, derived from the contents of the step. Return the range of each class's lead since the replica's previous
+        call.
         """
         with self._class_lock:  # both sums see the steps of all replicas in the same order
             self.class_usage.charge(replica, usage)
@@ -176,7 +170,7 @@ class FleetAccounting:
                 self._tenant_usage.take_snapshot(replica)
 
     def pop_remote_service(self, replica: int) -> Service:
-        """Return the service of other replicas at the last snapshot that was not returned before."""
+        """Return the service of other replicas until the last snapshot that was not returned before."""
         with self._usage_lock:
             return self._tenant_usage.pop_remote(replica)
 
@@ -196,7 +190,7 @@ class FleetSync(FairnessObserver):
         self._accounting, self._limits = accounting, accounting.limit_monitor
 
     def synchronize(self) -> None:
-        """Apply remote service, slot leases and exceeded shares to the scheduler, before it decides a step."""
+        """Apply remote service, slot leases and exceeded shares to the scheduler, before it forms a step."""
         scheduler, accounting = self._scheduler, self._accounting
         accounting.take_snapshot(self._index)
         if scheduler.num_waiting:
@@ -207,9 +201,8 @@ class FleetSync(FairnessObserver):
             scheduler.deprioritize(exceeding)
 
     def apply_remote_service(self) -> None:
-        """Charge the service of the last snapshot to the scheduler.
-
-        Fair queueing reads it only while requests wait and when one arrives, so it is not applied at other steps.
+        """Charge the service of the last snapshot to the scheduler. Fair queueing reads it only while requests wait and
+        when one arrives, so it is not applied at other steps.
         """
         if service := self._accounting.pop_remote_service(self._index):
             self._scheduler.charge_remote_service(service)
@@ -221,10 +214,7 @@ class FleetSync(FairnessObserver):
         super().on_scheduled(schedule, in_flight, blocked, now)
 
     def report(self, schedule: Schedule | None = None) -> None:
-        """Report the service of a step to the other replicas.
-
-        `schedule`: None if there is no step, or it repeats the step before.
-        """
+        """Report the service of a step to the other replicas; None: there is no step, or it repeats the one before."""
         scheduler, accounting = self._scheduler, self._accounting
         self._leads, self._shares = {}, None
         accounting.add_service(self._index, scheduler.pop_service())

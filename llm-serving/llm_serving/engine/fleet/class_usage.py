@@ -1,7 +1,7 @@
 """Usage of request classes, summed over all replicas.
 
 `FleetClassUsage` determines which classes are deprioritized because they exceed their share. `ClassLeadMonitor`
-computes the same leads independently, from the contents of steps, for the monitors.
+computes the same leads independently, from the contents of steps, to check them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from llm_serving.scheduler.fair_sharing import ClassUsage
 _NO_CLASSES: Final[frozenset[str]] = frozenset()
 
 MAX_LEAD_QUANTA: Final = 4
-"""Maximum lead of a class, in scheduling quanta. It limits how long a class is deprioritized for service that no other
-class could use.
+"""Maximum lead of a class, in scheduling quanta. It limits how long service that no other class could use deprioritizes
+the class.
 """
 
 
 class ClassDemand:
-    """Number of replicas on which each class has unmet demand, updated per replica so that no step
-    scans all replicas.
-    """
+    """Number of replicas on which each class has unmet demand. Updated by replica, so no step scans all replicas."""
 
     def __init__(self) -> None:
         self._classes: dict[int, frozenset[str]] = {}
@@ -61,9 +59,9 @@ class ClassDemand:
 class FleetClassUsage:
     """Determines which classes exceed their share of all replicas, from the usage that schedulers report. Thread-safe.
 
-    Usage is the service of a step divided by the weight of the class. The lead of a class is its usage minus the lowest
-    usage of all classes with demand. A class whose lead exceeds a scheduling quantum is deprioritized until its lead is
-    at most half a quantum.
+    The usage of a class is its service divided by its weight. Its lead is its usage minus the lowest usage of all
+    classes with demand. A class whose lead exceeds a scheduling quantum is deprioritized until its lead is at most half
+    a quantum.
     """
 
     def __init__(self) -> None:
@@ -108,15 +106,15 @@ class FleetClassUsage:
 
 
 class ClassLead(NamedTuple):
-    """Range of the lead of a class between two reports of a replica."""
+    """Range of the lead of a class (see `FleetClassUsage`) between two reports of a replica."""
 
     lowest: float
     highest: float
 
 
 class ClassLeadMonitor:
-    """Checks `FleetClassUsage`: computes the service of each class again, from the steps of all replicas instead of the
-    schedulers' charges. Not thread-safe.
+    """Checks `FleetClassUsage`: computes the leads again, from the steps of all replicas instead of the schedulers'
+    charges. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -139,9 +137,8 @@ class ClassLeadMonitor:
     def record(
         self, replica: int, service: Mapping[str, int], usage: Mapping[str, ClassUsage]
     ) -> Mapping[str, ClassLead]:
-        """Add a step of a replica. Return the range of each lead since the previous call of this replica.
-
-        `service` is the step's service by class, divided by weight; `usage` has the demands and quanta of the replica.
+        """Add a step of a replica. Return the range of each lead since the previous call of this replica. `service`:
+        class -> service in the step, divided by weight. `usage` has the demands and quanta of the replica.
         """
         self._demand.update(replica, usage)
         leads = self._leads
@@ -159,10 +156,8 @@ class ClassLeadMonitor:
 
 
 class ExtremesSince:
-    """Minimum and maximum of a series since a given index, by binary search.
-
-    Only values below all later ones and values above all later ones are kept. They are few, because leads rise and
-    fall.
+    """Minimum and maximum of a series since a given index, by binary search. It keeps only values below all later ones
+    and values above all later ones.
     """
 
     def __init__(self) -> None:

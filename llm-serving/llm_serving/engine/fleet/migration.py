@@ -39,9 +39,7 @@ logger = get_logger(__name__)
 MAX_REQUESTS: Final = 64
 """Maximum number of requests of one replica whose blocks wait for their transfer."""
 MAX_BYTES: Final = 2**30
-"""Maximum bytes of these blocks, unless a single request has more. A link of 10 Gbit/s takes about
-a second for them.
-"""
+"""Maximum bytes of these blocks, unless a single request has more: about a second on a link of 10 Gbit/s."""
 CPU_SHARE: Final = 0.5
 """Maximum fraction of one core that all transfer threads together use while a step is in flight."""
 
@@ -61,15 +59,15 @@ class MigratingRequest(NamedTuple):
     """The record for the next engine. The first engine has finished its own record."""
     produced: ProducedOutput
     audited: Answer | None
-    """What its client has received, if the request is audited; otherwise None."""
+    """What the client has received, if the request is audited; otherwise None."""
     exported_at: float
-    """Engine time of the reply to its last step."""
+    """Engine time of the reply to the request's last step."""
     transferred: TransferredBlocks | None = None
-    """None: its blocks are in the transfer pool of the first engine's machine."""
+    """None: the blocks are in the transfer pool of the first engine's machine."""
 
     @property
     def blocks(self) -> list[TransferBlock]:
-        """Blocks of the transfer pool with its KV cache; empty if the next engine recomputes the cache."""
+        """Blocks of the transfer pool with the KV cache; empty if the next engine recomputes it."""
         return [] if self.request.transfer is None else self.request.transfer.blocks
 
     def drop_blocks(self) -> list[TransferBlock]:
@@ -180,7 +178,6 @@ class RequestMigration(StepObserver):
 
     def complete_step(self, schedule: Schedule, now: float) -> None:
         """Reclaim the blocks that the oldest step in flight imported, and remove the requests whose blocks it exported.
-
         Call it after the results are applied and before they are counted.
         """
         if blocks := self._imported.popleft():
@@ -245,12 +242,9 @@ class Link(Protocol):
 class BlockTransferrer:
     """Transfers blocks between WorkAgents through the master, in frames.
 
-    One thread per source replica transfers one request after the other, so few frames are in flight
-    (`MAX_FRAMES_IN_FLIGHT` per source replica). The threads have separate connections, so they delay no messages of
-    steps. The queue of a thread is limited in requests and in bytes, and each request has `Link.timeout_s` from its
-    arrival.
-
-    The threads call `throttle` before each frame and after each request, see `TransferThrottle.wait`.
+    One thread for each source replica transfers one request after the other, so few frames are in flight. The threads
+    have separate connections, so they delay no messages of steps. They call `throttle` before each frame and after each
+    request. A thread's queue is limited in requests and bytes, and each request has `Link.timeout_s` from its arrival.
     """
 
     def __init__(self, throttle: Callable[[], None] = lambda: None, clock: Clock = monotonic) -> None:
@@ -270,10 +264,8 @@ class BlockTransferrer:
         target: Link,
         done: Callable[[bool], None],
     ) -> bool:
-        """Start the transfer of a request's blocks. Return False if the queue is full or no thread can start.
-
-        `replica` is the replica of `source`. `done` is called in another thread with whether all blocks were
-        transferred.
+        """Start the transfer of a request's blocks from `replica`. Return False if the queue is full or no thread can
+        start. `done` is called in another thread with whether all blocks were transferred.
         """
         num_bytes = len(blocks) * source.block_bytes
         with self._lock:
@@ -318,9 +310,8 @@ def transfer_blocks(
     clock: Clock = monotonic,
     throttle: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Transfer blocks and return whether all arrived. No frame is in flight when this returns.
-
-    No frame is started after the deadline; a started frame has its own timeout. `throttle` is called before each frame.
+    """Transfer blocks and return whether all arrived. No frame is in flight when this returns, and none starts after
+    the deadline; a started frame has its own timeout. `throttle` is called before each frame.
     """
     try:
         with contextlib.ExitStack() as both:
@@ -361,9 +352,8 @@ class _CpuTime(threading.local):
 
 
 class TransferThrottle:
-    """Limits all transfer threads together to `CPU_SHARE` of one core while any engine has a step in flight.
-
-    `cpu_time` returns the CPU seconds of the calling thread.
+    """Limits all transfer threads together to `CPU_SHARE` of one core while any engine has a step in flight. `cpu_time`
+    returns the CPU seconds of the calling thread.
     """
 
     def __init__(

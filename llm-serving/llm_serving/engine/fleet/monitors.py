@@ -53,12 +53,12 @@ def weighted_service(shares: Mapping[str, StepShare], scheduler: Scheduler) -> d
 
 
 class WeightMonitor:
-    """Counts how often one replica gives a class running slots that another class is entitled to.
+    """Counts how often one replica gives a class a running slot that another class is entitled to.
 
     While a request of class B waits and B holds less than its share, a class A that has had more service than B since
-    then, divided by weight, must get no slot. The monitor computes the service itself, from the contents of steps; the
-    service of a class that exceeds its share of all replicas counts `weight_divisor` times. B may have had more service
-    before its request began to wait, so nothing is counted until the bound on its wait has left time to compensate.
+    then, divided by weight, must get no slot. The monitor computes service from the contents of steps; that of a class
+    above its share of all replicas counts `weight_divisor` times. B may have had more service before its request began
+    to wait, so nothing is counted until the bound on its wait has left time to compensate.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -70,9 +70,8 @@ class WeightMonitor:
     def count_violations(
         self, schedule: Schedule, leads: Mapping[str, ClassLead], shares: Mapping[str, StepShare] | None = None
     ) -> int:
-        """Add a step. Return for how many pairs (A, B) it violates the weights.
-
-        `leads` are those across replicas; a missing one is unknown. `shares`: None if they have not been computed.
+        """Add a step. Return for how many pairs (A, B) it violates the weights. `leads` are those across replicas; a
+        missing one is unknown. `shares`: None if they have not been computed.
         """
         scheduler = self._scheduler
         if scheduler.waiting is not self._queue:  # a reload has changed the rules
@@ -138,7 +137,7 @@ class LimitMonitor:
 
     It knows only limits and which requests have started and finished, not the slot leases. Requests of a beam search do
     not count, because all beams of a search run together. After a change of a limit, only requests count that get their
-    slot later; requests that hold one keep it, even if they migrate.
+    slot later.
     """
 
     def __init__(self) -> None:
@@ -184,8 +183,8 @@ class LimitMonitor:
         return num_over_limit
 
     def record_migrated(self, request: Request, limits: SchedulerLimits) -> int:
-        """As `record_started`, for a request from another replica. Return 0 if replicas use rules
-        of different reloads.
+        """Record a request from another replica, as `record_started`. Return 0 while replicas use rules of different
+        reloads.
         """
         if len({*self._reloads.values()}) > 1:
             return 0

@@ -17,9 +17,7 @@ from llm_serving.observability.metrics import Metrics
 logger = get_logger(__name__)
 
 TIMEOUT_S: Final = 5.0
-"""Seconds to wait for the engines. An engine whose WorkAgent is restarting takes longer and applies
-the changes later.
-"""
+"""Maximum seconds to wait for the engines. One whose WorkAgent is restarting applies the changes later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +28,8 @@ class ReloadResult:
 
 
 class ConfigReloader:
-    """Applies a changed YAML file. It runs on the event loop, where either the whole new configuration applies or none
-    of it.
-
-    Each engine applies it between two steps. Admitted requests stay and continue by the new rules.
+    """Applies a changed YAML file on the event loop, as a whole or not at all. Each engine applies it between two
+    steps. Admitted requests stay and continue by the new rules.
     """
 
     def __init__(self, config: ServingConfig, replicas: Replicas, metrics: Metrics) -> None:
@@ -45,9 +41,8 @@ class ConfigReloader:
         self._lock = asyncio.Lock()
 
     async def reload(self) -> ReloadResult:
-        """Read the YAML file again and apply its changes.
-
-        Raise RequestError if it breaks a rule, or changes a key that needs a restart. Then nothing has changed.
+        """Read the YAML file again and apply its changes. Raise RequestError, and change nothing, if it breaks a rule
+        or changes a key that needs a restart.
         """
         async with self._lock:
             try:

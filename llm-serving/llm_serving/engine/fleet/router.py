@@ -67,15 +67,13 @@ def prompt_block_hashes(namespace: str, token_ids: Sequence[int], block_size: in
 
 
 class PromptBlocks:
-    """Prompt blocks of the unfinished requests of each replica.
-
-    A block that is not computed yet counts as cached, because later requests with the same prefix on the same replica
-    will find it computed.
+    """Prompt blocks of the unfinished requests of each replica. A block that is not computed yet counts as cached:
+    later requests with the same prefix on the same replica will find it computed.
     """
 
     def __init__(self) -> None:
         self.requests: dict[str, tuple[int, Sequence[bytes]]] = {}
-        """Request -> (its replica, hashes of its prompt blocks). Other classes only read it."""
+        """Request id -> (replica, hashes of its prompt blocks). Other classes only read it."""
         self._counts: dict[int, Counter[bytes]] = {}
         """Replica -> number of requests with each block."""
         self._first_blocks: dict[bytes, Counter[int]] = {}
@@ -88,7 +86,6 @@ class PromptBlocks:
             self._first_blocks.setdefault(hashes[0], Counter())[replica] += 1
 
     def remove(self, request_id: str) -> None:
-        """Remove a request, if it was added."""
         replica, hashes = self.requests.pop(request_id, (-1, ()))
         if not hashes:
             return
@@ -128,13 +125,12 @@ class Route(NamedTuple):
     replica: int
     engine: Engine
     num_cached_tokens: int
-    """Prompt tokens that this replica has computed or will compute for other requests."""
+    """Number of prompt tokens that this replica has computed or will compute for other requests."""
 
 
 class Router:
-    """Routes each request to a living replica by the configured policy. With roles, the request may migrate later.
-
-    Replicas whose WorkAgent is restarting get requests only if no other replica accepts any. Drained replicas get none.
+    """Routes each request to a living replica by the configured policy. With roles, the request may migrate later. A
+    replica whose WorkAgent is restarting gets requests only if no other accepts any; a drained one gets none.
     """
 
     def __init__(
@@ -158,7 +154,6 @@ class Router:
         self._admission = admission
         self._clock = clock
         self.prompts = PromptBlocks()
-        """Prompt blocks of the unfinished requests."""
         self._open = self._prefilling = OpenReplicas({})
         """All replicas that accept requests, and those of them that do not only decode."""
 
@@ -183,9 +178,7 @@ class Router:
 
     def route(self, prompt_lens: Sequence[int], caller: Caller, hashes: Sequence[bytes] = ()) -> Route:
         """Return the best replica for a group of requests, without changing state. `hashes`: blocks of the first
-        prompt.
-
-        Raise UnavailableError if no replica accepts requests, or its WorkAgent will not be restarted soon.
+        prompt. Raise UnavailableError if no replica accepts requests, or its WorkAgent will not be restarted soon.
         """
         fleet = self._first_stage()
         if not fleet.engines:
@@ -215,8 +208,8 @@ class Router:
     def migration_targets(self, preferred: int | None = None) -> list[tuple[int, Engine]]:
         """Return the living replicas that may continue a request whose prompt is computed, the best first.
 
-        The order is: not drained before drained, decoding before prefilling, and running before restarting WorkAgents;
-        then the preferred replica, and those with the fewest requests, including requests in migration to them.
+        The order is: not drained before drained, decoding before prefilling, running before restarting WorkAgents; then
+        the preferred replica, then those with the fewest requests, including requests in migration to them.
         """
         return sorted(
             self._replicas.living().items(),
@@ -233,10 +226,8 @@ class Router:
     # --- replicas ---------------------------------------------------------------------------------------------------
 
     def load_of(self, route: Route, speed_of_another: Callable[[], ReplicaSpeed | None] | None = None) -> ReplicaLoad:
-        """Return the load of the replica for admission control.
-
-        A replica with too few measured steps is assumed to be as fast as another one (`speed_of_another`). The speed of
-        a replica whose WorkAgent is restarting is unknown.
+        """Return the load of the replica for admission control. A replica with too few measured steps counts as fast as
+        another one (`speed_of_another`). The speed is unknown while its WorkAgent restarts.
         """
         index, engine, num_cached_tokens = route
         speed = None
@@ -254,18 +245,15 @@ class Router:
         )
 
     def smallest_cache(self) -> BlockManager:
-        """Return the KV cache that a request must fit into to be served by any replica.
-
-        Raise UnavailableError if no replica accepts requests.
+        """Return the KV cache that a request must fit into to be served by any replica. Raise UnavailableError if no
+        replica accepts requests.
         """
         if not self._first_stage().engines:
             raise UnavailableError(self._replicas.health().detail)
         return self._open.smallest_cache
 
     def _first_stage(self) -> OpenReplicas:
-        """Return the replicas that may begin a request. Replicas that only decode are included only if no other is
-        available.
-        """
+        """Return the replicas that may begin a request; those that only decode, only if no other is available."""
         engines = self._replicas.open()
         if engines is not self._open.engines:
             self._open = self._prefilling = OpenReplicas(engines)

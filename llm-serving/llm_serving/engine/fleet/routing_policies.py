@@ -1,19 +1,4 @@
-"""Routing policies by their names in `ROUTING_POLICIES`. Each chooses one of several replicas.
-
-- `block_cost`: fewest blocks to compute and to hold, where a block to compute counts twice, as in the default of
-  NVIDIA Dynamo's KV router (https://docs.nvidia.com/dynamo/design-docs/router-design).
-- `least_loaded`: fewest unfinished requests.
-- `prefix_affinity`: the longest cached prefix of the prompt, while loads are balanced; the policy of Ray Serve's
-  prefix-aware router (https://docs.ray.io/en/latest/serve/llm/prefix-aware-request-router.html).
-- `predicted_ttft`: lowest predicted time to first token of the request, plus a fraction of the delay that it causes to
-  other requests. The prediction uses measured steps, known queues and caches. Because a prompt delays the other
-  requests of its replica, a cached prefix is worth little on an idle replica and much on a busy one. Without the delay
-  term, each request would have its prefix recomputed wherever that is faster for itself. The delay of other requests
-  has a lower weight, because most of them are decoding and have their first token. The weight is even lower if no
-  replica has a tenth of the prompt, because every replica then computes about as much. Ties go to the replica with
-  fewer requests. Before any replica has measured enough steps, `prefix_affinity` decides.
-- `round_robin`: the next replica in order of index.
-"""
+"""Routing policies, each of which chooses one of several replicas for a request."""
 
 from __future__ import annotations
 
@@ -27,20 +12,17 @@ from llm_serving.core.enums import RoutingName
 MIN_MATCH: Final = 0.1
 """Minimum cached fraction of a prompt that counts as a match, as in Ray Serve."""
 MAX_IMBALANCE: Final = 16
-"""Maximum difference of unfinished requests between replicas at which `prefix_affinity` considers prefixes. Ray Serve
-requires the operator to choose this number.
-"""
+"""Maximum difference of unfinished requests between replicas at which `PrefixAffinity` considers prefixes."""
 MAX_COMPARED: Final = 8
-"""Maximum number of replicas whose TTFT is predicted, because a prediction is slow: the replicas with the most of the
-prompt, up to half of this number, and those with the fewest requests.
+"""Maximum number of replicas whose TTFT is predicted, because a prediction is slow: up to half of them with the most of
+the prompt, the others with the fewest requests.
 """
 OTHERS_WEIGHT: Final = 1 / 3
-"""Weight of the delay of another request. With weight 1, requests stay with a cached prefix until its queue is seconds
-longer than others, and the slowest requests become slower. With weight 0, prefixes are recomputed everywhere and all
-requests become slower (docs/results/routing.md).
+"""Weight of the delay of another request. With 1, requests stay with a cached prefix until its queue is seconds longer
+than others; with 0, prefixes are recomputed everywhere and all become slower (docs/results/routing.md).
 """
 OTHERS_WEIGHT_UNMATCHED: Final = 1 / 10
-"""As `OTHERS_WEIGHT`, if no replica has a match."""
+"""As `OTHERS_WEIGHT`, if no replica has a match: every replica then computes about as much."""
 
 
 class Candidate(NamedTuple):
@@ -48,14 +30,14 @@ class Candidate(NamedTuple):
 
     replica: int
     num_unfinished: int
-    """Number of requests that were routed to it and have not finished."""
+    """Number of requests that were routed to the replica and have not finished."""
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Prompt tokens that the replica has computed or will compute for other requests."""
+    """Number of prompt tokens that the replica has computed or will compute for other requests."""
     num_queued_tokens: int
-    """Prompt tokens of its waiting requests that must be computed."""
+    """Number of prompt tokens of waiting requests that must be computed."""
     num_used_blocks: int
-    """Number of its KV blocks that requests hold."""
+    """Number of KV blocks that requests hold."""
     block_size: int
     token_s: float
     """Measured seconds that a token adds to a step; 0 if too few steps were measured."""
@@ -134,6 +116,11 @@ def load_key(candidate: Candidate) -> tuple[int, int]:
 
 
 class BlockCost(RoutingPolicy):
+    """Fewest blocks to compute and to hold, where a block to compute counts twice, as in NVIDIA Dynamo's KV router.
+
+    Source: https://docs.nvidia.com/dynamo/design-docs/router-design
+    """
+
     def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
         return min(candidates, key=lambda each: (_block_cost(each), each.num_unfinished, each.replica))
 
@@ -146,6 +133,8 @@ def _block_cost(candidate: Candidate) -> float:
 
 
 class LeastLoaded(RoutingPolicy):
+    """Fewest unfinished requests."""
+
     needs_prefixes = False
 
     def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
@@ -153,6 +142,11 @@ class LeastLoaded(RoutingPolicy):
 
 
 class PrefixAffinity(RoutingPolicy):
+    """The longest cached prefix of the prompt, while loads are balanced, as in Ray Serve's prefix-aware router.
+
+    Source: https://docs.ray.io/en/latest/serve/llm/prefix-aware-request-router.html
+    """
+
     def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
         least, best = next(candidates.by_load()), next(candidates.by_prefix(), None)
         is_balanced = candidates.most_loaded().num_unfinished - least.num_unfinished <= MAX_IMBALANCE
@@ -164,6 +158,12 @@ def _is_match(candidate: Candidate) -> bool:
 
 
 class PredictedTtft(RoutingPolicy):
+    """Lowest predicted time to first token of the request, plus a fraction of the delay that it causes to others.
+
+    So a cached prefix is worth little on an idle replica and much on a busy one. The delay has a low weight, because
+    most other requests are decoding. `PrefixAffinity` decides until a replica has measured enough steps.
+    """
+
     _unmeasured = PrefixAffinity()
 
     def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
@@ -182,6 +182,8 @@ class PredictedTtft(RoutingPolicy):
 
 
 class RoundRobin(RoutingPolicy):
+    """The next replica in order of index."""
+
     needs_prefixes = False
 
     def __init__(self) -> None:

@@ -36,8 +36,8 @@ class TenantSlots:
     """Leases the slots of each tenant to the replicas of a master. Thread-safe.
 
     All leases of a tenant together, with the slots of migrating requests, never exceed its limit. A scheduler returns a
-    slot when a request leaves it. A free slot goes to the replica with the fewest slots among those that need one; ties
-    go to the one whose last lease is the oldest, so a single slot rotates. A migrating request keeps its slot.
+    slot when a request leaves it, unless it migrates. A free slot goes to the replica with the fewest slots among those
+    that need one; ties go to the one whose last lease is the oldest, so a single slot rotates.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class TenantSlots:
         self._pending: dict[int, set[str]] = {}
         """Replica -> tenants whose changes have not been returned to it."""
         self.migrating: dict[str, str] = {}
-        """Migrating request -> its tenant. Other classes only read it."""
+        """Id of a migrating request -> tenant. Other classes only read it."""
         self._num_migrating: Counter[str] = Counter()
         self._arrived: dict[int, list[str]] = {}
         """Replica -> requests that have migrated to it since its last report."""
@@ -117,9 +117,7 @@ class TenantSlots:
         return {name: number for name, number in changes.items() if number}
 
     def _update(self, replica: int, name: str, demand: SlotDemand) -> None:
-        """Store a demand. Slots beyond it become free; after a limit was lowered, also unused slots
-        of other replicas.
-        """
+        """Store a demand. Slots beyond it become free; after a limit fell, also unused slots of other replicas."""
         tenant = self._tenants.setdefault(name, _Tenant())
         is_lower = demand.limit < tenant.limit
         tenant.limit = demand.limit
