@@ -1,4 +1,4 @@
-"""The operations of a decoder, with one implementation per device. Implementations are imported on demand."""
+"""The operations of a decoder, with one implementation per device, imported on demand."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ BACKENDS = {
 
 
 def create_backend(name: str, dtype: str) -> Backend:
-    """Create a backend for a model dtype (a name of `core.dtypes`).
-
-    Call it before the first operator of the process, because MindSpore looks for plugins only once, and the CPU backend
-    registers its operator library with MindSpore.
+    """Create a backend for a model dtype (a name of `core.dtypes`), before the first operator of the process: MindSpore
+    looks for plugins, such as the CPU backend's operator library, only once.
 
     Raises:
         ConfigError: The backend or the dtype is unknown, or the backend does not support the dtype.

@@ -47,9 +47,7 @@ class AttentionShape:
 
 
 class Backend(Protocol):
-    """One implementation of a decoder's operations. Cells are cheap to create and hold no weights:
-    weights are arguments.
-    """
+    """One implementation of a decoder's operations. Its Cells are cheap to create and take weights as arguments."""
 
     name: str
 
@@ -59,7 +57,7 @@ class Backend(Protocol):
     """MindSpore dtype of activations, of cosines and sines, and of the result of `embedding`."""
 
     def unsupported(self, network: Network, num_positions: int) -> str | None:
-        """Return what the network needs and this backend's Cells lack; None if they can compute it."""
+        """Return what the network needs and this backend's Cells lack; None: they can compute it."""
 
     def embedding(self) -> nn.Cell:
         """(token_ids int32[T], table [V, H]) -> [T, H]. The table is from `table` or from `linear_weight`."""
@@ -80,25 +78,18 @@ class Backend(Protocol):
         """(token_ids int32[T], qvalues, scales, both from `quantized_weight`) -> value * scale, [T, K]"""
 
     def quantized_linear(self) -> nn.Cell:
-        """(x [T, K], qvalues, scales) -> [T, N], with rows quantized to 8 bits and one scale each,
-        as in `kernels.w8a8`.
-        """
+        """(x [T, K], qvalues, scales) -> [T, N]; x is quantized to 8 bits, one scale per row (`kernels.w8a8`)."""
 
     def quantized_logits(self) -> nn.Cell:
         """As `quantized_linear`, with a float32 result as in `logits`."""
 
     def route(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> nn.Cell:
         """(logits float32 [T, experts]) -> two tensors with each row's experts and weights, as input of `experts`.
-
-        Args:
-            correction: float32 [experts], added to the scores only for the choice of experts.
+        `correction`: float32 [experts], added to the scores only for the choice of experts.
         """
 
     def experts(self, num_experts: int) -> nn.Cell:
-        """(x [T, H], both tensors of `route`, gate_up, down) -> [T, H], as the operation `experts`.
-
-        gate_up and down are tuples of Parameters from `expert_weights`.
-        """
+        """(x [T, H], both tensors of `route`, gate_up, down) -> [T, H], with tuples from `expert_weights`."""
 
     def quantized_experts(self, num_experts: int) -> nn.Cell:
         """As `experts`, with Parameters from `quantized_expert_weights` and products as in `quantized_linear`."""
@@ -107,25 +98,23 @@ class Backend(Protocol):
         """(x [T, sum of widths]) -> consecutive column ranges."""
 
     def rotary(self, head_dim: int) -> nn.Cell:
-        """(q [T, heads*D], k [T, kv_heads*D], cos [T, D], sin [T, D], context_lens int32[B]) -> rotated (q, k).
-
-        Element i of a head is paired with element i + D/2 (rotate half). Rows of cos and sin have two equal halves.
+        """(q [T, heads*D], k [T, kv_heads*D], cos [T, D], sin [T, D], context_lens int32[B]) -> rotated (q, k). Element
+        i of a head is paired with element i + D/2 (rotate half). Rows of cos and sin have two equal halves.
         """
 
     def store_kv(self) -> nn.Cell:
         """(k, v, key_cache, value_cache, slot_mapping) -> a tensor on which attention depends.
 
-        Key and value of row t are written to KV slot `slot_mapping[t]` = block_id * block_size + offset, int32[T]. -1
-        skips the row; any other slot outside the cache raises an error.
+        Key and value of row t go to slot `slot_mapping[t]` = block_id * block_size + offset, int32[T]. -1 skips the
+        row; another slot outside the cache raises an error.
         """
 
     def host_lengths(self) -> nn.Cell:
         """(int32[B]) -> the same lengths in the memory from which attention reads them."""
 
     def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
-        """(positions int32[T], block_tables int32[B, W]) -> a mask or positions that select the keys of each row.
-
-        A row attends to the keys of its request up to its own position. All layers use the same result.
+        """(positions int32[T], block_tables int32[B, W]) -> a mask or positions, for all layers, that select the keys
+        of each row: those of its request up to its own position.
         """
 
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
@@ -133,27 +122,21 @@ class Backend(Protocol):
 
         block_tables int32[B, W]; query_lens and context_lens int32[B], from `host_lengths`. Request b has
         `query_lens[b]` rows, the last ones of its context of `context_lens[b]` tokens. Decode rows, chunks and whole
-        prompts may be mixed.
-
-        Args:
-            slopes: float32 [num_heads], ALiBi slopes; None: no ALiBi.
+        prompts may be mixed. `slopes`: ALiBi, float32 [num_heads].
         """
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
-        """(q, k, v, query_lens, context_lens) -> [T, num_heads*D], for steps without a cached prefix.
-
-        This is the device's fastest prompt attention. Keys and values are those computed in the step, and a row attends
-        to the rows of its prompt up to its own position. B is fixed when the graph is compiled; trailing lengths may be
-        0. None if the backend has no such operation.
+        """(q, k, v, query_lens, context_lens) -> [T, num_heads*D], for steps of prompts without a cached prefix; None
+        if the backend has no such operation. A row attends to the rows of its prompt up to its own position. B is fixed
+        when the graph is compiled; trailing lengths may be 0.
         """
 
     def program(self) -> nn.Cell | None:
-        """(table) -> float32 [1], a placeholder; None if the backend does not run programs.
+        """(table) -> float32 [1], a placeholder; None if the backend does not run programs (`network.program`).
 
         `table` holds the address of every array (`kernels.address_table.AddressTable`): instructions and operands, the
-        step inputs (`lowering.step_inputs.STEP_INPUTS`), weights, caches and the result. `network.program.Program`
-        numbers the weights. Each weight is from `linear_weight`, `packed_quantized_weight`, `table`, `vector` or
-        `numbers`. Each layer has a key cache and a value cache.
+        step inputs (`lowering.step_inputs.STEP_INPUTS`), weights, two caches per layer and the result. A weight is from
+        `linear_weight`, `packed_quantized_weight`, `block_weight`, `table`, `vector` or `numbers`.
         """
 
     def rounded(self, number: float) -> float:
@@ -166,53 +149,39 @@ class Backend(Protocol):
         """(a [T, H], b [T, H]) -> a + b"""
 
     def all_reduce(self) -> nn.Cell:
-        """(x [T, N]) -> the sum of x over all ranks. Raise ModelError if this backend does not
-        support tensor parallelism.
-        """
+        """(x [T, N]) -> the sum of x over all ranks. Raise ModelError if the backend has no tensor parallelism."""
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
-        """Return a matrix [N, K] in the layout of this backend's products.
-
-        Args:
-            array: The weight; it is copied and may be a read-only memory map.
-            name: Parameter name; without it a Cell names the parameter after its attribute.
+        """Return a matrix [N, K], copied into the layout of this backend's products. Without a `name`, a Cell names the
+        Parameter after its attribute.
         """
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
-        """Return the matrices [N, K] of all experts, given as [num_experts * N, K]: one Parameter per expert, or one
+        """Return the matrices [N, K] of all experts (`array`: [num_experts * N, K]): one Parameter per expert, or one
         for all.
         """
 
     def block_weight(self, segments: Sequence[BlockTensor], name: str | None = None) -> ms.Parameter:
-        """As `linear_weight`, for a weight of a program that stays in the blocks of its file. `segments`: rows, one
-        segment after another; all but the last have a multiple of 16 rows. They are copied. Raise ModelError if this
-        backend has no such product.
+        """As `linear_weight`, for a program's weight that stays in GGUF blocks. `segments`: consecutive rows, copied;
+        all but the last have a multiple of 16 rows. Raise ModelError if this backend has no such product.
         """
 
     def packed_quantized_weight(
         self, weight: QuantizedTensor, weight_only: bool, name: str | None = None
     ) -> ms.Parameter:
-        """As `linear_weight`, for a quantized weight of a program. Raise ModelError if this backend has no such
-        product.
-
-        Args:
-            weight: Quantized values and scales; they are copied.
-            weight_only: Whether activations stay in the model dtype. If not, they are quantized to 8 bits, and 8-bit
-                weights must have one group.
+        """As `linear_weight`, for a quantized weight of a program. Without `weight_only`, activations are quantized to
+        8 bits, and 8-bit weights must have one group. Raise ModelError if this backend has no such product.
         """
 
     def quantized_weight(self, weight: QuantizedTensor, name: str) -> tuple[ms.Parameter, ms.Parameter]:
-        """Return quantized values int8 [N, K] and scales float32 [N], copied, for Cells. `weight`: 8 bits, with one
-        scale per row. Raise ModelError if the weight has another format, or this backend has no such product.
+        """Return quantized values int8 [N, K] and scales float32 [N], copied, for Cells. Raise ModelError if the weight
+        has not 8 bits and one scale per row, or this backend has no such product.
         """
 
     def quantized_expert_weights(
         self, weight: QuantizedTensor, num_experts: int, name: str
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """Return quantized values int8 [experts, K, N] and scales float32 [experts, N], copied, for Cells. `weight`:
-        [num_experts * N, K], 8 bits, with one scale per row. Raise ModelError if the weight has another format, or this
-        backend has no such product.
-        """
+        """As `quantized_weight`, for experts: [num_experts * N, K] -> values [experts, K, N], scales [experts, N]."""
 
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
         """Return vectors, such as norm weights, concatenated and copied."""
@@ -226,44 +195,31 @@ class Backend(Protocol):
     def kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """Return the zeroed key and value cache of one layer, of shape [num_blocks, block_size, kv_heads, width].
-
-        Block i is row i of the buffer, so blocks may be copied as a whole. The layout inside a block depends on the
-        backend.
+        """Return the zeroed key and value cache of one layer, [num_blocks, block_size, kv_heads, width]. Block i is row
+        i of the buffer, so whole blocks can be copied; the layout inside a block depends on the backend.
         """
 
     def int8_kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """As `kv_cache`, in 8 bits. For programs only.
-
-        A head's row has `network.builder.INT8_SCALE_BYTES` bytes after its quantized values, so a block contains its
-        scales and is copied with them. Raise ModelError if this backend does not support int8 KV caches.
+        """As `kv_cache`, in 8 bits, for programs. A head's row has its scale (`network.builder.INT8_SCALE_BYTES`) after
+        its values, so copied blocks keep their scales. Raise ModelError if this backend has no int8 KV caches.
         """
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
-        """Copy whole blocks in the given order. The next run of a graph reads the copies.
-
-        Args:
-            source: A cache from `kv_cache` or `int8_kv_cache`, or host memory from `parameters.host_blocks`.
-            target: A cache or host memory with blocks of the same shape; may be `source` itself.
-            pairs: [n, 2] source block and target block; the caller guarantees that they are in range.
+        """Copy whole blocks in the order of `pairs` [n, 2] (source block, target block), which the caller has checked.
+        Source and target are caches or host memory (`parameters.host_blocks`), possibly the same. The next run of a
+        graph reads the copies.
         """
 
     def announce_ending(self, callback: Callable[[], None] | None) -> bool:
-        """Call `callback` once when the next step is nearly done. It replaces the callback of an earlier call.
-
-        Another thread calls it while the step is computed; the step continues when the callback returns.
-
-        Returns:
-            False if this backend does not support this; `callback` is then never called.
+        """Call `callback` once, in another thread, when the next step is nearly done; the step continues when it
+        returns. It replaces an earlier callback. Return False if this backend never calls it.
         """
 
 
 def model_dtype(name: str) -> Any:
-    """Return the MindSpore dtype of `model_dtype` in the configuration. Raise ConfigError if the name is not in
-    `MODEL_DTYPES`.
-    """
+    """Return the MindSpore dtype of a name in `MODEL_DTYPES`; raise ConfigError for another name."""
     if name not in MODEL_DTYPES:
         raise ConfigError(f"`model_dtype` must be one of {', '.join(MODEL_DTYPES)}. Given: {name}")
     return getattr(ms, name)

@@ -1,4 +1,4 @@
-"""Packs weights in blocks into the order in which products read them (csrc/packed_blocks.h)."""
+"""Packs weights in GGUF blocks into the order in which products read them (csrc/packed_blocks.h)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,9 @@ class _BlockArgs(ctypes.Structure):
 
 
 class BlockSegments:
-    """The segments of one weight, as arguments of the operator library. Raise ModelError if no kernel supports such a
-    weight, or KernelError if the library cannot be built or loaded.
-
-    Attributes:
-        num_bytes: Bytes of the packed weight.
-        columns: `num_bytes` / `rows`, rounded down. MindSpore sees the weight as an int8 matrix [rows, columns].
+    """The segments of one weight, as arguments of the operator library. MindSpore sees the packed weight as an int8
+    matrix [rows, columns]. Raise ModelError if no kernel supports such a weight, or KernelError if the library cannot
+    be built or loaded.
     """
 
     def __init__(self, segments: Sequence[BlockTensor]) -> None:

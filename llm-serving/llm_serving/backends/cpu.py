@@ -1,6 +1,6 @@
 """The Ascend backend's network on a CPU, where the operator library implements its primitives.
 
-The library fixes the order of every sum of a row. So the bits of a row do not depend on the batch, on chunking, on the
+The library fixes the order of every sum of a row, so the bits of a row do not depend on the batch, on chunking, on the
 number of threads or on the location of its blocks.
 """
 
@@ -44,7 +44,7 @@ _MULTIPLE = 16
 
 def load_plugin() -> None:
     """Build the library if needed and register it with MindSpore, before the first operator of the process. Raise
-    KernelError if the library cannot be built or loaded, or another operator plugin is registered already.
+    KernelError if it cannot be built or loaded, or another operator plugin is registered already.
     """
     path = str(library_path())
     given = os.environ.get(PLUGIN_VARIABLE)
@@ -66,10 +66,8 @@ def _require_dispatch() -> None:
 
 
 class CpuBackend(AscendBackend):
-    """Ascend's Cells on a CPU. Weights are packed in the order in which products read them; blocks store head after
-    head.
-
-    A whole network can be one operator of the library, because MindSpore's overhead per operator exceeds the
+    """Ascend's Cells on a CPU, with weights in the order in which products read them, and blocks stored head after
+    head. A program runs the whole network as one operator, because MindSpore's overhead per operator exceeds the
     computation of a small model.
     """
 
@@ -234,9 +232,8 @@ class CpuSwiglu(nn.Cell):
 
 
 class CpuProgram(nn.Cell):
-    """The operator of `Backend.program`, with fixed shapes and one parameter.
-
-    With dynamic shapes, MindSpore's overhead for an operator is twenty times as large (csrc/addressed.h).
+    """The operator of `Backend.program`, with fixed shapes and one parameter: dynamic shapes would make MindSpore's
+    overhead twenty times as large (csrc/addressed.h).
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,4 @@
-"""Parameters in the model dtype, stored once: on a CPU in aligned memory of this process, on an NPU
-in device memory.
-"""
+"""Parameters in the model dtype, stored once: in aligned memory of this process on a CPU, on the device on an NPU."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ _LARGE_PAGE = 2**21
 
 
 def to_model_dtype(array: Array, dtype: str) -> Array:
-    """Convert `array` to the model dtype (bfloat16 as uint16 bits). Return the array itself if it
-    already has that dtype.
-    """
+    """Return `array` in the model dtype (bfloat16 as uint16 bits), without a copy if it has that dtype."""
     storage = np.dtype(MODEL_DTYPES[dtype].numpy)
     if array.dtype == storage:
         return array
@@ -40,10 +36,8 @@ def to_model_dtype(array: Array, dtype: str) -> Array:
 
 
 def zeroed_array(shape: tuple[int, ...], dtype: str) -> Array:
-    """Return zeroed memory for a tensor, aligned to a cache line; large arrays use large pages.
-
-    The system provides pages on first access. With 4 KB pages, address translation of scattered blocks and long weights
-    takes longer than reading them.
+    """Return zeroed memory for a tensor, aligned to a cache line. Large arrays use large pages, because address
+    translation of 4 KB pages would take longer than reading them. The system provides pages on first access.
     """
     storage = np.dtype(MODEL_DTYPES[dtype].numpy)
     elements: Array = zeroed_bytes(int(np.prod(shape)) * storage.itemsize).view(storage).reshape(shape)
@@ -64,10 +58,8 @@ def zeroed_bytes(size: int) -> NDArray[np.uint8]:
 
 
 class WeightMemory:
-    """Divides large memories among weights, so that weights smaller than a large page lie in large pages too.
-
-    Reading a model takes up to a fifth longer from 4 KB pages. A memory is returned to the system after the last of its
-    weights.
+    """Divides large memories among weights, so that small weights lie in large pages too, which are up to a fifth
+    faster to read. A memory is freed with the last of its weights.
     """
 
     SIZE: Final = 2**26
@@ -92,7 +84,7 @@ _weight_memory = WeightMemory()
 
 
 def weight_bytes(size: int) -> NDArray[np.uint8]:
-    """Return zeroed memory for a weight (`WeightMemory.take`)."""
+    """Return zeroed memory for a weight from `WeightMemory`."""
     return _weight_memory.take(size)
 
 
@@ -104,10 +96,8 @@ def zeroed_parameter(shape: tuple[int, ...], dtype: str, name: str | None = None
 
 
 def parameter_over(array: Array, dtype: str, name: str | None = None) -> ms.Parameter:
-    """Return a Parameter with the elements of `array`.
-
-    On a CPU it aliases `array` and keeps it alive as `storage`, so the graph sees writes to the array. On an NPU the
-    elements are copied to the device, and the Parameter holds no host memory.
+    """Return a Parameter with the elements of `array`. On a CPU it aliases the array and keeps it alive as `storage`,
+    so the graph sees writes to it; on an NPU the elements are copied to the device.
     """
     tensor = ms.Tensor.from_numpy(array.view(numpy_bfloat16) if dtype == "bfloat16" else array)
     if _is_on_npu():
@@ -130,7 +120,7 @@ def bytes_of_block(cache: ms.Parameter) -> int:
 
 
 def clear_cache(cache: ms.Parameter) -> None:
-    """Zero a cache by returning its pages to the system; does nothing on an NPU."""
+    """Zero a cache by returning its pages to the system. Do nothing on an NPU."""
     storage = getattr(cache, "storage", None)
     if isinstance(storage, np.ndarray):  # on an NPU it is a method of MindSpore's Tensor
         release_pages(storage.ctypes.data, storage.nbytes)
@@ -161,10 +151,8 @@ def host_blocks(cache: ms.Parameter, num_blocks: int) -> Array:
 
 
 def copy_blocks_in_memory(source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
-    """`Backend.copy_blocks` for Parameters in the memory of this process, using the arrays that they alias.
-
-    Between two memories, runs of adjacent blocks are copied at once; blocks allocated together are adjacent. Within one
-    memory, blocks are copied one at a time, which keeps the order and is faster than gather and scatter.
+    """Copy blocks between Parameters in this process's memory (`Backend.copy_blocks`). Between two memories, runs of
+    adjacent blocks are copied at once; within one memory, blocks are copied one at a time to keep the order.
     """
     blocks, copies = _memory(source), _memory(target)
     if blocks is copies:

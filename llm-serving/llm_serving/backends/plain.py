@@ -1,8 +1,7 @@
 """The operations of a decoder as stock MindSpore operations: no compiler needed, any device, slow.
 
-Everything is computed in float32: weights are rounded to the model dtype and stored as float32. MindSpore's products
-may order their sums by the shape of the batch, so an answer may differ in its last bits from the answer at batch size
-1.
+Weights are rounded to the model dtype; everything else is float32. MindSpore's products may order their sums by the
+shape of the batch, so an answer may differ in its last bits from the answer at batch size 1.
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ from mindspore import nn, ops
 
 
 class PlainRouter(nn.Cell):
-    """logits [T, experts] -> weights of all experts, float32 [T, experts], zero if not chosen; returned twice.
-
-    Ties go to the lower expert number.
+    """logits [T, experts] -> weights of all experts, float32 [T, experts], zero if not chosen; returned twice. Ties go
+    to the lower expert number.
     """
 
     def __init__(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None) -> None:
@@ -55,11 +54,8 @@ class PlainRouter(nn.Cell):
 
 
 class PlainExperts(nn.Cell):
-    """Adds the weighted results in the order of expert numbers. Each expert has its own weight Parameter.
-
-    Args:
-        product: (x [T, K], weight [N, K]) -> [T, N]
-        gate: (x [T, 2*I]) -> [T, I]
+    """Adds the weighted results in the order of expert numbers. `product`: (x [T, K], weight [N, K]) -> [T, N]; `gate`:
+    (x [T, 2*I]) -> [T, I].
     """
 
     def __init__(self, product: nn.Cell, gate: nn.Cell) -> None:

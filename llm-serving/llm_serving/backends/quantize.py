@@ -13,16 +13,16 @@ _DTYPES = {"uint16": b"bfloat16", "float16": b"float16", "float32": b"float32"}
 
 
 def quantize(weight: Array, bits: int, group_size: int | None = None, rotates: bool = False) -> QuantizedTensor:
-    """Quantize symmetrically, as `quantize_w8` and `quantize_w4` do.
+    """Quantize a weight [out, in] symmetrically, as `quantize_w8` and `quantize_w4` do. float32, float16, or bfloat16
+    as uint16 bits; a C-contiguous weight is not copied.
 
     Args:
-        weight: [out, in]; float32, float16, or bfloat16 as uint16 bits. A C-contiguous weight is not copied.
         bits: 8 or 4.
         group_size: Columns with one scale, which must divide the columns of the matrix; None: all of them.
         rotates: Rotate rows before they are rounded (`QuantizedTensor.rotated`).
 
     Raises:
-        ModelError: It is not a matrix, has other groups, or has an infinite or NaN element.
+        ModelError: The weight is not a matrix, has other groups, or has an infinite or NaN element.
         KernelError: The operator library is missing and no compiler is installed, or memory is insufficient.
     """
     if weight.ndim != 2 or str(weight.dtype) not in _DTYPES:

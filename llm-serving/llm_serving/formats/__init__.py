@@ -1,1 +1,1 @@
-"""Readers and writers of weight files, which map files to named tensors. Formats do not depend on the model family."""
+"""Readers and writers of weight files, which map files to named tensors for any model family."""

@@ -28,7 +28,7 @@ from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, to_float32
 
 _ENDINGS: Final = ("qweight", "qzeros", "scales")
 _POSITION_OF_ROW: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""A 32-bit word holds 4-bit values of eight rows: the position in the word of each row."""
+"""Eight 4-bit values of consecutive rows share a 32-bit word: the position in the word of each row."""
 
 
 @dataclass(frozen=True)

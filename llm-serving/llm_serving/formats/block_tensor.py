@@ -2,8 +2,8 @@
 
 value = scale * (qvalue - zero) - minimum
 
-Each group of 16 or 32 columns has a scale, and a minimum in some types. Scales and minima are float16 numbers, or
-integers that a float16 unit multiplies. Every 256 columns of a row have one unit for scales and one for minima.
+Each group of 16 or 32 columns has a scale, and a minimum in some types. Both are float16, or integers times a float16
+unit. Every 256 columns of a row have one unit for scales and one for minima.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from llm_serving.formats.quantized_tensor import QuantizedTensor
 Float32Array = NDArray[np.float32]
 
 UNIT_COLUMNS: Final = 256
-"""Columns of a row that have one unit."""
+"""Columns of a row that share a unit."""
 PANEL_ROWS: Final = 16
-"""Rows that are packed together. If tensors are stacked into one weight, all but the last must have a multiple of this
-number of rows.
-"""
+"""Rows that are packed together. Of tensors stacked into one weight, all but the last must have a multiple of it."""
 _AT_ONCE: Final = 2**22
 """Elements that are dequantized together, which bounds temporary copies."""
 
@@ -113,7 +111,7 @@ class BlockTensor:
         )
 
     def as_quantized(self) -> QuantizedTensor | None:
-        """Return the same values with one float32 scale a group, or None if 4 or 8 bits cannot represent them."""
+        """Return the same values with one float32 scale per group; None if 4 or 8 bits cannot represent them."""
         if self.minima is not None:
             return None
         if self.bits == 4 and self.zero == 8:

@@ -41,11 +41,8 @@ _ENDINGS: Final = ("weight", SCALE, ZERO, PACKED, SHAPE, ORDER)
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """4-bit and 8-bit integer weights. `fp8` reads 8-bit floating point.
-
-    Attributes:
-        group_size: Columns of a group, if a row has several; 0: derived from the number of groups.
-        bits: Bits of values that are stored in one byte each.
+    """4-bit and 8-bit integer weights (`fp8` reads 8-bit floating point). `group_size`: columns of a group; 0: derived
+    from the number of groups. `bits`: bits of values that are stored in one byte each.
     """
 
     description: str
@@ -87,7 +84,7 @@ class CompressedTensors:
         return PackedTensor(name, shape, parts, lambda arrays: _unpacked(arrays, shape, bits, size))
 
     def _check_zeros(self, name: str, parts: Parts, zeros: StoredTensor, packed: tuple[int, int]) -> None:
-        """Check zero points: stored as words, they are packed; otherwise they have the shape of the scales."""
+        """Check that zero points have the shape of the scales, or are packed if they are stored as words."""
         scale = parts[SCALE].shape
         like_scale = zeros.dtype != "I32" and zeros.shape == scale
         part(name, parts, ZERO, ["I8"] if like_scale else ["I32"], len(scale) if like_scale else 2)
@@ -161,8 +158,8 @@ def _by_row(values: Array, out: int) -> Array:
 
 
 def parts_of(tensor: QuantizedTensor, packed: bool) -> dict[str, Array]:
-    """Return the arrays that store a symmetric tensor without act-order, by their name endings. `packed`: whether to
-    write `pack-quantized`; otherwise `int-quantized`, with one value per byte.
+    """Return name ending -> array for a symmetric tensor without act-order: `pack-quantized` if `packed`, otherwise
+    `int-quantized`, with one value per byte.
     """
     assert tensor.zeros is None
     assert tensor.g_idx is None

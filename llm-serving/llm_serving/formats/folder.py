@@ -1,7 +1,4 @@
-"""The weight files of a folder and their tensors. For an unsupported format, the error says how to convert it.
-
-`check_tensors` compares all names and shapes with those of the model before any tensor is read.
-"""
+"""The weight files of a folder and their tensors. For an unsupported format, the error says how to convert it."""
 
 from __future__ import annotations
 
@@ -30,11 +27,11 @@ Shape = tuple[int, ...]
 def check_tensors(
     where: str, expected: Mapping[str, Shape], found: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None
 ) -> None:
-    """Compare names and shapes. Raise ModelError if tensors are missing, unexpected or of another shape; the text lists
-    some of each kind.
+    """Compare all names and shapes before any tensor is read. Raise ModelError if tensors are missing, unexpected or of
+    another shape; the text lists some of each kind.
 
     Args:
-        where: Names the folder in the error.
+        where: Name of the folder in the error.
         expected: Tensors of the model, according to its configuration.
         found: Tensors of the files, by the same names.
         optional: Unused tensors that may exist, such as an LM head that equals the embedding.
@@ -72,7 +69,7 @@ _IN_FOLDERS: Final = (".safetensors", ".ckpt")
 """Supported suffixes. The first one that occurs in a folder is used."""
 
 _PICKLES: Final = ("pytorch_model*.bin", "*.bin", "consolidated*.pth", "*.pth", "*.pt")
-"""Patterns of pickle files, which are never read. The first one that matches identifies the weights of a folder."""
+"""Patterns of pickle files, which are never read. The first match decides which file a conversion hint names."""
 _META: Final = "consolidated*.pth"
 """Pattern of Meta's format, which has its own tensor names and configuration."""
 
@@ -102,9 +99,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def indexed_names(index: Path) -> list[str]:
-    """Return the sorted file names of an index. Raise ModelError if the file is not an index, or it names files outside
-    its folder.
-    """
+    """Return the sorted file names of an index. Raise ModelError if it is no index, or names files elsewhere."""
     content = read_regular(index, _MAX_INDEX_BYTES)
     try:
         names = sorted(set(json.loads(content.decode())["weight_map"].values()))
@@ -137,9 +132,7 @@ def read_tensors(source: Path, packed: bool = False) -> dict[str, ReadableTensor
 
 
 def how_to_convert(folder: Path) -> str:
-    """Return a conversion hint for an error about a folder without supported weights; empty if it
-    has no weights at all.
-    """
+    """Return how to convert a folder without supported weights, for an error; empty if it has no weights at all."""
     for pattern in _PICKLES:
         if files := sorted(folder.glob(pattern)):
             return _converting(files[0], pattern)
@@ -157,11 +150,8 @@ def how_to_convert_file(file: Path) -> str:
 
 
 def convert_command(source: Path, yaml: Path | None = None) -> str:
-    """Return the command that writes a folder in Hugging Face form from weights with MindFormers' names.
-
-    Args:
-        source: A file of weights, or a folder of them.
-        yaml: The MindFormers YAML of the model. None: `YAML` stands for it.
+    """Return the command that converts MindFormers weights (a file or a folder) to a Hugging Face folder. `yaml`: the
+    MindFormers YAML of the model; None: `YAML` stands for it.
     """
     config = "YAML" if yaml is None else shlex.quote(str(yaml))
     return f"llm-serving convert {shlex.quote(str(source))} OUT --to hf --config {config}"
@@ -178,10 +168,7 @@ def _converting(file: Path, pattern: str) -> str:
 
 
 def _program(folder: Path, pattern: str) -> str:
-    """Return a Python program that writes a safetensors file next to each file.
-
-    It needs no class of the model family and executes no code of a pickle.
-    """
+    """Return a Python program that writes a safetensors file next to each pickle file, without executing its code."""
     files = f"pathlib.Path({json.dumps(str(folder), ensure_ascii=False)}).glob({json.dumps(pattern)})"
     tensors = 'torch.load(f, "cpu", weights_only=True).items()'
     copied = f"{{k: v.contiguous().clone() for k, v in {tensors}}}"  # safetensors refuses tensors that share memory

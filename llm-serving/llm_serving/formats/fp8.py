@@ -85,8 +85,8 @@ def _values(bits: Array, scale: Array, block: tuple[int, int]) -> Array:
 
 
 def _numbers() -> NDArray[np.float32]:
-    """Return the 256 values: sign, 4 exponent bits with bias 7, 3 fraction bits. All ones are NaN;
-    there is no infinity.
+    """Return the values of the 256 codes: sign, 4 exponent bits with bias 7, 3 fraction bits; all ones are NaN, none is
+    infinite.
     """
     bits = np.arange(128)
     exponent, fraction = bits >> 3, bits & 7

@@ -58,7 +58,7 @@ _MAX_ALIGNMENT: Final = 2**16
 _MAX_PARTS: Final = 99_999
 _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 BLOCKS_PART: Final = "blocks"
-"""Part of a `PackedTensor` that holds its blocks, [rows, bytes of a row]."""
+"""Name, in a `PackedTensor`, of the array with the blocks, [rows, bytes of a row]."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,8 @@ def files_of(file: Path) -> list[Path]:
 
 
 def read_gguf(file: Path, texts: bool = False) -> GgufFile:
-    """Read the header of a file, and the headers of the other parts if there are any. No weights are read.
-
-    Args:
-        file: The file, or the first part.
-        texts: Whether to read arrays of strings, such as the tokens of a tokenizer.
+    """Read the header of a file (or of the first part and all others), without weights. `texts`: whether to read arrays
+    of strings, such as the tokens of a tokenizer.
 
     Raises:
         ModelError: The file is no GGUF file, is cut short, contradicts itself, or has an unsupported tensor type; or a
@@ -222,7 +219,7 @@ def _read(file: Path, reader: _HeaderReader, texts: bool) -> GgufFile:
 
 
 def _value(reader: _HeaderReader, kind: int, texts: bool) -> Any:
-    """Read a metadata value. An array of strings that is not requested is skipped and becomes None."""
+    """Read a metadata value. Without `texts`, an array of strings is skipped and becomes None."""
     if kind in _NUMBERS:
         return np.frombuffer(reader.bytes(np.dtype(_NUMBERS[kind]).itemsize), _NUMBERS[kind])[0].item()
     if kind == _TEXT:
@@ -314,8 +311,8 @@ class Gguf:
 
     Attributes:
         architecture: Value of `general.architecture`, which decides the names and layouts of tensors.
-        heads, kv_heads: Numbers of heads of queries, and of keys and values; 0: unknown. They are needed only where
-            the layout of a tensor depends on heads.
+        heads, kv_heads: Numbers of heads of queries, and of keys and values; 0: unknown. They are needed only where the
+            layout of a tensor depends on heads.
         block_elements, block_bytes: As the attributes of `GgufFile`.
     """
 

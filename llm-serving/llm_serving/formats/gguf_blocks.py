@@ -1,22 +1,22 @@
 """The quantized block types of GGUF, read in NumPy (layouts: ggml-common.h of ggml).
 
-    type     elements    bytes                                                                       value
-    Q4_0     32          d f16, 16 of halves: first 16 elements in low halves, others in high ones   (q - 8) d
-    Q4_1     32          d f16, m f16, 16 of halves                                                  q d + m
-    Q5_0     32          d f16, fifth bits u32, 16 of halves                                         (q - 16) d
-    Q5_1     32          d f16, m f16, fifth bits u32, 16 of halves                                  q d + m
-    Q8_0     32          d f16, 32 int8                                                              q d
-    IQ4_NL   32          d f16, 16 of halves                                                         table[q] d
-    Q2_K     256         16 of scales (low halves) and minima, 64 of pairs of bits, d f16, m f16     q d s - m n
-    Q3_K     256         32 of third bits, 64 of pairs of bits, 12 of scales, d f16                  (q - 4) d (s - 32)
-    Q4_K     256         d f16, m f16, 12 of scales and minima, 128 of halves                        q d s - m n
-    Q5_K     256         d f16, m f16, 12 of scales and minima, 32 of fifth bits, 128 of halves      q d s - m n
-    Q6_K     256         128 of halves, 64 of upper bits, 16 int8 of scales, d f16                   (q - 32) d s
-    IQ4_XS   256         d f16, 2 of upper bits and 4 of halves of scales, 128 of halves             table[q] d (s - 32)
+    type     elements    parts of a block, in bytes                                                 value
+    Q4_0     32          d f16, 16 nibbles: low ones for the first 16 elements, high ones after it  (q - 8) d
+    Q4_1     32          d f16, m f16, 16 nibbles                                                   q d + m
+    Q5_0     32          d f16, fifth bits u32, 16 nibbles                                          (q - 16) d
+    Q5_1     32          d f16, m f16, fifth bits u32, 16 nibbles                                   q d + m
+    Q8_0     32          d f16, 32 int8                                                             q d
+    IQ4_NL   32          d f16, 16 nibbles                                                          table[q] d
+    Q2_K     256         16 scales (low) and minima (high nibbles), 64 bit pairs, d f16, m f16      q d s - m n
+    Q3_K     256         32 third bits, 64 bit pairs, 12 scales, d f16                              (q - 4) d (s - 32)
+    Q4_K     256         d f16, m f16, 12 scales and minima, 128 nibbles                            q d s - m n
+    Q5_K     256         d f16, m f16, 12 scales and minima, 32 fifth bits, 128 nibbles             q d s - m n
+    Q6_K     256         128 nibbles, 64 upper bits, 16 int8 scales, d f16                          (q - 32) d s
+    IQ4_XS   256         d f16, scales: 2 upper bits and 4 nibbles, 128 nibbles                     table[q] d (s - 32)
 
-The third column lists the parts of a block in order: d and m are float16 numbers, and the other numbers count bytes.
-"halves" are bytes with two 4-bit values each. q is the quantized value of an element; s and n are the scale and the
-minimum of its group. A group has 16 elements in Q2_K, Q3_K and Q6_K, otherwise 32.
+Parts are in file order: d and m are float16 numbers, u32 has 4 bytes, and other numbers count bytes ("16 nibbles": 16
+bytes with two 4-bit values each). q is the quantized value of an element; s and n are the scale and minimum of its
+group. A group has 16 elements in Q2_K, Q3_K and Q6_K, otherwise 32.
 """
 
 from __future__ import annotations
@@ -51,14 +51,8 @@ class _Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockType:
-    """A block type.
-
-    Attributes:
-        elements: Elements of a block.
-        num_bytes: Bytes of a block.
-        unpack: [n, num_bytes] blocks -> their numbers.
-        bits, zero, group: The attributes `bits`, `zero` and `group_size` of a `BlockTensor` of this type.
-        has_minima: Whether groups have minima.
+    """A block type: `unpack` converts blocks [n, num_bytes] to numbers; `bits`, `zero` and `group` are `bits`, `zero`
+    and `group_size` of its `BlockTensor`.
     """
 
     name: str
@@ -72,11 +66,11 @@ class BlockType:
 
     @property
     def has_units(self) -> bool:
-        """Whether scales are integers, which a unit of the block multiplies."""
+        """Whether scales are integers that a unit of the block multiplies."""
         return self.elements == UNIT_COLUMNS
 
     def packed_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the size of a packed matrix in bytes. It consists of panels, whose chunks are padded to 64 bytes."""
+        """Return the bytes of a packed matrix, which consists of panels whose chunks are padded to 64 bytes."""
         out, width = shape[-2:]
         numbers = PANEL_ROWS * (2 if self.has_minima else 1)
         group = PANEL_ROWS * self.group * self.bits // 8 + numbers * (1 if self.has_units else 2)
@@ -89,7 +83,7 @@ class BlockType:
         return math.prod(shape[:-2]) * -(-out // PANEL_ROWS) * panel
 
     def unpacked(self, rows: Array) -> BlockTensor:
-        """[out, bytes of a row] -> the matrix"""
+        """[out, bytes of a row] -> the matrix."""
         out, row_blocks = len(rows), rows.shape[1] // self.num_bytes
         step = max(1, _AT_ONCE // max(1, row_blocks * self.elements))
         parts = [self._numbers(np.asarray(rows[start : start + step])) for start in range(0, max(out, 1), step)]
@@ -111,7 +105,7 @@ def _halves(blocks: Uint8Array, start: int) -> NDArray[np.float16]:
 
 
 def _low_then_high(packed: Uint8Array) -> Uint8Array:
-    """[..., n] bytes -> [..., 2 n] values: low halves, then high halves"""
+    """[..., n] bytes -> [..., 2 n] values: low nibbles, then high nibbles."""
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
@@ -128,7 +122,7 @@ def _q4_1(blocks: Uint8Array) -> _Numbers:
 
 
 def _five_bits(blocks: Uint8Array) -> Uint8Array:
-    """[n, 20] fifth bits and low four bits -> [n, 32] values"""
+    """[n, 20] fifth bits and low four bits -> [n, 32] values."""
     fifth = np.unpackbits(blocks[:, :4], axis=1, bitorder="little")
     return _low_then_high(blocks[:, 4:]) | fifth << np.uint8(4)
 
@@ -146,7 +140,7 @@ def _q8_0(blocks: Uint8Array) -> _Numbers:
 
 
 def _pairs_of_bits(packed: Uint8Array) -> Uint8Array:
-    """[n, 64] -> [n, 2, 4, 32] values: the same 32 bytes hold the bits of four runs of 32 elements"""
+    """[n, 64] -> [n, 2, 4, 32] values: the same 32 bytes hold two bits for each of four runs of 32 elements."""
     return packed.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & np.uint8(3)
 
 
@@ -194,7 +188,7 @@ def _q6_k(blocks: Uint8Array) -> _Numbers:
 
 
 _TABLE: Final = np.array([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], np.uint8)
-"""The table of values of IQ4_NL and IQ4_XS, with 128 added so that they are unsigned."""
+"""The values of IQ4_NL and IQ4_XS, with 128 added so that they are unsigned."""
 
 
 def _iq4_nl(blocks: Uint8Array) -> _Numbers:

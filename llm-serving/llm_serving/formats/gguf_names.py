@@ -1,15 +1,14 @@
 """The tensors of a GGUF file under Hugging Face's names, and in its layout.
 
 llama.cpp uses the same tensor names for every architecture. It stores some tensors in another layout:
-
     rows of query and key   `pairs`: the two rows that rotate together are neighbours; here they lie half a head apart
     norm weights            `plus_one`: the stored weight is the norm weight of the model plus 1
-    experts                 one tensor of three lengths for all experts of a layer; until 2024 one for each expert
+    experts                 one tensor of three dimensions for all experts of a layer; until 2024 one for each expert
     stacked projections     some files have one tensor for query, key and value
     latent keys, values     DeepSeek: two tensors with a matrix for each head; the matrices of the keys are transposed
 
-Experts, parts of stacked tensors and reordered rows keep the bytes of their blocks: `StoredTensor.part` picks
-consecutive rows, and `PackedTensor.order` states the order of reordered rows. Latent keys and values are dequantized.
+Blocks keep their bytes: `StoredTensor.part` picks consecutive rows (experts, stacked projections), and
+`PackedTensor.order` states the order of reordered rows. Only latent keys and values are dequantized.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FREQUENCIES: Final = "rope_freqs.weight"
 SHORT_FREQUENCIES: Final = "rope_factors_short.weight"
 LONG_FREQUENCIES: Final = "rope_factors_long.weight"
 _NO_WEIGHTS: Final = (FREQUENCIES, SHORT_FREQUENCIES, LONG_FREQUENCIES)
-"""Tensors of divisors of the rotary frequencies. They are part of the configuration (models/gguf.py), not weights."""
+"""Tensors that are not weights: divisors of the rotary frequencies, which `models.gguf` adds to the configuration."""
 
 _LATENT_KEYS, _LATENT_VALUES = "attn_k_b", "attn_v_b"
 _WHOLE: Final[Mapping[str, str]] = {
@@ -73,8 +72,8 @@ class Naming:
     """The names and layouts of an architecture.
 
     Attributes:
-        more: Names of a layer's tensors that Llama does not have, or names differently. `*` stands for the number of an
-            expert; `|` separates the names of query, key and value if a file stacks them in one tensor.
+        more: Tensors of a layer that Llama lacks or names differently. `*` is the number of an expert; `|` separates
+            the names of query, key and value that one tensor stacks.
         pairs, plus_one: Whether the file uses the layout of this name in the docstring of this module.
     """
 
@@ -137,29 +136,21 @@ NAMINGS: Final[Mapping[str, Naming]] = {
         }
     ),
 }
-"""By `general.architecture`."""
+"""`general.architecture` -> names and layouts."""
 
 _NAME: Final = re.compile(
     r"^(?:blk\.(?P<layer>\d{1,6})\.)?(?P<role>[a-z0-9_]+)(?:\.(?P<expert>\d{1,4}))?\.(?P<kind>weight|bias)$"
 )
 _HUGGING_FACE_PREFIXES: Final = ("model.", "lm_head.")
-"""Prefixes of Hugging Face's names. Tensors with such names are refused, because they would be accepted without
-conversion, with rows in the wrong order.
-"""
+"""Prefixes of Hugging Face's names. A GGUF file with such names is refused, because its rows would not be reordered."""
 
 
 def named_weights(
     tensors: Mapping[str, ReadableTensor], architecture: str, heads: int, kv_heads: int
 ) -> dict[str, ReadableTensor]:
-    """Return the tensors of a file with the names and layout of Hugging Face. Unknown names are kept.
-
-    Args:
-        tensors: Tensors by their names in the file.
-        architecture: A key of `NAMINGS`.
-        heads, kv_heads: Numbers of heads of queries, and of keys and values.
-
-    Raises:
-        ModelError: Two tensors get one name, or the shape of a tensor does not fit the heads.
+    """Return the tensors of a file with the names and layout of Hugging Face. Unknown names are kept. `architecture` is
+    a key of `NAMINGS`. Raise ModelError if two tensors get one name, or the shape of a tensor does not fit the numbers
+    of heads.
     """
     naming = NAMINGS[architecture]
     weights: dict[str, ReadableTensor] = {}
@@ -253,7 +244,7 @@ def _experts(name: str, tensor: ReadableTensor) -> Iterator[ReadableTensor]:
 
 
 def _rows(tensor: ReadableTensor, start: int, shape: tuple[int, ...]) -> ReadableTensor:
-    """Return consecutive rows of a tensor. All dimensions but the last count rows; so does the only one of a vector."""
+    """Return consecutive rows of a tensor; the last dimension counts columns, except that of a vector."""
     if isinstance(tensor, StoredTensor):
         return tensor.part(start * (shape[-1] if len(shape) > 1 else 1), shape)
     stored = {
@@ -268,7 +259,7 @@ def _less_one(arrays: Mapping[str, Array]) -> Array:
 
 
 def _joined_latents(name: str, keys: ReadableTensor, values: ReadableTensor | None, heads: int) -> PackedTensor:
-    """[heads, rank, n] keys and [heads, v, rank] values -> kv_b_proj [heads * (n + v), rank]
+    """[heads, rank, n] keys and [heads, v, rank] values -> kv_b_proj [heads * (n + v), rank].
 
     Each head has n rows of keys, then v rows of values. A file may also store heads and rows as one dimension.
     """

@@ -33,7 +33,6 @@ class Gptq:
     """The GPTQ scheme.
 
     Attributes:
-        bits: 4 or 8.
         group_size: Columns of a group; 0: a row is one group.
         zeros_less_one: Whether files store zero points minus one, as version 1 of the format does.
         act_order: Whether the columns of a group may lie anywhere in a row.

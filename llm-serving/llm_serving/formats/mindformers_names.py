@@ -61,7 +61,7 @@ ORDERS: Final = ("grouped", "stacked")
 
 
 def are_of_mindformers(names: Iterable[str]) -> bool:
-    """Return whether tensor names are MindFormers'. Only names that no other family has are considered."""
+    """Return whether tensor names are MindFormers', by names that no other family has."""
     own = ("tok_embeddings.embedding_weight", ".attention.wq.", ".attention.w_qkv.", ".feed_forward.w_gate_hidden.")
     return any(_CORE_NAME.match(name) or any(part in name for part in own) for name in names)
 
@@ -84,13 +84,8 @@ def is_fused(name: str) -> bool:
 
 
 def split(name: str, array: Array, order: Order, heads: int, kv_heads: int) -> Mapping[str, Array]:
-    """Return the projections of a fused tensor by their Hugging Face names; any other tensor alone.
-
-    Args:
-        name: MindFormers' name.
-        array: [rows, columns], or [rows] for a bias.
-        order: Order of the rows.
-        heads, kv_heads: Numbers of query heads and of key/value heads.
+    """Return the projections of a fused tensor by their Hugging Face names; any other tensor alone. `name`:
+    MindFormers' name; `array`: [rows, columns], or [rows] for a bias.
     """
     if match := QKV.match(name):
         at = hugging_face_name(match["at"])

@@ -133,7 +133,9 @@ def _tensor(content: mmap.mmap, name: str, start: int, end: int) -> _CheckpointP
 
 
 def _field(content: mmap.mmap, at: int, end: int) -> tuple[int, int, int]:
-    """Return a field's number and the byte range of its content; for a number, the range of its varint."""
+    """Return (field number, start, end) of the protobuf field at `at`, where start and end bound its content; the
+    content of a number is its varint.
+    """
     key, at = _varint(content, at, end)
     field, kind = key >> 3, key & 7
     if kind == 0:

@@ -27,10 +27,8 @@ class PackedTensor:
         name: Name of the matrix in an unquantized model.
         shape: (out, in)
         stored: The tensors that store it.
-        unpack: Converts the arrays of `stored` to quantized values and scales, or to float32 values if kernels
-            cannot use quantized values.
+        unpack: Converts the arrays of `stored` to quantized values, or to float32 values if kernels cannot use those.
         order: For each row of this matrix, the index of its row in the unpacked matrix; None: rows keep their order.
-            Rows of blocks may also be reordered before they are unpacked.
     """
 
     name: str
@@ -78,8 +76,7 @@ class Scheme(Protocol):
     Attributes:
         description: Text for the user: "GPTQ, 4 bits, groups of 128".
         activation_bits: Bits of the activations that the model was quantized for; None: the model dtype.
-        form: The form of the integers that weights are rounded to; None: weights are floating point, in blocks of a
-            GGUF file, or in several forms.
+        form: Form of the stored integers; None: weights are floating point, in GGUF blocks, or in several forms.
     """
 
     @property
@@ -101,14 +98,9 @@ class Scheme(Protocol):
 def assemble_weights(
     tensors: Mapping[str, ReadableTensor], endings: Collection[str], pack: Callable[[str, Parts], ReadableTensor]
 ) -> dict[str, ReadableTensor]:
-    """Combine tensors whose names differ only in their ending into `<name>.weight`. Return other tensors unchanged.
-
-    Args:
-        endings: Name endings of parts.
-        pack: Creates a weight from its name and parts.
-
-    Raises:
-        ModelError: As `pack`, or a remaining tensor has an unsupported type.
+    """Combine tensors whose names differ only in their ending (`endings`) into `<name>.weight`, which `pack` creates
+    from name and parts. Return other tensors unchanged. Raise ModelError if `pack` does, or a remaining tensor has an
+    unsupported type.
     """
     weights: dict[str, ReadableTensor] = {}
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
@@ -130,9 +122,7 @@ def assemble_weights(
 
 
 def part(name: str, parts: Parts, ending: str, dtypes: Collection[str], num_dimensions: int = 2) -> StoredTensor:
-    """Return one part of a weight. Raise ModelError if it is missing, or has another type or number of
-    dimensions.
-    """
+    """Return one part of a weight. Raise ModelError if it is missing, or has another type or number of dimensions."""
     found = parts.get(ending)
     if found is None:
         file = next(iter(parts.values())).file

@@ -25,7 +25,7 @@ _MODELOPT_FP8: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 
 
 class _RefusedError(Exception):
-    """Why the configuration is not supported, as the end of a sentence that begins with `quantization_config`."""
+    """Why the configuration is not supported: the end of an error that begins with `quantization_config`."""
 
 
 def scheme_of(config: Mapping[str, Any], where: str) -> Scheme | None:
@@ -99,7 +99,7 @@ def _compressed(given: Mapping[str, Any], description: str) -> Scheme:
 
 
 def _form(weights: Sequence[Mapping[str, Any]]) -> QValuesForm | None:
-    """Return the form of all groups of modules of compressed-tensors; None if they differ or are floating point."""
+    """Return the form that all groups of modules of compressed-tensors have; None: they differ or are floats."""
     forms = {
         QValuesForm(row["num_bits"], _group_size(row, ("group_size",)), row.get("actorder") not in _UNORDERED)
         for row in weights
@@ -125,7 +125,7 @@ def _modelopt(given: Mapping[str, Any], description: str) -> Scheme:
 
 
 def _gguf(given: Mapping[str, Any], description: str) -> Scheme:
-    """Read what `models.gguf` has written; the numbers of heads are compared with the tensors."""
+    """Read the object that `models.gguf` writes into the configuration of a GGUF file."""
     architecture = given.get("architecture")
     if not isinstance(architecture, str) or architecture not in NAMINGS:
         raise _RefusedError(f"must have an architecture of {', '.join(NAMINGS)}. Given: {shorten(architecture)}")

@@ -1,7 +1,7 @@
 """Quantized matrices of 8 and 4 bits in memory, and rounding a matrix to them.
 
 value = (qvalue - zero) * scale. Each group of columns of a row has a scale, and a zero point unless it is symmetric.
-Quantized values are stored one in a byte; the formats pack them into words of 32 bits, the lowest bits first.
+Quantized values are stored one in a byte; files pack them into words of 32 bits, the lowest bits first.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ SYMMETRIC_ZERO: Final = 8
 _SAFE_SCALE: Final = 2.0**100
 """Scales up to this cannot make a dequantized value infinite, so the values are not checked."""
 STEPS: Final = (-8.0, -7.5, -8.5, -9.25, -10.0, -11.0)
-"""Scales of symmetric 4-bit values that are tried: the largest element divided by these numbers. Larger scales
-represent the largest element better, smaller ones the others."""
+"""For symmetric 4-bit values, the scales to try are the largest element divided by each of these numbers. Larger
+scales represent the largest element better, smaller ones the others.
+"""
 _LANES: Final = 16
 """Partial sums of a squared error; column j belongs to sum j % 16."""
 _AT_ONCE: Final = 2**22
@@ -30,10 +31,9 @@ _AT_ONCE: Final = 2**22
 
 
 class QValuesForm(NamedTuple):
-    """What decides whether a product takes quantized values.
+    """The form of quantized values, which decides whether a product can use them.
 
     Attributes:
-        bits: 8 or 4.
         group_size: Columns of a group; 0: a row is one group.
         in_order: Whether the columns of a group are adjacent, that is, without GPTQ's act-order.
     """
@@ -45,20 +45,16 @@ class QValuesForm(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A matrix [out, in] as quantized values and scales.
+    """A matrix [out, in] as quantized values and scales. Raise ModelError if the arrays do not fit each other.
 
     Attributes:
         qvalues: [out, in]; int8 for 8 bits, uint8 0..15 for 4 bits.
         scales: [out, groups], float32; one group is a scale for a whole row.
-        zeros: [out, groups], uint8, for 4 bits alone: the zero points. None: `SYMMETRIC_ZERO` in 4 bits, 0 in 8 bits.
-        bits: 8 or 4.
+        zeros: [out, groups], uint8: the zero points, only in 4 bits. None: `SYMMETRIC_ZERO` in 4 bits, 0 in 8 bits.
         group_size: Columns of a group; the number of columns where a row is one group.
         g_idx: [in], int32: group of each column (GPTQ's act-order). None: j // group_size.
-        rotated: Whether the values are those of a matrix whose rows were rotated (kernels/rotation.py) and divided by
-            the block of the rotation. Products rotate their other factor.
-
-    Raises:
-        ModelError: The arrays do not fit each other.
+        rotated: Whether rows were rotated before rounding (kernels/rotation.py) and divided by the block of the
+            rotation. Products rotate their other factor.
     """
 
     qvalues: NDArray[np.int8] | NDArray[np.uint8]
@@ -115,7 +111,7 @@ class QuantizedTensor:
         return replace(self, scales=np.repeat(self.scales, times, axis=1)[:, :groups], zeros=zeros, group_size=size)
 
     def with_columns(self, columns: NDArray[np.int64]) -> QuantizedTensor | None:
-        """Return some columns of the same values; None if they divide a group. The tensor has no `g_idx`."""
+        """Return some columns of the same values, without `g_idx`; None if they divide a group."""
         size = self.group_size
         if self.num_groups == 1:
             return replace(self, qvalues=self.qvalues[:, columns], group_size=max(1, len(columns)))
@@ -140,10 +136,7 @@ class QuantizedTensor:
         return self.qvalues.size * self.bits // 8 + self.scales.nbytes + zeros
 
     def dequantized(self) -> NDArray[np.float32]:
-        """Return (qvalue - zero) * scale, [out, in]; the difference is exact, the product is rounded once.
-
-        The values of a rotated matrix stay rotated.
-        """
+        """Return (qvalue - zero) * scale, [out, in], rounded once. The values of a rotated matrix stay rotated."""
         values = self.qvalues.astype(np.float32)
         group_of = np.arange(values.shape[1], dtype=np.int32) // self.group_size
         group_of = group_of if self.g_idx is None else self.g_idx
@@ -157,29 +150,21 @@ class QuantizedTensor:
 
 
 def check_scales(scales: NDArray[np.float32]) -> None:
-    """Raises:
-    ModelError: A scale is infinite or NaN.
-    """
+    """Raise ModelError if a scale is infinite or NaN."""
     finite = np.isfinite(scales)
     if not finite.all():
         raise ModelError(f"scales must be finite numbers. Found: {scales[~finite][0]}")
 
 
 def check_values(values: NDArray[np.float32]) -> None:
-    """Raises:
-    ModelError: A dequantized value is infinite or NaN.
-    """
+    """Raise ModelError if a dequantized value is infinite or NaN."""
     ends = values.min(initial=0), values.max(initial=0)  # NaN if any value is NaN
     if infinite := [each for each in ends if not np.isfinite(each)]:
         raise ModelError(f"quantized values and scales must give finite numbers. Found: {infinite[0]}")
 
 
 def group_of_columns(given: Array, group_size: int, groups: int) -> Array | None:
-    """Return the group of each column; None where columns are in order.
-
-    Raises:
-        ModelError: A group is out of range.
-    """
+    """Return the group of each column; None where columns are in order. Raise ModelError if a group is out of range."""
     columns = np.array(given, np.int32)
     if columns.size and not 0 <= int(columns.min()) <= int(columns.max()) < groups:
         raise ModelError(f"g_idx must be groups from 0 to {groups - 1}")
@@ -194,13 +179,9 @@ def from_unsigned(
     group_size: int,
     columns: Array | None,
 ) -> QuantizedTensor | Array:
-    """Return a tensor of unsigned values. 8-bit tensors whose zero points are not 128 are dequantized.
-
-    Args:
-        qvalues: [out, in]
-        scales: [out, groups], float32.
-        zeros: [out, groups]; None: the middle.
-        bits, group_size, columns: As `bits`, `group_size` and `g_idx` of `QuantizedTensor`.
+    """Return a tensor of unsigned values [out, in]; 8-bit tensors with zero points other than 128 are dequantized.
+    `scales` [out, groups], float32; `zeros` [out, groups], None: the middle of the range. `columns`: `g_idx` of
+    `QuantizedTensor`.
     """
     if bits == 4:
         if zeros is not None and (zeros == SYMMETRIC_ZERO).all():
@@ -219,13 +200,8 @@ def from_unsigned(
 
 
 def quantize_w8(weight: Array) -> QuantizedTensor:
-    """Quantize each row to 8 bits, -127..127, with a scale from its largest element.
-
-    Args:
-        weight: [out, in]; float32, float16, or bfloat16 as uint16 bits.
-
-    Raises:
-        ModelError: It is no matrix, or an element is infinite or NaN.
+    """Quantize each row of a matrix [out, in] to -127..127 with a scale from its largest element. The weight is
+    float32, float16, or bfloat16 as uint16 bits. Raise ModelError if it is no matrix, or an element is infinite or NaN.
     """
     _check(weight)
     qvalues = np.empty(weight.shape, np.int8)
@@ -238,19 +214,12 @@ def quantize_w8(weight: Array) -> QuantizedTensor:
 
 
 def quantize_w4(weight: Array, group_size: int, symmetric: bool = True) -> QuantizedTensor:
-    """Quantize each group of columns to 4 bits.
+    """Quantize each group of `group_size` columns to 4 bits; arguments and errors as for `quantize_w8`, and ModelError
+    if groups do not divide the columns.
 
     Symmetric values reach from -8 to 7 scales; the scale, which may be negative, is the largest element divided by that
-    of `STEPS` which gives the smallest squared error of the group. Asymmetric ones span the range from the smallest to
-    the largest element in 15 scales and represent 0 exactly.
-
-    Args:
-        weight: As of `quantize_w8`.
-        group_size: Columns of a group; divides those of the matrix.
-        symmetric: Whether all zero points are equal, so none are stored.
-
-    Raises:
-        ModelError: As `quantize_w8`, or the groups do not fit.
+    of `STEPS` which gives the smallest squared error of the group. Asymmetric values span the range from the smallest
+    to the largest element in 15 scales and represent 0 exactly; their zero points are stored.
     """
     _check(weight)
     out, width = weight.shape
@@ -336,12 +305,12 @@ def values_per_word(bits: int) -> int:
 
 
 def unpack_words(words: NDArray[Any], bits: int) -> Uint8Array:
-    """[..., n] words of 32 bits -> [..., n * values_per_word(bits)] values"""
+    """[..., n] words of 32 bits -> [..., n * values_per_word(bits)] values."""
     return unpack_bytes(np.ascontiguousarray(words).view(np.uint8), bits)
 
 
 def unpack_bytes(packed: Uint8Array, bits: int) -> Uint8Array:
-    """[..., n] bytes -> [..., n * 8 // bits] values, the low half of a byte first"""
+    """[..., n] bytes -> [..., n * 8 // bits] values, the low bits of a byte first."""
     if bits == 8:
         return packed
     qvalues = np.empty((*packed.shape[:-1], 2 * packed.shape[-1]), np.uint8)
@@ -351,7 +320,7 @@ def unpack_bytes(packed: Uint8Array, bits: int) -> Uint8Array:
 
 
 def pack_words(qvalues: Uint8Array, bits: int) -> NDArray[np.int32]:
-    """[..., n] values -> [..., ceil(n / values_per_word(bits))] words, the last one padded with zeros"""
+    """[..., n] values -> [..., ceil(n / values_per_word(bits))] words, the last one padded with zeros."""
     missing = -qvalues.shape[-1] % values_per_word(bits)
     if missing:
         qvalues = np.concatenate([qvalues, np.zeros((*qvalues.shape[:-1], missing), np.uint8)], axis=-1)

@@ -1,7 +1,6 @@
-"""The header of a safetensors file.
+"""The header of a safetensors file, read here because the safetensors package has no NumPy type for bfloat16.
 
-The safetensors package has no NumPy type for bfloat16, so this module reads the header itself: eight bytes of header
-length (little-endian), a JSON header of names, types, shapes and offsets, and the raw data.
+A file is eight bytes of header length (little-endian), a JSON header of names, types, shapes and offsets, and data.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ _MAX_DIMENSIONS: Final = 8
 
 
 def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor]:
-    """Return the tensors of one file by name. Every tensor lies within the file, and tensors do not overlap. `packed`:
-    whether to allow types that only quantized weights use. Raise ModelError if the file is not a safetensors file, is
-    truncated, or has a tensor of an unsupported type.
+    """Return the tensors of one file by name. `packed` also allows types that only quantized weights use. Raise
+    ModelError if the file is not a safetensors file, is truncated, or has overlapping tensors or an unsupported type.
     """
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size

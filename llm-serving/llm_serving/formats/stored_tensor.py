@@ -46,7 +46,6 @@ class StoredTensor:
 
     Attributes:
         dtype: A key of `NUMPY_DTYPES` or `PACKED_DTYPES`.
-        shape: Dimensions.
         pieces: (first byte, number of bytes) of each piece, in order; they sum to `num_bytes`.
     """
 
@@ -64,15 +63,14 @@ class StoredTensor:
         return math.prod(self.shape) * np.dtype(_ALL_DTYPES[self.dtype]).itemsize
 
     def part(self, start: int, shape: tuple[int, ...]) -> StoredTensor:
-        """Return a part of this tensor, which must have one piece: as many elements as `shape` has, from `start` on."""
+        """Return a tensor of shape `shape` that begins at element `start` of this one, which must have one piece."""
         ((at, _),) = self.pieces
         item = np.dtype(_ALL_DTYPES[self.dtype]).itemsize
         return StoredTensor(self.file, self.dtype, shape, ((at + start * item, math.prod(shape) * item),))
 
     def read(self) -> Array:
-        """Return the elements as a read-only memory map, whose pages are read on access, or as a copy.
-
-        Several pieces are concatenated. A misaligned piece is copied, because kernels read aligned elements.
+        """Return the elements as a read-only memory map, whose pages are read on access. Several pieces are
+        concatenated and a misaligned piece is copied, because kernels read aligned elements.
         """
         dtype = np.dtype(_ALL_DTYPES[self.dtype])
         if not math.prod(self.shape):

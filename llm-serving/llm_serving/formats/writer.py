@@ -29,9 +29,7 @@ Advance = Callable[[int], object]
 
 
 class TensorSource(NamedTuple):
-    """A tensor to write. The writer calls `read` only when it writes the tensor, and keeps no
-    reference to the result.
-    """
+    """A tensor to write. The writer calls `read` when it writes the tensor, and keeps no reference to the result."""
 
     name: str
     dtype: np.dtype[np.generic]
@@ -46,12 +44,8 @@ class TensorSource(NamedTuple):
 def write_safetensors(
     folder: Path, tensors: list[TensorSource], advance: Advance, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write one safetensors file, or several with an index, named as Hugging Face does.
-
-    Args:
-        tensors: In file order.
-        advance: Called with the number of bytes written.
-        max_shard_bytes: Maximum bytes of tensors in one file, unless a single tensor is larger.
+    """Write one safetensors file, or several with an index, named as Hugging Face does. `advance` is called with the
+    number of bytes written. A file has at most `max_shard_bytes` of tensors, unless a single tensor is larger.
     """
     shards = list(_shards(tensors, max_shard_bytes))
     names = [SINGLE_NAME]

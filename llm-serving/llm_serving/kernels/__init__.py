@@ -1,1 +1,1 @@
-"""The CPU operator library (csrc/), how to compile and load it, and the NumPy definitions of its kernels."""
+"""The CPU operator library (csrc/): how it is compiled and loaded, and what its kernels must compute, in NumPy."""

@@ -29,9 +29,7 @@ _WORDS: Final = ctypes.sizeof(_Row) // ctypes.sizeof(ctypes.c_int64)
 
 class AddressTable:
     """The table that the C++ class `AddressedCall` reads: a row for each parameter, an array of up to four dimensions.
-
-    Attributes:
-        memory: int64 [parameters, 7], the operator's argument; its address is stable.
+    `memory`, int64 [parameters, 7], is the operator's argument; its address is stable.
     """
 
     def __init__(self, num_parameters: int) -> None:

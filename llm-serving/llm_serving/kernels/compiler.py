@@ -1,8 +1,7 @@
-"""Find or compile the operator library and its kernels (csrc/).
+"""Find or compile the operator library and the kernels of each instruction set (csrc/).
 
-The library and the kernels of each instruction set are separate files. They are built once for a set of sources, a
-compiler and its flags, and kept in a cache folder. Only the kernels that this CPU needs are built, so several machines
-may share the folder.
+Each is a file in a cache folder, built once for a set of sources, a compiler and its flags. Only the kernels that this
+CPU needs are built, so several machines may share the folder.
 
     python -m llm_serving.kernels.compiler          # compiles what is missing; needs Python's standard library alone
     python -m llm_serving.kernels.compiler --all    # for all instruction sets, for other machines and for tests
@@ -38,7 +37,7 @@ logger = get_logger(__name__)
 
 _SOURCES = Path(__file__).parent / "csrc"
 _ISA_SOURCES = "*_isa.cc"
-"""Compiled once for each instruction set."""
+"""Sources that are compiled once for each instruction set."""
 _LIBRARY = "libllm_serving"
 _FLAGS = (
     "-std=c++17",
@@ -64,11 +63,7 @@ class Compiler:
 
 
 def find_compiler() -> Compiler:
-    """Return the C++ compiler to build with.
-
-    Raises:
-        KernelError: There is none, or it does not run.
-    """
+    """Return the C++ compiler to build with. Raise KernelError if there is none, or it does not run."""
     wanted = os.environ.get("CXX")
     candidates = [wanted] if wanted else ["g++", "c++", "clang++"]
     path = next((found for name in candidates if (found := shutil.which(name))), None)
@@ -87,13 +82,10 @@ Progress = Callable[[str], None]
 
 def library_path(on_progress: Progress | None = None) -> Path:
     """Return the path of the library for these sources; build it and this CPU's kernels first if they are missing.
-
-    A compiler is needed only once. If there is none now, a library that was built earlier from the same sources is
-    used, whatever instruction sets its kernels were built for.
+    Without a compiler, use a library that was built earlier from the same sources, for any instruction sets.
 
     Args:
-        on_progress: Called with the compiled sources, those that are left and the elapsed time. None: the progress is
-            logged.
+        on_progress: Called with the compiled sources, the remaining ones and the elapsed time. None: these are logged.
 
     Raises:
         KernelError: There is no compiler and no library, no writable folder, or a source does not compile.
@@ -171,7 +163,7 @@ def _writable(folders: list[Path]) -> Path:
 
 
 def _fingerprint_of_sources() -> str:
-    """Return a hash of everything except the compiler that library and kernels depend on."""
+    """Return a hash of everything except the compiler that the library and the kernels depend on."""
     flags = {name: each.compiler_flags for name, each in INSTRUCTION_SETS.items()}
     parts = [repr((_FLAGS, _LINKER_FLAGS, flags, platform.machine())).encode()]
     for source in sorted(_SOURCES.iterdir()):
@@ -188,10 +180,8 @@ def _digest(*parts: bytes) -> str:
 
 @contextmanager
 def _locked(path: Path, on_progress: Progress) -> Iterator[Progress]:
-    """Hold a lock against other processes; the system releases it if this one dies.
-
-    Yields:
-        A function that passes progress to `on_progress` and writes it into the file, for processes that wait.
+    """Hold a lock against other processes; the system releases it if this one dies. Yield a function that passes
+    progress to `on_progress` and writes it into the file, for processes that wait.
     """
     with path.open("a+") as file:
         started = time.monotonic()
@@ -219,13 +209,8 @@ def _locked(path: Path, on_progress: Progress) -> Iterator[Progress]:
 
 
 def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None, report: Progress) -> None:
-    """Compile the sources in parallel and move the parts into place atomically.
-
-    Args:
-        compiler: The compiler.
-        targets: Part (`_LIBRARY`, or kernels of an instruction set) -> path, all in one folder.
-        library: The library, if it is not a target.
-        report: Called with the progress.
+    """Compile the sources in parallel and move the parts into place atomically. `targets`: part (`_LIBRARY`, or kernels
+    of an instruction set) -> path, all in one folder. `library`: the library, if it is not a target.
     """
     started = time.monotonic()
     logger.info("compiling the operator library with %s (once)", compiler.version)
@@ -253,7 +238,7 @@ def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None
 
 
 def _objects(compiler: Compiler, part: str, folder: Path) -> dict[Path, list[str]]:
-    """Return the command of each object file of a part."""
+    """Return the compiler command of each object file of a part."""
     kernels = set(_SOURCES.glob(_ISA_SOURCES))
     flags: tuple[str, ...] = ()
     sources = set(_SOURCES.glob("*.cc")) - kernels

@@ -1,13 +1,12 @@
 """Linear layers of bfloat16 in 16-bit integers, in NumPy: what csrc/fixed_point.h computes, bit by bit.
 
-The idea is block floating point (J. H. Wilkinson, Rounding Errors in Algebraic Processes, 1963): numbers that share a
-power of two, their unit, are multiplied and summed as integers. Weights share a unit along a column of the product.
-Activations share one within a row and a block of 128 inputs: the smallest for which no sum exceeds 32 bits. By the
-Cauchy-Schwarz inequality, the sum of the products of a block is at most the product of the norms.
-
-Exact are multiples of the units, so every bfloat16 that is not much smaller than the largest one beside it (2^-7 of a
-column's), and the sums of a block. Rounded are smaller numbers (to the nearest multiple), the sum of a block (to
-float32) and each addition of blocks. Subnormal numbers count as zero.
+This is block floating point (J. H. Wilkinson, Rounding Errors in Algebraic Processes, 1963): numbers that share a
+power of two, their unit, are multiplied and summed as integers. The weights of an output share a unit. Activations
+share one within a row and a block of 128 inputs: the smallest for which no sum exceeds 32 bits, by the Cauchy-Schwarz
+inequality.
+Multiples of the units are exact: every bfloat16 that is not much smaller than the largest one with the same unit (for
+weights, 2^-7 of it). So are the sums of a block. Smaller numbers are rounded to the nearest multiple, the sum of a
+block and each addition of blocks to float32. Subnormal numbers count as zero.
 """
 
 from __future__ import annotations
@@ -33,14 +32,11 @@ _SMALLEST_NORMAL = 2.0**-126
 
 
 def linear(x: Floats, weight: Floats) -> Singles:
-    """[M, K] x [N, K] -> [M, N]
+    """[M, K] x [N, K] -> [M, N], float32 before it is rounded to bfloat16.
 
     Args:
         x: Exact bfloat16 values. Rows with infinity or NaN become NaN.
         weight: Exact, finite bfloat16 values; other weights are multiplied in float32.
-
-    Returns:
-        float32, before it is rounded to bfloat16.
     """
     multiples, powers = _weight_multiples(_without_subnormals(weight))
     blocks = [slice(first, first + BLOCK_INPUTS) for first in range(0, x.shape[1], BLOCK_INPUTS)]
@@ -60,9 +56,7 @@ def _weight_multiples(weight: Doubles) -> tuple[Multiples, Doubles]:
 
 
 def _activation_multiples(x: Doubles, max_norm: np.float32) -> tuple[Multiples, Doubles]:
-    """Return one block of inputs as multiples [M, K] of units, with norms of at most `max_norm`, and 2^-14 units
-    [M].
-    """
+    """Return one block of inputs as multiples [M, K] of units, with norms up to `max_norm`, and 2^-14 units [M]."""
     finite = np.all(np.isfinite(x), axis=1)
     x = np.where(finite[:, None], x, 0)
     exponents = _exponents(x)
@@ -111,9 +105,8 @@ def _without_subnormals(values: Floats) -> Doubles:
 def _single(values: Doubles) -> Singles:
     """Round to float32.
 
-    Sums are rounded twice, to float64 first, with the result of a single rounding: for two float32, or for a float32
-    and a product that float32 can represent, float64 keeps enough bits (S. A. Figueroa, When is double rounding
-    innocuous?, 1995). Products arrive exact.
+    Sums are rounded to float64 first, which gives the result of a single rounding here (S. A. Figueroa, When is double
+    rounding innocuous?, 1995). Products are exact.
     """
     with np.errstate(over="ignore"):
         return _without_subnormals(values).astype(np.float32)

@@ -1,6 +1,6 @@
 """The instruction sets that the kernels are compiled for, and those that this CPU supports.
 
-This module imports only Python's standard library, so that the compiler can run while packages are being installed.
+It imports only Python's standard library, so that the compiler can run while packages are being installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class InstructionSet(NamedTuple):
     cpu_flags: frozenset[str]
     """Flags that /proc/cpuinfo must list."""
     is_for_tests: bool = False
-    """Never chosen unless it is named."""
+    """Used only if it is named explicitly."""
 
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -45,7 +45,7 @@ INSTRUCTION_SETS: Final = {
     # The avx_vnni code with the AVX-512 encoding of its instruction, for CPUs without the VEX encoding.
     "avx_vnni_evex": InstructionSet((*_AVX2, '-DLLM_AVX_VNNI="%{evex%}"', "-O1"), _HAS_VNNI, True),
 }
-"""By name, best first."""
+"""Name -> instruction set, best first."""
 
 
 def compilable_isas() -> list[str]:

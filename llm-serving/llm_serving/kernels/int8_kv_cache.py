@@ -1,10 +1,10 @@
 """The int8 KV cache in NumPy: what csrc/paged_attention.cc stores and csrc/quantized_attention.h sums.
 
-Each head of a token, and each head of a query, has a scale: its largest magnitude / 127, like a row of w8a8.py.
-Queries and keys are rotated first (rotation.py). An offset that is the same for all tokens may be subtracted from keys:
-it changes all scores of a query equally, and therefore no softmax weight. A score is the exact sum of products of
-quantized values, times the scale of the key, times that of the query. Softmax weights of 64 tokens, times the scales of
-their values, are rounded to 16-bit integers, so that their products with quantized values are also summed exactly.
+Each head of a token, and each head of a query, has a scale: its largest magnitude / 127. Queries and keys are rotated
+first (rotation.py). An offset that is the same for all tokens may be subtracted from keys: it changes all scores of a
+query equally, and therefore no softmax weight. A score is the exact sum of products of quantized values, times both
+scales. Softmax weights of 64 tokens, times the scales of their values, are rounded to 16-bit integers, so their
+products with quantized values have exact sums too.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ Floats = NDArray[np.floating[Any]]
 Doubles = NDArray[np.float64]
 
 MAX_WEIGHT = np.float32(65535)
-"""The largest of 64 softmax weights, times the largest scale of their values, is scaled to this number."""
+"""Softmax weights times scales of values are scaled to integers from 0 to this number."""
 
 
 def quantize_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles]:
-    """Values [T, num_heads*D] -> quantized values [T, num_heads, D] in -127..127 and scales [T, num_heads]
-
-    A head with infinity or NaN has zeros and a scale of NaN.
+    """Values [T, num_heads*D] -> quantized values [T, num_heads, D] in -127..127 and scales [T, num_heads]. A head with
+    infinity or NaN has zeros and a scale of NaN.
     """
     qvalues, scales = quantize_rows(x.reshape(len(x) * num_heads, -1))
     return qvalues.reshape(len(x), num_heads, -1), scales.reshape(len(x), num_heads)

@@ -1,10 +1,10 @@
-"""Load the operator library (csrc/) that MindSpore's operator plugin calls on a CPU, and control it.
+"""Load and control the operator library (csrc/), which MindSpore's operator plugin calls on a CPU.
 
 Environment:
-    LLM_SERVING_ISA: Instruction set to use instead of the best one: amx, avx512_bf16, avx512_vnni, avx512,
-        avx_vnni, avx2 or plain. Its kernels are compiled if they are missing.
-    LLM_SERVING_THREADS: Threads of the kernels; otherwise as many as the process may use. The library uses fewer where
-        the system grants fewer.
+    LLM_SERVING_ISA: Instruction set to use instead of the best one: amx, avx512_bf16, avx512_vnni, avx512, avx_vnni,
+        avx2 or plain. Its kernels are compiled if they are missing.
+    LLM_SERVING_THREADS: Threads of the kernels, at most as many as the system grants. Default: all that the process
+        may use.
 """
 
 from __future__ import annotations
@@ -25,19 +25,16 @@ from llm_serving.log import get_logger
 logger = get_logger(__name__)
 
 Callback = ctypes.CFUNCTYPE(None)
-"""A function that the library calls."""
 
 
 def last_error() -> str:
-    """Return why the latest operator or function failed; MindSpore's own error names the operator only."""
+    """Return why the latest operator or function failed. MindSpore's own error only names the operator."""
     return str(load().llm_last_error().decode())
 
 
 def done(status: int) -> int:
-    """Return the status of a library function.
-
-    Raises:
-        KernelError: The function has thrown, most likely for lack of memory.
+    """Return the status of a library function. Raise KernelError if the function failed, most likely for lack of
+    memory.
     """
     if status < 0:
         raise KernelError(last_error())
@@ -46,11 +43,7 @@ def done(status: int) -> int:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Load the library into this process, declare its functions and choose the kernels.
-
-    Raises:
-        KernelError: It cannot be built or loaded.
-    """
+    """Return the status of a library function. Raise KernelError if it failed, most likely for lack of memory."""
     path = library_path()
     library = _open(path)
     library.llm_pack_weight.argtypes = [
@@ -138,12 +131,8 @@ def _best_kernels() -> int:
 
 @functools.cache
 def _kernels(isa: str) -> int | None:
-    """Return the address of the kernels of an instruction set; None if the system does not permit it.
-
-    The library must be loaded, because the kernels call it.
-
-    Raises:
-        KernelError: They cannot be built or loaded.
+    """Return the address of an instruction set's kernels, after the library was loaded. Return None if the system does
+    not permit the instruction set; raise KernelError if its kernels cannot be built or loaded.
     """
     kernels = _open(kernels_path(isa)).llm_kernels
     kernels.restype = ctypes.c_void_p
@@ -161,11 +150,8 @@ def _open(path: Path) -> ctypes.CDLL:
 @contextmanager
 def use_isa(name: str) -> Iterator[None]:
     """Compute with another instruction set inside the context. Its kernels are compiled first if they are missing.
-
-    Also accepts "amx_emulated" (slow) on CPUs with AVX-512 and "avx_vnni_evex" on those with AVX-512 VNNI.
-
-    Raises:
-        KernelError: The name is unknown, this CPU cannot run it, or its kernels cannot be built.
+    "amx_emulated" (slow, needs AVX-512) and "avx_vnni_evex" (needs AVX-512 VNNI) exist for tests. Raise KernelError if
+    the name is unknown, this CPU cannot run it, or its kernels cannot be built.
     """
     library = load()
     kernels = _kernels(name) if is_supported(name) else None
@@ -210,7 +196,9 @@ def profiling() -> Iterator[None]:
 
 
 def operator_times() -> list[OperatorTime]:
-    """Return the time of every operator that was called, longest first, without the operators that it called."""
+    """Return the time of each operator in the profiled context, longest first; the time excludes the operators that it
+    called.
+    """
     calls, nanoseconds = ctypes.c_int64(), ctypes.c_int64()
     times: dict[str, OperatorTime] = {}
     index = 0
@@ -223,9 +211,8 @@ def operator_times() -> list[OperatorTime]:
 
 
 def announce_ending(callback: Callable[[], None] | None) -> None:
-    """Call `callback` once when the layers of the next program are nearly done; this replaces an earlier callback.
-
-    A thread of the operators calls it, and computes on when the callback returns.
+    """Call `callback` once, in a thread of the operators, when the layers of the next program are nearly done; the
+    operators wait until it returns. This replaces an earlier callback.
     """
     _listener.callback = callback
     load().llm_announce_ending(_call_listener if callback is not None else Callback())

@@ -15,26 +15,22 @@ from llm_serving.kernels import library
 Array = NDArray[Any]
 
 JOIN_S: Final = 3600.0
-"""Seconds in which all ranks must join and load their weights; the master ends a rank that waits in vain."""
+"""Seconds in which all ranks must join and load their weights. The master ends ranks that wait longer."""
 
 
 class Ranks:
-    """One rank of several processes that compute the same step at the same time.
-
-    Every failure is final: otherwise the partial sums of one step could be added to those of another.
+    """One rank of several processes that compute the same step at the same time. Every failure is final: otherwise the
+    partial sums of one step could be added to those of another. Methods raise RankLostError if another rank is gone or
+    computes something else.
     """
 
     def __init__(self, fd: int, rank: int, count: int, timeout_s: float = JOIN_S) -> None:
-        """Join and wait for the other ranks.
+        """Join and wait for the other ranks. Raise RankLostError if a rank is missing.
 
         Args:
             fd: The memory that all ranks have inherited, of `memory_bytes(count)`.
             rank: From 0 on.
-            count: Number of ranks.
             timeout_s: Seconds until all ranks must have joined, and until all must have loaded.
-
-        Raises:
-            RankLostError: A rank is missing.
         """
         self.rank, self.count = rank, count
         self._library = library.load()
@@ -48,30 +44,20 @@ class Ranks:
         return None if error is None else error.decode(errors="replace")
 
     def check(self) -> None:
-        """Raises:
-        RankLostError: Another rank is gone or computes something else.
-        """
+        """Raise RankLostError if another rank is gone or computes something else."""
         if (error := self.error) is not None:
             raise RankLostError(error)
 
     def use(self) -> None:
-        """Run the programs of this process with the other ranks from now on."""
+        """Let the programs of this process compute with the other ranks from now on."""
         self._library.llm_use_ranks(self._handle)
 
     def start_step(self, step: int, timeout_s: float) -> None:
-        """Start a step, whose number must be the same on all ranks; wait at most `timeout_s` for another rank."""
+        """Start a step, whose number must be the same on all ranks. Wait at most `timeout_s` for another rank."""
         self._library.llm_begin_step(self._handle, step, timeout_s)
 
     def all_reduce(self, x: Array, dtype: str) -> Array:
-        """Return the sum of x over all ranks.
-
-        Args:
-            x: Elements; bfloat16 and float16 as their bits.
-            dtype: Type of the elements.
-
-        Raises:
-            RankLostError: As `check`.
-        """
+        """Return the sum of x over all ranks. bfloat16 and float16 elements are given as their bits."""
         x = np.ascontiguousarray(x)
         y = np.empty_like(x)
         self._library.llm_all_reduce(self._handle, x.ctypes.data, y.ctypes.data, x.size, dtype.encode())
@@ -79,14 +65,8 @@ class Ranks:
         return y
 
     def all_gather(self, rows: NDArray[np.float32], width: int) -> NDArray[np.float32]:
-        """Return the columns of all ranks, [S, width]. Ranks have equally many columns, some one more.
-
-        Args:
-            rows: [S, columns of this rank]
-            width: Columns of all ranks together.
-
-        Raises:
-            RankLostError: As `check`.
+        """Return the columns of all ranks, [S, width], from `rows` [S, columns of this rank]. The shares of two ranks
+        differ by at most one column.
         """
         whole = np.zeros((len(rows), width), np.float32)
         first = self.rank * width // self.count
@@ -96,11 +76,7 @@ class Ranks:
         return whole
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of each rank in rank order; all ranks give equally many.
-
-        Raises:
-            RankLostError: As `check`.
-        """
+        """Return the numbers of each rank in rank order; all ranks give equally many."""
         mine = np.array(numbers, np.int64)
         every = np.empty((self.count, len(mine)), np.int64)
         self._library.llm_exchange(self._handle, mine.ctypes.data, mine.nbytes, every.ctypes.data)

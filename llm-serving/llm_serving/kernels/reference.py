@@ -1,9 +1,7 @@
 """What the kernels must compute, in NumPy: the definition of correct.
 
-Arguments are exact values (bfloat16 and float16 widened to float), results float64. A kernel may differ by the rounding
-of its sums and of its result; the tests derive by how much.
-
-NumPy has no bfloat16: its bits are stored as uint16.
+Arguments are exact values (bfloat16 and float16 widened to float), results float64. A kernel may differ by the
+rounding of its sums and of its result; the tests derive by how much. bfloat16 is stored as uint16 bits.
 """
 
 from __future__ import annotations
@@ -32,9 +30,8 @@ def embedding(token_ids: Integers, table: Floats) -> Doubles:
 
 
 def rms_norm(x: Floats, gamma: Floats, eps: float) -> Doubles:
-    """B. Zhang and R. Sennrich, Root Mean Square Layer Normalization (2019): [T, H], [G] -> [T, H]
-
-    Each G consecutive columns of a row are normalised separately; G divides H.
+    """[T, H], [G] -> [T, H]; each G consecutive columns of a row are normalised together, and G divides H (B. Zhang and
+    R. Sennrich, Root Mean Square Layer Normalization, 2019).
     """
     values = _double(x).reshape(len(x), -1, len(gamma))
     normed: Doubles = values / np.sqrt(np.mean(values**2, axis=-1, keepdims=True) + eps) * _double(gamma)
@@ -42,9 +39,8 @@ def rms_norm(x: Floats, gamma: Floats, eps: float) -> Doubles:
 
 
 def rotary(x: Floats, cos: Floats, sin: Floats) -> Doubles:
-    """Rotate [T, heads*D] by [T, D] tables: element i of a head is paired with element i + D/2.
-
-    J. Su et al., RoFormer (2021), in the rotate-half convention of Llama checkpoints.
+    """Rotate [T, heads*D] by [T, D] tables: element i of a head is paired with element i + D/2 (J. Su et al., RoFormer,
+    2021, in the rotate-half convention of Llama checkpoints).
     """
     head_dim = cos.shape[1]
     heads = _double(x).reshape(len(x), -1, head_dim)
@@ -84,7 +80,7 @@ def all_reduce(parts: Sequence[Floats]) -> NDArray[np.float32]:
 
 
 def softcap(x: Floats, scale: float, largest: float) -> Doubles:
-    """Return scale * x, limited smoothly to -largest..largest; 0 disables the limit."""
+    """Return largest * tanh(scale * x / largest), which limits scale * x smoothly; `largest` 0: scale * x."""
     scaled = _double(x) * scale
     return largest * np.tanh(scaled / largest) if largest > 0 else scaled
 
@@ -102,7 +98,7 @@ def route(
 ) -> tuple[Doubles, Integers]:
     """Return the experts of rows [T, E]: weights and numbers [T, top_k], by descending score, ties by ascending number.
 
-    Experts come from the `top_groups` best of `groups` only: those with the largest score or, with a correction, with
+    Only experts of the `top_groups` best groups are chosen: those with the largest score or, with a correction, with
     the largest sum of two scores. The correction is added to scores for the choice alone (DeepSeek-V3, 2024).
     """
     values = _double(logits)
@@ -120,9 +116,7 @@ def route(
 
 
 def experts(x: Floats, topk_weights: Floats, topk_ids: Integers, gate_up: Floats, down: Floats) -> Doubles:
-    """[T, K], weights and numbers of experts [T, top_k], [E, 2*I, K], [E, H, I] -> [T, H], the weighted sum of
-    results
-    """
+    """[T, K], expert weights and numbers [T, top_k], [E, 2*I, K], [E, H, I] -> [T, H], the weighted sum of results."""
     result = np.zeros((len(x), down.shape[1]))
     for row, (row_weights, row_ids) in enumerate(zip(topk_weights, topk_ids, strict=True)):
         for weight, expert in zip(row_weights, row_ids, strict=True):
@@ -153,25 +147,19 @@ def attention(
     slopes: Floats | None = None,
     mask: Floats | None = None,
 ) -> Doubles:
-    """Compute attention of packed rows over a paged cache, causal or with a mask.
+    """Compute attention of packed rows over a paged cache, causal or with a mask: [T, num_heads*D].
 
     Args:
         q: [T, num_heads*D]; request b owns `query_lens[b]` consecutive rows.
-        key_cache: [num_blocks, block_size, num_kv_heads, D].
-        value_cache: As `key_cache`.
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, D].
         block_tables: [B, W].
-        query_lens: [B].
-        context_lens: [B], these rows included.
+        query_lens, context_lens: [B]; a context includes the rows of the query.
         scale: Factor of the scores.
         window: Tokens that a row attends to, its own included; 0 for all.
         largest: Limit of the scores, see `softcap`.
-        slopes: [num_heads], ALiBi slopes: a score loses the slope once for each token of distance (O. Press et al.,
-            2021).
+        slopes: [num_heads], ALiBi: a score loses the slope once for each token of distance (O. Press et al., 2021).
         mask: [T, >= longest context], added to the scores of all keys of a row's request, -inf to hide a key; None: a
             row attends to the keys up to its own position.
-
-    Returns:
-        [T, num_heads*D]
     """
     num_kv_heads, head_dim = key_cache.shape[2:]
     queries = _double(q).reshape(len(q), num_kv_heads, -1, head_dim)
@@ -198,20 +186,14 @@ def attention(
 def prompt_attention(
     q: Floats, k: Floats, v: Floats, lens: Integers, num_heads: int, scale: float, tile: Floats | None
 ) -> Doubles:
-    """Compute attention of whole prompts, one after another, to their own keys: FlashAttentionScore in the layout TH.
+    """Compute attention of consecutive whole prompts to their own keys, as FlashAttentionScore in layout TH does.
 
     Args:
-        q: [T, num_heads*D].
-        k: [T, num_kv_heads*D].
-        v: As `k`.
+        q, k, v: [T, num_heads*D], and twice [T, num_kv_heads*D]; the result has the shape of q.
         lens: Tokens of each prompt, T in all.
-        num_heads: Heads of q.
         scale: Factor of the scores.
         tile: [n, n], added to the scores in the squares of side n along the diagonal of each prompt; keys of earlier
             squares are visible, keys of later ones hidden. None: a row attends to its whole prompt.
-
-    Returns:
-        [T, num_heads*D]
     """
     head_dim = q.shape[1] // num_heads
     result = np.zeros(q.shape)

@@ -20,8 +20,8 @@ _SMALLEST_NORMAL: Final = np.float32(2.0**-126)
 
 
 def block_of(size: int) -> int:
-    """Return how many numbers of a row are rotated together: the largest power of two that divides the size of the row,
-    at most `MAX_BLOCK`. If it is below `MIN_BLOCK`, return 1: the row is not rotated.
+    """Return how many consecutive numbers of a row are rotated together: the largest power of two up to `MAX_BLOCK`
+    that divides `size`. If that is below `MIN_BLOCK`, return 1: the row is not rotated.
     """
     block = min(size & -size, MAX_BLOCK)
     return block if block >= MIN_BLOCK else 1

@@ -1,7 +1,7 @@
 """Linear layers of 8-bit weights and 8-bit rows, in NumPy: what csrc/w8a8.h computes, bit by bit.
 
-Each row of activations, and each output of the weight, has a scale: its largest magnitude / 127. Sums of products
-of quantized values are exact, so that every instruction set gives these bits. Subnormal numbers count as zero.
+Each row of activations, and each output of the weight, has a scale: its largest magnitude / 127. Sums of products of
+quantized values are exact, so every instruction set gives these bits. Subnormal numbers count as zero.
 """
 
 from __future__ import annotations
@@ -21,16 +21,13 @@ MIN_LARGEST = np.float32(2.0**-100)
 
 
 def linear(x: Floats, qvalues: Int8Values, scales: Singles, rotated: bool = False) -> Singles:
-    """[M, K] x [N, K] -> [M, N]
+    """[M, K] x [N, K] -> [M, N], float32 before it is rounded to the model dtype.
 
     Args:
         x: Values that float32 represents exactly. Rows with infinity or NaN become NaN.
         qvalues: int8, at most 65,536 columns.
         scales: float32 [N].
         rotated: Whether the weight was rotated (rotation.py); the rows are then rotated too.
-
-    Returns:
-        float32, before it is rounded to the model dtype.
     """
     rows, row_scales = quantize_rows(rotate(x) if rotated else x)
     # float64 represents every sum of 65,536 products of 7 and 8 bits exactly.

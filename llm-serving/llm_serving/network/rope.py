@@ -164,7 +164,7 @@ def _llama3(_: Rotary, scaling: Scaling, plain: Float64Array, __: int) -> Float6
 
 
 def _yarn(rotary: Rotary, scaling: Scaling, plain: Float64Array, _: int) -> Float64Array:
-    """Keep frequencies of pairs that rotate often, divide those of pairs that rotate rarely, and interpolate between."""
+    """Keep frequencies of pairs that rotate often, divide those of pairs that rotate rarely, interpolate between."""
 
     def pair_of(rotations: float) -> float:
         ratio = math.log(scaling.original / (rotations * 2 * math.pi)) / (2 * math.log(rotary.theta))
