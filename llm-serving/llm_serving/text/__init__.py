@@ -1,1 +1,1 @@
-"""Conversion between text and token ids, and other text processing: chat templates, structured output, tool calls."""
+"""Conversion between text and token ids, chat templates, structured output and parsing of tool calls."""

@@ -1,7 +1,7 @@
 """Confined processes, for work on untrusted input: limited memory and time, no file access.
 
-Some work has no known bound, and a thread cannot be stopped during it. A confined process has memory and CPU limits for
-each question; when it exceeds one, or crashes, only this process exits.
+A thread cannot be stopped during work of unknown length. A confined process that exceeds its memory or CPU limit exits
+alone.
 """
 
 from __future__ import annotations
@@ -23,18 +23,15 @@ from llm_serving.core.process import command_of
 from llm_serving.transport.channel import Channel
 
 ANSWER_TIMEOUT_S: Final = 60.0
-"""Maximum seconds to wait for an answer. Far above the CPU limit, because the process may have to wait for a core."""
+"""Maximum seconds to wait for an answer; far above the CPU limit, because the process may wait for a core."""
 _ENVIRONMENT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TZ", "VIRTUAL_ENV")
 
 Answer = TypeVar("Answer")
 
 
 class ConfinedProcess(Generic[Answer]):
-    """The master's handle of a confined process, which exits when its socket is closed.
-
-    Args:
-        module: Module whose `main` accepts `--socket-fd` and `--cpu-seconds`.
-        answers: Union of the answer types.
+    """The master's handle of a confined process, which exits when its socket is closed. `module` has a `main` that
+    accepts `--socket-fd` and `--cpu-seconds`; `answers` is the union of the answer types.
     """
 
     def __init__(self, module: str, cpu_seconds: float, answers: type[Answer]) -> None:
@@ -60,9 +57,7 @@ class ConfinedProcess(Generic[Answer]):
         return self._process.poll() is None
 
     def ask(self, question: msgspec.Struct) -> Answer:
-        """Send a question, wait for the answer and return it. Raise TransportError if the process has exited or does
-        not answer.
-        """
+        """Send a question and return the answer. Raise TransportError if the process has exited or does not answer."""
         self._channel.send(question)
         return self._channel.receive(ANSWER_TIMEOUT_S)
 

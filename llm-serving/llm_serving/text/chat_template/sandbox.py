@@ -1,7 +1,6 @@
-"""A confined process that renders one chat template.
+"""A confined process that renders one chat template, because a template is a program that comes with the model.
 
-A template comes with the model and is a program. `'%1000000000d' | format(1)` is one call that allocates a gigabyte,
-nested loops may never end, and a thread cannot be stopped during either: see `text.sandbox`.
+`'%1000000000d' | format(1)` is one call that allocates a gigabyte, and nested loops may never end: see `text.sandbox`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from llm_serving.text.sandbox import confine, within
 from llm_serving.transport.channel import Channel
 
 MAX_RENDERED_CHARS: Final = 3 * 2**20
-"""Maximum length of a rendered text, chosen so that it fits into one message to the master as UTF-8."""
+"""Maximum length of a rendered text; its UTF-8 fits into one message to the master."""
 MAX_MEMORY_BYTES: Final = 2**30
 """Maximum address space in addition to that of an idle process."""
 
@@ -47,7 +46,7 @@ class Rendered(msgspec.Struct, tag="rendered"):
 
 class RefusedTemplate(msgspec.Struct, tag="refused"):
     rule: str
-    """The violated rule, phrased as the end of a sentence that begins with the name of the field."""
+    """The violated rule: the end of a sentence that begins with the name of the field."""
 
 
 Question = Compile | Render
@@ -55,9 +54,8 @@ Answer = Rendered | RefusedTemplate
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks answers for training. It is rendered as its content.
-
-    The body is a call block as in `apply_chat_template`, so variables set in it are not visible outside.
+    """`{% generation %}...{% endgeneration %}`, which marks answers for training, is rendered as its content. As in
+    `apply_chat_template`, variables set in it are not visible outside.
     """
 
     tags = {"generation"}  # noqa: RUF012  the base class has it so

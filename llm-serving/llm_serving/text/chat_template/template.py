@@ -28,7 +28,7 @@ MODULE: Final = "llm_serving.text.chat_template.sandbox"
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 MORE_TEMPLATES: Final = "additional_chat_templates"
-"""Folder next to `chat_template.jinja` with more templates; the file name is the name of the template."""
+"""Folder next to `chat_template.jinja` with more templates, each named by its file name."""
 PROCESSOR_FILE: Final = "chat_template.json"
 """File with `{"chat_template": ...}` in folders whose processor accepts more than text."""
 DEFAULT: Final = "default"
@@ -38,8 +38,8 @@ MAX_TEMPLATES: Final = 64
 
 
 class ChatTemplate:
-    """One chat template. Its processes start on demand, and are restarted after they exit. `source`: jinja text, as in
-    `chat_template` of `tokenizer_config.json`. Raise ModelError if the text is not a valid template.
+    """One chat template with its processes, which start on demand and restart after they exit. `source`: Jinja text.
+    Raise ModelError if it is not a valid template.
     """
 
     def __init__(self, source: str) -> None:
@@ -108,10 +108,9 @@ def _started(source: str) -> ConfinedProcess[Answer]:
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates of a model folder by name; a single template is named `default`.
-
-    A template file named `default` replaces all templates in `config`, the content of `tokenizer_config.json`. Raise
-    ModelError if a file cannot be read, or has no templates.
+    """Return name -> chat template of a model folder; a single template is named `default`. A template file named
+    `default` replaces all templates in `config`, the content of `tokenizer_config.json`. Raise ModelError if a file
+    cannot be read or has no templates.
     """
     files = _read_template_files(folder)
     if DEFAULT in files:
@@ -154,11 +153,9 @@ def _read_processor_file(path: Path) -> dict[str, str]:
 
 
 class Conversations:
-    """The chat templates of one model. Raise ModelError if a text is not a valid template.
-
-    Args:
-        templates: Name -> text. With several, `tool_use` is for conversations with tools, `default` for the others.
-        special_tokens: Variables of every template, such as `bos_token`.
+    """The chat templates of one model, by name. With several, `tool_use` is for conversations with tools, `default` for
+    others. Every template can read `special_tokens`, such as `bos_token`. Raise ModelError if a text is not a valid
+    template.
     """
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
@@ -201,7 +198,7 @@ class Conversations:
         return text[:end] if keeps_spaces else text[:end].rstrip()
 
     def source(self, *, with_tools: bool) -> str:
-        """Return the text of the template that such a conversation uses; empty if there is none."""
+        """Return the text of the template for conversations with or without tools; empty if there is none."""
         names = (TOOL_USE, DEFAULT) if with_tools else (DEFAULT,)
         return next((self._templates[name].source for name in names if name in self._templates), "")
 

@@ -18,12 +18,8 @@ class AnswerParts:
 
 
 class AnswerParser:
-    """Parses one answer incrementally.
-
-    Args:
-        reasoning: Parser of reasoning; None: the answer has none.
-        tools: Parser of tool calls; None: the answer has none.
-        max_calls: Further calls are dropped; None: unlimited.
+    """Parses one answer incrementally. Without `reasoning` or `tools`, the answer has none. More than `max_calls` calls
+    are dropped; None: unlimited.
     """
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, max_calls: int | None) -> None:
@@ -33,7 +29,7 @@ class AnswerParser:
         self._num_calls = 0
 
     def add(self, text: str, *, ended: bool) -> AnswerParts:
-        """Return the parts that this piece of text completes, or all remaining parts if it is the last piece."""
+        """Return the parts that this piece of text completes; if `ended`, all remaining parts."""
         split = Split(answer=text) if self._reasoning is None else self._reasoning.add(text)
         parts = AnswerParts(split.reasoning, self._parts(split.answer))
         if ended:

@@ -16,13 +16,9 @@ class Split(NamedTuple):
 
 
 class ReasoningParser:
-    """Splits a text that starts with `<think>` at the first `</think>`. The result does not depend on the pieces.
-
-    White space around the reasoning and before the answer is dropped. A text that does not start with `<think>` is all
-    answer; a text without `</think>` is all reasoning.
-
-    Args:
-        is_open: Whether the prompt ends with `<think>`.
+    """Splits a text that starts with `<think>` at the first `</think>`, however it is divided into pieces. White space
+    around the reasoning and before the answer is dropped. A text that does not start with `<think>` is all answer; a
+    text without `</think>` is all reasoning. `is_open`: whether the prompt ends with `<think>`.
     """
 
     def __init__(self, *, is_open: bool) -> None:
@@ -30,9 +26,10 @@ class ReasoningParser:
         self._thinks: bool | None = True if is_open else None
         self._text = ""
         self._spaces: list[str] = []
-        """Pieces of held-back white space, so that each piece is examined only once."""
+        """White space held back, in pieces so that each is examined only once."""
         self._has_begun = False
-        """Whether text was returned since the last mark. Until then, leading white space is dropped."""
+        """Whether text was returned since the last `<think>` or `</think>`. Until then, leading white space is dropped.
+        """
 
     def add(self, text: str) -> Split:
         """Add a piece of text, and return the text that later pieces cannot change."""

@@ -17,8 +17,6 @@ class Calls:
     """The tool calls that an answer may contain.
 
     Attributes:
-        format: The model's tool format.
-        callees: Tools that may be called.
         must: Whether the answer must consist of calls; otherwise it may also be text or the requested structured
             output.
         most: Maximum number of calls in an answer; None: unlimited.

@@ -54,11 +54,8 @@ class _Tokens:
 
 
 def token_table(tokenizer: Tokenizer, end_ids: Sequence[int], token_bytes: Sequence[bytes]) -> LLTokenizer:
-    """Return llguidance's table of the tokenizer. This takes a second for 200,000 tokens.
-
-    Args:
-        end_ids: Ids that end an output, at least one.
-        token_bytes: Text of each token that can be sampled.
+    """Return llguidance's table of the tokenizer, which takes a second for 200,000 tokens. `end_ids`: ids that end an
+    output, at least one; `token_bytes`: text of each token that can be sampled.
     """
     known = [token_id for token_id in end_ids if token_id < len(token_bytes)]
     wrapped = TokenizerWrapper(_Tokens(tokenizer, known, token_bytes))
@@ -80,11 +77,8 @@ class CostlyGrammarError(GrammarError):
 
 
 class TokenConstraint:
-    """A grammar compiled for the tokens of one tokenizer.
-
-    Args:
-        compiled: Creates a matcher at the start of the grammar.
-        token_bytes: Text of each token that can be sampled.
+    """A grammar compiled for one tokenizer. `compiled` creates a matcher at the start of the grammar; `token_bytes` is
+    the text of each token that can be sampled.
     """
 
     def __init__(
@@ -147,8 +141,8 @@ class ConstraintCompiler:
             self._free.put(None)
 
     def compiled(self, grammar: Grammar) -> TokenConstraint:
-        """Return the constraint of a grammar. If another thread is compiling it, wait for that thread. Raise
-        GrammarError if the grammar is invalid or too large.
+        """Return the constraint of a grammar, waiting if another thread is compiling it. Raise GrammarError if the
+        grammar is invalid or too large.
         """
         self.check_size(grammar.num_bytes)
         with self._lock:

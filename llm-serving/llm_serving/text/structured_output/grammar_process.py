@@ -1,8 +1,8 @@
 """A confined process that tries a grammar before the master compiles it.
 
-A short grammar may take minutes to compile, and a deeply nested one may overflow the stack: see `text.sandbox`. A
-grammar that passes here is safe in the master, whose threads have larger stacks. The tokens of this trial are single
-bytes, because the cost of compiling does not depend on the model's tokens.
+A short grammar may take minutes to compile, and a deeply nested one may overflow the stack: see `text.sandbox`. The
+master's threads have larger stacks. Tokens of the trial are single bytes, because the cost does not depend on the
+model's tokens.
 """
 
 from __future__ import annotations

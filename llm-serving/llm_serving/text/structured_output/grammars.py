@@ -1,13 +1,9 @@
 """Response formats as grammars: JSON schema, regular expression, choice, Lark and GBNF, translated for llguidance.
 
 A grammar is a list of parts; a response starts with the first. Parts in llguidance's language (Lark with extensions)
-may refer to others as `@name`.
-
-All tokens whose texts match the grammar are allowed, even if the following text is fixed. The tokens that a tokenizer
-would choose for a fixed text are not computed, because the text may be a million characters long.
-
+may refer to others as `@name`. Every token whose text matches is allowed, even where the following text is fixed.
 The compiler accepts too much for some formats such as dates (no leap years, second 60 in any minute). An additional
-pattern narrows these formats, so that a client that validates the response accepts it.
+pattern narrows these, so that a client that validates the response accepts it.
 """
 
 from __future__ import annotations
@@ -48,9 +44,7 @@ WHITESPACES: Final[Mapping[str, str]] = {
     JsonWhitespaceName.SPACE: " ",
     JsonWhitespaceName.LINES: r"[\x20\x0A\x0D\x09]{1,32}",
 }
-"""White space allowed between the parts of a JSON text. It is bounded, because a model may repeat
-white space endlessly.
-"""
+"""White space allowed between the parts of a JSON text, bounded because a model may repeat white space endlessly."""
 MAX_INT: Final = 2**53
 MAX_INT_CHARS: Final = 20
 _OPTIONS: Final = '\n%llguidance {"no_forcing": true}\n'
@@ -60,14 +54,8 @@ _Part = Mapping[str, Any]
 
 
 def fault_in(schema: Any, error: str, error_of: Callable[[Any], str | None]) -> str:
-    """Return a JSON pointer to the innermost part that, alone with the definitions of the whole, causes the same error.
-
-    Args:
-        schema: A schema that cannot be compiled.
-        error_of: Returns the error of another schema; None: it has none.
-
-    Returns:
-        "#" for the whole schema.
+    """Return a JSON pointer to the innermost part of `schema` that, with the definitions of the whole, causes the same
+    error; "#" for the whole. `error_of` returns the error of another schema, or None.
     """
     definitions = {name: schema[name] for name in _DEFINITIONS if name in schema} if isinstance(schema, dict) else {}
     path: Path = ()
@@ -120,11 +108,7 @@ class GrammarError(LLMServingError):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that an answer must match.
-
-    Attributes:
-        text: The grammar in the form that llguidance compiles. Grammars with equal texts are equal.
-    """
+    """A grammar that an answer must match, as the text that llguidance compiles. Grammars with equal texts are equal."""
 
     text: str
 
@@ -175,9 +159,7 @@ def choice_grammar(choices: Sequence[str]) -> Grammar:
 
 
 def any_grammar(text: str) -> Grammar:
-    """Return the grammar that a text describes in Lark or GBNF (`root ::= ...`, also called EBNF). Raise GrammarError
-    if it is neither.
-    """
+    """Return the grammar that a text describes in Lark or GBNF (`root ::= ...`). Raise GrammarError if it is neither."""
     try:
         return lark_grammar(text if is_lark(text) else gbnf_to_lark(text))
     except RecursionError:
@@ -187,16 +169,14 @@ def any_grammar(text: str) -> Grammar:
 
 
 def is_lark(text: str) -> bool:
-    """Return whether a grammar is written in Lark: one of its lines starts the rule `start` or an option.
-
-    The pattern never matches several blank lines at once. That would take quadratic time, and a regular expression
-    cannot be interrupted.
+    """Return whether a grammar is Lark: one of its lines starts the rule `start` or an option. The pattern never
+    matches several blank lines at once, which would take quadratic time.
     """
     return _LARK.search(text) is not None
 
 
 def lark_grammar(text: str, **named: Grammar) -> Grammar:
-    """Return a grammar in llguidance's language, in which `@name` refers to the single-part grammar with that name."""
+    """Return a grammar in llguidance's language, in which `@name` refers to the single-part grammar `named[name]`."""
     parts: list[_Part] = [{"lark_grammar": text + _OPTIONS}]
     for name, grammar in named.items():
         *_, part = grammar.parts
@@ -210,8 +190,8 @@ def _whole_answer(part: _Part) -> Grammar:
 
 
 def _exact(text: str) -> int:
-    """Return an integer that a double, llguidance's number type, represents exactly. Raise ValueError if it is larger
-    than `MAX_INT`.
+    """Return an integer up to `MAX_INT`, which llguidance's numbers represent exactly. Raise ValueError for a larger
+    one.
     """
     value = int(text) if len(text) <= MAX_INT_CHARS else MAX_INT + 1
     if abs(value) > MAX_INT:

@@ -24,8 +24,8 @@ MAX_ONLY: Final = 16
 
 
 def matcher_of(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> LLMatcher:
-    """Return a matcher at the start of a grammar. Its `is_error` says whether the grammar could be compiled. `tokens`:
-    the tokenizer, from `token_table`.
+    """Return a matcher at the start of a grammar; `is_error` is set if the grammar could not be compiled. `tokens`:
+    from `token_table`.
     """
     limits = LLParserLimits(
         initial_lexer_fuel=FUEL_TO_BEGIN,

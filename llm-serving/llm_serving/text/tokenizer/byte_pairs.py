@@ -31,7 +31,7 @@ class Words(NamedTuple):
     """The rule that splits a text into words. Merges never cross a word boundary.
 
     Attributes:
-        patterns: Regular expressions of words, each for the parts that the one before leaves; none: that of GPT-2.
+        patterns: Regular expressions of words; each splits what the previous ones left. Empty: that of GPT-2.
         digits: Whether each digit is a word.
         composes: Whether texts are first normalized to NFC.
         whole: Whether a word that is a token is kept whole, even if the merges would split it.
@@ -55,13 +55,8 @@ _CLASSES: Final[Mapping[str, Words]] = {"GPT2Tokenizer": GPT2, "Qwen2Tokenizer":
 def read_byte_pairs(
     path: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken], special: Sequence[str]
 ) -> TokenizersVocabulary:
-    """Read a `vocab.json` and the `merges.txt` next to it. Raise ModelError if they cannot be read, contradict each
-    other, or belong to a class whose word rule is unknown.
-
-    Args:
-        path: The `vocab.json`.
-        config: Content of the folder's `tokenizer_config.json`.
-        added, special: As for `TokenizersVocabulary`.
+    """Read a `vocab.json` and the `merges.txt` next to it. `config` is the content of `tokenizer_config.json`. Raise
+    ModelError if they cannot be read, contradict each other, or belong to a class whose word rule is unknown.
     """
     words = _words_of(path, config)
     vocab = read_json(path)
@@ -91,7 +86,6 @@ def tokenizer_json(
     Args:
         vocab: Token text -> id.
         merges: Pairs separated by a space, in merge order.
-        words: The rule that splits a text into words.
         added: `added_tokens` of the file.
         begins_with_space: Whether a text that does not start with a space gets one.
     """

@@ -19,14 +19,11 @@ class Release(NamedTuple):
 
 
 class StopStringMatcher:
-    """Cuts a text before its first complete stop string. The result does not depend on the pieces of the text.
+    """Cuts a text before its first complete stop string, however it is divided into pieces.
 
     Each stop string has a Knuth-Morris-Pratt automaton. Its state is the length of the longest prefix of the stop
     string with which the text so far ends. The longest such prefix is held back, because it may become a stop string.
-    If stop strings end at the same character, the longest one wins.
-
-    Args:
-        stop: Non-empty strings.
+    If several stop strings end at the same character, the longest wins. `stop`: non-empty strings.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -104,10 +101,6 @@ class IncrementalDetokenizer:
     Text is held back while the bytes of a character are incomplete, or while it may start a stop string. The output is
     decoded as the continuation of the prompt: a character begun there is completed here, and sentencepiece's leading
     space is kept if the prompt has text before it.
-
-    Args:
-        stop: Strings that end the text.
-        include_stop_str_in_output: Keep the stop string at the end of the text.
     """
 
     def __init__(

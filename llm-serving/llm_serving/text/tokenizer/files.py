@@ -52,8 +52,8 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def read_vocabulary(path: Path, config: Mapping[str, Any]) -> Vocabulary:
-    """Read a tokenizer file. `config` is the content of the folder's `tokenizer_config.json`. Raise ModelError if it
-    cannot be read, or is of an unknown kind.
+    """Read a tokenizer file. `config`: content of `tokenizer_config.json`. Raise ModelError if the file cannot be read,
+    or is of an unknown kind.
     """
     added, names = read_added_tokens(config), special_texts(config)
     special = [*names.values(), *more_special_texts(config)]

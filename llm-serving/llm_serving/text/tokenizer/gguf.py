@@ -1,7 +1,4 @@
-"""The tokenizer in a GGUF file: `tokenizer.ggml.*` of the kinds `llama` (sentencepiece) and `gpt2` (byte pairs).
-
-llama.cpp names the rule that splits a text into words; `gguf_words` has the supported rules.
-"""
+"""The tokenizer in a GGUF file: `tokenizer.ggml.*` of the kinds `llama` (sentencepiece) and `gpt2` (byte pairs)."""
 
 from __future__ import annotations
 
@@ -41,12 +38,8 @@ _BPE: Final = 2
 
 
 class GgufTokenizer(NamedTuple):
-    """The tokenizer of a file.
-
-    Attributes:
-        vocabulary: Its tokens.
-        config: The equivalent of a tokenizer_config.json.
-        end_ids: Tokens that end an answer.
+    """The tokenizer of a file. `config` is the equivalent of a tokenizer_config.json; `end_ids` are tokens that end an
+    answer.
     """
 
     vocabulary: Vocabulary
@@ -55,11 +48,7 @@ class GgufTokenizer(NamedTuple):
 
 
 def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
-    """Read the tokenizer of a file.
-
-    Raises:
-        ModelError: The file has no tokenizer, an unsupported kind, or contradictions.
-    """
+    """Read the tokenizer of a file. Raise ModelError if it is missing, of an unsupported kind, or contradicts itself."""
     metadata = _Metadata(path, read_gguf(path, texts=True).metadata)
     kind = metadata.get("model")
     tokens, types = metadata.tokens()

@@ -1,6 +1,5 @@
-"""The rules that split a text into words, by the names that llama.cpp gives them (`tokenizer.ggml.pre`).
-
-The expressions are those of the models' own `tokenizer.json`.
+"""The rules that split a text into words, by llama.cpp's names (`tokenizer.ggml.pre`). The expressions are those of
+the models' own `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -13,12 +12,7 @@ from llm_serving.text.tokenizer.tiktoken import LLAMA3
 
 
 class Pre(NamedTuple):
-    """A named rule.
-
-    Attributes:
-        words: The rule that splits a text into words.
-        begins: Whether a text starts with `bos_token` if the file does not state it.
-    """
+    """A named rule. `begins`: whether a text starts with `bos_token` if the file does not state it."""
 
     words: Words
     begins: bool = False
@@ -90,4 +84,4 @@ PRES: Final[Mapping[str, Pre]] = {
     "deepseek-coder": Pre(_DEEPSEEK_CODER),
     "deepseek-v3": Pre(_DEEPSEEK3),
 }
-"""By `tokenizer.ggml.pre`."""
+"""`tokenizer.ggml.pre` -> rule."""

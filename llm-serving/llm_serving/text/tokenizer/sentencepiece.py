@@ -24,15 +24,13 @@ _NO_DUMMY_PREFIX: Final = b"\x1a\x02\x18\x00"
 
 
 class SentencePieceVocabulary:
-    """A `tokenizer.model`. Special tokens are recognised in the text, as with other tokenizers.
-
-    With `legacy`, sentencepiece puts a leading space before every text between special tokens; otherwise only before
-    the whole text. Ids are identical to those of `LlamaTokenizer` of the transformers library.
+    """A `tokenizer.model`. Special tokens are recognised in the text; ids are those of `LlamaTokenizer` of the
+    transformers library.
 
     Args:
         added_tokens: Tokens of `tokenizer_config.json`, by id; they may be missing in the file.
         special_texts: Texts of the tokens that the config names by their use, such as `bos_token`.
-        legacy: See above.
+        legacy: Whether every text between special tokens gets a leading space; otherwise only the whole text does.
         add_prefix_space: Without `legacy`: whether the text gets a leading space.
         unk_token: The unknown token's name in the config.
         content: Content to use instead of the file's; `path` is then only named in errors.

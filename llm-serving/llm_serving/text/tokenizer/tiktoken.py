@@ -75,16 +75,12 @@ QWEN: Final = TiktokenFamily(
 
 @dataclass(frozen=True)
 class RankedPairs:
-    """The content of a vocabulary file.
+    """The content of a vocabulary file; other attributes are those of `TiktokenFamily`.
 
     Attributes:
         ranks: Bytes of every text token -> rank; the pair with the lowest rank is merged first.
-        pattern: Regular expression that splits a text into words.
         first_id: Id of rank 0.
         special: Tokens of the file that are recognised in a text, by id.
-        names: Special tokens by their use.
-        prefix: Special tokens before every text.
-        composes: Whether texts are first normalized to NFC.
     """
 
     path: Path
@@ -171,9 +167,7 @@ def is_tiktoken_file(data: bytes) -> bool:
 
 
 def read_tiktoken(path: Path, family: TiktokenFamily) -> RankedPairs:
-    """Read a tiktoken file, whose lines are a base64 token and its rank. Raise ModelError if it is not such a
-    file.
-    """
+    """Read a tiktoken file: lines of a base64 token and its rank. Raise ModelError for another file."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(read_limited(path).splitlines(), 1):
         if not line:
@@ -195,9 +189,7 @@ _TEKKEN_SPECIAL: Final = (
 
 
 def read_tekken(path: Path) -> RankedPairs:
-    """Read a `tekken.json`, in which special tokens have the first ids. Raise ModelError if it is not such a
-    file.
-    """
+    """Read a `tekken.json`, in which special tokens have the first ids. Raise ModelError for another file."""
     try:
         content: Any = parse_json(read_limited(path))
         config = content["config"]

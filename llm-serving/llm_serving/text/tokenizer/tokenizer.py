@@ -30,19 +30,13 @@ from llm_serving.text.tokenizer.vocabulary import (
 
 class Tokenizer:
     """The tokenizer of a model folder. It executes no code of the folder except the chat template, in a confined
-    process.
-
-    `decode` joins the tokens' bytes and decodes them as UTF-8, with U+FFFD for invalid parts. Decoding token by token
-    gives the same text.
+    process. `decode` joins the tokens' bytes and decodes them as UTF-8, with U+FFFD for invalid parts. Raise ModelError
+    if the config contradicts itself or the vocabulary.
 
     Args:
-        vocabulary: Content of the tokenizer file.
         config: Content of `tokenizer_config.json`.
         more_eos_token_ids: Ids that end a text in addition to `eos_token` of the config.
         chat_templates: Name -> text; None: those of the config.
-
-    Raises:
-        ModelError: The config contradicts itself or the vocabulary.
     """
 
     def __init__(
@@ -76,12 +70,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, vocab_file: Path | None = None) -> Tokenizer:
-        """Load the tokenizer of a Hugging Face folder or a GGUF file. Raise ModelError if no tokenizer is found, or it
-        cannot be read.
-
-        Args:
-            folder: A folder with a tokenizer file (`files.FILES`) and usually `tokenizer_config.json`; or a GGUF file.
-            vocab_file: A tokenizer file, or another folder, to use instead of the folder's own.
+        """Load the tokenizer of a Hugging Face folder or a GGUF file, or from `vocab_file`, a tokenizer file or another
+        folder. Raise ModelError if no tokenizer is found, or it cannot be read.
         """
         end_ids = generation_end_ids(folder)
         if vocab_file is not None and vocab_file.is_dir():
@@ -107,11 +97,8 @@ class Tokenizer:
         return max(len(text.decode("utf-8", "replace")) for text in self._vocabulary.token_bytes)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. Special tokens written in the text are recognised.
-
-        Args:
-            text: Any text without lone surrogates.
-            add_special_tokens: Add the begin-of-sequence (rarely also end-of-sequence) token that the model expects.
+        """Return the token ids of a text without lone surrogates. Special tokens written in the text are recognised.
+        `add_special_tokens` adds the begin-of-sequence (rarely also end-of-sequence) token that the model expects.
         """
         by_hand = self._add_bos is not None
         ids = self._vocabulary.encode(text, add_special_tokens and not by_hand)
@@ -130,9 +117,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self.strips_leading_space else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of one token, which may be part of a character. For a special
-        token, return its name.
-        """
+        """Return the UTF-8 bytes of one token, which may be part of a character; of a special token, its name."""
         table = self._vocabulary.token_bytes
         return table[token_id] if 0 <= token_id < len(table) else b""
 
@@ -160,8 +145,9 @@ class Tokenizer:
         return table, [_complete_text(data) for data in table]
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
-        """Return the prompt text of a conversation; see `Conversations`. Encode it with `add_special_tokens=False`.
-        Raise RequestError if the model has no suitable chat template, or the template rejects the messages.
+        """Return the prompt text of a conversation (see `Conversations`), to be encoded with
+        `add_special_tokens=False`. Raise RequestError if the model has no suitable chat template, or the template
+        rejects the messages.
         """
         return self._conversations.render(messages, **given)
 
@@ -190,7 +176,7 @@ class Tokenizer:
         return self.special_token_ids.union(token_id for token_id in marks if token_id is not None)
 
     def mark_id(self, text: str) -> int | None:
-        """Return the id of a token in `mark_ids` by its text; None if it is not in the set."""
+        """Return the id of a token in `mark_ids` by its text, else None."""
         token_id = self._vocabulary.token_id(text)
         return token_id if token_id in self.mark_ids else None
 
@@ -223,8 +209,8 @@ def notice_of_unknown_tokens(tokenizer: Tokenizer, vocab_size: int) -> str | Non
 
 
 def check_draft_vocabulary(tokenizer: Tokenizer, draft_model_path: Path) -> None:
-    """Check that each token of a draft model equals the model's, because draft tokens are passed as ids. Raise
-    ModelError if a token differs, or the draft model has no tokenizer.
+    """Check that a draft model has the model's tokens, because draft tokens are passed as ids. Raise ModelError if a
+    token differs, or the draft model has no tokenizer.
     """
     draft = Tokenizer.load(draft_model_path)
     rule = f"scheduler_config.draft_model_path: {draft_model_path} must have the vocabulary of the model"

@@ -1,8 +1,8 @@
 """Special tokens in texts of users, as characters: `<|im_end|>` in a message ends no message.
 
-A chat template puts texts of users and control tokens into one text. So each special token in a message gets a mark
-behind its first character before the template is rendered. The prompt is split at the marks, and its parts are
-tokenized one by one: in none of them is the special token whole. Clients cannot know the mark, which is random.
+A chat template mixes texts of users with control tokens. So each special token in a message gets a mark behind its
+first character before the template is rendered. The prompt is split at the marks, and the parts, none of which
+contains a whole special token of a user, are tokenized one by one. Clients cannot know the mark, which is random.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any, Final
 Encode = Callable[[str, bool], list[int]]
 
 _FILLERS: Final = ("", "\n", "a")
-"""Texts between a special token and a part, tried in order: some vocabularies put a space before a text that follows a
-special token."""
+"""Texts between a special token and a part, tried in order, because some vocabularies put a space before a text that
+follows a special token.
+"""
 
 
 class TypedText:

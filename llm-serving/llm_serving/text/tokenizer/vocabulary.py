@@ -1,7 +1,4 @@
-"""Vocabularies: one interface for all kinds of tokenizer files, with added tokens and `tokenizer_config.json`.
-
-Added tokens are searched before a text is split further.
-"""
+"""Vocabularies: one interface for all kinds of tokenizer files, with added tokens and `tokenizer_config.json`."""
 
 from __future__ import annotations
 
@@ -32,12 +29,11 @@ MORE_SPECIAL: Final = "additional_special_tokens"
 
 @dataclass(frozen=True)
 class AddedToken:
-    """One token of `added_tokens_decoder`.
+    """One token of `added_tokens_decoder`. Added tokens are searched before a text is split further.
 
     Attributes:
         special: Whether it controls the model and is not text.
-        lstrip: Whether it absorbs the white space before it.
-        rstrip: Whether it absorbs the white space after it.
+        lstrip, rstrip: Whether it absorbs the white space before or after it.
         single_word: Whether it is recognised only between spaces, or at the start or the end.
         normalized: Whether it is searched in the normalized text (`tokenizer.json` only); None: if it is not special.
     """
@@ -67,9 +63,7 @@ def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
 
 
 class TokenSplitter:
-    """Finds tokens in a text from left to right. If several match at one position, the longest wins. `tokens`: tokens
-    by their text.
-    """
+    """Finds tokens in a text from left to right. If several match at one position, the longest wins."""
 
     def __init__(self, tokens: Mapping[str, AddedToken]) -> None:
         self._tokens = dict(tokens)
@@ -244,9 +238,7 @@ SPECIAL_NAMES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file; {} if the file does not exist. Raise ModelError if it cannot be read, or is not
-    an object.
-    """
+    """Return a JSON object from a file; {} if the file does not exist. Raise ModelError if it is invalid or unreadable."""
     if not path.exists():
         return {}
     try:
@@ -259,10 +251,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the tokenizer config of a folder.
-
-    If it lists no added tokens, they are read from `added_tokens.json` and `special_tokens_map.json`. Raise ModelError
-    if a file cannot be read.
+    """Return the tokenizer config of a folder. Added tokens that it does not list are read from `added_tokens.json` and
+    `special_tokens_map.json`. Raise ModelError if a file cannot be read.
     """
     config = read_json(folder / CONFIG_FILE)
     if _lists_tokens(config):
@@ -277,7 +267,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def config_files(folder: Path) -> list[Path]:
-    """Return the files that `read_tokenizer_config` reads. They need not exist. Raise ModelError if the first of them
+    """Return the files that `read_tokenizer_config` reads, whether or not they exist. Raise ModelError if the first
     cannot be read.
     """
     first = folder / CONFIG_FILE

@@ -18,9 +18,7 @@ class ToolFormat:
     create: Callable[[Mapping[str, Mapping[str, Any]]], ToolParser]
     """Creates a parser of one answer from tool name -> JSON schema of its arguments."""
     rules: Callable[[Sequence[Callee], int | None, Marks], str]
-    """Returns grammar rules for the tools, given the maximum number of calls (None: unlimited) and
-    the model's marks.
-    """
+    """Returns the grammar rules of the tools. Arguments: tools, maximum number of calls (None: unlimited), marks."""
     mark: str
     """Text that occurs only in chat templates of such models. The first matching format in the table is used."""
     special_tokens: bool = False

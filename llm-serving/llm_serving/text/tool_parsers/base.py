@@ -46,28 +46,21 @@ class Read(NamedTuple):
     calls: list[Call]
     end: int
     may_continue: bool = False
-    """Whether further calls, or further arguments of the last call, may follow. Returned calls do not change."""
+    """Whether more calls, or more arguments of the last call, may follow. Returned calls do not change."""
 
 
 class CallReader(Protocol):
     """Reads the text after one opening."""
 
     def read(self, body: str, *, ended: bool) -> Read | None:
-        """Parse the text after the opening. Each `body` extends that of the previous call. Raise NotACallError if the
-        text cannot become a call.
-
-        Args:
-            body: All text after the opening so far.
-            ended: Whether no more text follows.
-
-        Returns:
-            The calls; None if more text is needed. The result depends only on the text, not on how often `read` is
-            called, and extends the result for a shorter text.
+        """Return the calls in `body`, all text after the opening so far; None if more text is needed. `ended`: no more
+        text follows. The result extends that for a shorter body, and does not depend on how often `read` is called.
+        Raise NotACallError if the text cannot become a call.
         """
 
 
 class ToolParser(Protocol):
-    """Parses an answer incrementally. The result does not depend on how the answer is split into pieces."""
+    """Parses an answer incrementally, however it is divided into pieces."""
 
     def add(self, text: str) -> list[Part]:
         """Return the parts that are certain with this piece of text."""
@@ -78,13 +71,8 @@ class ToolParser(Protocol):
 
 class MarkedCalls:
     """Parser of formats whose calls follow an opening. Text after an opening that is not a call is returned unchanged.
-
-    White space between text and a call, and between calls, is dropped.
-
-    Args:
-        opening: Text before a call.
-        reader: Creates a reader of the text after one opening.
-        begins_open: Whether the answer starts after an implicit opening.
+    White space between text and a call, and between calls, is dropped. `reader` creates a reader of the text after one
+    opening; `begins_open`: whether the answer starts after an implicit opening.
     """
 
     def __init__(self, opening: str, reader: Callable[[], CallReader], *, begins_open: bool = False) -> None:
@@ -96,13 +84,10 @@ class MarkedCalls:
         self._text = ""
         """Text that has not been returned yet, or is part of a call."""
         self._num_calls = self._num_chars = 0
-        """Number of calls of the current reader that have been returned, and of characters of the
-        last one's arguments.
-        """
+        """Returned calls of the current reader, and returned characters of the last one's arguments."""
         self._num_false = 0
         self._spaces: list[str] = []
-        """White space after the returned text, in pieces so that each is examined only once.
-        Dropped if a call follows.
+        """White space after the returned text, in pieces so that each is examined only once. Dropped if a call follows.
         """
         self._has_called = False
 
@@ -202,12 +187,8 @@ def _joined(parts: list[Part]) -> list[Part]:
 
 @dataclass(frozen=True, slots=True)
 class Callee:
-    """A tool that may be called.
-
-    Attributes:
-        name: Letters, digits and characters that need no escape in a grammar.
-        schema: JSON schema of its arguments.
-        strict: Whether calls must match the whole schema.
+    """A tool that may be called: a name without characters that need an escape in a grammar, and the JSON schema of its
+    arguments. `strict`: whether calls must match the whole schema.
     """
 
     name: str
@@ -216,11 +197,8 @@ class Callee:
 
 
 class Marks:
-    """Grammar terms for the special texts of a model, and the white space allowed in JSON.
-
-    Args:
-        special_id: Returns the id of a special token by its text; None: the text is not a special token.
-        whitespace: Regular expression of white space between the parts of JSON, see `grammars.json_grammar`.
+    """Grammar terms for the special texts of a model. `special_id` returns the id of a special token by its text, or
+    None; `whitespace` is that of `grammars.json_grammar`.
     """
 
     def __init__(
@@ -250,12 +228,7 @@ def escaped(text: str) -> str:
 
 
 def repeated(rule: str, between: str, most: int | None) -> str:
-    """Return a term that matches a rule one or more times.
-
-    Args:
-        between: Term between two repetitions.
-        most: Maximum number of repetitions; None: unlimited.
-    """
+    """Return a term that matches `rule` one to `most` times (None: unlimited), with the term `between` between two."""
     times = "*" if most is None else f"{{0,{most - 1}}}"
     return rule if most == 1 else f"{rule} ({between} {rule}){times}"
 

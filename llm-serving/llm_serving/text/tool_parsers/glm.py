@@ -1,6 +1,4 @@
-"""Tool calls of GLM-4.5 and later: `<tool_call>name`,
-`<arg_key>k</arg_key><arg_value>v</arg_value>`, `</tool_call>`.
-"""
+"""Tool calls of GLM-4.5 and later: `<tool_call>name`, `<arg_key>k</arg_key><arg_value>v</arg_value>`, `</tool_call>`."""
 
 from __future__ import annotations
 
@@ -117,10 +115,8 @@ def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    """Return the grammar rules, see `base`.
-
-    Arguments have the names and the order of their schema, and texts are not quoted. The only other constraint that is
-    enforced is the list of allowed values of an argument.
+    """Return the grammar rules (see `base`): arguments have the names and the order of their schema, texts are not
+    quoted, and of other constraints only the list of allowed values is enforced.
     """
     rest = f"call {marks(CLOSING)}"
     times = "*" if most is None else f"{{0,{most}}}"

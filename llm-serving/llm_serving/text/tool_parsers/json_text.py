@@ -27,10 +27,8 @@ class JsonEnd:
         self._in_string = False
 
     def find(self, text: str, start: int = 0) -> int | None:
-        """Return the index after the value at `start`, which may follow white space; None if the value is incomplete.
-
-        Each `text` extends the previous one, and `start` never changes. Raise NotACallError if the text cannot become
-        an object or array.
+        """Return the index after the value at `start`, or after white space there; None if the value is incomplete.
+        Each `text` extends the previous one. Raise NotACallError if the text cannot become an object or array.
         """
         if not self._closing:
             self._at = start + len(text[start:]) - len(text[start:].lstrip())
@@ -67,8 +65,8 @@ class JsonEnd:
 
 
 class StreamedCall:
-    """A call that is streamed while its arguments, a JSON object, are generated, even if they become invalid. `start`:
-    index of the opening brace.
+    """A call that is streamed while its arguments, the JSON object from index `start`, are generated, even if they
+    become invalid.
     """
 
     def __init__(self, name: str, start: int) -> None:
@@ -93,9 +91,7 @@ class StreamedCall:
 
 
 def streamed_call(body: str, start: int, names: Collection[str]) -> StreamedCall | None:
-    """Return a streamed call if the object at `start` has the name of an offered tool followed by
-    arguments, else None.
-    """
+    """Return a streamed call if the object at `start` has the name of an offered tool, then arguments; else None."""
     head = _HEAD.match(body[start : start + _MAX_HEAD_CHARS])
     return StreamedCall(head[1], start + head.end()) if head is not None and head[1] in names else None
 
@@ -109,9 +105,7 @@ def parsed(text: str) -> Any:
 
 
 def call_of(value: Any) -> Call:
-    """Return the call in an object with a name and with `arguments` or `parameters`. Raise NotACallError if the value
-    is not such an object.
-    """
+    """Return the call in an object with a name and `arguments` or `parameters`. Raise NotACallError for another value."""
     if not isinstance(value, dict) or not is_name(name := value.get("name")):
         raise NotACallError
     given = value.get("arguments", value.get("parameters", {}))
