@@ -19,7 +19,7 @@ RENAMED: Final[Mapping[str, str]] = {
     "serving_config.whole_answer_bytes": "serving_config.max_buffered_response_bytes",
     "serving_config.grammars_kept": "serving_config.grammar_cache_size",
 }
-"""Former name of a key of our own -> its name. Accepted for one release, with a notice (docs/reference/renamed.md)."""
+"""Former name of a key -> its name. Accepted for one release, with a notice (docs/reference/renamed.md)."""
 
 ALIASES: Final[Mapping[str, str]] = {
     # Every older sample has the waiting times in model_config; the older loader read them from serving_config.
@@ -103,7 +103,7 @@ MINDFORMERS_TARGETS: Final[Mapping[str, str]] = {
 """Key of a MindFormers YAML -> key that it sets when the serving YAML leaves it out."""
 
 MINDFORMERS_DTYPE: Final = "float16"
-"""`compute_dtype` of a MindFormers YAML that does not give it."""
+"""Default of `compute_dtype` in a MindFormers YAML."""
 
 MUST_AGREE: Final = (
     "pa_config.block_size",
@@ -111,8 +111,7 @@ MUST_AGREE: Final = (
     "model_config.vocab_size",
     "model_config.end_token",
 )
-"""Keys that must be the same in both files; otherwise the text would be garbled or generation would miss its end token.
-"""
+"""Keys that must be the same in both files; otherwise the text would be garbled or generation would miss its end."""
 
 _SHAPE_KEYS: Final = frozenset(
     "seq_length hidden_size num_layers num_heads n_kv_heads vocab_size intermediate_size multiple_of "
@@ -151,9 +150,8 @@ class MindFormersFile:
 
 
 def read_mindformers(path: Path) -> MindFormersFile:
-    """Read a MindFormers YAML. An unknown key gives a notice and not an error, because MindFormers owns the format.
-    Raise ConfigError if the file cannot be read, names an adapter, or a value that describes the model has a wrong
-    type.
+    """Read a MindFormers YAML. An unknown key only gives a notice, because MindFormers owns the format. Raise
+    ConfigError if the file cannot be read, names an adapter, or a value that describes the model has a wrong type.
     """
     root = read_yaml(path)
     values: dict[str, Located] = {}
@@ -195,9 +193,7 @@ def read_mindformers(path: Path) -> MindFormersFile:
 
 
 def spec_of(root: Located) -> ModelSpec | None:
-    """Return the shape of the model that a MindFormers YAML describes; None if it describes none. Raise ModelError if
-    the model cannot be served.
-    """
+    """Return the model that a MindFormers YAML describes, or None. Raise ModelError if it cannot be served."""
     shape = _shape_of(root)
     if shape is None or shape.get("hidden_size") is None:
         return None

@@ -70,7 +70,7 @@ _SECTION_NAMES: Final = tuple(dict.fromkeys([*(name.partition(".")[0] for name i
 
 @dataclass(frozen=True)
 class _Given:
-    """A raw value, where it was written, and the folders that its relative paths count from."""
+    """A raw value, where it was written, and the folders in which its relative paths are looked up."""
 
     value: Any
     source: str
@@ -92,8 +92,7 @@ class _Reading:
 def load_config(
     path: Path | None = None, overrides: Sequence[str] = (), model: str | Path | None = None
 ) -> ServingConfig:
-    """Read and check a configuration. Raise ConfigError, which names the file and line, the key, the rule and the value
-    given.
+    """Read and check a configuration. ConfigError names the file and line, the key, the rule and the value.
 
     Args:
         path: The serving YAML. None: all defaults.
@@ -322,7 +321,7 @@ def _use_compute_dtype(reading: _Reading, file: MindFormersFile | None) -> None:
 
 
 def _use_checkpoint(values: Values, file: MindFormersFile) -> None:
-    """Use the weights that a MindFormers YAML names as the model when they are a folder in Hugging Face form."""
+    """Serve the weights that a MindFormers YAML names if they are a folder in Hugging Face form."""
     if file.checkpoint is None or values.is_given(MODEL_PATH):
         return
     key, item = file.checkpoint

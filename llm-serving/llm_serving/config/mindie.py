@@ -54,9 +54,7 @@ class Imported:
 
 
 def import_mindie(path: Path) -> Imported:
-    """Read a file. Raise ConfigError if the file has another format, or a value breaks the rule of its
-    counterpart.
-    """
+    """Read a file. Raise ConfigError if it has another format, or a value breaks the rule of its counterpart."""
     try:
         content = json.loads(read_regular(path, MAX_BYTES))
     except (ValueError, RecursionError) as error:

@@ -32,9 +32,7 @@ class ModelSize(NamedTuple):
 
 
 def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelSize:
-    """Estimate the memory that a WorkAgent needs for the model. `stored_bytes`: size of the weight
-    files, where known.
-    """
+    """Estimate the memory that a WorkAgent needs for the model. `stored_bytes`: size of the weight files, if known."""
     assert config.model.model_path is not None
     spec = ModelSpec.from_folder(config.model.model_path).of_rank(0, config.cluster.tensor_parallel)
     is_plain = config.device.device_target == "CPU" and config.device.kernels == "plain"

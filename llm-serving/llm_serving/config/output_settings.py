@@ -1,4 +1,4 @@
-"""Table of all configuration keys: those that can change a byte of a response, and those that cannot."""
+"""Which configuration keys can change a byte of a response."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ OUTPUT_KEYS: Final[Mapping[str, Setting]] = {
     "quant_config.group_size": 128,
     "quant_config.kv_cache_dtype": "auto",
 }
-"""Key that can change a byte of a response -> the value that applied before the key existed. Receipts record these
-keys; a receipt without the key means that value.
+"""Key that can change a byte of a response -> the value that applied before the key existed, which a receipt without
+the key means. Receipts record these keys.
 """
 
 DERIVED_KEYS: Final[Mapping[str, str]] = {

@@ -19,9 +19,8 @@ DEMO_FOLDER: Final = PACKAGE_FOLDER / "demo_model"
 
 
 def search_folders(yaml_folder: Path | None) -> tuple[Path, ...]:
-    """Return the folders to search for a relative path, in order: folder of the YAML, working folder, project root.
-
-    Older files count paths from the folder that their server was started in, such as `configs/llama/model.yaml`.
+    """Return the folders to search for a relative path: folder of the YAML, working folder, project root. Older files
+    count paths from the folder that their server was started in, such as `configs/llama/model.yaml`.
     """
     own = () if yaml_folder is None else (yaml_folder,)
     return tuple(dict.fromkeys(folder.resolve() for folder in (*own, Path.cwd(), PROJECT_FOLDER)))
@@ -37,8 +36,8 @@ def find(path: Path, folders: Sequence[Path]) -> Path | None:
 
 
 def resolve(path: Path, folders: Sequence[Path], key: str, where: str) -> Path:
-    """Return the absolute path of the first match. Raise ConfigError if the path does not exist. The error names the
-    key and the folders searched.
+    """Return the absolute path of the first match. If there is none, raise ConfigError with the key and the folders
+    searched.
     """
     found = find(path, folders)
     if found is None:
@@ -59,18 +58,13 @@ def _why_missing(path: Path, folders: Sequence[Path]) -> str:
 
 
 def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, written: str | None = None) -> Path | None:
-    """Return the folder of a model, or its GGUF file. The word `demo` means the shipped model. Raise ConfigError if the
-    path does not exist, and the text cannot be a name on a hub.
+    """Return the folder or the GGUF file of a model; `demo` means the shipped model, and a folder without config.json
+    its only GGUF file. Return None if no such path exists and the text can be the name of a model on a hub, otherwise
+    raise ConfigError.
 
     Args:
-        folders: Where a relative path is looked up.
-        key: The key that errors name.
-        where: The place where the path was given.
+        key, where: The key that errors name, and the place where the path was given.
         written: The path as text, which distinguishes `./a/b` from the hub name `a/b`.
-
-    Returns:
-        A GGUF file if it is the only one in a folder without config.json. None if no such path exists and the text can
-        be the name of a model on a hub.
     """
     if str(path) == DEMO_WORD:
         if not (DEMO_FOLDER / "config.json").exists():
@@ -113,9 +107,8 @@ class Kind(Enum):
     MADE_FOLDER = "a folder that may be written, or a place where one, and those above it, can be made"
 
     def broken_by(self, path: Path) -> str | None:
-        """Return why a path is not of this kind; None if it is. No file is opened, because opening a pipe would block.
-
-        A missing input path is not reported here, because `resolve` reports it.
+        """Return why a path is not of this kind; None if it is, or if an input path is missing, which `resolve`
+        reports. No file is opened, because opening a pipe would block.
         """
         if self is Kind.LOG and path == Path("-"):
             return None

@@ -45,8 +45,8 @@ def read_again(running: ServingConfig) -> ServingConfig:
 
 
 def check_reload(started: ServingConfig, running: ServingConfig, read: ServingConfig) -> list[Change]:
-    """Return the changed keys. `started`: the configuration that the WorkAgents were loaded with. Raise ConfigError if
-    a changed key requires a restart. The caller must apply none of the changes.
+    """Return the keys that differ between `running` and `read`. `started`: the configuration with which the WorkAgents
+    were loaded. Raise ConfigError, so that no change is applied, if a changed key requires a restart.
     """
     changes = list(_changes(running, read))
     fixed = [str(change) for change in changes if not _may_change(change.key)]

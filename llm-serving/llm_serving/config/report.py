@@ -1,7 +1,5 @@
-"""The configuration as text: effective values, reference YAML and reference document.
-
-The text of a key is the docstring below its dataclass field. `scripts/write_config_reference.py` writes
-configs/serving.yaml and docs/reference/yaml_keys.md from these texts.
+"""The configuration as text: effective values, reference YAML and reference document. The text of a key is the
+docstring below its dataclass field.
 """
 
 import ast

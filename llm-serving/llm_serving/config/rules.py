@@ -102,7 +102,7 @@ def integers(minimum: int, maximum: int = MAX_INTEGER, unique: bool = False) -> 
 
 
 def largest(minimum: int) -> Rule:
-    """Accept an integer, or the largest of a list: older files list the batch sizes that a graph was compiled for."""
+    """Accept an integer >= `minimum`. Older files have a list of batch sizes, of which the largest is used."""
     several = integers(minimum)
     return Rule(several.text, lambda value: max(several.parse(value)))
 

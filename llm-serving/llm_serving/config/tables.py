@@ -115,9 +115,7 @@ class TableReader:
             self.rows[default.name] = Row("default", values)
 
     def read(self, located: Located) -> None:
-        """Replace the default rows by those of a file. Raise ConfigError if a name, a key or a
-        value breaks its rule.
-        """
+        """Replace the default rows by those of a file. Raise ConfigError if a name, a key or a value breaks its rule."""
         if located.value is None:
             return
         self.rows = {}
@@ -148,9 +146,7 @@ class TableReader:
             raise ConfigError(f"{item.where}: `{full}` {rule.broken_by(value)}") from None
 
     def build(self) -> tuple[Any, ...]:
-        """Return the rows as instances of the section's dataclass. Raise ConfigError if a row lacks a required
-        key.
-        """
+        """Return the rows as instances of the section's dataclass. Raise ConfigError if a row lacks a required key."""
         return tuple(self._build_row(name, row) for name, row in self.rows.items())
 
     def sources(self) -> Iterator[tuple[str, str]]:
@@ -221,9 +217,7 @@ def _check_request_classes(values: Values, table: TableReader) -> None:
 
 
 def _check_anonymous_clients(values: Values, classes: TableReader, has_keys: bool) -> None:
-    """Check the request class of clients without an API key. The default on a public address is the class of priority
-    0.
-    """
+    """Check the class of clients without an API key. The default on a public address is the class of priority 0."""
     name, address = "serving_config.anonymous_highest_class", "serving_config.server_ip"
     if values[name] is not None:
         _check_class_name(name, values[name], values.source(name), classes)

@@ -17,13 +17,9 @@ MAX_PASSWORD_BYTES: Final = 1023
 
 
 def tls_context(certfile: Path, keyfile: Path | None, password_file: Path | None = None) -> ssl.SSLContext:
-    """Return the context of a server with this certificate, for TLS 1.2 or newer. Raise ConfigError if a file cannot be
-    used; the error names its key.
-
-    Args:
-        certfile: PEM file with the certificate and its chain.
-        keyfile: PEM file with the private key. None: `certfile` contains it.
-        password_file: File whose first line is the password of an encrypted key. None: the key is not encrypted.
+    """Return the context of a server with this certificate, for TLS 1.2 or newer. Raise ConfigError, which names the
+    key of a file that cannot be used. The files are those of the keys `ssl_*`; without `keyfile`, `certfile` contains
+    the key.
     """
     _read(CERTFILE, certfile)
     key_name, key_path = (KEYFILE, keyfile) if keyfile is not None else (CERTFILE, certfile)

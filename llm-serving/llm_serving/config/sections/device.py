@@ -29,7 +29,6 @@ TARGET: Final = "device_config.device_target"
 KERNELS: Final = "device_config.kernels"
 
 NPU_FOLDER: Path = Path("/dev")
-"""Folder of the device files of NPUs."""
 MULTIPLE: Final = 16
 """Divisor of the block size: the KV cache is stored in tiles of 16 tokens by 16 elements of a head."""
 ASCEND_DTYPES: Final = tuple(dtype.name for dtype in MODEL_DTYPES.values() if dtype.on_ascend)
@@ -125,8 +124,8 @@ class QuantConfig:
         return _quantization(self.quantization, self.group_size)
 
     def weights_on(self, device: DeviceConfig) -> Quantization | None:
-        """Return `weights`. Without quantization, a device that runs no programs cannot multiply the blocks of a GGUF
-        file, so its weights are dequantized.
+        """Return `weights`, but dequantize GGUF blocks on a device that cannot multiply them because it runs no
+        programs.
         """
         return self.weights or _stored(_runs_programs(device.device_target, device.kernels))
 
@@ -144,8 +143,8 @@ def _runs_programs(target: str, kernels: str) -> bool:
 
 
 def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None) -> None:
-    """Check the requirements of the device's kernels and memory, which otherwise fail when a WorkAgent loads the model.
-    Raise ConfigError for a combination that cannot be served.
+    """Check what the kernels and the memory of the device require, before a WorkAgent fails to load the model. Raise
+    ConfigError for an invalid combination.
     """
     on_ascend = values[TARGET] == "Ascend"
     if not values.is_given(TARGET) and (npus := sorted(NPU_FOLDER.glob("davinci[0-9]*"))):
@@ -202,10 +201,8 @@ def _check_ascend(values: Values, spec: ModelSpec | None) -> None:
 
 
 def _check_infer_boost(values: Values, mindformers: MindFormersFile | None) -> None:
-    """Check that Ascend can use infer boost, which PagedAttention requires. Infer boost needs `jit_level: O0`.
-
-    A conflicting key of a MindFormers YAML is only a notice: such files enable fusion, but their server uses infer
-    boost.
+    """Check that Ascend can use infer boost, which PagedAttention requires and which needs `jit_level: O0`. A
+    conflicting key of a MindFormers YAML is only a notice: such files enable fusion, but their server uses infer boost.
     """
     for name, needed in (("device_config.enable_graph_kernel", False), ("device_config.jit_level", "O0")):
         given, source = values[name], values.source(name)
@@ -275,7 +272,7 @@ def _where(values: Values) -> str:
 
 
 def _check_memory(values: Values, spec: ModelSpec) -> None:
-    """Check that `max_device_memory` leaves room for one block where the KV cache takes the rest of it."""
+    """Check that `max_device_memory` leaves room for at least one block of a KV cache that takes all remaining memory."""
     limit = values["device_config.max_device_memory"]
     if limit is None or values["pa_config.num_blocks"] is not None:
         return

@@ -305,7 +305,7 @@ def check_lengths(values: Values, spec: ModelSpec | None) -> None:
 
 def check_implementation(values: Values, spec: ModelSpec | None) -> None:
     """Check the requirements of MindFormers' classes, and change `kernels: auto` to `primitives`. Raise ConfigError for
-    a combination that cannot be served.
+    an invalid combination.
     """
     implementation = values[IMPLEMENTATION]
     if implementation == ImplementationName.NATIVE:
@@ -323,7 +323,7 @@ def check_implementation(values: Values, spec: ModelSpec | None) -> None:
 
 def check_graph_engine(values: Values) -> None:
     """Check the requirements of `backend: ge`. Without exported graphs, add a notice that `kbk` is used. Raise
-    ConfigError for a combination that cannot be served.
+    ConfigError for an invalid combination.
     """
     if not values.is_given(MINDIR_PATH):
         if values[BACKEND] == "ge":

@@ -117,8 +117,7 @@ class SchedulerConfig:
 CPU_STEP_OPERATIONS: Final = 1.2e12
 """Operations that a few CPU cores compute in about one second."""
 CPU_STEP_TOKENS: Final = 512
-"""Default token budget on a CPU. A larger step is no faster per token, and running streams wait longer for its end
-(docs/results/scheduling.md).
+"""Default token budget on a CPU. Larger steps are no faster per token and delay streams (docs/results/scheduling.md).
 """
 MIN_PROMPT_TOKENS: Final = 128
 """Matrix products of this many rows reach 90 % of the speed of larger ones."""
@@ -129,9 +128,9 @@ SEPARATE_PREFILL_STEPS: Final = 4
 def choose_step_budget(values: Values, spec: ModelSpec | None) -> None:
     """Set `max_prefill_tokens` and `max_consecutive_prefill_steps` where they are not given.
 
-    On a CPU a larger step is no faster per token, and every request waits for its end. So the default is
-    `CPU_STEP_TOKENS`, halved until the matrix products (two operations for each weight and token) need at most
-    `CPU_STEP_OPERATIONS`. On every device the budget has room for all running requests and a part of a prompt.
+    On a CPU the default is `CPU_STEP_TOKENS`, halved until the matrix products (two operations for each weight and
+    token) need at most `CPU_STEP_OPERATIONS`. On every device the budget has room for all running requests and a part
+    of a prompt.
     """
     gap, mixed = "scheduler_config.max_consecutive_prefill_steps", "scheduler_config.enable_mixed_chunk"
     if not values.is_given(gap) and not values[mixed]:
@@ -163,8 +162,8 @@ _FOR_DRAFT_MODEL: Final = (
 
 
 def check_scheduler(values: Values) -> None:
-    """Check the budget, the order, the draft model and the limits of the queue. Raise ConfigError for a combination
-    that cannot be served.
+    """Check the budget, the order, the draft model and the limits of the queue. Raise ConfigError for an invalid
+    combination.
     """
     budget_key = "scheduler_config.max_prefill_tokens"
     budget, slots = values[budget_key], values["model_config.decode_batch_size"]

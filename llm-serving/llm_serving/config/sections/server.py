@@ -227,7 +227,6 @@ class ServerConfig:
 
     @property
     def url(self) -> str:
-        """The URL of the server."""
         host = f"[{self.server_ip}]" if ":" in self.server_ip else self.server_ip
         return f"{self.scheme}://{host}:{self.server_port}"
 
@@ -237,7 +236,7 @@ class ServerConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether the address is reachable only from this machine. The only name that counts is `localhost`."""
+    """Return whether the address is reachable only from this machine. Of names, only `localhost` is."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -245,9 +244,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_server(values: Values) -> None:
-    """Check the buffer sizes, the certificate and the request log. Raise ConfigError for a combination that cannot be
-    served.
-    """
+    """Check the buffer sizes, the certificate and the request log. Raise ConfigError for an invalid combination."""
     name, body = "serving_config.max_buffered_bytes", values["serving_config.max_request_body_bytes"]
     if values[name] < 2 * body:
         if values.is_given(name):

@@ -108,7 +108,7 @@ class GrammarError(LLMServingError):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that an answer must match, as the text that llguidance compiles. Grammars with equal texts are equal."""
+    """A grammar that an answer must match, as the text that llguidance compiles. Equal texts are equal grammars."""
 
     text: str
 
@@ -159,7 +159,7 @@ def choice_grammar(choices: Sequence[str]) -> Grammar:
 
 
 def any_grammar(text: str) -> Grammar:
-    """Return the grammar that a text describes in Lark or GBNF (`root ::= ...`). Raise GrammarError if it is neither."""
+    """Return the grammar that a text describes in Lark or GBNF (`root ::= ...`), else raise GrammarError."""
     try:
         return lark_grammar(text if is_lark(text) else gbnf_to_lark(text))
     except RecursionError:
@@ -190,9 +190,7 @@ def _whole_answer(part: _Part) -> Grammar:
 
 
 def _exact(text: str) -> int:
-    """Return an integer up to `MAX_INT`, which llguidance's numbers represent exactly. Raise ValueError for a larger
-    one.
-    """
+    """Return an integer up to `MAX_INT`, which llguidance represents exactly. Raise ValueError for a larger one."""
     value = int(text) if len(text) <= MAX_INT_CHARS else MAX_INT + 1
     if abs(value) > MAX_INT:
         raise ValueError(f"integers must be from -{MAX_INT} to {MAX_INT}")

@@ -48,7 +48,7 @@ class GgufTokenizer(NamedTuple):
 
 
 def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
-    """Read the tokenizer of a file. Raise ModelError if it is missing, of an unsupported kind, or contradicts itself."""
+    """Read the tokenizer of a file. Raise ModelError if it is missing, of an unsupported kind, or inconsistent."""
     metadata = _Metadata(path, read_gguf(path, texts=True).metadata)
     kind = metadata.get("model")
     tokens, types = metadata.tokens()

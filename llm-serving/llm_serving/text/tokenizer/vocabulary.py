@@ -162,9 +162,7 @@ class TokenizersVocabulary:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def _add_tokens(self, added_tokens: Mapping[int, AddedToken], special_texts: Iterable[str]) -> None:
-        """Add the missing tokens in the order of their ids, as the transformers library does. Ids are assigned in
-        sequence.
-        """
+        """Add the missing tokens in the order of their ids, as the transformers library does. New ids are consecutive."""
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         named = frozenset(special_texts)
         tokens = [token for _, token in sorted(added_tokens.items()) if token.text not in known]
@@ -238,7 +236,7 @@ SPECIAL_NAMES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file; {} if the file does not exist. Raise ModelError if it is invalid or unreadable."""
+    """Return a JSON object from a file; {} if the file does not exist. Raise ModelError if it is not valid."""
     if not path.exists():
         return {}
     try:

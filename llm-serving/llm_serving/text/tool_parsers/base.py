@@ -87,8 +87,7 @@ class MarkedCalls:
         """Returned calls of the current reader, and returned characters of the last one's arguments."""
         self._num_false = 0
         self._spaces: list[str] = []
-        """White space after the returned text, in pieces so that each is examined only once. Dropped if a call follows.
-        """
+        """White space after the returned text, in pieces so that each is examined only once; dropped before a call."""
         self._has_called = False
 
     def add(self, text: str) -> list[Part]:

@@ -1,4 +1,4 @@
-"""Tool calls of GLM-4.5 and later: `<tool_call>name`, `<arg_key>k</arg_key><arg_value>v</arg_value>`, `</tool_call>`."""
+"""Tool calls of GLM-4.5 and later: `<tool_call>name`, `<arg_key>k</arg_key><arg_value>v</arg_value>`, ..."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def parsed(text: str) -> Any:
 
 
 def call_of(value: Any) -> Call:
-    """Return the call in an object with a name and `arguments` or `parameters`. Raise NotACallError for another value."""
+    """Return the call in an object with a name and `arguments` or `parameters`, else raise NotACallError."""
     if not isinstance(value, dict) or not is_name(name := value.get("name")):
         raise NotACallError
     given = value.get("arguments", value.get("parameters", {}))

@@ -1,4 +1,4 @@
-"""Tool calls of Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, newer `[TOOL_CALLS]name[ARGS]{...}`."""
+"""Tool calls of Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` or `[TOOL_CALLS]name[ARGS]{...}`."""
 
 from __future__ import annotations
 
