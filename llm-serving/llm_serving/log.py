@@ -44,8 +44,8 @@ class SingleLineFormatter(logging.Formatter):
 
 
 def configure_logging(level: str = "INFO", process: str = "master") -> None:
-    """Send the package's log lines, labelled with the process name, to standard error. A second
-    call replaces the first.
+    """Send the package's log lines, labelled with the process name, to standard error, in place of an earlier call's
+    settings.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(SingleLineFormatter(f"%(asctime)s %(levelname)-7s [{process}] %(name)s: %(message)s"))
@@ -59,8 +59,7 @@ def configure_logging(level: str = "INFO", process: str = "master") -> None:
 
 class RotatingFile(logging.handlers.RotatingFileHandler):
     """Log files `path`, `path.1`, ...: `num_files` files of at most `max_bytes` each, the latest lines in the first.
-
-    Unlike other handlers, it raises errors instead of printing them. Raise OSError if the file cannot be opened.
+    Unlike other handlers, it raises errors instead of printing them; OSError if the file cannot be opened.
     """
 
     def __init__(self, path: Path, max_bytes: int, num_files: int) -> None:
@@ -73,9 +72,9 @@ class RotatingFile(logging.handlers.RotatingFileHandler):
 class LogWriter:
     """Writes lines through a handler in a background thread, so that callers never wait for the disk. Thread-safe.
 
-    Writes to a full disk are retried. Lines that exceed `MAX_PENDING_BYTES` meanwhile are dropped and counted. `report`
-    is called once when a problem begins and once when it ends. The writer owns the handler, whose `emit` writes a text
-    of one or more lines, or raises.
+    Writes to a full disk are retried; lines beyond `MAX_PENDING_BYTES` are dropped and counted. `report` is called once
+    when a problem begins and once when it ends. The writer owns the handler, whose `emit` writes a text of one or more
+    lines, or raises.
     """
 
     def __init__(self, handler: logging.Handler, report: Callable[[str], None]) -> None:

@@ -44,8 +44,8 @@ def run(config: ServingConfig) -> int:
 
 
 def run_batch(config: ServingConfig, source: Path, target: Path) -> RequestCounts:
-    """Answer a file of requests, or continue an interrupted run of the same files. Raise LLMServingError as `run`, or
-    the files cannot be used does.
+    """Answer a file of requests, or continue an interrupted run of the same files. Raise LLMServingError as `run` does,
+    or if the files cannot be used.
     """
     with DownloadProgress(unit="line") as bar:
 

@@ -30,7 +30,7 @@ Prompt = str | list[int]
 
 
 class LLM:
-    """A model loaded into this process. Use it only in the thread that created it, because MindSpore requires that.
+    """A model loaded into this process. MindSpore requires that only the thread that created it uses it.
 
     Example:
         llm = LLM(load_config(None, [], Path("demo")))
@@ -86,9 +86,8 @@ class LLM:
         *,
         priorities: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer all prompts, as many at a time as the configuration allows. Return one output for each prompt, in
-        order, with the whole text and all tokens. Raise RequestError if a request can never be served; then none is
-        started.
+        """Answer all prompts, as many at a time as the configuration allows. Return one output per prompt, in order,
+        with the whole text and all tokens. Raise RequestError if a request can never be served; then none is started.
 
         Args:
             sampling: Parameters for all prompts, or one set for each.
@@ -106,7 +105,7 @@ class LLM:
         *,
         priorities: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Like `generate`, but yield (index of the prompt, piece) as the pieces arrive."""
+        """Do the same as `generate`, but yield (index of the prompt, piece) as the pieces arrive."""
         if isinstance(sampling, SamplingParams):
             sampling = [sampling] * len(prompts)
         if priorities is None:
@@ -114,14 +113,9 @@ class LLM:
         yield from self._run([self._request(*each) for each in zip(prompts, sampling, priorities, strict=True)])
 
     def embed(self, prompts: Sequence[Prompt]) -> list[Float32Array]:
-        """Return the last hidden state of each prompt after the final norm, the input of the LM head.
-
-        Returns:
-            [hidden size] for each prompt, float32.
-
-        Raises:
-            RequestError: A prompt can never be computed; then none is started.
-            WorkerError: Computing a prompt failed.
+        """Return the last hidden state of each prompt after the final norm (the input of the LM head), float32 [hidden
+        size]. Raise RequestError if a prompt can never be computed; then none is started. Raise WorkerError if
+        computing a prompt failed.
         """
         requests = [self._request(prompt, SamplingParams(max_tokens=0), wants_vector=True) for prompt in prompts]
         vectors: dict[int, Float32Array] = {}
@@ -134,12 +128,9 @@ class LLM:
     def beam_search(
         self, prompts: Sequence[Prompt], search: BeamSearchParams, sampling: SamplingParams
     ) -> list[list[RequestOutput]]:
-        """Return the best sequences of each prompt, best first. Raise RequestError if a request can never be served;
-        then none is started.
-
-        Args:
-            search: Beam width, number of returned sequences and scoring.
-            sampling: `max_tokens`, stop conditions and `logprobs`; must be greedy and not change logits.
+        """Return the best sequences of each prompt, best first. `sampling` gives `max_tokens`, stop conditions and
+        `logprobs`; it must be greedy and not change logits. Raise RequestError if a request can never be served; then
+        none is started.
         """
         check_beam_search(self.config.model, sampling)
         requests = [self._request(prompt, sampling, beam_search=search) for prompt in prompts]

@@ -75,9 +75,7 @@ MINDSPORE_FRAMES: Final = "\n\n----"
 CONNECT_TIMEOUT_S: Final = 30.0
 """Seconds to connect to a master on another machine."""
 POLL_S: Final = 0.0005
-"""Seconds to poll for the next message before sleeping: the time that the master needs to build the next step,
-including draft tokens.
-"""
+"""Seconds to poll for the next message before sleeping; the master needs this time to build the next step."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,11 +153,9 @@ def serve(
 
     Args:
         memory_fd: Memory file of the step buffers; None: arrays are in the frames.
-        ranks_fd: Memory shared by the ranks of this replica; None: the replica has only this process.
-        transfer_fd: Memory of the KV transfer pool; None: there is none.
+        ranks_fd, transfer_fd, group_port: As for `worker.loading.load_runner`.
         blocks: Channel to the master that transfers KV blocks; None: memory is shared, or nothing is transferred.
         model_path: Folder of the model on this machine; None: the path in `LoadModel`.
-        group_port: Port of this machine on which ranks form a collective group, if they compute graphs.
 
     Raises:
         TransportError: The channel failed, or the master has exited.
@@ -220,9 +216,7 @@ def serve(
 def _serve_blocks(
     blocks: Channel[MasterMessage], pool: BlockStore, steps: Channel[MasterMessage], throttle: BackgroundThrottle
 ) -> None:
-    """Serve KV block requests. When this connection ends, close the step channel too, so that the
-    WorkAgent is replaced.
-    """
+    """Serve KV block requests. When this connection ends, close `steps` too, so that the WorkAgent is replaced."""
     try:
         serve_blocks(blocks, pool, throttle.pause_after)
     except ChannelClosedError:
@@ -261,9 +255,7 @@ def run_steps(
 
 
 def _announce_ending(runner: ModelRunner, channel: Channel[MasterMessage], step: RunStep) -> None:
-    """Send `StepEnding` shortly before the step ends, if requested; immediately if the backend does
-    not support this.
-    """
+    """Send `StepEnding`, if requested, shortly before the step ends; at once if the backend cannot announce that."""
 
     def announce() -> None:
         with contextlib.suppress(ChannelClosedError):  # the master has exited
@@ -306,9 +298,8 @@ def _await_allowed_tokens(
 
 
 def _exit_with_the_master() -> None:
-    """Exit at the end of standard input, a pipe whose other end the parent holds.
-
-    This also covers a parent that exited before `die_with_parent` took effect.
+    """Exit at the end of standard input, a pipe whose other end the parent holds. This also covers a parent that exited
+    before `die_with_parent` took effect.
     """
     while sys.stdin.read(1):
         pass

@@ -192,9 +192,7 @@ def _accept_override(reading: _Reading, text: str) -> None:
 
 
 def _accept(reading: _Reading, name: str, given: _Given) -> None:
-    """Store a value under the key that its name stands for. A later override wins; two values in one file must be
-    equal.
-    """
+    """Store a value under the key that its name stands for. Later overrides win; values in one file must be equal."""
     if name in RANK_GRAPHS and isinstance(given.value, list):
         reading.num_rank_graphs = max(reading.num_rank_graphs, len(given.value))
     if name in WITHOUT_EFFECT:

@@ -115,7 +115,7 @@ class TableReader:
             self.rows[default.name] = Row("default", values)
 
     def read(self, located: Located) -> None:
-        """Replace the default rows by those of a file. Raise ConfigError if a name, a key or a value breaks its rule."""
+        """Replace the default rows by those of a file. Raise ConfigError if a name, key or value breaks its rule."""
         if located.value is None:
             return
         self.rows = {}

@@ -43,9 +43,8 @@ def check_block_moves(
     *,
     exports: bool = False,
 ) -> None:
-    """Check that every move stays inside cache, host pool and transfer pool. Raise WorkerError otherwise.
-
-    With `exports`, all moves must be of kind EXPORT; otherwise none may be.
+    """Check that every move stays inside cache, host pool and transfer pool, and is of kind EXPORT if and only if
+    `exports`. Raise WorkerError otherwise.
     """
     if block_moves.ndim != 2 or block_moves.shape[1] != len(BlockMove._fields):
         raise WorkerError(f"block_moves must be [N, {len(BlockMove._fields)}]. Given: {list(block_moves.shape)}")
@@ -85,10 +84,10 @@ class BlockTags(NamedTuple):
 class BlockGuard:
     """Tags every block with the epoch of its writer and the number of tokens written.
 
-    A row may only read blocks with the epoch it names, up to the tokens written; two rows may not write one block. A
-    move must name the epoch and at most the tokens of its source; its target gets the epoch the move names. So an error
-    of the master (a block assigned twice, an outdated block table, a skipped position) is detected before anything is
-    computed, instead of producing wrong text.
+    A row may only read blocks with its own epoch, up to the tokens written; two rows may not write one block. A move
+    names an epoch and a number of tokens that its source must have; its target gets the same epoch. So an error of the
+    master (a block assigned twice, an outdated block table, a skipped position) is detected before it produces wrong
+    text.
     """
 
     def __init__(
@@ -110,9 +109,7 @@ class BlockGuard:
         }
 
     def move(self, block_moves: Int32Array) -> None:
-        """Check moves before they are executed, and tag their targets. Raise WorkerError if a
-        source has another epoch.
-        """
+        """Check moves before they are executed, and tag their targets. Raise WorkerError if an epoch differs."""
         for move in map(BlockMove._make, block_moves.tolist()):
             source, target = SOURCE_AND_TARGET[BlockMoveKind(move.kind)]
             self._check_source(self._memories[source], move)
@@ -174,7 +171,9 @@ class BlockGuard:
             )
 
     def _check_owners(self, blocks: Int32Array, owners: Int32Array, reads: NDArray[np.bool_]) -> None:
-        """`owners`: epochs that the rows name for `blocks`, in the order of `reads` [B, W]."""
+        """Check that each block has the epoch in `owners` that its row names; `owners` is in the order of `reads` [B,
+        W].
+        """
         foreign = self._cache.epochs[blocks] != owners
         if any_true(foreign):
             row = reads.nonzero()[0][foreign][0]

@@ -30,15 +30,10 @@ LITE_PACKAGE = "mindspore_lite"
 
 
 class CompiledNetwork:
-    """One graph for batches of every shape, called without the checks of `Cell.__call__`.
-
-    Those checks (signature, types, compilation key) take about 140 of the 160 microseconds of a call. They are
-    unnecessary, because the arguments are always int32 arrays of the same ranks. The faster call uses private names of
-    MindSpore; if a release lacks them, the ordinary call is used.
-
-    Args:
-        network: Its arguments are those of a step, unless `inputs` is given.
-        inputs: The arguments, as for `Cell.set_inputs`; unused for a network that runs a program.
+    """One graph for batches of every shape, called without the checks of `Cell.__call__`, which take 140 of 160
+    microseconds and are unnecessary, because the arguments always have the same types and ranks. The faster call uses
+    private names of MindSpore; if a release lacks them, the ordinary call is used. `inputs`: the arguments, as for
+    `Cell.set_inputs`, if they are not those of a step.
     """
 
     def __init__(self, network: nn.Cell, inputs: Sequence[ms.Tensor] | None = None) -> None:
@@ -54,10 +49,8 @@ class CompiledNetwork:
         return len(self._network.compile_cache)
 
     def __call__(self, arrays: Sequence[Int32Array | Float32Array]) -> NDArray[Any]:
-        """Run the graph. The first call compiles it.
-
-        The arguments are not copied, so they must not change before this returns. The result of a program is valid
-        until the next call.
+        """Run the graph; the first call compiles it. Arguments are not copied, so they must not change before this
+        returns. The result of a program is valid until the next call.
         """
         if isinstance(self._network, ProgramNetwork):
             result = self._network.bind_inputs(arrays)
@@ -85,12 +78,9 @@ def load_lite() -> Any:
 
 
 class LiteNetwork:
-    """A MINDIR file computed by mindspore_lite on an NPU. It is called like a `CompiledNetwork`. Raise ConfigError if
-    the file has other arguments.
-
-    Args:
-        ini: Options of the graph engine, in the format of older servers.
-        inputs: The expected arguments. Only number of dimensions and type are used.
+    """A MINDIR file computed by mindspore_lite on an NPU and called like a `CompiledNetwork`. `ini`: options of the
+    graph engine, in the format of older servers. `inputs`: examples of the expected arguments. Raise ConfigError if the
+    file has other types or numbers of dimensions.
     """
 
     num_compilations = 1
@@ -130,9 +120,7 @@ class LiteNetwork:
 
 
 def _describe_argument(lite: Any, tensor: Any) -> str:
-    """Return the name, type and number of dimensions of an argument, whose name in a file has the
-    graph's name as prefix.
-    """
+    """Return the name, type and number of dimensions of an argument, without the graph's name before its own."""
     types = {lite.DataType.INT32: "int32", lite.DataType.FLOAT32: "float32"}
     return f"{tensor.name.split(':')[-1]} {types.get(tensor.dtype, tensor.dtype)} of {len(tensor.shape)}"
 

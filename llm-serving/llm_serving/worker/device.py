@@ -19,11 +19,8 @@ logger = get_logger(__name__)
 
 _UNSUPPORTED_SOC = "310p"
 _DISPATCH_THREADS = 5
-"""Number of threads with which MindSpore dispatches kernels to an NPU: its documented default.
-
-If it is not set, MindSpore uses fewer on a machine with up to 16 cores, infers shapes in another order and then rejects
-PagedAttention ("Invalid shape").
-"""
+"""Threads with which MindSpore dispatches kernels to an NPU: its documented default. Without this setting, it uses
+fewer on a machine with up to 16 cores and then rejects PagedAttention ("Invalid shape")."""
 
 
 def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
@@ -47,23 +44,20 @@ def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
 
 
 def free_npu_memory() -> int:
-    """Return the number of free bytes on the NPU that `configure_device` selected, as reported by CANN."""
+    """Return the free bytes on the NPU that `configure_device` selected, as reported by CANN."""
     return int(ms.hal.get_device_properties(0, "Ascend").free_memory)  # the id is ignored
 
 
 def npu_memory_limit(max_device_memory: int, free: int) -> int:
-    """Return the bytes that a WorkAgent may use on its NPU: `max_device_memory`, or less if the device has less.
-
-    Older YAMLs may give the memory of a larger device. `free` is 0 if the device does not report it.
+    """Return the bytes that a WorkAgent may use on its NPU: `max_device_memory`, or less if the device has less, as
+    with older YAMLs. `free` is 0 if the device does not report it.
     """
     return min(max_device_memory, max(free - NPU_RESERVE, 0)) if free > 0 else max_device_memory
 
 
 def _jit_config(device: DeviceConfig) -> dict[str, str]:
-    """Return settings of the graph compiler; on Ascend those of vllm-mindspore and MindFormers.
-
-    PagedAttention's kernel exists only in the library that infer boost adds, and infer boost supports only level O0
-    (`config.sections.device` rejects other levels).
+    """Return settings of the graph compiler; on Ascend those of vllm-mindspore and MindFormers: infer boost, whose
+    library has PagedAttention's kernel, and level O0, which it requires.
     """
     if device.device_target == "Ascend":
         return {"jit_level": "O0", "infer_boost": "on"}
@@ -91,10 +85,9 @@ def _refuse_soc(version: str) -> None:
 
 
 def backend_for(device: DeviceConfig, dtype: str) -> tuple[Backend, str]:
-    """Return the backend for `device_target` and `kernels`, and a notice for the operator.
-
-    The notice is not empty if the operator library is not available, or if the device cannot guarantee `exactness:
-    exact`. Raise KernelError if `kernels` requires the operator library, which cannot be built or loaded.
+    """Return the backend for `device_target` and `kernels`, and a notice for the operator if the operator library is
+    missing or the device cannot guarantee `exactness: exact`. Raise KernelError if `kernels` requires the operator
+    library, which cannot be built or loaded.
     """
     if device.device_target != "CPU":
         return _on_ascend(device, dtype)

@@ -54,12 +54,12 @@ class DraftModel:
         count = blocks_per_draft_request(runner.kv_tensors.block_size)
         self._free = [_Slot(range(index * count, (index + 1) * count)) for index in range(MAX_DRAFT_REQUESTS)]
         self._slots: OrderedDict[int, _Slot] = OrderedDict()
-        """By request key, the least recently used first."""
+        """Request key -> slot, the least recently used first."""
         self._step = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return draft tokens for each request, at most `num_draft_tokens`; none for a request that exceeds a limit.
-        Raise WorkerError if the model failed. All cached tokens are dropped.
+        """Return up to `num_draft_tokens` draft tokens for each request, none for a request that exceeds a limit. Raise
+        WorkerError if the model failed; all cached tokens are then dropped.
         """
         proposed: list[list[int]] = [[] for _ in requests]
         try:

@@ -131,8 +131,8 @@ def _whole_pages(num_bytes: int) -> int:
 class KVTensors:
     """KV tensors of all layers. They must live as long as the network that uses the same Parameters.
 
-    Block i of the block manager is row i of every tensor, so a block can be copied as a whole; the layout inside a
-    block is the backend's. The host pool holds blocks in the same layout, but attention does not read it.
+    Block i of the block manager is row i of every tensor, so whole blocks can be copied. The host pool holds blocks in
+    the same layout, but attention does not read it.
     """
 
     backend: Backend
@@ -162,9 +162,8 @@ class KVTensors:
         *,
         int8: bool = False,
     ) -> KVTensors:
-        """Allocate zeroed tensors. `int8`: keys and values are quantized to 8 bits. Raise ConfigError if there are more
-        KV slots than an int32 slot number can represent, or ModelError if the backend has no attention over 8-bit keys
-        and values.
+        """Allocate zeroed tensors, in 8 bits if `int8`. Raise ConfigError if there are more KV slots than an int32 slot
+        number can represent, or ModelError if the backend has no attention over 8-bit keys and values.
         """
         if num_blocks * block_size > MAX_SLOTS:
             raise ConfigError(
@@ -217,7 +216,6 @@ class GraphOwnedCache(KVTensors):
 
 
 def element_bytes(backend: Backend) -> int:
-    """Return the bytes of an activation element."""
     size: int = type_size_in_bytes(backend.activation_dtype)
     return size
 

@@ -1,6 +1,5 @@
-"""The thread that serves the KV transfer pool to the master.
-
-This module does not import MindSpore, so a WorkAgent with another model runner starts without MindSpore.
+"""The thread that serves the KV transfer pool to the master. It does not import MindSpore, so that a WorkAgent with
+another model runner starts without it.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ def serve_blocks(
     clock: Clock = time.thread_time,
 ) -> None:
     """Serve the master's requests for blocks in a separate thread, until the connection ends with a TransportError.
-
-    `pause_after` is called after each frame with the CPU seconds it took. `clock` is the CPU time of this thread.
+    `pause_after` is called after each frame with the CPU seconds it took, measured by `clock`.
     """
     began = clock()
     while True:
@@ -78,9 +76,8 @@ class BackgroundThrottle:
             self._is_running = False
 
     def pause_after(self, took_s: float) -> None:
-        """Wait until a piece that took this much CPU time is at most `SHARE` of the elapsed time.
-
-        Do not wait if no step ran since the previous piece.
+        """Wait until a piece that took this much CPU time is at most `SHARE` of the elapsed time. Do not wait if no
+        step ran since the previous piece.
         """
         num_started = self._num_started
         if self._is_running or num_started > self._num_seen:

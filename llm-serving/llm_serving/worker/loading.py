@@ -60,7 +60,7 @@ def load_runner(
     group_port: int = 0,
 ) -> tuple[ModelRunner, str]:
     """Select the device, prepare the kernels, read the weights and compile the network. Return the runner, and a notice
-    for the operator; usually empty.
+    for the operator, which is usually empty.
 
     Args:
         ranks_fd: Memory shared by the ranks of the replica; None: the replica has only this process.
@@ -167,9 +167,8 @@ def _draft_model(
 def limit_progress_reports(
     on_progress: Callable[[str], None], name: str, clock: Clock = monotonic
 ) -> Callable[[int, int], None]:
-    """Return a callback for bytes read that reports every `PROGRESS_INTERVAL_S`.
-
-    Regular reports are needed, because the master treats a silent WorkAgent as dead.
+    """Return a callback for bytes read that reports every `PROGRESS_INTERVAL_S`, because the master treats a silent
+    WorkAgent as dead.
     """
     reported_at = clock()
 
@@ -234,9 +233,7 @@ def _has_int8_cache(settings: LoadModel) -> bool:
 
 
 def _npu_memory(settings: LoadModel) -> int:
-    """Return the bytes of its NPU that this WorkAgent uses. Raise ConfigError if neither a limit
-    nor free memory is known.
-    """
+    """Return the bytes of the NPU that this WorkAgent uses. Raise ConfigError if limit and free memory are unknown."""
     free, given = free_npu_memory(), settings.max_device_memory
     if given is None and free <= 0:
         raise ConfigError(

@@ -1,8 +1,7 @@
 """Log-probabilities of the model's own distribution, and token weights whose sums are exact.
 
-Log-probabilities are those before penalties, bias and temperature. Sums of weights are exact, so the order of summation
-(threads, vector width, filters) cannot change which token is sampled.
-
+Log-probabilities are those before penalties, bias and temperature. Sums of weights are exact, so the order of
+summation (threads, vector width, filters) cannot change which token is sampled.
 The weight of a token is 2^y, y = (value - largest) * log2(e) / temperature, computed in float32 by additions and
 multiplications that every IEEE 754 machine rounds alike, and rounded to a multiple of 2^-33. Weights are at most 1, so
 float64, with its 53 bits, holds every sum of up to 2^20 of them exactly. A token 2^34 times less likely than the best
@@ -43,11 +42,8 @@ def weight_scale(temperature: np.float32) -> np.float32:
 
 
 def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) -> Float32Array:
-    """Return the weight of each token ([V] logits, none NaN): multiples of 2^-33, 1 for the most likely one.
-
-    Args:
-        largest: The largest logit, finite.
-        scale: From `weight_scale`.
+    """Return the weight of each token ([V] logits, none NaN): multiples of 2^-33, 1 for the most likely one. `largest`:
+    the largest logit, finite; `scale`: from `weight_scale`.
     """
     with np.errstate(over="ignore", under="ignore"):
         y = values - largest
@@ -74,7 +70,6 @@ def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) 
 
 def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | None = None) -> Float32Array:
     """Keep the `count` >= 1 largest of `weights` ([V]; among equal ones the lowest ids) and set the others to 0.
-
     `descending`: the weights in descending order, if known.
     """
     if count >= len(weights):
@@ -90,9 +85,8 @@ def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | 
 
 
 def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.float32) -> Float32Array:
-    """Set the weights of tokens that a filter removes to 0. The largest weight is always kept.
-
-    `top_p` applies to the tokens that `min_p` and `top_k` leave.
+    """Set the weights of tokens that a filter removes to 0, except the largest weight. `top_p` applies to the tokens
+    that `min_p` and `top_k` leave.
     """
     if min_p > 0:
         weights = np.where(weights >= min_p, weights, np.float32(0))
@@ -107,15 +101,10 @@ def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.fl
 
 
 def keep_typical(weights: Float32Array, exponents: Float32Array, share: float) -> Float32Array:
-    """Keep the fewest tokens whose weights sum to at least `share` of the total, the most typical ones first.
-
-    They are in ascending order of the distance of their exponent from the mean exponent: these are the logarithms of
-    the probabilities but for a constant (Meister et al. 2022, section 4). Of equal tokens the lowest ids come first.
-
-    Args:
-        weights: [V]
-        exponents: [V], the logarithm of each weight to base 2 before it was rounded.
-        share: Below 1.
+    """Keep the fewest tokens whose weights sum to at least `share` < 1 of the total, the most typical ones first: those
+    whose exponent is closest to the mean exponent (Meister et al. 2022, section 4: exponents are log-probabilities but
+    for a constant). Of equal tokens the lowest ids come first. `exponents`: [V], the logarithm of each weight to base 2
+    before it was rounded.
     """
     (ids,) = np.nonzero(weights > 0)
     kept, logarithms = weights[ids].astype(np.float64), exponents[ids].astype(np.float64)
@@ -130,10 +119,8 @@ def keep_typical(weights: Float32Array, exponents: Float32Array, share: float) -
 
 
 def draw_token(weights: Float32Array, number: float) -> int:
-    """Return the first token whose cumulative weight exceeds `number`, in [0, 1), times the total.
-
-    Such a token exists and has a weight above 0: `number` is at most 1 - 2^-53, so the product rounds to less than the
-    total.
+    """Return the first token whose cumulative weight exceeds `number`, in [0, 1), times the total. It exists: `number`
+    is at most 1 - 2^-53, so the product rounds to less than the total.
     """
     cumulative = weights.astype(np.float64).cumsum()
     return int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
@@ -148,9 +135,8 @@ def total_weight(logits: Float32Array) -> float:
 
 
 def log_normalizers(largest: Float32Array, totals: Float64Array) -> Float64Array:
-    """Return log(sum(exp(logits))) of rows, from the largest logit and `total_weight` of each; all [rows].
-
-    Each logarithm is computed by itself, because NumPy's vectorized ones may differ in the last bit.
+    """Return log(sum(exp(logits))) of rows, from the largest logit and `total_weight` of each; all [rows]. Each
+    logarithm is computed by itself, because NumPy's vectorized ones may differ in the last bit.
     """
     logarithms = np.array([math.log(total) for total in totals.tolist()])
     normalizers: Float64Array = largest.astype(np.float64) + logarithms

@@ -31,9 +31,8 @@ def all_zero(numbers: NDArray[Any]) -> bool:
 
 
 def all_in_range(values: Int32Array, end: int) -> bool:
-    """Return whether all values, possibly none, are from 0 to `end` - 1.
-
-    One comparison is enough, because negative values are very large when read as unsigned numbers.
+    """Return whether all values, possibly none, are from 0 to `end` - 1. One comparison is enough, because negative
+    values are very large when read as unsigned numbers.
     """
     return int(np.maximum.reduce(values.view(np.uint32), axis=None, initial=0)) < end
 
@@ -60,7 +59,7 @@ _PLACEHOLDER_TOKEN = 0
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Sizes of the objects that the arrays of a step index."""
+    """Upper limits of the indices in the arrays of a step."""
 
     vocab_size: int
     max_positions: int
@@ -72,7 +71,7 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """The arguments of a network, in the order of `lowering.step.STEP_INPUTS`; all int32 and C-contiguous."""
+    """The arguments of a network, in the order of `lowering.step_inputs.STEP_INPUTS`; all int32 and C-contiguous."""
 
     token_ids: Int32Array  # [T]
     positions: Int32Array  # [T], index of the token in its own sequence
@@ -114,12 +113,9 @@ class ModelInputs:
 
 
 def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array:
-    """Replace references in `token_ids` by tokens that the previous step sampled. Copy only if there are references.
-    Raise WorkerError if a reference names a sample that the previous step did not have.
-
-    Args:
-        token_ids: >= 0: a token; -1 - j: sample j of the previous step.
-        previous: [samples of the previous step]; -1 for a failed sample.
+    """Replace references in `token_ids` (-1 - j: sample j of the previous step) by tokens of `previous`, [samples of
+    the previous step], -1 for a failed sample. Copy only if there are references. Raise WorkerError if a reference
+    names a sample that the previous step did not have.
     """
     if not token_ids.size or int(token_ids.min()) >= 0:
         return token_ids
@@ -136,7 +132,7 @@ def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array
 
 def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimits) -> ModelInputs:
     """Return the network's arguments for `step`. `previous`: tokens that the previous step sampled. Raise WorkerError
-    if the step is inconsistent or exceeds vocabulary, positions or cache. Nothing was computed.
+    before any computation if the step is inconsistent or exceeds vocabulary, positions or cache.
     """
     num_tokens, num_rows = step.num_tokens, step.num_rows
     query_lens, num_computed, block_tables = step.query_lens, step.num_computed, step.block_tables

@@ -33,9 +33,8 @@ _FIRST_TAG: Final = 1
 
 
 class ModelRunner:
-    """Owns the network and the KV cache. Construct and use it in one thread.
-
-    Between steps it keeps only the cache, the number of the next step and the tokens of the latest step.
+    """Owns the network and the KV cache. Construct and use it in one thread. Between steps it keeps only the cache, the
+    number of the next step and the tokens of the latest step.
     """
 
     def __init__(
@@ -64,10 +63,8 @@ class ModelRunner:
         not hold the weights of `spec`, or ConfigError if the cache cannot be allocated.
 
         Args:
-            as_program: Whether one operator runs the whole network, if the backend supports it.
-            num_prompt_rows: Maximum number of requests of a step on the graph for whole prompts. 0: there is no such
-                graph.
-            implementation: Implementations other than the native one need `as_program=False`.
+            as_program: Whether one operator runs the whole network, if the backend supports it; only for `native`.
+            num_prompt_rows: Maximum number of requests of a step on the graph for whole prompts. 0: no such graph.
             networks: Networks that contain weights and caches; None: build them from the folder.
             ranks: The ranks that compute the replica together with this process; None: it computes alone.
             on_weights: Called with the bytes of weights read so far, and the total.
@@ -118,9 +115,7 @@ class ModelRunner:
         return sum(each.num_compilations for each in parts if each is not None)
 
     def warm_up(self) -> None:
-        """Compile the network and initialize what the first steps need. Call it before any step, because it clears all
-        blocks.
-        """
+        """Compile the network and initialize what the first steps need. Call it before any step: it clears blocks."""
         for query_lens in ((1,), (2, 1)):
             lens = np.array(query_lens, np.int32)
             num_rows, num_tokens = len(lens), int(lens.sum())
@@ -138,18 +133,18 @@ class ModelRunner:
         self.kv_tensors.clear()
 
     def announce_ending(self, announce: Callable[[], None] | None) -> bool:
-        """As `Backend.announce_ending`, for the next step."""
+        """Do the same as `Backend.announce_ending`, for the next step."""
         return self._backend.announce_ending(announce)
 
     def execute(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None = None) -> StepOutput:
-        """Move the blocks of a step, run it and return its results. `await_allowed`: waits for the allowed tokens of
-        its samples, if they are sent later.
+        """Move the blocks of a step, run it and return its results. `await_allowed` waits for the allowed tokens of its
+        samples, if the master sends them later.
 
         Raises:
             StepMismatchError: The step is not the next one. Nothing was moved or computed.
             WorkerError: The step is inconsistent, exceeds model, cache or host pool, or reads blocks that are not its
-                own. Nothing was computed. The step counts as done; rows of the next step that refer to its tokens
-                compute results to be discarded.
+                own. Nothing was computed, but the step counts as done; results of the next step that refer to its
+                tokens must be discarded.
             RankLostError: Another rank has exited or computes another step. No further step can be computed.
         """
         if self._ranks is None:
@@ -221,7 +216,7 @@ class ModelRunner:
         return replace(output, row_errors=output.row_errors | errors, scores=scored.scores, vectors=vectors.copy())
 
     def _logits_of(self, states: Float32Array) -> Float32Array:
-        """[P, H] -> [P, V]"""
+        """Return the logits [P, V] of hidden states [P, H]."""
         return self._head((states, *step_inputs_for_rows(len(states))))
 
     def _states_of(self, inputs: ModelInputs) -> Float32Array:
@@ -238,9 +233,7 @@ class ModelRunner:
 
 
 def _network_arguments(inputs: ModelInputs) -> tuple[Int32Array, ...]:
-    """Return the network's arguments. A step without results requests one, because some kernels
-    reject an empty tensor.
-    """
+    """Return the network's arguments. A step without results requests one, because some kernels need one."""
     arrays = inputs.arrays()
     return arrays if len(inputs.sample_indices) else (*arrays[:-1], np.zeros(1, np.int32))
 

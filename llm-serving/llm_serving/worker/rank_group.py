@@ -49,10 +49,8 @@ class RankGroup(Protocol):
 
 
 class CollectiveGroup:
-    """Ranks whose graphs use collectives. Create it once per process, before the first tensor.
-
-    A collective never ends if a rank is missing. The master terminates all ranks when one exits or a step exceeds
-    `serving_config.step_timeout_s`, so nothing is monitored here.
+    """Ranks whose graphs use collectives, which never end if a rank is missing. The master terminates all ranks when
+    one exits or a step exceeds `serving_config.step_timeout_s`. Create it once per process, before the first tensor.
     """
 
     def __init__(self, rank: int, count: int, port: int, device_target: str) -> None:
@@ -96,9 +94,7 @@ class _Gather(nn.Cell):
 
 
 def _start_scheduler(port: int) -> None:
-    """Start the scheduler process in rank 0. If it exits, this process exits too, because the ranks
-    would wait forever.
-    """
+    """Start the scheduler process in rank 0. If it exits, this process exits too: the ranks would wait forever."""
     environment = {**os.environ, "MS_ROLE": "MS_SCHED"}
     command = command_of(__name__, str(os.getpid()))
     scheduler = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603

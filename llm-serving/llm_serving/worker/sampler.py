@@ -54,9 +54,8 @@ class SampleArgs(ctypes.Structure):
 
 
 def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32Array) -> SampledTokens:
-    """Sample one token for each row with the operator library. See `sampling_reference.choose_tokens`.
-
-    `sampling` must have passed `check_sampling`, because the library does not check it again.
+    """Sample one token for each row with the operator library, as `sampling_reference.choose_tokens` does. `sampling`
+    must have passed `check_sampling`, because the library does not check it again.
     """
     choices = SampledTokens.unset(sampling)
     logits = np.ascontiguousarray(logits, np.float32)
@@ -159,13 +158,9 @@ def sample(
     previous: Int32Array,
     choose_tokens: ChooseTokens = sampling_reference.choose_tokens,
 ) -> StepOutput:
-    """Sample one token for each row of logits ([S, V], C-contiguous, not changed). Return the tokens. Rows whose logits
-    leave no token are in `row_errors`.
-
-    Args:
-        sampling: Must have passed `check_sampling`.
-        previous: Tokens of the previous step, for histories that end with a reference.
-        choose_tokens: From `choose_tokens_for`.
+    """Sample one token for each row of logits ([S, V], C-contiguous, not changed). Rows whose logits leave no token are
+    in `row_errors`. `sampling` must have passed `check_sampling`. `previous`: tokens of the previous step, for
+    histories that end with a reference.
     """
     history = resolve_token_ids(sampling.history_token_ids, previous)
     choices = choose_tokens(logits, sampling, history)

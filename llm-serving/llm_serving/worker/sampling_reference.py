@@ -2,10 +2,8 @@
 
 Steps for one row, in this order: penalties, bias, allowed tokens, temperature, min_p, top_k, top_p, typical_p, draw.
 The draw runs over the kept tokens in the order of ids, so a filter only determines which tokens are candidates.
-
 Random numbers come from a counter-based generator: Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random
-numbers: as easy as 1, 2, 3" (SC 2011), section 3.3, with the constants of that paper. The same (seed, position) always
-gives the same number.
+numbers: as easy as 1, 2, 3" (SC 2011), section 3.3. The same (seed, position) always gives the same number.
 """
 
 from __future__ import annotations
@@ -182,10 +180,8 @@ def _penalize(
     presence: np.float32,
     frequency: np.float32,
 ) -> None:
-    """Apply penalties to the logits of earlier tokens, in place.
-
-    The repetition penalty (Keskar et al. 2019, section 4.1, with the sign rule of later practice) counts prompt and
-    output; presence and frequency penalties count only the output.
+    """Apply penalties to the logits of earlier tokens, in place. The repetition penalty (Keskar et al. 2019, section
+    4.1, with the sign rule of later practice) counts prompt and output; the others count only the output.
     """
     if repetition != 1:
         seen = np.unique(tokens)

@@ -15,7 +15,7 @@ from llm_serving.worker.model_inputs import NO_TOKENS, all_in_range, is_partitio
 from llm_serving.worker.sampling_reference import SampledTokens, SamplingFailure
 
 Head = Callable[[Float32Array], Float32Array]
-"""(states [P, H]) -> logits [P, V], C-contiguous"""
+"""(states [P, H]) -> logits [P, V], C-contiguous."""
 ChooseTokens = Callable[[Float32Array, SamplingInput, Int32Array], SampledTokens]
 
 
@@ -39,10 +39,9 @@ def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
 def score(
     states: Float32Array, scoring: ScoringInput, head: Head, vocab_size: int, choose_tokens: ChooseTokens
 ) -> Scored:
-    """Score each row of states ([P, H]) independently, `LOGITS_BYTES` of logits at a time.
-
-    `choose_tokens`, from `sampler.choose_tokens_for`, finds the largest logit, the total weight and the most likely
-    tokens exactly as for a sampled token.
+    """Score each row of states ([P, H]) independently, `LOGITS_BYTES` of logits at a time. `choose_tokens` (from
+    `sampler.choose_tokens_for`) finds the largest logit, the total weight and the most likely tokens exactly as for a
+    sampled token.
     """
     count = scoring.num_results
     logprobs, ranks = np.zeros(len(scoring.token_ids), np.float32), np.zeros(len(scoring.token_ids), np.int32)

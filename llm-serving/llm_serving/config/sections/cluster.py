@@ -82,9 +82,7 @@ _OUTSIDE_MODEL: Final = ("model_config.mindir_path", "scheduler_config.draft_mod
 
 
 def check_cluster(values: Values, spec: ModelSpec | None) -> None:
-    """Check the secret, the source of the weights, the ranks and the roles. Raise ConfigError for an invalid
-    combination.
-    """
+    """Check the secret, the source of the weights, the ranks and the roles; raise ConfigError if they conflict."""
     if values["cluster_config.address"] is not None and values["cluster_config.secret_file"] is None:
         rule = "must come with `cluster_config.secret_file`, a file that all machines have"
         raise values.error("cluster_config.address", rule)

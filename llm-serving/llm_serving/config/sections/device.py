@@ -124,9 +124,7 @@ class QuantConfig:
         return _quantization(self.quantization, self.group_size)
 
     def weights_on(self, device: DeviceConfig) -> Quantization | None:
-        """Return `weights`, but dequantize GGUF blocks on a device that cannot multiply them because it runs no
-        programs.
-        """
+        """Return `weights`, but dequantize GGUF blocks on a device that runs no programs to multiply them."""
         return self.weights or _stored(_runs_programs(device.device_target, device.kernels))
 
 
@@ -272,7 +270,7 @@ def _where(values: Values) -> str:
 
 
 def _check_memory(values: Values, spec: ModelSpec) -> None:
-    """Check that `max_device_memory` leaves room for at least one block of a KV cache that takes all remaining memory."""
+    """Check that `max_device_memory` leaves room for one KV block if the cache takes all remaining memory."""
     limit = values["device_config.max_device_memory"]
     if limit is None or values["pa_config.num_blocks"] is not None:
         return

@@ -117,8 +117,7 @@ class SchedulerConfig:
 CPU_STEP_OPERATIONS: Final = 1.2e12
 """Operations that a few CPU cores compute in about one second."""
 CPU_STEP_TOKENS: Final = 512
-"""Default token budget on a CPU. Larger steps are no faster per token and delay streams (docs/results/scheduling.md).
-"""
+"""Default token budget on a CPU; larger steps are no faster per token and delay streams."""
 MIN_PROMPT_TOKENS: Final = 128
 """Matrix products of this many rows reach 90 % of the speed of larger ones."""
 SEPARATE_PREFILL_STEPS: Final = 4

@@ -28,9 +28,7 @@ class ReasoningParser:
         self._spaces: list[str] = []
         """White space held back, in pieces so that each is examined only once."""
         self._has_begun = False
-        """Whether text was returned since the last `<think>` or `</think>`. Before that, leading white space is
-        dropped.
-        """
+        """Whether text was returned since the last `<think>` or `</think>`. Before, leading white space is dropped."""
 
     def add(self, text: str) -> Split:
         """Add a piece of text, and return the text that later pieces cannot change."""

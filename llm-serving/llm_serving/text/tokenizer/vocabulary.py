@@ -162,7 +162,7 @@ class TokenizersVocabulary:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def _add_tokens(self, added_tokens: Mapping[int, AddedToken], special_texts: Iterable[str]) -> None:
-        """Add the missing tokens in the order of their ids, as the transformers library does. New ids are consecutive."""
+        """Add the missing tokens in the order of their ids, as the transformers library does, with consecutive ids."""
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         named = frozenset(special_texts)
         tokens = [token for _, token in sorted(added_tokens.items()) if token.text not in known]
