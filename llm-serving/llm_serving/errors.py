@@ -201,9 +201,7 @@ class RateLimitError(CapacityError):
 
 
 class UnavailableError(LLMServingError):
-    """The server cannot serve now: loading, draining, or no WorkAgent is alive. `retry_after`: seconds until a retry
-    may succeed; None: unknown.
-    """
+    """The server is loading or draining, or no WorkAgent is alive. `retry_after`: seconds; None: unknown."""
 
     http_status: ClassVar[int] = 503
 

@@ -44,9 +44,7 @@ class SingleLineFormatter(logging.Formatter):
 
 
 def configure_logging(level: str = "INFO", process: str = "master") -> None:
-    """Send the package's log lines, labelled with the process name, to standard error, in place of an earlier call's
-    settings.
-    """
+    """Send the package's log lines to standard error, labelled with the process name. A later call replaces it."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(SingleLineFormatter(f"%(asctime)s %(levelname)-7s [{process}] %(name)s: %(message)s"))
     logger = logging.getLogger(ROOT)

@@ -44,9 +44,7 @@ def run(config: ServingConfig) -> int:
 
 
 def run_batch(config: ServingConfig, source: Path, target: Path) -> RequestCounts:
-    """Answer a file of requests, or continue an interrupted run of the same files. Raise LLMServingError as `run` does,
-    or if the files cannot be used.
-    """
+    """Answer a file of requests, or continue an interrupted run. Raise LLMServingError also if a file is unusable."""
     with DownloadProgress(unit="line") as bar:
 
         def show(counts: RequestCounts) -> None:

@@ -38,9 +38,7 @@ class LLM:
     """
 
     def __init__(self, config: ServingConfig) -> None:
-        """Load the model of a configuration, whose `serving_config` is ignored. Raise ConfigError if the model or its
-        tokenizer cannot be used.
-        """
+        """Load the model of a configuration, without `serving_config`. Raise ConfigError if it cannot be used."""
         assert config.model.model_path is not None
         if config.cluster.tensor_parallel > 1:
             rule = "must be 1, because a single process computes"

@@ -1,7 +1,4 @@
-"""The WorkAgent process. It owns one device, loads the model, and runs steps in the order of their arrival.
-
-It is started as `python -m llm_serving.work_agent`, by the master or, on another machine, by an `AgentHost`.
-"""
+"""The WorkAgent process: it owns one device, loads the model, and runs steps in the order of their arrival."""
 
 from __future__ import annotations
 

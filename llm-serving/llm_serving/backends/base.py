@@ -84,8 +84,8 @@ class Backend(Protocol):
         """As `quantized_linear`, with a float32 result as in `logits`."""
 
     def route(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> nn.Cell:
-        """(logits float32 [T, experts]) -> two tensors with each row's experts and weights, as input of `experts`.
-        `correction`: float32 [experts], added to the scores only for the choice of experts.
+        """(logits float32 [T, experts]) -> input of `experts`. `correction`: float32 [experts], used only in the
+        choice.
         """
 
     def experts(self, num_experts: int) -> nn.Cell:
@@ -113,8 +113,8 @@ class Backend(Protocol):
         """(int32[B]) -> the same lengths in the memory from which attention reads them."""
 
     def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
-        """(positions int32[T], block_tables int32[B, W]) -> a mask or positions, for all layers, that select the keys
-        of each row: those of its request up to its own position.
+        """(positions int32[T], block_tables int32[B, W]) -> mask or positions that select the keys up to each row's
+        own.
         """
 
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
@@ -152,14 +152,10 @@ class Backend(Protocol):
         """(x [T, N]) -> the sum of x over all ranks. Raise ModelError if the backend has no tensor parallelism."""
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
-        """Return a matrix [N, K], copied into the layout of this backend's products. Without a `name`, a Cell names the
-        Parameter after its attribute.
-        """
+        """Return a matrix [N, K], copied into the layout of this backend's products. `name`: Parameter name."""
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
-        """Return the matrices [N, K] of all experts (`array`: [num_experts * N, K]): one Parameter per expert, or one
-        for all.
-        """
+        """Return the matrices [N, K] of all experts ([num_experts * N, K]) as one Parameter each, or one for all."""
 
     def block_weight(self, segments: Sequence[BlockTensor], name: str | None = None) -> ms.Parameter:
         """As `linear_weight`, for a program's weight that stays in GGUF blocks. `segments`: consecutive rows, copied;

@@ -191,7 +191,6 @@ class CpuBackend(AscendBackend):
 
 
 def _zeroed_int8(shape: tuple[int, ...], name: str) -> ms.Parameter:
-    """Return a zeroed Parameter, whose pages the system provides on first access."""
     return parameter_over(zeroed_bytes(math.prod(shape)).view(np.int8).reshape(shape), "int8", name)
 
 

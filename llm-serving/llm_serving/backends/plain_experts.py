@@ -11,9 +11,7 @@ from mindspore import nn, ops
 
 
 class PlainRouter(nn.Cell):
-    """logits [T, experts] -> weights of all experts, float32 [T, experts], zero if not chosen; returned twice. Ties go
-    to the lower expert number.
-    """
+    """logits [T, experts] -> weights of all experts, float32 [T, experts], zero if not chosen; returned twice."""
 
     def __init__(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None) -> None:
         super().__init__()

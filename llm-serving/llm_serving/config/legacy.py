@@ -46,7 +46,6 @@ ALIASES: Final[Mapping[str, str]] = {
     "cluster_config.tensor_parallel_size": "cluster_config.tensor_parallel",
     **RENAMED,
 }
-"""Key as written -> key that it means."""
 
 _STEPS_ARE_PACKED: Final = "steps are packed and shapes are dynamic"
 _GRAPH_BUILT_HERE: Final = "the graph is built from the model's folder"
@@ -140,12 +139,11 @@ class MindFormersFile:
 
     path: Path
     values: dict[str, Located]
-    """Key of the serving YAML -> value to use when the serving YAML omits the key."""
+    """Key of the serving YAML -> value that the file gives it."""
     spec: ModelSpec | None
     says_theta: bool
     says_scaling: bool
     checkpoint: tuple[str, Located] | None
-    """The key that names the weights, and its value."""
     notices: tuple[str, ...]
 
 

@@ -22,9 +22,7 @@ OUTPUT_KEYS: Final[Mapping[str, Setting]] = {
     "quant_config.group_size": 128,
     "quant_config.kv_cache_dtype": "auto",
 }
-"""Key that can change a byte of a response -> the value that applied before the key existed, which a receipt without
-the key means. Receipts record these keys.
-"""
+"""Key that can change a byte of a response -> its value in receipts that are older than the key."""
 
 DERIVED_KEYS: Final[Mapping[str, str]] = {
     # Content of the model's files.

@@ -19,9 +19,7 @@ DEMO_FOLDER: Final = PACKAGE_FOLDER / "demo_model"
 
 
 def search_folders(yaml_folder: Path | None) -> tuple[Path, ...]:
-    """Return the folders to search for a relative path: folder of the YAML, working folder, project root. Older files
-    count paths from the folder that their server was started in, such as `configs/llama/model.yaml`.
-    """
+    """Return the folders to search for a relative path: folder of the YAML, working folder, project root."""
     own = () if yaml_folder is None else (yaml_folder,)
     return tuple(dict.fromkeys(folder.resolve() for folder in (*own, Path.cwd(), PROJECT_FOLDER)))
 
@@ -36,9 +34,7 @@ def find(path: Path, folders: Sequence[Path]) -> Path | None:
 
 
 def resolve(path: Path, folders: Sequence[Path], key: str, where: str) -> Path:
-    """Return the absolute path of the first match. If there is none, raise ConfigError with the key and the folders
-    searched.
-    """
+    """Return the absolute path of the first match, else raise ConfigError with the key and the folders searched."""
     found = find(path, folders)
     if found is None:
         searched = "" if path.is_absolute() else f"; searched in {', '.join(map(str, folders))}"
@@ -159,7 +155,6 @@ _NAMES: Final[Mapping[str, Callable[[int], bool]]] = {
 
 
 def _mode(path: Path) -> int | None:
-    """Return the mode of a path; None if it does not exist or one of its parents is a file."""
     try:
         return os.stat(path).st_mode  # noqa: PTH116
     except (FileNotFoundError, NotADirectoryError):

@@ -32,9 +32,7 @@ class Change(NamedTuple):
 
 
 def read_again(running: ServingConfig) -> ServingConfig:
-    """Read the files of a configuration again, with the original flags and environment. Raise ConfigError if the files
-    break a rule, or there is no file.
-    """
+    """Read the files of a configuration again, with the original flags. Raise ConfigError if they break a rule."""
     origin = running.origin
     if origin is None or origin.path is None:
         raise ConfigError("there is no YAML to read again: the server was started without --config")

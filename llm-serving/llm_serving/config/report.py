@@ -1,6 +1,4 @@
-"""The configuration as text: effective values, reference YAML and reference document. The text of a key is the
-docstring below its dataclass field.
-"""
+"""The configuration as text. The text of a key is the docstring below its dataclass field."""
 
 import ast
 import dataclasses

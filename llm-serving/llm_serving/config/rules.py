@@ -191,7 +191,6 @@ def _text(pattern: str, text: str) -> Rule:
 
 
 def _texts(pattern: str, text: str) -> Rule:
-    """Accept a list of texts. A single text counts as a list of one."""
     return _rule(text, lambda value: all(_matches(pattern, item) for item in _as_list(value)), _as_list)
 
 

@@ -187,9 +187,7 @@ class TableReader:
 
 
 def check_tables(values: Values, tables: Mapping[str, TableReader]) -> None:
-    """Check the rows against each other and against the sections. Raise ConfigError if two rows contradict each other,
-    or a request class does not exist.
-    """
+    """Check the rows against each other and against the sections. Raise ConfigError if they conflict."""
     classes, keys = tables["request_classes"], tables["api_keys"]
     _check_request_classes(values, classes)
     for key in keys.build():

@@ -17,10 +17,7 @@ MAX_PASSWORD_BYTES: Final = 1023
 
 
 def tls_context(certfile: Path, keyfile: Path | None, password_file: Path | None = None) -> ssl.SSLContext:
-    """Return the context of a server with this certificate, for TLS 1.2 or newer. Raise ConfigError, which names the
-    key of a file that cannot be used. The files are those of the keys `ssl_*`; without `keyfile`, `certfile` contains
-    the key.
-    """
+    """Return the context of a server for TLS 1.2 or newer. Raise ConfigError, which names the key of a bad file."""
     _read(CERTFILE, certfile)
     key_name, key_path = (KEYFILE, keyfile) if keyfile is not None else (CERTFILE, certfile)
     is_encrypted = b"ENCRYPTED" in _read(key_name, key_path)

@@ -63,6 +63,5 @@ class Awq:
 
 
 def _unpack_rows(words: Array) -> Uint8Array:
-    """[n, out / 8] words -> [out, n] quantized values."""
     qvalues = unpack_words(words, 4).reshape(len(words), -1, 8)
     return np.ascontiguousarray(qvalues[:, :, _POSITION_OF_ROW].reshape(len(words), -1).T)

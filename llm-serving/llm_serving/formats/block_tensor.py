@@ -20,7 +20,6 @@ from llm_serving.formats.quantized_tensor import QuantizedTensor
 Float32Array = NDArray[np.float32]
 
 UNIT_COLUMNS: Final = 256
-"""Columns of a row that share a unit."""
 PANEL_ROWS: Final = 16
 """Rows that are packed together. Of tensors stacked into one weight, all but the last must have a multiple of it."""
 _AT_ONCE: Final = 2**22

@@ -141,7 +141,6 @@ def _to_unsigned(qvalues: Array, bits: int) -> Uint8Array:
 
 
 def _zeros(given: Array, shape: tuple[int, ...], bits: int) -> Uint8Array:
-    """Return zero points [out, groups] plus half the range of the values."""
     if given.dtype == np.int32:
         return np.ascontiguousarray(unpack_words(given.T, bits).T[: shape[0]])
     half = 2 ** (bits - 1)

@@ -80,8 +80,8 @@ _FROM_META: Final = (
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of the index, or the single file with the usual name, or all files of the first supported
-    format. Raise ModelError if there is none; the text says how to convert an unsupported format.
+    """Return the files of the index, the usual single file, or all files of the first supported format, else raise
+    ModelError.
     """
     index = folder / INDEX_NAME
     if index.exists():

@@ -85,9 +85,7 @@ def _values(bits: Array, scale: Array, block: tuple[int, int]) -> Array:
 
 
 def _numbers() -> NDArray[np.float32]:
-    """Return the values of the 256 codes: sign, 4 exponent bits with bias 7, 3 fraction bits; all ones are NaN, none is
-    infinite.
-    """
+    """Return the values of the 256 codes: sign, 4 exponent bits with bias 7, 3 fraction bits; all ones are NaN."""
     bits = np.arange(128)
     exponent, fraction = bits >> 3, bits & 7
     normal = np.ldexp(1 + fraction / 8, exponent - 7)

@@ -51,9 +51,7 @@ class _Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockType:
-    """A block type: `unpack` converts blocks [n, num_bytes] to numbers; `bits`, `zero` and `group` are `bits`, `zero`
-    and `group_size` of its `BlockTensor`.
-    """
+    """A block type. `unpack`: blocks [n, num_bytes] -> numbers; `bits`, `zero` and `group` are those of `BlockTensor`."""
 
     name: str
     elements: int

@@ -178,7 +178,6 @@ def _is_latent_values(name: str, tensors: Mapping[str, ReadableTensor]) -> bool:
 def _named(
     name: str, tensor: ReadableTensor, tensors: Mapping[str, ReadableTensor], naming: Naming, heads: _Heads
 ) -> Iterator[tuple[str, ReadableTensor]]:
-    """Yield the weights that a tensor holds, by their names."""
     match = _NAME.match(name)
     expert = None if match is None else match["expert"]
     role = "" if match is None else match["role"] if expert is None else f"{match['role']}_exps"

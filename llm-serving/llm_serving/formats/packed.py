@@ -50,8 +50,8 @@ class PackedTensor:
         return sum(part.num_bytes for part in self.parts)
 
     def read_packed(self) -> Quantized | Array:
-        """Return quantized values and scales if kernels can use them, else float32 values. Raise ModelError if values
-        of the file contradict each other.
+        """Return quantized values and scales, or float32 values for kernels without such a product. Raise ModelError if
+        damaged.
         """
         try:
             found = self.unpack({ending: part.read() for ending, part in self.stored.items()})

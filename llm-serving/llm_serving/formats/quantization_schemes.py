@@ -29,9 +29,7 @@ class _RefusedError(Exception):
 
 
 def scheme_of(config: Mapping[str, Any], where: str) -> Scheme | None:
-    """Return the scheme of a model's weights; None if they are not quantized. `where` names the config.json in errors.
-    Raise ModelError if the scheme is not supported; the text lists the supported ones.
-    """
+    """Return the scheme of a model's weights, or None. Raise ModelError, which names `where`, if unsupported."""
     description = describe_quantization(config)
     if description is None:
         return None

@@ -28,9 +28,7 @@ _WORDS: Final = ctypes.sizeof(_Row) // ctypes.sizeof(ctypes.c_int64)
 
 
 class AddressTable:
-    """The table that the C++ class `AddressedCall` reads: a row for each parameter, an array of up to four dimensions.
-    `memory`, int64 [parameters, 7], is the operator's argument; its address is stable.
-    """
+    """The table that the C++ class `AddressedCall` reads: int64 [arrays, 7], a row for each array, at a fixed address."""
 
     def __init__(self, num_parameters: int) -> None:
         table = (_Row * num_parameters)()

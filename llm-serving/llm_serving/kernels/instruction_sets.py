@@ -1,7 +1,4 @@
-"""The instruction sets that the kernels are compiled for, and those that this CPU supports.
-
-It imports only Python's standard library, so that the compiler can run while packages are being installed.
-"""
+"""The instruction sets of the kernels and of this CPU. It must import only Python's standard library."""
 
 from __future__ import annotations
 

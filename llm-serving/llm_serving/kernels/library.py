@@ -33,9 +33,7 @@ def last_error() -> str:
 
 
 def done(status: int) -> int:
-    """Return the status of a library function. Raise KernelError if the function failed, most likely for lack of
-    memory.
-    """
+    """Return the status of a library function. Raise KernelError if it failed, most likely for lack of memory."""
     if status < 0:
         raise KernelError(last_error())
     return status
@@ -196,9 +194,7 @@ def profiling() -> Iterator[None]:
 
 
 def operator_times() -> list[OperatorTime]:
-    """Return the time of each operator in the profiled context, longest first; the time excludes the operators that it
-    called.
-    """
+    """Return the time of each operator in the profiled context, without operators that it called, longest first."""
     calls, nanoseconds = ctypes.c_int64(), ctypes.c_int64()
     times: dict[str, OperatorTime] = {}
     index = 0

@@ -23,9 +23,7 @@ from llm_serving.network.quantization import Quantization, unsupported_by_int8_c
 
 
 class Lowered(NamedTuple):
-    """A lowered network: hidden states and LM head as separate graphs, and both as one graph if that is faster. Both
-    ways compute the same bits.
-    """
+    """A lowered network: hidden states and LM head as two graphs, and as one graph if that is faster; same bits."""
 
     logits: nn.Cell | None
     """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> float32 [S, V]."""

@@ -59,7 +59,7 @@ def import_stubs() -> Iterator[None]:
 
 
 class _StubAttribute:
-    """An attribute of a stub: a decorator, or a function that is called during an import."""
+    """Attribute of a stub: a decorator, or a function that is called during an import."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass

@@ -53,9 +53,7 @@ def gguf_name(path: Path) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the config.json that describes the model of a GGUF file. Raise ModelError if the file cannot be read, or
-    its model is not supported in this format.
-    """
+    """Return the config.json that describes a GGUF model. Raise ModelError if it is unreadable or not supported."""
     return config_of(read_gguf(path))
 
 

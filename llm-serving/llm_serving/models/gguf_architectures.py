@@ -46,9 +46,7 @@ _LLAMA_BIAS: Final[Mapping[str, tuple[str, ...]]] = {**_ATTENTION_BIAS, "mlp_bia
 
 
 def _llama(reader: MetadataReader, config: Config) -> None:
-    """Recognise other families stored as `llama`: Mixtral has experts, Mistral has a sliding window, and InternLM3 has
-    biases only in query, key and value.
-    """
+    """Recognise other families stored as `llama`: Mixtral (experts), Mistral (window), InternLM3 (only QKV biases)."""
     if experts := reader.own("expert_count"):
         config["architectures"] = ["MixtralForCausalLM"]
         config["num_local_experts"] = experts
@@ -78,9 +76,7 @@ def _qwen_experts(reader: MetadataReader, config: Config) -> None:
 
 
 def _gemma(reader: MetadataReader, config: Config) -> None:
-    """Set the size that scales attention scores: the size of a head, or `hidden_size` / heads in the largest models of
-    Gemma 2 and Gemma 3.
-    """
+    """Set the size that scales attention scores: of a head, or `hidden_size` / heads in the largest Gemma 2 and 3."""
     largest = {"gemma2": 46, "gemma3": 62}[reader.architecture]
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     own = config.get("head_dim", hidden // heads)

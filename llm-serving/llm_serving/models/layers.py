@@ -28,9 +28,7 @@ Layer = Callable[[Value, int, str], Value]
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of query and KV heads, and elements of a head in the checkpoint (`own`) and in the network (`dim`,
-    padded).
-    """
+    """Numbers of query and KV heads, and elements of a head in the checkpoint (`own`) and padded (`dim`)."""
 
     q: int
     kv: int

@@ -205,9 +205,7 @@ def _is_as_wide_as_stored(weight: Weight) -> bool:
 
 
 def unsupported_by_mindformers(architecture: str, network: Network, num_positions: int) -> str | None:
-    """Return what MindFormers' classes lack to compute the model for contexts of `num_positions` tokens; None if
-    nothing.
-    """
+    """Return what MindFormers' classes lack for the model and contexts of `num_positions` tokens; None if nothing."""
     if architecture not in MINDFORMERS_CLASSES:
         return (
             f"{architecture} has no class of MindFormers 2.1 that is served; {', '.join(MINDFORMERS_CLASSES)} have one"

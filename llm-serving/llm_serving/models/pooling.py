@@ -1,7 +1,4 @@
-"""The pooling of an embedding model, as its folder specifies it in files of sentence-transformers.
-
-`modules.json` lists the modules after the transformer, one folder each.
-"""
+"""The pooling of an embedding model, as `modules.json` of sentence-transformers specifies it."""
 
 from __future__ import annotations
 
@@ -33,9 +30,7 @@ class Pooling:
 
 
 def resolve_pooling(mode: str, folder: Path) -> Pooling | None:
-    """Return the pooling that `model_config.pooling` (`mode`) selects for a folder; None if the model serves no
-    embeddings. Raise ModelError as `read_pooling` does.
-    """
+    """Return the pooling that `model_config.pooling` (`mode`) selects, or None; raise ModelError as `read_pooling`."""
     if mode == "auto":
         return read_pooling(folder)
     return Pooling(embedding_only=is_embedding_model(folder)) if mode == "last" else None

@@ -13,9 +13,7 @@ from llm_serving.models.config_reader import ConfigReader
 from llm_serving.network.builder import Network
 
 Family = Callable[[ConfigReader], Network]
-"""Builds the network of a configuration. Raises ModelError if a value is missing or out of range, or requires a
-feature that the family lacks.
-"""
+"""Builds the network of a configuration. Raises ModelError if a value is missing, out of range or not supported."""
 
 FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
     "LlamaForCausalLM": ("llama", "llama"),

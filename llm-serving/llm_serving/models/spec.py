@@ -101,9 +101,7 @@ class ModelSpec:
         return sum(math.prod(weight.shape) for weight in self.network.weights if weight.generate is None)
 
     def of_rank(self, rank: int, num_ranks: int) -> ModelSpec:
-        """Return the spec of one rank, whose `tensors` are those of its part of the network. Raise ModelError if the
-        model cannot be split over this many ranks.
-        """
+        """Return the spec of one rank with its part of the network. Raise ModelError if the model cannot be split."""
         if num_ranks == 1:
             return self
         spec = replace(self)
@@ -149,9 +147,7 @@ class ModelSpec:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelSpec:
-        """Read `config.json` of a Hugging Face folder, or the metadata of a GGUF file. Raise ModelError if it is
-        missing or unreadable, or the model is not supported.
-        """
+        """Read `config.json` of a Hugging Face folder, or a GGUF file. Raise ModelError if the file is not supported."""
         if is_gguf(folder):
             return cls.from_hugging_face(read_config(folder), str(folder))
         path = folder / CONFIG_NAME

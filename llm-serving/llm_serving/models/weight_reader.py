@@ -216,9 +216,7 @@ def _model_order(name: str) -> tuple[bool, bool, list[int], str]:
 
 
 def check_folder(folder: Path) -> ModelSpec:
-    """Return the spec of a folder whose weights match its config.json, reading only headers. Raise ModelError if a
-    format is not supported, a file is damaged, or the tensors do not match the model.
-    """
+    """Return the spec of a folder, reading only headers. Raise ModelError if its files are damaged or do not match."""
     spec = ModelSpec.from_folder(folder)
     reader = WeightReader(folder, spec.scheme)
     spare = {**reader.zero_biases(), **optional_tensors(spec)}
@@ -239,9 +237,7 @@ EVERY_BYTES: Final = 2**22
 
 
 def weight_fingerprint(model: Path) -> str:
-    """Return a hash of the names, sizes and sampled contents of a model's files (a folder or a GGUF file). Raise
-    ModelError if a file cannot be read, or there is none.
-    """
+    """Return a hash of names, sizes and sampled contents of a model's files. Raise ModelError if unreadable."""
     names = files_of(model) if is_gguf(model) else [model / CONFIG_NAME, model / INDEX_NAME, *weight_files(model)]
     digest = hashlib.sha256()
     for path in sorted(each for each in names if each.exists()):

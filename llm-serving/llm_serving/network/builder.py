@@ -34,9 +34,7 @@ class CacheShape:
     value_width: int
 
     def bytes_per_token(self, dtype_bytes: int, *, int8: bool = False) -> int:
-        """Return the bytes of one token's keys and values. An `int8` cache also has a scale for each head of keys and
-        of values.
-        """
+        """Return the bytes of one token's keys and values; with `int8`, including a scale for each head."""
         widths = self.key_width + self.value_width
         return self.kv_heads * (widths + 2 * INT8_SCALE_BYTES if int8 else widths * dtype_bytes)
 
@@ -107,9 +105,7 @@ class Network:
         self.optional.add(name)
 
     def embedding(self, name: str, *, scale: float = 1.0, rounded_scale: bool = False) -> Value:
-        """Look up the embedding of each token in the table [V, H] and multiply it by `scale`, which `rounded_scale`
-        rounds to the model dtype first.
-        """
+        """Look up rows of the table [V, H] by token id. `rounded_scale`: round `scale` to the model dtype first."""
         attributes = {"scale": scale, "rounded_scale": rounded_scale, "first": 0, "rows": 0}
         return self._record("embedding", {}, {"table": self._matrix(name, (self.vocab, self.hidden))}, attributes)
 

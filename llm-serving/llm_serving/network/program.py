@@ -84,9 +84,7 @@ def build_lm_head_program(network: Network, dtype: str) -> Program:
 
 
 def assemble(plan: Plan, num_caches: int, dtype: str, head: Weight | None = None) -> Program:
-    """Encode a plan for a network of `num_caches` layers. `head`: weight of the LM head; None: that of the last
-    operation.
-    """
+    """Encode a plan for `num_caches` layers. `head`: weight of the LM head; None: that of the last operation."""
     memory = ProgramMemory(plan.operations, ELEMENT_BYTES[dtype])
     head = head or plan.operations[-1].weights["weight"]
     weights: dict[Weight, int] = {head: 0}

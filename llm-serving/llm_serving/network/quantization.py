@@ -75,9 +75,7 @@ def _with_full_groups(weight: Weight, kept: QuantizationName, group_size: int) -
 def stored_qvalues(
     weight: Weight, parts: Sequence[Quantized | Array], kept: QuantizationName
 ) -> QuantizedTensor | None:
-    """Return a weight as the quantized values that its tensors store; None if a product by scheme `kept` cannot use
-    them.
-    """
+    """Return the quantized values that a weight's tensors store; None if a product by scheme `kept` cannot use them."""
     found = [part.as_quantized() if isinstance(part, BlockTensor) else part for part in parts]
     tensors = [_in_groups_of_products(part) for part in found if isinstance(part, QuantizedTensor)]
     forms = {each.form for each in tensors}

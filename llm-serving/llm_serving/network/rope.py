@@ -53,9 +53,7 @@ class Scaling:
     truncate: bool = True
 
     def first(self, own: int) -> int | None:
-        """Return the number of positions that `factor` multiplies; None if `max_position_embeddings` (`own`) is already
-        scaled.
-        """
+        """Return the positions that `factor` multiplies; None: `max_position_embeddings` (`own`) is already scaled."""
         return {"linear": own, "dynamic": own, "yarn": self.original}.get(self.kind)
 
 

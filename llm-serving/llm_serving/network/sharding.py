@@ -36,9 +36,7 @@ class _CannotShardError(Exception):
 
 
 def sharded(network: Network, rank: int, count: int) -> Network:
-    """Return the network that `rank` of `count` ranks computes. Raise ModelError if it cannot be split over `count`
-    ranks.
-    """
+    """Return the network of `rank`. Raise ModelError if the network cannot be split over `count` ranks."""
     try:
         return _Sharding(network, rank, count).result
     except _CannotShardError as error:

@@ -43,9 +43,7 @@ def check_block_moves(
     *,
     exports: bool = False,
 ) -> None:
-    """Check that every move stays inside cache, host pool and transfer pool, and is of kind EXPORT if and only if
-    `exports`. Raise WorkerError otherwise.
-    """
+    """Raise WorkerError unless every move stays inside its memories and, only with `exports`, has kind EXPORT."""
     if block_moves.ndim != 2 or block_moves.shape[1] != len(BlockMove._fields):
         raise WorkerError(f"block_moves must be [N, {len(BlockMove._fields)}]. Given: {list(block_moves.shape)}")
     if not len(block_moves):
@@ -171,9 +169,7 @@ class BlockGuard:
             )
 
     def _check_owners(self, blocks: Int32Array, owners: Int32Array, reads: NDArray[np.bool_]) -> None:
-        """Check that each block has the epoch in `owners` that its row names; `owners` is in the order of `reads` [B,
-        W].
-        """
+        """Check that each block has the epoch that its row names. `owners`: epochs in the order of `reads` [B, W]."""
         foreign = self._cache.epochs[blocks] != owners
         if any_true(foreign):
             row = reads.nonzero()[0][foreign][0]

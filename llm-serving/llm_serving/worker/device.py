@@ -24,9 +24,7 @@ fewer on a machine with up to 16 cores and then rejects PagedAttention ("Invalid
 
 
 def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
-    """Select the device and graph mode for the whole process, before the first operator. Raise ConfigError if the NPU
-    is of an unsupported kind.
-    """
+    """Set the device and graph mode of this process, before its first operator. Raise ConfigError for an unknown NPU."""
     on_ascend = device.device_target == "Ascend"
     ms.set_device(device.device_target, device_id if on_ascend else 0)
     if on_ascend:

@@ -76,9 +76,7 @@ class BackgroundThrottle:
             self._is_running = False
 
     def pause_after(self, took_s: float) -> None:
-        """Wait until a piece that took this much CPU time is at most `SHARE` of the elapsed time. Do not wait if no
-        step ran since the previous piece.
-        """
+        """Wait until a piece of this much CPU time is at most `SHARE` of the elapsed time, if a step ran meanwhile."""
         num_started = self._num_started
         if self._is_running or num_started > self._num_seen:
             self._pause(took_s * (1 / SHARE - 1))

@@ -167,9 +167,7 @@ def _draft_model(
 def limit_progress_reports(
     on_progress: Callable[[str], None], name: str, clock: Clock = monotonic
 ) -> Callable[[int, int], None]:
-    """Return a callback for bytes read that reports every `PROGRESS_INTERVAL_S`, because the master treats a silent
-    WorkAgent as dead.
-    """
+    """Return a callback for bytes read. It reports every `PROGRESS_INTERVAL_S`, so that the master sees progress."""
     reported_at = clock()
 
     def report(num_read: int, num_bytes: int) -> None:

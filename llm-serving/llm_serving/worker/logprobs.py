@@ -85,9 +85,7 @@ def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | 
 
 
 def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.float32) -> Float32Array:
-    """Set the weights of tokens that a filter removes to 0, except the largest weight. `top_p` applies to the tokens
-    that `min_p` and `top_k` leave.
-    """
+    """Set the weights that a filter removes to 0, except the largest. `top_p` applies after `min_p` and `top_k`."""
     if min_p > 0:
         weights = np.where(weights >= min_p, weights, np.float32(0))
     if top_k > 0:

@@ -31,9 +31,7 @@ def all_zero(numbers: NDArray[Any]) -> bool:
 
 
 def all_in_range(values: Int32Array, end: int) -> bool:
-    """Return whether all values, possibly none, are from 0 to `end` - 1. One comparison is enough, because negative
-    values are very large when read as unsigned numbers.
-    """
+    """Return whether all values are in 0 to `end` - 1. Negative values are very large as unsigned numbers."""
     return int(np.maximum.reduce(values.view(np.uint32), axis=None, initial=0)) < end
 
 
@@ -182,9 +180,7 @@ def first_visible_blocks(step: StepInput, block_size: int, window: int | None) -
 
 
 def _without_gaps(step: StepInput, limits: ModelLimits) -> Int32Array:
-    """Return the block tables with block 0 in place of blocks outside the sliding window. Raise WorkerError if another
-    entry is not a block of the cache.
-    """
+    """Return the block tables with block 0 outside the sliding window. Raise WorkerError for another invalid entry."""
     columns = np.arange(step.block_tables.shape[1], dtype=np.int32)
     behind = columns < first_visible_blocks(step, limits.block_size, limits.window)[:, None]
     block_tables = np.where(behind & (step.block_tables == NO_BLOCK), np.int32(0), step.block_tables)

@@ -201,7 +201,6 @@ class ModelRunner:
         return replace(step, sampling=sampling)
 
     def _results(self, step: StepInput, states: Float32Array, previous: Int32Array) -> StepOutput:
-        """Return the results of a step that has other results than sampled tokens, from their states [R, H]."""
         num_samples, num_scored = step.sampling.num_samples, step.scoring.num_results
         vectors = states[num_samples + num_scored :]
         logits = self._logits_of(states[: max(num_samples, 1)])[:num_samples]
@@ -226,7 +225,6 @@ class ModelRunner:
         return self._prompts(_network_arguments(inputs.padded_to(self._num_prompt_rows)))
 
     def _forward(self, inputs: ModelInputs) -> Float32Array:
-        """Return logits [max(S, 1), V]."""
         if self._network is not None:
             return self._network(_network_arguments(inputs))
         return self._logits_of(self._states_of(inputs))

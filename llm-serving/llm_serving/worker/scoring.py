@@ -86,6 +86,5 @@ def _concatenate(parts: Sequence[TopTokens]) -> TopTokens:
 
 
 def _rank(logits: Float32Array, token_id: int) -> int:
-    """Return the rank of a token in one row of logits ([V]), from 1."""
     value = logits[token_id]
     return 1 + int(np.count_nonzero(logits > value)) + int(np.count_nonzero(logits[:token_id] == value))

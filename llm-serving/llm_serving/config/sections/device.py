@@ -141,9 +141,7 @@ def _runs_programs(target: str, kernels: str) -> bool:
 
 
 def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None) -> None:
-    """Check what the kernels and the memory of the device require, before a WorkAgent fails to load the model. Raise
-    ConfigError for an invalid combination.
-    """
+    """Check what kernels and memory of the device require. Raise ConfigError for an invalid combination."""
     on_ascend = values[TARGET] == "Ascend"
     if not values.is_given(TARGET) and (npus := sorted(NPU_FOLDER.glob("davinci[0-9]*"))):
         values.notice(

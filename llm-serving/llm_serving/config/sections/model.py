@@ -135,9 +135,7 @@ _SAME_SHAPE: Final = (
 
 
 def check_model(values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None) -> None:
-    """Compare the configuration with the files of the model, and set the keys that only the model gives. Raise
-    ConfigError if the files contradict each other.
-    """
+    """Compare the configuration with the model's files, and set keys that only these give; else raise ConfigError."""
     described = mindformers.spec if mindformers is not None else None
     if spec is not None:
         path = values["model_config.model_path"]
@@ -304,9 +302,7 @@ def check_lengths(values: Values, spec: ModelSpec | None) -> None:
 
 
 def check_implementation(values: Values, spec: ModelSpec | None) -> None:
-    """Check the requirements of MindFormers' classes, and change `kernels: auto` to `primitives`. Raise ConfigError for
-    an invalid combination.
-    """
+    """Check what MindFormers' classes require, else raise ConfigError. Change `kernels: auto` to `primitives`."""
     implementation = values[IMPLEMENTATION]
     if implementation == ImplementationName.NATIVE:
         return
@@ -322,9 +318,7 @@ def check_implementation(values: Values, spec: ModelSpec | None) -> None:
 
 
 def check_graph_engine(values: Values) -> None:
-    """Check the requirements of `backend: ge`. Without exported graphs, add a notice that `kbk` is used. Raise
-    ConfigError for an invalid combination.
-    """
+    """Check what `backend: ge` requires, else raise ConfigError. Without exported graphs, add a notice."""
     if not values.is_given(MINDIR_PATH):
         if values[BACKEND] == "ge":
             values.notice(BACKEND, f"ge is served as kbk: {MINDIR_PATH} names no graphs of `llm-serving export`")

@@ -161,9 +161,7 @@ _FOR_DRAFT_MODEL: Final = (
 
 
 def check_scheduler(values: Values) -> None:
-    """Check the budget, the order, the draft model and the limits of the queue. Raise ConfigError for an invalid
-    combination.
-    """
+    """Check the budget, the order, the draft model and the limits of the queue, else raise ConfigError."""
     budget_key = "scheduler_config.max_prefill_tokens"
     budget, slots = values[budget_key], values["model_config.decode_batch_size"]
     if budget < slots:

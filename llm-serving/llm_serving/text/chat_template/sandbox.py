@@ -54,9 +54,7 @@ Answer = Rendered | RefusedTemplate
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks answers for training, is rendered as its content. As in
-    `apply_chat_template`, variables set in it are not visible outside.
-    """
+    """`{% generation %}...{% endgeneration %}`, which marks answers for training; it is rendered as its content."""
 
     tags = {"generation"}  # noqa: RUF012  the base class has it so
 

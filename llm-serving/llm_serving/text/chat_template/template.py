@@ -38,9 +38,7 @@ MAX_TEMPLATES: Final = 64
 
 
 class ChatTemplate:
-    """One chat template with its processes, which start on demand and restart after they exit. `source`: Jinja text.
-    Raise ModelError if it is not a valid template.
-    """
+    """One chat template (`source`: Jinja text) and its processes. Raise ModelError if the template is not valid."""
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
@@ -82,7 +80,6 @@ class ChatTemplate:
 
 
 def _overflowing(question: Render) -> str:
-    """Return the name of the field that has an integer beyond 64 bits."""
     for field, value in (("messages", question.messages), ("tools", question.variables.get("tools"))):
         try:
             msgspec.msgpack.encode(value)
@@ -92,9 +89,7 @@ def _overflowing(question: Render) -> str:
 
 
 def _started(source: str) -> ConfinedProcess[Answer]:
-    """Start a process and compile the template in it. Raise RequestError if the template cannot be compiled, or
-    TransportError if compiling exceeds the limits.
-    """
+    """Start a process and compile the template in it. Raise RequestError or, beyond the limits, TransportError."""
     process: ConfinedProcess[Answer] = ConfinedProcess(MODULE, MAX_CPU_S, Answer)  # type: ignore[arg-type]
     try:
         answer = process.ask(Compile(source))

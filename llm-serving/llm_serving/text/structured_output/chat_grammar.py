@@ -55,9 +55,7 @@ def answer_grammar(
 
 
 def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
-    """Return the grammar of a call's arguments as JSON. If the tool is not strict, unsupported constraints are ignored.
-    Raise GrammarError if the schema cannot be enforced.
-    """
+    """Return the grammar of a call's arguments as JSON. Raise GrammarError if a strict tool's schema is unsupported."""
     return json_grammar(json.dumps({"type": "object", **callee.schema}), whitespace, lenient=not callee.strict)
 
 

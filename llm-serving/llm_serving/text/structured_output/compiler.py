@@ -77,9 +77,7 @@ class CostlyGrammarError(GrammarError):
 
 
 class TokenConstraint:
-    """A grammar compiled for one tokenizer. `compiled` creates a matcher at the start of the grammar; `token_bytes` is
-    the text of each token that can be sampled.
-    """
+    """A grammar compiled for one tokenizer. `compiled` creates a matcher at the start of the grammar."""
 
     def __init__(
         self,
@@ -103,7 +101,7 @@ class TokenConstraint:
         return TokenMatcher(self._matcher, self._token_bytes, self._end_ids, self._restart)
 
     def _restart(self) -> LLMatcher:
-        """Create and return a new matcher without lexer states, for this and later outputs."""
+        """Create a matcher without lexer states, for this and later outputs."""
         self._matcher = self._compiled()
         return self._matcher
 
@@ -141,9 +139,7 @@ class ConstraintCompiler:
             self._free.put(None)
 
     def compiled(self, grammar: Grammar) -> TokenConstraint:
-        """Return the constraint of a grammar, waiting if another thread is compiling it. Raise GrammarError if the
-        grammar is invalid or too large.
-        """
+        """Return the constraint of a grammar, compiled once. Raise GrammarError if it is invalid or too large."""
         self.check_size(grammar.num_bytes)
         with self._lock:
             known = self._known.get(grammar)

@@ -169,9 +169,7 @@ def any_grammar(text: str) -> Grammar:
 
 
 def is_lark(text: str) -> bool:
-    """Return whether a grammar is Lark: one of its lines starts the rule `start` or an option. The pattern never
-    matches several blank lines at once, which would take quadratic time.
-    """
+    """Return whether a grammar is Lark: one of its lines starts the rule `start` or an option."""
     return _LARK.search(text) is not None
 
 

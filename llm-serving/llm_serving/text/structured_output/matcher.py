@@ -24,9 +24,7 @@ MAX_ONLY: Final = 16
 
 
 def matcher_of(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> LLMatcher:
-    """Return a matcher at the start of a grammar; `is_error` is set if the grammar could not be compiled. `tokens`:
-    from `token_table`.
-    """
+    """Return a matcher at the start of a grammar; `is_error` is set if the grammar could not be compiled."""
     limits = LLParserLimits(
         initial_lexer_fuel=FUEL_TO_BEGIN,
         step_lexer_fuel=FUEL_OF_A_STEP,

@@ -24,7 +24,6 @@ from llm_serving.text.tokenizer.vocabulary import (
 VOCAB_FILE: Final = "vocab.json"
 MERGES_FILE: Final = "merges.txt"
 _END: Final = "<|endoftext|>"
-"""Default end token of these classes."""
 
 
 class Words(NamedTuple):

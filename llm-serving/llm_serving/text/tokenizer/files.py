@@ -52,9 +52,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def read_vocabulary(path: Path, config: Mapping[str, Any]) -> Vocabulary:
-    """Read a tokenizer file. `config`: content of `tokenizer_config.json`. Raise ModelError if the file cannot be read,
-    or is of an unknown kind.
-    """
+    """Read a tokenizer file. `config`: content of `tokenizer_config.json`. Raise ModelError if it is not valid."""
     added, names = read_added_tokens(config), special_texts(config)
     special = [*names.values(), *more_special_texts(config)]
     if path.name == TEKKEN_FILE:

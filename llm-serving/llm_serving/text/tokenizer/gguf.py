@@ -38,9 +38,7 @@ _BPE: Final = 2
 
 
 class GgufTokenizer(NamedTuple):
-    """The tokenizer of a file. `config` is the equivalent of a tokenizer_config.json; `end_ids` are tokens that end an
-    answer.
-    """
+    """The tokenizer of a file, the equivalent of a tokenizer_config.json, and the tokens that end an answer."""
 
     vocabulary: Vocabulary
     config: dict[str, Any]

@@ -1,6 +1,4 @@
-"""The rules that split a text into words, by llama.cpp's names (`tokenizer.ggml.pre`). The expressions are those of
-the models' own `tokenizer.json`.
-"""
+"""llama.cpp's rules that split a text into words (`tokenizer.ggml.pre`), from the models' own `tokenizer.json`."""
 
 from __future__ import annotations
 

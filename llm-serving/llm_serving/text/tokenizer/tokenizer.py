@@ -209,9 +209,7 @@ def notice_of_unknown_tokens(tokenizer: Tokenizer, vocab_size: int) -> str | Non
 
 
 def check_draft_vocabulary(tokenizer: Tokenizer, draft_model_path: Path) -> None:
-    """Check that a draft model has the model's tokens, because draft tokens are passed as ids. Raise ModelError if a
-    token differs, or the draft model has no tokenizer.
-    """
+    """Check that a draft model has the model's tokens, because draft tokens are ids. Raise ModelError if not."""
     draft = Tokenizer.load(draft_model_path)
     rule = f"scheduler_config.draft_model_path: {draft_model_path} must have the vocabulary of the model"
     if draft.vocab_size != tokenizer.vocab_size:
@@ -233,9 +231,7 @@ def _quoted(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def describe_end_tokens(model: ModelConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return a line for each end token: id, text, and the files that name it. Raise ModelError if a file of the model
-    cannot be read.
-    """
+    """Return a line for each end token: id, text, and the files that name it. Raise ModelError for a damaged file."""
     folder = model.model_path
     assert folder is not None
     return [

@@ -16,9 +16,7 @@ from typing import Any, Final
 Encode = Callable[[str, bool], list[int]]
 
 _FILLERS: Final = ("", "\n", "a")
-"""Texts between a special token and a part, tried in order, because some vocabularies put a space before a text that
-follows a special token.
-"""
+"""Texts between a special token and a part, tried in order, because some vocabularies put a space there."""
 
 
 class TypedText:

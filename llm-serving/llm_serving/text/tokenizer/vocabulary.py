@@ -265,9 +265,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def config_files(folder: Path) -> list[Path]:
-    """Return the files that `read_tokenizer_config` reads, whether or not they exist. Raise ModelError if the first
-    cannot be read.
-    """
+    """Return the files that `read_tokenizer_config` reads, whether or not they exist. Raise ModelError as it does."""
     first = folder / CONFIG_FILE
     return [first] if _lists_tokens(read_json(first)) else [first, folder / SPECIAL_FILE, folder / ADDED_FILE]
 

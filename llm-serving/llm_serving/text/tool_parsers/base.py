@@ -186,9 +186,7 @@ def _joined(parts: list[Part]) -> list[Part]:
 
 @dataclass(frozen=True, slots=True)
 class Callee:
-    """A tool that may be called: a name without characters that need an escape in a grammar, and the JSON schema of its
-    arguments. `strict`: whether calls must match the whole schema.
-    """
+    """A tool that may be called. `strict`: whether calls must match the whole JSON schema of its arguments."""
 
     name: str
     schema: dict[str, Any]

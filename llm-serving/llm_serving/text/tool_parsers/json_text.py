@@ -65,9 +65,7 @@ class JsonEnd:
 
 
 class StreamedCall:
-    """A call that is streamed while its arguments, the JSON object from index `start`, are generated, even if they
-    become invalid.
-    """
+    """A call that is streamed while its arguments, the object from index `start`, are generated, even if invalid."""
 
     def __init__(self, name: str, start: int) -> None:
         self._name = name
