@@ -13,7 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,10 +51,15 @@ def reason_not_to_build() -> str | None:
     missing = [tool for tool in ("g++", "nm") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} is not installed"
-    installed = version("mindspore")
-    if installed not in KNOWN_VERSIONS:
-        return f"MindSpore must be {' or '.join(KNOWN_VERSIONS)} for the stubs of CANN. Installed: {installed}"
     return None
+
+
+def unknown_version() -> str | None:
+    """Return what is wrong with the installed version of MindSpore; None if the stubs know it."""
+    installed = version("mindspore")
+    if installed in KNOWN_VERSIONS:
+        return None
+    return f"MindSpore must be {' or '.join(KNOWN_VERSIONS)} for the stubs of CANN. Installed: {installed}"
 
 
 def build(folder: Path) -> dict[str, str]:
@@ -69,7 +74,7 @@ def build(folder: Path) -> dict[str, str]:
         Environment variables with which a process finds them.
 
     Raises:
-        subprocess.CalledProcessError: The compiler failed.
+        RuntimeError: The compiler failed; with what it printed.
     """
     folder = folder / "cann"
     folder.mkdir()
@@ -111,6 +116,18 @@ def build(folder: Path) -> dict[str, str]:
         "LD_PRELOAD": str(folder / "processors.so"),
         "PYTHONPATH": str(folder / "python"),
     }
+
+
+def add_invariant_products(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Return the environment of a process that finds `ms_custom_ops` and its CANN package, both of which are made in
+    `folder`. The product is MindSpore's own.
+    """
+    package, kernels = folder / "packages" / "ms_custom_ops", folder / "custom_batchinvariant"
+    package.mkdir(parents=True)
+    kernels.mkdir()
+    (package / "__init__.py").write_text("from mindspore import ops\n\nmatmul_batch_invariant = ops.MatMul()\n")
+    paths = f"{package.parent}:{environment['PYTHONPATH']}"
+    return {**environment, "PYTHONPATH": paths, "ASCEND_CUSTOM_OPP_PATH": str(kernels)}
 
 
 def _plugins() -> list[Path]:
@@ -169,11 +186,11 @@ def _texts(file: Path) -> set[str]:
     return found
 
 
-def _assembly(empty: Iterable[str], operators: Iterable[str], of_operators: set[str]) -> str:
+def _assembly(empty: Iterable[str], operators: Sequence[str], of_operators: set[str]) -> str:
     """Return functions that return 0, and of each operator one that hands out an executor.
 
-    The arguments of a call stand in six registers and above the return address; `fake_workspace_size` gets the address
-    of a copy of the registers and that of the others.
+    The arguments of a call stand in six registers and above the return address; `fake_workspace_size` gets the name of
+    the operator, the address of a copy of the registers and that of the others.
     """
     lines = [".text"]
     for name in empty:
@@ -183,7 +200,9 @@ def _assembly(empty: Iterable[str], operators: Iterable[str], of_operators: set[
         function = f"{name}GetWorkspaceSize"
         lines += [f".globl {function}", f".type {function},@function", f"{function}: lea 8(%rsp),%rax", "sub $56,%rsp"]
         lines += [f"mov %{register},{8 * index}(%rsp)" for index, register in enumerate(_REGISTERS)]
-        lines += ["mov %rsp,%rdi", "mov %rax,%rsi", "call fake_workspace_size@plt", "add $56,%rsp", "ret"]
+        lines += [f"lea .L{name}(%rip),%rdi", "mov %rsp,%rsi", "mov %rax,%rdx"]
+        lines += ["call fake_workspace_size@plt", "add $56,%rsp", "ret"]
+    lines += [".section .rodata", *(f'.L{name}: .asciz "{name}"' for name in operators)]
     return "\n".join([*lines, '.section .note.GNU-stack,"",@progbits', ""])
 
 
@@ -193,4 +212,7 @@ def _link(target: Path, *arguments: str, at: Path) -> None:
 
 def _run(*command: str, at: Path | None = None) -> str:
     environment = os.environ | {"LC_ALL": "C"}
-    return subprocess.run(command, cwd=at, env=environment, check=True, capture_output=True, text=True).stdout
+    ended = subprocess.run(command, cwd=at, env=environment, check=False, capture_output=True, text=True)
+    if ended.returncode != 0:
+        raise RuntimeError(f"{command[0]} failed with {ended.returncode}: {ended.stderr[-3000:]}")
+    return ended.stdout

@@ -7,6 +7,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from llm_serving.backends import create_backend
+from llm_serving.backends.ascend_invariant import has_cann_package
 from llm_serving.errors import KernelError
 
 pytestmark = pytest.mark.mindspore
@@ -25,8 +26,16 @@ class Product:
         return ms.Tensor(x.asnumpy() @ y.asnumpy())
 
 
+def kernels(folder):
+    """Make the folder of the CANN package."""
+    made = folder / "custom_batchinvariant"
+    made.mkdir(parents=True)
+    return made
+
+
 @pytest.fixture
-def product(monkeypatch):
+def product(monkeypatch, tmp_path):
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", f"/nowhere:{kernels(tmp_path)}")
     package = ModuleType("ms_custom_ops")
     package.matmul_batch_invariant = Product()
     monkeypatch.setitem(sys.modules, "ms_custom_ops", package)
@@ -40,8 +49,33 @@ def test_invariant_backend_uses_the_package_product(product):
     linear, logits = backend.linear(), backend.logits()
     y, z = (cell.construct(ms.Tensor(x), backend.linear_weight(weight)) for cell in (linear, logits))
     assert product.shapes == [((2, 3), (3, 4))] * 2
+    assert backend.linear_weight(weight).shape == (3, 4)
     assert np.array_equal(y.asnumpy(), x @ weight.T)
     assert (y.dtype, z.dtype) == (ms.float16, ms.float32)
+
+
+def test_a_tied_weight_keeps_its_rows(product):
+    backend = create_backend("ascend_invariant", "float16")
+    x, table = np.ones((2, 3), np.float16), np.arange(12, dtype=np.float16).reshape(4, 3)
+    weight = backend.tied_weight(table)
+    assert weight.shape == (4, 3)
+    assert np.array_equal(backend.logits().construct(ms.Tensor(x), weight).asnumpy(), x @ table.T)
+
+
+def test_invariant_backend_names_the_missing_kernels(product, monkeypatch):
+    monkeypatch.delenv("ASCEND_CUSTOM_OPP_PATH")
+    for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(KernelError, match="need the CANN package ops-batchinvariant: there is no folder"):
+        create_backend("ascend_invariant", "bfloat16")
+
+
+@pytest.mark.parametrize("variable", ["ASCEND_HOME_PATH", "ASCEND_OPP_PATH"])
+def test_kernels_are_found_in_cann(tmp_path, variable):
+    home = tmp_path / "opp" if variable == "ASCEND_OPP_PATH" else tmp_path
+    assert not has_cann_package({variable: str(home)})
+    kernels(tmp_path / "opp" / "vendors")
+    assert has_cann_package({variable: str(home)})
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,13 @@ def test_attention_kernels_join_what_the_operator_disabled(given, expected):
     assert environment[VARIABLE] == expected
 
 
+def test_collectives_are_those_of_hccl_unless_the_operator_chose():
+    environment = {"HCCL_OP_EXPANSION_MODE": "AI_CPU"}
+    set_mindspore_environment(environment)
+    assert environment["MS_ENABLE_LCCL"] == "off"
+    assert environment["HCCL_OP_EXPANSION_MODE"] == "AI_CPU"
+
+
 def test_log_levels_of_the_operator_stay():
     environment = {"MS_SUBMODULE_LOG_v": "{ANALYZER:0}"}
     set_mindspore_environment(environment)

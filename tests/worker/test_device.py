@@ -46,11 +46,9 @@ def test_kernels_plain_does_not_look_for_a_compiler(made):
     assert made == [("plain", "float32")]
 
 
-def test_exact_on_ascend_uses_batch_invariant_products_with_a_notice(made, monkeypatch):
+def test_exact_on_ascend_uses_the_batch_invariant_backend(made, monkeypatch):
     monkeypatch.delitem(MISSING, "ascend_invariant")
-    backend, notice = backend_for(DeviceConfig(device_target="Ascend"), "float16")
-    assert backend == "ascend_invariant"
-    assert notice.startswith("the same bytes are not promised on Ascend: PagedAttention may split the keys of a row")
+    assert backend_for(DeviceConfig(device_target="Ascend"), "float16") == ("ascend_invariant", "")
 
 
 def test_a_notice_reports_missing_batch_invariant_products(made, caplog):

@@ -3,10 +3,13 @@
 import pytest
 from llm_serving.backends import BACKENDS
 from llm_serving.core.enums import ExactnessName
-from llm_serving.worker.exactness import GUARANTEES, guarantee
+from llm_serving.errors import ConfigError
+from llm_serving.worker.exactness import GUARANTEES, OF_EXPERTS, check_block_size, guarantee
+from support.tables import PROJECT
 
 pytestmark = pytest.mark.mindspore
 
+DOCS = PROJECT / "docs"
 REFUSED = {
     (ExactnessName.FAST, "plain"),
     (ExactnessName.FAST, "ascend"),
@@ -28,7 +31,7 @@ def test_every_backend_has_a_guarantee():
         ("exact", "cpu", True),
         ("fast", "cpu", True),
         ("exact", "plain", False),
-        ("exact", "ascend_invariant", False),
+        ("exact", "ascend_invariant", True),
         ("exact", "ascend", False),
         ("fast", "ascend_fast", False),
     ],
@@ -37,9 +40,29 @@ def test_bit_identity_is_guaranteed_on_a_cpu(exactness, backend, same_bytes):
     assert guarantee(exactness, backend).startswith("the same request gets the same bytes") == same_bytes
 
 
-@pytest.mark.parametrize("backend", ["ascend", "ascend_invariant"])
-def test_the_guarantee_on_ascend_excludes_attention(backend):
-    assert "chooses the split by the shape of the whole batch" in guarantee("exact", backend)
+def test_the_guarantee_on_ascend_without_packages_excludes_attention():
+    assert "chooses the split by the shape of the whole batch" in guarantee("exact", "ascend")
+
+
+def test_documents_have_the_words_of_the_log():
+    """The README summarizes them."""
+    text = " ".join((DOCS / "explanation" / "ascend.md").read_text().split())
+    for name in ("ascend_invariant", "ascend"):
+        assert GUARANTEES[ExactnessName.EXACT, name] in text
+    assert GUARANTEES[ExactnessName.FAST, "ascend_fast"] in text
+    assert OF_EXPERTS in text
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_blocks_that_are_added_in_one_order_are_accepted(block_size):
+    check_block_size(120, block_size)
+
+
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_blocks_that_other_rows_join_are_refused(block_size):
+    check_block_size(0, block_size)
+    with pytest.raises(ConfigError, match=f"must be 16 or 32 with .*exact.* on Ascend.*Given: {block_size}"):
+        check_block_size(120, block_size)
 
 
 def test_the_guarantee_for_experts_on_ascend_excludes_their_products():

@@ -74,6 +74,17 @@ def test_padded_rows_have_no_tokens():
     assert not build(step_input([([11, 12, 13], 0, [7]), ([21], 1, [1])])).are_whole_prompts
 
 
+def test_each_token_becomes_a_row():
+    inputs = build(step_input([([11, 12, 13], 1, [7]), ([21], 0, [1])]))
+    planned = inputs.with_token_rows(3)
+    assert planned.query_lens.tolist() == [1, 1, 1, 1, 0, 0]
+    assert planned.context_lens.tolist() == [2, 3, 4, 1, 0, 0]
+    assert planned.block_tables.tolist() == [[7], [7], [7], [1], [0], [0]]
+    for name in ("token_ids", "positions", "slot_mapping", "sample_indices"):
+        assert np.array_equal(getattr(planned, name), getattr(inputs, name))
+    assert all(array.dtype == np.int32 for array in planned.arrays())
+
+
 def test_references_resolve_to_tokens_of_the_previous_step():
     inputs = build(step_input([([-2], 3, [1]), ([5], 0, [2]), ([-1], 0, [3])]), previous=np.array([40, 41], np.int32))
     assert inputs.token_ids.tolist() == [41, 5, 40]

@@ -36,6 +36,7 @@ class AscendBackend:
     """Ascend primitives, with weights and caches in row-major order."""
 
     name = "ascend"
+    attention_rows = 0
     dtypes = tuple(dtype.name for dtype in MODEL_DTYPES.values() if dtype.on_ascend)
 
     def __init__(self, dtype: str) -> None:
@@ -118,6 +119,9 @@ class AscendBackend:
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(array, name)
+
+    def tied_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
+        return self.linear_weight(array, name)
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
         """Return one Parameter [experts, K, N], because GroupedMatmulV4 takes no transposed weights."""

@@ -1,31 +1,41 @@
-"""The Ascend backend with batch-invariant products.
+"""The Ascend backend whose results do not depend on the batch.
 
 MindSpore's MatMul may split its sums differently for each batch shape. `ms_custom_ops`, a package for devices, has a
-batch-invariant product, which MindFormers also uses (`VLLM_BATCH_INVARIANT`).
+batch-invariant product, which MindFormers also uses (`VLLM_BATCH_INVARIANT`). It needs the CANN package
+`ops-batchinvariant`.
+
+PagedAttention plans a step for the whole batch: how the heads and keys of a row are split over the cores depends on the
+number of rows. For rows of one token in a multiple of the number of cores, the plan gives each row to one core with all
+its keys. A prompt is computed as such rows, too, because the kernel for several tokens adds in another order.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
 
 import mindspore as ms
+import numpy as np
 from mindspore import nn, ops
 
 from llm_serving.backends.ascend import AscendBackend
+from llm_serving.backends.base import Array
 from llm_serving.errors import KernelError
 
 PACKAGE = "ms_custom_ops"
 PRODUCT = "matmul_batch_invariant"
+CANN_PACKAGE: Final = "custom_batchinvariant"
+"""Folder of the CANN package `ops-batchinvariant`, without whose kernels the product fails at its first call."""
 
 
 class AscendInvariantBackend(AscendBackend):
-    """As `AscendBackend`, with batch-invariant products. No other operation of a step adds over
-    rows of several requests.
-    """
+    """As `AscendBackend`, with batch-invariant products and attention. Raise KernelError if a package is missing."""
 
     name = "ascend_invariant"
+    attention_rows = 120  # a multiple of the cube cores of all chips of the series A2 and A3: 20 or 24
 
     def __init__(self, dtype: str) -> None:
         super().__init__(dtype)
@@ -33,6 +43,11 @@ class AscendInvariantBackend(AscendBackend):
             self._product = getattr(importlib.import_module(PACKAGE), PRODUCT)
         except (ImportError, AttributeError) as error:
             raise KernelError(f"batch-invariant products need {PACKAGE}.{PRODUCT}: {error}") from None
+        if not has_cann_package(os.environ):
+            raise KernelError(
+                f"batch-invariant products need the CANN package ops-batchinvariant: there is no folder {CANN_PACKAGE} "
+                "in ASCEND_CUSTOM_OPP_PATH or in the folder opp/vendors of CANN"
+            )
 
     def linear(self) -> nn.Cell:
         return InvariantProduct(self._product)
@@ -40,9 +55,29 @@ class AscendInvariantBackend(AscendBackend):
     def logits(self) -> nn.Cell:
         return InvariantProduct(self._product, ms.float32)
 
+    def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
+        """Return a Parameter [K, N], because the product takes no transposed weight."""
+        return self._copy(np.ascontiguousarray(array.T), name)
+
+    def tied_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
+        return self._copy(array, name)
+
+
+def has_cann_package(environment: Mapping[str, str]) -> bool:
+    """Return whether the CANN package is where `ms_custom_ops` and CANN look for it."""
+    custom = (Path(each) for each in environment.get("ASCEND_CUSTOM_OPP_PATH", "").split(":") if each)
+    if any(each.name == CANN_PACKAGE and each.is_dir() for each in custom):
+        return True
+    homes = (environment.get(name) for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"))
+    folders = [Path(home, "opp") for home in homes if home]
+    folders += [Path(each) for each in (environment.get("ASCEND_OPP_PATH"),) if each]
+    return any((folder / "vendors" / CANN_PACKAGE).is_dir() for folder in folders)
+
 
 class InvariantProduct(nn.Cell):
-    """(x [T, K], weight [N, K]) -> [T, N] = x @ weight.T.
+    """(x [T, K], weight [K, N]) -> [T, N] = x @ weight.
+
+    A weight [N, K], which the token embedding reads too, is transposed in each step.
 
     Args:
         product: (x [T, K], y [K, N]) -> x @ y; it takes no transposed weight.
@@ -57,5 +92,7 @@ class InvariantProduct(nn.Cell):
         self.dtype = dtype
 
     def construct(self, x: ms.Tensor, weight: ms.Tensor) -> ms.Tensor:
-        y = self.product(x, self.transpose(weight, (1, 0)))
+        if weight.shape[0] != x.shape[1]:
+            weight = self.transpose(weight, (1, 0))
+        y = self.product(x, weight)
         return y if self.dtype is None else self.cast(y, self.dtype)

@@ -50,6 +50,10 @@ class Backend(Protocol):
     """One implementation of a decoder's operations. Its Cells are cheap to create and take weights as arguments."""
 
     name: str
+    attention_rows: int
+    """Not 0: attention computes each token as a row of its own, in steps of a multiple of this number of rows. 0: a
+    row is a request.
+    """
 
     dtype: str
 
@@ -153,6 +157,9 @@ class Backend(Protocol):
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         """Return a matrix [N, K], copied into the layout of this backend's products. `name`: Parameter name."""
+
+    def tied_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
+        """As `linear_weight`, for a weight that `embedding` reads and `logits` multiplies."""
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
         """Return the matrices [N, K] of all experts ([num_experts * N, K]) as one Parameter each, or one for all."""

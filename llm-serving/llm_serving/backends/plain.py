@@ -37,6 +37,7 @@ class PlainBackend:
     """A backend of MindSpore's own operators on a CPU, used by tests as reference for the other backends' graphs."""
 
     name = "plain"
+    attention_rows = 0
 
     def __init__(self, dtype: str) -> None:
         model_dtype(dtype)
@@ -116,6 +117,9 @@ class PlainBackend:
         raise ModelError(f"the operations of {self.name} do not support tensor parallelism")
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
+        return self._copy(array, name)
+
+    def tied_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(array, name)
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:

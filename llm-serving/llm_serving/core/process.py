@@ -18,6 +18,18 @@ DISABLED_KERNELS: Final = "MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST"
 """Comma-separated names of MindSpore's own Ascend kernels that ATB's kernels replace."""
 NEEDED_ATB_KERNELS: Final = ("FlashAttentionScore", "PagedAttention")
 """Kernels that ATB must replace: MindSpore's PagedAttention accepts no mask with queries [tokens, hidden]."""
+COLLECTIVES: Final = {"MS_ENABLE_LCCL": "off", "HCCL_OP_EXPANSION_MODE": "AIV"}
+"""Collectives of an NPU are HCCL's, on its vector cores. Without these settings infer boost loads LCCL."""
+DETERMINISTIC: Final = {
+    "HCCL_DETERMINISTIC": "strict",
+    "LCCL_DETERMINISTIC": "1",
+    "CUSTOM_MATMUL_SHUFFLE": "off",
+    "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
+    "ATB_LLM_LCOC_ENABLE": "0",
+}
+"""Settings with which kernels of an NPU add in a fixed order. The two about shuffling let each core start the sum of a
+product at its first element.
+"""
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
@@ -41,6 +53,8 @@ def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ
     disabled = [name.strip() for name in environment.get(DISABLED_KERNELS, "").split(",") if name.strip()]
     missing = [name for name in NEEDED_ATB_KERNELS if name not in disabled]
     environment[DISABLED_KERNELS] = ",".join([*disabled, *missing])
+    for name, value in COLLECTIVES.items():
+        environment.setdefault(name, value)
     # Otherwise ranks that wait for each other log two lines a second.
     environment.setdefault("MS_SUBMODULE_LOG_v", "{DISTRIBUTED:3,DEVICE:3}")
 

@@ -68,6 +68,7 @@ def parameters_of(
     quantized = quantized_weights(network, quantization)
     in_blocks = block_weights(network) if quantization is None and not as_cells else set()
     experts = _experts(network.operations) if as_cells else {}
+    tables = {each.weights["table"] for each in network.operations if "table" in each.weights}
     biases = {each.weights["bias"] for each in network.operations if "bias" in each.weights}
     made: dict[Weight, list[ms.Parameter]] = {}
     dequantized = []
@@ -100,7 +101,8 @@ def parameters_of(
         if weight in experts:
             made[weight] = list(backend.expert_weights(values, experts[weight], name))
         elif weight in multiplied:
-            made[weight] = [backend.linear_weight(values, name)]
+            create = backend.tied_weight if weight in tables else backend.linear_weight
+            made[weight] = [create(values, name)]
         elif weight.dtype == "float32":
             made[weight] = [backend.numbers(values, name)]
         elif values.ndim == 1 and not (weight in biases and as_cells):

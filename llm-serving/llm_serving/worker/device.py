@@ -9,6 +9,7 @@ import mindspore as ms
 from llm_serving.backends import Backend, create_backend
 from llm_serving.config.sections.device import DeviceConfig
 from llm_serving.core.enums import ExactnessName
+from llm_serving.core.process import DETERMINISTIC
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.log import get_logger
 from llm_serving.models.memory import NPU_RESERVE
@@ -29,6 +30,8 @@ def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
     ms.set_device(device.device_target, device_id if on_ascend else 0)
     if on_ascend:
         _refuse_soc(_soc_version())
+        if device.exactness == ExactnessName.EXACT:
+            os.environ.update(DETERMINISTIC)
         ms.runtime.dispatch_threads_num(_DISPATCH_THREADS)
         if device.max_device_memory is not None:
             limit = npu_memory_limit(device.max_device_memory, free_npu_memory())
@@ -105,7 +108,7 @@ def _on_ascend(device: DeviceConfig, dtype: str) -> tuple[Backend, str]:
     if device.exactness == ExactnessName.FAST:
         return create_backend("ascend_fast", dtype), ""
     try:
-        return create_backend("ascend_invariant", dtype), ATTENTION_SPLITS
+        return create_backend("ascend_invariant", dtype), ""
     except KernelError as error:
         reason = f"products may add in another order in another batch: {error}"
         logger.warning("%s", reason)

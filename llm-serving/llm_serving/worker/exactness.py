@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from typing import Final
 
 from llm_serving.core.enums import ExactnessName
+from llm_serving.errors import ConfigError
 
 _BIT_IDENTICAL: Final = "the same request gets the same bytes, whatever runs beside it"
 _OWN_PRODUCTS: Final = "products are MindSpore's own, which may order their sums by the shape of a batch"
+_ROW_ALONE: Final = (
+    "each token is a row of PagedAttention whose plan does not depend on other rows, products are batch-invariant, and "
+    "ranks add in their order; this follows from MindSpore 2.10's tiling and was not verified on a device"
+)
 ATTENTION_SPLITS: Final = (
     "the same bytes are not promised on Ascend: PagedAttention may split the keys of a row over the cores, and chooses "
     "the split by the shape of the whole batch, so the last bits of an answer depend on the requests beside it"
@@ -19,7 +24,7 @@ GUARANTEES: Final[Mapping[tuple[ExactnessName, str], str]] = {
     (ExactnessName.EXACT, "cpu"): _BIT_IDENTICAL,
     (ExactnessName.FAST, "cpu"): f"{_BIT_IDENTICAL}: both kernels of attention add in one order here",
     (ExactnessName.EXACT, "plain"): f"the last bits of an answer are not promised: {_OWN_PRODUCTS}",
-    (ExactnessName.EXACT, "ascend_invariant"): f"{ATTENTION_SPLITS}; products are batch-invariant",
+    (ExactnessName.EXACT, "ascend_invariant"): f"{_BIT_IDENTICAL}: {_ROW_ALONE}",
     (ExactnessName.EXACT, "ascend"): f"{ATTENTION_SPLITS}; {_OWN_PRODUCTS}",
     (ExactnessName.FAST, "ascend_fast"): (
         "the last bits of an answer depend on what its prompt shares a step with: FlashAttentionScore computes steps "
@@ -29,14 +34,37 @@ GUARANTEES: Final[Mapping[tuple[ExactnessName, str], str]] = {
 """(exactness, backend name) -> what is guaranteed."""
 
 
-_OF_EXPERTS: Final = (
-    f"{ATTENTION_SPLITS}; GroupedMatmulV4 multiplies experts, and may order its sums by how many rows an expert has"
+OF_EXPERTS: Final = (
+    "the same bytes are not promised on Ascend: GroupedMatmulV4 multiplies experts, and may order its sums by how many "
+    "rows an expert has"
 )
-"""Guarantee for a mixture of experts on a device without batch-invariant products for experts."""
+"""Guarantee for experts in the model dtype. Products of 8-bit experts are exact."""
 
 
 def guarantee(exactness: str, backend_name: str, has_experts: bool = False) -> str:
-    """Return what the answers of this server may depend on."""
+    """Return what the answers of this server may depend on. `has_experts`: the model has experts that are not
+    quantized to 8 bits.
+    """
     if has_experts and backend_name == "ascend_invariant":
-        return _OF_EXPERTS
+        return OF_EXPERTS
     return GUARANTEES[ExactnessName(exactness), backend_name]
+
+
+_BLOCKS_JOINED: Final = (64, 128)
+"""Block sizes with which PagedAttention takes 256 keys of a row at a time if any context of the step has 256 tokens,
+and 128 otherwise.
+"""
+
+
+def check_block_size(attention_rows: int, block_size: int) -> None:
+    """Raise ConfigError if the plan of PagedAttention for a row depends on other rows with this block size.
+
+    Args:
+        attention_rows: As `Backend.attention_rows`.
+    """
+    if attention_rows and block_size in _BLOCKS_JOINED:
+        raise ConfigError(
+            "`pa_config.block_size` must be 16 or 32 with `device_config.exactness: exact` on Ascend: with 64 or 128, "
+            "PagedAttention adds the keys of a row in another order as soon as any context of the step has 256 tokens. "
+            f"Set one of these sizes, or `exactness: fast`. Given: {block_size}"
+        )

@@ -42,7 +42,7 @@ from llm_serving.transport.messages import LoadModel
 from llm_serving.worker.compiled_graph import load_networks
 from llm_serving.worker.device import backend_for, configure_device, free_npu_memory, npu_memory_limit
 from llm_serving.worker.draft_model import DraftModel
-from llm_serving.worker.exactness import guarantee
+from llm_serving.worker.exactness import OF_EXPERTS, check_block_size, guarantee
 from llm_serving.worker.kv_cache import block_bytes, element_bytes, num_blocks_for
 from llm_serving.worker.model_runner import ModelRunner
 from llm_serving.worker.rank_group import CollectiveGroup, RankGroup
@@ -103,7 +103,11 @@ def load_runner(
     folder = Path(settings.model_path)
     spec = check_folder(folder)
     has_experts = any(each.kind == "experts" for each in spec.network.operations)
-    guaranteed = guarantee(device.exactness, backend.name, has_experts)
+    in_dtype = settings.quantization != QuantizationName.W8A8
+    guaranteed = guarantee(device.exactness, backend.name, has_experts and in_dtype)
+    if guaranteed == OF_EXPERTS:
+        notice = guaranteed
+    check_block_size(backend.attention_rows, settings.block_size)
     level = logging.INFO if device.device_target == "CPU" else logging.WARNING  # Ascend does not guarantee `exact`
     logger.log(level, "device_config.exactness: %s: %s", device.exactness, guaranteed)
     if spec.scheme is not None:

@@ -98,6 +98,19 @@ class ModelInputs:
             context_lens=np.pad(self.context_lens, (0, missing)),
         )
 
+    def with_token_rows(self, multiple: int) -> ModelInputs:
+        """Make each token a row of its own, and pad the rows to a multiple of `multiple`. The added rows have no
+        tokens.
+        """
+        rows = np.repeat(np.arange(self.num_rows, dtype=np.int32), self.query_lens)
+        of_tokens = replace(
+            self,
+            block_tables=self.block_tables[rows],
+            query_lens=np.ones(len(rows), np.int32),
+            context_lens=self.positions + np.int32(1),
+        )
+        return of_tokens.padded_to(-(-len(rows) // multiple) * multiple)
+
     def arrays(self) -> tuple[Int32Array, ...]:
         return (
             self.token_ids,

@@ -129,7 +129,7 @@ class ModelRunner:
                 sample_indices=np.arange(num_rows, dtype=np.int32),
             )
             self._forward(inputs)
-            self._logits_of(self._states(inputs.arrays()))
+            self._logits_of(self._states(self._planned(inputs).arrays()))
         self.kv_tensors.clear()
 
     def announce_ending(self, announce: Callable[[], None] | None) -> bool:
@@ -221,12 +221,17 @@ class ModelRunner:
     def _states_of(self, inputs: ModelInputs) -> Float32Array:
         """Return the hidden states that the LM head reads, [max(S, 1), H]."""
         if self._prompts is None or not inputs.are_whole_prompts or inputs.num_rows > self._num_prompt_rows:
-            return self._states(_network_arguments(inputs))
+            return self._states(_network_arguments(self._planned(inputs)))
         return self._prompts(_network_arguments(inputs.padded_to(self._num_prompt_rows)))
+
+    def _planned(self, inputs: ModelInputs) -> ModelInputs:
+        """Return the inputs in the rows that the backend's attention needs."""
+        multiple = self._backend.attention_rows
+        return inputs.with_token_rows(multiple) if multiple else inputs
 
     def _forward(self, inputs: ModelInputs) -> Float32Array:
         if self._network is not None:
-            return self._network(_network_arguments(inputs))
+            return self._network(_network_arguments(self._planned(inputs)))
         return self._logits_of(self._states_of(inputs))
 
 

@@ -1,0 +1,158 @@
+"""Loads models on the Ascend device of the stubs as a WorkAgent does, runs steps, and prints what was found as JSON.
+
+    python device.py < JOBS
+
+JOBS is a list of objects with the fields of `Job`; the device settings of the first one apply to all. Run it in the
+environment that `cann_stubs.build` returns, in a process of its own. Lines that start with `MARK` separate the output
+of MindSpore's kernels by step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from llm_serving.core.process import DISABLED_KERNELS, set_mindspore_environment
+
+MARK = "@@@"
+COUNTS = "to_device", "bytes_to_device", "to_host", "bytes_to_host", "on_device", "synchronisations"
+"""What `fake_counts` of the stubs returns."""
+
+
+class Job(NamedTuple):
+    """A model to load, its settings, and steps to run."""
+
+    folder: str
+    name: str = ""
+    dtype: str = "float16"
+    exactness: str = "exact"
+    block_size: int = 16
+    quantization: str | None = None
+    num_blocks: int | None = None
+    max_model_len: int = 1024
+    max_num_seqs: int = 4
+    max_device_memory: int | None = None
+    steps: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """Of each row: its tokens in the step, and those of its context before them."""
+    without: str | None = None
+    """A setting to leave out: `environment`, `threads` or `swiglu`."""
+
+
+def main() -> None:
+    jobs = [Job(**fields) for fields in json.load(sys.stdin)]
+    os.environ.pop(DISABLED_KERNELS, None)
+    if jobs[0].without != "environment":
+        set_mindspore_environment()
+    for job in jobs:
+        sys.stdout.write(f"\n{MARK}{json.dumps({'job': job.name} | run(job))}\n")
+        sys.stdout.flush()
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Load the model of a job, warm it up and run its steps."""
+    import mindspore as ms
+    import psutil
+    from llm_serving.backends.ascend import AscendBackend
+    from llm_serving.backends.cpu import CpuBackend
+    from llm_serving.config.schema import ServingConfig
+    from llm_serving.config.sections.device import CacheConfig, DeviceConfig
+    from llm_serving.config.sections.model import ModelConfig
+    from llm_serving.executor.supervisor import load_settings
+    from llm_serving.worker import loading
+
+    if job.without == "swiglu":
+        AscendBackend.swiglu = CpuBackend.swiglu
+    if job.without == "threads":
+        ms.runtime.dispatch_threads_num = lambda number: None
+    device = DeviceConfig(device_target="Ascend", exactness=job.exactness, max_device_memory=job.max_device_memory)
+    model = ModelConfig(
+        model_path=Path(job.folder),
+        model_dtype=job.dtype,
+        max_generate_length=job.max_model_len,
+        decode_batch_size=job.max_num_seqs,
+    )
+    config = ServingConfig(model=model, device=device, pa=CacheConfig(block_size=job.block_size))
+    settings = load_settings(config, 0)
+    settings = msgspec.structs.replace(settings, quantization=job.quantization, num_blocks=job.num_blocks)
+    configure_once(loading)
+    before = psutil.Process().memory_info().rss
+    mark("load", job.name)
+    runner, notice = loading.load_runner(settings, lambda text: None)
+    tensors = runner.kv_tensors
+    found = {
+        "backend": runner.compute_fingerprint.kernels,
+        "notice": notice,
+        "free": loading.free_npu_memory(),
+        "num_blocks": tensors.num_blocks,
+        "cache": tensors.num_blocks * tensors.block_bytes,
+        "held": psutil.Process().memory_info().rss - before,
+    }
+    return found | {"steps": [counts_of(runner, rows, job.block_size, index) for index, rows in enumerate(job.steps)]}
+
+
+def counts_of(runner: Any, rows: Any, block_size: int, index: int) -> dict[str, int]:
+    """Compute the logits of one step twice, and return what the second time copied and waited for."""
+    import numpy as np
+    from llm_serving.worker.model_inputs import ModelInputs
+
+    query_lens = np.array([tokens for tokens, _ in rows], np.int32)
+    context_lens = np.array([tokens + before for tokens, before in rows], np.int32)
+    width = -(-int(context_lens.max()) // block_size)
+    positions = np.concatenate([np.arange(before, before + tokens, dtype=np.int32) for tokens, before in rows])
+    ends = np.cumsum(query_lens, dtype=np.int32)
+    inputs = ModelInputs(
+        token_ids=np.ones(len(positions), np.int32),
+        positions=positions,
+        slot_mapping=positions,
+        block_tables=np.zeros((len(rows), width), np.int32),
+        query_lens=query_lens,
+        context_lens=context_lens,
+        sample_indices=ends - 1,
+    )
+    mark("first", index)
+    runner._forward(inputs)
+    before = read_counts()
+    runner._forward(inputs)
+    after = read_counts()
+    mark("end", index)
+    return {name: end - start for name, start, end in zip(COUNTS, before, after, strict=True)}
+
+
+def configure_once(loading: Any) -> None:
+    """Let only the first model of the process configure the device, because MindSpore refuses a second time."""
+    configure = loading.configure_device
+    if configure is not do_nothing:
+        loading.configure_device = lambda device, device_id: (
+            configure(device, device_id),
+            setattr(loading, "configure_device", do_nothing),
+        )
+
+
+def do_nothing(device: Any, device_id: int) -> None:
+    pass
+
+
+def mark(kind: str, value: Any) -> None:
+    """Write a separator to the output and to the trace of the stubs."""
+    line = f"\n{MARK} {kind} {value}\n"
+    sys.stdout.flush()
+    os.write(1, line.encode())
+    if "FAKE_TRACE" in os.environ:
+        with Path(os.environ["FAKE_TRACE"]).open("a") as file:
+            file.write(line)
+
+
+def read_counts() -> list[int]:
+    stubs = ctypes.CDLL(str(Path(os.environ["ASCEND_HOME_PATH"], "lib64", "liball_symbols.so")))
+    counts = (ctypes.c_uint64 * len(COUNTS))()
+    stubs.fake_counts(counts)
+    return list(counts)
+
+
+if __name__ == "__main__":
+    main()

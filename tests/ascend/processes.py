@@ -1,0 +1,95 @@
+"""The processes that tests read: machines and devices of several sizes, each with some models and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from ascend.cann_stubs import add_invariant_products
+from ascend.models import FAMILIES
+from ascend.runs import Ended, run
+
+ALONE: Final = ((1, 299),)
+PROMPT: Final = ((16, 0),)
+STEPS: Final = (
+    ALONE,
+    ((1, 299), *((1, 19),) * 7),
+    ((1, 299), (1, 6999)),
+    ((1, 299), (16, 0)),
+    ((1, 299), *((1, 19),) * 130),
+    PROMPT,
+    ((2000, 10),),
+)
+"""A row with a context of 300 tokens alone and beside others, and prompts. Of each row: its tokens, and those of its
+context before them.
+"""
+DECODES: Final = (((1, 40),) * 4, ((1, 40),) * 32)
+
+
+@dataclass(frozen=True)
+class Process:
+    jobs: Sequence[Mapping[str, Any]]
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `runs.run`."""
+    invariant: bool = False
+    """Whether batch-invariant products are installed."""
+
+    @property
+    def in_table(self) -> bool:
+        """Whether `kernels.json` has its models: all but those of which a setting is left out."""
+        return not any("without" in job for job in self.jobs)
+
+
+def start(process: Process, cann: Mapping[str, str], models: Mapping[str, Path], folder: Path) -> Ended:
+    """Run a process in an empty folder.
+
+    Args:
+        cann: The environment that `cann_stubs.build` returns.
+        models: The folders that `models.write_models` returns.
+    """
+    environment = add_invariant_products(cann, folder) if process.invariant else cann
+    jobs = [{**job, "folder": str(models[job["folder"]])} for job in process.jobs]
+    return run(environment, folder, jobs, **process.machine)
+
+
+def _job(name: str, folder: str, **fields: Any) -> dict[str, Any]:
+    return {"name": name, "folder": folder, **fields}
+
+
+_TWO_STEPS: Final = {"steps": (DECODES[0], PROMPT)}
+GB: Final = 2**30
+
+PROCESSES: Final[Mapping[str, Process]] = {
+    "exact": Process(
+        [_job("demo", "demo", steps=STEPS, max_model_len=8192)],
+        {"processors": 4, "gigabytes": 64},
+        invariant=True,
+    ),
+    "families": Process(
+        [
+            _job("demo", "demo", steps=STEPS, max_model_len=8192),
+            *(_job(name, name, **_TWO_STEPS) for name in FAMILIES),
+        ],
+        {"processors": 8, "gigabytes": 32, "soc": "Ascend910_9391"},
+    ),
+    "fast": Process(
+        [_job("demo", "demo", dtype="bfloat16", exactness="fast", block_size=128, steps=STEPS[:1] + STEPS[5:6])],
+        {"processors": 16, "gigabytes": 32},
+    ),
+    "quantized": Process(
+        [
+            _job("demo", "demo", quantization="w8a8", **_TWO_STEPS),
+            _job("experts", "qwen3, experts", quantization="w8a8", dtype="bfloat16", **_TWO_STEPS),
+        ],
+        {"processors": 32, "gigabytes": 64},
+    ),
+    "limited": Process(
+        [_job("demo", "demo", dtype="bfloat16", max_device_memory=58 * GB, steps=(DECODES[1],))],
+        {"processors": 64, "gigabytes": 32},
+    ),
+    "without environment": Process([_job("demo", "demo", without="environment")]),
+    "without threads": Process([_job("demo", "demo", without="threads")], {"processors": 8}),
+    "without swiglu": Process([_job("demo", "demo", without="swiglu")]),
+}

@@ -1,0 +1,45 @@
+"""How PagedAttention splits the rows of a step on a device, by the shape of the batch."""
+
+from ascend.processes import PROCESSES, STEPS
+from ascend.runs import Plan
+
+OWN_SHAPE = {
+    0: Plan(rows=1, heads=4, tail=0, keys=16, key_splits=19, group=2, keys_at_once=32, key=16),
+    1: Plan(rows=8, heads=3, tail=0, keys=304, key_splits=1, group=1, keys_at_once=32, key=0),
+    2: Plan(rows=2, heads=8, tail=0, keys=304, key_splits=24, group=2, keys_at_once=32, key=16),
+    3: Plan(rows=1, heads=4, tail=0, keys=16, key_splits=19, group=2, keys_at_once=32, key=48),
+    4: Plan(rows=120, heads=8, tail=11, keys=304, key_splits=1, group=2, keys_at_once=32, key=0),
+}
+"""Step of `STEPS` -> the plan where a row is a request: a row alone, beside 7, beside a long context, beside a prompt,
+and beside 130.
+"""
+
+ROW_OF_ITS_OWN = (8, 0, 1, 2, 32, 0)
+"""`Plan.of_a_row` where each token is a row."""
+
+
+def test_the_plan_of_a_row_depends_on_other_rows(ended):
+    demo = ended("families").jobs["demo"]
+    assert {index: demo.plan(index) for index in OWN_SHAPE} == OWN_SHAPE
+    assert len({plan.of_a_row for plan in OWN_SHAPE.values()}) == len(OWN_SHAPE)
+
+
+def test_the_plan_of_a_row_in_exact_mode_does_not(ended):
+    demo = ended("exact").jobs["demo"]
+    plans = [demo.plan(index) for index in range(len(STEPS))]
+    assert {plan.of_a_row for plan in plans} == {ROW_OF_ITS_OWN}
+    # Keys are in one piece: the number is the longest context in whole blocks, at which a shorter row stops early.
+    assert [plan.keys for plan in plans] == [304, 304, 7008, 304, 304, 16, 2016]
+    assert [plan.rows for plan in plans] == [120, 120, 120, 120, 240, 120, 2040]
+
+
+def test_exact_products_start_each_sum_at_its_first_element(ended):
+    exact, fast = ended("exact").output, ended("fast").output
+    assert "enShuffleK = 0" in exact
+    assert "enShuffleK = 1" not in exact
+    assert "enShuffleK = 1" in fast
+
+
+def test_the_processes_read_here_have_these_steps():
+    for name in ("exact", "families"):
+        assert PROCESSES[name].jobs[0]["steps"] == STEPS
