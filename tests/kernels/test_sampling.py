@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from llm_serving.errors import KernelError
 from llm_serving.kernels import library
 from llm_serving.worker import sampler, sampling_reference
 from llm_serving.worker.sampler import check_sampling, choose_tokens_for, sample
@@ -141,9 +142,17 @@ def test_sampler_accepts_strided_and_read_only_logits():
     )
 
 
-def test_sampler_library_is_used_on_the_cpu_only():
-    assert choose_tokens_for("cpu") is sampler.choose_tokens
-    assert choose_tokens_for("plain") is choose_tokens_for("ascend") is sampling_reference.choose_tokens
+@pytest.mark.parametrize("backend", ["cpu", "ascend", "ascend_fast", "ascend_invariant"])
+def test_sampler_library_is_used_unless_it_is_missing(backend, monkeypatch, caplog):
+    assert choose_tokens_for("plain") is sampling_reference.choose_tokens
+    assert choose_tokens_for(backend) is sampler.choose_tokens
+
+    def missing():
+        raise KernelError("no compiler")
+
+    monkeypatch.setattr(library, "load", missing)
+    assert choose_tokens_for(backend) is sampling_reference.choose_tokens
+    assert "no operator library, NumPy chooses the tokens, many times slower: no compiler" in caplog.text
 
 
 def test_sampler_arguments_have_the_expected_lengths():

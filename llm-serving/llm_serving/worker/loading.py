@@ -95,8 +95,8 @@ def load_runner(
         on_progress("waiting for the other ranks")
         ranks = CollectiveGroup(settings.rank, settings.num_ranks, group_port, device.device_target)
     on_progress("preparing the kernels")
-    if device.device_target == "CPU" and device.kernels != "plain":
-        with suppress(KernelError):  # `backend_for` raises it again or falls back
+    if device.device_target != "CPU" or device.kernels != "plain":
+        with suppress(KernelError):  # `backend_for` or the sampler raises it again or falls back
             library_path(on_progress)
     backend, notice = backend_for(device, settings.dtype)
     framework = f"{ms.__version__} with MindFormers {mindformers_version()}" if by_mindformers else ms.__version__

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from llm_serving.core.sampling_params import LOGIT_BIAS, RULES, Real
 from llm_serving.core.step import SAMPLE_FIELDS, SAMPLING_DTYPES, SamplingInput, StepOutput
-from llm_serving.errors import WorkerError
+from llm_serving.errors import KernelError, WorkerError
 from llm_serving.kernels import library
+from llm_serving.log import get_logger
 from llm_serving.models.spec import MAX_VOCAB_SIZE
 from llm_serving.worker import sampling_reference
 from llm_serving.worker.logprobs import logprobs_of
@@ -31,6 +32,8 @@ from llm_serving.worker.model_inputs import (
     stack_rows,
 )
 from llm_serving.worker.sampling_reference import SampledTokens, SamplingFailure
+
+logger = get_logger(__name__)
 
 Float32Array = NDArray[np.float32]
 Int32Array = NDArray[np.int32]
@@ -79,8 +82,17 @@ ChooseTokens: TypeAlias = Callable[[Float32Array, SamplingInput, Int32Array], Sa
 
 
 def choose_tokens_for(backend_name: str) -> ChooseTokens:
-    """Return the operator library's function if the backend loads the library, else the NumPy function."""
-    return choose_tokens if backend_name == "cpu" else sampling_reference.choose_tokens
+    """Return the operator library's function. Without the library, and for the backend `plain`, which does without it,
+    return the NumPy function.
+    """
+    if backend_name == "plain":
+        return sampling_reference.choose_tokens
+    try:
+        library.load()
+    except KernelError as error:
+        logger.warning("no operator library, NumPy chooses the tokens, many times slower: %s", error)
+        return sampling_reference.choose_tokens
+    return choose_tokens
 
 
 _REALS = {name: rule for name in SAMPLE_FIELDS if isinstance(rule := RULES.get(name), Real)}
