@@ -31,6 +31,7 @@ LATE = (
     *(
         "end_to_end/test_kill_matrix.py",
         "end_to_end",
+        "scripts/test_device_faults.py",
         "families",
         "test_kernels_of_networks.py",
         "cli/test_verifier.py",

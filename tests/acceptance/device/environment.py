@@ -23,7 +23,7 @@ PROJECT = Path(__file__).resolve().parents[3]
 PACKAGES = ("mindspore", "mindspore-lite", "ms-custom-ops", "mindformers", "numpy", "llm-serving")
 WARNINGS = "Warnings of MindSpore and CANN"
 WARNING = re.compile(r"\[(WARNING|ERROR|CRITICAL)\] *(\w+)\(.*?\):?[\d:. -]*(.*)")
-""""[WARNING] ME(pid:thread,process):time [file:line] text" """
+"""A line such as `[WARNING] ME(pid:thread,process):time [file:line] text`."""
 MAX_WARNINGS = 40
 CANN_VERSIONS = ("8.2", "8.3", "8.5", "9.0", "9.1")
 """Versions of CANN that MindSpore 2.10 accepts without a warning (`mindspore/run_check/_check_version.py`)."""

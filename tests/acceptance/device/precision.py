@@ -22,7 +22,7 @@ TITLE = "Precision"
 LIMITS = {"float16": 0.015, "bfloat16": 0.12}
 """Maximum error relative to the largest logit. On a CPU it is at most 0.94 % in float16; bfloat16 has 3 bits less."""
 QUANTIZED_LIMIT = 0.15
-"""The same for the median position with quantized weights. A CPU reaches 8 %."""
+"""Maximum error of the median position with quantized weights. On a CPU it is at most 8 %."""
 MODEL_S = 900.0
 PHASES = ("prompt", "chunk", "decode")
 STEP_SECTIONS = ("device_config.", "quant_config.", "model_config.model_dtype", "model_config.implementation")

@@ -16,9 +16,9 @@ from llm_serving.models.spec import ModelSpec
 
 TITLE = "Time of a step"
 FACTOR = 3.0
-"""Maximum time of a step, as a multiple of its time at the device's limits ..."""
+"""Maximum time of a step as a multiple of its time at the device's limits, not counting `HOST_S`."""
 HOST_S = 0.03
-"""... and this much more for the host's part of a step."""
+"""Time that the host may add to a step."""
 NUM_TOKENS = 32
 MAX_ROWS = 32
 PROMPT_TOKENS = 1024
@@ -52,7 +52,7 @@ DEVICES = tuple(
         ("910_93", 1600, 376),
     )
 )
-"""By a part of the name that `npu-smi info` shows. `--bandwidth` and `--peak` of the acceptance replace the values."""
+"""Known devices. The name is a part of what `npu-smi info` shows. `--bandwidth` and `--peak` replace the values."""
 
 
 def device_of(names: str) -> Device:
