@@ -52,7 +52,11 @@ DEVICES = tuple(
         ("910_93", 1600, 376),
     )
 )
-"""Known devices. The name is a part of what `npu-smi info` shows. `--bandwidth` and `--peak` replace the values."""
+"""Known devices. The name is a part of what `npu-smi info` shows.
+
+The values are approximate: Huawei's data sheets were not at hand, and public descriptions differ. `--bandwidth` and
+`--peak` of the acceptance replace them.
+"""
 
 
 def device_of(names: str) -> Device:
