@@ -12,8 +12,7 @@ class ConstraintMatcher(Protocol):
     """Follows one output through a constraint. Only one thread uses it at a time."""
 
     def allowed_words(self, output_token_ids: Sequence[int]) -> Int32Array:
-        """Return the bit mask of the tokens that may follow all tokens of the output so far (see
-        `AllowedTokens.words`).
+        """Return the bit mask (`AllowedTokens.words`) of the tokens that may follow all tokens of the output so far.
 
         It depends only on the output, not on earlier calls. A call that extends the last output costs only its new
         tokens. End tokens are allowed only if the constraint is satisfied. If the matcher fails, no bit is set.

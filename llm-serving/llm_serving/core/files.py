@@ -1,8 +1,4 @@
-"""Safe reading of untrusted files, lock files, and checks that UTF-8 can encode a text.
-
-A folder of weights may contain pipes, devices and endless files. JSON, YAML and file names may contain half a surrogate
-pair, which UTF-8 cannot encode.
-"""
+"""Safe reading of untrusted files, lock files, and checks that UTF-8 can encode a text."""
 
 from __future__ import annotations
 
@@ -17,9 +13,7 @@ from llm_serving.errors import ModelError
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file, or a link to one, for unbuffered reading. Raise ModelError for other files, or if it cannot
-    be opened. A pipe does not block.
-    """
+    """Open a regular file, or a link to one, unbuffered. Raise ModelError for other files, or if that fails."""
     try:
         # Without O_NONBLOCK, opening a pipe waits for a writer; without O_NOCTTY, a terminal could control the process.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -47,9 +41,8 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def lock_file(path: Path) -> int | None:
-    """Lock a file, creating it if needed, until the returned descriptor is closed or the process exits.
-
-    Return None if the file is already locked. Raise OSError if it cannot be opened.
+    """Lock a file, creating it if needed, while the returned descriptor is open; None if it is already locked. Raise
+    OSError if it cannot be opened.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:

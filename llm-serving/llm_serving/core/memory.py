@@ -52,9 +52,7 @@ def trim_heap() -> None:
 
 
 def release_pages(address: int, num_bytes: int) -> None:
-    """Release the whole pages within a memory range. At the next access, private memory is zero, and pages of files are
-    read again.
-    """
+    """Release the whole pages within a memory range: private ones are then zero, pages of files are read again."""
     madvise = _of_allocator("madvise")
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start

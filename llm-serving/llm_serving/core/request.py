@@ -1,12 +1,12 @@
 """One request in the master: what the client requested, and the state that scheduler and engine keep of it.
 
-Three slotted dataclasses extend one another, one for each owner:
+Three slotted dataclasses extend one another:
 
-| Class            | Written by                                                                        | |
----------------- | --------------------------------------------------------------------------------- | | ClientRequest
-| no code after construction: its fields are `Final`, which mypy checks             | | ScheduledRequest | the
-scheduler; the engine sets the initial values before it calls `Scheduler.add` | | Request          | the engine, in its
-own thread                                                     |
+| Class            | Written by                                                                        |
+| ---------------- | --------------------------------------------------------------------------------- |
+| ClientRequest    | no code after construction: its fields are `Final`, which mypy checks             |
+| ScheduledRequest | the scheduler; the engine sets the initial values before it calls `Scheduler.add` |
+| Request          | the engine, in its own thread                                                     |
 """
 
 from __future__ import annotations
@@ -172,11 +172,7 @@ class ScheduledRequest(ClientRequest):
     arrival_clock: int = 0
     """Value of the class's clock, the number of steps that could schedule the class, at the arrival."""
     wait_bound: int | None = None
-    """Guaranteed maximum number of steps from arrival to first admission; None: no guarantee.
-
-    Set on arrival. The count restarts after the cache was lost, for a fork whose parent's prompt has been computed, and
-    for a request that its tenant's limit no longer blocks.
-    """
+    """Guaranteed maximum number of steps from arrival to first admission, set by the scheduler; None: no guarantee."""
     num_steps_waited: int | None = None
     """Number of steps counted against `wait_bound` until the first admission; None: not admitted yet."""
     admission_number: int = 0

@@ -44,7 +44,6 @@ class PromptLogprobs:
         return len(self.token_ids)
 
     def starting_at(self, start: int) -> PromptLogprobs:
-        """Return the part after the first `start` tokens."""
         return self if start == 0 else PromptLogprobs(*(getattr(self, each.name)[start:] for each in fields(self)))
 
     def tokens(self, count: int) -> list[TokenLogprobs]:
@@ -108,7 +107,6 @@ class RequestOutput:
 
 
 def join_pieces(pieces: Sequence[RequestOutput]) -> RequestOutput:
-    """Return the pieces of one answer as a single output."""
     last = pieces[-1]
     of_prompt = [each for piece in pieces if (each := piece.prompt_logprobs) is not None]
     return RequestOutput(
@@ -130,9 +128,7 @@ def join_pieces(pieces: Sequence[RequestOutput]) -> RequestOutput:
 
 
 class OutputSink(Protocol):
-    """Creates the answer to a client's request from the results of its engine requests. For the engine's thread. It
-    publishes each piece of the answer once.
-    """
+    """Creates the answer to a client's request from the results of its engine requests. For the engine's thread."""
 
     @property
     def request(self) -> Request:

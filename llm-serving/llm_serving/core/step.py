@@ -238,7 +238,6 @@ class TopTokens:
         return len(self.offsets) - 1
 
     def of(self, result: int) -> tuple[list[int], list[float]]:
-        """Return ids and log-probabilities of one result."""
         part = slice(self.offsets[result], self.offsets[result + 1])
         return self.token_ids[part].tolist(), self.logprobs[part].tolist()
 

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False, slots=True)
 class HttpTimings:
-    """Times of one HTTP request and its engine requests, in seconds on the engine's clock. The server sets the first
-    and the last time, the engines the others.
-    """
+    """Times of one HTTP request and its engine requests, in seconds on the engine's clock."""
 
     received_time: float
     """Arrival of the headers, before any wait in the server."""

@@ -11,9 +11,7 @@ NO_WINDOW: Final = 2**31
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The sliding window of a model. Blocks hold all layers, so none can be freed while one layer attends to its
-    tokens.
-    """
+    """The sliding window of a model. Each block holds all layers, so a layer without a window keeps all blocks."""
 
     num_tokens: int = NO_WINDOW
     """Number of tokens, including itself, that a token attends to in the layer with the largest window."""

@@ -47,8 +47,8 @@ class Admission:
 
 
 class AsyncEngine:
-    """The engine of a server. It checks and submits requests, which the engine threads of all replicas compute. All
-    methods belong to the event loop.
+    """The engine of a server: checks requests and submits them to the engine threads. All methods belong to the event
+    loop.
     """
 
     def __init__(
@@ -85,7 +85,6 @@ class AsyncEngine:
         self.reloading = ConfigReloader(config, self.replicas, metrics)
         self.reloading.followers.append(self._follow)
         self.end_token_ids = end_token_ids(config.model, model_spec, tokenizer)
-        """Token ids by which the model ends a text."""
         self.constraints = ConstraintCompiler(
             tokenizer,
             self.end_token_ids,
@@ -95,7 +94,6 @@ class AsyncEngine:
         self.failure: LLMServingError | None = None
         """Error that prevents this process from serving, so that it must exit; None: no error."""
         self.on_failure: Callable[[], None] = lambda: None
-        """Called when `failure` is set."""
 
     def start(self) -> None:
         """Start loading every replica. `health` reports the progress."""
@@ -112,9 +110,7 @@ class AsyncEngine:
 
     @property
     def max_model_len(self) -> int:
-        """Maximum number of tokens of prompt and output together: as configured, or less if a replica's cache is
-        smaller.
-        """
+        """Maximum number of tokens of prompt and output together; a small KV cache reduces the configured number."""
         longest = self.config.model.max_generate_length
         for engine in list(self.replicas.engines.values()):
             if engine.dead is None:
@@ -157,7 +153,6 @@ class AsyncEngine:
         """Submit one request. Return its stream, which ends with the output that has a `finish_reason`.
 
         Args:
-            caller: The client's class, tenant, deadline and timings.
             request_id: The client's id of the request, which other requests may have too.
             fork_of: A request with the same prompt, with which the new one shares replica and prompt blocks.
             wants_vector: Whether the last output must include the last hidden state of the prompt.
@@ -229,7 +224,6 @@ class AsyncEngine:
         return stream
 
     def _check_request(self, prompt_token_ids: list[int], sampling: SamplingParams, caller: Caller) -> None:
-        """Raise RequestError if the request can never be served."""
         try:
             check_request(
                 prompt_token_ids,
@@ -253,7 +247,6 @@ class AsyncEngine:
         admission: Admission,
         sharing: Sharing | None,
     ) -> RequestStream:
-        """Add an admitted request to the open requests, and return its stream."""
         if (http_timings := caller.http_timings) is not None:
             http_timings.predicted_ttft_s = admission.predicted_s
             if http_timings.arrival_time is None:
@@ -281,20 +274,15 @@ class AsyncEngine:
         """Check a group of requests, given the lengths of their prompts, against all admission limits.
 
         Each `num_each` consecutive requests share a prompt, which is computed once unless they form a static batch. The
-        result is valid for `generate` until the event loop runs another task.
-
-        Raises:
-            RequestError: The group exceeds a limit even if no other request waits.
-            CapacityError: The group exceeds a limit now, or its first token would come too late.
-            UnavailableError: No WorkAgent is ready.
+        result is valid for `generate` until the event loop runs another task. Raise the errors of `generate`.
         """
         is_static = self.config.model.batching_strategy == "static"
         uncached = [1 if each % num_each and not is_static else count for each, count in enumerate(prompt_lens)]
         return self._admit(self._router.route(prompt_lens, caller), prompt_lens, caller, uncached)
 
     def precheck_capacity(self, min_lens: Sequence[int], caller: Caller = ANONYMOUS) -> None:
-        """Refuse a group of requests before tokenization if even the minimum lengths of their prompts exceed a limit.
-        Raise the errors of `check_capacity`, which must follow for the others.
+        """Raise the errors of `check_capacity` if even prompts of the minimum lengths exceed a limit. For use before
+        tokenization.
         """
         replica = self._router.load_of(self._router.route(min_lens, caller))
         self._admission.check(min_lens, caller, replica, self._admission.min_uncached(min_lens))
@@ -309,9 +297,7 @@ class AsyncEngine:
         return Admission(predicted_s)
 
     def seconds_to_first_token(self, num_prompt_tokens: int, *, priority: int = 0, tenant: str = "") -> float | None:
-        """Return the predicted seconds to the first token of a request that arrives now; None: too few measurements.
-        Raise UnavailableError if no WorkAgent is ready.
-        """
+        """Return the predicted seconds to the first token of a request that arrives now; None: too few measurements."""
         request_class = class_of(priority, self.config.request_classes)
         route = self._router.route([num_prompt_tokens], Caller(priority=priority, tenant=tenant))
         replica = self._router.load_of(route)

@@ -44,10 +44,7 @@ class Answer:
         self.num_bytes += piece.num_bytes
 
     def fields(self) -> list[str]:
-        """Return the answer as a list of texts, which differ if and only if a bit of the answers differs. In order:
-        vector, prompt tokens, output tokens of all beams with log-probabilities, checksums of the texts with finish
-        reasons.
-        """
+        """Return the answer as a list of texts. Two lists are equal if and only if all bits of both answers are."""
         whole = join_pieces(self.pieces)
         parts = whole.beams or (whole,)
         found = [repr(each) for part in parts for each in part.logprobs or part.token_ids]
@@ -60,8 +57,7 @@ class Answer:
 
 
 class Auditor:
-    """Audits 1 in `every` requests (0: none): while the engine is idle, a copy runs alone, and both answers must be
-    equal.
+    """Audits 1 in `every` requests (0: none): a copy runs alone on an idle engine, and both answers must be equal.
 
     Answers are batch-invariant, so any difference is a defect of this server; `audit_mismatch_total` counts them. The
     copy's own cache salt keeps it from reusing cached blocks. It has the lowest priority and an own tenant, so it
@@ -85,7 +81,6 @@ class Auditor:
         self.watched[request.request_id] = Answer(request)
 
     def watches(self, request_id: str) -> bool:
-        """Return whether the outputs of a request are recorded."""
         return request_id in self.watched
 
     def leave(self, request_id: str) -> Answer | None:

@@ -61,9 +61,8 @@ class BeamSearch:
 
     Each step continues every live sequence by its `2 * width` most likely tokens. A continuation by a stop token is
     finished; the `width` most likely of the others stay live. Ties prefer the earlier sequence, then the more likely
-    token, so the same log-probabilities always give the same answer. Finished sequences are ranked by
-    `cumulative_logprob / length ** length_penalty`, where the length counts generated tokens including the stop token.
-    Live sequences finish at `max_tokens`.
+    token. Finished sequences are ranked by `cumulative_logprob / length ** length_penalty`, where the length counts
+    generated tokens including the stop token. Live sequences finish at `max_tokens`.
     """
 
     def __init__(self, params: BeamSearchParams, max_tokens: int, stop_token_ids: Collection[int]) -> None:
@@ -118,8 +117,8 @@ class BeamSearch:
         return self._params.early_stopping or self._best_attainable() <= self._finished[-1].score
 
     def _best_attainable(self) -> float:
-        """Return the highest score of a live sequence if all its further tokens had probability 1. The score is
-        monotonic in the length, so its maximum is at the shortest or the longest length.
+        """Return the highest score of a live sequence if its further tokens had probability 1; it is monotonic in the
+        length.
         """
         most_likely = self.live[0]
         lengths = (most_likely.length + 1, self._max_tokens)
@@ -130,8 +129,7 @@ class BeamSearch:
 
 
 class BeamSearchSink:
-    """The sink of a request with `BeamSearchParams`. The scheduler computes one request for each beam, and never sees
-    the client's own request.
+    """The sink of a request with `BeamSearchParams`. The scheduler computes one request for each beam instead.
 
     A beam is paused after its token until the tokens of all beams have arrived. Then the search decides: the first
     continuation of a beam stays in its request, further ones become forks that share its blocks, and a beam without
@@ -159,8 +157,8 @@ class BeamSearchSink:
         self._context.scheduler.add(self._new_beam([]))
 
     def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
-        """Record the candidates of one beam. After the last beam, advance the search and emit an output, which is empty
-        until the search ends; the last output has all answers.
+        """Record the candidates of one beam. After the last beam, advance the search and emit an output: an empty one
+        until the search ends, then one with all answers.
         """
         if self.request.is_finished:  # by another beam of this step
             return
@@ -266,7 +264,6 @@ class BeamSearchSink:
         return replace(outputs[0], beams=tuple(outputs))
 
     def _answer(self, output: RequestOutput, beam: FinishedBeam) -> RequestOutput:
-        """Return one answer of the search as an output."""
         root = self.request
         tokens = beam.hypothesis.tokens()
         token_ids = [token.token_id for token in tokens]

@@ -37,7 +37,6 @@ class _Reader:
     client_id: str
     http_timings: HttpTimings | None
     began: float
-    """Arrival of the reader's request."""
     deadline: float | None
     """Time at which the reader's stream ends with a timeout; None: no deadline."""
     timer: asyncio.TimerHandle | None = None
@@ -153,9 +152,7 @@ class CoalescedResponse:
             self._grew(self, size)
 
     def cancel(self, client_ids: Sequence[str]) -> bool:
-        """End the streams of readers with one of these ids, unless they are the only readers. Then return False and do
-        nothing; the caller must abort the computation.
-        """
+        """End the streams of readers with one of these ids. If no other client reads, do nothing and return False."""
         mine = [number for number, reader in self._readers.items() if reader.client_id in client_ids]
         if len(mine) == len(self._readers):
             return False

@@ -46,11 +46,10 @@ class Control:
         self._replicas, self._requests, self._queue = dispatcher.replicas, dispatcher.requests, dispatcher.queue
 
     def cancel(self, request_id: str, tenant: str | None = None) -> list[str]:
-        """Cancel the requests with this id. Return the engine's ids of the cancelled requests; ended requests are none.
+        """Cancel the requests with this id. Return the engine's ids of those that had not ended.
 
-        Each gets its final output, with finish reason `abort`, before the engine's next step, which also frees its
-        blocks. If other clients share the answer, it ends only for this client. Raise RequestNotFoundError if no
-        request has this id, or it belongs to another tenant.
+        Each gets its final output, with finish reason `abort`, before the engine's next step. If other clients share
+        the answer, it ends only for this client. Raise RequestNotFoundError if the tenant has no such request.
         """
         found = self._lookup.find(request_id, tenant)
         for each in found:
@@ -61,12 +60,12 @@ class Control:
         return [each.request.request_id for each in found]
 
     async def set_priority(self, request_id: str, priority: int, tenant: str | None = None) -> dict[str, bool]:
-        """Change the priority of the requests with this id. Return for each unfinished request whether it has the
-        priority now; see `Scheduler.set_priority`.
+        """Change the priority of the requests with this id. Return, for each unfinished one, whether it has the
+        priority now.
 
         Raises:
             RequestError: The priority is out of range.
-            RequestNotFoundError: No request has this id, or it belongs to another tenant.
+            RequestNotFoundError: The tenant has no such request.
             UnavailableError: A WorkAgent is restarting, and the engine did not answer in time.
         """
         check_priority(priority)
@@ -104,7 +103,6 @@ class Control:
         return done | {_id_of(each): True for each in in_transfer}
 
     def replica_rows(self) -> list[ReplicaRow]:
-        """Return the state and number of open requests of every replica."""
         engines = self._replicas.engines
         return [
             ReplicaRow(
@@ -117,17 +115,15 @@ class Control:
         ]
 
     def drain(self, replica: int) -> None:
-        """Assign no further requests to a replica, and stop its WorkAgent once its requests have finished. Raise
-        RequestError if there is no such replica, or no other replica serves.
+        """Route no requests to a replica, and stop it once it has none. Raise RequestError unless another replica
+        serves.
         """
         self._replicas.drain(replica)
         if (engine := self._replicas.engines.get(replica)) is not None:
             self._dispatcher.leave_if_idle(engine)
 
     def join(self, replica: int) -> None:
-        """Assign requests to a drained replica again. If its WorkAgent has exited, load it first. Raise RequestError if
-        there is no such replica.
-        """
+        """Route requests to a drained replica again; load it first if it has left. Raise RequestError if unknown."""
         self._replicas.join(replica)
 
     def _has_moved(self, opened: OpenRequest, record: Request) -> bool:

@@ -23,9 +23,7 @@ _Entry = tuple[float, str, int, Request]
 
 
 class Deadlines:
-    """The deadlines of one engine's requests, in seconds on the engine's clock. A heap entry is stale once its request
-    has finished or has another deadline.
-    """
+    """The deadlines of one engine's requests. A heap entry is stale once its request ended or has another deadline."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.heap: list[_Entry] = []
@@ -52,7 +50,6 @@ class Deadlines:
         return self.heap[0][0] if self.heap else None
 
     def pop_expired(self, now: float) -> list[Request]:
-        """Remove and return all requests whose deadline is at or before `now`."""
         expired = []
         while (deadline := self.next) is not None and deadline <= now:
             expired.append(heapq.heappop(self.heap)[3])
@@ -69,8 +66,8 @@ class Deadlines:
         return deadline is not None and (now >= deadline or now >= self._next_check)
 
     def end_expired(self, now: float, predictor: TtftPredictor, step_began: float) -> None:
-        """End the requests whose deadline has passed, and waiting requests that cannot meet theirs. `step_began`: time
-        at which the oldest step in flight began.
+        """End requests that exceed their deadline or cannot meet it. `step_began`: when the oldest step in flight
+        began.
         """
         for request in self.pop_expired(now):
             finish(request, FinishReason.TIMEOUT, f"the request was not done within its {timeout_of(request):g} s")
@@ -79,8 +76,8 @@ class Deadlines:
             self._end_hopeless(now, predictor, now - step_began)
 
     def _end_hopeless(self, now: float, predictor: TtftPredictor, elapsed_s: float) -> None:
-        """End requests whose first token would miss the deadline even if they were the next of their class. If none
-        runs, end none: the next one starts at once and updates the predictor's measurements.
+        """End requests whose first token would miss the deadline even if they were the next of their class. If no
+        request runs, end none: the next one starts at once and updates the predictor's measurements.
         """
         speed, scheduler = predictor.speed, self._scheduler
         if speed is None or not scheduler.running:

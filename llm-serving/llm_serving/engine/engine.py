@@ -44,10 +44,8 @@ class Engine(EngineRequests):
     listeners (`EngineListener`) get the events for the owner of the replica.
 
     Args (for the others see `EngineRequests`):
-        max_steps_in_flight: Maximum number of steps in flight; the executor may allow fewer.
         restart_wait_s: Maximum seconds that requests wait for a WorkAgent that restarts.
         notice: Warning for the operator about the WorkAgent; usually empty.
-        compute_fingerprint: Identifies the code and hardware that the WorkAgent computes with.
         build_step: Builds the input of a step from a schedule and a step number; None: `StepBuilder.build`.
     """
 
@@ -151,13 +149,11 @@ class Engine(EngineRequests):
         return schedule is not None or collects or replied
 
     def _propose_drafts(self, drafter: SpeculationController) -> None:
-        """Give the scheduler draft tokens for the next step."""
         synchronous = not self._in_flight and self._waits_for_replies()
         for request, token_ids in drafter.propose(len(self.scheduler.running), synchronous=synchronous):
             self.scheduler.set_draft_tokens(request, token_ids)
 
     def _schedule(self, now: float) -> Schedule | None:
-        """Form the next step. Return None if no request can run."""
         if self.fleet is not None:
             self.fleet.synchronize()
         schedule = self.scheduler.schedule(now)
@@ -166,7 +162,6 @@ class Engine(EngineRequests):
         return schedule
 
     def _submit(self, schedule: Schedule, now: float) -> None:
-        """Send a step that was formed at `now` to the WorkAgent."""
         self._executor.submit(self._build_step(schedule, self._executor.next_step), self.forms_late)
         self._times.record_submitted(now, self._clock(), follows=bool(self._in_flight))
         self._in_flight.append(schedule)
@@ -180,7 +175,6 @@ class Engine(EngineRequests):
                 listener.on_started(started)
 
     def _collect(self) -> None:
-        """Wait for the reply to the oldest step, and apply it to the scheduler and the requests."""
         output = self._executor.collect()
         self._times.record_reply(self._clock())
         schedule = self._in_flight.popleft()
@@ -204,9 +198,7 @@ class Engine(EngineRequests):
         self._times.record_published(self._clock())
 
     def _send_allowed_tokens(self) -> None:
-        """Send the allowed tokens of the oldest step in flight, after the replies to all steps before it have arrived.
-        The WorkAgent computes that step meanwhile, and needs them only for sampling.
-        """
+        """Send the allowed tokens of the oldest step in flight, which need the replies to all steps before it."""
         self._executor.set_allowed_tokens(self._builder.allowed(self._in_flight[0]))
 
     def _wait(self) -> None:
@@ -221,9 +213,7 @@ class Engine(EngineRequests):
 
     @property
     def forms_late(self) -> bool:
-        """Whether the next step is formed only when the current one is about to end, because steps are long. Requests
-        that arrive meanwhile are then part of the next step.
-        """
+        """Whether steps are so long that the next one is formed only when the current one is about to end."""
         return self._max_steps_in_flight > 1 and self._times.step_s > SHORT_STEP_S
 
     @property

@@ -47,13 +47,8 @@ class EngineRequests:
     """The part of an engine that adds, changes and ends requests.
 
     Any thread may call the methods of the first group, which post a message that the engine's thread handles between
-    two steps. Only the engine's thread may call those of the second group.
-
-    Args:
-        audit_every: One in `audit_every` requests is audited; 0: none.
-        event_log: Records requests and steps; None: no event log.
-        drafter: Proposes draft tokens; None: no speculative decoding.
-        attach_sink: Gives a request its output sink, and queues what is computed first.
+    two steps. Only the engine's thread may call those of the second group. One in `audit_every` requests is audited (0:
+    none). `attach_sink` gives a request its output sink, and queues what is computed first.
     """
 
     def __init__(
@@ -82,7 +77,6 @@ class EngineRequests:
         self._listeners: list[EngineListener] = []
         self._stopping = False
         self._num_added = 0
-        """Number of client requests so far."""
         self._times = StepTimes()
         self._reports = LoadReports(scheduler, self._times)
         self.ttft_predictor = self._reports.predictor
@@ -132,9 +126,7 @@ class EngineRequests:
             self._inbox.post(end)
 
     def take_over(self, migrating: MigratingRequest, *, is_cancelled: bool = False) -> None:
-        """Continue a request of another replica; end it if it was cancelled during the transfer. Raise WorkerDiedError
-        if the engine has ended or is stopping.
-        """
+        """Continue a request of another replica, or end it if it was cancelled. Raise the errors of `submit`."""
         if self._stopping:
             raise WorkerDiedError("the engine is shutting down")
         self._inbox.post(lambda: self._arrive(migrating, is_cancelled))
@@ -145,9 +137,7 @@ class EngineRequests:
             self._inbox.post(lambda: self.scheduler.reclaim_exported_blocks(blocks))
 
     def ask(self, question: Callable[[], T]) -> Future[T]:
-        """Call a function in the engine's thread between two steps, and return its result or exception. Raise
-        WorkerDiedError if the engine has ended.
-        """
+        """Call a function between two steps, and return its result. Raise WorkerDiedError if the engine has ended."""
         answer: Future[T] = Future()
 
         def reply() -> None:
@@ -213,12 +203,10 @@ class EngineRequests:
 
     @property
     def restart_status(self) -> RestartStatus | None:
-        """State of the WorkAgent's restart, while it is being restarted; otherwise None."""
         return self._executor.restart_status
 
     @property
     def restarts_exhausted(self) -> bool:
-        """Whether the number of consecutive WorkAgent restarts exceeds its maximum."""
         return self._executor.restarts_exhausted
 
     @property
@@ -257,7 +245,6 @@ class EngineRequests:
             self._deadlines.add(request)
 
     def audits(self, request: Request) -> bool:
-        """Return whether the request was selected for an audit."""
         return self._auditor.watches(request.request_id)
 
     def reload(self, rules: SchedulingRules, number: int) -> None:

@@ -14,7 +14,7 @@ from llm_serving.errors import WorkerDiedError
 
 class Inbox:
     """A queue of functions that the engine's thread calls between two steps, in order of arrival. Any thread may call
-    `post`, `wake` and `end`, and read `messages`; the other methods belong to the engine's thread.
+    `post`, `wake` and `end`, and read `messages`.
     """
 
     def __init__(self) -> None:
@@ -46,9 +46,7 @@ class Inbox:
             self.messages.popleft()()
 
     def wait(self, other_fd: int | None, timeout_s: float | None) -> bool:
-        """Sleep until the reader is woken, another file descriptor is readable, or the time has passed. Return whether
-        only the other descriptor is readable.
-        """
+        """Sleep until the reader is woken, `other_fd` is readable or time is up. Return whether only `other_fd` is."""
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         if other_fd is not None:

@@ -82,7 +82,6 @@ class StepTimes:
         self.mean_s = mean_s + (self.step_s - mean_s) / STEP_MEMORY
 
     def record_published(self, now: float) -> None:
-        """Record that the reply has been processed."""
         self._reply_s = now - self._replied
 
 
@@ -125,14 +124,11 @@ class FairnessObserver(StepObserver):
         self._limits, self._weights = LimitMonitor(), WeightMonitor(scheduler)
         self._leads: Mapping[str, ClassLead] = {}
         self._shares: Mapping[str, StepShare] | None = None
-        """Arguments of `WeightMonitor.count_violations` for the current step. With one replica, they stay empty and
-        None.
-        """
+        """Arguments of `WeightMonitor.count_violations` for the current step; empty and None with one replica."""
 
     def on_scheduled(
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
     ) -> None:
-        """Count violations, if tenants have limits or classes compete."""
         if schedule is None:
             return
         limits, num_over_limit, num_against_weight = self._scheduler.limits, 0, 0
@@ -197,9 +193,7 @@ class LoadReports(StepObserver):
 
 
 class SpeculationObserver(StepObserver):
-    """Gives the speculation controller the results of its drafts and the step times. `runs_ahead`: the engine schedules
-    a step while another is in flight.
-    """
+    """Gives the speculation controller the results of its drafts and the step times."""
 
     def __init__(self, drafter: SpeculationController, times: StepTimes, metrics: Metrics, runs_ahead: bool) -> None:
         self._drafter, self._times, self._metrics, self._runs_ahead = drafter, times, metrics, runs_ahead

@@ -70,9 +70,7 @@ class OpenRequests:
         return opened
 
     def start_transfer(self, request_id: str, engine: Engine) -> None:
-        """Record that the blocks of a request are being transferred to an engine, which may not be the one to continue
-        it.
-        """
+        """Record that the blocks of a request are being transferred to an engine, which may not be the last one."""
         if (opened := self.by_id.get(request_id)) is not None:
             self._end_transfer(opened)
             opened.next_engine = engine
@@ -104,8 +102,8 @@ class OpenRequests:
         return self._num_migrating_to[engine]
 
     def find(self, client_id: str, tenant: str | None) -> list[OpenRequest]:
-        """Return the requests with this id, in order of arrival. The id may be the client's own, that of a response, or
-        the engine's. `tenant`: their owner; None: any tenant.
+        """Return the requests with this id, which may be the client's, a response's or the engine's. `tenant`: None:
+        any tenant.
         """
         names, engine_ids = client_ids(client_id), {client_id, *self.coalesced_with(client_id)}
         return [

@@ -37,8 +37,8 @@ class ProducedOutput:
 
 
 class OutputProcessor:
-    """Collects the output of each live request until it is sent. `metrics` counts requests and tokens; None: neither
-    metrics nor event log include them. `event_log` receives the first token and the end of each request.
+    """Collects the output of each live request until it is sent. `metrics`: None: neither metrics nor the event log
+    include these requests.
     """
 
     def __init__(self, tokenizer: Tokenizer, metrics: Metrics | None, event_log: EventLog, clock: Clock) -> None:
@@ -64,7 +64,6 @@ class OutputProcessor:
         self._states[request.request_id] = produced
 
     def text_of(self, request: Request, output_token_ids: list[int]) -> str:
-        """Return the text of a complete output of the request."""
         detokenizer = self._detokenizer(request)
         return detokenizer.add(output_token_ids) + detokenizer.flush()
 
@@ -120,8 +119,8 @@ class OutputProcessor:
             state.vector = vector
 
     def pop_output(self, request: Request, error: str | None = None, *, num_pending: int = 0) -> RequestOutput:
-        """Return the output since the last call: the final one of a finished request, unless `num_pending` of its
-        tokens are still to be added.
+        """Return the output since the last call. For a finished request it is the last, unless `num_pending` tokens are
+        missing.
         """
         state = self._states[request.request_id]
         is_last = request.is_finished and not num_pending
@@ -152,7 +151,6 @@ class OutputProcessor:
         return output
 
     def record_token_time(self, request: Request) -> None:
-        """Record that the request gets a token now."""
         if self._metrics is None:
             return
         state, now = self._states[request.request_id], self._clock()
@@ -168,9 +166,7 @@ class OutputProcessor:
         state.last_token_time = now
 
     def flush_token_gaps(self) -> None:
-        """Report the recorded times between tokens to the metrics. Once for each step, because each report takes a
-        lock.
-        """
+        """Report the times between tokens to the metrics, once for each step, because each report takes a lock."""
         if self._metrics is not None and self._gaps:
             self._metrics.record_inter_tokens(self._gaps)
             self._gaps = []

@@ -30,8 +30,7 @@ MAX_LOST_STEPS: Final = 4
 
 def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) -> list[T]:
     """Return the suspects that fail alone, in order, by bisection: about 2 log2(n) trials for each. `passes` runs a
-    trial with some suspects and returns whether it succeeds. Empty if the failure does not repeat, or only in a
-    combination.
+    trial. Empty if the failure does not repeat, or only in a combination.
     """
     if passes(suspects):
         return []
@@ -42,12 +41,8 @@ def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) 
 
 
 class Recovery:
-    """Restores a replica after steps were lost. The WorkAgent recomputes the lost KV blocks with the same result,
-    because the master has all tokens.
-
-    Args:
-        on_restart_attempt: Called with the reason after each attempt to restart the WorkAgent.
-        on_trial_step: Called before each step of a trial.
+    """Restores a replica after steps were lost. The WorkAgent recomputes lost KV blocks from the master's tokens.
+    `on_restart_attempt` is called after each attempt to restart it, `on_trial_step` before each step of a trial.
     """
 
     def __init__(
@@ -120,9 +115,7 @@ class Recovery:
         self._on_restart_attempt(reason)
 
     def _culprits_among(self, suspects: Sequence[Request]) -> list[Request]:
-        """Return the suspects that make a step fail again, or else those whose steps were lost too often. The prefix
-        cache must have been reset.
-        """
+        """Return the suspects that make a step fail again, or else those whose steps were lost too often."""
         if not suspects:
             return []
         guilty = find_culprits(suspects, self._passes)
@@ -134,7 +127,7 @@ class Recovery:
 
     def _passes(self, group: Sequence[Request]) -> bool:
         """Return whether the WorkAgent can compute copies of these requests up to their latest token and one further.
-        Answers are batch-invariant, so a copy causes the same failure as its request. The trial may use all blocks.
+        Answers are batch-invariant, so a copy causes the same failure as its request.
         """
         scheduler, executor = self._scheduler, self._executor
         pool = scheduler.blocks.pool
@@ -164,7 +157,6 @@ class Recovery:
 
 
 def _requests_of(schedules: Sequence[Schedule]) -> list[Request]:
-    """Return each unfinished request of these steps once."""
     requests = {id(row.request): row.request for schedule in schedules for row in schedule.rows}
     return [request for request in requests.values() if not request.is_finished]
 

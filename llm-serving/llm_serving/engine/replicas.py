@@ -40,14 +40,13 @@ class EngineHealth:
     detail: str
     """Text for an operator, such as "ready" or "WorkAgent 0: compiling the network"."""
     loading: bool = False
-    """Whether a WorkAgent is loading or restarting."""
 
 
 def health_of(
     engines: Mapping[int, Engine], failures: Mapping[int, str], num_replicas: int, progress: str, max_restarts: int
 ) -> EngineHealth:
-    """Return the health of a server, from its loaded engines and the errors of failed loads, by index. `progress`: text
-    of a loading replica. `max_restarts`: maximum number of consecutive restarts that are normal.
+    """Return the health of a server, from its engines and failed loads by index. `progress`: of a loading replica.
+    `max_restarts`: maximum number of consecutive restarts that are normal.
     """
     failed = {**failures, **{index: engine.dead for index, engine in engines.items() if engine.dead is not None}}
     restarting = {
@@ -187,8 +186,8 @@ class Replicas(EngineListener):
         self._newest_change = next(self._changes)
 
     def drain(self, index: int) -> None:
-        """Assign no further requests to the replica; `leave` follows once it has none. Idempotent. Raise RequestError
-        if there is no such replica, or no other one serves.
+        """Route no requests to the replica; `leave` follows. Idempotent. Raise RequestError unless another replica
+        serves.
         """
         self._check(index)
         if index in self.drained:
@@ -211,8 +210,8 @@ class Replicas(EngineListener):
             engine.stop()
 
     def reload(self, config: ServingConfig) -> dict[int, Future[None]]:
-        """Make all replicas use the rules of another configuration. Return, for living replicas, index -> future that
-        is done when its engine uses them.
+        """Make all replicas use another configuration. Return index -> future that is done when a living replica uses
+        it.
         """
         self._reloaded = reloaded = (1 if self._reloaded is None else self._reloaded[0] + 1), config
         asked = {}
@@ -257,9 +256,7 @@ class Replicas(EngineListener):
         return index
 
     def join(self, index: int) -> None:
-        """Let a drained replica serve again, and load it if it has left. Raise RequestError if there is no such
-        replica.
-        """
+        """Let a drained replica serve again, and load it if it has left. Raise RequestError if the index is unknown."""
         self._check(index)
         joined = self.drained.pop(index, None)
         if joined is not None:
@@ -277,7 +274,6 @@ class Replicas(EngineListener):
         return "serving" if engine.restarting is None else "restarting"
 
     def _has_steps(self) -> bool:
-        """Return whether a step is in flight on any replica. Thread-safe."""
         return any(engine.has_steps for engine in self.living().values())
 
     def _check(self, index: int) -> None:
@@ -304,9 +300,7 @@ class Replicas(EngineListener):
     # --- in an engine's thread --------------------------------------------------------------------------------------
 
     def _run(self, index: int) -> None:
-        """Load and serve a replica repeatedly until the server exits. If no replica can be loaded the first time, the
-        server has failed and none is tried again.
-        """
+        """Load and serve a replica repeatedly until the server exits, or fails because no replica can be loaded."""
         for attempt in itertools.count(1):
             try:
                 self._serve(index)

@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 
 class RequestDispatcher:
     """Connects the open requests with the replicas that compute them. For the event loop only. An exception while one
-    request is handled ends only that request. `on_failure` is called when the server can no longer serve.
+    request is handled ends only that request.
     """
 
     def __init__(

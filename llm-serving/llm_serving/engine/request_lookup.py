@@ -51,9 +51,7 @@ class RequestLookup:
         return found
 
     async def scheduler_states(self) -> dict[int, SchedulerState | None]:
-        """Return the scheduler state of each living replica between two steps; None: it did not answer in time.
-        Concurrent calls share one answer of each replica.
-        """
+        """Return the scheduler state of each living replica between two steps; None: it did not answer in time."""
         return await self._ask_all(self._states, lambda engine: engine.state, STATE_TIMEOUT_S)
 
     async def snapshots(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]:

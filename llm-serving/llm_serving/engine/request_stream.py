@@ -25,9 +25,7 @@ class RequestStream:
         self._reader: asyncio.Future[None] | None = None
         """Completes when the next output arrives, if the reader waits for it."""
         self.take: Callable[[RequestOutput], bool] | None = None
-        """Called with an output, except the last, that the reader waits for; returns whether it has handled the output.
-        Its exceptions are raised to the reader.
-        """
+        """Called with an output that the reader waits for, except the last; returns whether it handled it."""
         self._on_waiting: Callable[[int], None] | None = None
         self._finished = False
         self._num_at_once = 0

@@ -49,9 +49,7 @@ class RestartFailedError(LLMServingError):
 
 
 class Executor(ABC):
-    """Runs steps in the order of submission. The defaults suit a WorkAgent that is never restarted and shares the
-    master's memory.
-    """
+    """Runs steps in the order of submission. The defaults suit a WorkAgent in the master, without restarts."""
 
     max_steps_in_flight: int
     """Maximum number of steps that may be submitted before one is collected."""
@@ -84,16 +82,13 @@ class Executor(ABC):
         return False
 
     def set_allowed_tokens(self, allowed: AllowedTokens) -> None:  # noqa: B027
-        """Send the allowed tokens of the oldest submitted step. If the WorkAgent has exited, `collect` raises the
-        error.
-        """
+        """Send the allowed tokens of the oldest submitted step. Errors are raised by `collect`."""
 
     def await_ending(self) -> None:  # noqa: B027
         """Wait until the latest step is about to end, the best moment to schedule the next one.
 
         Earlier, a step would miss requests that arrive in between; later, the WorkAgent would idle. Return at once if
-        no step is in flight, or the latest was submitted without `announce_ending`. Raise WorkerError as `collect`
-        does.
+        no step is in flight, or the latest was submitted without `announce_ending`. Raise the errors of `collect`.
         """
 
     @abstractmethod

@@ -90,8 +90,8 @@ def content_hashes(files: ModelFiles, on_progress: Callable[[int], None] = lambd
 
 
 def served_weights(model: ModelConfig) -> tuple[FileState, ...]:
-    """Record the state of the configured model's weight files, config.json and exported graphs with weights. Raise
-    ModelError if there are no weight files.
+    """Record the state of the model's weight files, config.json and exported graphs. Raise ModelError if there are
+    none.
     """
     assert model.model_path is not None
     if model.mindir_path is None:
@@ -148,8 +148,7 @@ Agent = TypeVar("Agent", bound=LoadedAgent)
 
 
 class SameFiles:
-    """Ensures that all WorkAgents of a server read the same model, because any of them may continue a response.
-    Thread-safe.
+    """Ensures that all WorkAgents of a server read the same model, because any may continue a response. Thread-safe.
 
     The files that the first WorkAgent read are the reference. A WorkAgent on another machine reports a fingerprint of
     its files, which is compared with the master's.

@@ -28,8 +28,7 @@ class ProcessArguments(NamedTuple):
 def start_processes(
     each: Sequence[ProcessArguments], environment: Mapping[str, str] | None = None
 ) -> LocalProcess | RankProcesses:
-    """Start the processes of one replica, one for each rank. Raise OSError if one cannot be started, and kill the
-    others.
+    """Start the processes of one replica, one for each rank. Raise OSError, and kill the others, if one cannot start.
 
     Several ranks inherit shared memory for all-reduce, and a free port of this machine on which compiled graphs form
     their collective group. If another process takes the port first, the ranks exit and are restarted with another port.

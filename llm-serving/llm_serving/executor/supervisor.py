@@ -288,9 +288,8 @@ def restart_delay_s(attempt: int) -> float:
 
 
 def restart_timeout_s(load_s: float, num_failed: int) -> float:
-    """Return the maximum seconds of an attempt after `num_failed` failures. It is short at first, because a WorkAgent
-    may hang while loading, and doubles, so that a machine that has become slow can succeed. `load_s`: seconds of the
-    first start.
+    """Return the maximum seconds of an attempt after `num_failed` failures; `load_s`: seconds of the first start. Short
+    at first, as a WorkAgent may hang while loading, then doubled for machines that have become slow.
     """
     return max(MIN_RESTART_TIMEOUT_S, RESTART_TIMEOUT_FACTOR * load_s) * 2.0 ** min(num_failed, 60)
 

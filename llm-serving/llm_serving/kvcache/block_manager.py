@@ -38,7 +38,6 @@ class BlockManager:
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.host_pool = BlockPool(num_swap_blocks)
-        """Blocks in host memory for swapped requests."""
         self.transfer_pool = TransferPool() if exports is None else exports
         self.block_size = block_size
         self.window = Window() if window is None else window
@@ -105,7 +104,6 @@ class BlockManager:
         return self._tables[request_id]
 
     def block_table(self, request_id: str) -> list[int]:
-        """Return the ids of the request's blocks in token order."""
         return list(self._tables.get(request_id, ()))
 
     # --- allocation -------------------------------------------------------------------------------------------------
@@ -201,9 +199,7 @@ class BlockManager:
             self._tables[request_id].extend(self.pool.allocate(missing), self.pool)
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Share the full blocks of the first `num_tokens` tokens, which must be computed and known, with other
-        requests.
-        """
+        """Let other requests share the full blocks of the first `num_tokens` tokens, which are computed and known."""
         if not self.prefix_caching or request.request_id in self._unshared:
             return
         table = self._tables[request.request_id]
@@ -215,9 +211,7 @@ class BlockManager:
     # --- freeing and swapping ---------------------------------------------------------------------------------------
 
     def free(self, request_id: str) -> None:
-        """Free all blocks of a request, if it has any. The last block is freed first: it is the least likely to be
-        reused.
-        """
+        """Free all blocks of a request, if any: the last block first, because it is the least likely to be reused."""
         if request_id in self._tables:
             table = self._tables.pop(request_id)
             self.pool.free(reversed(table.ids[table.start :]))
@@ -311,9 +305,7 @@ class BlockManager:
         assert all(self.pool.ref_count(block_id) == 1 for block_id in blocks), f"{request_id} would write shared blocks"
 
     def check_readable(self, request_id: str, num_computed: int) -> None:
-        """Raise AssertionError unless the request has the blocks to which the token after `num_computed` others
-        attends.
-        """
+        """Raise AssertionError unless the blocks are held that the token after `num_computed` others attends to."""
         table, first = self._tables[request_id], self.window.first_block(num_computed, self.block_size)
         assert table.start <= first, f"the table of {request_id} begins at block {table.start}, it sees block {first}"
 
@@ -383,7 +375,6 @@ class BlockManager:
         return hashes[:count]
 
     def _load_swapped_or_imported(self, request: Request, num_tokens: int) -> None:
-        """Allocate the table of a swapped or imported request, and move its tokens into it."""
         request_id = request.request_id
         kind, outside = BlockMoveKind.SWAP_IN, self._host_tables.pop(request_id, None)
         if outside is None:

@@ -33,17 +33,13 @@ class ClassLoad(NamedTuple):
 
 
 class ClassMetrics:
-    """Metrics by request class. They do not depend on the scheduling policy. Every metric has `labels` and
-    `priority_class`. `classes` are in ascending order of rank.
-    """
+    """Metrics by request class, with `labels` and `priority_class`. `classes` are in ascending order of rank."""
 
     def __init__(self, labels: Labels, classes: Sequence[RequestClass]) -> None:
         self.load: Callable[[str], ClassLoad] = lambda name: ClassLoad(0, 0)
         """Returns the load of a class. Called for each class at a scrape."""
         self.predicted_s: Callable[[str], float | None] = lambda name: None
-        """Returns the predicted seconds from the arrival of a short request of a class to its first token; None:
-        unknown.
-        """
+        """Returns the predicted TTFT in seconds of a short request of a class that arrives now; None: unknown."""
         self._labels = labels
         self._lock = Lock()
         self._refusals = Counter(dict.fromkeys(((each.name, reason) for each in classes for reason in REFUSALS), 0))
@@ -62,7 +58,6 @@ class ClassMetrics:
                         self._slo.setdefault((name, target, met), 0)
 
     def refused(self, request_class: RequestClass, reason: str, n: int = 1) -> None:
-        """Count requests that admission control refused for a reason in `REFUSALS`."""
         with self._lock:
             self._refusals[request_class.name, reason] += n
 

@@ -27,9 +27,7 @@ ID_PREFIXES: Final = ("cmpl-", "chatcmpl-")
 
 
 class Step(NamedTuple):
-    """One step, with times in seconds on the engine's clock. The WorkAgent began it at `formed`, or at the end of the
-    previous step if that was later.
-    """
+    """One step. It began at `formed`, or at the end of the previous step if that was later. Times: engine's clock."""
 
     number: int
     formed: float
@@ -113,8 +111,8 @@ class RequestRecord:
         self.first_token_time: float | None = None
         self.ended_time: float | None = None
         self.has_beams = False
-        """Whether the request is a beam search. The bound on decode gaps does not apply to it, as its beams wait for
-        each other.
+        """Whether the request is a beam search, whose beams wait for each other, so that no bound on decode gaps
+        applies.
         """
         self.sequences: frozenset[int] = frozenset()
         """`Request.sequence` of the scheduler's requests: the request itself, or its beams."""
@@ -336,7 +334,7 @@ class EventLog(StepObserver):
         return EventSnapshot(now, steps, list(self._decisions), list(self._outages), kept_since)
 
     def steps_since(self, time: float, count: int) -> list[tuple[float, Step]]:
-        """Return (start, step) of the last steps that ended after `time`, at most `count`, in order. Engine thread
+        """Return the last steps that ended after `time`, at most `count`, as (start, step) in order. Engine thread
         only.
         """
         newest = list(islice(reversed(self._steps), count + 1))

@@ -127,7 +127,6 @@ class Metrics(Collector):
         self._machines[replica] = machine
 
     def watch_memory(self, replica: int, memory: Callable[[], WorkAgentMemory]) -> None:
-        """Call `memory` at each scrape for the WorkAgent of a replica."""
         self._memory[replica] = memory
 
     def machine(self, replica: int) -> str:
@@ -135,7 +134,6 @@ class Metrics(Collector):
         return self._machines[replica]() if replica in self._machines else ""
 
     def record_first_token(self, seconds: float, priority: int = 0) -> None:
-        """Record the seconds from arrival to first token of a request."""
         with self._lock:
             self._counts["vllm:generation_tokens_total"] += 1
             self._histograms["vllm:time_to_first_token_seconds"].observe(seconds)
@@ -256,7 +254,6 @@ class Metrics(Collector):
             )
 
     def render(self) -> tuple[bytes, str]:
-        """Return the text of a scrape and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterator[Metric]:

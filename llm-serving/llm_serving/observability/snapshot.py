@@ -234,7 +234,6 @@ class EngineSnapshot(NamedTuple):
 
     state: SchedulerState
     max_step_tokens: int
-    """Token budget of a step."""
     step_s: float | None
     """Recent mean seconds of a step; None: unknown."""
     steps: list[tuple[float, Step]]

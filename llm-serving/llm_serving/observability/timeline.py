@@ -38,9 +38,7 @@ class ReplicaTrace:
 
 
 def trace(replicas: Sequence[ReplicaTrace], num_steps: int) -> JsonObject:
-    """Return a trace of the latest `num_steps` steps of each replica and of all requests alive during them. A request
-    is shown from its arrival, which may be before the first step.
-    """
+    """Return a trace of the latest `num_steps` steps of each replica and of all requests alive during them."""
     events: list[JsonObject] = []
     spans = [(each, *_shown(each, num_steps)) for each in replicas]
     starts = [start for _, _, _, start in spans if start is not None]
@@ -86,7 +84,6 @@ def _shown(
 
 
 def _part(step: Step, sequences: Set[int]) -> Step:
-    """Return a step reduced to the rows of these sequences."""
     return step._replace(
         singles=tuple([each for each in step.singles if each in sequences]),
         chunks=tuple([chunk for chunk in step.chunks if chunk[0] in sequences]),

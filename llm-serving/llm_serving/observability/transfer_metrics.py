@@ -30,7 +30,6 @@ class SwapMetrics:
         self._num_requests_out = self._num_blocks_out = self._num_blocks_in = 0
 
     def watch(self, replica: int, load: Callable[[], SwapLoad]) -> None:
-        """Call `load` at each scrape for the host pool of a replica."""
         self._loads[replica] = load
 
     def record(self, moves: Sequence[BlockMove], preemptions: Sequence[Preemption]) -> None:

@@ -38,8 +38,8 @@ class ClassBounds:
     """Maximum number of consecutive steps that compute nothing of a running request with an incomplete prompt."""
 
     def max_wait_steps(self, num_ahead: int, num_returning: int = 0) -> int:
-        """Return the maximum number of steps from arrival to first admission. At the arrival, `num_ahead` requests of
-        the class wait for their first admission, and `num_returning` others have run and may be admitted again.
+        """Return the maximum number of steps from arrival to first admission. `num_ahead`: earlier requests of the
+        class that wait for theirs. `num_returning`: requests of the class that ran and may be admitted again.
         """
         num_admissions = (num_ahead + 1) * (self.max_overtakes + 1) + num_returning
         return self.first_steps + math.ceil(num_admissions * self.steps_per_admission)
@@ -76,25 +76,26 @@ def class_bounds(
     window: Window | None = None,
     num_running: int = 0,
 ) -> list[ClassBounds]:
-    """Return the bounds of each class. `classes` are in ascending order of rank; `num_running` requests already run at
-    a reload.
+    """Return the bounds of each class. `classes`: in ascending order of rank. `num_running`: requests that already run.
 
     Progress: a running request computes a token in each step that is not full of other prompts. Prompts of `n` tokens
-    fill at most `n * _steps_per_prompt_token` steps. Per token of a contending class, other prompts leave it out for at
-    most `max_decode_gap` steps: the minimum of the policy's gap and the gap of the class's weight. Share: a contending
-    class gets its weight's share of freed slots and blocks, once the running requests have finished and it has paid
-    back what it had above its share. As many of its requests run in parallel as fit at full length; if less than one
-    fits, one request runs for this fraction of the time. The costs of gap and share do not add up: let a token take `a`
-    steps, and a class with weight `w` of the sum `s` have the share `d` of slots or cache. It is charged `d` per step,
-    the others a - d, which is a * d * (s - w) / w by weight. So a token takes a / d = a * (s - w) / w + 1 times the
-    steps that it needs if the class has all slots. Recomputation: each preemption computes the tokens of a request once
-    more, as a prompt. A request that needs known output computes nothing while its latest token is in flight. Several
-    schedulers: a class above its share of all counts with 1/`weight_divisor` of its weight, the others with all of
-    theirs; the quantum grows by the same factor. Order: one of `max_overtakes` + 1 admissions is the oldest request's,
-    and preempted requests return ahead of their class. Prompts: before a running prompt come those of its class, with
-    at most as many tokens as the cache holds. Reload: if more requests run than there are slots, none is admitted until
-    enough have finished. Sliding windows: a request holds at most its window and a step, so more of the longest
-    requests run in parallel.
+    fill at most `n * _steps_per_prompt_token` steps. For each token of a contending class, other prompts leave it out
+    for at most `max_decode_gap` steps: the minimum of the policy's gap and the gap of the class's weight.
+    Share: a contending class gets its weight's share of freed slots and blocks, once the running requests have finished
+    and it has paid back what it had above its share. As many of its requests run in parallel as fit at full length; if
+    less than one fits, one request runs for this fraction of the time. Gap and share do not add up: let a token take
+    `a` steps, and a class with weight `w` of the sum `s` have the share `d` of slots or cache. It is charged `d` in
+    each step, the others a - d, which is a * d * (s - w) / w by weight. So a token takes a / d = a * (s - w) / w + 1
+    times the steps that it needs if the class has all slots.
+    Recomputation: each preemption computes the tokens of a request once more, as a prompt. A request that needs known
+    output computes nothing while its latest token is in flight.
+    Several schedulers: a class above its share of all counts with 1/`weight_divisor` of its weight, the others with all
+    of theirs; the quantum grows by the same factor.
+    Order: one of `max_overtakes` + 1 admissions is the oldest request's, and preempted requests return before all
+    others.
+    Prompts: before a running prompt come those of its class, with at most as many tokens as the cache holds.
+    Reload: if more requests run than there are slots, none is admitted until enough have finished.
+    Sliding windows: a request holds at most its window and a step, so more of the longest requests run in parallel.
     """
     window = Window() if window is None else window
     longest = min(limits.max_model_len, window.max_request_tokens(block_size, num_blocks))
@@ -153,8 +154,8 @@ def class_bounds(
 
 
 def _steps_per_prompt_token(limits: SchedulerLimits, policy: Policy, chunk: int) -> Fraction:
-    """Return the maximum number of steps that decoding or other prompts delay one prompt token. A step always has room
-    for `chunk` prompt tokens.
+    """Return the maximum number of steps by which other requests delay one prompt token. `chunk`: number of prompt
+    tokens for which each step has room.
     """
     budget = limits.max_num_batched_tokens
     left_by_decoding = 0 if limits.separate else budget - limits.max_num_seqs

@@ -29,7 +29,6 @@ class SchedulingRules(NamedTuple):
     classes: Sequence[RequestClass]
     """In ascending order of rank."""
     order: Order
-    """Order of admission within each class."""
     prefix_caching: bool
 
 

@@ -93,8 +93,8 @@ class WeightedFairSharing:
 
         It is the contender with the lowest charge among those below their share of slots and blocks. If none is below,
         it is the highest contender. A class whose charge is lower by more than a quantum is next even above its share.
-        `waiting`: classes with an admissible request. `held`, `blocks`: class -> running slots, blocks of running
-        requests.
+        `waiting`: classes with an admissible request. `held`: class -> running slots. `blocks`: class -> blocks of
+        running requests.
         """
         if len(self.contenders) < 2:
             alone = self.contenders[0] if self.contenders else None
@@ -218,7 +218,6 @@ class WeightedFairSharing:
         self._with_demand = {name for name in self.contenders if name in backlogged}
 
     def _effective_weight(self, name: str) -> int:
-        """Return the weight of a class at this scheduler, relative to the other classes."""
         return self._weights[name] if name in self.deprioritized else self._weights[name] * self._weight_divisor
 
     def _scale(self, name: str) -> int:

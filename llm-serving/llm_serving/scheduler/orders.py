@@ -53,9 +53,7 @@ class FairOrder:
 
 
 class ShortestOrder:
-    """Shortest job first, which gives the lowest mean wait. The predicted length is the mean output length of the
-    tenant in the class, at most the request's `max_tokens`.
-    """
+    """Shortest job first, by the mean output length of the tenant in the class, at most the request's `max_tokens`."""
 
     shares_fairly = False
 

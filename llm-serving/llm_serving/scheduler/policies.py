@@ -38,15 +38,11 @@ class Policy(Protocol):
     """Whether classes and priorities order requests. If not, requests run in order of arrival."""
 
     def prefer(self, load: PolicyInput) -> Preference:
-        """Return the stage that the next step begins with. The scheduler calls it once per step; a policy may count the
-        calls.
-        """
+        """Return the stage that the next step begins with. Called once for each step, so a policy may count steps."""
 
 
 class PrefillFirst:
-    """Prefill before decode, for early first tokens. At most `max_consecutive_prefill_steps` steps in a row leave out a
-    decoding request.
-    """
+    """Prefill before decode. At most `max_consecutive_prefill_steps` steps in a row leave out a decoding request."""
 
     honours_classes = True
     max_prompt_gap: int | None = 1
@@ -61,9 +57,7 @@ class PrefillFirst:
 
 
 class DecodeFirst:
-    """Decode before prefill, for smooth streams. Prompts run when no request decodes or `max_prefill_gap` steps had
-    none.
-    """
+    """Decode before prefill. Prompts run when no request decodes or `max_prefill_gap` steps had no prompt."""
 
     honours_classes = True
     max_decode_gap = 1
@@ -96,8 +90,8 @@ class Mixed:
 
 class Throughput:
     """Prefill once the empty slots of decode steps have cost as much time as a prefill step takes from decoding
-    requests. MindIE's rule: a prefill step delays each decoding request by the time of a prompt; a decode step while
-    prompts wait wastes its time in each empty slot.
+    requests. MindIE's rule: a prefill step delays each decoding request by a prompt; a decode step while prompts wait
+    wastes its time in each empty slot.
     """
 
     honours_classes = True

@@ -53,8 +53,7 @@ class Preemptor:
 
     def ensure_blocks(self, request: Request, plan: StepPlan) -> bool:
         """Allocate blocks for the next step of a running request. Return False if the request itself was preempted.
-        Protected requests keep their slots: each got all its blocks, or a whole window of unshared blocks, at its
-        admission.
+        Protected requests keep their slots, because they got all blocks at their admission.
         """
         if self._blocks.has_sliding_window:
             self._slots.free_outside_window(request)
@@ -103,9 +102,7 @@ class Preemptor:
         return request.request_class.rank < other.request_class.rank and not self._slots.is_protected(other)
 
     def _entitled(self, by: RequestClass) -> set[Request]:
-        """Return the running requests of classes below `by` that fit into the share of their class, protected ones
-        first.
-        """
+        """Return the running requests of classes below `by` that fit into the share of their class."""
         slots, sharing = self._slots, self._sharing
         entitled: set[Request] = set()
         for each in self._classes:

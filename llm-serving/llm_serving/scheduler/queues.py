@@ -39,8 +39,8 @@ _Heap = list[_Entry]
 
 
 class ClassQueue:
-    """Waiting requests of one class. Requests that ran before go first, then the order decides. It may pass over the
-    oldest request at most `max_overtakes` times in a row.
+    """Waiting requests of one class: first those that ran before, then by the order, which may pass over the oldest
+    request at most `max_overtakes` times in a row.
     """
 
     def __init__(self, request_class: RequestClass, max_overtakes: int, order: Order) -> None:
@@ -127,9 +127,7 @@ class ClassQueue:
         return self._first(self._by_tenant[tenant])
 
     def arrival_clock(self) -> int | None:
-        """Return the earliest `arrival_clock` of the first returning and the oldest new request; None if the queue is
-        empty.
-        """
+        """Return the earlier `arrival_clock` of the first returning and the oldest new request; None: there is none."""
         returning, oldest = self._first(self._returning), self._first(self._by_arrival)
         if returning is None or oldest is None:
             first = returning or oldest

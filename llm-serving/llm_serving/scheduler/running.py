@@ -22,7 +22,6 @@ class RunningSlots:
 
     def __init__(self, limits: SchedulerLimits, blocks: BlockManager, classes: Sequence[RequestClass]) -> None:
         self.running: list[Request] = []
-        """Sorted by `queue_key`."""
         self.slots_by_class = {each.name: 0 for each in classes}
         self.blocks_by_class = dict(self.slots_by_class)
         """Class -> number of blocks in the tables of its running requests. A block in two tables counts twice."""
@@ -58,9 +57,7 @@ class RunningSlots:
 
     @contextmanager
     def reinserting(self, request: Request) -> Iterator[None]:
-        """Context manager in which the key or class of a running request may change; sorts the request again at the
-        end.
-        """
+        """Sort a running request again at the end of the context, in which its key or class may change."""
         runs = request.status is RUNNING
         if runs:
             self.running.remove(request)

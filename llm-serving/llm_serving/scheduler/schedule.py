@@ -140,10 +140,8 @@ class StepPlan:
         """The class whose prompts come first if several contend; None: the highest."""
         self.blocked: Blocked | None = None
         self.changes_running = False
-        """Whether the step admitted or preempted a request."""
         self.has_draft_tokens = False
         self.considers_prompts = False
-        """Whether the prefill stage ran."""
         self.rows: dict[str, ScheduledRow] = {}
         """Request id -> row, in the order of the step. Other classes only read them."""
         self.prefills: set[str] = set()
@@ -185,7 +183,6 @@ class StepPlan:
         self.has_draft_tokens = self.has_draft_tokens or num_drafts > 0
 
     def remove_row(self, request: Request) -> None:
-        """Remove the row of a preempted request, if it has one."""
         self.changes_running = True
         row = self.rows.pop(request.request_id, None)
         if row is not None:
@@ -261,9 +258,7 @@ def plan_exports(rows: Sequence[ScheduledRow], blocks: BlockManager) -> tuple[li
 
 
 def add_draft_tokens(plan: StepPlan, blocks: BlockManager) -> None:
-    """Add draft tokens to the decoding rows, higher classes first, as far as their block tables have room. A step with
-    a prompt gets none, because they would delay it.
-    """
+    """Add draft tokens to the decoding rows, higher classes first, but none to a step with a prompt."""
     if plan.prefills:
         return
     for row in list(plan.rows.values()):

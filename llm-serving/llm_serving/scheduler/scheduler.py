@@ -50,7 +50,6 @@ class Scheduler:
         """`classes`: in ascending order of rank. `order`: order of admission within a class; None: by arrival."""
         self.blocks = blocks
         self._requests: dict[str, Request] = {}
-        """Request id -> unfinished request."""
         rules = SchedulingRules(limits, policy, classes, order or ArrivalOrder(), blocks.prefix_caching)
         self._use_components(SchedulerComponents(rules, blocks, self._requests))
         self._num_beams = 0
@@ -118,9 +117,7 @@ class Scheduler:
             self._num_with_drafts += 1
 
     def schedule(self, now: float) -> Schedule | None:
-        """Form the next step; None if no request can be computed. `now`: seconds on the clock of
-        `Request.arrival_time`.
-        """
+        """Form the next step; None if no request can be computed. `now`: seconds, as `Request.arrival_time`."""
         # A reload may have lowered the budget below the number of running requests; each gets one token.
         budget = max(self.limits.max_num_batched_tokens, len(self.running))
         plan = StepPlan(self._step, now, budget, self.limits.max_prefill_seqs)

@@ -39,7 +39,6 @@ class DecodeStage:
         self._max_prompt_gaps = {each.name: each.max_prompt_gap for each in bounds}
 
     def schedule(self, plan: StepPlan, running: RunningSnapshot) -> None:
-        """Add a token for each decoding request while budget and cache last."""
         block_size = self._blocks.block_size
         for request in running.decoding:
             if plan.budget == 0:
@@ -91,9 +90,7 @@ class DecodeStage:
 
 
 class PrefillStage:
-    """Schedules unfinished prompts of running requests, and admits waiting requests. Higher classes go first, unless
-    fair sharing selects another one.
-    """
+    """Schedules unfinished prompts and admits waiting requests, in the order of classes or of fair sharing."""
 
     def __init__(
         self,

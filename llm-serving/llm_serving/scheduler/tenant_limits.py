@@ -40,7 +40,6 @@ class _Tenant:
         self.name = name
         self.limit = limit
         self.num_leased = 0 if limits.num_schedulers > 1 else limit
-        """Number of slots that the tenant may use at this scheduler."""
         self.sharing = WeightedFairSharing(classes, replace(limits, max_num_seqs=max(1, limit), num_schedulers=1), 1)
         self.active: dict[int, Request] = {}
         """`Request.sequence` -> request that was admitted and has not finished, running or preempted."""
@@ -90,9 +89,7 @@ class TenantLimiter:
         """Tenants whose demand changed since `pop_demand`, as an ordered set; empty without leases."""
 
     def add(self, request: Request) -> LimiterChanges | None:
-        """Add a request that has not had a slot yet. Return None if its tenant has no limit, or if the request brought
-        a slot from another scheduler.
-        """
+        """Add a request without a slot. Return None if its tenant has no limit, or the request brought a slot."""
         tenant = self._tenant(request.tenant)
         if tenant is None or request.sequence in tenant.active:
             return None
@@ -100,7 +97,6 @@ class TenantLimiter:
         return self._rebalance(tenant)
 
     def add_migrated(self, request: Request) -> LimiterChanges:
-        """Add a request that brings its slot from another scheduler."""
         tenant = self._tenant(request.tenant)
         if tenant is None:
             return LimiterChanges([], [])

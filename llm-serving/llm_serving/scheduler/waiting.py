@@ -70,9 +70,7 @@ class WaitingRequests:
             self.enqueue(request)
 
     def enqueue(self, request: Request, num_waited: int = 0) -> None:
-        """Queue a request that has waited `num_waited` steps already, or hold it back, without a wait bound, if its
-        tenant is at its limit.
-        """
+        """Queue a request that has waited `num_waited` steps, or hold it back if its tenant is at its limit."""
         is_limited = self.tenant_limiter.is_active and not request.has_run
         changes = self.tenant_limiter.add(request) if is_limited else None
         if changes is None or request in changes.released:
@@ -106,7 +104,6 @@ class WaitingRequests:
             self.apply_limiter_changes(self.tenant_limiter.record_admission(request))
 
     def remove(self, request: Request) -> None:
-        """Remove a waiting request that has finished or migrates, and drop its wait bound."""
         self.monitor.forget(request)
         if request in self.paused:
             self.paused.remove(request)

@@ -103,8 +103,8 @@ class GainModel:
             self._token_s = self._step_times.added_s(num_rows, num_tokens) / num_tokens
 
     def draft_length(self, acceptance: Acceptance, proposing_s: float = 0.0) -> int:
-        """Return the length at which the last draft token's expected gain still covers its cost. `proposing_s`: seconds
-        to propose one token.
+        """Return the length at which the last draft token's gain covers its cost. `proposing_s`: seconds to propose a
+        token.
         """
         first, further = min(acceptance.first, MAX_RATE), min(max(acceptance.further, MIN_PRICE), MAX_RATE)
         price = self._num_rows * (self._token_s + proposing_s) / self._rows_s if self._rows_s else 0.0
@@ -219,7 +219,6 @@ class SpeculationController:
         self._update_period = 1
         """Number of steps between two updates. It doubles while drafts do not pay, up to `MAX_UPDATE_PERIOD`."""
         self._num_steps = 0
-        """Number of steps since the last update."""
         self._sweep_at = MIN_SWEPT
         self.gain = GainModel(max_draft_tokens)
         """The engine records the durations of steps without prompts in it."""

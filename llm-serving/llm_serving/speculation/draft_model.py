@@ -60,15 +60,14 @@ class DraftModelProposer:
     def record_verified(
         self, statistics: RequestStatistics, request: Request, num_draft_tokens: int, num_accepted: int
     ) -> None:
-        """Record how many of the model's draft tokens for a request were accepted."""
         statistics.record_model(num_draft_tokens, num_accepted, len(request.output_token_ids))
         self.acceptance_rate = updated_rate(
             self.acceptance_rate, num_accepted, num_accepted < num_draft_tokens, GLOBAL_RATE_MEMORY
         )
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> dict[Request, list[int]]:
-        """Return draft tokens for each request, at most the given number; requests without room for any are omitted.
-        Raise WorkerError if the WorkAgent has exited.
+        """Return at most the given number of draft tokens for each request that has room for some. Raise WorkerError if
+        the WorkAgent has exited.
         """
         counts = [(request, min(count, self._room(request))) for request, count in wanted]
         counts = [each for each in counts if each[1] > 0]

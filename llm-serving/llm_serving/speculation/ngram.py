@@ -262,7 +262,6 @@ class NgramProposer:
         self.requests: OrderedDict[Request, RequestDrafts] = OrderedDict()
         """All requests, in the order in which they are looked up in rotation."""
         self.matched: dict[Request, RequestDrafts] = {}
-        """Requests with a draft."""
         self.unmatched: dict[Request, RequestDrafts] = {}
         """Requests without a draft that are new or have just lost one, so that a lookup may gain more than it costs."""
         self.lookup_time = MovingAverage(LOOKUP_MEMORY, LOOKUP_S)
@@ -283,9 +282,7 @@ class NgramProposer:
         return drafts
 
     def add_finished(self, requests: Iterable[Request], num_rows: int) -> None:
-        """Store the answers of finished requests, each up to the first token of a failed step. `num_rows`: rows in a
-        step.
-        """
+        """Store the answers of finished requests up to the first token of a failed step. `num_rows`: rows of a step."""
         for request in requests:
             token_ids = tuple(request.output_token_ids)
             if FAILED_TOKEN in token_ids:

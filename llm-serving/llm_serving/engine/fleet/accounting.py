@@ -27,8 +27,8 @@ Service = Mapping[tuple[str, str], int]
 class TenantUsage:
     """Virtual tokens that all replicas served, by class and tenant. Not thread-safe.
 
-    A snapshot copies one list, so it can be taken at each step. All lists have one index for each (class, tenant), in
-    order of first service; the lists of a replica may be shorter than the list of totals.
+    All lists have one index for each (class, tenant), in order of first service, so that a snapshot is one copy. The
+    lists of a replica may be shorter than the list of totals.
     """
 
     def __init__(self) -> None:
@@ -102,9 +102,8 @@ class TenantUsage:
 class FleetAccounting:
     """Tenant usage, class usage and slot leases of all replicas of a master. Thread-safe.
 
-    Before its next step, a replica learns the service of other replicas during the last step. So the service of tenants
-    with waiting requests differs by no more than each scheduler alone allows, plus what the others compute in two
-    steps.
+    A replica learns the service of the others before its next step. So the service of tenants with waiting requests
+    differs by what each scheduler alone allows, plus at most what the others compute in two steps.
     """
 
     def __init__(self) -> None:
@@ -125,8 +124,8 @@ class FleetAccounting:
         return self._tenant_usage.replicas.union(*(part.replicas for part in parts))
 
     def join(self, replica: int, wake: Callable[[], None] = lambda: None, num_reloads: int = 0) -> None:
-        """Add a replica that uses the rules of reload `num_reloads` (0: the rules of the start). `wake` makes the
-        engine's thread apply changed leases; it may be called from any thread.
+        """Add a replica that uses the rules of reload `num_reloads` (0: the rules of the start). `wake` makes its
+        thread apply changed leases; it may be called from any thread.
         """
         self.tenant_slots.join(replica, wake)
         self.limit_monitor.join(replica, num_reloads)
@@ -150,9 +149,8 @@ class FleetAccounting:
     def charge_classes(
         self, replica: int, usage: Mapping[str, ClassUsage], service: Mapping[str, int]
     ) -> Mapping[str, ClassLead]:
-        """Add the class usage of a step, or of an idle replica, as its scheduler reports it. `service`: the same by
-        class, derived from the contents of the step. Return the range of each class's lead since the replica's previous
-        call.
+        """Add the class usage that a scheduler reports, and the `service` by class, derived from the contents of the
+        step. Return the range of each class's lead since the replica's previous call.
         """
         with self._class_lock:  # both sums see the steps of all replicas in the same order
             self.class_usage.charge(replica, usage)
@@ -201,9 +199,7 @@ class FleetSync(FairnessObserver):
             scheduler.deprioritize(exceeding)
 
     def apply_remote_service(self) -> None:
-        """Charge the service of the last snapshot to the scheduler. Fair queueing reads it only while requests wait and
-        when one arrives, so it is not applied at other steps.
-        """
+        """Charge the service of the last snapshot to the scheduler, which needs it while requests wait or arrive."""
         if service := self._accounting.pop_remote_service(self._index):
             self._scheduler.charge_remote_service(service)
 

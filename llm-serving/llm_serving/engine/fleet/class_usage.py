@@ -17,8 +17,8 @@ from llm_serving.scheduler.fair_sharing import ClassUsage
 _NO_CLASSES: Final[frozenset[str]] = frozenset()
 
 MAX_LEAD_QUANTA: Final = 4
-"""Maximum lead of a class, in scheduling quanta. It limits how long service that no other class could use deprioritizes
-the class.
+"""Maximum lead of a class, in scheduling quanta. It bounds how long a class pays for service that no other class
+wanted.
 """
 
 
@@ -35,7 +35,6 @@ class ClassDemand:
 
     @property
     def classes(self) -> Collection[str]:
-        """Classes with demand on at least one replica."""
         return self._counts.keys()
 
     def update(self, replica: int, usage: Mapping[str, ClassUsage]) -> None:
@@ -60,8 +59,8 @@ class FleetClassUsage:
     """Determines which classes exceed their share of all replicas, from the usage that schedulers report. Thread-safe.
 
     The usage of a class is its service divided by its weight. Its lead is its usage minus the lowest usage of all
-    classes with demand. A class whose lead exceeds a scheduling quantum is deprioritized until its lead is at most half
-    a quantum.
+    classes with demand. A class is deprioritized from a lead of one scheduling quantum on until it is at most half a
+    quantum.
     """
 
     def __init__(self) -> None:
@@ -113,9 +112,7 @@ class ClassLead(NamedTuple):
 
 
 class ClassLeadMonitor:
-    """Checks `FleetClassUsage`: computes the leads again, from the steps of all replicas instead of the schedulers'
-    charges. Not thread-safe.
-    """
+    """Checks the leads of `FleetClassUsage`: computes them again from the contents of steps. Not thread-safe."""
 
     def __init__(self) -> None:
         self._leads: Counter[str] = Counter()
@@ -138,7 +135,7 @@ class ClassLeadMonitor:
         self, replica: int, service: Mapping[str, int], usage: Mapping[str, ClassUsage]
     ) -> Mapping[str, ClassLead]:
         """Add a step of a replica. Return the range of each lead since the previous call of this replica. `service`:
-        class -> service in the step, divided by weight. `usage` has the demands and quanta of the replica.
+        class -> service in the step, divided by weight.
         """
         self._demand.update(replica, usage)
         leads = self._leads
@@ -156,9 +153,7 @@ class ClassLeadMonitor:
 
 
 class ExtremesSince:
-    """Minimum and maximum of a series since a given index, by binary search. It keeps only values below all later ones
-    and values above all later ones.
-    """
+    """Minimum and maximum of a series since a given index. Keeps only values below or above all later ones."""
 
     def __init__(self) -> None:
         self._min_indices: list[int] = []

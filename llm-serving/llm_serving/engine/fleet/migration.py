@@ -177,8 +177,8 @@ class RequestMigration(StepObserver):
         self._accepted = {request: time for request, time in self._accepted.items() if not request.is_finished}
 
     def complete_step(self, schedule: Schedule, now: float) -> None:
-        """Reclaim the blocks that the oldest step in flight imported, and remove the requests whose blocks it exported.
-        Call it after the results are applied and before they are counted.
+        """Reclaim the blocks that the oldest step imported, and remove the requests whose blocks it exported. Call it
+        after the results are applied and before they are counted.
         """
         if blocks := self._imported.popleft():
             self._reclaim(blocks)
@@ -242,9 +242,9 @@ class Link(Protocol):
 class BlockTransferrer:
     """Transfers blocks between WorkAgents through the master, in frames.
 
-    One thread for each source replica transfers one request after the other, so few frames are in flight. The threads
-    have separate connections, so they delay no messages of steps. They call `throttle` before each frame and after each
-    request. A thread's queue is limited in requests and bytes, and each request has `Link.timeout_s` from its arrival.
+    One thread for each source replica transfers one request after the other, on connections that carry no steps. Its
+    queue is limited in requests and bytes, and each request has `Link.timeout_s` from its arrival. It calls `throttle`
+    before each frame and after each request.
     """
 
     def __init__(self, throttle: Callable[[], None] = lambda: None, clock: Clock = monotonic) -> None:
@@ -265,7 +265,7 @@ class BlockTransferrer:
         done: Callable[[bool], None],
     ) -> bool:
         """Start the transfer of a request's blocks from `replica`. Return False if the queue is full or no thread can
-        start. `done` is called in another thread with whether all blocks were transferred.
+        start. `done` is called in another thread with whether all blocks arrived.
         """
         num_bytes = len(blocks) * source.block_bytes
         with self._lock:
@@ -310,9 +310,7 @@ def transfer_blocks(
     clock: Clock = monotonic,
     throttle: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Transfer blocks and return whether all arrived. No frame is in flight when this returns, and none starts after
-    the deadline; a started frame has its own timeout. `throttle` is called before each frame.
-    """
+    """Transfer blocks and return whether all arrived. No frame starts after the deadline or is in flight at the end."""
     try:
         with contextlib.ExitStack() as both:
             for link in sorted((source, target), key=id):  # one order for all threads, so no two block each other
@@ -352,9 +350,7 @@ class _CpuTime(threading.local):
 
 
 class TransferThrottle:
-    """Limits all transfer threads together to `CPU_SHARE` of one core while any engine has a step in flight. `cpu_time`
-    returns the CPU seconds of the calling thread.
-    """
+    """Limits all transfer threads together to `CPU_SHARE` of one core while any engine has a step in flight."""
 
     def __init__(
         self,

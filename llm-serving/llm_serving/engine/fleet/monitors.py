@@ -31,7 +31,6 @@ class StepShare(NamedTuple):
 
 
 def step_shares(schedule: Schedule, scheduler: Scheduler) -> dict[str, StepShare]:
-    """Return the share of each class in the scheduler's latest step."""
     limits, num_blocks = scheduler.limits, scheduler.blocks.pool.num_blocks
     tokens: Counter[str] = Counter()
     for request, _, query_len, samples, _ in schedule.rows:
@@ -56,9 +55,9 @@ class WeightMonitor:
     """Counts how often one replica gives a class a running slot that another class is entitled to.
 
     While a request of class B waits and B holds less than its share, a class A that has had more service than B since
-    then, divided by weight, must get no slot. The monitor computes service from the contents of steps; that of a class
-    above its share of all replicas counts `weight_divisor` times. B may have had more service before its request began
-    to wait, so nothing is counted until the bound on its wait has left time to compensate.
+    then, divided by weight, must get no slot. Service is that of step contents; it counts `weight_divisor` times for a
+    class above its share of all replicas. B may have had more before its request began to wait, so nothing is counted
+    until the bound on its wait has left time to compensate.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -70,8 +69,8 @@ class WeightMonitor:
     def count_violations(
         self, schedule: Schedule, leads: Mapping[str, ClassLead], shares: Mapping[str, StepShare] | None = None
     ) -> int:
-        """Add a step. Return for how many pairs (A, B) it violates the weights. `leads` are those across replicas; a
-        missing one is unknown. `shares`: None if they have not been computed.
+        """Add a step. Return for how many pairs (A, B) it violates the weights. `leads`: across replicas; a missing one
+        is unknown. `shares`: None if not computed yet.
         """
         scheduler = self._scheduler
         if scheduler.waiting is not self._queue:  # a reload has changed the rules
@@ -135,9 +134,8 @@ class _Tenant(NamedTuple):
 class LimitMonitor:
     """Counts requests that run beyond the limit of their tenant, over all replicas of a master. Thread-safe.
 
-    It knows only limits and which requests have started and finished, not the slot leases. Requests of a beam search do
-    not count, because all beams of a search run together. After a change of a limit, only requests count that get their
-    slot later.
+    It knows only limits and which requests have started and finished, not the slot leases. Beams do not count, because
+    all beams of a search run together. After a change of a limit, only requests that get their slot later count.
     """
 
     def __init__(self) -> None:
@@ -183,9 +181,7 @@ class LimitMonitor:
         return num_over_limit
 
     def record_migrated(self, request: Request, limits: SchedulerLimits) -> int:
-        """Record a request from another replica, as `record_started`. Return 0 while replicas use rules of different
-        reloads.
-        """
+        """Record a request from another replica, as `record_started`. Return 0 while replicas use different rules."""
         if len({*self._reloads.values()}) > 1:
             return 0
         return self.record_started([request], limits)

@@ -28,9 +28,7 @@ class ReloadResult:
 
 
 class ConfigReloader:
-    """Applies a changed YAML file on the event loop, as a whole or not at all. Each engine applies it between two
-    steps. Admitted requests stay and continue by the new rules.
-    """
+    """Applies a changed YAML file as a whole or not at all, in each engine between two steps. Event loop only."""
 
     def __init__(self, config: ServingConfig, replicas: Replicas, metrics: Metrics) -> None:
         self.followers: list[Callable[[ServingConfig], None]] = []

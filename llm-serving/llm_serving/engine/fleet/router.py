@@ -67,9 +67,7 @@ def prompt_block_hashes(namespace: str, token_ids: Sequence[int], block_size: in
 
 
 class PromptBlocks:
-    """Prompt blocks of the unfinished requests of each replica. A block that is not computed yet counts as cached:
-    later requests with the same prefix on the same replica will find it computed.
-    """
+    """Prompt blocks of the unfinished requests of each replica. They count as cached, even before they are computed."""
 
     def __init__(self) -> None:
         self.requests: dict[str, tuple[int, Sequence[bytes]]] = {}
@@ -158,7 +156,6 @@ class Router:
         """All replicas that accept requests, and those of them that do not only decode."""
 
     def reload(self, config: ServingConfig) -> None:
-        """Use another configuration with the same policy and roles."""
         self._config = config
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -178,7 +175,7 @@ class Router:
 
     def route(self, prompt_lens: Sequence[int], caller: Caller, hashes: Sequence[bytes] = ()) -> Route:
         """Return the best replica for a group of requests, without changing state. `hashes`: blocks of the first
-        prompt. Raise UnavailableError if no replica accepts requests, or its WorkAgent will not be restarted soon.
+        prompt. Raise UnavailableError if none accepts requests, or its WorkAgent will not be restarted soon.
         """
         fleet = self._first_stage()
         if not fleet.engines:
@@ -226,8 +223,8 @@ class Router:
     # --- replicas ---------------------------------------------------------------------------------------------------
 
     def load_of(self, route: Route, speed_of_another: Callable[[], ReplicaSpeed | None] | None = None) -> ReplicaLoad:
-        """Return the load of the replica for admission control. A replica with too few measured steps counts as fast as
-        another one (`speed_of_another`). The speed is unknown while its WorkAgent restarts.
+        """Return the load of the replica for admission control. With too few measured steps it counts as fast as
+        another one (`speed_of_another`); while its WorkAgent restarts, its speed is unknown.
         """
         index, engine, num_cached_tokens = route
         speed = None
@@ -245,9 +242,7 @@ class Router:
         )
 
     def smallest_cache(self) -> BlockManager:
-        """Return the KV cache that a request must fit into to be served by any replica. Raise UnavailableError if no
-        replica accepts requests.
-        """
+        """Return the KV cache with the smallest maximum request. Raise UnavailableError if no replica is open."""
         if not self._first_stage().engines:
             raise UnavailableError(self._replicas.health().detail)
         return self._open.smallest_cache

@@ -14,9 +14,7 @@ MIN_MATCH: Final = 0.1
 MAX_IMBALANCE: Final = 16
 """Maximum difference of unfinished requests between replicas at which `PrefixAffinity` considers prefixes."""
 MAX_COMPARED: Final = 8
-"""Maximum number of replicas whose TTFT is predicted, because a prediction is slow: up to half of them with the most of
-the prompt, the others with the fewest requests.
-"""
+"""Maximum number of replicas whose TTFT is predicted: up to half with the longest cached prefix, then by load."""
 OTHERS_WEIGHT: Final = 1 / 3
 """Weight of the delay of another request. With 1, requests stay with a cached prefix until its queue is seconds longer
 than others; with 0, prefixes are recomputed everywhere and all become slower (docs/results/routing.md).
@@ -37,7 +35,6 @@ class Candidate(NamedTuple):
     num_queued_tokens: int
     """Number of prompt tokens of waiting requests that must be computed."""
     num_used_blocks: int
-    """Number of KV blocks that requests hold."""
     block_size: int
     token_s: float
     """Measured seconds that a token adds to a step; 0 if too few steps were measured."""
@@ -111,7 +108,6 @@ class RoutingPolicy:
 
 
 def load_key(candidate: Candidate) -> tuple[int, int]:
-    """Return a sort key: the least loaded first, then the smaller index."""
     return candidate.num_unfinished, candidate.replica
 
 

@@ -58,8 +58,8 @@ class BlockLink:
                 self._release()
 
     def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[BlockContents, None, None]:
-        """Yield the contents of blocks, one frame for each piece; to be closed if not exhausted. Raise WorkerError on
-        failure.
+        """Yield the contents of blocks, a frame for each piece. Close the generator if not exhausted. Raise
+        WorkerError.
         """
         requests = (ReadBlocks([each for each, _ in piece], [epoch for _, epoch in piece]) for piece in pieces)
         with contextlib.closing(self._replies(requests)) as replies:

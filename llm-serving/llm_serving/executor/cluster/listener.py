@@ -86,9 +86,7 @@ class PendingHandshakes:
 
 
 class PendingStarts:
-    """The starts that wait for a WorkAgent to connect, by token. Thread-safe. A token belongs to one start and is valid
-    once.
-    """
+    """The starts that wait for a WorkAgent to connect, by token. A token is valid once. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

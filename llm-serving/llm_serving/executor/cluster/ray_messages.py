@@ -28,7 +28,6 @@ class RayRequirements(msgspec.Struct, frozen=True):
 
 class StartAgent(msgspec.Struct, tag="start", frozen=True):
     number: int
-    """Identifies the start."""
     index: int
     ranks: tuple[tuple[str, ...], ...]
 

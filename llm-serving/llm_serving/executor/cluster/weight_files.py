@@ -47,9 +47,7 @@ class _Piece(NamedTuple):
 
 
 def describe_folder(folder: Path) -> WeightFiles:
-    """Describe all files of a folder and its subfolders, except hidden ones. Raise ModelError if there are none, or
-    they cannot be read.
-    """
+    """Describe the files of a folder and its subfolders, except hidden ones. Raise ModelError if that fails."""
     names = sorted(
         str(path.relative_to(folder))
         for path in folder.rglob("*")
@@ -66,9 +64,7 @@ def describe_folder(folder: Path) -> WeightFiles:
 
 
 def read_pieces(folder: Path, files: WeightFiles) -> Iterator[bytes]:
-    """Yield the contents of the files in pieces, none of which spans two files. Raise ModelError if the files have
-    changed since `files` was made.
-    """
+    """Yield the contents of the files in pieces of one file each. Raise ModelError if the files have changed."""
     names, digest = [each.name for each in files.files], _Digest()
     for piece in _read(folder, names):
         digest.add(names[piece.file], piece.content)
