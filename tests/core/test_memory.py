@@ -136,8 +136,8 @@ def limit(monkeypatch):
 
 def test_address_space_limit_is_described_with_the_remedy(limit):
     assert describe_address_space_limit() == (
-        "a process may map 3.0 GB (`ulimit -v`, LimitAS of systemd): a WorkAgent needs 4 GB beside its weights and "
-        "blocks; take the limit away (`ulimit -v unlimited`) or raise it"
+        "a process may map 3.0 GB (`ulimit -v`, LimitAS of systemd): a WorkAgent needs 4 GB in addition to weights and "
+        "blocks: remove the limit (`ulimit -v unlimited`) or raise it"
     )
 
 

@@ -36,7 +36,7 @@ def test_server_survives_one_lost_replica_and_can_exit_without_work_agents() -> 
             async def run() -> None:
                 async with asyncio.timeout(300), server.client() as client:
                     os.kill(agents[0].pid, signal.SIGKILL)
-                    while "trying on" not in (health := await client.get("/health")).text:
+                    while "retrying" not in (health := await client.get("/health")).text:
                         await asyncio.sleep(0.01)
                     assert health.status_code == 200
                     assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
@@ -47,7 +47,7 @@ def test_server_survives_one_lost_replica_and_can_exit_without_work_agents() -> 
             server.stop()  # wait until the log is complete
             last = server.log.splitlines()[-1]
             assert last.startswith("error: WorkAgent ")  # either failure may be reported first
-            assert "WorkAgent 0 was started 0 times in a row without a step; trying on: " in last
+            assert "WorkAgent 0 completed no step after 0 restarts in a row; retrying: " in last
         finally:
             server.stop()
 

@@ -239,7 +239,7 @@ def test_async_engine_refuses_with_retry_after_during_a_long_restart() -> None:
             for away in (AWAY, replace(AWAY, num_failed=0, load_s=301.0)):
                 executor.restart_status = away
                 for ask in (lambda: engine.generate([5], GREEDY, request_id="a"), lambda: engine.check_capacity([1])):
-                    with pytest.raises(UnavailableError, match="WorkAgent 0 is started again: killed") as refused:
+                    with pytest.raises(UnavailableError, match="WorkAgent 0 is being restarted: killed") as refused:
                         ask()
                     assert refused.value.retry_after == 3.0 + away.load_s
             executor.restart_status = replace(AWAY, num_failed=0)

@@ -200,7 +200,9 @@ class TestRestartStatus:
     def test_no_prediction_after_a_failed_attempt(self):
         assert replace(self.STATUS, num_failed=1).predicted_s(10.0) is None
         assert replace(self.STATUS, num_restarts=6).predicted_s(10.0) is None
-        assert "started 5 times in a row without a step; trying on: killed" in str(replace(self.STATUS, num_restarts=6))
+        assert "completed no step after 5 restarts in a row; retrying: killed" in str(
+            replace(self.STATUS, num_restarts=6)
+        )
 
 
 def test_cancellation_interrupts_a_start_in_progress(pauses):

@@ -531,7 +531,7 @@ class Simulation:
         replica = next(each for each in self.all_replicas if each.engine is client.engine)
         failed = reason in (FinishReason.ERROR, FinishReason.UNAVAILABLE)
         if failed and not client.is_poisoned and error != BAD_ROW:
-            waited = error is not None and "has not come back within" in error and self._a_start_failed(replica)
+            waited = error is not None and "was not restarted within" in error and self._a_start_failed(replica)
             assert waited or replica.may_have_failed_requests(poisoned), (
                 f"{name} ended with an error that it did not cause: {error}"
             )

@@ -152,9 +152,9 @@ class AgentExit(IntEnum):
 
 
 _SAID = {
-    AgentExit.NO_SECRET: "its machine has another cluster_config.secret_file than the master, or none that can be used",
+    AgentExit.NO_SECRET: "its machine has no usable cluster_config.secret_file, or one that differs from the master's",
     AgentExit.UNREACHABLE: "it did not reach the master at cluster_config.master_host",
-    AgentExit.RANK_LOST: "another rank of its replica is gone, or does something else",
+    AgentExit.RANK_LOST: "another rank of its replica has exited, or sent an unexpected message",
 }
 
 

@@ -128,7 +128,7 @@ def describe_address_space_limit() -> str | None:
         return None
     return (
         f"a process may map {limit / 1e9:.1f} GB (`ulimit -v`, LimitAS of systemd): a WorkAgent needs {ENOUGH_GB} GB "
-        "beside its weights and blocks; take the limit away (`ulimit -v unlimited`) or raise it"
+        "in addition to weights and blocks: remove the limit (`ulimit -v unlimited`) or raise it"
     )
 
 

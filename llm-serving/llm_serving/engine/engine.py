@@ -105,7 +105,7 @@ class Engine(EngineRequests):
                 self._collect()
         except LLMServingError as error:
             if not self._stopping:
-                reason = f"the WorkAgent is gone: {error}"
+                reason = f"the WorkAgent has exited: {error}"
                 logger.error("the engine stops: %s", reason)
         except BaseException as error:  # also a panic of a library written in Rust, which is no Exception
             reason, kind = f"internal error: {error}", FinishReason.ERROR
@@ -263,7 +263,7 @@ class Engine(EngineRequests):
         self._drain_inbox()
         status = self._executor.restart_status
         if status is not None and self._clock() - status.lost_at > self._restart_wait_s:
-            error = f"its WorkAgent has not come back within {self._restart_wait_s:g} s: {reason}"
+            error = f"its WorkAgent was not restarted within {self._restart_wait_s:g} s: {reason}"
             self._end_all(error, FinishReason.UNAVAILABLE)
         self._publish()
         for listener in self._listeners:

@@ -67,7 +67,7 @@ class Recovery:
         `error` is that of the oldest step in flight, or of a step that could not be submitted. No step `in_flight` will
         get a reply. Raise WorkerDiedError if the WorkAgent has exited and is not restarted.
         """
-        logger.error("submitted steps were lost: %s", error)
+        logger.error("the WorkAgent lost the submitted steps: %s", error)
         failed = isinstance(error, StepFailedError) and self._survives(in_flight[1:])
         steps = in_flight[:1] if failed else in_flight
         lost = _requests_of(steps)
@@ -96,7 +96,7 @@ class Recovery:
             except StepFailedError:
                 pass
             except WorkerError as error:
-                logger.error("submitted steps were lost: %s", error)
+                logger.error("the WorkAgent lost the submitted steps: %s", error)
                 return False
         return True
 

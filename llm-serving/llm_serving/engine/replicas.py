@@ -50,7 +50,7 @@ def health_of(
     """
     failed = {**failures, **{index: engine.dead for index, engine in engines.items() if engine.dead is not None}}
     restarting = {
-        index: engine.restart_status or f"is started again: {engine.restarting}"
+        index: engine.restart_status or f"is being restarted: {engine.restarting}"
         for index, engine in engines.items()
         if engine.restarting is not None and engine.dead is None
     }
@@ -62,7 +62,7 @@ def health_of(
     notices |= {index: lasting for index, engine in engines.items() if engine.restarts_exhausted}
     remarks = "; ".join(f"WorkAgent {index}: {remark}" for index, remark in sorted((notices | failed).items()))
     if not ready and not loading:
-        return EngineHealth(False, f"no WorkAgent lives: {remarks}")
+        return EngineHealth(False, f"no WorkAgent serves: {remarks}")
     if restarting and (ready or exhausted):
         remarks = "; ".join(f"WorkAgent {index} {why}" for index, why in restarting.items())
         return EngineHealth(ready, remarks, loading)
@@ -138,7 +138,7 @@ class Replicas(EngineListener):
             thread.start()
 
     def drive(self, index: int, make: Callable[[Publish], Engine], loop: CallsSoon) -> Engine:
-        """Add an engine whose steps the caller runs. `make` creates it, given the function to which it publishes."""
+        """Add an engine whose steps the caller runs. `make` creates it, given a function that takes its outputs."""
         self._loop = loop
         engine = self.engines[index] = make(self._publish)
         self.watch(engine)

@@ -168,7 +168,7 @@ class RequestDispatcher:
                     self.router.prompts.move(request.request_id, replica)
                     self.leave_if_idle(before)
                 return
-        self._end(request, FinishReason.UNAVAILABLE, "no WorkAgent is left that could go on with it")
+        self._end(request, FinishReason.UNAVAILABLE, "no WorkAgent is left that could continue it")
 
     def _fail_migration(self, migrating: MigratingRequest, error: Exception) -> None:
         """End a request whose migration raised an exception, and free its blocks unless a replica has accepted it."""

@@ -44,8 +44,8 @@ class RestartStatus:
 
     def __str__(self) -> str:
         if self.restarts_exhausted:
-            return f"was started {self.max_restarts} times in a row without a step; trying on: {self.reason}"
-        return f"is started again: {self.reason}"
+            return f"completed no step after {self.max_restarts} restarts in a row; retrying: {self.reason}"
+        return f"is being restarted: {self.reason}"
 
 
 class StartCancellation:

@@ -80,7 +80,7 @@ class DraftModelProposer:
             self._num_deaths += 1
             if self._num_deaths == MAX_WORKER_DEATHS:
                 logger.warning(
-                    "the draft model is no longer used: the WorkAgent exited %d times while it ran",
+                    "the draft model is no longer used: the WorkAgent exited %d times during its proposals",
                     MAX_WORKER_DEATHS,
                 )
             raise

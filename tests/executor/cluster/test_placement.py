@@ -216,7 +216,7 @@ def test_a_work_agent_with_another_secret_is_rejected(
 ) -> None:
     starter.secret_file = tmp_path / "other"
     write_secret(starter.secret_file)
-    said = "WorkAgent 0 exited (code 3: its machine has another cluster_config.secret_file than the master"
+    said = "WorkAgent 0 exited (code 3: its machine has no usable cluster_config.secret_file"
     with pytest.raises(WorkerDiedError, match=re.escape(said)):
         start(placement)
 

@@ -470,7 +470,7 @@ class TestRefusals:
 
     def test_no_work_agent_is_503(self):
         response = post(
-            FakeEngine(refusal=UnavailableError("no WorkAgent lives")), PATH, {"prompt": "x", "stream": True}
+            FakeEngine(refusal=UnavailableError("no WorkAgent serves")), PATH, {"prompt": "x", "stream": True}
         )
         assert response.status_code == 503
         assert "retry-after" in response.headers
@@ -510,7 +510,7 @@ class TestRefusals:
 
 
 def test_request_without_living_replicas_is_503():
-    script = Script(error="its WorkAgent has not come back within 300 s", finish_reason=FinishReason.UNAVAILABLE)
+    script = Script(error="its WorkAgent was not restarted within 300 s", finish_reason=FinishReason.UNAVAILABLE)
     response = post(FakeEngine(script), PATH, {"prompt": "x"})
     assert response.status_code == 503
     assert response.headers["retry-after"] == "5"

@@ -56,13 +56,13 @@ class RayStarter:
                 self.close()
                 if not (num_left and self._connection.is_retryable):
                     raise
-                logger.warning("Ray failed to start; trying again: %s", error)
+                logger.warning("Ray failed to start; retrying: %s", error)
 
     def start(self, index: int, ranks: Sequence[Sequence[str]]) -> RayAgent:
         with self._lock:
             if self._connection.is_gone:
                 self._connection.close()
-                logger.warning("the connection to Ray was lost; connecting again")
+                logger.warning("the connection to Ray was lost; reconnecting")
                 try:
                     self._connection = RayConnection(self._requirements, self._command)
                 except OSError as error:
