@@ -44,7 +44,7 @@ class Answer:
         self.num_bytes += piece.num_bytes
 
     def fields(self) -> list[str]:
-        """Return the answer as a list of texts. Two lists are equal if and only if all bits of both answers are."""
+        """Return the answer as a list of texts. Lists are equal if and only if the answers are bit-identical."""
         whole = join_pieces(self.pieces)
         parts = whole.beams or (whole,)
         found = [repr(each) for part in parts for each in part.logprobs or part.token_ids]

@@ -91,7 +91,7 @@ class EngineRequests:
         self._sink_context = SinkContext(scheduler, self._processor, self._outputs.append)
         self._auditor = Auditor(audit_every, scheduler, tokenizer, metrics, clock)
         self.migration: RequestMigration | None = None
-        """None: requests do not migrate."""
+        """Passes requests to other replicas and takes theirs; None: requests do not migrate."""
         if scheduler.blocks.transfer_pool.pool.num_blocks:
             self.migration = RequestMigration(
                 scheduler, self._processor, self._auditor, self._sink_context, self.event_log, metrics, self._listeners

@@ -150,7 +150,7 @@ class LoadReports(StepObserver):
     def __init__(self, scheduler: Scheduler, times: StepTimes) -> None:
         self.predictor = TtftPredictor(scheduler.limits)
         self.num_tokens_left = 0
-        """Number of prompt tokens that remain after the latest step, of the prompts that it computes in part."""
+        """Number of uncomputed tokens of the prompts that the latest step computes only in part."""
         self._scheduler = scheduler
         self._times = times
 

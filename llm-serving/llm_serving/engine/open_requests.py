@@ -28,7 +28,7 @@ class OpenRequest:
     is_cancelled: bool = field(default=False, init=False)
     """Whether the request was cancelled, so that its engine, or the next one after a migration, must end it."""
     next_engine: Engine | None = field(default=None, init=False)
-    """The engine to which the blocks are being transferred; until then, no engine has the request."""
+    """The engine to which the blocks are being transferred. Meanwhile no engine has the request."""
     priority: int | None = field(default=None, init=False)
     """Priority set during the transfer, which the request gets afterwards."""
 
@@ -102,9 +102,7 @@ class OpenRequests:
         return self._num_migrating_to[engine]
 
     def find(self, client_id: str, tenant: str | None) -> list[OpenRequest]:
-        """Return the requests with this id, which may be the client's, a response's or the engine's. `tenant`: None:
-        any tenant.
-        """
+        """Return the requests with this id of a client, a response or the engine. `tenant`: owner; None: any."""
         names, engine_ids = client_ids(client_id), {client_id, *self.coalesced_with(client_id)}
         return [
             opened

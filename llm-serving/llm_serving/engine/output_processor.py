@@ -37,9 +37,7 @@ class ProducedOutput:
 
 
 class OutputProcessor:
-    """Collects the output of each live request until it is sent. `metrics`: None: neither metrics nor the event log
-    include these requests.
-    """
+    """Collects the output of each live request until it is sent. Without `metrics`, `event_log` gets no requests."""
 
     def __init__(self, tokenizer: Tokenizer, metrics: Metrics | None, event_log: EventLog, clock: Clock) -> None:
         self._tokenizer = tokenizer

@@ -53,7 +53,7 @@ _EXIT_TIMEOUT_S = 5.0
 FIRST_DELAY_S: Final = 0.1
 MAX_DELAY_S: Final = 5.0
 MIN_RESTART_TIMEOUT_S: Final = 20.0
-"""Minimum time limit of a restart attempt, for any duration of the first start."""
+"""Minimum time limit of a restart attempt, however short the first start was."""
 RESTART_TIMEOUT_FACTOR: Final = 3.0
 """Time limit of the first restart attempt, as a multiple of the first start."""
 LOCAL_PLACEMENT: Final = LocalPlacement()

@@ -176,7 +176,7 @@ def _steps_per_prompt(limits: SchedulerLimits) -> Fraction:
 
 
 class _Due(NamedTuple):
-    """An entry of a class's heap: when the wait of a request exceeds its bound. Entries are compared by identity."""
+    """When the wait of a request exceeds its bound: an entry of a class's heap. Entries are compared by identity."""
 
     clock: int
     """Value of the class's clock at which the bound is exceeded."""

@@ -14,9 +14,9 @@ class PreemptionMode(enum.StrEnum):
 
     RECOMPUTE = "recompute"
     SWAP = "swap"
-    """Swapped out to host memory if there is room, else recomputed."""
+    """It is swapped out to host memory if there is room, else recomputed."""
     AUTO = "auto"
-    """Swapped out or recomputed, whichever is cheaper."""
+    """It is swapped out or recomputed, whichever is cheaper."""
 
 
 @dataclass(frozen=True, slots=True)

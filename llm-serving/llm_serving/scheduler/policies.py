@@ -89,8 +89,9 @@ class Mixed:
 
 
 class Throughput:
-    """Prefill once the empty slots of decode steps have cost as much time as a prefill step takes from decoding
-    requests. MindIE's rule: a prefill step delays each decoding request by a prompt; a decode step while prompts wait
+    """Prefill once empty slots of decode steps have cost as much time as a prefill step takes from decoding requests.
+
+    MindIE's rule: a prefill step delays each decoding request by the time of a prompt. A decode step while prompts wait
     wastes its time in each empty slot.
     """
 

@@ -61,7 +61,7 @@ class ClassQueue:
         self._tenants: list[_TenantEntry] = []
         """Heap of waiting tenants; some entries are outdated."""
         self._tenant_entries: dict[str, _TenantEntry] = {}
-        """Tenant -> its valid entry."""
+        """Tenant -> its valid entry in `_tenants`."""
 
     def __len__(self) -> int:
         return len(self._members)

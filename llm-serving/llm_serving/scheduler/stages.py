@@ -180,7 +180,7 @@ class PrefillStage:
         return max(1, estimate)
 
     def _first_class(self, prompts: list[Request], plan: StepPlan) -> str | None:
-        """Return the contending class with the lowest prefill usage, whose prompts come first; None: no two contend."""
+        """Return the contending class with the lowest prefill usage, whose prompts come first; None: only one."""
         queue, closed = self._waiting_requests.queue, plan.closed_classes
         names = set()
         for request in prompts:

@@ -126,7 +126,7 @@ class WaitingRequests:
             self.queue.queues[request.request_class.name].push(request)
 
     def set_wait_bound(self, request: Request, num_waited: int = 0) -> None:
-        """Set the wait bound from the requests of the class that may be admitted before this one."""
+        """Set the wait bound of a request from the number of requests that may be admitted before it."""
         name = request.request_class.name
         queue = self.queue.queues[name]
         num_ahead = len(queue) - queue.num_returning

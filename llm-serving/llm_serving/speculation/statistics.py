@@ -23,7 +23,7 @@ FIRST_FORCED_TOKENS: Final = 1.0
 FORCED_MEMORY: Final = 8
 """Time constant, in steps, of the moving average of the number of forced tokens."""
 FORCED_MEMORY_TOKENS: Final = 128
-"""Time constant, in output tokens, with which that average returns to `FIRST_FORCED_TOKENS` without new ones."""
+"""Time constant, in output tokens, with which an old average of forced tokens returns to `FIRST_FORCED_TOKENS`."""
 MAX_OUTLIER: Final = 4
 """Maximum ratio of a measurement to the average. Larger ones, as of a descheduled thread, are clipped."""
 STEP_DECAY: Final = 1 - 1 / 256
@@ -54,7 +54,7 @@ class Acceptance(NamedTuple):
 
     first: float
     further: float
-    """Rate of a token after an accepted one."""
+    """Expected acceptance rate of a token after an accepted one."""
 
 
 def updated_rate(rate: float, num_accepted: int, is_rejected: bool, memory: int = RATE_MEMORY) -> float:
@@ -189,8 +189,8 @@ class StepTimeModel:
         return max(0.1 * mean_s, mean_s + slope * (num_tokens - mean))
 
     def added_s(self, num_tokens: int, num_more: float) -> float:
-        """Return by how many seconds `num_more` tokens prolong a step of `num_tokens`, at most in proportion. 0 while
-        all steps have had the same size, so that drafts are tried once.
+        """Return by how many seconds `num_more` tokens prolong a step of `num_tokens`, at most in proportion. Return 0
+        while all steps have had the same size, so that drafts are tried once.
         """
         seconds = self.step_s(num_tokens)
         return min(max(0.0, self.step_s(num_tokens + num_more) - seconds), seconds * num_more / num_tokens)

@@ -47,7 +47,7 @@ class TenantUsage:
         return {*self._snapshots}
 
     def join(self, replica: int) -> None:
-        """Add a replica, which gets only later service."""
+        """Add a replica, which gets only the service that is recorded from now on."""
         self._snapshots[replica], self._known[replica] = self._totals.copy(), self._totals.copy()
         self._snapshot_versions[replica] = self._version
 

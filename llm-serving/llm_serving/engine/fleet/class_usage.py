@@ -17,9 +17,7 @@ from llm_serving.scheduler.fair_sharing import ClassUsage
 _NO_CLASSES: Final[frozenset[str]] = frozenset()
 
 MAX_LEAD_QUANTA: Final = 4
-"""Maximum lead of a class, in scheduling quanta. It bounds how long a class pays for service that no other class
-wanted.
-"""
+"""Maximum lead (see `FleetClassUsage`), in scheduling quanta, so that no class is deprioritized for too long."""
 
 
 class ClassDemand:

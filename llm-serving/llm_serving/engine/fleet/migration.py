@@ -146,7 +146,7 @@ class RequestMigration(StepObserver):
         self._exported: list[tuple[Request, Transfer, float]] = []
         """(request, its blocks, engine time) of requests that left the scheduler."""
         self._accepted: dict[Request, float] = {}
-        """Accepted request before its first step -> `MigratingRequest.exported_at`."""
+        """Accepted request -> its `MigratingRequest.exported_at`, until its first step."""
 
     def accept(self, migrating: MigratingRequest) -> None:
         """Continue a request of another engine."""

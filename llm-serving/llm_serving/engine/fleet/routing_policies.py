@@ -112,7 +112,7 @@ def load_key(candidate: Candidate) -> tuple[int, int]:
 
 
 class BlockCost(RoutingPolicy):
-    """Fewest blocks to compute and to hold, where a block to compute counts twice, as in NVIDIA Dynamo's KV router.
+    """Chooses the replica with the fewest blocks to compute, counted twice, and to hold, as NVIDIA Dynamo's KV router.
 
     Source: https://docs.nvidia.com/dynamo/design-docs/router-design
     """
@@ -129,7 +129,7 @@ def _block_cost(candidate: Candidate) -> float:
 
 
 class LeastLoaded(RoutingPolicy):
-    """Fewest unfinished requests."""
+    """Chooses the replica with the fewest unfinished requests."""
 
     needs_prefixes = False
 
@@ -138,7 +138,7 @@ class LeastLoaded(RoutingPolicy):
 
 
 class PrefixAffinity(RoutingPolicy):
-    """The longest cached prefix of the prompt, while loads are balanced, as in Ray Serve's prefix-aware router.
+    """Chooses the longest cached prefix of the prompt while loads are balanced, as in Ray Serve's prefix-aware router.
 
     Source: https://docs.ray.io/en/latest/serve/llm/prefix-aware-request-router.html
     """
@@ -154,7 +154,7 @@ def _is_match(candidate: Candidate) -> bool:
 
 
 class PredictedTtft(RoutingPolicy):
-    """Lowest predicted time to first token of the request, plus a fraction of the delay that it causes to others.
+    """Chooses the lowest predicted TTFT of the request plus a fraction of the delay that it causes to other requests.
 
     So a cached prefix is worth little on an idle replica and much on a busy one. The delay has a low weight, because
     most other requests are decoding. `PrefixAffinity` decides until a replica has measured enough steps.
@@ -178,7 +178,7 @@ class PredictedTtft(RoutingPolicy):
 
 
 class RoundRobin(RoutingPolicy):
-    """The next replica in order of index."""
+    """Chooses the next replica in order of index."""
 
     needs_prefixes = False
 

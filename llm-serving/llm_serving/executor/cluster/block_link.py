@@ -58,9 +58,7 @@ class BlockLink:
                 self._release()
 
     def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[BlockContents, None, None]:
-        """Yield the contents of blocks, a frame for each piece. Close the generator if not exhausted. Raise
-        WorkerError.
-        """
+        """Yield the contents of blocks, a frame for each piece. Raise WorkerError if they cannot be read."""
         requests = (ReadBlocks([each for each, _ in piece], [epoch for _, epoch in piece]) for piece in pieces)
         with contextlib.closing(self._replies(requests)) as replies:
             for request, reply in replies:

@@ -23,7 +23,7 @@ from llm_serving.transport.tls_identity import ClusterIdentity, read_secret
 
 @contextmanager
 def open_placement(config: ServingConfig) -> Iterator[Placement]:
-    """Yield the placement, whose WorkAgents must exit before. Raise ConfigError if the cluster cannot be used."""
+    """Yield the placement, whose WorkAgents must exit before it. Raise ConfigError if the cluster cannot be used."""
     if config.cluster.engine == EngineName.LOCAL:
         with transfer_memory() if config.num_transfer_blocks else contextlib.nullcontext() as transfer_fd:
             yield LocalPlacement(transfer_fd)
