@@ -1,0 +1,109 @@
+"""Which kernel computes each operation of a model, and what a step copies.
+
+PYTHONPATH=tests python -m ascend.kernels    writes the table `kernels.json`
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from ascend.processes import PROCESSES
+from ascend.runs import Ended, Job
+
+TABLE: Final = Path(__file__).with_name("kernels.json")
+
+_OF_CANN: Final = {
+    "AddExt": "aclnnAdd",
+    "Cast": "aclnnCast",
+    "DynamicQuantExt": "aclnnDynamicQuant",
+    "Greater": "aclnnGtTensor",
+    "GroupedMatmulV4": "aclnnGroupedMatmulV4",
+    "InnerMoeTokenUnpermute": "aclnnMoeTokenUnpermute",
+    "MoeGatingTopKSoftmax": "aclnnMoeGatingTopKSoftmax",
+    "MoeInitRoutingQuantV2": "aclnnMoeInitRoutingQuantV2",
+    "MoeInitRoutingV2": "aclnnMoeInitRoutingV2",
+    "Mul": "aclnnMul",
+    "QuantBatchMatmul": "aclnnQuantMatmulV4",
+    "RmsNorm": "aclnnRmsNorm",
+    "SplitWithSize": "aclnnSplitWithSize",
+    "Zeros": "aclnnInplaceZero",
+}
+"""Operation -> the function of CANN that computes it."""
+_RUNTIME: Final = {"MoveTo", "RealMakeTuple", "RealTupleGetItem", "Reshape"}
+"""Copies to the host, and operations that change no data."""
+_ATB: Final = {"FlashAttentionScore", "PagedAttention"}
+"""Operations of MindSpore's library whose own kernels are disabled, so that ATB's compute them."""
+
+
+def kernels_of(job: Job) -> dict[str, str]:
+    """Return the kernel of each operation: `ATB`, `internal` (MindSpore's library), a function of CANN, `TBE` (compiled
+    by CANN), `runtime` or `CPU`.
+    """
+    called = {call.split()[0] for call in job.calls}
+    compiled = {call.split()[1] for call in job.calls if call.startswith("aclop ")}
+
+    def kernel(node: str) -> str:
+        if node in job.internal:
+            return "ATB" if node in _ATB else "internal"
+        if node in compiled:
+            return "TBE"
+        if _OF_CANN.get(node) in called:
+            return _OF_CANN[node]
+        return "runtime" if node in _RUNTIME else "CPU"
+
+    return {node: kernel(node) for node in sorted(job.nodes)}
+
+
+def rows_of(name: str, ended: Ended) -> dict[str, Any]:
+    """Return the rows of the table for a process: of each model its settings, kernels, and the counts of each step."""
+    rows = {}
+    for job in PROCESSES[name].jobs:
+        found = ended.jobs[job["name"]]
+        settings = {key: value for key, value in job.items() if key not in ("name", "folder", "steps")}
+        steps = [
+            {"rows": len(rows), "tokens": sum(tokens for tokens, _ in rows)} | counts
+            for rows, counts in zip(job["steps"], found.found["steps"], strict=True)
+        ]
+        rows[f"{job['name']} ({name})"] = {"settings": settings, "kernels": kernels_of(found), "steps": steps}
+    return rows
+
+
+def read_table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(TABLE.read_text())
+    return table
+
+
+def main() -> None:
+    from ascend.cann_stubs import build
+    from ascend.models import write_models
+    from ascend.processes import start
+
+    with tempfile.TemporaryDirectory() as folder:
+        names = ("stubs", "models", *PROCESSES)
+        for name in names:
+            Path(folder, name).mkdir()
+        cann, models = build(Path(folder, "stubs")), write_models(Path(folder, "models"))
+        table = {}
+        for name, process in PROCESSES.items():
+            if process.in_table:
+                table |= rows_of(name, start(process, cann, models, Path(folder, name)))
+    write_table(table)
+
+
+def write_table(table: dict[str, Any]) -> None:
+    """Write one line for each operation and step."""
+    lines = ["{"]
+    for index, (name, row) in enumerate(table.items()):
+        lines += [f" {json.dumps(name)}: {{", f'  "settings": {json.dumps(row["settings"])},', '  "kernels": {']
+        kernels = [f"   {json.dumps(node)}: {json.dumps(kernel)}" for node, kernel in row["kernels"].items()]
+        lines += [",\n".join(kernels), "  },", '  "steps": [']
+        lines += [",\n".join(f"   {json.dumps(step)}" for step in row["steps"]), "  ]"]
+        lines.append(" }" if index == len(table) - 1 else " },")
+    TABLE.write_text("\n".join([*lines, "}"]) + "\n")
+
+
+if __name__ == "__main__":
+    main()

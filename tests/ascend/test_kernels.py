@@ -1,0 +1,24 @@
+"""The kernel of each operation and the copies of each step, in `kernels.json`.
+
+After a change that is meant, write the table with `PYTHONPATH=tests python -m ascend.kernels`, and give the reason in
+the commit.
+"""
+
+import pytest
+from ascend.kernels import read_table, rows_of
+from ascend.processes import PROCESSES
+
+IN_TABLE = tuple(name for name, process in PROCESSES.items() if process.in_table)
+
+
+@pytest.mark.parametrize("name", IN_TABLE)
+def test_kernels_and_copies_are_those_of_the_table(ended, name):
+    table = read_table()
+    for model, row in rows_of(name, ended(name)).items():
+        expected = table[model]
+        for part in ("settings", "kernels", "steps"):
+            assert row[part] == expected[part], f"{part} of {model}"
+
+
+def test_the_table_has_no_other_models():
+    assert set(read_table()) == {f"{job['name']} ({name})" for name in IN_TABLE for job in PROCESSES[name].jobs}
