@@ -1,6 +1,7 @@
 """The memory of a model is reported before its weights are requested; a model that does not fit is not downloaded."""
 
 import dataclasses
+import json
 import sys
 import types
 
@@ -78,6 +79,26 @@ def test_model_size_names_reserved_cache_and_resident_memory_at_rest():
     assert "committed" not in lines_of(dataclasses.replace(config, device=device))["KV cache"]
     device = dataclasses.replace(device, max_device_memory=None)
     assert not any("KV cache" in line for line in model_size(dataclasses.replace(config, device=device)).lines)
+
+
+LLAMA_2_7B = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def test_model_size_says_what_fits_on_npus(tmp_path):
+    """The blocks are those of docs/getting-started/ascend.md."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B))
+    config = load_config(model="demo", overrides=["device_config.device_target=Ascend"])
+    model = dataclasses.replace(
+        config.model, model_path=tmp_path, model_dtype="float16", decode_batch_size=128, max_generate_length=4096
+    )
+    fits = lines_of(dataclasses.replace(config, model=model))["fits"]
+    assert fits.startswith(
+        f"{1600 * 16:,} tokens on an NPU of 32 GB, {5286 * 16:,} tokens on an NPU of 64 GB, with 90%"
+    )
 
 
 def test_model_size_checks_the_given_blocks():

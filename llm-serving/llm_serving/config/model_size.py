@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import psutil
@@ -11,8 +12,11 @@ from llm_serving.core.enums import QuantizationName
 from llm_serving.core.window import Window
 from llm_serving.formats.gguf import Gguf
 from llm_serving.models.memory import (
+    CANN_BYTES,
     FREE_MEMORY_FRACTION,
+    FREE_NPU_MEMORY_FRACTION,
     IDLE_BYTES,
+    NPU_SIZES_GB,
     PROCESS_BYTES,
     draft_model_bytes,
     kv_cache_bytes_left,
@@ -97,13 +101,25 @@ class _Verdict(NamedTuple):
     """Tokens of the KV cache; None: only the WorkAgent knows."""
 
 
+def _on_npus(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token: int) -> _Verdict:
+    """Return what fits on NPUs of the usual sizes, because only the WorkAgent knows the memory of its own."""
+    given = []
+    for gigabytes in NPU_SIZES_GB:
+        limit = int((gigabytes * 2**30 - CANN_BYTES) * FREE_NPU_MEMORY_FRACTION)
+        one = replace(config, device=replace(config.device, max_device_memory=limit))
+        fits, text, num_tokens = _verdict(one, spec, dtype_bytes, per_token)
+        what = f"{num_tokens:,} tokens" if fits else text.partition(":")[0]
+        given.append(f"{what} on an NPU of {gigabytes} GB")
+    share = f"with {FREE_NPU_MEMORY_FRACTION:.0%} of what CANN leaves free"
+    return _Verdict(True, f"{', '.join(given)}, {share}; device_config.max_device_memory is not given", None)
+
+
 def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token: int) -> _Verdict:
     limit = config.device.max_device_memory
     source = "max_device_memory"
     if limit is None:
         if config.device.device_target != "CPU":
-            text = "as the device's memory allows; device_config.max_device_memory is not given"
-            return _Verdict(True, text, None)
+            return _on_npus(config, spec, dtype_bytes, per_token)
         free = psutil.virtual_memory().available
         limit = int(free * FREE_MEMORY_FRACTION / config.num_processes)
         source = f"{FREE_MEMORY_FRACTION:.0%} of {readable_size(free)} free here"

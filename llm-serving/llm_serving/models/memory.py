@@ -18,6 +18,10 @@ FREE_MEMORY_FRACTION: Final = 0.5
 FREE_NPU_MEMORY_FRACTION: Final = 0.9
 """Fraction of an NPU's free memory that a WorkAgent uses without `max_device_memory`; CANN's workspaces take the rest.
 """
+NPU_SIZES_GB: Final = 32, 64
+"""Memory of the NPUs of the series Atlas A2 and A3."""
+CANN_BYTES: Final = 3 * 2**30
+"""About what CANN occupies on an NPU before a model is loaded. Not measured on a device."""
 NPU_RESERVE: Final = 2**30
 """Bytes that stay free on an NPU even with `max_device_memory`: MindSpore does not accept all memory as limit."""
 MASK_BYTES: Final = 1 + 4 + 4 + 2
