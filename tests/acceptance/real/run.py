@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,7 +25,7 @@ import httpx
 from acceptance.device import answers
 from acceptance.device.outcome import Outcome, PartError, report, table
 from acceptance.device.run import attempt
-from acceptance.device.server import Server, ask, serving
+from acceptance.device.server import Answer, Server, ask, serving
 from acceptance.real import dialogs
 from acceptance.real.packages import MODELS, QWEN, QWEN_SMALL, RealModel, fetch
 
@@ -75,7 +76,7 @@ def parts(model: RealModel, arguments: argparse.Namespace) -> Iterator[Outcome]:
     except PartError as failure:
         yield Outcome.failed("Fetch", str(failure))
         return
-    reference: list[str] = []
+    reference: list[Answer] = []
     with_tools = [f"serving_config.tool_call_parser={model.tools}"] if model.tools else []
     yield from with_server(
         path, [f"model_config.max_generate_length={CONTEXT}", *with_tools], partial(served_parts, model, reference)
@@ -95,13 +96,14 @@ Parts = Callable[[Server], Iterator[Outcome]]
 def with_server(path: Path, settings: Sequence[str], examine: Parts) -> Iterator[Outcome]:
     options = [text for each in settings for text in ("--set", each)]
     try:
-        with serving(["--model", str(path), *options]) as server:
+        logs = Path(tempfile.mkdtemp(prefix="llm-serving-acceptance-"))
+        with serving(["--model", str(path), *options], logs) as server:
             yield from examine(server)
     except PartError as failure:
         yield Outcome.failed(f"Server with {', '.join(settings)}", str(failure))
 
 
-def served_parts(model: RealModel, reference: list[str], server: Server) -> Iterator[Outcome]:
+def served_parts(model: RealModel, reference: list[Answer], server: Server) -> Iterator[Outcome]:
     yield attempt("Answers to read", lambda: dialogs.texts(server, model.speaks))
     yield attempt("Long prompt", lambda: dialogs.long_prompt(server))
     yield attempt("Choices", lambda: dialogs.choices(server))
@@ -115,7 +117,7 @@ def served_parts(model: RealModel, reference: list[str], server: Server) -> Iter
     yield attempt(answers.KILL, lambda: answers.killed(server, reference))
 
 
-def crowd(server: Server, reference: Sequence[str]) -> Outcome:
+def crowd(server: Server, reference: Sequence[Answer]) -> Outcome:
     """Send many requests at once. Those that were also answered alone before must get the same answers."""
     together = ask(server.url, answers.bodies(CROWDS[1]))
     different = answers.compare(reference, together[: len(reference)])
@@ -166,7 +168,7 @@ def drafts(path: Path, small: Path) -> Iterator[Outcome]:
 
 
 class DraftRun(NamedTuple):
-    answers: list[str]
+    answers: list[Answer]
     seconds: float
     drafted: float
     accepted: float
@@ -174,9 +176,7 @@ class DraftRun(NamedTuple):
 
 def draft_parts(name: str, measured: dict[str, DraftRun], server: Server) -> Iterator[Outcome]:
     def part() -> Outcome:
-        bodies = [
-            {"prompt": text, "max_tokens": LONG_ANSWER, "temperature": 0, "return_token_ids": True} for text in CODE
-        ]
+        bodies = [{"prompt": text, "max_tokens": LONG_ANSWER, "temperature": 0} for text in CODE]
         ask(server.url, [{"prompt": "a", "max_tokens": 1}])
         begin = time.monotonic()
         found = [ask(server.url, [body])[0] for body in bodies]
