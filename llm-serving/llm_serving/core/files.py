@@ -41,8 +41,8 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def lock_file(path: Path) -> int | None:
-    """Lock a file, creating it if needed, while the returned descriptor is open; None if it is already locked. Raise
-    OSError if it cannot be opened.
+    """Lock a file, creating it if needed, while the returned descriptor is open; None: locked already. Raise OSError if
+    that fails.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:

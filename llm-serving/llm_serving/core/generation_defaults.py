@@ -29,9 +29,7 @@ AT_LEAST_ONE: Final = Whole(1)
 
 
 def generation_defaults(folder: Path | None) -> dict[str, Any]:
-    """Return parameter -> default of a model folder; empty without a file. Raise ModelError if the file cannot be read,
-    or has a value outside the range of the parameter.
-    """
+    """Return parameter -> default of a model folder; empty without a file. Raise ModelError for invalid values."""
     if folder is None:
         return {}
     path, content = folder / GENERATION_CONFIG, _read(folder / GENERATION_CONFIG)
@@ -48,9 +46,7 @@ def generation_defaults(folder: Path | None) -> dict[str, Any]:
 
 
 def generation_end_ids(folder: Path) -> tuple[int, ...]:
-    """Return `eos_token_id` of a model folder's generation config, without negative ids. Raise ModelError if the file
-    cannot be read, or the value is neither an id nor a list of ids.
-    """
+    """Return the valid ids of `eos_token_id` in a folder's generation config. Raise ModelError for other values."""
     path = folder / GENERATION_CONFIG
     value = _read(path).get("eos_token_id")
     items = value if isinstance(value, list) else [] if value is None else [value]

@@ -47,9 +47,7 @@ class Admission:
 
 
 class AsyncEngine:
-    """The engine of a server: checks requests and submits them to the engine threads. All methods belong to the event
-    loop.
-    """
+    """The engine of a server: checks requests and submits them to the engine threads. For the event loop only."""
 
     def __init__(
         self,
@@ -281,8 +279,8 @@ class AsyncEngine:
         return self._admit(self._router.route(prompt_lens, caller), prompt_lens, caller, uncached)
 
     def precheck_capacity(self, min_lens: Sequence[int], caller: Caller = ANONYMOUS) -> None:
-        """Raise the errors of `check_capacity` if even prompts of the minimum lengths exceed a limit. For use before
-        tokenization.
+        """Before tokenization, raise the errors of `check_capacity` if even prompts of the minimum lengths exceed a
+        limit.
         """
         replica = self._router.load_of(self._router.route(min_lens, caller))
         self._admission.check(min_lens, caller, replica, self._admission.min_uncached(min_lens))

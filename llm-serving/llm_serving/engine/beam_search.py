@@ -117,10 +117,9 @@ class BeamSearch:
         return self._params.early_stopping or self._best_attainable() <= self._finished[-1].score
 
     def _best_attainable(self) -> float:
-        """Return the highest score of a live sequence if its further tokens had probability 1; it is monotonic in the
-        length.
-        """
+        """Return the highest score of a live sequence if all its further tokens had probability 1."""
         most_likely = self.live[0]
+        # The score is monotonic in the length, so its maximum is at the shortest or the longest length.
         lengths = (most_likely.length + 1, self._max_tokens)
         return max(self._score(most_likely.cumulative_logprob, length) for length in lengths)
 
@@ -157,9 +156,7 @@ class BeamSearchSink:
         self._context.scheduler.add(self._new_beam([]))
 
     def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
-        """Record the candidates of one beam. After the last beam, advance the search and emit an output: an empty one
-        until the search ends, then one with all answers.
-        """
+        """Record the candidates of one beam. After the last beam, advance the search and emit an output."""
         if self.request.is_finished:  # by another beam of this step
             return
         (sample,) = samples  # beams have no draft tokens

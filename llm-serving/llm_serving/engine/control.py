@@ -115,9 +115,7 @@ class Control:
         ]
 
     def drain(self, replica: int) -> None:
-        """Route no requests to a replica, and stop it once it has none. Raise RequestError unless another replica
-        serves.
-        """
+        """Route no requests to a replica; stop it once it has none. Raise RequestError unless another one serves."""
         self._replicas.drain(replica)
         if (engine := self._replicas.engines.get(replica)) is not None:
             self._dispatcher.leave_if_idle(engine)

@@ -66,9 +66,7 @@ class Deadlines:
         return deadline is not None and (now >= deadline or now >= self._next_check)
 
     def end_expired(self, now: float, predictor: TtftPredictor, step_began: float) -> None:
-        """End requests that exceed their deadline or cannot meet it. `step_began`: when the oldest step in flight
-        began.
-        """
+        """End requests that exceed or cannot meet their deadline. `step_began`: start of the oldest step in flight."""
         for request in self.pop_expired(now):
             finish(request, FinishReason.TIMEOUT, f"the request was not done within its {timeout_of(request):g} s")
         if now >= self._next_check:

@@ -13,9 +13,7 @@ from llm_serving.errors import WorkerDiedError
 
 
 class Inbox:
-    """A queue of functions that the engine's thread calls between two steps, in order of arrival. Any thread may call
-    `post`, `wake` and `end`, and read `messages`.
-    """
+    """Functions that the engine's thread calls in order between two steps. Any thread may `post`, `wake` and `end`."""
 
     def __init__(self) -> None:
         self.messages: deque[Callable[[], None]] = deque()

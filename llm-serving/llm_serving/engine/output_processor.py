@@ -117,9 +117,7 @@ class OutputProcessor:
             state.vector = vector
 
     def pop_output(self, request: Request, error: str | None = None, *, num_pending: int = 0) -> RequestOutput:
-        """Return the output since the last call. For a finished request it is the last, unless `num_pending` tokens are
-        missing.
-        """
+        """Return the output since the last call: the last one if the request has finished and no token is pending."""
         state = self._states[request.request_id]
         is_last = request.is_finished and not num_pending
         if is_last:

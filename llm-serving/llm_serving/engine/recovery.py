@@ -29,8 +29,8 @@ MAX_LOST_STEPS: Final = 4
 
 
 def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) -> list[T]:
-    """Return the suspects that fail alone, in order, by bisection: about 2 log2(n) trials for each. `passes` runs a
-    trial. Empty if the failure does not repeat, or only in a combination.
+    """Return the suspects that fail alone, by bisection: about 2 log2(n) trials (`passes`) for each. Empty if the
+    failure does not repeat, or only in a combination.
     """
     if passes(suspects):
         return []

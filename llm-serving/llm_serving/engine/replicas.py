@@ -186,9 +186,7 @@ class Replicas(EngineListener):
         self._newest_change = next(self._changes)
 
     def drain(self, index: int) -> None:
-        """Route no requests to the replica; `leave` follows. Idempotent. Raise RequestError unless another replica
-        serves.
-        """
+        """Route no requests to the replica; `leave` follows. Raise RequestError unless another one serves."""
         self._check(index)
         if index in self.drained:
             return
@@ -210,9 +208,7 @@ class Replicas(EngineListener):
             engine.stop()
 
     def reload(self, config: ServingConfig) -> dict[int, Future[None]]:
-        """Make all replicas use another configuration. Return index -> future that is done when a living replica uses
-        it.
-        """
+        """Make all replicas use another configuration. Return index -> future, done once a living replica uses it."""
         self._reloaded = reloaded = (1 if self._reloaded is None else self._reloaded[0] + 1), config
         asked = {}
         for index, engine in self.living().items():

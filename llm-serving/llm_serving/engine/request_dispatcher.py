@@ -26,9 +26,7 @@ logger = get_logger(__name__)
 
 
 class RequestDispatcher:
-    """Connects the open requests with the replicas that compute them. For the event loop only. An exception while one
-    request is handled ends only that request.
-    """
+    """Connects open requests with their replicas. An exception ends only its request. For the event loop only."""
 
     def __init__(
         self,

@@ -98,8 +98,8 @@ class Executor(ABC):
         """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return the draft model's draft tokens for each request; empty lists if it fails. No step may be in flight.
-        Raise WorkerError as `collect` does.
+        """Return the draft tokens for each request; none if the draft model fails. No step may be in flight. Raise
+        WorkerError as `collect` does.
         """
         return [[] for _ in requests]
 

@@ -90,9 +90,7 @@ def content_hashes(files: ModelFiles, on_progress: Callable[[int], None] = lambd
 
 
 def served_weights(model: ModelConfig) -> tuple[FileState, ...]:
-    """Record the state of the model's weight files, config.json and exported graphs. Raise ModelError if there are
-    none.
-    """
+    """Record the state of the model's weight files, config.json and exported graphs. Raise ModelError if none exist."""
     assert model.model_path is not None
     if model.mindir_path is None:
         return _weights(model.model_path)

@@ -117,8 +117,8 @@ class BlockManager:
         *,
         guaranteed: bool = False,
     ) -> int:
-        """Return the number of free blocks that `admit` needs. Blocks that are shared and in use need none. The tables
-        of the requests `without` count as freed before `admit`.
+        """Return the number of free blocks that `admit` needs, if the tables of the requests `without` are freed
+        before.
         """
         uses: Counter[int] = Counter()
         num_free = 0
@@ -320,9 +320,7 @@ class BlockManager:
         return min(self.num_blocks_for(num_tokens), start + self.max_blocks_per_request)
 
     def _shared_blocks(self, request: Request, parent: Request | None, unshared: bool) -> BlockTable:
-        """Return the full blocks of the longest computed prefix to which the tokens after it attend, from the parent's
-        table or, by hash, from the pool.
-        """
+        """Return the full blocks of the longest computed prefix to share, from the parent's table or by hash."""
         if unshared:
             return BlockTable()
         source, num_common, hashes = BlockTable(), 0, list[bytes]()

@@ -111,9 +111,7 @@ class RequestRecord:
         self.first_token_time: float | None = None
         self.ended_time: float | None = None
         self.has_beams = False
-        """Whether the request is a beam search, whose beams wait for each other, so that no bound on decode gaps
-        applies.
-        """
+        """Whether the request is a beam search. Its beams wait for each other, so no bound on decode gaps applies."""
         self.sequences: frozenset[int] = frozenset()
         """`Request.sequence` of the scheduler's requests: the request itself, or its beams."""
         self.preemptions: tuple[Preempted, ...] = ()
@@ -334,9 +332,7 @@ class EventLog(StepObserver):
         return EventSnapshot(now, steps, list(self._decisions), list(self._outages), kept_since)
 
     def steps_since(self, time: float, count: int) -> list[tuple[float, Step]]:
-        """Return the last steps that ended after `time`, at most `count`, as (start, step) in order. Engine thread
-        only.
-        """
+        """Return (start, step) of the last steps that ended after `time`, at most `count`. Engine thread only."""
         newest = list(islice(reversed(self._steps), count + 1))
         began = [max(step.formed, before.ended) for step, before in pairwise(newest)]
         began += [step.formed for step in newest[len(began) :]]

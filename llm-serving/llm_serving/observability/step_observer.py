@@ -36,9 +36,7 @@ class StepObserver:
     def on_scheduled(
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
     ) -> None:
-        """The scheduler has formed the next step after those in flight; None: no request can run. `blocked`: the first
-        request left waiting, and why.
-        """
+        """The scheduler formed the next step; None: no request can run. `blocked`: the first one left waiting."""
 
     def on_submitted(self, schedule: Schedule, now: float) -> None:
         """The executor has received a step, which was formed at `now`."""

@@ -154,9 +154,7 @@ def class_bounds(
 
 
 def _steps_per_prompt_token(limits: SchedulerLimits, policy: Policy, chunk: int) -> Fraction:
-    """Return the maximum number of steps by which other requests delay one prompt token. `chunk`: number of prompt
-    tokens for which each step has room.
-    """
+    """Return the maximum number of steps by which others delay a prompt token. Each step has room for `chunk`."""
     budget = limits.max_num_batched_tokens
     left_by_decoding = 0 if limits.separate else budget - limits.max_num_seqs
     rates = [Fraction(_prompt_gap(limits, policy) + 2, min(budget, chunk))]

@@ -120,8 +120,8 @@ class TenantTokenCounters:
             self._evict()
 
     def join(self, tenant: str, least_waiting: int | None) -> None:
-        """Raise the counter of a tenant that begins to wait to `least_waiting`, the minimum among waiting tenants;
-        None: to the counter of the tenant that stopped waiting last.
+        """Raise the counter of a tenant that begins to wait to the minimum of the waiting tenants (None: none waits),
+        so that idle time earns no credit.
         """
         if least_waiting is None and self._last_to_leave is not None:
             least_waiting = self.served(self._last_to_leave)

@@ -81,9 +81,7 @@ class Preemptor:
         self._waiting_requests.requeue(request)
 
     def _find_victims(self, request: Request, parent: Request | None) -> list[Request]:
-        """Return a minimal set of running requests whose preemption makes room; empty if no set does. Victims are
-        paused, or are of a lower class and exceed the share of that class.
-        """
+        """Return a minimal set of running requests whose preemption makes room; empty if no set does."""
         slots = self._slots
         entitled = self._entitled(request.request_class)
         candidates = preemption_order(slots.running)

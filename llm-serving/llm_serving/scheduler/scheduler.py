@@ -109,8 +109,8 @@ class Scheduler:
             self.waiting_requests.enqueue(request)
 
     def set_draft_tokens(self, request: Request, token_ids: list[int]) -> None:
-        """Replace the draft tokens that may follow the latest token of a request. The next step consumes all of them,
-        and verifies those that fit beside prompts and other requests.
+        """Replace the draft tokens after a request's latest token. The next step consumes all and verifies those that
+        fit.
         """
         if request.status is RUNNING and not request.num_tokens_in_flight and not request.wants_migration:
             request.draft_token_ids = token_ids
@@ -215,9 +215,7 @@ class Scheduler:
         return finished
 
     def pause(self, request: Request) -> None:
-        """Stop scheduling a request without tokens in flight until `resume`. Paused requests are preempted first, so
-        beams that wait for each other never block each other.
-        """
+        """Stop scheduling a request without tokens in flight until `resume`. Paused requests are preempted first."""
         assert request.num_tokens_in_flight == 0
         request.paused = True
         if request.status is RequestStatus.WAITING:  # it was preempted before its reply came
@@ -283,9 +281,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
 
     def reset_cache(self) -> None:
-        """Requeue all running requests, ahead of new ones, after KV cache, host pool and steps in flight were lost.
-        This counts no preemption and drops the imports of blocks.
-        """
+        """Requeue all running requests, ahead of new ones, after KV cache, host pool and steps in flight were lost."""
         self.blocks.reset()
         for request in self._requests.values():
             request.num_computed_tokens = request.num_confirmed_tokens = request.num_tokens_in_flight = 0

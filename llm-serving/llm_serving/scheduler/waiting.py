@@ -13,9 +13,7 @@ from llm_serving.scheduler.tenant_limits import LimiterChanges, TenantLimiter
 
 
 class WaitingRequests:
-    """Requests in the queue, held by the limiter of their tenant, waiting for the parent of their fork, or paused. A
-    request gets its wait bound when it enters the queue.
-    """
+    """Requests in the queue, held by their tenant's limiter, waiting for the parent of their fork, or paused."""
 
     def __init__(
         self, queue: WaitingQueue, tenant_limiter: TenantLimiter, monitor: WaitMonitor, slots: RunningSlots

@@ -66,8 +66,8 @@ class DraftModelProposer:
         )
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> dict[Request, list[int]]:
-        """Return at most the given number of draft tokens for each request that has room for some. Raise WorkerError if
-        the WorkAgent has exited.
+        """Return draft tokens for requests with room, at most the given number. Raise WorkerError if the WorkAgent
+        exits.
         """
         counts = [(request, min(count, self._room(request))) for request, count in wanted]
         counts = [each for each in counts if each[1] > 0]

@@ -172,8 +172,8 @@ class NgramLookup:
         return token_ids
 
     def advance(self, token_ids: Sequence[int]) -> tuple[int, bool]:
-        """Append output tokens and compare them with the draft, which a mismatch ends. Return the number of tokens that
-        the draft predicted, and whether it predicted the next one wrongly.
+        """Append output tokens and compare them with the draft. Return how many it predicted, and whether the next was
+        wrong.
         """
         self._tokens += token_ids
         self.num_output_tokens += len(token_ids)
@@ -252,8 +252,8 @@ class NgramProposer:
     """
 
     def __init__(self, length: int, finished: FinishedAnswersIndex | None = None, clock: Clock | None = None) -> None:
-        """`finished`: index to search; None: a new one of `FINISHED_TOKENS` tokens, 64 bytes each. `clock` measures
-        lookups; None: each takes `LOOKUP_S`.
+        """`finished`: None: an index of `FINISHED_TOKENS` tokens, 64 bytes each. `clock`: None: lookups take
+        `LOOKUP_S`.
         """
         self._length = length
         self._is_timed = clock is not None

@@ -132,8 +132,8 @@ class ClassLeadMonitor:
     def record(
         self, replica: int, service: Mapping[str, int], usage: Mapping[str, ClassUsage]
     ) -> Mapping[str, ClassLead]:
-        """Add a step of a replica. Return the range of each lead since the previous call of this replica. `service`:
-        class -> service in the step, divided by weight.
+        """Add the service of a step, divided by weight. Return the range of each lead since the replica's previous
+        call.
         """
         self._demand.update(replica, usage)
         leads = self._leads

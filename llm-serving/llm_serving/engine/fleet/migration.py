@@ -177,9 +177,7 @@ class RequestMigration(StepObserver):
         self._accepted = {request: time for request, time in self._accepted.items() if not request.is_finished}
 
     def complete_step(self, schedule: Schedule, now: float) -> None:
-        """Reclaim the blocks that the oldest step imported, and remove the requests whose blocks it exported. Call it
-        after the results are applied and before they are counted.
-        """
+        """Reclaim the blocks that the oldest step imported, and remove the requests whose blocks it exported."""
         if blocks := self._imported.popleft():
             self._reclaim(blocks)
         for row in schedule.migrating:

@@ -69,8 +69,8 @@ class WeightMonitor:
     def count_violations(
         self, schedule: Schedule, leads: Mapping[str, ClassLead], shares: Mapping[str, StepShare] | None = None
     ) -> int:
-        """Add a step. Return for how many pairs (A, B) it violates the weights. `leads`: across replicas; a missing one
-        is unknown. `shares`: None if not computed yet.
+        """Add a step. Return for how many pairs (A, B) it violates the weights. `leads`: those across replicas, if
+        known.
         """
         scheduler = self._scheduler
         if scheduler.waiting is not self._queue:  # a reload has changed the rules

@@ -45,7 +45,7 @@ PLACEMENT_TIMEOUT_S: Final = 120.0
 """Seconds within which the cluster must have room for all WorkAgents."""
 DEVICE: Final = "NPU"
 ATTEMPTS: Final = "2"
-"""Attempts to reach a head node; each takes at least 41 s. Ray's default is 20."""
+"""Number of attempts to reach a head node, each of at least 41 s. Ray's default is 20."""
 EXIT_GRACE_S: Final = 10.0
 """Seconds after the master's exit within which this process exits, even while it waits for Ray."""
 _POLL_INTERVAL_S: Final = 0.2

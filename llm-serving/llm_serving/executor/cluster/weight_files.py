@@ -83,9 +83,7 @@ def find_cached(cache: str, files: WeightFiles) -> Path | None:
 
 
 def store_in_cache(cache: str, files: WeightFiles, pieces: Iterable[bytes | memoryview]) -> Path:
-    """Write the files to this machine's cache folder and verify them; one process at a time. Raise ConfigError if the
-    files cannot be stored, or do not match the description.
-    """
+    """Write the files to this machine's cache folder and verify them. Raise ConfigError if that fails."""
     folder = _folder(cache, files)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
