@@ -62,9 +62,8 @@ def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ
 def import_optional(module: str, user: str, remedy: str = "") -> ModuleType:
     """Import a module of the simulator or the receipts, packages that may not be installed.
 
-    Raise ConfigError if the package is not installed, ModuleNotFoundError if the package lacks a dependency. `module`:
-    full name, as "llm_serving_receipts.issuer". `user`: the command or key that needs it. `remedy`: end of the error
-    message.
+    Raise ConfigError if the package is not installed, ModuleNotFoundError if it lacks a dependency. `module`: full
+    name. `user`: the command or key that needs it. `remedy`: end of the error message.
     """
     package = module.partition(".")[0]
     try:

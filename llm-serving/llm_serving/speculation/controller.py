@@ -71,7 +71,7 @@ class GainModel:
         self.step_s = 0.0
         """Seconds of the latest decode step."""
         self._max_draft_tokens = self._max_length = max_draft_tokens
-        """Current maximum draft length, at most `max_draft_tokens`: the length with the highest throughput."""
+        """`_max_length`: current maximum draft length, which gives the highest throughput."""
         self._best_drafts = [(each, expected_tokens(_BEST_ACCEPTANCE, each)) for each in {1, max_draft_tokens}]
         """(length, maximum expected number of accepted tokens) of the shortest and of the longest draft."""
         self._step_times = StepTimeModel()

@@ -57,8 +57,7 @@ class FleetClassUsage:
     """Determines which classes exceed their share of all replicas, from the usage that schedulers report. Thread-safe.
 
     The usage of a class is its service divided by its weight. Its lead is its usage minus the lowest usage of all
-    classes with demand. A class is deprioritized from a lead of one scheduling quantum on until it is at most half a
-    quantum.
+    classes with demand. A class with a lead above one scheduling quantum is deprioritized until it is at most half.
     """
 
     def __init__(self) -> None:
