@@ -1,4 +1,4 @@
-"""Perplexity and greedy tokens of each weight and KV cache format beside float32.
+"""Perplexity and greedy tokens of each weight and KV cache format compared with float32.
 
     python performance/run.py perplexity --model FILE_OR_FOLDER [--formats bfloat16,w8a8+kv8] [--tokens 3000]
 
@@ -66,7 +66,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table, beside float32; shares are between 0 and 1."""
+    """One line of the table, compared with float32; shares are between 0 and 1."""
 
     perplexity: float
     increase: float
@@ -175,9 +175,7 @@ def _logprobs(llm: LLM, prompts: Sequence[list[int]]) -> list[PromptLogprobs]:
 
 
 def print_header() -> None:
-    print(
-        "| format | perplexity | beside float32 | greedy tokens equal | top tokens equal | mean error | largest error |"
-    )
+    print("| format | perplexity | vs float32 | greedy tokens equal | top tokens equal | mean error | largest error |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
 
 

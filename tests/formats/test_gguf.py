@@ -112,7 +112,7 @@ def test_gguf_unsupported_type_error_lists_the_supported_ones(tmp_path):
 def test_gguf_rows_must_be_whole_blocks(tmp_path, shape):
     content = gguf_bytes({}, {"w": Stored(shape, 8, bytes(34 * 4))})
     with pytest.raises(
-        ModelError, match="tensor 'w' of type Q8_0 must have two or three lengths, the columns a multiple"
+        ModelError, match="tensor 'w' of type Q8_0 must have two or three dimensions, the last a multiple"
     ):
         read_gguf(write(tmp_path / "a.gguf", content))
 
@@ -120,7 +120,7 @@ def test_gguf_rows_must_be_whole_blocks(tmp_path, shape):
 @pytest.mark.parametrize("shape", [(2**30, 0), (0,), (2**39, 0, 32)])
 def test_gguf_refuses_an_empty_tensor(tmp_path, shape):
     content = gguf_bytes({}, {"w": Stored(shape, 0, b"")})
-    with pytest.raises(ModelError, match="a length of 0 of tensor 'w'"):
+    with pytest.raises(ModelError, match="tensor 'w' has a dimension of 0"):
         read_gguf(write(tmp_path / "a.gguf", content))
 
 
@@ -145,7 +145,7 @@ def huge_list(kind):
         (gguf_bytes({"a": struct.pack("<IIQ", 9, 9, 1)}, {}), "a list of type 9"),
         (gguf_bytes({"a": struct.pack("<I", 13)}, {}), "a value of type 13"),
         (gguf_bytes({"a": struct.pack("<I", 8) + text(b"\xff")}, {}), "a text that is not UTF-8"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + 2 * (text("a") + fact(1)), "`'a'` stands twice"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + 2 * (text("a") + fact(1)), "`'a'` occurs twice"),
         (gguf_bytes({"split.count": 3}, {}), "must be named as a part of 3, such as model-00001-of-00003.gguf"),
         (gguf_bytes({"split.count": [1, 2]}, {}), r"`split.count` must be an integer up to .* Found: array\(\[1, 2\]"),
         (gguf_bytes({"general.alignment": 0}, {}), "`general.alignment` must be 1 to 65536. Found: 0"),
@@ -156,9 +156,9 @@ def huge_list(kind):
         (gguf_bytes({}, {"a": A}, offsets={"a": 2**64 - 32}), "lie within the file of"),
         (gguf_bytes({}, {"a": Stored((2**30, 2**30), 0, bytes(8))}), "must begin .* lie within the file"),
         (gguf_bytes({}, {"a": Stored((2**39, 2**40), 8, bytes(8))}), "lie within the file"),
-        (gguf_bytes({}, {"a": Stored((2**41,), 0, bytes(8))}), "elements of a length, where"),
-        (gguf_bytes({}, {"a": Stored((), 0, bytes(8))}), "0 lengths of tensor 'a'"),
-        (gguf_bytes({}, {"a": Stored((1,) * 5, 0, bytes(8))}), "5 lengths of tensor 'a'"),
+        (gguf_bytes({}, {"a": Stored((2**41,), 0, bytes(8))}), "elements in a dimension, where"),
+        (gguf_bytes({}, {"a": Stored((), 0, bytes(8))}), "tensor 'a' has 0 dimensions, not 1 to 4"),
+        (gguf_bytes({}, {"a": Stored((1,) * 5, 0, bytes(8))}), "tensor 'a' has 5 dimensions, not"),
     ],
 )
 def test_gguf_refuses_inconsistent_headers(tmp_path, content, message):
@@ -171,7 +171,7 @@ def test_gguf_refuses_inconsistent_headers(tmp_path, content, message):
 def test_gguf_refuses_duplicate_tensor_names(tmp_path):
     content = bytearray(gguf_bytes({}, {"a": A, "b": B}))
     content[content.index(b"b")] = ord("a")
-    with pytest.raises(ModelError, match="tensor 'a' stands twice"):
+    with pytest.raises(ModelError, match="tensor 'a' occurs twice"):
         read_gguf(write(tmp_path / "a.gguf", bytes(content)))
 
 
@@ -224,7 +224,7 @@ def test_gguf_parts_are_checked(tmp_path):
         read_gguf(files[0])
     split = {"split.no": 2, "split.count": 3}
     files[2].write_bytes(gguf_bytes(split, {"a": A}))
-    with pytest.raises(ModelError, match=r"tensor 'a' stands twice, also in .*m-00001-of-00003"):
+    with pytest.raises(ModelError, match=r"tensor 'a' occurs twice, also in .*m-00001-of-00003"):
         read_gguf(files[0])
     files[2].unlink()
     with pytest.raises(ModelError, match=r"part m-00003-of-00003\.gguf is missing"):

@@ -187,7 +187,7 @@ GROUPS = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}
         (
             "llama",
             {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}},
-            "rope_scaling: `type` must be another kind where only 2 elements of a head rotate. Given: 'dynamic'",
+            "rope_scaling: `type` must not be dynamic if only 2 elements of a head rotate. Given: 'dynamic'",
         ),
         ("phi3", {"partial_rotary_factor": 0.01}, "`partial_rotary_factor` must select an even number of the 32"),
         ("granite", {"logits_scaling": 1e-320}, "`logits_scaling` must be a number from 1e-30 to 1e+30. Given: 1e-320"),

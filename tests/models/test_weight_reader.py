@@ -205,7 +205,7 @@ def entry(**changes):
         (entry(shape=["2"]), "integers >= 0"),
         (entry(shape=[2.0]), "integers >= 0"),
         (entry(shape=[True, 2]), "integers >= 0"),
-        (entry(shape=[1] * 9 + [2]), "at most 8 lengths"),
+        (entry(shape=[1] * 9 + [2]), "at most 8 dimensions"),
         (entry(shape=[2**62] * 8), "must lie within"),
         (
             entry() | {"b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},

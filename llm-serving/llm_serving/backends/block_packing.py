@@ -37,8 +37,9 @@ class BlockSegments:
         widths = {each.shape[1] for each in segments}
         self.num_bytes: int = library.load().llm_packed_blocks_bytes(self._args, len(segments), self._inputs)
         if self.num_bytes < 0 or len(widths) > 1:
-            given = ", ".join(f"{each.bits} bits, {each.group_size} a group, {list(each.shape)}" for each in segments)
-            raise ModelError(f"no product takes a weight of these blocks: {given}")
+            given = "; ".join(f"{each.bits} bits, groups of {each.group_size}, {list(each.shape)}" for each in segments)
+            rule = "all need the same columns, and all but the last a multiple of 16 rows"
+            raise ModelError(f"the kernels cannot multiply a weight of these blocks: {rule}. Given: {given}")
         self.columns = self.num_bytes // max(1, self.rows)
 
     def _args_of(self, tensor: BlockTensor) -> _BlockArgs:

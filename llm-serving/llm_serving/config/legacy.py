@@ -123,7 +123,7 @@ _SHAPE_KEYS: Final = frozenset(
 )
 """Keys of `model.model_config` that `ModelSpec.from_mindformers` reads."""
 _SILENT_KEYS: Final = frozenset({"context.mode", "model.model_config.type", "model.model_config.use_past"})
-"""Keys whose value is fixed here, so the file may state it without a notice."""
+"""Keys of a MindFormers YAML that this server ignores without a notice, because its own value is fixed."""
 CHECKPOINT_KEYS: Final = ("load_checkpoint", "model.model_config.checkpoint_name_or_path", "pretrained_model_dir")
 """Keys that name the weights, in the order of precedence. MindFormers 2 names its models by the last one."""
 ADAPTER_KEY: Final = "model.model_config.pet_config"

@@ -116,7 +116,7 @@ def read_gguf(file: Path, texts: bool = False) -> GgufFile:
         if place != (number, count):
             raise ModelError(f"{part.file} must be part {number + 1} of {count}")
         if twice := next((name for name in part.tensors if name in tensors), None):
-            raise ModelError(f"{part.file}: tensor {shorten(twice)} stands twice, also in {tensors[twice].file}")
+            raise ModelError(f"{part.file}: tensor {shorten(twice)} occurs twice, also in {tensors[twice].file}")
         tensors |= part.tensors
     types = tuple(dict.fromkeys(name for part in parts for name in part.types))
     elements, num_bytes = sum(part.block_elements for part in parts), sum(part.block_bytes for part in parts)
@@ -197,7 +197,7 @@ def _read(file: Path, reader: _HeaderReader, texts: bool) -> GgufFile:
     for _ in range(num_entries):
         key = reader.text(_MAX_NAME_BYTES)
         if key in metadata:
-            raise ModelError(f"{file}: `{shorten(key)}` stands twice")
+            raise ModelError(f"{file}: `{shorten(key)}` occurs twice")
         metadata[key] = _value(reader, reader.number("<I"), texts)
     entries = [_tensor_info(file, reader) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
@@ -207,7 +207,7 @@ def _read(file: Path, reader: _HeaderReader, texts: bool) -> GgufFile:
     tensors: dict[str, ReadableTensor] = {}
     for entry in entries:
         if entry.name in tensors:
-            raise ModelError(f"{file}: tensor {shorten(entry.name)} stands twice")
+            raise ModelError(f"{file}: tensor {shorten(entry.name)} occurs twice")
         tensors[entry.name] = entry.located(file, start, alignment, reader.size)
     check_apart(file, [(name, part) for name, each in tensors.items() for part in each.parts])
     types = dict.fromkeys(entry.type_name for entry in entries if len(entry.shape) > 1)
@@ -259,8 +259,8 @@ class _TensorInfo:
         block = BLOCKS[self.kind]
         if len(self.shape) not in (2, 3) or self.shape[-1] % block.elements:
             raise ModelError(
-                f"{file}: tensor {shorten(self.name)} of type {block.name} must have two or three lengths, the columns "
-                f"a multiple of {block.elements}. Found: {list(self.shape)}"
+                f"{file}: tensor {shorten(self.name)} of type {block.name} must have two or three dimensions, the "
+                f"last a multiple of {block.elements}. Found: {list(self.shape)}"
             )
         out, row_bytes = math.prod(self.shape[:-1]), self.shape[-1] // block.elements * block.num_bytes
         stored = StoredTensor(file, "U8", (out, row_bytes), ((at, out * row_bytes),))
@@ -288,12 +288,12 @@ class UnpackedBlocks:
 
 def _tensor_info(file: Path, reader: _HeaderReader) -> _TensorInfo:
     name = reader.text(_MAX_NAME_BYTES)
-    num_lengths = reader.number("<I")
-    if not 1 <= num_lengths <= _MAX_DIMENSIONS:
-        raise ValueError(f"{num_lengths} lengths of tensor {shorten(name)}")
-    shape = tuple(reader.count(2**40, "elements of a length") for _ in range(num_lengths))[::-1]
+    num_dimensions = reader.number("<I")
+    if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
+        raise ValueError(f"tensor {shorten(name)} has {num_dimensions} dimensions, not 1 to {_MAX_DIMENSIONS}")
+    shape = tuple(reader.count(2**40, "elements in a dimension") for _ in range(num_dimensions))[::-1]
     if not all(shape):
-        raise ValueError(f"a length of 0 of tensor {shorten(name)}")
+        raise ValueError(f"tensor {shorten(name)} has a dimension of 0")
     kind, offset = reader.number("<I"), reader.number("<Q")
     if kind not in _PLAIN and kind not in BLOCKS:
         known = ", ".join([*_PLAIN.values(), *(block.name for block in BLOCKS.values())])

@@ -51,7 +51,7 @@ class _Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockType:
-    """A block type. `unpack`: blocks [n, num_bytes] -> numbers; `bits`, `zero` and `group` are those of `BlockTensor`."""
+    """A block type. `unpack`: blocks [n, num_bytes] -> numbers; `bits`, `zero` and `group` as in `BlockTensor`."""
 
     name: str
     elements: int

@@ -161,7 +161,7 @@ def named_weights(
             if known == name and name.startswith(_HUGGING_FACE_PREFIXES):
                 raise ModelError(f"{tensor.file}: tensor {name} must have a name of llama.cpp (blk.0.attn_q.weight)")
             if known in weights:
-                raise ModelError(f"{tensor.file}: tensor {name} stands twice, as {known}")
+                raise ModelError(f"{tensor.file}: tensor {name} occurs twice, as {known}")
             weights[known] = weight
     return weights
 
@@ -237,7 +237,7 @@ def _with_split_pairs(name: str, tensor: ReadableTensor, heads: int) -> Readable
 
 def _experts(name: str, tensor: ReadableTensor) -> Iterator[ReadableTensor]:
     if len(tensor.shape) != 3:
-        raise ModelError(f"{tensor.file}: tensor {name} must have three lengths. Found: {list(tensor.shape)}")
+        raise ModelError(f"{tensor.file}: tensor {name} must have three dimensions. Found: {list(tensor.shape)}")
     count, rows, columns = tensor.shape
     return (_rows(tensor, number * rows, (rows, columns)) for number in range(count))
 

@@ -167,8 +167,8 @@ def _block(value: object) -> tuple[int, int] | None:
     if value is None:
         return None
     if not isinstance(value, list | tuple) or len(value) != 2 or not all(type(each) is int for each in value):
-        raise _RefusedError(f"must have blocks of two lengths. Given: {shorten(value)}")
+        raise _RefusedError(f"must have blocks of two dimensions. Given: {shorten(value)}")
     rows, columns = value
     if not (0 < rows <= _MAX_GROUP and 0 < columns <= _MAX_GROUP):
-        raise _RefusedError(f"must have a block of two lengths from 1 to {_MAX_GROUP}. Given: {shorten(value)}")
+        raise _RefusedError(f"must have a block of two dimensions from 1 to {_MAX_GROUP}. Given: {shorten(value)}")
     return rows, columns

@@ -25,7 +25,7 @@ STEPS: Final = (-8.0, -7.5, -8.5, -9.25, -10.0, -11.0)
 scales represent the largest element better, smaller ones the others.
 """
 _LANES: Final = 16
-"""Partial sums of a squared error; column j belongs to sum j % 16."""
+"""Number of partial sums of a squared error; column j belongs to sum j % 16."""
 _AT_ONCE: Final = 2**22
 """Elements that are rounded together, which bounds the float32 copies of a large matrix."""
 

@@ -68,7 +68,7 @@ def _stored_tensor(layout: _FileLayout, name: str, entry: dict[str, Any]) -> Sto
     if dtype not in dtypes:
         raise ModelError(f"{file}: tensor {name} must be {', '.join(dtypes)}. Found: {shorten(dtype)}")
     if len(shape) > _MAX_DIMENSIONS or any(type(number) is not int or number < 0 for number in (*shape, start, end)):
-        rule = f"must have at most {_MAX_DIMENSIONS} lengths and two offsets, integers >= 0"
+        rule = f"must have at most {_MAX_DIMENSIONS} dimensions and two offsets, integers >= 0"
         raise ModelError(f"{file}: tensor {name} {rule}. Found: {shorten(shape)}, {shorten((start, end))}")
     tensor = StoredTensor(file, dtype, shape, ((data_start + start, end - start),))
     num_bytes = tensor.num_bytes

@@ -28,7 +28,7 @@ _WORDS: Final = ctypes.sizeof(_Row) // ctypes.sizeof(ctypes.c_int64)
 
 
 class AddressTable:
-    """The table that the C++ class `AddressedCall` reads: int64 [arrays, 7], a row for each array, at a fixed address."""
+    """The table that the C++ class `AddressedCall` reads: int64 [arrays, 7], a row for each array; never moved."""
 
     def __init__(self, num_parameters: int) -> None:
         table = (_Row * num_parameters)()

@@ -26,7 +26,7 @@ LM_HEAD_ATTRIBUTES: Final = ("scale", "cap", "first", "rows")
 
 MAX_READS: Final = 4
 NUM_REGISTERS: Final = 8
-"""Maximum number of values that a network keeps alive. `RegisterStep` lists them explicitly."""
+"""Maximum number of values that a network keeps from one operation to another."""
 
 Registers = Any
 """A tuple of tensors. Functions that take it are compiled by MindSpore."""

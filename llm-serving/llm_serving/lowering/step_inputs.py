@@ -33,6 +33,6 @@ def step_inputs_for_rows(count: int) -> tuple[NDArray[np.int32], ...]:
 
 
 def dynamic_inputs(num_rows: int | None = None) -> list[ms.Tensor]:
-    """Return inputs of dynamic shapes for `Cell.set_inputs`: one compilation serves all batches. `num_rows`: fixed b."""
+    """Return inputs of dynamic shapes for `Cell.set_inputs`: one compilation serves all. `num_rows`: fixed b."""
     sizes = {"block_tables": (num_rows, None), "q_seq_lens": (num_rows,), "batch_valid_length": (num_rows,)}
     return [ms.Tensor(shape=list(sizes.get(name, (None,) * rank)), dtype=ms.int32) for name, rank in STEP_INPUTS]

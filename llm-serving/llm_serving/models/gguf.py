@@ -73,7 +73,7 @@ def config_of(found: GgufFile) -> dict[str, Any]:
             config[known] = value
     table = found.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
-        raise ModelError(f"{found.file}: must have a tensor token_embd.weight of two lengths")
+        raise ModelError(f"{found.file}: must have a tensor token_embd.weight with two dimensions")
     config["vocab_size"] = table.shape[0]
     config["tie_word_embeddings"] = not reader.has_tensor("output.weight")
     config |= architecture.fixed

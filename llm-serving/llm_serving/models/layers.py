@@ -103,7 +103,7 @@ def rope_scaling(c: ConfigReader, reader: ConfigReader, rotary_dim: int) -> Scal
     if name == "default":
         return None
     if name == "dynamic" and rotary_dim < 4:
-        raise reader.fail(key, f"must be another kind where only {rotary_dim} elements of a head rotate")
+        raise reader.fail(key, f"must not be dynamic if only {rotary_dim} elements of a head rotate")
     name = "longrope" if name == "su" else name
     longest = c.integer("max_position_embeddings", 2048)
     trained = {"llama3": 8192}.get(name, longest)

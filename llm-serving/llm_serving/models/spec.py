@@ -147,7 +147,7 @@ class ModelSpec:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelSpec:
-        """Read `config.json` of a Hugging Face folder, or a GGUF file. Raise ModelError if the file is not supported."""
+        """Read `config.json` of a Hugging Face folder, or a GGUF file. Raise ModelError if it is not supported."""
         if is_gguf(folder):
             return cls.from_hugging_face(read_config(folder), str(folder))
         path = folder / CONFIG_NAME

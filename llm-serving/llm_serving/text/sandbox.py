@@ -1,7 +1,6 @@
 """Confined processes, for work on untrusted input: limited memory and time, no file access.
 
-A thread cannot be stopped during work of unknown length. A confined process that exceeds its memory or CPU limit exits
-alone.
+A thread cannot be stopped during work of unknown length, but a process that exceeds its memory or CPU limit exits.
 """
 
 from __future__ import annotations

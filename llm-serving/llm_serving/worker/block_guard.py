@@ -80,7 +80,7 @@ class BlockTags(NamedTuple):
 
 
 class BlockGuard:
-    """Tags every block with the epoch of its writer and the number of tokens written.
+    """Tags every block with its epoch (the number of its allocation, from the master) and the number of tokens written.
 
     A row may only read blocks with its own epoch, up to the tokens written; two rows may not write one block. A move
     names an epoch and a number of tokens that its source must have; its target gets the same epoch. So an error of the

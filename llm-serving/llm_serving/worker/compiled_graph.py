@@ -145,7 +145,7 @@ class StepNetworks(NamedTuple):
 
 
 def compile_networks(lowered: Lowered, hidden: int, num_prompt_rows: int = 0) -> StepNetworks:
-    """Return networks that are compiled at their first call. `num_prompt_rows`: most requests in a whole-prompt step."""
+    """Return networks that are compiled at their first call. `num_prompt_rows`: requests in a whole-prompt step."""
     prompts = lowered.of_prompts
     return StepNetworks(
         None if lowered.logits is None else CompiledNetwork(lowered.logits),

@@ -25,7 +25,7 @@ fewer on a machine with up to 16 cores and then rejects PagedAttention ("Invalid
 
 
 def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
-    """Set the device and graph mode of this process, before its first operator. Raise ConfigError for an unknown NPU."""
+    """Set the device and graph mode of this process before its first operator. Raise ConfigError: unknown NPU."""
     on_ascend = device.device_target == "Ascend"
     ms.set_device(device.device_target, device_id if on_ascend else 0)
     if on_ascend:

@@ -107,7 +107,7 @@ class TokenConstraint:
 
     @property
     def ignored(self) -> list[str]:
-        """Descriptions of the constraints in a lenient schema that are ignored."""
+        """The constraints of a lenient schema that are ignored, as texts."""
         return list(self._matcher.get_grammar_warnings())
 
     def __eq__(self, other: object) -> bool:
