@@ -201,7 +201,10 @@ class RateLimitError(CapacityError):
 
 
 class UnavailableError(LLMServingError):
-    """The server is loading or draining, or no WorkAgent is alive. `retry_after`: seconds; None: unknown."""
+    """The server is loading or draining, or no WorkAgent is alive.
+
+    `retry_after`: seconds until a retry may succeed; None: unknown.
+    """
 
     http_status: ClassVar[int] = 503
 

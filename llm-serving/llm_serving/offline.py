@@ -85,11 +85,8 @@ class LLM:
         priorities: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer all prompts, as many at a time as the configuration allows. Return one output per prompt, in order,
-        with the whole text and all tokens. Raise RequestError if a request can never be served; then none is started.
-
-        Args:
-            sampling: Parameters for all prompts, or one set for each.
-            priorities: Priority of each prompt, smaller first; None: all equal.
+        with the whole text and all tokens. `sampling`: for all prompts, or one for each; `priorities`: one for each,
+        smaller first. Raise RequestError if a request can never be served; then none is started.
         """
         pieces: list[list[RequestOutput]] = [[] for _ in prompts]
         for index, piece in self.stream(prompts, sampling, priorities=priorities):

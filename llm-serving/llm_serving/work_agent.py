@@ -112,11 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def connect_to_master(address: str, token: str, secret_file: Path) -> Channel[MasterMessage]:
-    """Connect to the master on another machine. `token` identifies the start to which this connection belongs.
-
-    Raises:
-        ConfigError: The secret cannot be read, or is not the master's.
-        ChannelClosedError: The master cannot be reached, or does not expect this token.
+    """Connect to the master on another machine. `token` identifies the start to which this connection belongs. Raise
+    ConfigError if the secret is not the master's, ChannelClosedError if the master cannot be reached or does not expect
+    this token.
     """
     identity = ClusterIdentity(read_secret(secret_file))
     host, _, port = address.rpartition(":")

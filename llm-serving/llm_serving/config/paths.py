@@ -55,12 +55,8 @@ def _why_missing(path: Path, folders: Sequence[Path]) -> str:
 
 def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, written: str | None = None) -> Path | None:
     """Return the folder or the GGUF file of a model; `demo` means the shipped model, and a folder without config.json
-    its only GGUF file. Return None if no such path exists and the text can be the name of a model on a hub, otherwise
-    raise ConfigError.
-
-    Args:
-        key, where: The key that errors name, and the place where the path was given.
-        written: The path as text, which distinguishes `./a/b` from the hub name `a/b`.
+    its only GGUF file. Return None if no such path exists and the text (`written`, to tell `./a/b` from the hub name
+    `a/b`) can be the name of a model on a hub, otherwise raise ConfigError with `key` and `where`.
     """
     if str(path) == DEMO_WORD:
         if not (DEMO_FOLDER / "config.json").exists():

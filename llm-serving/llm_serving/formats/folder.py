@@ -27,14 +27,9 @@ Shape = tuple[int, ...]
 def check_tensors(
     where: str, expected: Mapping[str, Shape], found: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None
 ) -> None:
-    """Compare all names and shapes before any tensor is read. Raise ModelError if tensors are missing, unexpected or of
-    another shape; the text lists some of each kind.
-
-    Args:
-        where: Name of the folder in the error.
-        expected: Tensors of the model, according to its configuration.
-        found: Tensors of the files, by the same names.
-        optional: Unused tensors that may exist, such as an LM head that equals the embedding.
+    """Compare names and shapes of the model's tensors (`expected`) and of the files (`found`) before any tensor is
+    read. `optional`: unused tensors that may exist. Raise ModelError, which begins with `where` and lists some tensors,
+    if tensors are missing, unexpected or of another shape.
     """
     allowed = {**expected, **(optional or {})}
     missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in found]

@@ -92,11 +92,8 @@ def files_of(file: Path) -> list[Path]:
 
 def read_gguf(file: Path, texts: bool = False) -> GgufFile:
     """Read the header of a file (or of the first part and all others), without weights. `texts`: whether to read arrays
-    of strings, such as the tokens of a tokenizer.
-
-    Raises:
-        ModelError: The file is no GGUF file, is cut short, contradicts itself, or has an unsupported tensor type; or a
-            part is missing or is not the first one.
+    of strings, such as the tokens of a tokenizer. Raise ModelError if a file is no GGUF file, is damaged or has an
+    unsupported tensor type, or a part is missing or is not the first one.
     """
     first = _read_file(file, texts)
     count = max(1, _part_number(first, "split.count", 1, _MAX_PARTS))

@@ -82,13 +82,9 @@ Progress = Callable[[str], None]
 
 def library_path(on_progress: Progress | None = None) -> Path:
     """Return the path of the library for these sources; build it and this CPU's kernels first if they are missing.
-    Without a compiler, use a library that was built earlier from the same sources, for any instruction sets.
-
-    Args:
-        on_progress: Called with the compiled sources, the remaining ones and the elapsed time. None: these are logged.
-
-    Raises:
-        KernelError: There is no compiler and no library, no writable folder, or a source does not compile.
+    Without a compiler, use a library that was built earlier from the same sources, for any instruction sets. Report the
+    progress to `on_progress`, or log it. Raise KernelError if there is no compiler and no library, no writable folder,
+    or a source does not compile.
     """
     try:
         return _built(preferred_isas()[:1], on_progress)[0]

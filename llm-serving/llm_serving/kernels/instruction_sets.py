@@ -17,7 +17,7 @@ class InstructionSet(NamedTuple):
     cpu_flags: frozenset[str]
     """Flags that /proc/cpuinfo must list."""
     is_for_tests: bool = False
-    """Used only if it is named explicitly."""
+    """Whether the set is used only if a test names it."""
 
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")

@@ -65,7 +65,7 @@ def restored_rotated(x: Floats, num_heads: int, offset: Singles | None = None) -
 
 
 def weighted_sum(weights: Singles, values: Floats) -> Singles:
-    """Weights [S] of at most 64 tokens, the largest of which is 1, and their values [S, D] of a head -> [D]"""
+    """Return [D], the sum of at most 64 values [S, D] of a head times weights [S], the largest of which is 1."""
     qvalues, scales = quantize_rows(values)
     largest = scales.max(initial=np.float32(0))
     relative = scales * (MAX_WEIGHT / largest if largest > 0 else np.float32(0))

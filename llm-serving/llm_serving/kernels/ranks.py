@@ -25,12 +25,9 @@ class Ranks:
     """
 
     def __init__(self, fd: int, rank: int, count: int, timeout_s: float = JOIN_S) -> None:
-        """Join and wait for the other ranks. Raise RankLostError if a rank is missing.
-
-        Args:
-            fd: The memory that all ranks have inherited, of `memory_bytes(count)`.
-            rank: From 0 on.
-            timeout_s: Seconds until all ranks must have joined, and until all must have loaded.
+        """Join and wait for the other ranks. Raise RankLostError if a rank is missing. `fd`: the memory that all ranks
+        have inherited, of `memory_bytes(count)`. `timeout_s`: seconds until all ranks must have joined, and until all
+        must have loaded.
         """
         self.rank, self.count = rank, count
         self._library = library.load()

@@ -34,16 +34,13 @@ Registers = Any
 
 class CellNetwork(nn.Cell):
     """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> logits, float32 [S, V], or hidden states, float32 [S, H].
+    Raise ModelError if the backend lacks an operation that the network needs.
 
     Args:
-        kv_caches: One pair for each layer.
         max_positions: Longest context of a row, in tokens; a sliding window of at least that many tokens has no effect.
         whole_prompts: Whether the graph computes only steps of whole prompts; B is then fixed, and unused rows have
             length 0.
         of_states: Whether the result is the input of the LM head.
-
-    Raises:
-        ModelError: The backend lacks an operation that the network needs.
     """
 
     def __init__(

@@ -52,7 +52,9 @@ def lower(
     quantization: Quantization | None = None,
     implementation: ImplementationName = ImplementationName.NATIVE,
 ) -> Lowered:
-    """Build the network of a model and read its weights from `reader`, which is read once.
+    """Build the network of a model and read its weights from `reader`, which is read once. Raise KernelError if
+    MindFormers' network is not available, ModelError if a tensor is missing, unexpected or of another shape, or the
+    backend lacks an operation.
 
     Args:
         kv_caches: One pair for each layer.
@@ -61,10 +63,6 @@ def lower(
         whole_prompts: Whether steps of whole prompts have their own graph of Cells.
         quantization: None: the weights stay in the model dtype.
         implementation: Only `native` allows `as_program` and `whole_prompts`.
-
-    Raises:
-        KernelError: MindFormers' network is required and not available.
-        ModelError: A tensor is missing, unexpected or of another shape, or the backend lacks an operation.
     """
     network = spec.network
     program = build_program(network, backend.dtype)

@@ -59,7 +59,6 @@ def parameters_of(
     ModelError if a tensor is missing, unexpected, of another shape, or has an infinite or NaN element.
 
     Args:
-        reader: Reader of the folder; it is read once.
         max_positions: Longest context of a row, in tokens.
         as_cells: Whether experts have Parameters in the form of Cells, and biases are tables of one row.
         quantization: None: weights have the model dtype, except GGUF blocks that the kernels can multiply.

@@ -19,12 +19,8 @@ MAX_POSITIONS: Final = 2**31 - 1
 
 @dataclass(frozen=True)
 class ContextLengths:
-    """Context lengths in tokens.
-
-    Attributes:
-        default: Length without a user's setting.
-        maximum: Longest length that the model allows.
-        reason: Text for the user if RoPE scaling exceeds `max_position_embeddings`; else empty.
+    """Context lengths in tokens: `default` without a user's setting, and the `maximum` that the model allows. `reason`
+    is a text for the user if RoPE scaling exceeds `max_position_embeddings`; else empty.
     """
 
     default: int

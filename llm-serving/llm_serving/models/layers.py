@@ -69,12 +69,9 @@ def rotary_embedding(
     theta: float = 10000.0,
     fraction: float = 1.0,
 ) -> Rotary:
-    """Read the rotary embedding from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`.
-
-    Args:
-        interleaved: As `Rotary.interleaved`.
-        kind: Kind of layer, for a configuration with parameters for each kind.
-        theta, fraction: Defaults of the base and of the fraction of a head that rotates.
+    """Read the rotary embedding from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`, which may
+    differ for each `kind` of layer. `theta` and `fraction` are the defaults of the base and of the fraction of a head
+    that rotates.
     """
     reader = rope_config(c)
     if kind and reader.has(kind):

@@ -41,13 +41,9 @@ _TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def config_from_mindformers(config: Mapping[str, Any], network: str, where: str) -> dict[str, Any]:
-    """Return the content of a config.json. Raise ModelError if the network is not supported, or a value is missing or
+    """Return the content of a config.json from `model.model_config` (`config`) and `model.arch.type` (`network`, may be
+    empty). Raise ModelError, which begins with `where`, if the network is not supported, or a value is missing or
     invalid.
-
-    Args:
-        config: `model.model_config`.
-        network: `model.arch.type`, or an empty text.
-        where: Name of the file in errors.
     """
     reader = ConfigReader(config, where)
     architecture = _architecture(reader, network)

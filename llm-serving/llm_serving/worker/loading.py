@@ -60,17 +60,13 @@ def load_runner(
     group_port: int = 0,
 ) -> tuple[ModelRunner, str]:
     """Select the device, prepare the kernels, read the weights and compile the network. Return the runner, and a notice
-    for the operator, which is usually empty.
+    for the operator, which is usually empty. Raise ConfigError if the model cannot be read or its cache does not fit,
+    KernelError if the requested kernels are not available, RankLostError if a rank is missing.
 
     Args:
         ranks_fd: Memory shared by the ranks of the replica; None: the replica has only this process.
         transfer_fd: Memory of the KV transfer pool; None: there is none.
         group_port: Port of this machine on which ranks form a collective group, if they compute graphs.
-
-    Raises:
-        ConfigError: The model cannot be read, or its cache does not fit.
-        KernelError: The requested kernels are not available.
-        RankLostError: Another rank is missing.
     """
     if settings.num_threads is not None:
         os.environ.setdefault("LLM_SERVING_THREADS", str(settings.num_threads))

@@ -173,7 +173,6 @@ class Conversations:
 
         Args:
             messages: At least one message.
-            tools: JSON schemas of functions.
             add_generation_prompt: End with the start of an assistant's answer.
             continue_final_message: End with the text of the last message; not together with `add_generation_prompt`.
         """

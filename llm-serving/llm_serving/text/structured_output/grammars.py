@@ -131,13 +131,9 @@ def json_options(whitespace: str, **others: Any) -> dict[str, Any]:
 def json_grammar(
     schema: str, whitespace: str = WHITESPACES[JsonWhitespaceName.SPACE], *, lenient: bool = False
 ) -> Grammar:
-    """Return a grammar of the JSON texts that match a schema, with properties in the order of the schema. Raise
+    """Return a grammar of the JSON texts that match a schema (JSON text), with properties in its order. `whitespace`:
+    regular expression of the white space between parts; empty: none. `lenient`: ignore unsupported constraints. Raise
     GrammarError if the schema is not a JSON object, or has integers that would be rounded.
-
-    Args:
-        schema: A JSON object as text.
-        whitespace: Regular expression of the white space between the parts of a text; empty: none.
-        lenient: Whether unsupported constraints are ignored.
     """
     try:
         content = json.loads(schema, parse_int=_exact)

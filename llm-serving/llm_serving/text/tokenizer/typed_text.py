@@ -25,7 +25,6 @@ class TypedText:
     Args:
         encode: Tokenizes a text; the second argument adds the special tokens that the model expects.
         special: Text -> id of the special tokens that `encode` recognises.
-        token_bytes: Returns the UTF-8 bytes of a token.
     """
 
     def __init__(self, encode: Encode, special: Mapping[str, int], token_bytes: Callable[[int], bytes]) -> None:
