@@ -293,9 +293,7 @@ def _await_allowed_tokens(
 
 
 def _exit_with_the_master() -> None:
-    """Exit at the end of standard input, a pipe whose other end the parent holds. This also covers a parent that exited
-    before `die_with_parent` took effect.
-    """
+    """Exit at the end of standard input, a pipe from the parent, also if the parent exited before `die_with_parent`."""
     while sys.stdin.read(1):
         pass
     os._exit(0)

@@ -231,9 +231,7 @@ class CpuSwiglu(nn.Cell):
 
 
 class CpuProgram(nn.Cell):
-    """The operator of `Backend.program`, with fixed shapes and one parameter: dynamic shapes would make MindSpore's
-    overhead twenty times as large (csrc/addressed.h).
-    """
+    """The operator of `Backend.program`, with fixed shapes, because dynamic ones are slow (csrc/addressed.h)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -157,9 +157,7 @@ def _by_row(values: Array, out: int) -> Array:
 
 
 def parts_of(tensor: QuantizedTensor, packed: bool) -> dict[str, Array]:
-    """Return name ending -> array for a symmetric tensor without act-order: `pack-quantized` if `packed`, otherwise
-    `int-quantized`, with one value per byte.
-    """
+    """Return name ending -> array of a symmetric tensor: `pack-quantized` if `packed`, otherwise `int-quantized`."""
     assert tensor.zeros is None
     assert tensor.g_idx is None
     if not packed:

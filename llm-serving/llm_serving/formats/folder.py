@@ -145,9 +145,7 @@ def how_to_convert_file(file: Path) -> str:
 
 
 def convert_command(source: Path, yaml: Path | None = None) -> str:
-    """Return the command that converts MindFormers weights (a file or a folder) to a Hugging Face folder. `yaml`: the
-    MindFormers YAML of the model; None: `YAML` stands for it.
-    """
+    """Return the command that converts MindFormers weights to a Hugging Face folder, with `YAML` if `yaml` is None."""
     config = "YAML" if yaml is None else shlex.quote(str(yaml))
     return f"llm-serving convert {shlex.quote(str(source))} OUT --to hf --config {config}"
 

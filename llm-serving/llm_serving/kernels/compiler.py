@@ -176,9 +176,7 @@ def _digest(*parts: bytes) -> str:
 
 @contextmanager
 def _locked(path: Path, on_progress: Progress) -> Iterator[Progress]:
-    """Hold a lock against other processes; the system releases it if this one dies. Yield a function that passes
-    progress to `on_progress` and writes it into the file, for processes that wait.
-    """
+    """Hold a lock that ends with this process. Yield a function that reports progress, also to processes that wait."""
     with path.open("a+") as file:
         started = time.monotonic()
         for attempt in itertools.count():

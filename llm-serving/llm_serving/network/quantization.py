@@ -192,9 +192,7 @@ def unsupported_by_int8_cache(network: Network) -> str | None:
 
 
 def unsupported_by_ascend(network: Network, num_positions: int) -> str | None:
-    """Return what the network needs and Ascend's primitives lack, or None. A sliding window of at least `num_positions`
-    (the longest served context) has no effect.
-    """
+    """Return what the network needs and Ascend's primitives lack for contexts of `num_positions` tokens, or None."""
     found = (_unsupported_operation(each, num_positions) for each in network.operations)
     return unsupported_by_cells(network) or next(filter(None, found), None)
 

@@ -54,9 +54,7 @@ class _Tokens:
 
 
 def token_table(tokenizer: Tokenizer, end_ids: Sequence[int], token_bytes: Sequence[bytes]) -> LLTokenizer:
-    """Return llguidance's table of the tokenizer, which takes a second for 200,000 tokens. `end_ids`: ids that end an
-    output, at least one; `token_bytes`: text of each token that can be sampled.
-    """
+    """Return llguidance's table of the tokenizer, which takes a second for 200,000 tokens. `end_ids`: at least one."""
     known = [token_id for token_id in end_ids if token_id < len(token_bytes)]
     wrapped = TokenizerWrapper(_Tokens(tokenizer, known, token_bytes))
     return LLTokenizer(wrapped, n_vocab=len(token_bytes), eos_token=known)

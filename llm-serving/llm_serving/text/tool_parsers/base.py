@@ -194,9 +194,7 @@ class Callee:
 
 
 class Marks:
-    """Grammar terms for the special texts of a model. `special_id` returns the id of a special token by its text, or
-    None; `whitespace` is that of `grammars.json_grammar`.
-    """
+    """Grammar terms for special texts of a model (`special_id`: text -> id or None) and for white space in JSON."""
 
     def __init__(
         self,
