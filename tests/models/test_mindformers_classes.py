@@ -1,20 +1,28 @@
 import pytest
 from families import models
-from llm_serving.models.mindformers import mindformers_parameter, unsupported_by_mindformers
+from llm_serving.models.mindformers import (
+    mindformers_parameter,
+    unsupported_by_mindformers,
+    unsupported_by_mindformers_llama,
+    without_key_offsets,
+)
 from llm_serving.models.spec import ModelSpec
 
-SERVED = {"llama2", "llama3.1", "llama-yarn-told", "qwen3", "qwen3-tied", "glm4"}
+WIDER = {"qwen2": {"hidden_size": 96}, "qwen2-tied": {"hidden_size": 96}}
+"""Changes that give the heads of these models 16 elements."""
+SERVED = {"llama2", "llama3.1", "llama-yarn-told", "qwen3", "qwen3-tied", "glm4", *WIDER}
 
 
-def spec_of(name):
-    return ModelSpec.from_hugging_face(models.model(name).config)
+def spec_of(name, **changes):
+    return ModelSpec.from_hugging_face(models.model(name).config | changes)
 
 
 @pytest.mark.parametrize("name", sorted(SERVED))
 def test_mindformers_parameters_are_unique_for_each_weight(name):
-    spec = spec_of(name)
+    spec = spec_of(name, **WIDER.get(name, {}))
     assert unsupported_by_mindformers(spec.architecture, spec.network, 256) is None
-    names = [mindformers_parameter(weight) for weight in spec.network.weights if weight.generate is None]
+    weights = without_key_offsets(spec.network).weights
+    names = [mindformers_parameter(weight) for weight in weights if weight.generate is None]
     assert None not in names
     assert len(set(names)) == len(names)
 
@@ -48,6 +56,12 @@ def test_unsupported_by_mindformers_names_the_feature():
     reason = unsupported_by_mindformers(spec.architecture, spec.network, 256)
     assert reason == "MindFormers' class has no attention with a window of 32 tokens"
     assert unsupported_by_mindformers(spec.architecture, spec.network, 32) is None
+
+
+def test_older_llama_class_has_biases_of_attention():
+    spec = spec_of("llama2", attention_bias=True)
+    assert len(without_key_offsets(spec.network).weights) < len(spec.network.weights)
+    assert unsupported_by_mindformers_llama(spec.architecture, spec.network, 256) is None
 
 
 def test_unsupported_by_mindformers_refuses_padded_heads():

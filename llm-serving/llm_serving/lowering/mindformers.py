@@ -37,6 +37,7 @@ from llm_serving.models.mindformers import (
     mindformers_parameter,
     unsupported_by_mindformers,
     unsupported_by_mindformers_llama,
+    without_key_offsets,
 )
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.network.builder import Network
@@ -236,7 +237,7 @@ def _config_arguments(spec: ModelSpec, dtype: str, max_positions: int) -> Mappin
 
 def _set_weights(model: nn.Cell, network: Network, parameters: Parameters) -> None:
     """Replace the Parameters that MindFormers created by those of the model. The model must have a weight for each."""
-    for operation in network.operations:
+    for operation in without_key_offsets(network).operations:
         for role, weight in operation.weights.items():
             (parameter,) = parameters[weight]
             if weight.generate is not None:

@@ -200,6 +200,16 @@ def _is_as_wide_as_stored(weight: Weight) -> bool:
     return is_whole and weight.transform is None
 
 
+def without_key_offsets(network: Network) -> Network:
+    """Return a network without the weights that only an int8 KV cache uses, which MindFormers' classes do not have."""
+    plain = copy.copy(network)
+    plain.operations = [
+        dataclasses.replace(each, weights={role: weight for role, weight in each.weights.items() if role != "k_offset"})
+        for each in network.operations
+    ]
+    return plain
+
+
 def unsupported_by_mindformers(architecture: str, network: Network, num_positions: int) -> str | None:
     """Return what MindFormers' classes lack for the model and contexts of `num_positions` tokens; None if nothing."""
     if architecture not in MINDFORMERS_CLASSES:
@@ -209,7 +219,7 @@ def unsupported_by_mindformers(architecture: str, network: Network, num_position
     lacks = unsupported_by_ascend(network, num_positions)
     if lacks is not None:
         return f"MindFormers' class has no {lacks}"
-    for weight in network.weights:
+    for weight in without_key_offsets(network).weights:
         if weight.generate is None and mindformers_parameter(weight) is None:
             return f"MindFormers' class has no parameter for {weight.names[0]}"
         if not _is_as_wide_as_stored(weight):
@@ -247,7 +257,7 @@ def split_stacked_weights(network: Network) -> Network:
     """Return a network whose stacked weights are separate. It is used to read weights and cannot run."""
     apart = copy.copy(network)
     apart.operations = []
-    for operation in network.operations:
+    for operation in without_key_offsets(network).operations:
         if all(len(weight.names) < 2 for weight in operation.weights.values()):
             apart.operations.append(operation)
             continue
@@ -268,7 +278,7 @@ def unsupported_by_mindformers_llama(architecture: str, network: Network, num_po
     lacks = unsupported_by_ascend(network, num_positions)
     if lacks is not None:
         return f"MindFormers' {ARCHITECTURE} has no {lacks}"
-    for operation in network.operations[:-1]:
+    for operation in without_key_offsets(network).operations[:-1]:
         if operation.kind == "attention" and operation.inputs["q"].width != network.hidden:
             return f"MindFormers' {ARCHITECTURE} has heads that together are as wide as a row, {network.hidden}"
         for weight in operation.weights.values():
