@@ -21,8 +21,8 @@ Ask = Callable[..., list[Answer]]
 def examine(server: Server, dtype: str, vocab_size: int, ask: Ask = ask) -> Outcome:
     """Generate tokens after prompts of three lengths up to the limit, then send each prompt again with these tokens.
 
-    The first time a token follows from decode steps, the second time from the chunks of a prompt. Prompts are random
-    tokens, so that the next token depends on all of them.
+    Decode steps compute a token first, and chunks of a prompt compute it again. Prompts are random tokens, so that the
+    next token depends on all of them.
 
     Raises:
         PartError: The server cannot answer.

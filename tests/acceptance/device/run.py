@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--peak", type=float, metavar="TFLOPS", help="of the device's 16-bit products, likewise")
     parser.add_argument("--report", type=Path, default=Path("ascend_acceptance.md"))
-    parser.add_argument("--logs", type=Path, default=Path("ascend_acceptance_logs"), help="folder; replaced")
+    parser.add_argument("--logs", type=Path, default=Path("ascend_acceptance_logs"), help="folder; an existing one is renamed")
     arguments = parser.parse_args(argv)
     title = f"Acceptance of {arguments.device}, model {arguments.model}, {arguments.dtype}"
     outcomes = []
@@ -130,7 +130,7 @@ def device(arguments: argparse.Namespace) -> step_time.Device:
 
 
 def new_folder(path: Path) -> Path:
-    """Return the absolute path of a folder for logs, whose earlier content has another name."""
+    """Create a folder and return its absolute path. An existing folder is renamed first, by its time of change."""
     if path.exists():
         path.rename(path.with_name(f"{path.name}.{int(path.stat().st_mtime)}"))
     path.mkdir(parents=True)
