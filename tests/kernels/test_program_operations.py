@@ -13,6 +13,7 @@ from llm_serving.network.builder import Expert, ExpertRouting, Network
 from llm_serving.network.operations import Value, Weight
 from llm_serving.network.program import assemble
 from llm_serving.network.rewriting import select_rows
+from support import network_reference
 from support.decoder_calls import Step
 from support.kernel_calls import (
     FLOAT32_UNIT,
@@ -68,6 +69,39 @@ def test_program_norms_of_rows_and_groups(isa: str, dtype: str, wide: bool, firs
     y = result_of(x, width, body, {"gain.weight": gain.values})
     expected = reference.rms_norm(x.values[:, first : first + width], gain.values, 1e-5)
     assert_close(Typed(y.array, dtype) if dtype == "float32" else typed(y.array, dtype), expected, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize(("bias", "group"), [(True, 0), (False, 0), (True, 16)])
+def test_program_layer_norm(isa: str, dtype: str, bias: bool, group: int) -> None:
+    """Rows far from zero; each group of columns has its own gamma and beta."""
+    x = typed(np.random.default_rng(1).standard_normal((33, 48)) + 3, dtype)
+    gamma, beta = (typed(np.random.default_rng(seed).standard_normal(48), dtype) for seed in (2, 3))
+    values = {"norm.weight": gamma.values} | ({"norm.bias": beta.values} if bias else {})
+    y = result_of(x, 48, lambda net, whole: net.layer_norm(whole, "norm", bias=bias, group=group), values)
+    rows = x.values.astype(np.float64).reshape(33, -1, group or 48)
+    centred = rows - rows.mean(-1, keepdims=True)
+    scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    expected = scaled.reshape(33, 48) * gamma.values + (beta.values if bias else 0)
+    assert_close(typed(y.array, dtype), expected, 3e-5)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize("function", ["silu", "gelu_tanh", "gelu"])
+def test_program_activation_without_gate(isa: str, dtype: str, function: str) -> None:
+    x = typed(np.random.default_rng(1).standard_normal((9, 100)) * 4, dtype)
+    y = result_of(x, 100, lambda net, whole: net.activation(whole, function))
+    expected = network_reference._activation(None, x.values.astype(np.float32), function)
+    assert_close(typed(y.array, dtype), expected, np.abs(expected) * 1e-5 + 2e-6)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize("function", ["gelu", "clamped"])
+def test_program_other_gates(isa: str, dtype: str, function: str) -> None:
+    x = typed(np.random.default_rng(1).standard_normal((9, 200)) * 6, dtype)
+    y = result_of(x, 100, lambda net, whole: net.gated_activation(whole, function))
+    expected = network_reference._gated_activation(None, x.values.astype(np.float32), function)
+    assert_close(typed(y.array, dtype), expected, np.abs(expected) * 1e-5 + 1e-5)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)

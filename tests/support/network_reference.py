@@ -5,6 +5,7 @@ Sums run over the last axis in one order, so the bits of a row depend on that ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -148,12 +149,15 @@ def _linear(
 
 
 def _rms_norm(
-    step: Step, x: Array, gamma: Array, eps: float, group: int, residual: Any = None, consumer: Any = None
-) -> tuple[Array, Array]:
+    step: Step, x: Array, gamma: Array, eps: float, group: int, centred: bool = False, beta: Any = None,
+    residual: Any = None, consumer: Any = None,
+) -> tuple[Array, Array]:  # fmt: skip
     x = x if residual is None else x + residual
     groups = x.reshape(len(x), -1, group or x.shape[1])
+    groups = groups - np.mean(groups, axis=-1, keepdims=True) if centred else groups
     rstd = 1 / np.sqrt(np.mean(groups * groups, axis=-1, keepdims=True) + np.float32(eps))
-    return (groups * rstd * gamma).reshape(x.shape), x
+    y = groups * rstd * gamma.reshape(-1, groups.shape[-1])
+    return (y if beta is None else y + beta.reshape(-1, groups.shape[-1])).reshape(x.shape), x
 
 
 def _rope(step: Step, x: Array, cos: Array, sin: Array) -> Array:
@@ -173,7 +177,7 @@ def _store_kv(step: Step, k: Array, v: Array, layer: int, k_offset: Any = None) 
 def _attention(
     step: Step, q: Array, layer: int, scale: float, window: int, cap: float, eps: float,
     q_rope: Any = None, k: Any = None, v: Any = None, slopes: Any = None, cos: Any = None, sin: Any = None,
-    q_gamma: Any = None, k_gamma: Any = None, k_offset: Any = None, consumer: Any = None,
+    q_gamma: Any = None, k_gamma: Any = None, k_offset: Any = None, sinks: Any = None, consumer: Any = None,
 ) -> Array:  # fmt: skip
     if k is not None:
         if q_gamma is not None:
@@ -200,17 +204,29 @@ def _attention(
             if slopes is not None:
                 distance = np.arange(seen.start - stop + 1, 1, dtype=np.float32)
                 scores = scores + slopes.reshape(kv_heads, -1, 1) * distance
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            weights /= weights.sum(-1, keepdims=True)
+            beside = np.full((*scores.shape[:2], 1), -np.inf, np.float32)
+            beside = beside if sinks is None else sinks.reshape(beside.shape)
+            largest = np.maximum(scores.max(-1, keepdims=True), beside)
+            weights = np.exp(scores - largest)
+            weights /= weights.sum(-1, keepdims=True) + np.exp(beside - largest)
             result.append(np.einsum("hgj,jhd->hgd", weights, read[seen]).reshape(-1))
     return np.stack(result)
 
 
 def _gated_activation(step: Step, x: Array, function: str) -> Array:
     gate, up = np.split(x, 2, axis=-1)
+    if function == "clamped":
+        gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
+        return gate / (1 + np.exp(np.float32(-1.702) * gate)) * (up + 1)
+    return _activation(step, gate, function) * up
+
+
+def _activation(step: Step, x: Array, function: str) -> Array:
     if function == "silu":
-        return gate / (1 + np.exp(-gate)) * up
-    return 0.5 * gate * (1 + np.tanh(np.float32(0.7978845608) * (gate + np.float32(0.044715) * gate**3))) * up
+        return x / (1 + np.exp(-x))
+    if function == "gelu":
+        return x * np.vectorize(lambda each: (1 + math.erf(each / math.sqrt(2))) / 2, otypes=[np.float32])(x)
+    return 0.5 * x * (1 + np.tanh(np.float32(0.7978845608) * (x + np.float32(0.044715) * x**3)))
 
 
 def _add(step: Step, a: Array, b: Array, scale: float) -> Array:
@@ -223,9 +239,9 @@ def _sigmoid_gate(step: Step, x: Array, gate: Array) -> Array:
 
 def _route(
     step: Step, x: Array, weight: Array, top_k: int, score: str, normalise: bool, scale: float, groups: int,
-    top_groups: int, correction: Any = None,
+    top_groups: int, bias: Any = None, correction: Any = None,
 ) -> tuple[Array, Array]:  # fmt: skip
-    logits = _product(x, weight)
+    logits = _product(x, weight) + (0 if bias is None else bias)
     scores = 1 / (1 + np.exp(-logits))
     if score == "softmax":
         scores = np.exp(logits - logits.max(-1, keepdims=True))
@@ -245,16 +261,19 @@ def _route(
 
 def _experts(
     step: Step, x: Array, topk_weights: Array, topk_ids: Array, gate_up: Array, down: Array, function: str,
-    scale: float, experts: int, residual: Any = None,
+    scale: float, experts: int, gate_up_bias: Any = None, down_bias: Any = None, residual: Any = None,
 ) -> Array:  # fmt: skip
+    above = np.zeros((experts, 1), np.float32) if gate_up_bias is None else gate_up_bias.reshape(experts, -1)
+    below = np.zeros((experts, 1), np.float32) if down_bias is None else down_bias.reshape(experts, -1)
     gate_up = gate_up.reshape(experts, -1, gate_up.shape[1])
     down = down.reshape(experts, -1, down.shape[1])
     y = np.zeros_like(x)
     for row, (row_weights, row_ids) in enumerate(zip(topk_weights, topk_ids, strict=True)):
         for at in np.argsort(row_ids):
             expert = row_ids[at]
-            inner = _gated_activation(step, _product(x[row : row + 1], gate_up[expert]), function)
-            y[row] += row_weights[at] * _product(inner, down[expert])[0]
+            inner = _product(x[row : row + 1], gate_up[expert]) + above[expert]
+            inner = _gated_activation(step, inner, function)
+            y[row] += row_weights[at] * (_product(inner, down[expert])[0] + below[expert])
     return y if residual is None else _add(step, residual, y, scale)
 
 

@@ -11,7 +11,7 @@ MAX_TOKEN_IDS: Final = 256
 MAX_LAYERS: Final = 1024
 
 _LARGEST: Final[Mapping[str, int]] = {
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "head_dim"), MAX_LAYERS),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "num_nextn_predict_layers", "head_dim"), MAX_LAYERS),
     **dict.fromkeys(("num_attention_heads", "num_heads", "num_key_value_heads", "n_kv_heads"), 4096),
     **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "multiple_of"), 2**20),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 4096),

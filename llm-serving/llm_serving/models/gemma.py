@@ -10,6 +10,8 @@ import numpy as np
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (
+    FULL,
+    SLIDING,
     attention_heads,
     decoder,
     empty_network,
@@ -21,7 +23,6 @@ from llm_serving.network.builder import Network
 from llm_serving.network.operations import Float32Array, Value
 from llm_serving.network.rope import Rotary
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 

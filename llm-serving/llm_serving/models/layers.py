@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.network.builder import PANEL_ROWS, Expert, ExpertRouting, Network, padded_order, repeated_order
+from llm_serving.network.builder import (
+    PANEL_ROWS,
+    Expert,
+    ExpertRouting,
+    ExpertStacks,
+    Network,
+    padded_order,
+    repeated_order,
+)
 from llm_serving.network.operations import Transform, Value, Weight
 from llm_serving.network.rope import ROPE_SCALINGS, Rotary, Scaling
 
@@ -20,7 +28,15 @@ MAX_WIDTH: Final = 2**20
 MAX_EXPERT_COLUMNS: Final = 2**21
 """Maximum intermediate columns of all experts in a layer."""
 
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+Norm = Callable[[Value, str], Value]
+"""(hidden, tensor name prefix) -> normalised hidden."""
+
+HeadNorm = Callable[[Value, str, list[int]], Value]
+"""(queries or keys, tensor name prefix, order of the columns in the checkpoint) -> normalised heads."""
 
 Layer = Callable[[Value, int, str], Value]
 """(hidden, layer index, tensor name prefix) -> hidden."""
@@ -138,10 +154,12 @@ def rope_scaling(c: ConfigReader, reader: ConfigReader, rotary_dim: int) -> Scal
     return Scaling(kind=name, factor=factor, original=longest if name == "dynamic" else original)
 
 
-def empty_network(c: ConfigReader, gamma_transform: Transform | None = None, *, eps: float = 1e-6) -> Network:
-    """Return an empty network with the sizes of a configuration. `eps`: default of `rms_norm_eps`."""
+def empty_network(
+    c: ConfigReader, gamma_transform: Transform | None = None, *, eps: float = 1e-6, eps_key: str = "rms_norm_eps"
+) -> Network:
+    """Return an empty network with the sizes of a configuration. `eps`: default of `eps_key`."""
     sizes = c.integer("hidden_size"), c.integer("vocab_size")
-    return Network(*sizes, c.number("rms_norm_eps", eps), gamma_transform)
+    return Network(*sizes, c.number(eps_key, eps), gamma_transform)
 
 
 def decoder(
@@ -159,6 +177,7 @@ def decoder(
     scale: float = 1.0,
     cap: float | None = None,
     lm_head_transform: Transform | None = None,
+    normalize: Norm | None = None,
 ) -> Network:
     """Add the token embedding, the layers, the final norm and the LM head to `net`, and return it.
 
@@ -167,6 +186,7 @@ def decoder(
         tied: Default of `tie_word_embeddings`.
         table_scale, rounded_scale: As `scale` and `rounded_scale` of `Network.embedding`.
         scale, cap, lm_head_transform: As `scale`, `cap` and `transform` of `Network.lm_head`.
+        normalize: The final norm; None: `Network.rms_norm`.
     """
     hidden = net.embedding(table, scale=table_scale, rounded_scale=rounded_scale)
     for index in range(c.integer("num_hidden_layers")):
@@ -174,8 +194,32 @@ def decoder(
     if c.boolean("tie_word_embeddings", tied):
         net.allow_unused(f"{head}.weight")  # some exporters write a tied embedding twice
         head = table
-    net.lm_head(net.rms_norm(hidden, norm), head, scale=scale, cap=cap, transform=lm_head_transform)
+    for further in range(c.integer("num_nextn_predict_layers", 0, least=0)):
+        net.allow_unused(f"{layers}.{index + 1 + further}.")  # multi-token prediction, which is not used
+    net.lm_head((normalize or net.rms_norm)(hidden, norm), head, scale=scale, cap=cap, transform=lm_head_transform)
     return net
+
+
+def pre_norm(
+    net: Network,
+    c: ConfigReader,
+    attention: Layer,
+    feed_forward: Layer,
+    *,
+    tied: bool = False,
+    normalize: Norm | None = None,
+) -> Network:
+    """As `decoder`, with layers that normalise the input of attention and that of the feed-forward block. `attention`
+    gets the tensor name prefix of its layer, `feed_forward` that prefix and `mlp.`.
+    """
+    norm = normalize or net.rms_norm
+
+    def layer(hidden: Value, index: int, at: str) -> Value:
+        hidden = net.add(hidden, attention(norm(hidden, at + "input_layernorm"), index, at))
+        x = norm(hidden, at + "post_attention_layernorm")
+        return net.add(hidden, feed_forward(x, index, at + "mlp."))
+
+    return decoder(net, c, layer, tied=tied, normalize=norm)
 
 
 def self_attention(
@@ -188,6 +232,10 @@ def self_attention(
     names: Sequence[str] = QKV,
     out: str = "self_attn.o_proj",
     norms: tuple[str, str] | None = None,
+    whole_norms: bool = False,
+    norms_after_rope: bool = False,
+    head_norm: HeadNorm | None = None,
+    q_rotary: Rotary | None = None,
     grouped: bool = False,
     bias: bool = False,
     out_bias: bool = False,
@@ -195,6 +243,7 @@ def self_attention(
     window: int | None = None,
     cap: float | None = None,
     slopes: Weight | None = None,
+    sinks: bool = False,
 ) -> Value:
     """Add the QKV projection, norms of heads, rotary embedding, attention and the output projection.
 
@@ -205,27 +254,48 @@ def self_attention(
         names: Tensors of query, key and value, or the one tensor that stacks them.
         out: Tensor of the output projection.
         norms: Tensors of the query and key norms.
+        whole_norms: Whether the norms extend over all heads of a row together; otherwise over each head.
+        norms_after_rope: Whether the norms follow the rotary embedding.
+        head_norm: Norm in place of `Network.rms_norm`.
+        q_rotary: Rotary embedding of the queries, where it differs from that of the keys.
         grouped: Whether the stacked tensor has, group after group, query heads, key head and value head.
         scale: Factor of the scores; None: head_dim^-0.5.
         window, cap, slopes: As for `Network.attention`.
+        sinks: Whether the heads have sinks (`Network.attention`).
     """
     q_rows, kv_rows = heads.q * heads.own, heads.kv * heads.own
     sizes = (q_rows, kv_rows, kv_rows) if len(names) == 3 else (q_rows + 2 * kv_rows,)
     rows = qkv_rows(heads, rotary, grouped)
     qkv = net.linear(x, [at + name for name in names], sizes, bias=bias, rows=rows)
     q, k, v = net.split(qkv, heads.q_width, heads.kv_width, heads.kv_width)
-    if norms is not None:
+
+    def normalized(parts: Sequence[Value]) -> list[Value]:
         order = _padded(heads) if rotary is None else rotary.order()
-        q, k = (
-            net.rms_norm(part, at + name, group=heads.dim, unpadded=heads.own, rows=order)
-            for part, name in zip((q, k), norms, strict=True)
-        )
+        if head_norm is not None:
+            named = zip(parts, norms or (), (heads.q, heads.kv), strict=True)
+            return [head_norm(part, at + name, repeated_order(n, heads.own, order)) for part, name, n in named]
+        if not whole_norms:
+            shape: dict[str, Any] = {"group": heads.dim, "unpadded": heads.own, "rows": order}
+            return [net.rms_norm(part, at + name, **shape) for part, name in zip(parts, norms or (), strict=True)]
+        counts = zip(parts, norms or (), (heads.q, heads.kv), strict=True)
+        return [
+            net.rms_norm(part, at + name, unpadded=n * heads.own, rows=repeated_order(n, heads.own, order))
+            for part, name, n in counts
+        ]
+
+    if norms is not None and not norms_after_rope:
+        q, k = normalized((q, k))
     if rotary is not None:
-        q, k = net.rope(q, rotary), net.rope(k, rotary)
-    offset = _key_offset(net, qkv, heads, rotary) if bias and norms is None and cap is None else None
+        q, k = net.rope(q, q_rotary or rotary), net.rope(k, rotary)
+    if norms is not None and norms_after_rope:
+        q, k = normalized((q, k))
+    # An offset of the keys moves all scores but that of a sink.
+    may_move = norms is None and cap is None and not sinks
+    offset = _key_offset(net, qkv, heads, rotary) if bias and may_move else None
+    of_heads = Weight((f"{at}self_attn.sinks",), (heads.q,), ((heads.q,),), dtype="float32") if sinks else None
     layer = net.store_kv(k, v, heads.kv, offset)
     scale = heads.own**-0.5 if scale is None else scale
-    attended = net.attention(q, layer, scale=scale, window=window, cap=cap, slopes=slopes)
+    attended = net.attention(q, layer, scale=scale, window=window, cap=cap, slopes=slopes, sinks=of_heads)
     return net.linear(attended, at + out, net.hidden, bias=out_bias, columns=_out_columns(heads))
 
 
@@ -284,6 +354,22 @@ def gated_mlp(
     return net.linear(net.gated_activation(both, function), at + down, net.hidden, bias=bias)
 
 
+def plain_mlp(
+    net: Network,
+    x: Value,
+    at: str,
+    inner: int,
+    names: tuple[str, str],
+    function: Literal["silu", "gelu_tanh", "gelu"],
+    *,
+    bias: bool = True,
+) -> Value:
+    """Add second(function(first)), where `names` are first and second."""
+    first, second = (at + name for name in names)
+    inside = net.activation(net.linear(x, first, inner, bias=bias), function)
+    return net.linear(inside, second, net.hidden, bias=bias)
+
+
 def mixture_of_experts(
     net: Network,
     c: ConfigReader,
@@ -294,9 +380,21 @@ def mixture_of_experts(
     routing: ExpertRouting,
     *,
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    router: str = "gate",
+    stacks: ExpertStacks | None = None,
 ) -> Value:
-    """Add a router and `count` experts, whose intermediate size is the configuration's value of `inner_key`."""
+    """Add a router and `count` experts, whose intermediate size is the configuration's value of `inner_key`.
+    The names of `routing`, `parts`, `router` and `stacks` follow the prefix `at`.
+
+    Args:
+        parts: Tensors of one expert, behind its number.
+        stacks: Tensors that stack all experts. `parts` are unused then.
+    """
     inner = c.integer(inner_key)
+    if count % routing.groups:
+        raise c.fail("n_routed_experts", f"must be a multiple of `n_group` {routing.groups}")
+    if routing.top_groups > routing.groups:
+        raise c.fail("topk_group", f"must be at most `n_group` {routing.groups}")
     if routing.top_k > count // routing.groups * routing.top_groups:
         share = "" if routing.groups == 1 else f" in {routing.top_groups} of {routing.groups} groups"
         raise c.fail("num_experts_per_tok", f"must be at most the number of experts{share}, of {count} in all")
@@ -304,8 +402,30 @@ def mixture_of_experts(
         raise c.fail("hidden_size", f"must be a multiple of {PANEL_ROWS} where there are experts")
     if count * inner > MAX_EXPERT_COLUMNS:
         raise c.fail(inner_key, f"times {count} experts must be at most {MAX_EXPERT_COLUMNS}")
-    names = [Expert(*(f"{at}experts.{number}.{part}" for part in parts)) for number in range(count)]
-    return net.experts(x, f"{at}gate", routing, names, inner)
+    names: Sequence[Expert] | ExpertStacks
+    if stacks is None:
+        names = [Expert(*(f"{at}experts.{number}.{part}" for part in parts)) for number in range(count)]
+    else:
+        biases = tuple(at + name for name in stacks.biases)
+        names = replace(stacks, gate_up=at + stacks.gate_up, down=at + stacks.down, biases=biases)
+    if routing.correction is not None:
+        routing = replace(routing, correction=at + routing.correction)
+    return net.experts(x, at + router, routing, names, inner)
+
+
+def sigmoid_routing(c: ConfigReader, groups: tuple[int, int], scale: float) -> ExpertRouting:
+    """Return the routing of DeepSeek-V3 without auxiliary loss (section 2.1.2), whose correction is stored beside the
+    router. `groups` and `scale` are the defaults of `n_group` and `topk_group`, and of `routed_scaling_factor`.
+    """
+    return ExpertRouting(
+        c.integer("num_experts_per_tok"),
+        score="sigmoid",
+        normalise=c.boolean("norm_topk_prob", True),
+        scale=c.number("routed_scaling_factor", scale),
+        groups=c.integer("n_group", groups[0]),
+        top_groups=c.integer("topk_group", groups[1]),
+        correction="gate.e_score_correction_bias",
+    )
 
 
 def sliding_window(c: ConfigReader, default: int | None = None) -> int | None:

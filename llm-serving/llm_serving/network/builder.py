@@ -21,6 +21,9 @@ PANEL_ROWS: Final = 16
 INT8_SCALE_BYTES: Final = 4
 """Bytes of the scale of each head of a token in an int8 KV cache (csrc/kv_layout.h)."""
 
+Gate = Literal["silu", "gelu_tanh", "gelu", "clamped"]
+"""Function of a gate; "clamped" is that of gpt-oss (csrc/kernels.h)."""
+
 MAX_EXPERTS: Final = 2**16
 """Maximum number of experts over all layers, several times that of any known model."""
 
@@ -49,6 +52,24 @@ class Expert:
 
 
 @dataclass(frozen=True)
+class ExpertStacks:
+    """Names of the tensors that stack all experts: gate and up [count, 2 * inner, H], and down [count, H, inner].
+
+    Attributes:
+        biases: Names of the biases of both, [count, 2 * inner] and [count, H]; empty: none.
+        interleaved: Whether rows of gate and up alternate; otherwise gate is first.
+        transposed: Whether the last two axes are exchanged: gate and up [count, H, 2 * inner], down [count, inner, H].
+    """
+
+    count: int
+    gate_up: str
+    down: str
+    biases: tuple[str, ...] = ()
+    interleaved: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
 class ExpertRouting:
     """How the router chooses the experts of a row. It scores a float32 product; ties go to the lower expert number.
 
@@ -59,6 +80,9 @@ class ExpertRouting:
         scale: Factor of the weights, applied last.
         groups, top_groups: The experts form `groups` of equal size; a row uses only the best `top_groups` of them.
         correction: Tensor added to the scores only for the choice (DeepSeek-V3).
+        correction_rows: Rows of that tensor in the checkpoint: 0 for a vector.
+        bias: Whether the router has a bias.
+        function: Gate of the experts.
     """
 
     top_k: int
@@ -68,6 +92,9 @@ class ExpertRouting:
     groups: int = 1
     top_groups: int = 1
     correction: str | None = None
+    correction_rows: int = 0
+    bias: bool = False
+    function: Gate = "silu"
 
 
 class Network:
@@ -183,7 +210,35 @@ class Network:
         )
         # The mean over all columns is smaller by unpadded / size than the mean over the unpadded ones; so is eps.
         attributes = {"eps": (self._eps if eps is None else eps) * unpadded / size, "group": group}
-        return self._record("rms_norm", {"x": x}, {"gamma": gamma}, attributes, x.width)
+        return self._record("rms_norm", {"x": x}, {"gamma": gamma}, attributes | {"centred": False}, x.width)
+
+    def layer_norm(
+        self,
+        x: Value,
+        names: str | Sequence[str],
+        *,
+        bias: bool = False,
+        group: int = 0,
+        rows: Sequence[int] | None = None,
+        stored_shape: tuple[int, ...] | None = None,
+    ) -> Value:
+        """Compute (x - mean) / sqrt(variance + eps) * gamma + beta in float32, over whole rows or over each `group` of
+        columns, which then has its own gamma and beta.
+
+        Args:
+            names: Prefixes of the tensors `<name>.weight` and, with a bias, `<name>.bias`, which are stacked.
+            rows: As `Weight.rows`, for gamma and beta.
+            stored_shape: Shape of each tensor, if it is no vector.
+        """
+        names = (names,) if isinstance(names, str) else tuple(names)
+        shape = stored_shape or (x.width // len(names),)
+        weights = {
+            role: Weight(
+                tuple(f"{name}.{kind}" for name in names), (x.width,), (shape,) * len(names), _order(rows, x.width)
+            )
+            for role, kind in (("gamma", "weight"), ("beta", "bias"))[: 1 + bias]
+        }
+        return self._record("rms_norm", {"x": x}, weights, {"eps": self._eps, "group": group, "centred": True}, x.width)
 
     def split(self, x: Value, *widths: int) -> list[Value]:
         """Return views of consecutive column ranges of x. No operation is added."""
@@ -221,6 +276,7 @@ class Network:
         window: int | None = None,
         cap: float | None = None,
         slopes: Weight | None = None,
+        sinks: Weight | None = None,
         q_rope: Value | None = None,
     ) -> Value:
         """Compute causal attention over the cache of a layer.
@@ -231,13 +287,19 @@ class Network:
             window: Number of tokens that a row attends to, including itself; None: all.
             cap: Scores s become cap * tanh(s / cap).
             slopes: ALiBi slope of each head (Press et al. 2021), subtracted from a score for each token of distance.
+            sinks: Score of each head that takes a share of the softmax and adds no value (gpt-oss).
             q_rope: Rotary part of the queries of multi-head latent attention (DeepSeek-V2). The cached k is then the
                 latent vector, which is both key and value; the cached v is the rotary part of the key.
         """
         attributes = {"layer": layer, "scale": scale, "window": window or 0, "cap": cap or 0.0, "eps": 0.0}
-        return self._record("attention", {"q": q, "q_rope": q_rope}, {"slopes": slopes}, attributes, q.width)
+        return self._record(
+            "attention", {"q": q, "q_rope": q_rope}, {"slopes": slopes, "sinks": sinks}, attributes, q.width
+        )
 
-    def gated_activation(self, x: Value, function: Literal["silu", "gelu_tanh"]) -> Value:
+    def activation(self, x: Value, function: Literal["silu", "gelu_tanh", "gelu"]) -> Value:
+        return self._record("activation", {"x": x}, {}, {"function": function}, x.width)
+
+    def gated_activation(self, x: Value, function: Gate) -> Value:
         """Compute function(first half of x) * second half."""
         return self._record("gated_activation", {"x": x}, {}, {"function": function}, x.width // 2)
 
@@ -248,17 +310,20 @@ class Network:
         """Compute x * sigmoid(gate), where `gate` has one element per row."""
         return self._record("sigmoid_gate", {"x": x, "gate": gate}, {}, {}, x.width)
 
-    def experts(self, x: Value, router: str, routing: ExpertRouting, experts: Sequence[Expert], inner: int) -> Value:
+    def experts(
+        self, x: Value, router: str, routing: ExpertRouting, experts: Sequence[Expert] | ExpertStacks, inner: int
+    ) -> Value:
         """Compute the sum over a row's experts of topk_weight * down(silu(gate) * up), in the order of expert numbers.
         The router weight is `<router>.weight` [number of experts, H]; `inner` is the intermediate size of one expert.
         """
-        count, top_k = len(experts), routing.top_k
+        count, top_k = experts.count if isinstance(experts, ExpertStacks) else len(experts), routing.top_k
         self._num_experts += count
         if self._num_experts > MAX_EXPERTS:
             raise ModelError(f"a model may have at most {MAX_EXPERTS} experts in all layers together")
         chosen = {"weight": self._matrix(router, (count, x.width))}
         if routing.correction is not None:
-            chosen["correction"] = Weight((routing.correction,), (count,), ((count,),), dtype="float32")
+            stored = (routing.correction_rows, count) if routing.correction_rows else (count,)
+            chosen["correction"] = Weight((routing.correction,), (count,), (stored,), dtype="float32")
         attributes = {
             **{name: getattr(routing, name) for name in ("top_k", "score", "scale", "groups", "top_groups")},
             "normalise": routing.normalise,
@@ -269,23 +334,10 @@ class Network:
             "topk_ids": Value(f"chosen{number}", top_k, "int32"),
         }
         self.operations.append(Operation("route", {"x": x}, chosen, outputs, attributes))
-        names = [tuple(f"{name}.weight" for name in (each.gate, each.up, each.down)) for each in experts]
-        wide = padded_order(inner, PANEL_ROWS)
-        weights = {
-            "gate_up": Weight(
-                tuple(name for gate, up, _ in names for name in (gate, up)),
-                (count * 2 * len(wide), x.width),
-                ((inner, x.width),) * (2 * count),
-                None if len(wide) == inner else tuple(repeated_order(2 * count, inner, wide)),
-            ),
-            "down": Weight(
-                tuple(down for _, _, down in names),
-                (count * x.width, len(wide)),
-                ((x.width, inner),) * count,
-                columns=_order(wide, inner),
-            ),
-        }
-        attributes = {"function": "silu", "scale": 1.0, "experts": count}
+        weights = _expert_weights(experts, x.width, inner)
+        if routing.bias:
+            chosen["bias"] = Weight((f"{router}.bias",), (count,), ((count,),), dtype="float32")
+        attributes = {"function": routing.function, "scale": 1.0, "experts": count}
         return self._record("experts", {"x": x, **outputs}, weights, attributes, x.width)
 
     def lm_head(
@@ -312,6 +364,38 @@ class Network:
         of_weights = {role: each for role, each in weights.items() if each is not None}
         self.operations.append(Operation(kind, present, of_weights, {"y": y}, attributes))
         return y
+
+
+def _expert_weights(experts: Sequence[Expert] | ExpertStacks, hidden: int, inner: int) -> dict[str, Weight]:
+    """Return the weights of the operation `experts`: gate_up [count * 2 * inner, H] and down [count * H, inner]."""
+    wide = padded_order(inner, PANEL_ROWS)
+    above: tuple[str, ...]
+    below: tuple[str, ...]
+    shapes: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
+    if isinstance(experts, ExpertStacks):
+        count, above, below = experts.count, (experts.gate_up,), (experts.down,)
+        shapes = ((count, 2 * inner, hidden),), ((count, hidden, inner),)
+        if experts.transposed:
+            shapes = ((count, hidden, 2 * inner),), ((count, inner, hidden),)
+    else:
+        count = len(experts)
+        above = tuple(f"{name}.weight" for each in experts for name in (each.gate, each.up))
+        below = tuple(f"{each.down}.weight" for each in experts)
+        shapes = ((inner, hidden),) * (2 * count), ((hidden, inner),) * count
+    rows = None if len(wide) == inner else tuple(repeated_order(2 * count, inner, wide))
+    biases: dict[str, Weight] = {}
+    if isinstance(experts, ExpertStacks) and experts.interleaved:
+        order = [*(-1 if i < 0 else 2 * i for i in wide), *(-1 if i < 0 else 2 * i + 1 for i in wide)]
+        rows = tuple(repeated_order(count, 2 * inner, order))
+    if isinstance(experts, ExpertStacks) and experts.biases:
+        gate_up, down = experts.biases
+        biases["gate_up_bias"] = Weight((gate_up,), (count * 2 * len(wide),), ((count, 2 * inner),), rows)
+        biases["down_bias"] = Weight((down,), (count * hidden,), ((count, hidden),))
+    turned = isinstance(experts, ExpertStacks) and experts.transposed
+    return biases | {
+        "gate_up": Weight(above, (count * 2 * len(wide), hidden), shapes[0], rows, transposed=turned),
+        "down": Weight(below, (count * hidden, len(wide)), shapes[1], columns=_order(wide, inner), transposed=turned),
+    }
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,13 @@ a model folder that it is assembled from. SIGNATURES lists the roles of each ope
 
     embedding         rows of the embedding table by token id; zeros for a token whose row another rank holds
     linear            x * weight^T, optionally with a bias or with one weight for each head
-    rms_norm          root mean square norm of rows, or of the heads in a row (Zhang and Sennrich 2019)
+    rms_norm          root mean square norm of rows, or of the heads in a row (Zhang and Sennrich 2019); with `centred`
+                      their layer norm (Ba et al. 2016), which subtracts the mean first
     rope              rotary position embedding (Su et al. 2021) of elements i and i + head_dim / 2 together
     store_kv          write keys and values to the cache of a layer
     attention         causal attention over that cache
     gated_activation  function(first half of a row) * second half
+    activation        function(x)
     add               a + scale * b
     sigmoid_gate      x * sigmoid(gate), one gate for each row
     route             the top-k experts of each row and their weights
@@ -53,23 +55,26 @@ def _signature(outputs: str, inputs: str, weights: str, attributes: str) -> Sign
 SIGNATURES: Final[Mapping[str, Signature]] = {
     "embedding": _signature("y", "", "table", "scale first rows"),
     "linear": _signature("y", "x residual", "weight bias", "function scale tiled consumer heads"),
-    "rms_norm": _signature("y residual_out", "x residual", "gamma", "eps group consumer"),
+    "rms_norm": _signature("y residual_out", "x residual", "gamma beta", "eps group centred consumer"),
     "rope": _signature("y", "x", "cos sin", ""),
     "store_kv": _signature("", "k v", "k_offset", "layer"),
     "attention": _signature(
-        "y", "q q_rope k v", "slopes cos sin q_gamma k_gamma k_offset", "layer scale window cap eps consumer"
+        "y", "q q_rope k v", "slopes cos sin q_gamma k_gamma k_offset sinks", "layer scale window cap eps consumer"
     ),
     "gated_activation": _signature("y", "x", "", "function"),
     "add": _signature("y", "a b", "", "scale"),
     "route": _signature(
-        "topk_weights topk_ids", "x", "weight correction", "top_k score normalise scale groups top_groups"
+        "topk_weights topk_ids", "x", "weight bias correction", "top_k score normalise scale groups top_groups"
     ),
-    "experts": _signature("y", "x topk_weights topk_ids residual", "gate_up down", "function scale experts"),
+    "experts": _signature(
+        "y", "x topk_weights topk_ids residual", "gate_up down gate_up_bias down_bias", "function scale experts"
+    ),
     "lm_head": _signature("", "x", "weight", "scale cap tiled first rows"),
     "select_rows": _signature("y", "x", "", ""),
     "sigmoid_gate": _signature("y", "x gate", "", ""),
     "hidden_states": _signature("", "x", "", ""),
     "all_reduce": _signature("y", "x", "", ""),
+    "activation": _signature("y", "x", "", "function"),
 }
 """Operation kind -> signature. The position of a kind is its number in a program.
 
@@ -107,6 +112,7 @@ class Weight:
         stored_shapes: Shape of each tensor.
         rows: Row i of the parameter is row rows[i] of the stack; -1 is a row of zeros. None keeps the stacked order.
         columns: As `rows`, for the second axis.
+        transposed: Whether the last two axes of each tensor are exchanged first.
         transform: Applied to the float32 values.
         generate: num_positions -> the parameter, for a weight that no tensor stores.
     """
@@ -119,6 +125,7 @@ class Weight:
     transform: Transform | None = None
     generate: Callable[[int], Float32Array] | None = None
     dtype: ElementType = "model"
+    transposed: bool = False
 
 
 @dataclass(frozen=True, eq=False)

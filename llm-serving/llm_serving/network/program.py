@@ -21,12 +21,12 @@ from llm_serving.network.rewriting import Plan, rewrite, select_rows
 
 Int32Array = NDArray[np.int32]
 
-VERSION: Final = 4
+VERSION: Final = 5
 KINDS: Final = tuple(SIGNATURES)
 INSTRUCTION_LENGTH: Final = 1 + max(
     len(each.outputs) + len(each.inputs) + len(each.weights) + len(each.attributes) for each in SIGNATURES.values()
 )
-FUNCTIONS: Final = ("", "silu", "gelu_tanh")
+FUNCTIONS: Final = ("", "silu", "gelu_tanh", "gelu", "clamped")
 SCORES: Final = ("softmax", "sigmoid")
 DTYPES: Final = ("float32", "float16", "bfloat16")
 

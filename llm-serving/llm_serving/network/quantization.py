@@ -176,7 +176,21 @@ def unsupported_by_cells(network: Network) -> str | None:
             return "products with a weight for each head"
         if _is_latent(each):
             return _LATENT
+        if (lacks := _unsupported_by_cells(each)) is not None:
+            return lacks
     return None
+
+
+def _unsupported_by_cells(operation: Operation) -> str | None:
+    attributes, weights = operation.attributes, operation.weights
+    if operation.kind == "activation" or attributes.get("function", "") not in ("", "silu", "gelu_tanh"):
+        return f"activation function {attributes['function']}{' without a gate' * (operation.kind == 'activation')}"
+    if attributes.get("centred"):
+        return "layer norms"
+    if operation.kind == "route" and "bias" in weights:
+        return "experts chosen with a bias"
+    roles = {"sinks": "attention with sinks", "gate_up_bias": "experts with biases"}
+    return next((lacks for role, lacks in roles.items() if role in weights), None)
 
 
 def unsupported_quantization(quantization: Quantization | None) -> str | None:

@@ -16,6 +16,7 @@ _ROW_BY_ROW: Final = frozenset(
         "linear",
         "rms_norm",
         "gated_activation",
+        "activation",
         "add",
         "sigmoid_gate",
         "route",
@@ -156,7 +157,7 @@ def fuse_attention(graph: Graph, operation: Operation) -> Changes:
             continue
         if kind == "rope" and first.weights == second.weights:
             weights |= first.weights
-        elif kind == "rms_norm" and first.attributes == second.attributes and first.attributes["group"]:
+        elif kind == "rms_norm" and _is_head_norm(first) and first.attributes == second.attributes:
             weights |= {"q_gamma": first.weights["gamma"], "k_gamma": second.weights["gamma"]}
             eps = first.attributes["eps"]
         else:
@@ -165,6 +166,11 @@ def fuse_attention(graph: Graph, operation: Operation) -> Changes:
         changes |= {first: None, second: None}
     inputs = {"q": q, "k": k, "v": store.inputs["v"]}
     return {**changes, operation: operation.changed(inputs=inputs, weights=weights, attributes={"eps": eps})}
+
+
+def _is_head_norm(norm: Operation) -> bool:
+    group = norm.attributes["group"]
+    return group > 0 and not norm.attributes["centred"] and norm.weights["gamma"].shape == (group,)
 
 
 def tile_for_consumer(graph: Graph, operation: Operation) -> Changes:

@@ -27,6 +27,8 @@ from llm_serving.network.rewriting import Graph
 
 KEY: Final = "cluster_config.tensor_parallel"
 
+_OF_SPLIT_VALUES: Final = frozenset({"rope", "attention", "gated_activation", "activation"})
+
 Indices = tuple[int, ...]
 """Columns of a value, or rows or columns of a weight, that a rank holds."""
 
@@ -73,6 +75,9 @@ class _Sharding:
                 self._shard(
                     each.inputs["x"], [(0, inner), (inner, inner)], f"the {inner} columns of a feed-forward layer"
                 )
+            elif each.kind == "activation":
+                inner = each.outputs["y"].width
+                self._shard(each.inputs["x"], [(0, inner)], f"the {inner} columns of a feed-forward layer")
         for each in network.operations:
             self._write(each)
 
@@ -123,6 +128,8 @@ class _Sharding:
         if kind in ("embedding", "lm_head"):
             self._write_vocabulary(given)
         elif kind == "experts":
+            if self._rank and "down_bias" in given.weights:
+                self.result.optional.update(given.weights["down_bias"].names)
             self._write_partial_sum(given, _shard_experts(given, self._rank, self._count))
         elif y in self._columns and not is_split:
             self._record(given, {role: _rows(each, self._columns[y]) for role, each in given.weights.items()})
@@ -137,17 +144,21 @@ class _Sharding:
                 tuple(range(cache.kv_heads * cache.key_width)[self._share(cache.kv_heads * cache.key_width)])
             )
             self._record(given, {role: _rows(each, share) for role, each in given.weights.items()})
-        elif kind in ("rope", "attention", "gated_activation") or (kind == "rms_norm" and given.attributes["group"]):
+        elif kind in _OF_SPLIT_VALUES or (kind == "rms_norm" and given.attributes["group"]):
             assert y is not None
             self._columns[y] = _cached(tuple(range(y.width)[self._share(y.width)]))
-            slopes = {
-                role: _VectorPart.of(each, self._rank, self._count)
-                for role, each in given.weights.items()
-                if role == "slopes"
-            }
-            self._record(given, {**given.weights, **slopes})
+            self._record(given, {role: self._part(operation, role, each) for role, each in given.weights.items()})
         else:
             raise _CannotShardError(f"must be 1 for a model that applies `{kind}` to split values")
+
+    def _part(self, operation: Operation, role: str, weight: Weight) -> Weight:
+        """Return the rank's part of a weight that an operation applies to split heads or columns."""
+        if role == "slopes":
+            return _VectorPart.of(weight, self._rank, self._count)
+        of_row = role in ("gamma", "beta") and weight.shape[0] != operation.attributes["group"]
+        if role == "sinks" or of_row:
+            return _rows(weight, _cached(tuple(range(weight.shape[0])[self._share(weight.shape[0])])))
+        return weight
 
     def _consumer_weights(self, operation: Operation) -> dict[str, Weight]:
         x, weights = operation.inputs["x"], dict(operation.weights)
@@ -209,8 +220,13 @@ def _shard_experts(operation: Operation, rank: int, count: int) -> dict[str, Wei
         raise _CannotShardError(f"must divide the {inner} columns of an expert")
     first = rank * (inner // count)
     columns = tuple(-1 if i < 0 else first + i for i in padded_order(inner // count, PANEL_ROWS))
-    rows = repeated_order(2 * operation.attributes["experts"], inner, columns)
-    return {"gate_up": _rows(gate_up, _cached(tuple(rows))), "down": _columns(down, _cached(columns))}
+    rows = _cached(tuple(repeated_order(2 * operation.attributes["experts"], inner, columns)))
+    weights = dict(operation.weights) | {"gate_up": _rows(gate_up, rows), "down": _columns(down, _cached(columns))}
+    if "gate_up_bias" in weights:
+        weights["gate_up_bias"] = _rows(weights["gate_up_bias"], rows)
+    if rank:
+        weights.pop("down_bias", None)  # rank 0 adds it
+    return weights
 
 
 def _rows(weight: Weight, indices: Indices) -> Weight:

@@ -32,6 +32,10 @@ def load_parameter(weight: Weight, tensors: Tensors, num_positions: int) -> Arra
 
 
 def assemble_weight(weight: Weight, parts: Sequence[Array]) -> Array:
+    """Assemble a weight from its tensors. Matrices that a tensor stacks follow one another."""
+    parts = [np.swapaxes(part, -1, -2) for part in parts] if weight.transposed else parts
+    is_vector = len(weight.shape) == 1
+    parts = [part.reshape(-1) if is_vector else part.reshape(-1, part.shape[-1]) for part in parts]
     if len({part.dtype for part in parts}) > 1 or (weight.transform is not None and parts[0].dtype != np.float32):
         parts = [to_float32(part) for part in parts]
     if weight.rows is not None:

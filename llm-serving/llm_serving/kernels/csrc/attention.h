@@ -511,10 +511,22 @@ class AttentionTile {
     return cleaned_;
   }
 
+  // Returns the factor of a row's sums where the sink of its head takes part in the softmax. `max` is the largest
+  // score, to which `total` refers, in units of log 2.
+  float share_beside_sink(float total, float max, size_t head) const {
+    const float sink = args_.sinks[item_.kv_head * shared_ + head] * 1.44269504f;
+    const float reference = max > sink ? max : sink;
+    alignas(64) float of_max[kLanes], of_sink[kLanes];
+    store(of_max, exp2(broadcast(max - reference)));
+    store(of_sink, exp2(broadcast(sink - reference)));
+    return of_max[0] / (total * of_max[0] + of_sink[0]);
+  }
+
   void store_result(const AttentionSums& result) {
     for (size_t row = 0; row < rows_; row++) {
       const float total = sum_lanes(load(result.total + row * kLanes));
       factor_[row] = total == 0.0f ? 1.0f : 1.0f / total;
+      if (args_.sinks != nullptr) factor_[row] = share_beside_sink(total, result.max[row], row % shared_);
     }
     const TiledLayout layout = args_.y_layout.or_rows(args_.rows, args_.num_heads * dim_);
     const size_t width = shared_ * dim_;

@@ -30,9 +30,17 @@ void add_row(const Element* a, const Element* b, Element* y, size_t size) {
   }
 }
 
-template <class Element, class Gamma>
+template <class Element>
+float mean_of(const Element* x, size_t size) {
+  Floats sum = zeros();
+  for (size_t i = 0; i < size; i += kLanes) sum = sum + load_first(x + i, size - i);
+  return sum_lanes(sum) / static_cast<float>(size);
+}
+
+template <class Element, class Gamma, bool kCentred>
 void rms_norm_rows(const RmsNormArgs& args) {
   const Gamma* gamma = static_cast<const Gamma*>(args.gamma);
+  const Gamma* beta = static_cast<const Gamma*>(args.beta);
   const size_t group = args.group > 0 ? args.group : args.size;
   const TiledLayout y_layout = args.y_layout.or_rows(args.rows, args.size);
   auto or_size = [&](size_t stride) { return stride > 0 ? stride : args.size; };
@@ -45,20 +53,28 @@ void rms_norm_rows(const RmsNormArgs& args) {
         x = sum;
       }
       for (size_t column = 0; column < args.size; column += group, x += group) {
+        const float centre = kCentred ? mean_of(x, group) : 0.0f;
+        auto value = [&](size_t i, size_t left) {
+          const Floats element = load_first(x + i, left);
+          return kCentred ? element - broadcast(centre) : element;
+        };
         Floats squares = zeros();
         for (size_t i = 0; i < group; i += kLanes) {
-          const Floats value = load_first(x + i, group - i);
-          squares = multiply_add(value, value, squares);
+          const Floats each = kCentred ? keep_first(value(i, group - i), group - i, 0.0f) : value(i, group - i);
+          squares = multiply_add(each, each, squares);
         }
         const float mean = sum_lanes(squares) / static_cast<float>(group);
         const float rstd = 1.0f / __builtin_sqrtf(mean + args.eps);
+        const size_t first_weight = args.of_row ? 0 : column;
         if (args.rstd != nullptr) args.rstd[row] = rstd;
         y_layout.for_runs(row, column, column + group, [&](size_t begin, size_t end, size_t at) {
           Element* y = static_cast<Element*>(args.y) + at;
           for (size_t i = begin; i < end; i += kLanes) {
             const size_t left = end - i;
-            const Floats weight = load_first(gamma + i - column, left);
-            store_first(y + i - begin, load_first(x + i - column, left) * broadcast(rstd) * weight, left);
+            const Floats weight = load_first(gamma + i - first_weight, left);
+            Floats scaled = value(i - column, left) * broadcast(rstd) * weight;
+            if (beta != nullptr) scaled = scaled + load_first(beta + i - first_weight, left);
+            store_first(y + i - begin, scaled, left);
           }
         });
       }
@@ -93,9 +109,27 @@ void rotate_rows(const RotaryArgs& args) {
   });
 }
 
+// Returns GELU: x times the share of a normal distribution below x, within 1e-7 (Abramowitz and Stegun 7.1.26).
+LLM_INLINE Floats gelu(Floats x) {
+  const Floats size = maximum(x, zeros() - x);
+  const Floats z = size * broadcast(0.70710678f);
+  const Floats t = broadcast(1.0f) / (broadcast(1.0f) + z * broadcast(0.3275911f));
+  constexpr float kTerms[] = {1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f};
+  Floats tail = zeros();
+  for (const float term : kTerms) tail = tail * t + broadcast(term);
+  return maximum(x, zeros()) - size * broadcast(0.5f) * tail * t * exp(zeros() - z * z);
+}
+
 // x / (1 + e^-x); gelu is x / (1 + e^-2u) as well, since (1 + tanh u) / 2 = 1 / (1 + e^-2u).
 template <Gate kGate>
 LLM_INLINE Floats gate_times(Floats gate, Floats up) {
+  if (kGate == Gate::kGelu) return gelu(gate) * up;
+  if (kGate == Gate::kClamped) {
+    const Floats limit = broadcast(7.0f), below = zeros() - limit;
+    gate = zeros() - maximum(zeros() - gate, below);
+    up = maximum(zeros() - maximum(zeros() - up, below), below) + broadcast(1.0f);
+    return gate / (broadcast(1.0f) + exp(gate * broadcast(-1.702f))) * up;
+  }
   Floats exponent = zeros() - gate;
   if (kGate == Gate::kGeluTanh) {
     const Floats cube = gate * gate * gate;
@@ -106,7 +140,7 @@ LLM_INLINE Floats gate_times(Floats gate, Floats up) {
 
 template <class Element, Gate kGate>
 void swiglu_rows(const SwigluArgs& args) {
-  const size_t x_stride = args.x_stride > 0 ? args.x_stride : 2 * args.size;
+  const size_t x_stride = args.x_stride > 0 ? args.x_stride : (args.has_second ? 2 : 1) * args.size;
   const size_t y_stride = args.y_stride > 0 ? args.y_stride : args.size;
   for_row_ranges(args.rows, 2 * args.size, [&](size_t first, size_t last) {
     for (size_t row = first; row < last; row++) {
@@ -115,7 +149,8 @@ void swiglu_rows(const SwigluArgs& args) {
       Element* y = static_cast<Element*>(args.y) + row * y_stride;
       for (size_t i = 0; i < args.size; i += kLanes) {
         const size_t left = args.size - i;
-        store_first(y + i, gate_times<kGate>(load_first(gate + i, left), load_first(up + i, left)), left);
+        const Floats second = args.has_second ? load_first(up + i, left) : broadcast(1.0f);
+        store_first(y + i, gate_times<kGate>(load_first(gate + i, left), second), left);
       }
     }
   });

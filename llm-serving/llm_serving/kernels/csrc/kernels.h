@@ -72,9 +72,9 @@ struct WeightQValues {
   }
 };
 
-// Gate function, applied to the first half of a row before it is multiplied by the second: x * sigmoid(x), or GELU in
-// its tanh approximation.
-enum class Gate : uint8_t { kNone, kSilu, kGeluTanh };
+// Gate function, applied to the first half of a row before it is multiplied by the second: x * sigmoid(x), GELU in its
+// tanh approximation, GELU, or x * sigmoid(1.702 x) of x <= 7 times one more than the second half in [-7, 7] (gpt-oss).
+enum class Gate : uint8_t { kNone, kSilu, kGeluTanh, kGelu, kClamped };
 
 // y [m, n] = x [m, k] times the transpose of a packed weight [n, k] (packed_weights.h); y is of type `dtype` or
 // float32, or int32 for sums of products of qvalues. `bias` and `residual` are rounded to the element type as separate
@@ -97,9 +97,10 @@ struct LinearArgs {
   const float* x_scale = nullptr;  // kW8A8: x is already int8 qvalues [m, k], with a scale for each row, or for sums
 };
 
-// y = x / sqrt(mean(x^2) + eps) * gamma; rstd [rows] may be null. With `residual`, x + residual replaces x, rounded to
-// the element type, and is written to `residual_out`. y has layout y_layout. Each `group` columns of a row are
-// normalised separately. Strides are from a row to the next; 0: size.
+// y = x / sqrt(mean(x^2) + eps) * gamma + beta, where the mean of x is subtracted from it first if `centred`; rstd
+// [rows] may be null. With `residual`, x + residual replaces x, rounded to the element type, and is written to
+// `residual_out`. y has layout y_layout. Each `group` columns of a row are normalised separately. Strides are from a
+// row to the next; 0: size.
 struct RmsNormArgs {
   const void* x;
   const void* residual;  // may be null
@@ -114,6 +115,9 @@ struct RmsNormArgs {
   DType gamma_dtype = dtype;  // or float32
   size_t group = 0;           // 0: size
   size_t x_stride = 0, residual_stride = 0, sum_stride = 0;
+  bool centred = false;
+  const void* beta = nullptr;  // of gamma's type and size; null: zeros
+  bool of_row = false;         // gamma and beta have elements for all columns of a row, otherwise for those of a group
 };
 
 // Rotates pairs (i, i + head_dim / 2) of each head; row t uses row position(t) of cos and sin.
@@ -130,7 +134,7 @@ struct RotaryArgs {
   size_t y_stride = 0;  // 0: heads * head_dim
 };
 
-// y [rows, size] = gate(first) * second, where a row of x is first, then second.
+// y [rows, size] = gate(first) * second, where a row of x is first, then second; or gate(x) if there is no second.
 struct SwigluArgs {
   const void* x;
   void* y;
@@ -138,6 +142,7 @@ struct SwigluArgs {
   size_t rows, size;
   Gate gate = Gate::kSilu;
   size_t x_stride = 0, y_stride = 0;  // 0: the width of the row
+  bool has_second = true;
 };
 
 // y = a + scale * b, element by element, of rows that are `stride` elements apart.
@@ -190,6 +195,7 @@ struct CapArgs {
 // The `top_k` experts of each row and their weights, by descending score; of equal scores the lower index first.
 struct RouteArgs {
   float* logits;            // [rows, experts]; replaced by scores
+  const float* bias;        // [experts], added to logits; may be null
   const float* correction;  // [experts], added to scores for the choice only; may be null
   float* topk_weights;
   int32_t* topk_ids;
@@ -254,6 +260,8 @@ struct AttentionArgs {
   float cap = 0.0f;        // c > 0: a score s becomes c * tanh(s / c)
   // ALiBi slopes [num_heads]: slope times distance in tokens is subtracted from capped scores
   const float* slopes = nullptr;
+  // Scores [num_heads] that take a share of the softmax and add no value (Xiao et al. 2023, attention sinks).
+  const float* sinks = nullptr;
   // Latent attention: keys are also the values, and the value cache has the rotary part of keys, `rope_dim` elements,
   // which belong to q_rope [rows, num_heads * rope_dim]; null: no latent keys.
   const void* q_rope = nullptr;

@@ -22,16 +22,19 @@
 namespace llm::LLM_ISA {
 namespace {
 
-void rms_norm(const RmsNormArgs& args) {
+template <bool kCentred>
+void norm(const RmsNormArgs& args) {
   with_element(args.dtype, [&](auto tag) {
     using Element = typename decltype(tag)::Element;
     if (args.gamma_dtype == DType::kFloat32) {
-      rms_norm_rows<Element, float>(args);
+      rms_norm_rows<Element, float, kCentred>(args);
     } else {
-      rms_norm_rows<Element, Element>(args);
+      rms_norm_rows<Element, Element, kCentred>(args);
     }
   });
 }
+
+void rms_norm(const RmsNormArgs& args) { args.centred ? norm<true>(args) : norm<false>(args); }
 
 void rotary(const RotaryArgs& args) {
   with_element(args.dtype, [&](auto tag) {
@@ -47,10 +50,15 @@ void rotary(const RotaryArgs& args) {
 void swiglu(const SwigluArgs& args) {
   with_element(args.dtype, [&](auto tag) {
     using Element = typename decltype(tag)::Element;
-    if (args.gate == Gate::kGeluTanh) {
-      swiglu_rows<Element, Gate::kGeluTanh>(args);
-    } else {
-      swiglu_rows<Element, Gate::kSilu>(args);
+    switch (args.gate) {
+      case Gate::kGeluTanh:
+        return swiglu_rows<Element, Gate::kGeluTanh>(args);
+      case Gate::kGelu:
+        return swiglu_rows<Element, Gate::kGelu>(args);
+      case Gate::kClamped:
+        return swiglu_rows<Element, Gate::kClamped>(args);
+      default:
+        return swiglu_rows<Element, Gate::kSilu>(args);
     }
   });
 }

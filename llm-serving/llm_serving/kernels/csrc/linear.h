@@ -330,6 +330,10 @@ void linear_unit(const LinearArgs& args, const Prepared& x, const Units& units, 
         return write_rows<Element, Result, Gate::kSilu>(args, row, rows, panels, sums);
       case Gate::kGeluTanh:
         return write_rows<Element, Result, Gate::kGeluTanh>(args, row, rows, panels, sums);
+      case Gate::kGelu:
+        return write_rows<Element, Result, Gate::kGelu>(args, row, rows, panels, sums);
+      case Gate::kClamped:
+        return write_rows<Element, Result, Gate::kClamped>(args, row, rows, panels, sums);
       case Gate::kNone:
         break;
     }

@@ -29,8 +29,8 @@ LLM_OPERATOR(MoeGatingTopKSoftmax) {
   }
   const auto* x = call.data<const float>(0);
   std::vector<float> scores(x, x + rows * experts);
-  kernels().route({scores.data(), nullptr, call.data<float>(3), call.data<int32_t>(4), rows, experts, top_k, top_k,
-                   top_k, false, false, 1.0f, 1, 1});
+  kernels().route({scores.data(), nullptr, nullptr, call.data<float>(3), call.data<int32_t>(4), rows, experts, top_k,
+                   top_k, top_k, false, false, 1.0f, 1, 1});
   for (size_t i = 0; i < rows * top_k; i++) {
     call.data<int32_t>(5)[i] = static_cast<int32_t>(i % top_k * rows + i / top_k);
   }

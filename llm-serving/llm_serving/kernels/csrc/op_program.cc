@@ -8,9 +8,9 @@ namespace llm {
 namespace {
 
 // Operations in the order of their numbers.
-const Operation* const kOperations[] = {&kEmbedding, &kLinear,          &kRmsNorm,     &kRope,         &kStoreKv,
-                                        &kAttention, &kGatedActivation, &kAdd,         &kRoute,        &kExperts,
-                                        &kLmHead,    &kSelectRows,      &kSigmoidGate, &kHiddenStates, &kAllReduce};
+const Operation* const kOperations[] = {
+    &kEmbedding, &kLinear,  &kRmsNorm, &kRope,       &kStoreKv,     &kAttention,    &kGatedActivation, &kAdd,
+    &kRoute,     &kExperts, &kLmHead,  &kSelectRows, &kSigmoidGate, &kHiddenStates, &kAllReduce,       &kActivation};
 constexpr size_t kNumOperations = sizeof(kOperations) / sizeof(kOperations[0]);
 
 const Operation* operation(const Program& program, size_t i) {

@@ -281,6 +281,7 @@ void attend(const AttendArgs& args) {
   attention.window = args.window;
   attention.cap = args.cap;
   attention.slopes = args.slopes;
+  attention.sinks = args.sinks;
   attention.q_rope = args.q_rope;
   attention.rope_stride = args.rope_stride;
   attention.rope_dim = cache.value_dim;

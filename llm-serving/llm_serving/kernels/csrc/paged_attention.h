@@ -72,6 +72,7 @@ struct AttendArgs {
   size_t window = 0;
   float cap = 0.0f;
   const float* slopes = nullptr;
+  const float* sinks = nullptr;
   const char* q_rope = nullptr;  // null: keys are not latent (see AttentionArgs)
   size_t rope_stride = 0;
   void* y = nullptr;

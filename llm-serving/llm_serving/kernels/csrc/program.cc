@@ -10,7 +10,7 @@
 namespace llm {
 namespace {
 
-constexpr int32_t kVersion = 4;
+constexpr int32_t kVersion = 5;
 constexpr size_t kHeaderLength = 6;
 constexpr size_t kOperandLength = 6;
 

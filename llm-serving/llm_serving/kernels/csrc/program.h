@@ -190,18 +190,16 @@ struct Operation {
 };
 
 // The numbers of an operation are listed where it is defined.
-extern const Operation kEmbedding, kRmsNorm, kGatedActivation, kAdd, kSelectRows, kSigmoidGate,
+extern const Operation kEmbedding, kRmsNorm, kGatedActivation, kActivation, kAdd, kSelectRows, kSigmoidGate,
     kHiddenStates;                                   // program_rows.cc
 extern const Operation kLinear, kLmHead;             // program_products.cc
 extern const Operation kRope, kStoreKv, kAttention;  // program_attention.cc
 extern const Operation kRoute, kExperts;             // program_experts.cc
 extern const Operation kAllReduce;                   // program_ranks.cc
 
-// Whether attribute `function` is a gate: 0 none, 1 silu, 2 gelu_tanh.
-inline bool is_gate(int32_t function) { return function == 1 || function == 2; }
-inline Gate gate_of(int32_t function) {
-  return function == 1 ? Gate::kSilu : function == 2 ? Gate::kGeluTanh : Gate::kNone;
-}
+// Whether attribute `function` is a gate: 0 none, 1 silu, 2 gelu_tanh, 3 gelu, 4 clamped.
+inline bool is_gate(int32_t function) { return function >= 1 && function <= 4; }
+inline Gate gate_of(int32_t function) { return is_gate(function) ? static_cast<Gate>(function) : Gate::kNone; }
 
 // Returns the layout of y: that of the weight that reads it, or rows.
 inline TiledLayout passes_for(const Weight* consumer, const Rows& y) {

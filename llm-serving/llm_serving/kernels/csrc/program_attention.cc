@@ -95,13 +95,13 @@ int run_store_kv(const Instruction& in) {
   return 0;
 }
 
-// attention: y | q q_rope k v | slopes cos sin q_gamma k_gamma k_offset | layer scale window cap eps consumer. With k
-// and v: heads are normalised if there are norm weights, rotated if there are tables, and stored, then attended to;
-// without k and v they are already stored. A row sees `window` tokens, including its own, or all. With q_rope, keys are
-// also the values, and the stored values are the rotary part of keys, which belongs to q_rope (DeepSeek-V2, 2024,
+// attention: y | q q_rope k v | slopes cos sin q_gamma k_gamma k_offset sinks | layer scale window cap eps consumer.
+// With k and v: heads are normalised if there are norm weights, rotated if there are tables, and stored, then attended
+// to; without k and v they are already stored. A row sees `window` tokens, including its own, or all. With q_rope, keys
+// are also the values, and the stored values are the rotary part of keys, which belongs to q_rope (DeepSeek-V2, 2024,
 // section 2.1).
 
-enum AttendWeight { kSlopes, kCos, kSin, kQGain, kKGain, kKOffset };
+enum AttendWeight { kSlopes, kCos, kSin, kQGain, kKGain, kKOffset, kSinks };
 enum AttendAttribute { kLayer, kScale, kWindow, kCap, kEps, kConsumer };
 
 int check_attention(const Instruction& in) {
@@ -142,9 +142,12 @@ int check_attention(const Instruction& in) {
   if (const int status = in.check_vector("k_gamma", kKGain, cache.key_dim, true)) return status;
   if (const int status = check_offset(in, kKOffset, cache)) return status;
   const size_t num_heads = q->width / cache.key_dim;
-  if (in.has_weight(kSlopes) && (in.call().dtype(in.parameter(kSlopes)) != DType::kFloat32 ||
-                                 in.call().elements(in.parameter(kSlopes)) != num_heads)) {
-    return in.fail("slopes must be float32, one for each of %zu heads", num_heads);
+  for (const int weight : {kSlopes, kSinks}) {
+    if (in.has_weight(weight) && (in.call().dtype(in.parameter(weight)) != DType::kFloat32 ||
+                                  in.call().elements(in.parameter(weight)) != num_heads)) {
+      const char* name = weight == kSlopes ? "slopes" : "sinks";
+      return in.fail("%s must be float32, one for each of %zu heads", name, num_heads);
+    }
   }
   if (in.integer(kWindow) < 0) return in.fail("window must be 0 or more, is %d", in.integer(kWindow));
   if (!(in.number(kCap) >= 0.0f)) return in.fail("cap must be 0 or more, is %g", static_cast<double>(in.number(kCap)));
@@ -175,6 +178,7 @@ int run_attention(const Instruction& in) {
   args.window = static_cast<size_t>(in.integer(kWindow));
   args.cap = in.number(kCap);
   args.slopes = reinterpret_cast<const float*>(in.weight_data(kSlopes));
+  args.sinks = reinterpret_cast<const float*>(in.weight_data(kSinks));
   if (in.input(1) != nullptr) {
     const Rows rope = in.rows(in.input(1));
     args.q_rope = rope.data;
@@ -191,6 +195,6 @@ int run_attention(const Instruction& in) {
 
 const Operation kRope = {{"rope", 1, 1, 2, 0}, check_rope, run_rope};
 const Operation kStoreKv = {{"store_kv", 0, 2, 1, 1}, check_store_kv, run_store_kv};
-const Operation kAttention = {{"attention", 1, 4, 6, 6}, check_attention, run_attention};
+const Operation kAttention = {{"attention", 1, 4, 7, 6}, check_attention, run_attention};
 
 }  // namespace llm

@@ -9,8 +9,8 @@
 namespace llm {
 namespace {
 
-// route: topk_weights topk_ids | x | weight correction | top_k score normalise scale groups top_groups. Logits are not
-// rounded; score 0 is a softmax, 1 a sigmoid of each.
+// route: topk_weights topk_ids | x | weight bias correction | top_k score normalise scale groups top_groups. Logits are
+// not rounded; score 0 is a softmax, 1 a sigmoid of each.
 
 enum RouteAttribute { kTopK, kScore, kNormalise, kRouteScale, kGroups, kTopGroups };
 
@@ -39,9 +39,11 @@ int check_route(const Instruction& in) {
   if (in.integer(kScore) < 0 || in.integer(kScore) > 1) {
     return in.fail("score must be 0 or 1, is %d", in.integer(kScore));
   }
-  if (in.has_weight(1) &&
-      (in.call().dtype(in.parameter(1)) != DType::kFloat32 || in.call().elements(in.parameter(1)) != experts)) {
-    return in.fail("correction must be float32, one for each of %zu experts", experts);
+  for (const int weight : {1, 2}) {
+    if (in.has_weight(weight) && (in.call().dtype(in.parameter(weight)) != DType::kFloat32 ||
+                                  in.call().elements(in.parameter(weight)) != experts)) {
+      return in.fail("%s must be float32, one for each of %zu experts", weight == 1 ? "bias" : "correction", experts);
+    }
   }
   return 0;
 }
@@ -58,16 +60,17 @@ int run_route(const Instruction& in) {
   const Timed timed(clock);
   auto size = [&](int attribute) { return static_cast<size_t>(in.integer(attribute)); };
   kernels().route({logits, reinterpret_cast<const float*>(in.weight_data(1)),
-                   reinterpret_cast<float*>(topk_weights.data), reinterpret_cast<int32_t*>(topk_ids.data), x.count,
-                   experts, size(kTopK), topk_weights.stride, topk_ids.stride, in.integer(kScore) == 1,
-                   in.integer(kNormalise) != 0, in.number(kRouteScale), size(kGroups), size(kTopGroups)});
+                   reinterpret_cast<const float*>(in.weight_data(2)), reinterpret_cast<float*>(topk_weights.data),
+                   reinterpret_cast<int32_t*>(topk_ids.data), x.count, experts, size(kTopK), topk_weights.stride,
+                   topk_ids.stride, in.integer(kScore) == 1, in.integer(kNormalise) != 0, in.number(kRouteScale),
+                   size(kGroups), size(kTopGroups)});
   return 0;
 }
 
-// experts: y | x topk_weights topk_ids residual | gate_up down | function scale experts. Each row is the sum over its
-// experts, in ascending order and in float32, of topk_weight * down(function(gate) * up), whose products are rounded as
-// in linear; then `residual` as in linear. Rows of an expert are multiplied together, and only selected experts are
-// read.
+// experts: y | x topk_weights topk_ids residual | gate_up down gate_up_bias down_bias | function scale experts. Each
+// row is the sum over its experts, in ascending order and in float32, of topk_weight * down(function(gate) * up), whose
+// products are rounded as in linear; then `residual` as in linear. Rows of an expert are multiplied together, and only
+// selected experts are read.
 
 struct ExpertSizes {
   size_t experts, hidden, inner;
@@ -93,7 +96,7 @@ int check_experts(const Instruction& in) {
   } else if (in.number(1) != 1.0f) {
     return in.fail("scale is of what is added to something");
   }
-  if (!is_gate(in.integer(0))) return in.fail("function must be 1 or 2, is %d", in.integer(0));
+  if (!is_gate(in.integer(0))) return in.fail("function must be from 1 to 4, is %d", in.integer(0));
   if (in.integer(2) < 1) return in.fail("there must be an expert, not %d", in.integer(2));
   const size_t experts = static_cast<size_t>(in.integer(2));
   if (!in.has_weight(1)) return in.fail("down is absent");
@@ -102,6 +105,8 @@ int check_experts(const Instruction& in) {
   if (inner == 0 || inner % kPanelWidth != 0 || y->width % kPanelWidth != 0) {
     return in.fail("%zu columns and %zu inner ones must be multiples of 16", y->width, inner);
   }
+  if (const int status = in.check_vector("gate_up_bias", 2, experts * 2 * inner, false)) return status;
+  if (const int status = in.check_vector("down_bias", 3, experts * y->width, false)) return status;
   if (const int status = in.check_product("gate_up", 0, experts * 2 * inner, x->width)) return status;
   return in.check_product("down", 1, experts * y->width, inner);
 }
@@ -189,8 +194,10 @@ int run_experts(const Instruction& in) {
     LinearArgs first = gate_up.product({count, x.width}, rows.x, rows.inner);
     first.gate = gate_of(in.integer(0));
     first.y_layout = down.layout(count);
+    if (in.has_weight(2)) first.bias = in.weight_data(2) + expert * 2 * sizes.inner * bytes;
     multiply(first);
     LinearArgs second = down.product(first.y_layout, rows.inner, rows.result);
+    if (in.has_weight(3)) second.bias = in.weight_data(3) + expert * sizes.hidden * bytes;
     multiply(second);
     kernels().gather_sum({rows.result, nullptr, assignment.row.data() + begin, assignment.share.data() + begin,
                           rows.sums, in.program().dtype(), count, sizes.hidden});
@@ -207,7 +214,7 @@ int run_experts(const Instruction& in) {
 
 }  // namespace
 
-const Operation kRoute = {{"route", 2, 1, 2, 6}, check_route, run_route};
-const Operation kExperts = {{"experts", 1, 4, 2, 3}, check_experts, run_experts};
+const Operation kRoute = {{"route", 2, 1, 3, 6}, check_route, run_route};
+const Operation kExperts = {{"experts", 1, 4, 4, 3}, check_experts, run_experts};
 
 }  // namespace llm

@@ -35,7 +35,7 @@ int check_linear(const Instruction& in) {
   if (const int status = in.check_rows("y", y, y->selected)) return status;
   if (const int status = in.check_rows("x", x, y->selected)) return status;
   const int32_t function = in.integer(0);
-  if (function < 0 || function > 2) return in.fail("function must be 0, 1 or 2, is %d", function);
+  if (function != 0 && !is_gate(function)) return in.fail("function must be from 0 to 4, is %d", function);
   const int32_t heads = in.integer(4);
   if (heads < 1 || x->width % static_cast<size_t>(heads) != 0) {
     return in.fail("%zu columns of x are not %d heads", x->width, heads);

@@ -1,4 +1,5 @@
-// Operations on single rows: embedding, rms_norm, gated_activation, add, select_rows, sigmoid_gate, hidden_states.
+// Operations on single rows: embedding, rms_norm, gated_activation, add, select_rows, sigmoid_gate, hidden_states,
+// activation.
 #include <cstring>
 
 #include "program.h"
@@ -38,8 +39,8 @@ int run_embedding(const Instruction& in) {
   return 0;
 }
 
-// rms_norm: y residual_out | x residual | gamma | eps group consumer. residual_out = x + residual; y = its root mean
-// square norm, of all columns or of each `group` of them.
+// rms_norm: y residual_out | x residual | gamma beta | eps group centred consumer. residual_out = x + residual; y = its
+// root mean square norm, of all columns or of each `group` of them.
 
 int check_rms_norm(const Instruction& in) {
   const Operand *y = in.output(0), *sum = in.output(1), *x = in.input(0), *residual = in.input(1);
@@ -61,10 +62,14 @@ int check_rms_norm(const Instruction& in) {
     return in.fail("groups of %d do not make %zu columns", group, y->width);
   }
   if (!in.has_weight(0)) return in.fail("gamma is absent");
-  if (const int status = in.check_vector("gamma", 0, group > 0 ? static_cast<size_t>(group) : y->width, true)) {
-    return status;
+  const bool of_row = in.call().elements(in.parameter(0)) == y->width;
+  const size_t size = group > 0 && !of_row ? static_cast<size_t>(group) : y->width;
+  if (const int status = in.check_vector("gamma", 0, size, true)) return status;
+  if (const int status = in.check_vector("beta", 1, size, true)) return status;
+  if (in.has_weight(1) && in.call().dtype(in.parameter(1)) != in.call().dtype(in.parameter(0))) {
+    return in.fail("gamma and beta must be of one type");
   }
-  return in.check_consumer(2, *y);
+  return in.check_consumer(3, *y);
 }
 
 int run_rms_norm(const Instruction& in) {
@@ -72,7 +77,10 @@ int run_rms_norm(const Instruction& in) {
   const DType dtype = in.program().dtype();
   RmsNormArgs args = {x.data,  nullptr, nullptr, in.weight_data(0), y.data,
                       nullptr, dtype,   y.count, y.width,           in.number(0)};
-  args.y_layout = passes_for(in.consumer(2), y);
+  args.y_layout = passes_for(in.consumer(3), y);
+  args.centred = in.integer(2) != 0;
+  args.beta = in.weight_data(1);
+  args.of_row = in.call().elements(in.parameter(0)) == y.width;
   args.gamma_dtype = in.call().dtype(in.parameter(0));
   args.group = static_cast<size_t>(in.integer(1));
   args.x_stride = x.stride;
@@ -100,12 +108,30 @@ int check_gated_activation(const Instruction& in) {
   if (const int status = in.check_rows("y", y, y->selected)) return status;
   if (const int status = in.check_rows("x", x, y->selected)) return status;
   if (const int status = in.check_width("x", *x, 2 * y->width)) return status;
-  return is_gate(in.integer(0)) ? 0 : in.fail("function must be 1 or 2, is %d", in.integer(0));
+  return is_gate(in.integer(0)) ? 0 : in.fail("function must be from 1 to 4, is %d", in.integer(0));
 }
 
 int run_gated_activation(const Instruction& in) {
   const Rows y = in.rows(in.output(0)), x = in.rows(in.input(0));
   gate({x.data, y.data, in.program().dtype(), y.count, y.width, gate_of(in.integer(0)), x.stride, y.stride});
+  return 0;
+}
+
+// activation: y | x | | function. y = function(x).
+
+int check_activation(const Instruction& in) {
+  const Operand *y = in.output(0), *x = in.input(0);
+  if (y == nullptr) return in.fail("y is absent");
+  if (const int status = in.check_rows("y", y, y->selected)) return status;
+  if (const int status = in.check_rows("x", x, y->selected)) return status;
+  if (const int status = in.check_width("x", *x, y->width)) return status;
+  const int32_t function = in.integer(0);
+  return function >= 1 && function <= 3 ? 0 : in.fail("function must be from 1 to 3, is %d", function);
+}
+
+int run_activation(const Instruction& in) {
+  const Rows y = in.rows(in.output(0)), x = in.rows(in.input(0));
+  gate({x.data, y.data, in.program().dtype(), y.count, y.width, gate_of(in.integer(0)), x.stride, y.stride, false});
   return 0;
 }
 
@@ -194,8 +220,9 @@ int run_hidden_states(const Instruction& in) {
 }  // namespace
 
 const Operation kEmbedding = {{"embedding", 1, 0, 1, 3}, check_embedding, run_embedding};
-const Operation kRmsNorm = {{"rms_norm", 2, 2, 1, 3}, check_rms_norm, run_rms_norm};
+const Operation kRmsNorm = {{"rms_norm", 2, 2, 2, 4}, check_rms_norm, run_rms_norm};
 const Operation kGatedActivation = {{"gated_activation", 1, 1, 0, 1}, check_gated_activation, run_gated_activation};
+const Operation kActivation = {{"activation", 1, 1, 0, 1}, check_activation, run_activation};
 const Operation kAdd = {{"add", 1, 2, 0, 1}, check_add, run_add};
 const Operation kSelectRows = {{"select_rows", 1, 1, 0, 0}, check_select_rows, run_select_rows};
 const Operation kSigmoidGate = {{"sigmoid_gate", 1, 2, 0, 0}, check_sigmoid_gate, run_sigmoid_gate};

@@ -67,6 +67,7 @@ inline void leave_groups_out(const RouteArgs& args, const float* wanted, float* 
 inline void route_row(const RouteArgs& args, size_t row) {
   const size_t count = args.experts;
   float* scores = args.logits + row * count;
+  for (size_t i = 0; args.bias != nullptr && i < count; i++) scores[i] += args.bias[i];
   score_experts(scores, count, args.sigmoid);
   float* memory = static_cast<float*>(scratch(Scratch::kTile, 2 * count * (sizeof(float) + sizeof(bool))));
   float* wanted = memory;
