@@ -1,4 +1,4 @@
-"""DeepSeek-V2: keys and values of a token are one latent vector; grouped experts beside shared ones."""
+"""DeepSeek-V2 and V3: keys and values of a token are one latent vector; grouped experts beside shared ones."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ LITE: dict[str, Any] = V2 | {
     "n_group": 1, "q_lora_rank": None, "rope_scaling": V2["rope_scaling"] | {"mscale": 0.707},
     "routed_scaling_factor": 1.0, "topk_group": 1, "topk_method": "greedy",
 }  # fmt: skip
+V3: dict[str, Any] = {key: value for key, value in V2.items() if key not in ("aux_loss_alpha", "seq_aux")} | {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+}  # fmt: skip
+KIMI_K2 = V3 | {
+    "first_k_dense_replace": 2, "n_group": 1, "num_nextn_predict_layers": 0, "rope_scaling": None, "topk_group": 1,
+}  # fmt: skip
 
 
 def _latent_attention(c: dict[str, Any]) -> Shapes:
@@ -46,6 +53,8 @@ def _latent_attention(c: dict[str, Any]) -> Shapes:
 
 
 def _deepseek(config: dict[str, Any], *matters: dict[str, Any]) -> Model:
+    third = config["model_type"] == "deepseek_v3"
+
     def layer(index: int) -> Shapes:
         if index < config["first_k_dense_replace"]:
             feed_forward = mlp(config)
@@ -53,12 +62,18 @@ def _deepseek(config: dict[str, Any], *matters: dict[str, Any]) -> Model:
             inner = config["moe_intermediate_size"]
             feed_forward = experts(config, config["n_routed_experts"], inner)
             feed_forward |= mlp(config, inner * config["n_shared_experts"], at="mlp.shared_experts.")
+            if third:
+                feed_forward["mlp.gate.e_score_correction_bias"] = (config["n_routed_experts"],)
         return _latent_attention(config) | feed_forward | norms(config, "input_layernorm", "post_attention_layernorm")
 
-    without = ({"rope_scaling": None}, {"rope_scaling": config["rope_scaling"] | {"mscale_all_dim": 0.5}})
+    scaling, shapes = config["rope_scaling"], decoder(config, layer)
+    if scaling:
+        matters += ({"rope_scaling": None}, {"rope_scaling": scaling | {"mscale_all_dim": 0.5}})
+    for number in range(config.get("num_nextn_predict_layers", 0)):
+        shapes |= norms(config, f"model.layers.{config['num_hidden_layers'] + number}.enorm")
     return Model(
-        config, decoder(config, layer), lengths=(SHORT, CROSSING, LONG),
-        matters=(*without, {"num_experts_per_tok": 2}, {"routed_scaling_factor": 1.7}, *matters),
+        config, shapes, lengths=(SHORT, CROSSING, LONG),
+        matters=({"num_experts_per_tok": 2}, {"routed_scaling_factor": 1.7}, *matters),
     )  # fmt: skip
 
 
@@ -66,4 +81,6 @@ def models() -> dict[str, Model]:
     return {
         "deepseek-v2": _deepseek(V2, {"topk_method": "greedy"}, {"topk_group": 3}),
         "deepseek-v2-lite": _deepseek(LITE),
+        "deepseek-v3": _deepseek(V3, {"topk_group": 3}, {"norm_topk_prob": False}),
+        "kimi-k2": _deepseek(KIMI_K2),
     }

@@ -40,13 +40,16 @@ class Model:
     norm_offset: float = 0.0
     """Value that the network adds to stored norm weights."""
 
+    bias_spread: float = 0.4
+    """Standard deviation of biases. Where every product and norm has one, larger ones alone choose the next token."""
+
     generation: dict[str, Any] = field(default_factory=lambda: {"_from_model_config": True, **ENDS})
     """generation_config.json."""
 
     @property
     def tied(self) -> bool:
         """Whether the LM head is the token embedding."""
-        return not {"lm_head.weight", "output.weight"} & set(self.shapes)
+        return not {"lm_head.weight", "output.weight", "embed_out.weight"} & set(self.shapes)
 
     @property
     def end_token_ids(self) -> list[int]:

@@ -21,7 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from families import baichuan, deepseek, gemma, glm, internlm, llama, llama_likes, mixtures, phi3, qwen
+from families import (
+    baichuan,
+    deepseek,
+    gemma,
+    glm,
+    internlm,
+    llama,
+    llama_likes,
+    mixtures,
+    phi3,
+    qwen,
+)
 from families.drawn import to_bfloat16
 from families.model import Model
 from families.weights import weights_of
@@ -29,7 +40,18 @@ from safetensors import TensorSpec, safe_open, serialize_file
 
 GOLDEN = Path(__file__).with_name("golden")
 NEW_TOKENS = 24
-FAMILIES = (llama, qwen, phi3, internlm, baichuan, glm, gemma, llama_likes, mixtures, deepseek)
+FAMILIES = (
+    llama,
+    qwen,
+    phi3,
+    internlm,
+    baichuan,
+    glm,
+    gemma,
+    llama_likes,
+    mixtures,
+    deepseek,
+)
 WRITERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "bfloat16": to_bfloat16,
     "float16": lambda values: values.astype(np.float16),

@@ -84,26 +84,43 @@ class Reference:
             folder, dtype=self.dtype, attn_implementation="eager", experts_implementation="eager",
             output_loading_info=True, local_files_only=True,
         )  # fmt: skip
+        beyond = f"model.layers.{self.config['num_hidden_layers']}."  # multi-token prediction
+        report["unexpected_keys"] = {key for key in report["unexpected_keys"] if not key.startswith(beyond)}
         unread = {key: found for key, found in report.items() if found}
         if unread:
             raise ValueError(f"{folder}: transformers does not read it whole: {unread}")
         for name, module in network.named_modules():
-            if name.endswith(("mlp.gate", "block_sparse_moe.gate")):
-                module.register_forward_hook(self._see_router)
+            if name.endswith(("mlp.gate", "block_sparse_moe.gate", "block_sparse_moe.router")):
+                module.register_forward_hook(
+                    functools.partial(self._see_router, network.get_submodule(name.rpartition(".")[0]))
+                )
         return network.eval()
 
     def _see_router(
-        self, module: torch.nn.Module, inputs: tuple[torch.Tensor], outputs: tuple[torch.Tensor, ...]
+        self,
+        around: torch.nn.Module,
+        module: torch.nn.Module,
+        inputs: tuple[torch.Tensor],
+        outputs: tuple[torch.Tensor, ...],
     ) -> None:
-        """Of groups, the best expert of each decides."""
-        logits = torch.nn.functional.linear(inputs[0].reshape(-1, module.weight.shape[1]), module.weight)
-        if self.config.get("topk_method") == "group_limited_greedy":
-            groups = logits.unflatten(1, (self.config["n_group"], -1))
-            best = groups.max(dim=-1).values
+        """Of groups, the best expert of each decides; with a correction, its two best ones."""
+        weight = module.wg.weight if hasattr(module, "wg") else module.weight
+        x = inputs[0].reshape(-1, weight.shape[1])
+        scores = torch.nn.functional.linear(x, weight.to(x.dtype))
+        holders = (module, around, getattr(module, "moe_statics", None))
+        found = (getattr(each, "e_score_correction_bias", None) for each in holders)
+        correction = next((each for each in found if each is not None), None)
+        if correction is not None:
+            scores = (scores.softmax(-1) if holders[2] is not None else scores.sigmoid()) + correction.reshape(-1)
+        groups = self.config.get("n_group", 1)
+        if groups > 1 and self.config.get("topk_method") != "greedy":
+            of_groups = scores.unflatten(1, (groups, -1))
+            best = of_groups.topk(1 if correction is None else 2).values.sum(dim=-1)
             self._keep_lead(best, self.config["topk_group"])
             chosen = best.topk(self.config["topk_group"]).indices
-            logits = groups.gather(1, chosen[..., None].expand(-1, -1, groups.shape[-1])).flatten(1)
-        self._keep_lead(logits, self.config["num_experts_per_tok"])
+            scores = of_groups.gather(1, chosen[..., None].expand(-1, -1, of_groups.shape[-1])).flatten(1)
+        top_k = next(self.config[key] for key in ("num_experts_per_tok", "moe_k", "moe_topk") if key in self.config)
+        self._keep_lead(scores, top_k[0] if isinstance(top_k, list) else top_k)
 
     def _keep_lead(self, scores: torch.Tensor, chosen: int) -> None:
         ranked = scores.sort(descending=True).values

@@ -40,12 +40,14 @@ def head_size(c: Config) -> int:
 
 def attention(
     c: Config, *, bias: bool = False, out_bias: bool = False, joined: str = "", head_norms: bool = False,
+    whole_norms: bool = False, norm_names: tuple[str, str] = ("q_norm", "k_norm"),
     at: str = "self_attn.", out: str = "o_proj",
 ) -> Shapes:  # fmt: skip
     """Query, key and value, separate or fused in a tensor `joined`, and the output projection.
 
     Args:
         head_norms: Whether each head of queries and keys has a norm.
+        whole_norms: Whether queries and keys have norms over all heads.
     """
     size = head_size(c)
     q = c["num_attention_heads"] * size
@@ -54,8 +56,9 @@ def attention(
     shapes: Shapes = {}
     for name, count in rows.items():
         shapes |= linear(at + name, count, c["hidden_size"], bias)
-    if head_norms:
-        shapes |= {f"{at}{name}.weight": (size,) for name in ("q_norm", "k_norm")}
+    if head_norms or whole_norms:
+        sizes = (q, kv) if whole_norms else (size, size)
+        shapes |= {f"{at}{name}.weight": (each,) for name, each in zip(norm_names, sizes, strict=True)}
     return shapes | linear(at + out, c["hidden_size"], q, out_bias)
 
 
@@ -74,11 +77,11 @@ def mlp(
 
 
 def experts(
-    c: Config, count: int, inner: int, *, at: str = "mlp.",
+    c: Config, count: int, inner: int, *, at: str = "mlp.", router: str = "gate",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Shapes:  # fmt: skip
     """The router, and gate, up and down of each expert."""
-    shapes = linear(at + "gate", count, c["hidden_size"])
+    shapes = linear(at + router, count, c["hidden_size"])
     for index in range(count):
         shapes |= mlp(c, inner, at=f"{at}experts.{index}.", names=names)
     return shapes

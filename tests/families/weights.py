@@ -15,7 +15,17 @@ from families.model import Model
 SMALLEST = 2.0**-16
 """Below it float16 has fewer bits than bfloat16."""
 
-CHOOSING = ("q_proj", "k_proj", "qkv_proj", "wqkv", "W_pack", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+CHOOSING = (
+    "q_proj",
+    "k_proj",
+    "qkv_proj",
+    "query_key_value",
+    "wqkv",
+    "W_pack",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+)
 
 
 def weights_of(key: str, model: Model) -> dict[str, np.ndarray]:
@@ -31,22 +41,23 @@ def _tensor(key: str, name: str, shape: tuple[int, ...], model: Model) -> np.nda
 
 def _gain_or_bias(name: str, model: Model) -> tuple[float, float]:
     if name.endswith(".bias"):
-        return 0.0, 0.4
+        return 0.0, model.bias_spread
     if name == "model.norm.weight" and model.tied:
         return -model.norm_offset, 1.2
-    centre = 1.5 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
+    heads = ("q_norm.weight", "k_norm.weight", "query_layernorm.weight", "key_layernorm.weight")
+    centre = 1.5 if name.endswith(heads) else 1.0
     return centre - model.norm_offset, 0.3
 
 
 def _spread(name: str, shape: tuple[int, ...], model: Model) -> float:
     part = name.split(".")[-2]
-    if part in ("embed_tokens", "tok_embeddings"):
+    if part in ("embed_tokens", "tok_embeddings", "embed_in"):
         return 0.15 if model.tied else 1.0
     factor = 1.2
-    if part in ("lm_head", "output"):
+    if part in ("lm_head", "output", "embed_out"):
         factor = 1.5
-    elif part in ("gate", "shared_expert_gate"):
+    elif part in ("gate", "shared_expert_gate", "wg", "layer"):
         factor = 2.5
     elif part in CHOOSING:
         factor = 1.35
-    return factor / math.sqrt(shape[1])
+    return factor / math.sqrt(shape[-1])

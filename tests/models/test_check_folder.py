@@ -29,6 +29,22 @@ def test_check_folder_accepts_a_tied_embedding_stored_twice(tmp_path):
     check_folder(tmp_path)
 
 
+def test_check_folder_accepts_layers_of_multi_token_prediction(tmp_path):
+    tensors = write_small_model(tmp_path, num_nextn_predict_layers=1)
+    layer = CONFIG["num_hidden_layers"]
+    more = {f"model.layers.{layer}.{name}.weight": np.zeros((2, 3), "f") for name in ("enorm", "mlp.up_proj")}
+    write_safetensors(tmp_path / "model.safetensors", tensors | more)
+    spec = check_folder(tmp_path)
+    reader = WeightReader(tmp_path)
+    for name, shape in spec.tensors.items():
+        reader.read(name, shape)
+    with pytest.raises(ModelError, match=rf"no place for tensor model\.layers\.{layer}\.enorm\.weight"):
+        reader.check_all_read()
+    for name in spec.network.optional:
+        reader.ignore(name)
+    reader.check_all_read()
+
+
 def test_check_folder_lists_every_mismatch(tmp_path, capsys):
     tensors = write_small_model(tmp_path)
     for name in [name for name in tensors if ".1.mlp" in name or ".1.self" in name]:

@@ -67,7 +67,7 @@ def convert(
         known = ", ".join(_MINDFORMERS)
         raise ConfigError(f"--to mindformers must be given a model of {known}. Given: {spec.architecture}")
     shapes = {tensor.name: tensor.shape for tensor in tensors}
-    check_tensors(str(source), spec.tensors, shapes, optional_tensors(spec))
+    check_tensors(str(source), spec.tensors, shapes, optional_tensors(spec, shapes))
     if form == "mindformers":
         tensors = [tensor._replace(name=mindformers_name(tensor.name)) for tensor in tensors]
     num_bytes = sum(tensor.num_bytes for tensor in tensors)

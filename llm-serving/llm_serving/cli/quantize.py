@@ -20,7 +20,7 @@ from llm_serving.formats.stored_tensor import Array
 from llm_serving.formats.writer import TensorSource, write_safetensors
 from llm_serving.hub.base import DownloadProgress
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
-from llm_serving.models.weight_reader import WeightReader, check_folder, optional_tensors
+from llm_serving.models.weight_reader import WeightReader, check_folder
 
 DEFAULT_GROUP_SIZE: Final = 128
 _QUANTIZED_KINDS: Final = ("linear", "experts")
@@ -105,7 +105,7 @@ def _tensors(
 ) -> Iterator[TensorSource]:
     """Yield the tensors of the result. The tensors of one quantized weight follow each other."""
     shapes = reader.shapes()
-    wanted = {**spec.tensors, **{name: shape for name, shape in optional_tensors(spec).items() if name in shapes}}
+    wanted = {**spec.tensors, **{name: shape for name, shape in shapes.items() if name in spec.network.optional}}
     for name, shape in wanted.items():
         if name not in quantized:
             array = reader.read(name, shape)

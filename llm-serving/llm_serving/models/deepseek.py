@@ -1,4 +1,4 @@
-"""DeepSeek-V2: multi-head latent attention (MLA), and a mixture of experts with shared experts.
+"""DeepSeek-V2, V3, R1 and Kimi-K2: multi-head latent attention (MLA), and a mixture of experts with shared experts.
 
 A token's keys and values are one latent vector for all heads, plus a rotary part of the key. Per-head weights map
 queries into the latent space, where the latent vector is both key and value, and map the attention output back
@@ -15,6 +15,7 @@ from llm_serving.models.layers import (
     mixture_of_experts,
     rope_config,
     rope_scaling,
+    sigmoid_routing,
 )
 from llm_serving.network.builder import ExpertRouting, Network, padded_order, repeated_order
 from llm_serving.network.operations import Float32Array, Value
@@ -24,24 +25,33 @@ LATENT_EPS = 1e-6
 
 
 def deepseek_v2(c: ConfigReader) -> Network:
-    net, attention = empty_network(c), _LatentAttention(c)
-    first, count = c.integer("first_k_dense_replace", 0, least=0), c.integer("n_routed_experts")
-    shared = c.integer("n_shared_experts") * c.integer("moe_intermediate_size")
     method = c.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     groups = (1, 1) if method == "greedy" else (c.integer("n_group"), c.integer("topk_group"))
-    if count % groups[0]:
-        raise c.fail("n_routed_experts", f"must be a multiple of `n_group` {groups[0]}")
-    if groups[1] > groups[0]:
-        raise c.fail("topk_group", f"must be at most `n_group` {groups[0]}")
-    scale = c.number("routed_scaling_factor", 1.0)
-    routing = ExpertRouting(
-        c.integer("num_experts_per_tok"), normalise=False, scale=scale, groups=groups[0], top_groups=groups[1]
-    )
     c.choice("scoring_func", ("softmax",), "softmax")
     if c.boolean("norm_topk_prob"):
         raise c.fail("norm_topk_prob", "must be false")
+    scale = c.number("routed_scaling_factor", 1.0)
+    top_k = c.integer("num_experts_per_tok")
+    routing = ExpertRouting(top_k, normalise=False, scale=scale, groups=groups[0], top_groups=groups[1])
+    return _deepseek(c, routing, c.integer("first_k_dense_replace", 0, least=0))
+
+
+def deepseek_v3(c: ConfigReader) -> Network:
+    c.choice("topk_method", ("noaux_tc",), "noaux_tc")
+    c.choice("scoring_func", ("sigmoid",), "sigmoid")
+    if not c.boolean("rope_interleave", True):
+        raise c.fail("rope_interleave", "must be true")
+    return _deepseek(c, sigmoid_routing(c, (8, 4), 2.5), c.integer("first_k_dense_replace", 3, least=0))
+
+
+def _deepseek(c: ConfigReader, routing: ExpertRouting, first: int) -> Network:
+    """Build the network. `first`: number of layers before the first one with experts."""
+    net, attention, count = empty_network(c), _LatentAttention(c), c.integer("n_routed_experts")
+    shared = c.integer("n_shared_experts") * c.integer("moe_intermediate_size")
     if c.integer("moe_layer_freq", 1) != 1:
         raise c.fail("moe_layer_freq", "must be 1")
+    if c.boolean("attention_bias"):
+        raise c.fail("attention_bias", "must be false")
     c.choice("hidden_act", ("silu",), "silu")
 
     def feed_forward(x: Value, index: int, at: str) -> Value:

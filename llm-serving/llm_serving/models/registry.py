@@ -37,6 +37,7 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
     "GraniteForCausalLM": ("granite", "granite"),
     "SmolLM3ForCausalLM": ("smollm3", "smollm3"),
     "DeepseekV2ForCausalLM": ("deepseek", "deepseek_v2"),
+    "DeepseekV3ForCausalLM": ("deepseek", "deepseek_v3"),
 }
 """Name in `architectures` of a configuration -> (module of this package, function)."""
 

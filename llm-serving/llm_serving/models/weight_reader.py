@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -182,8 +182,8 @@ class WeightReader:
         return stored
 
     def ignore(self, name: str) -> None:
-        """Allow this tensor in the folder although the model does not use it."""
-        self._unread.discard(name)
+        """Allow this tensor, or those of a prefix that ends with a dot, although the model does not use them."""
+        self._unread -= {each for each in self._unread if is_optional(each, (name,))}
 
     def check_all_read(self) -> None:
         """Raise ModelError if the folder holds tensors that the model did not read: it is another model."""
@@ -219,14 +219,20 @@ def check_folder(folder: Path) -> ModelSpec:
     """Return the spec of a folder, reading only headers. Raise ModelError if its files are damaged or do not match."""
     spec = ModelSpec.from_folder(folder)
     reader = WeightReader(folder, spec.scheme)
-    spare = {**reader.zero_biases(), **optional_tensors(spec)}
+    spare = {**reader.zero_biases(), **optional_tensors(spec, reader.shapes())}
     check_tensors(str(folder), spec.tensors, reader.shapes(), spare)
     return spec
 
 
-def optional_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the tensors that a folder may contain in addition: some exporters write a tied embedding twice."""
-    return dict.fromkeys(spec.network.optional, (spec.vocab_size, spec.network.hidden))
+def optional_tensors(spec: ModelSpec, found: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of `found` that the model does not use. Some exporters write a tied embedding twice."""
+    head = (spec.vocab_size, spec.network.hidden)
+    optional = spec.network.optional
+    return {name: head if name in optional else shape for name, shape in found.items() if is_optional(name, optional)}
+
+
+def is_optional(name: str, optional: Collection[str]) -> bool:
+    return name in optional or any(each.endswith(".") and name.startswith(each) for each in optional)
 
 
 WHOLE_BYTES: Final = 2**20
