@@ -1,4 +1,6 @@
-"""GLM-4: half of each head rotates, in interleaved pairs. Models of 2025 add norms after both sublayers."""
+"""GLM-4: half of each head rotates, in interleaved pairs. Models of 2025 add norms after both sublayers. GLM-4.5 to 4.7
+have experts, and rotate without interleaving.
+"""
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (
@@ -6,8 +8,11 @@ from llm_serving.models.layers import (
     decoder,
     empty_network,
     gated_mlp,
+    mixture_of_experts,
+    pre_norm,
     rotary_embedding,
     self_attention,
+    sigmoid_routing,
 )
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
@@ -39,3 +44,24 @@ def _glm(c: ConfigReader, attention_norm: str, mlp_norm: str) -> Network:
         return net.add(hidden, behind(x, mlp_norm, at))
 
     return decoder(net, c, layer)
+
+
+def glm4_moe(c: ConfigReader) -> Network:
+    net, heads = empty_network(c, eps=1e-5), attention_heads(c)
+    rotary, bias = rotary_embedding(c, heads, fraction=0.5), c.boolean("attention_bias")
+    norms = ("self_attn.q_norm", "self_attn.k_norm") if c.boolean("use_qk_norm") else None
+    count, first = c.integer("n_routed_experts"), c.integer("first_k_dense_replace", 1, least=0)
+    shared, routing = c.integer("n_shared_experts", 1), sigmoid_routing(c, (1, 1), 1.0)
+    c.choice("hidden_act", ("silu",), "silu")
+
+    def attention(x: Value, _: int, at: str) -> Value:
+        return self_attention(net, x, at, heads, rotary, norms=norms, bias=bias)
+
+    def feed_forward(x: Value, index: int, at: str) -> Value:
+        if index < first:
+            return gated_mlp(net, x, at, c.integer("intermediate_size"))
+        routed = mixture_of_experts(net, c, x, at, count, "moe_intermediate_size", routing)
+        inner = shared * c.integer("moe_intermediate_size")
+        return net.add(routed, gated_mlp(net, x, at + "shared_experts.", inner))
+
+    return pre_norm(net, c, attention, feed_forward)

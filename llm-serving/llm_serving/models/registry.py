@@ -38,6 +38,7 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
     "SmolLM3ForCausalLM": ("smollm3", "smollm3"),
     "DeepseekV2ForCausalLM": ("deepseek", "deepseek_v2"),
     "DeepseekV3ForCausalLM": ("deepseek", "deepseek_v3"),
+    "Glm4MoeForCausalLM": ("glm", "glm4_moe"),
 }
 """Name in `architectures` of a configuration -> (module of this package, function)."""
 
