@@ -31,6 +31,7 @@ from families import (
     llama_likes,
     mixtures,
     phi3,
+    post_norms,
     qwen,
 )
 from families.drawn import to_bfloat16
@@ -49,6 +50,7 @@ FAMILIES = (
     glm,
     gemma,
     llama_likes,
+    post_norms,
     mixtures,
     deepseek,
 )

@@ -39,6 +39,9 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
     "DeepseekV2ForCausalLM": ("deepseek", "deepseek_v2"),
     "DeepseekV3ForCausalLM": ("deepseek", "deepseek_v3"),
     "Glm4MoeForCausalLM": ("glm", "glm4_moe"),
+    "Olmo2ForCausalLM": ("olmo", "olmo2"),
+    "Olmo3ForCausalLM": ("olmo", "olmo3"),
+    "Exaone4ForCausalLM": ("exaone", "exaone4"),
 }
 """Name in `architectures` of a configuration -> (module of this package, function)."""
 

@@ -1,0 +1,38 @@
+"""EXAONE 4: norms follow the sublayers. Models with sliding windows have rotary embeddings only in those layers."""
+
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.layers import (
+    FULL,
+    SLIDING,
+    attention_heads,
+    decoder,
+    empty_network,
+    gated_mlp,
+    rotary_embedding,
+    self_attention,
+    sliding_window,
+)
+from llm_serving.network.builder import Network
+from llm_serving.network.operations import Value
+
+NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+
+
+def exaone4(c: ConfigReader) -> Network:
+    net, heads = empty_network(c, eps=1e-5), attention_heads(c)
+    rotary, inner, count = rotary_embedding(c, heads), c.integer("intermediate_size"), c.integer("num_hidden_layers")
+    window, kinds = sliding_window(c, 4096), c.choices("layer_types", (FULL, SLIDING), count)
+    if kinds is None:
+        every = c.integer("sliding_window_pattern", 4) if window else 1
+        kinds = [SLIDING if (index + 1) % every else FULL for index in range(count)]
+    c.choice("hidden_act", ("silu",), "silu")
+
+    def layer(hidden: Value, index: int, at: str) -> Value:
+        slides = kinds[index] == SLIDING
+        rotates = rotary if slides or window is None else None
+        x = self_attention(net, hidden, at, heads, rotates, norms=NORMS, window=window if slides else None)
+        hidden = net.add(hidden, net.rms_norm(x, at + "post_attention_layernorm"))
+        x = gated_mlp(net, hidden, at + "mlp.", inner)
+        return net.add(hidden, net.rms_norm(x, at + "post_feedforward_layernorm"))
+
+    return decoder(net, c, layer)
