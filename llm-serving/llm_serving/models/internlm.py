@@ -2,7 +2,6 @@
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (
-    QKV,
     attention_heads,
     decoder,
     empty_network,
@@ -10,6 +9,7 @@ from llm_serving.models.layers import (
     rotary_embedding,
     self_attention,
 )
+from llm_serving.models.llama import llama_like
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 
@@ -31,16 +31,5 @@ def internlm2(c: ConfigReader) -> Network:
 
 
 def internlm3(c: ConfigReader) -> Network:
-    net, heads = empty_network(c), attention_heads(c)
-    rotary, inner, bias = rotary_embedding(c, heads), c.integer("intermediate_size"), c.boolean("bias")
-    qkv_bias = c.boolean("qkv_bias")
-    c.choice("hidden_act", ("silu",), "silu")
-
-    def layer(hidden: Value, _: int, at: str) -> Value:
-        x = net.rms_norm(hidden, at + "input_layernorm")
-        x = self_attention(net, x, at, heads, rotary, names=QKV, bias=qkv_bias, out_bias=bias)
-        hidden = net.add(hidden, x)
-        x = net.rms_norm(hidden, at + "post_attention_layernorm")
-        return net.add(hidden, gated_mlp(net, x, at + "mlp.", inner, bias=bias))
-
-    return decoder(net, c, layer)
+    bias = c.boolean("bias")
+    return llama_like(c, c.boolean("qkv_bias"), bias, bias)

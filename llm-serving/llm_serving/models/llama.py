@@ -1,11 +1,11 @@
-"""Llama 2 and 3. The configuration specifies biases, tied embeddings and RoPE scaling."""
+"""Llama 2 and 3, and Seed-OSS. The configuration specifies biases, tied embeddings and RoPE scaling."""
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (
     attention_heads,
-    decoder,
     empty_network,
     gated_mlp,
+    pre_norm,
     rotary_embedding,
     self_attention,
 )
@@ -14,15 +14,23 @@ from llm_serving.network.operations import Value
 
 
 def llama(c: ConfigReader) -> Network:
+    bias = c.boolean("attention_bias")
+    return llama_like(c, bias, bias, c.boolean("mlp_bias"))
+
+
+def seed_oss(c: ConfigReader) -> Network:
+    return llama_like(c, c.boolean("attention_bias", True), c.boolean("attention_out_bias"), c.boolean("mlp_bias"))
+
+
+def llama_like(c: ConfigReader, bias: bool, out_bias: bool, mlp_bias: bool) -> Network:
     net, heads = empty_network(c), attention_heads(c)
     rotary, inner = rotary_embedding(c, heads), c.integer("intermediate_size")
-    bias, mlp_bias = c.boolean("attention_bias"), c.boolean("mlp_bias")
     c.choice("hidden_act", ("silu",), "silu")
 
-    def layer(hidden: Value, _: int, at: str) -> Value:
-        x = net.rms_norm(hidden, at + "input_layernorm")
-        hidden = net.add(hidden, self_attention(net, x, at, heads, rotary, bias=bias, out_bias=bias))
-        x = net.rms_norm(hidden, at + "post_attention_layernorm")
-        return net.add(hidden, gated_mlp(net, x, at + "mlp.", inner, bias=mlp_bias))
+    def attention(x: Value, _: int, at: str) -> Value:
+        return self_attention(net, x, at, heads, rotary, bias=bias, out_bias=out_bias)
 
-    return decoder(net, c, layer)
+    def feed_forward(x: Value, _: int, at: str) -> Value:
+        return gated_mlp(net, x, at, inner, bias=mlp_bias)
+
+    return pre_norm(net, c, attention, feed_forward)

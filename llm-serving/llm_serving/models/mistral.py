@@ -1,4 +1,8 @@
-"""Mistral, optionally with a sliding window, and Mixtral, whose experts have their own tensor names."""
+"""Mistral, optionally with a sliding window, Mixtral, whose experts have their own tensor names, and Ministral 3, whose
+queries grow with their position.
+"""
+
+from dataclasses import replace
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (
@@ -7,6 +11,8 @@ from llm_serving.models.layers import (
     empty_network,
     gated_mlp,
     mixture_of_experts,
+    pre_norm,
+    rope_config,
     rotary_embedding,
     self_attention,
     sliding_window,
@@ -35,3 +41,21 @@ def mistral(c: ConfigReader) -> Network:
         return net.add(hidden, x)
 
     return decoder(net, c, layer)
+
+
+def ministral3(c: ConfigReader) -> Network:
+    net, heads = empty_network(c, eps=1e-5), attention_heads(c)
+    rotary, inner, reader = rotary_embedding(c, heads, theta=1e6), c.integer("intermediate_size"), rope_config(c)
+    q_rotary, window = rotary, sliding_window(c)
+    if reader.has("llama_4_scaling_beta"):
+        growth, first = reader.number("llama_4_scaling_beta"), reader.integer("original_max_position_embeddings")
+        q_rotary = replace(rotary, growth=growth, growth_positions=first)
+    c.choice("hidden_act", ("silu",), "silu")
+
+    def attention(x: Value, _: int, at: str) -> Value:
+        return self_attention(net, x, at, heads, rotary, q_rotary=q_rotary, window=window)
+
+    def feed_forward(x: Value, _: int, at: str) -> Value:
+        return gated_mlp(net, x, at, inner)
+
+    return pre_norm(net, c, attention, feed_forward)

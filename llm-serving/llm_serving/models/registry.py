@@ -41,7 +41,13 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
     "Glm4MoeForCausalLM": ("glm", "glm4_moe"),
     "Olmo2ForCausalLM": ("olmo", "olmo2"),
     "Olmo3ForCausalLM": ("olmo", "olmo3"),
+    "SeedOssForCausalLM": ("llama", "seed_oss"),
+    "Ernie4_5ForCausalLM": ("ernie", "ernie4_5"),
+    "Ernie4_5_MoeForCausalLM": ("ernie", "ernie4_5"),
+    "HunYuanDenseV1ForCausalLM": ("hunyuan", "hunyuan"),
+    "HunYuanMoEV1ForCausalLM": ("hunyuan", "hunyuan"),
     "Exaone4ForCausalLM": ("exaone", "exaone4"),
+    "Ministral3ForCausalLM": ("mistral", "ministral3"),
 }
 """Name in `architectures` of a configuration -> (module of this package, function)."""
 

@@ -1,0 +1,50 @@
+"""ERNIE 4.5: rotary embeddings of adjacent pairs. Most layers of the larger models have experts beside shared ones,
+which are chosen by a corrected softmax.
+"""
+
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.layers import (
+    attention_heads,
+    empty_network,
+    gated_mlp,
+    mixture_of_experts,
+    pre_norm,
+    rotary_embedding,
+    self_attention,
+)
+from llm_serving.network.builder import ExpertRouting, Network
+from llm_serving.network.operations import Value
+
+_PREDICTING = ("block", "emb_norm", "hidden_norm", "linear_proj")
+"""Parts of the layers that predict further tokens, which are not used."""
+
+
+def ernie4_5(c: ConfigReader) -> Network:
+    net, heads = empty_network(c, eps=1e-5), attention_heads(c)
+    rotary, inner = rotary_embedding(c, heads, interleaved=True, theta=500000.0), c.integer("intermediate_size")
+    bias = c.boolean("use_bias")
+    experts = c.integer("moe_num_experts") if c.has("moe_num_experts") else 0
+    c.choice("hidden_act", ("silu",), "silu")
+
+    def attention(x: Value, _: int, at: str) -> Value:
+        return self_attention(net, x, at, heads, rotary, bias=bias, out_bias=bias)
+
+    def feed_forward(x: Value, index: int, at: str) -> Value:
+        if not experts or not _has_experts(c, index):
+            return gated_mlp(net, x, at, inner, bias=bias)
+        correction = "moe_statics.e_score_correction_bias"
+        routing = ExpertRouting(c.integer("moe_k", 6), correction=correction, correction_rows=1)
+        routed = mixture_of_experts(net, c, x, at, experts, "moe_intermediate_size", routing)
+        shared = c.integer("moe_num_shared_experts", 2, least=0) * c.integer("moe_intermediate_size")
+        return net.add(routed, gated_mlp(net, x, at + "shared_experts.", shared, bias=bias)) if shared else routed
+
+    for part in _PREDICTING:
+        net.allow_unused(f"model.mtp_{part}.")
+    return pre_norm(net, c, attention, feed_forward, tied=True)
+
+
+def _has_experts(c: ConfigReader, index: int) -> bool:
+    last = c.integer("moe_layer_end_index", -1, least=-1)
+    last = c.integer("num_hidden_layers") - 1 if last == -1 else last
+    first, every = c.integer("moe_layer_start_index", 1, least=0), c.integer("moe_layer_interval", 1)
+    return first <= index <= last and (index + 1) % every == 0

@@ -1,0 +1,62 @@
+"""Hunyuan: norms of heads follow the rotary embedding. The larger models have experts beside a shared one."""
+
+from dataclasses import replace
+
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.layers import (
+    Heads,
+    attention_heads,
+    empty_network,
+    gated_mlp,
+    mixture_of_experts,
+    pre_norm,
+    rope_config,
+    rotary_embedding,
+    self_attention,
+)
+from llm_serving.network.builder import ExpertRouting, Network
+from llm_serving.network.operations import Value
+from llm_serving.network.rope import Rotary
+
+NORMS = ("self_attn.query_layernorm", "self_attn.key_layernorm")
+
+
+def hunyuan(c: ConfigReader) -> Network:
+    net, heads = empty_network(c, eps=1e-5), attention_heads(c)
+    rotary, inner, bias = _rotary(c, heads), c.integer("intermediate_size"), c.boolean("attention_bias")
+    experts = _of_all_layers(c, "num_experts") if c.has("num_experts") else 0
+    c.choice("hidden_act", ("silu",), "silu")
+
+    def attention(x: Value, _: int, at: str) -> Value:
+        return self_attention(net, x, at, heads, rotary, norms=NORMS, norms_after_rope=True, bias=bias, out_bias=bias)
+
+    def feed_forward(x: Value, _: int, at: str) -> Value:
+        if not experts:
+            return gated_mlp(net, x, at, inner)
+        routing = ExpertRouting(_of_all_layers(c, "moe_topk"))
+        routed = mixture_of_experts(net, c, x, at, experts, "intermediate_size", routing, router="gate.wg")
+        return net.add(routed, gated_mlp(net, x, at + "shared_mlp.", inner))
+
+    return pre_norm(net, c, attention, feed_forward)
+
+
+def _of_all_layers(c: ConfigReader, key: str) -> int:
+    """Return an integer, which may be given as a list of equal ones."""
+    value = c.config.get(key)
+    if not isinstance(value, list):
+        return c.integer(key, 1)
+    if not value or any(each != value[0] for each in value):
+        raise c.fail(key, "must be equal in all layers")
+    return ConfigReader({key: value[0]}, c.where).integer(key)
+
+
+def _rotary(c: ConfigReader, heads: Heads) -> Rotary:
+    """Read the rotary embedding, whose base grows with `alpha` instead of the length of the context."""
+    rotary, reader = rotary_embedding(ConfigReader({**c.config, **_NO_SCALING}, c.where), heads), rope_config(c)
+    if not reader.has("alpha"):
+        return rotary_embedding(c, heads)
+    theta = reader.number("rope_theta", rotary.theta)
+    return replace(rotary, theta=theta * reader.number("alpha") ** (heads.own / (heads.own - 2)))
+
+
+_NO_SCALING = {"rope_scaling": None, "rope_parameters": None}
