@@ -39,6 +39,7 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
     "DeepseekV2ForCausalLM": ("deepseek", "deepseek_v2"),
     "DeepseekV3ForCausalLM": ("deepseek", "deepseek_v3"),
     "Glm4MoeForCausalLM": ("glm", "glm4_moe"),
+    "MiniMaxM2ForCausalLM": ("minimax", "minimax_m2"),
     "Olmo2ForCausalLM": ("olmo", "olmo2"),
     "Olmo3ForCausalLM": ("olmo", "olmo3"),
     "SeedOssForCausalLM": ("llama", "seed_oss"),
@@ -47,6 +48,7 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
     "HunYuanDenseV1ForCausalLM": ("hunyuan", "hunyuan"),
     "HunYuanMoEV1ForCausalLM": ("hunyuan", "hunyuan"),
     "Exaone4ForCausalLM": ("exaone", "exaone4"),
+    "GraniteMoeForCausalLM": ("granite", "granite"),
     "Ministral3ForCausalLM": ("mistral", "ministral3"),
 }
 """Name in `architectures` of a configuration -> (module of this package, function)."""

@@ -1,0 +1,34 @@
+"""MiniMax-M2: experts in every layer, and norms of query and key that extend over all heads."""
+
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.layers import (
+    attention_heads,
+    decoder,
+    empty_network,
+    mixture_of_experts,
+    rotary_embedding,
+    self_attention,
+)
+from llm_serving.network.builder import ExpertRouting, Network
+from llm_serving.network.operations import Value
+
+NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+
+
+def minimax_m2(c: ConfigReader) -> Network:
+    net, heads = empty_network(c), attention_heads(c)
+    fraction = c.integer("rotary_dim", heads.own) / heads.own
+    rotary, count = rotary_embedding(c, heads, theta=5e6, fraction=fraction), c.integer("num_local_experts")
+    routing = ExpertRouting(c.integer("num_experts_per_tok"), score="sigmoid", correction="e_score_correction_bias")
+    c.choice("hidden_act", ("silu",), "silu")
+    c.choice("qk_norm_type", ("per_layer",), "per_layer")
+    c.choice("scoring_func", ("sigmoid",), "sigmoid")
+
+    def layer(hidden: Value, _: int, at: str) -> Value:
+        x = net.rms_norm(hidden, at + "input_layernorm")
+        hidden = net.add(hidden, self_attention(net, x, at, heads, rotary, norms=NORMS, whole_norms=True))
+        x = net.rms_norm(hidden, at + "post_attention_layernorm")
+        parts, at = ("w1", "w3", "w2"), at + "block_sparse_moe."
+        return net.add(hidden, mixture_of_experts(net, c, x, at, count, "intermediate_size", routing, parts=parts))
+
+    return decoder(net, c, layer)
