@@ -27,6 +27,7 @@ from families import (
     gemma,
     glm,
     internlm,
+    layer_norms,
     llama,
     llama_likes,
     mixtures,
@@ -51,6 +52,7 @@ FAMILIES = (
     gemma,
     llama_likes,
     post_norms,
+    layer_norms,
     mixtures,
     deepseek,
 )

@@ -50,6 +50,11 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
     "Exaone4ForCausalLM": ("exaone", "exaone4"),
     "GraniteMoeForCausalLM": ("granite", "granite"),
     "Ministral3ForCausalLM": ("mistral", "ministral3"),
+    "CohereForCausalLM": ("cohere", "cohere"),
+    "Cohere2ForCausalLM": ("cohere", "cohere2"),
+    "StableLmForCausalLM": ("stablelm", "stablelm"),
+    "Starcoder2ForCausalLM": ("starcoder2", "starcoder2"),
+    "GPTNeoXForCausalLM": ("gpt_neox", "gpt_neox"),
 }
 """Name in `architectures` of a configuration -> (module of this package, function)."""
 

@@ -1,0 +1,56 @@
+"""Cohere's Command R and R7B: attention and feed-forward block read the same layer norm, and are added together.
+
+Command R rotates adjacent pairs. Cohere 2 does so only in layers with a sliding window.
+"""
+
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.layers import (
+    FULL,
+    SLIDING,
+    attention_heads,
+    decoder,
+    empty_network,
+    gated_mlp,
+    rotary_embedding,
+    self_attention,
+)
+from llm_serving.network.builder import Network
+from llm_serving.network.operations import Value
+
+NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+
+
+def cohere(c: ConfigReader) -> Network:
+    return _cohere(c, [""] * c.integer("num_hidden_layers"), 500000.0)
+
+
+def cohere2(c: ConfigReader) -> Network:
+    count, every = c.integer("num_hidden_layers"), c.integer("sliding_window_pattern", 4)
+    usual = [SLIDING if (index + 1) % every else FULL for index in range(count)]
+    return _cohere(c, c.choices("layer_types", (FULL, SLIDING), count) or usual, 10000.0)
+
+
+def _cohere(c: ConfigReader, kinds: list[str], theta: float) -> Network:
+    """Build the network. `kinds`: kind of each layer; empty where it has a rotary embedding and no window."""
+    net, heads = empty_network(c, eps=1e-5, eps_key="layer_norm_eps"), attention_heads(c)
+    rotary, inner = rotary_embedding(c, heads, interleaved=True, theta=theta), c.integer("intermediate_size")
+    bias, norms = c.boolean("attention_bias"), NORMS if c.boolean("use_qk_norm") else None
+    if norms is not None and heads.own != heads.dim:
+        raise c.fail("use_qk_norm", f"must be false for heads of {heads.own} elements, no multiple of 16")
+    c.choice("hidden_act", ("silu",), "silu")
+
+    def head_norm(x: Value, name: str, order: list[int]) -> Value:
+        return net.layer_norm(x, name, group=heads.dim, rows=order, stored_shape=(x.width // heads.dim, heads.dim))
+
+    def layer(hidden: Value, index: int, at: str) -> Value:
+        x, kind = net.layer_norm(hidden, at + "input_layernorm"), kinds[index]
+        window = c.integer("sliding_window", 4096) if kind == SLIDING else None
+        turns = None if kind == FULL else rotary
+        attended = self_attention(
+            net, x, at, heads, turns, norms=norms, head_norm=head_norm, bias=bias, out_bias=bias, window=window
+        )
+        hidden = net.add(hidden, attended)
+        return net.add(hidden, gated_mlp(net, x, at + "mlp.", inner))
+
+    scale = c.number("logit_scale", 0.0625)
+    return decoder(net, c, layer, tied=True, scale=scale, normalize=net.layer_norm)
