@@ -26,6 +26,7 @@ from families import (
     deepseek,
     gemma,
     glm,
+    gpt_oss,
     internlm,
     layer_norms,
     llama,
@@ -54,6 +55,7 @@ FAMILIES = (
     post_norms,
     layer_norms,
     mixtures,
+    gpt_oss,
     deepseek,
 )
 WRITERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {

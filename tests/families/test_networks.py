@@ -32,6 +32,8 @@ ON_EVERY_KERNELS: dict[str, dict[str, Any]] = {
     "gemma3": {"num_hidden_layers": 2, "sliding_window_pattern": 2},
     "granite": ONE_LAYER,
     "smollm3": {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2},
+    "olmo2": ONE_LAYER,
+    "ministral3": ONE_LAYER,
     "mixtral": ONE_LAYER,
     "qwen2-moe": ONE_LAYER,
     "qwen3-moe": ONE_LAYER,

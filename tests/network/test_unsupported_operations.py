@@ -22,6 +22,9 @@ from llm_serving.network.quantization import (
         ("mistral", "attention with a window of 64 tokens", None),
         ("gemma2", "attention with a window of 64 tokens", None),
         ("baichuan2-13b", "attention with slopes", None),
+        ("gpt-oss", "attention with sinks", "attention with sinks"),
+        ("cohere", "layer norms", "layer norms"),
+        ("ernie4.5-moe", "experts chosen by anything but the largest of a softmax", None),
         ("deepseek-v2-lite", "products with a weight for each head", "products with a weight for each head"),
     ],
 )
@@ -55,6 +58,12 @@ def experts(**routing):
     return net
 
 
+def feed_forward(body):
+    net = Network(64, 97)
+    body(net, net.embedding("table"))
+    return net
+
+
 CHOSEN = "experts chosen by anything but the largest of a softmax"
 SLOPES = Weight((), (4,), generate=lambda num_positions: np.zeros(4, np.float32))
 
@@ -67,7 +76,12 @@ SLOPES = Weight((), (4,), generate=lambda num_positions: np.zeros(4, np.float32)
         (attention(cap=30.0), "attention with a cap on its scores"),
         (attention(slopes=SLOPES), "attention with slopes"),
         (attention(q_rope=Value("turned", 64)), "attention to latent keys"),
+        (attention(sinks=Weight(("sinks",), (4,), ((4,),))), "attention with sinks"),
+        (feed_forward(lambda net, x: net.layer_norm(x, "norm")), "layer norms"),
+        (feed_forward(lambda net, x: net.activation(x, "gelu")), "activation function gelu without a gate"),
+        (feed_forward(lambda net, x: net.gated_activation(x, "clamped")), "activation function clamped"),
         (experts(), None),
+        (experts(bias=True), "experts chosen with a bias"),
         (experts(score="sigmoid"), CHOSEN),
         (experts(groups=2), CHOSEN),
         (experts(correction="correction"), CHOSEN),

@@ -75,6 +75,20 @@ CONFIGS = {
             "norm_topk_prob": False,
         },
     ),
+    "deepseek3": (
+        "DeepseekV3ForCausalLM",
+        {"n_routed_experts": 6, "n_shared_experts": 1, "n_group": 3, "topk_group": 2, "q_lora_rank": 24}
+        | _EXPERTS
+        | _LATENT
+        | {"first_k_dense_replace": 1},
+    ),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7, "intermediate_size": 40},
+    ),
+    "olmo2": ("Olmo2ForCausalLM", {"head_dim": 20}),
+    "cohere2": ("Cohere2ForCausalLM", {"sliding_window": 7, "logit_scale": 0.5}),
+    "starcoder2": ("Starcoder2ForCausalLM", {"sliding_window": 7}),
 }
 """(architecture, changes to the common configuration) by name."""
 

@@ -13,10 +13,11 @@ from llm_serving.formats.fp8 import Fp8
 from llm_serving.formats.gguf import METHOD, Gguf
 from llm_serving.formats.gguf_names import NAMINGS
 from llm_serving.formats.gptq import Gptq
+from llm_serving.formats.mxfp4 import Mxfp4
 from llm_serving.formats.packed import Scheme
 from llm_serving.formats.quantized_tensor import QValuesForm
 
-READ: Final = "compressed-tensors (W8A8, W8A16, W4A16, W4A8, FP8), GPTQ of 4 and 8 bits, AWQ of 4 bits, FP8"
+READ: Final = "compressed-tensors (W8A8, W8A16, W4A16, W4A8, FP8), GPTQ of 4 and 8 bits, AWQ of 4 bits, FP8, MXFP4"
 _MAX_GROUP: Final = 2**20
 _COMPRESSED_FORMS: Final = ("int-quantized", "pack-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 _UNORDERED: Final = ("group", "dynamic", True)
@@ -122,6 +123,10 @@ def _modelopt(given: Mapping[str, Any], description: str) -> Scheme:
     return Fp8(description)
 
 
+def _mxfp4(given: Mapping[str, Any], description: str) -> Scheme:
+    return Mxfp4(description)
+
+
 def _gguf(given: Mapping[str, Any], description: str) -> Scheme:
     """Read the object that `models.gguf` writes into the configuration of a GGUF file."""
     architecture = given.get("architecture")
@@ -140,6 +145,7 @@ _SCHEMES: Final[Mapping[str, Callable[[Mapping[str, Any], str], Scheme]]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
     "modelopt": _modelopt,
+    "mxfp4": _mxfp4,
     METHOD: _gguf,
 }
 

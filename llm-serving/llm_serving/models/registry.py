@@ -50,6 +50,7 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
     "Exaone4ForCausalLM": ("exaone", "exaone4"),
     "GraniteMoeForCausalLM": ("granite", "granite"),
     "Ministral3ForCausalLM": ("mistral", "ministral3"),
+    "GptOssForCausalLM": ("gpt_oss", "gpt_oss"),
     "CohereForCausalLM": ("cohere", "cohere"),
     "Cohere2ForCausalLM": ("cohere", "cohere2"),
     "StableLmForCausalLM": ("stablelm", "stablelm"),

@@ -1,0 +1,77 @@
+"""Weights of 4-bit floating point with a shared power of two (MXFP4 of the OCP Microscaling Formats), as in gpt-oss.
+
+    <name>_blocks   U8 [experts, out, in / 32, 16]: two values of e2m1 in a byte, the lower four bits first
+    <name>_scales   U8 [experts, out, in / 32]: exponent of two, plus 127, of 32 inputs
+
+They are dequantized to float32, in the order of the unquantized tensor <name> [experts, in, out].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from llm_serving.errors import ModelError
+from llm_serving.formats.packed import PackedTensor, ReadableTensor
+from llm_serving.formats.stored_tensor import Array, StoredTensor
+
+_ENDINGS: Final = ("_blocks", "_scales")
+_GROUP: Final = 32
+_BYTES: Final = _GROUP // 2
+_EXPONENT_BIAS: Final = 127
+_MAX_EXPONENT: Final = 120
+"""Exponents up to this keep all values finite, and 255 means that the values are no numbers."""
+_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_NUMBERS: Final = np.array([*_MAGNITUDES, *(-each for each in _MAGNITUDES)], np.float32)
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """The MXFP4 scheme."""
+
+    description: str
+    activation_bits: int | None = None
+    form: None = None
+
+    def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
+        weights = {name: each for name, each in tensors.items() if not name.endswith(_ENDINGS)}
+        for name in dict.fromkeys(each[: -len(_ENDINGS[0])] for each in tensors if each.endswith(_ENDINGS)):
+            blocks, scales = (tensors.get(name + ending) for ending in _ENDINGS)
+            if not isinstance(blocks, StoredTensor) or not isinstance(scales, StoredTensor):
+                file = (blocks or scales or next(iter(tensors.values()))).file
+                raise ModelError(f"{file}: {name} must have {' and '.join(name + ending for ending in _ENDINGS)}")
+            weights[name] = _packed(name, blocks, scales)
+        return weights
+
+
+def _packed(name: str, blocks: StoredTensor, scales: StoredTensor) -> PackedTensor:
+    shape = blocks.shape
+    fits = len(shape) == 4 and shape[3] == _BYTES and scales.shape == shape[:3]
+    if not fits or (blocks.dtype, scales.dtype) != ("U8", "U8"):
+        raise ModelError(
+            f"{blocks.file}: {name}: blocks must be U8 [experts, out, groups, {_BYTES}] and scales U8 [experts, out, "
+            f"groups]. Found: {blocks.dtype} {list(shape)}, {scales.dtype} {list(scales.shape)}"
+        )
+    unquantized = shape[0], shape[2] * _GROUP, shape[1]
+    return PackedTensor(name, unquantized, {"blocks": blocks, "scales": scales}, _unpack)
+
+
+def _unpack(arrays: Mapping[str, Array]) -> Array:
+    return np.swapaxes(dequantized(arrays["blocks"], arrays["scales"]), 1, 2)
+
+
+def dequantized(blocks: Array, scales: Array) -> Array:
+    """Return the float32 values [experts, out, in]. Raise ModelError if an exponent is too large."""
+    exponents = np.asarray(scales).astype(np.int16) - _EXPONENT_BIAS
+    if exponents.size and int(exponents.max()) > _MAX_EXPONENT:
+        raise ModelError(f"exponents of scales must be at most {_MAX_EXPONENT}. Found: {int(exponents.max())}")
+    halves = np.asarray(blocks)
+    values = np.empty((*halves.shape[:3], _GROUP), np.float32)
+    values[..., 0::2] = _NUMBERS[halves & 15]
+    values[..., 1::2] = _NUMBERS[halves >> 4]
+    values *= np.ldexp(np.float32(1), exponents)[..., None]
+    whole: Array = values.reshape(*halves.shape[:2], -1)
+    return whole

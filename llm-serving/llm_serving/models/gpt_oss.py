@@ -1,0 +1,42 @@
+"""gpt-oss: attention with sinks and, in every second layer, a window. The experts of every layer have biases and a gate
+of their own; their tensors stack all experts, and rows of gate and up alternate.
+"""
+
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.layers import (
+    FULL,
+    SLIDING,
+    attention_heads,
+    empty_network,
+    mixture_of_experts,
+    pre_norm,
+    rotary_embedding,
+    self_attention,
+)
+from llm_serving.network.builder import ExpertRouting, ExpertStacks, Network
+from llm_serving.network.operations import Value
+
+_FIXED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+
+
+def gpt_oss(c: ConfigReader) -> Network:
+    net, heads, layers = empty_network(c, eps=1e-5), attention_heads(c), c.integer("num_hidden_layers")
+    rotary, count = rotary_embedding(c, heads, theta=150000.0), c.integer("num_local_experts", 128)
+    kinds = c.choices("layer_types", (FULL, SLIDING), layers) or [(SLIDING, FULL)[index % 2] for index in range(layers)]
+    bias, window = c.boolean("attention_bias", True), c.integer("sliding_window", 128)
+    top_k = c.integer("num_experts_per_tok", 4)
+    routing = ExpertRouting(top_k, bias=True, function="clamped")
+    biases = ("experts.gate_up_proj_bias", "experts.down_proj_bias")
+    stacks = ExpertStacks(count, "experts.gate_up_proj", "experts.down_proj", biases, interleaved=True, transposed=True)
+    for key, value in _FIXED.items():
+        if c.number(key, value) != value:
+            raise c.fail(key, f"must be {value}")
+
+    def attention(x: Value, index: int, at: str) -> Value:
+        seen = window if kinds[index] == SLIDING else None
+        return self_attention(net, x, at, heads, rotary, bias=bias, out_bias=bias, window=seen, sinks=True)
+
+    def feed_forward(x: Value, _: int, at: str) -> Value:
+        return mixture_of_experts(net, c, x, at, count, "intermediate_size", routing, router="router", stacks=stacks)
+
+    return pre_norm(net, c, attention, feed_forward)

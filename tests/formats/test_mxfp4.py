@@ -1,0 +1,70 @@
+"""Weights of gpt-oss in MXFP4: their values, and the refusal of damaged files."""
+
+import numpy as np
+import pytest
+from families import models
+from llm_serving.errors import ModelError
+from llm_serving.formats.mxfp4 import dequantized
+from llm_serving.models.weight_reader import WeightReader, check_folder
+from safetensors.numpy import load_file, save_file
+
+MATRICES = ("gate_up_proj", "down_proj")
+QUANTIZED = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+RNG = np.random.default_rng(1)
+
+
+def write(folder):
+    """Write a small gpt-oss as published, with random matrices of experts. Return their parts by name."""
+    models.write("gpt-oss", folder, dtype="float32", changes={**QUANTIZED, "intermediate_size": 64})
+    tensors, parts = load_file(folder / "model.safetensors"), {}
+    for name in list(tensors):
+        if name.endswith("gate_up_proj_bias"):
+            tensors[name] = np.zeros((8, 128), np.float32)
+        if name.endswith(MATRICES):
+            out = 128 if "gate_up" in name else 64
+            del tensors[name]
+            parts[name] = RNG.integers(0, 256, (8, out, 2, 16), np.uint8), RNG.integers(118, 126, (8, out, 2), np.uint8)
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = parts[name]
+    save_file(tensors, folder / "model.safetensors")
+    return parts
+
+
+def test_values_are_e2m1_times_a_power_of_two():
+    """The sixteen values, the lower half of a byte first, with the exponents -1 and 2."""
+    blocks = (np.arange(0, 16, 2) + 16 * np.arange(1, 16, 2)).astype(np.uint8)
+    found = dequantized(np.tile(blocks, 4).reshape(1, 1, 2, 16), np.array([[[126, 129]]], np.uint8))
+    magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    values = np.array([*magnitudes, *(-each for each in magnitudes)] * 2)
+    np.testing.assert_array_equal(found, [[[*(values / 2), *(values * 4)]]])
+
+
+def test_matrices_are_read_in_the_layout_of_the_unquantized_folder(tmp_path):
+    parts = write(tmp_path)
+    spec = check_folder(tmp_path)
+    assert spec.scheme.description == "MXFP4, 4 bits"
+    reader = WeightReader(tmp_path, spec.scheme)
+    for name, (blocks, scales) in parts.items():
+        found = reader.read(name, spec.tensors[name])
+        np.testing.assert_array_equal(found, dequantized(blocks, scales).swapaxes(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda blocks, scales: (blocks, None), "must have model.layers.0.mlp.experts.down_proj_blocks and "),
+        (lambda blocks, scales: (blocks[..., :8], scales), r"blocks must be U8 \[experts, out, groups, 16\]"),
+        (lambda blocks, scales: (blocks, scales[:, 1:]), "blocks must be U8 "),
+        (lambda blocks, scales: (blocks, scales | 255), "exponents of scales must be at most 120. Found: 128"),
+    ],
+)
+def test_damaged_weights_are_refused(tmp_path, change, message):
+    write(tmp_path)
+    name = "model.layers.0.mlp.experts.down_proj"
+    tensors = load_file(tmp_path / "model.safetensors")
+    changed = change(tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales"))
+    given = zip(("_blocks", "_scales"), changed, strict=True)
+    tensors |= {name + ending: np.ascontiguousarray(each) for ending, each in given if each is not None}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        spec = check_folder(tmp_path)
+        WeightReader(tmp_path, spec.scheme).read(name, spec.tensors[name])
