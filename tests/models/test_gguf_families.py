@@ -45,6 +45,48 @@ CASES = {
     "glm4": ("glm4", "glm4", {}),
     "granite": ("granite", "granite", {}),
     "smollm3": ("smollm3", "smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 4}),
+    "seed_oss": (
+        "seed_oss",
+        "llama",
+        {"architectures": ["SeedOssForCausalLM"], "attention_bias": True, "attention_out_bias": False},
+    ),
+    "olmo2": ("olmo2", "llama", {"architectures": ["Olmo2ForCausalLM"]}),
+    "olmo3": (
+        "olmo2",
+        "llama",
+        {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 7, "num_hidden_layers": 4, "rope_theta": 500.0},
+    ),
+    "ernie4_5": ("ernie4_5", "llama", {"architectures": ["Ernie4_5ForCausalLM"], "tie_word_embeddings": True}),
+    "hunyuan": ("hunyuan-dense", "llama", {"architectures": ["HunYuanDenseV1ForCausalLM"]}),
+    "cohere": ("command-r", "llama", {"architectures": ["CohereForCausalLM"], "logit_scale": 0.5}),
+    "cohere2": (
+        "cohere2",
+        "llama",
+        {"architectures": ["Cohere2ForCausalLM"], "sliding_window": 7, "num_hidden_layers": 4, "logit_scale": 0.5},
+    ),
+    "stablelm": (
+        "stablelm",
+        "llama",
+        {
+            "architectures": ["StableLmForCausalLM"],
+            "use_qkv_bias": True,
+            "partial_rotary_factor": 0.25,
+            "use_parallel_residual": True,
+        },
+    ),
+    "starcoder2": ("starcoder2", "llama", {"architectures": ["Starcoder2ForCausalLM"], "use_bias": True}),
+    "deepseek3": (
+        "deepseek2",
+        "deepseek2",
+        {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "n_group": 3,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 64,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "deepseek2": ("deepseek2", "deepseek2", {"moe_intermediate_size": 64}),
     "deepseek2, groups": (
         "deepseek2",
@@ -254,7 +296,7 @@ def test_gguf_latent_weights_of_older_files(tmp_path):
     ("name", "facts", "message"),
     [
         ("qwen2", {"qwen2.expert_count": 4}, "`qwen2.expert_count` must be 0: this architecture has no experts here"),
-        ("deepseek2", {"deepseek2.expert_gating_func": 2}, "`scoring_func` must be softmax"),
+        ("deepseek2", {"deepseek2.expert_gating_func": 3}, "`deepseek2.expert_gating_func` must be 1 .softmax. or 2"),
         ("deepseek2", {"deepseek2.expert_weights_norm": True}, "`norm_topk_prob` must be false"),
         ("granite", {"granite.attention.key_length": 0}, "`granite.attention.key_length` must be an integer >= 1"),
         ("qwen3moe", {"qwen3moe.block_count": number("<f", np.inf)}, "`num_hidden_layers` must be an integer"),

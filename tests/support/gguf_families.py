@@ -33,7 +33,12 @@ _SHARED = {
     for name in ("mlp.shared_expert", "mlp.shared_experts")
     for part in ("gate", "up", "down")
 }
+_AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 _MORE_ROLES = {
+    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+    "olmo2": _AFTER,
+    "hunyuan-dense": {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
+    "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
     "phi3": _STACKED,
@@ -54,6 +59,7 @@ _MORE_ROLES = {
     },
     "deepseek2": {
         "mlp.gate": "ffn_gate_inp",
+        "mlp.gate.e_score_correction_bias": "exp_probs_b",
         "self_attn.q_a_proj": "attn_q_a",
         "self_attn.q_a_layernorm": "attn_q_a_norm",
         "self_attn.q_b_proj": "attn_q_b",
@@ -63,6 +69,10 @@ _MORE_ROLES = {
     },
 }
 _MORE_FACTS = {
+    "olmo2": {"sliding_window": "attention.sliding_window"},
+    "command-r": {"logit_scale": "logit_scale"},
+    "cohere2": {"logit_scale": "logit_scale", "sliding_window": "attention.sliding_window"},
+    "stablelm": {"use_parallel_residual": "use_parallel_residual"},
     "gemma2": {
         "sliding_window": "attention.sliding_window",
         **{f"{a}_logit_softcapping": f"{a}_logit_softcapping" for a in ("attn", "final")},
@@ -115,6 +125,8 @@ def family_facts(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]
         own |= {"attention.head_count_kv": 1, "attention.key_length": rank + rotary, "attention.value_length": rank}
         own["attention.key_length_mla"] = config["qk_nope_head_dim"] + rotary
         own["attention.value_length_mla"] = config["v_head_dim"]
+        if config["architectures"] == ["DeepseekV3ForCausalLM"]:
+            own |= {"expert_gating_func": 2, "expert_weights_norm": True}
     elif (fraction := config.get("partial_rotary_factor", 0.5 if architecture in ("glm4", "chatglm") else 1)) != 1:
         own["rope.dimension_count"] = int(config["head_dim"] * fraction)
     if architecture == "baichuan" and config.get("max_position_embeddings") is None:
@@ -137,7 +149,7 @@ def family_tensors(architecture: str, config: Mapping[str, Any], weights: Mappin
         tensors[f"{f'blk.{layer}.' if layer else ''}{role}.{kind}"] = np.ascontiguousarray(array)
 
     for name, array in weights.items():
-        stem, kind = name.rsplit(".", 1)
+        stem, kind = (name, "bias") if name.endswith("_bias") else name.rsplit(".", 1)
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem)
         layer, role = (match[1], match[2]) if match else ("", stem)
         if expert := re.fullmatch(r".*\.experts\.(\d+)\.(\w+)", role):

@@ -60,6 +60,10 @@ _EXPERTS: Final[Mapping[str, str]] = {
     "ffn_up_exps": "mlp.experts.*.up_proj",
     "ffn_down_exps": "mlp.experts.*.down_proj",
 }
+_AFTER: Final[Mapping[str, str]] = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _GEMMA: Final[Mapping[str, str]] = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -111,6 +115,14 @@ NAMINGS: Final[Mapping[str, Naming]] = {
     "gemma": Naming(plus_one=True),
     "gemma2": Naming(_GEMMA, plus_one=True),
     "gemma3": Naming(_GEMMA, plus_one=True),
+    "seed_oss": Naming({"post_attention_norm": "post_attention_layernorm"}),
+    "olmo2": Naming(_AFTER),
+    "ernie4_5": Naming(),
+    "hunyuan-dense": Naming({"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}),
+    "command-r": Naming(),
+    "cohere2": Naming(),
+    "stablelm": Naming(),
+    "starcoder2": Naming({"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
     "phi3": Naming({"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "chatglm": Naming({"ffn_up": "mlp.gate_up_proj"}),
     "glm4": Naming(
@@ -123,6 +135,7 @@ NAMINGS: Final[Mapping[str, Naming]] = {
     "deepseek2": Naming(
         {
             **_EXPERTS,
+            "exp_probs_b": "mlp.gate.e_score_correction_bias",
             "attn_q_a": "self_attn.q_a_proj",
             "attn_q_a_norm": "self_attn.q_a_layernorm",
             "attn_q_b": "self_attn.q_b_proj",
@@ -194,7 +207,8 @@ def _named(
         experts = dict(enumerate(_experts(name, tensor)))
     for number, part in experts.items():
         for each, weight in _apart(name, known.replace("*", str(number)), part, heads):
-            yield f"{prefix}{each}.{ending}", _in_layout(name, each, weight, naming, heads)
+            full = each if each.endswith(f"_{ending}") else f"{each}.{ending}"
+            yield f"{prefix}{full}", _in_layout(name, each, weight, naming, heads)
 
 
 def _apart(name: str, known: str, tensor: ReadableTensor, heads: _Heads) -> list[tuple[str, ReadableTensor]]:

@@ -112,14 +112,32 @@ def _deepseek2(reader: MetadataReader, config: Config) -> None:
     config["qk_nope_head_dim"] = reader.needed(f"attention.key_length{suffix}") - rotary
     config["v_head_dim"] = reader.needed(f"attention.value_length{suffix}")
     config["norm_topk_prob"] = bool(reader.value(reader.key("expert_weights_norm"), False))
-    config["scoring_func"] = "softmax" if reader.own("expert_gating_func") in (None, 0, 1) else "sigmoid"
-    if reader.own("expert_group_count") not in (None, 0, 1):
+    function = reader.own("expert_gating_func")
+    if function not in (None, 0, 1, 2):
+        raise reader.fail(reader.key("expert_gating_func"), "must be 1 (softmax) or 2 (sigmoid)")
+    if function == 2:
+        config["architectures"] = ["DeepseekV3ForCausalLM"]
+        config |= {key: config.get(key) or 1 for key in ("n_group", "topk_group")}
+        config.setdefault("routed_scaling_factor", 1.0)
+    elif reader.own("expert_group_count") not in (None, 0, 1):
         config["topk_method"] = "group_limited_greedy"
     if config.get("rope_scaling", {}).get("rope_type") == "yarn":
         # The multiplier is a tenth of mscale_all_dim. With an equal mscale, cosines and sines are not scaled.
         weight = round(10 * (reader.own("rope.scaling.yarn_log_multiplier") or 0), 6)
         config["rope_scaling"] |= {"mscale": weight, "mscale_all_dim": weight} if weight else {"attention_factor": 1.0}
 
+
+def _olmo2(reader: MetadataReader, config: Config) -> None:
+    """Recognise OLMo 3, which has sliding windows."""
+    if config.get("sliding_window"):
+        config["architectures"] = ["Olmo3ForCausalLM"]
+
+
+def _stablelm(reader: MetadataReader, config: Config) -> None:
+    config["use_parallel_residual"] = bool(reader.value(reader.key("use_parallel_residual"), False))
+
+
+_LAYER_NORM: Final = "attention.layer_norm_epsilon"
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "llama": Architecture("LlamaForCausalLM", bias=_LLAMA_BIAS, complete=_llama, has_experts=True),
@@ -184,6 +202,31 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         complete=_granite,
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM", bias=_LLAMA_BIAS),
+    "seed_oss": Architecture(
+        "SeedOssForCausalLM", bias={**_ATTENTION_BIAS, "attention_out_bias": ("attn_output.bias",)}
+    ),
+    "olmo2": Architecture("Olmo2ForCausalLM", {"attention.sliding_window": "sliding_window"}, complete=_olmo2),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM", bias={"use_bias": _QKV}),
+    "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM", bias=_ATTENTION_BIAS),
+    "command-r": Architecture("CohereForCausalLM", {_LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale"}),
+    "cohere2": Architecture(
+        "Cohere2ForCausalLM",
+        {
+            _LAYER_NORM: "layer_norm_eps",
+            "logit_scale": "logit_scale",
+            "attention.sliding_window": "sliding_window",
+        },
+    ),
+    "stablelm": Architecture(
+        "StableLmForCausalLM",
+        {_LAYER_NORM: "layer_norm_eps"},
+        bias={"use_qkv_bias": _QKV},
+        complete=_stablelm,
+        rotates_a_part=True,
+    ),
+    "starcoder2": Architecture(
+        "Starcoder2ForCausalLM", {_LAYER_NORM: "norm_epsilon"}, bias={"use_bias": ("attn_output.bias",)}
+    ),
     "deepseek2": Architecture(
         "DeepseekV2ForCausalLM",
         {
