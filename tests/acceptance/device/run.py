@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--peak", type=float, metavar="TFLOPS", help="of the device's 16-bit products, likewise")
     parser.add_argument("--report", type=Path, default=Path("ascend_acceptance.md"))
-    parser.add_argument("--logs", type=Path, default=Path("ascend_acceptance_logs"), help="folder; an existing one is renamed")
+    parser.add_argument(
+        "--logs", type=Path, default=Path("ascend_acceptance_logs"), help="folder; an existing one is renamed"
+    )
     arguments = parser.parse_args(argv)
     title = f"Acceptance of {arguments.device}, model {arguments.model}, {arguments.dtype}"
     outcomes = []
