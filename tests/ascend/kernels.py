@@ -65,7 +65,7 @@ def rows_of(name: str, ended: Ended) -> dict[str, Any]:
         settings = {key: value for key, value in job.items() if key not in ("name", "folder", "steps")}
         steps = [
             {"rows": len(rows), "tokens": sum(tokens for tokens, _ in rows)} | counts
-            for rows, counts in zip(job["steps"], found.found["steps"], strict=True)
+            for rows, counts in zip(job.get("steps", ()), found.found["steps"], strict=True)
         ]
         rows[f"{job['name']} ({name})"] = {"settings": settings, "kernels": kernels_of(found), "steps": steps}
     return rows

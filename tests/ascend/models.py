@@ -29,12 +29,18 @@ MORE_FAMILIES: Final = (
 """The others that Ascend serves. They take minutes, so only `python -m ascend.all_families` starts them."""
 
 
+_LARGE: Final = {"num_hidden_layers": 1, "hidden_size": 1024, "vocab_size": 20000}
+LARGE_BYTES: Final = 2 * 2 * 1024 * 20000
+"""Bytes of the token embedding and the LM head of the model `large`, nearly all of its weights."""
+
+
 def write_models(folder: Path, families: Sequence[str] = FAMILIES) -> dict[str, Path]:
-    """Write a folder for `demo` and for each family. All have the layers that differ, because MindSpore compiles each
+    """Write a folder for `demo`, for `large` and for each family. All have few layers, because MindSpore compiles each
     for half a second.
     """
     demo = json.loads((DEMO_FOLDER / "config.json").read_text()) | {"num_hidden_layers": 1}
-    configs: dict[str, dict[str, Any]] = {"demo": demo} | {name: _short(config_of(name)) for name in families}
+    configs: dict[str, dict[str, Any]] = {"demo": demo, "large": config_of("llama") | _LARGE}
+    configs |= {name: _short(config_of(name)) for name in families}
     folders = {}
     for index, (name, config) in enumerate(configs.items()):
         folders[name] = folder / str(index)

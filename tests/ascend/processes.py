@@ -86,7 +86,10 @@ PROCESSES: Final[Mapping[str, Process]] = {
         {"processors": 32, "gigabytes": 64},
     ),
     "limited": Process(
-        [_job("demo", "demo", dtype="bfloat16", max_device_memory=58 * GB, steps=(DECODES[1],))],
+        [
+            _job("demo", "demo", dtype="bfloat16", max_device_memory=58 * GB, steps=(DECODES[1],)),
+            _job("large", "large", dtype="bfloat16", max_device_memory=58 * GB),
+        ],
         {"processors": 64, "gigabytes": 32},
     ),
     "without environment": Process([_job("demo", "demo", without="environment")]),

@@ -114,6 +114,7 @@ def run(
         "FAKE_SOC": soc,
         "FAKE_TRACE": str(trace),
         # Print the plans of kernels, the order of operations, and which of them MindSpore's own library computes.
+        "INTERNAL_PRINT_TILING": "1",
         "ASCEND_GLOBAL_LOG_LEVEL": "1",
         "ASCEND_SLOG_PRINT_TO_STDOUT": "1",
         "MS_SUBMODULE_LOG_v": "{SESSION:1,ME:1}",

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from ascend.models import FAMILIES
+from ascend.models import FAMILIES, LARGE_BYTES
 from ascend.processes import PROCESSES
 
 STARTS = tuple(name for name in PROCESSES if not name.startswith("without"))
@@ -43,11 +43,17 @@ def test_the_device_has_the_cache_and_the_host_has_not(ended, name):
     assert gigabytes - 5 < found["free"] / 2**30 <= gigabytes - 3
 
 
+def test_the_host_does_not_hold_weights_twice(ended):
+    """Memory of the stub's device is memory of the process, in which each weight must be once."""
+    found = ended("limited").jobs["large"].found
+    assert LARGE_BYTES < found["held"] < 1.6 * LARGE_BYTES
+
+
 @pytest.mark.parametrize(
     ("name", "error"),
     [
         ("without environment", "query length is not equal to mask's q length"),
-        ("without swiglu", "The pointer[value_str] is null"),
+        ("without swiglu", r"The pointer\[value_str\] is null"),
         # Which of them depends on the order in which two threads run.
         ("without threads", "Invalid (kvSeqLen for asd paged attention,  kvSeqLen.size: 0|shape)"),
     ],
