@@ -54,7 +54,11 @@ CASES = {
     "olmo3": (
         "olmo2",
         "llama",
-        {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 7, "num_hidden_layers": 4, "rope_theta": 500.0},
+        {
+            "architectures": ["Olmo3ForCausalLM"],
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
     ),
     "ernie4_5": ("ernie4_5", "llama", {"architectures": ["Ernie4_5ForCausalLM"], "tie_word_embeddings": True}),
     "hunyuan": ("hunyuan-dense", "llama", {"architectures": ["HunYuanDenseV1ForCausalLM"]}),

@@ -129,6 +129,8 @@ def family_facts(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]
             own |= {"expert_gating_func": 2, "expert_weights_norm": True}
     elif (fraction := config.get("partial_rotary_factor", 0.5 if architecture in ("glm4", "chatglm") else 1)) != 1:
         own["rope.dimension_count"] = int(config["head_dim"] * fraction)
+    if architecture == "olmo2" and "layer_types" in config:
+        own["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
     if architecture == "baichuan" and config.get("max_position_embeddings") is None:
         own["context_length"] = config["model_max_length"]
     return {"general.architecture": architecture, **{f"{architecture}.{key}": value for key, value in own.items()}}

@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
+
 from llm_serving.models.config_reader import MAX_LAYERS
 from llm_serving.models.gguf_metadata import MetadataReader
+from llm_serving.models.layers import FULL, SLIDING
 
 Config = dict[str, Any]
 
@@ -128,13 +131,17 @@ def _deepseek2(reader: MetadataReader, config: Config) -> None:
 
 
 def _olmo2(reader: MetadataReader, config: Config) -> None:
-    """Recognise OLMo 3, which has sliding windows."""
-    if config.get("sliding_window"):
-        config["architectures"] = ["Olmo3ForCausalLM"]
+    """Recognise OLMo 3, which has sliding windows, and read which layers have one."""
+    if not config.get("sliding_window"):
+        return
+    config["architectures"] = ["Olmo3ForCausalLM"]
+    slides = reader.found.metadata.get(reader.key("attention.sliding_window_pattern"))
+    if isinstance(slides, np.ndarray) and len(slides) <= MAX_LAYERS:
+        config["layer_types"] = [SLIDING if each else FULL for each in slides.tolist()]
 
 
 def _stablelm(reader: MetadataReader, config: Config) -> None:
-    config["use_parallel_residual"] = bool(reader.value(reader.key("use_parallel_residual"), False))
+    config["use_parallel_residual"] = not reader.has_tensor("blk.0.ffn_norm.weight")
 
 
 _LAYER_NORM: Final = "attention.layer_norm_epsilon"
