@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 from families import models
+from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ModelError
-from llm_serving.formats.mxfp4 import dequantized
+from llm_serving.formats.mxfp4 import quantized
 from llm_serving.models.weight_reader import WeightReader, check_folder
+from llm_serving.network.quantization import stored_qvalues
+from llm_serving.network.weights import assemble_weight
 from safetensors.numpy import load_file, save_file
 
 MATRICES = ("gate_up_proj", "down_proj")
@@ -32,10 +35,10 @@ def write(folder):
 def test_values_are_e2m1_times_a_power_of_two():
     """The sixteen values, the lower half of a byte first, with the exponents -1 and 2."""
     blocks = (np.arange(0, 16, 2) + 16 * np.arange(1, 16, 2)).astype(np.uint8)
-    found = dequantized(np.tile(blocks, 4).reshape(1, 1, 2, 16), np.array([[[126, 129]]], np.uint8))
+    found = quantized(np.tile(blocks, 4).reshape(1, 1, 2, 16), np.array([[[126, 129]]], np.uint8)).dequantized()
     magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     values = np.array([*magnitudes, *(-each for each in magnitudes)] * 2)
-    np.testing.assert_array_equal(found, [[[*(values / 2), *(values * 4)]]])
+    np.testing.assert_array_equal(found, [[*(values / 2), *(values * 4)]])
 
 
 def test_matrices_are_read_in_the_layout_of_the_unquantized_folder(tmp_path):
@@ -45,7 +48,8 @@ def test_matrices_are_read_in_the_layout_of_the_unquantized_folder(tmp_path):
     reader = WeightReader(tmp_path, spec.scheme)
     for name, (blocks, scales) in parts.items():
         found = reader.read(name, spec.tensors[name])
-        np.testing.assert_array_equal(found, dequantized(blocks, scales).swapaxes(1, 2))
+        values = quantized(blocks, scales).dequantized().reshape(*blocks.shape[:2], 64)
+        np.testing.assert_array_equal(found, values.swapaxes(1, 2))
 
 
 @pytest.mark.parametrize(
@@ -68,3 +72,16 @@ def test_damaged_weights_are_refused(tmp_path, change, message):
     with pytest.raises(ModelError, match=message):
         spec = check_folder(tmp_path)
         WeightReader(tmp_path, spec.scheme).read(name, spec.tensors[name])
+
+
+def test_products_of_8_bits_take_the_stored_values(tmp_path):
+    """The rows of gate and up alternate in the file."""
+    write(tmp_path)
+    spec = check_folder(tmp_path)
+    reader = WeightReader(tmp_path, spec.scheme)
+    experts = [each for each in spec.network.operations if each.kind == "experts"]
+    for weight in (each.weights[role] for each in experts for role in ("gate_up", "down")):
+        (name,), (shape,) = weight.names, weight.stored_shapes
+        stored = stored_qvalues(weight, [reader.read_packed(name, shape)], QuantizationName.W8A16)
+        np.testing.assert_array_equal(stored.dequantized(), assemble_weight(weight, [reader.read(name, shape)]))
+        assert stored_qvalues(weight, [reader.read_packed(name, shape)], QuantizationName.W8A8) is None

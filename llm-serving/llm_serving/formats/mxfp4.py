@@ -3,7 +3,8 @@
     <name>_blocks   U8 [experts, out, in / 32, 16]: two values of e2m1 in a byte, the lower four bits first
     <name>_scales   U8 [experts, out, in / 32]: exponent of two, plus 127, of 32 inputs
 
-They are dequantized to float32, in the order of the unquantized tensor <name> [experts, in, out].
+Twice a value of e2m1 is an integer, so products of 8 bits in groups of 32 take the values as they are. Elsewhere they
+are dequantized to float32, in the order of the unquantized tensor <name> [experts, in, out].
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from llm_serving.errors import ModelError
 from llm_serving.formats.packed import PackedTensor, ReadableTensor
+from llm_serving.formats.quantized_tensor import QuantizedTensor, QValuesForm
 from llm_serving.formats.stored_tensor import Array, StoredTensor
 
 _ENDINGS: Final = ("_blocks", "_scales")
@@ -24,8 +26,8 @@ _BYTES: Final = _GROUP // 2
 _EXPONENT_BIAS: Final = 127
 _MAX_EXPONENT: Final = 120
 """Exponents up to this keep all values finite, and 255 means that the values are no numbers."""
-_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_NUMBERS: Final = np.array([*_MAGNITUDES, *(-each for each in _MAGNITUDES)], np.float32)
+_TWICE: Final = np.array([sign * each for sign in (1, -1) for each in (0, 1, 2, 3, 4, 6, 8, 12)], np.int8)
+"""Twice the value of each of the sixteen codes."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,10 @@ class Mxfp4:
 
     description: str
     activation_bits: int | None = None
-    form: None = None
+
+    @property
+    def form(self) -> QValuesForm:
+        return QValuesForm(8, _GROUP)
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         weights = {name: each for name, each in tensors.items() if not name.endswith(_ENDINGS)}
@@ -59,19 +64,19 @@ def _packed(name: str, blocks: StoredTensor, scales: StoredTensor) -> PackedTens
     return PackedTensor(name, unquantized, {"blocks": blocks, "scales": scales}, _unpack)
 
 
-def _unpack(arrays: Mapping[str, Array]) -> Array:
-    return np.swapaxes(dequantized(arrays["blocks"], arrays["scales"]), 1, 2)
+def _unpack(arrays: Mapping[str, Array]) -> QuantizedTensor:
+    return quantized(arrays["blocks"], arrays["scales"])
 
 
-def dequantized(blocks: Array, scales: Array) -> Array:
-    """Return the float32 values [experts, out, in]. Raise ModelError if an exponent is too large."""
+def quantized(blocks: Array, scales: Array) -> QuantizedTensor:
+    """Return the matrix [experts * out, in] in 8 bits. Raise ModelError if an exponent is too large."""
     exponents = np.asarray(scales).astype(np.int16) - _EXPONENT_BIAS
     if exponents.size and int(exponents.max()) > _MAX_EXPONENT:
         raise ModelError(f"exponents of scales must be at most {_MAX_EXPONENT}. Found: {int(exponents.max())}")
     halves = np.asarray(blocks)
-    values = np.empty((*halves.shape[:3], _GROUP), np.float32)
-    values[..., 0::2] = _NUMBERS[halves & 15]
-    values[..., 1::2] = _NUMBERS[halves >> 4]
-    values *= np.ldexp(np.float32(1), exponents)[..., None]
-    whole: Array = values.reshape(*halves.shape[:2], -1)
-    return whole
+    count, out, groups = exponents.shape
+    qvalues = np.empty((count * out, groups * _BYTES, 2), np.int8)
+    qvalues[..., 0] = _TWICE[halves & 15].reshape(qvalues.shape[:2])
+    qvalues[..., 1] = _TWICE[halves >> 4].reshape(qvalues.shape[:2])
+    units = np.ldexp(np.float32(1), exponents - 1).reshape(count * out, groups)
+    return QuantizedTensor(qvalues.reshape(count * out, -1), units, None, 8, _GROUP)

@@ -63,8 +63,20 @@ class PackedTensor:
         return found.select(self.order) if isinstance(found, BlockTensor) else found[self.order]
 
     def read(self) -> Array:
-        found = self.read_packed()
-        return found.dequantized() if isinstance(found, Quantized) else found
+        return unquantized(self.read_packed(), self.shape)
+
+
+def unquantized(found: Quantized | Array, shape: tuple[int, ...]) -> Array:
+    """Return the values of a tensor of this shape. Quantized values of a stack are [experts * out, in], and the tensor
+    of an unquantized model is [experts, in, out].
+    """
+    if not isinstance(found, Quantized):
+        return found
+    values = found.dequantized()
+    if len(shape) == 2:
+        return values
+    count, width, out = shape
+    return values.reshape(count, out, width).swapaxes(1, 2)
 
 
 ReadableTensor = StoredTensor | PackedTensor

@@ -12,7 +12,7 @@ from llm_serving.backends.quantize import quantize
 from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ModelError
 from llm_serving.formats.block_tensor import BlockTensor
-from llm_serving.formats.packed import Quantized
+from llm_serving.formats.packed import Quantized, unquantized
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.formats.stored_tensor import Array, is_finite
 from llm_serving.log import get_logger
@@ -132,7 +132,7 @@ def _quantized_values(
         if (stored := stored_qvalues(weight, parts, scheme)) is not None:
             return stored, scheme
     scheme = schemes[0]
-    values = assemble_weight(weight, _dequantized(parts))
+    values = assemble_weight(weight, _dequantized(weight, parts))
     if not as_cells and any(isinstance(part, QuantizedTensor) for part in parts):
         return values, scheme
     try:
@@ -145,15 +145,15 @@ def _blocks(weight: Weight, reader: WeightReader) -> Stored:
     """Return the stored blocks of a weight if the kernels can multiply them, else its values."""
     parts = _read_packed(weight, reader)
     segments = stored_blocks(weight, parts)
-    return assemble_weight(weight, _dequantized(parts)) if segments is None else segments
+    return assemble_weight(weight, _dequantized(weight, parts)) if segments is None else segments
 
 
 def _read_packed(weight: Weight, reader: WeightReader) -> list[Quantized | Array]:
     return [reader.read_packed(name, shape) for name, shape in zip(weight.names, weight.stored_shapes, strict=True)]
 
 
-def _dequantized(parts: Iterable[Quantized | Array]) -> list[Array]:
-    return [part.dequantized() if isinstance(part, Quantized) else part for part in parts]
+def _dequantized(weight: Weight, parts: Iterable[Quantized | Array]) -> list[Array]:
+    return [unquantized(part, shape) for part, shape in zip(parts, weight.stored_shapes, strict=True)]
 
 
 def _experts(operations: Iterable[Operation]) -> dict[Weight, int]:
