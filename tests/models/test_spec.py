@@ -206,7 +206,7 @@ GROUPS = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}
         (
             "mixtral",
             {"intermediate_size": 2**20 - 1},
-            "`intermediate_size` times 4 experts must be at most 2097152. Given: 1048575",
+            "`intermediate_size` must be at most 524288 for 4 experts. Given: 1048575",
         ),
         ("deepseek2", {"qk_rope_head_dim": 15}, "`qk_rope_head_dim` must be even for rotary embeddings. Given: 15"),
         ("deepseek2", {"norm_topk_prob": True}, "`norm_topk_prob` must be false. Given: True"),

@@ -52,7 +52,7 @@ def check_reload(started: ServingConfig, running: ServingConfig, read: ServingCo
         more = f" and {len(fixed) - MAX_NAMED} more" if len(fixed) > MAX_NAMED else ""
         raise ConfigError(f"only a restart changes {', '.join(fixed[:MAX_NAMED])}{more}; nothing is changed")
     if bool(running.api_keys) != bool(read.api_keys):
-        raise ConfigError("only a restart changes whether there are `api_keys`; nothing is changed")
+        raise ConfigError("only a restart changes whether `api_keys` is empty; nothing is changed")
     for change in changes:
         if change.key in LOADED_FOR and change.after > (limit := _values(started)[change.key]):
             rule = f"must be at most {limit}, for which the WorkAgents were loaded, without a restart"

@@ -36,7 +36,7 @@ def _cohere(c: ConfigReader, kinds: list[str], theta: float) -> Network:
     rotary, inner = rotary_embedding(c, heads, interleaved=True, theta=theta), c.integer("intermediate_size")
     bias, norms = c.boolean("attention_bias"), NORMS if c.boolean("use_qk_norm") else None
     if norms is not None and heads.own != heads.dim:
-        raise c.fail("use_qk_norm", f"must be false for heads of {heads.own} elements, no multiple of 16")
+        raise c.fail("use_qk_norm", f"must be false for heads of {heads.own} elements, which is no multiple of 16")
     c.choice("hidden_act", ("silu",), "silu")
 
     def head_norm(x: Value, name: str, order: list[int]) -> Value:

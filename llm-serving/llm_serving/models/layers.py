@@ -401,7 +401,7 @@ def mixture_of_experts(
     if net.hidden % PANEL_ROWS:
         raise c.fail("hidden_size", f"must be a multiple of {PANEL_ROWS} where there are experts")
     if count * inner > MAX_EXPERT_COLUMNS:
-        raise c.fail(inner_key, f"times {count} experts must be at most {MAX_EXPERT_COLUMNS}")
+        raise c.fail(inner_key, f"must be at most {MAX_EXPERT_COLUMNS // count} for {count} experts")
     names: Sequence[Expert] | ExpertStacks
     if stacks is None:
         names = [Expert(*(f"{at}experts.{number}.{part}" for part in parts)) for number in range(count)]

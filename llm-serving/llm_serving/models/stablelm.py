@@ -21,7 +21,7 @@ def stablelm(c: ConfigReader) -> Network:
     bias, parallel = c.boolean("use_qkv_bias"), c.boolean("use_parallel_residual")
     norms = ("self_attn.q_layernorm", "self_attn.k_layernorm") if c.boolean("qk_layernorm") else None
     if norms is not None and heads.own != heads.dim:
-        raise c.fail("qk_layernorm", f"must be false for heads of {heads.own} elements, no multiple of 16")
+        raise c.fail("qk_layernorm", f"must be false for heads of {heads.own} elements, which is no multiple of 16")
     c.choice("hidden_act", ("silu",), "silu")
 
     def normalize(x: Value, name: str) -> Value:

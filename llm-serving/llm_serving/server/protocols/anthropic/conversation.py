@@ -83,7 +83,7 @@ def budget_of(thinking: Thinking | None) -> int | None:
         return None
     if thinking.type in _WITHOUT_BUDGET:
         if thinking.budget_tokens is not None:
-            raise RequestError("thinking.budget_tokens", "requires type enabled", thinking.budget_tokens)
+            raise RequestError("thinking.budget_tokens", "requires `thinking.type: enabled`", thinking.budget_tokens)
         return None
     if thinking.type != "enabled":
         raise RequestError("thinking.type", "must be enabled, adaptive or disabled", thinking.type)

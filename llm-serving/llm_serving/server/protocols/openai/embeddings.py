@@ -207,7 +207,7 @@ async def create_embeddings(engine: AsyncEngine, http_request: Request) -> Respo
     if not 1 <= size <= hidden:
         raise RequestError("dimensions", f"must be an integer from 1 to {hidden}", size)
     if size * len(texts) > MAX_VALUES:
-        raise RequestError("input", f"times the dimensions, {size}, must be at most {MAX_VALUES} numbers", len(texts))
+        raise RequestError("input", f"must hold at most {MAX_VALUES // size} texts of {size} dimensions", len(texts))
     field_name = "input" if len(texts) == 1 else "input[{}]"
     computed = await compute_vectors(
         engine,
