@@ -110,7 +110,7 @@ MUST_AGREE: Final = (
     "model_config.vocab_size",
     "model_config.end_token",
 )
-"""Keys that must be the same in both files; otherwise the text would be garbled or generation would miss its end."""
+"""Keys that must be equal in the serving and the MindFormers YAML. Otherwise text is garbled, or does not end."""
 
 _SHAPE_KEYS: Final = frozenset(
     "seq_length hidden_size num_layers num_heads n_kv_heads vocab_size intermediate_size multiple_of "

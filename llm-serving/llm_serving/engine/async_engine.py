@@ -43,7 +43,7 @@ class Admission:
     """A group of requests that passed admission control."""
 
     predicted_s: float | None = None
-    """Predicted seconds from arrival at the server to the last request's first token; None: too few measurements."""
+    """Predicted seconds from arrival to the first token of the group's last request; None: too few measurements."""
 
 
 class AsyncEngine:

@@ -239,7 +239,7 @@ def _columns(weight: Weight, indices: Indices) -> Weight:
 
 @dataclass(frozen=True)
 class _VectorPart:
-    """A rank's part of a generated vector."""
+    """A rank's part of a vector that `Weight.generate` computes."""
 
     whole: Callable[[int], Float32Array]
     start: int

@@ -87,7 +87,7 @@ def build_site(
     tracer: Tracer | None = None,
     accepted: AcceptedRequests | None = None,
 ) -> Site:
-    """Return all applications of an engine, with a client and the routes. Without `accepted` the table starts empty."""
+    """Return the server's applications for an engine. `accepted`: table of accepted requests; None: a new one."""
     keys = engine.config.api_keys
     document = _encoded_document(with_keys=bool(keys))
     page = page_routes() if engine.config.serving.ui else []

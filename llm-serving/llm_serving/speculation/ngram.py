@@ -247,8 +247,8 @@ class NgramProposer:
     """The n-gram drafts of all requests of an engine, whether or not they are proposed.
 
     Each output token is compared with its request's draft, so the acceptance rate is known before a draft costs
-    anything. A request without a draft gets a lookup if its expected gain exceeds its cost, and in rotation within
-    `LOOKUP_SHARE`.
+    anything. A request without a draft gets a lookup if the expected gain exceeds the cost. The others get theirs in
+    rotation, which takes `LOOKUP_SHARE` of the step time.
     """
 
     def __init__(self, length: int, finished: FinishedAnswersIndex | None = None, clock: Clock | None = None) -> None:
@@ -282,7 +282,7 @@ class NgramProposer:
         return drafts
 
     def add_finished(self, requests: Iterable[Request], num_rows: int) -> None:
-        """Store the answers of finished requests up to the first token of a failed step. `num_rows`: rows of a step."""
+        """Store finished answers for lookups, each up to its first `FAILED_TOKEN`. `num_rows`: rows of a step."""
         for request in requests:
             token_ids = tuple(request.output_token_ids)
             if FAILED_TOKEN in token_ids:

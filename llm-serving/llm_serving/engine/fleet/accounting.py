@@ -112,7 +112,7 @@ class FleetAccounting:
         self.limit_monitor = LimitMonitor()
         """Checks the limits that `tenant_slots` enforces."""
         self._lead_monitor = ClassLeadMonitor()
-        """Checks the leads that `class_usage` computes."""
+        """Computes the leads of the classes again, to check those of `class_usage`. Lead: see `FleetClassUsage`."""
         self._class_lock = threading.Lock()
         self._usage_lock = threading.Lock()
         self._tenant_usage = TenantUsage()

@@ -115,7 +115,7 @@ class ClassLeadMonitor:
         self._leads: Counter[str] = Counter()
         self._demand = ClassDemand()
         self._history: defaultdict[str, ExtremesSince] = defaultdict(ExtremesSince)
-        """Class -> its leads after each call of `record`."""
+        """Class -> its lead after each call of `record`, by the number of the call."""
         self._num_records = 0
         self._last_records: dict[int, tuple[int, Collection[str]]] = {}
         """Replica -> (number of its latest call of `record`, classes in it)."""

@@ -187,7 +187,7 @@ def _first_repeated(text: bytes, *, only_outermost: bool) -> str | None:
 
 
 def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:
-    """Decode a JSON body. Raise RequestError, which names the wrong field. Unless `strict`, strings may be numbers."""
+    """Decode a JSON body. Raise RequestError, which names the wrong field. Unless `strict`, "1" is read as 1."""
     try:
         return msgspec.json.decode(body, type=kind, strict=strict)
     except msgspec.ValidationError as error:

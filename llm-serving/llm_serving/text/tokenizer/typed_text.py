@@ -34,7 +34,7 @@ class TypedText:
         self._context = next((text for text, token_id in special.items() if encode(text, False) == [token_id]), "")
 
     def mark(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-        """Return the messages with marks in all their texts but the roles, and the mark; empty: it was not needed."""
+        """Return the messages with a mark in each special token outside roles, and the mark; empty: there are none."""
         mark = secrets.token_hex(16)
         marked = [
             {name: value if name == "role" else self._marked(value, mark) for name, value in message.items()}
