@@ -17,7 +17,7 @@ from llm_serving.models.weight_reader import check_folder
 
 
 def stored_size(config: ServingConfig) -> ModelSize:
-    """Return the memory that the model of the configuration needs, with the size of its files if it is known."""
+    """Estimate the memory for the configured model. The table has the size of its weight files if it is known."""
     assert config.model.model_path is not None
     if config.hub_model is not None:
         return model_size(config, sum(config.hub_model.weight_sizes.values()))

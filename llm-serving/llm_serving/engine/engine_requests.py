@@ -48,7 +48,7 @@ class EngineRequests:
 
     Any thread may call the methods of the first group, which post a message that the engine's thread handles between
     two steps. Only the engine's thread may call those of the second group. One in `audit_every` requests is audited (0:
-    none). `attach_sink` gives a request its output sink, and queues what is computed first.
+    none). `attach_sink` gives a request its output sink, and queues the requests to compute first.
     """
 
     def __init__(

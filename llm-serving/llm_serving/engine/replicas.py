@@ -92,7 +92,7 @@ class Events:
     on_ended: Callable[[Engine], None] = lambda engine: None
     """An engine has ended. It sends no further events."""
     on_serving: Callable[[Engine], None] = lambda engine: None
-    """A replica that was drained while it loaded has loaded. It must leave once it has no requests."""
+    """A replica that was drained while it loaded is ready. It must leave as soon as it has no requests."""
 
 
 class Replicas(EngineListener):
@@ -111,7 +111,7 @@ class Replicas(EngineListener):
         self._opening = threading.Lock()
         self._changes = itertools.count(1)
         self._newest_change = 0
-        """Number of the latest change that affects the result of `open`."""
+        """Number of the latest change of the replicas, after which `open` must compute its result again."""
         self._open: tuple[int, Mapping[int, Engine]] = (-1, {})
         """(number of the latest change included, result of the last `open`)."""
         self._config = config.serving

@@ -14,7 +14,7 @@ SLOW_FACTOR: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RestartStatus:
-    """State of a restart, written by the engine's thread and read by any. Times are seconds on the engine's clock."""
+    """State of a restart. Only the engine's thread writes it; any may read it. Times: seconds on the engine's clock."""
 
     reason: str
     lost_at: float

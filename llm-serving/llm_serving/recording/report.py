@@ -174,7 +174,7 @@ class ReplayedRequest(msgspec.Struct, array_like=True):
 
 
 class ReplayedStep(msgspec.Struct, array_like=True):
-    """A decision, and the requests after it. Requests are indices into `ReplayPageData.requests`."""
+    """What the scheduler decided in a step, and its state then. Requests are indices into `ReplayPageData.requests`."""
 
     number: int
     time: float

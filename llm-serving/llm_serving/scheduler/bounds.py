@@ -192,7 +192,7 @@ class WaitMonitor:
         self._bounds = {each.name: each for each in bounds}
         self._clocks = dict.fromkeys(self._bounds, 0)
         self._due: dict[str, list[_Due]] = {each.name: [] for each in bounds}
-        """Class -> heap of entries, some of them outdated."""
+        """Class -> heap of its requests' entries. An entry that `_waits` no longer has is outdated, and is skipped."""
         self._waits: dict[int, _Due] = {}
         """`Request.sequence` -> the valid entry of a waiting request."""
 

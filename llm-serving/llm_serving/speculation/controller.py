@@ -76,7 +76,7 @@ class GainModel:
         """(length, maximum expected number of accepted tokens) of the shortest and of the longest draft."""
         self._step_times = StepTimeModel()
         self._host = MovingAverage(HOST_MEMORY)
-        """Seconds that a step takes longer if it is formed only after the previous reply."""
+        """Extra seconds of a step that can be scheduled only after the reply to the previous step."""
         self._proposal = MovingAverage(HOST_MEMORY, PROPOSAL_S)
         """Seconds to make the draft of one request."""
         self._num_rows = 0

@@ -364,7 +364,7 @@ class TransferThrottle:
         """Time at which the CPU time used so far is `CPU_SHARE` of the elapsed time."""
 
     def wait(self) -> None:
-        """Wait until the CPU time of all threads is at most `CPU_SHARE` of the elapsed time. Call it between pieces."""
+        """Sleep until the transfer threads together used at most `CPU_SHARE` of a core. Call it after each piece."""
         cpu_time = self._cpu_time()
         used_s, self._last.seconds = cpu_time - self._last.seconds, cpu_time
         if not self._has_steps():

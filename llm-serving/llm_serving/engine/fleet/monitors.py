@@ -145,7 +145,7 @@ class LimitMonitor:
         self._reloads: dict[int, int] = {}
         """Replica -> number of the reload whose rules it uses."""
         self._kept: dict[int, set[str]] = {}
-        """Replica -> requests that held a slot at its last reload and have not started."""
+        """Replica -> ids of the requests that held a tenant slot at its last reload and have not started since."""
 
     @property
     def replicas(self) -> set[int]:

@@ -1,4 +1,4 @@
-"""The master's port for WorkAgents on other machines. Each presents a token that identifies its start."""
+"""The master's port for WorkAgents on other machines. A connection presents the token of the start it belongs to."""
 
 from __future__ import annotations
 

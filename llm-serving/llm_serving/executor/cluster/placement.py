@@ -44,9 +44,9 @@ class AgentStarter(Protocol):
 class ClusterPlacement:
     """Starts WorkAgents in a cluster and waits for their connections.
 
-    Each rank has one connection for steps; the replica has one for KV blocks if blocks are transferred. A token assigns
-    each connection to one start. `host`: this machine's address for the other machines. `own_devices`: whether a
-    WorkAgent sees only the devices assigned to it, one for each rank, numbered from 0.
+    Each rank has one connection for steps; the replica has one for KV blocks if blocks are transferred. Each connection
+    of a start presents a random token of its own. `host`: this machine's address for the other machines. `own_devices`:
+    whether a WorkAgent sees only the devices assigned to it, one for each rank, numbered from 0.
     """
 
     def __init__(

@@ -120,7 +120,7 @@ def json_whitespace(engine: AsyncEngine) -> str:
 # --- reading each field -----------------------------------------------------------------------------------------------
 
 _Read = Callable[[str, Any, str | None], StructuredOutput | None]
-"""Returns the structured output of a field, given its name, its value and the whitespace that the request chooses."""
+"""(name of a field, its value, the request's whitespace pattern) -> structured output; None: any text is allowed."""
 
 
 def _check_whitespace(found: Sequence[StructuredOutput], field: str) -> None:

@@ -149,7 +149,7 @@ def _call_rule(rule: str, callee: Callee, whitespace: str) -> str:
 
 
 def _value_rule(schema: Any, definitions: dict[str, Any], callee: Callee, whitespace: str) -> str:
-    """Return a term for the values of an argument: unquoted text, or JSON."""
+    """Return the grammar term for the value of an argument: strings are unquoted text, other values are JSON."""
     about = schema if isinstance(schema, dict) else {}
     texts = about.get("enum", [about["const"]] if "const" in about else ())
     if texts and all(isinstance(each, str) for each in texts):
