@@ -1,7 +1,7 @@
 """Builds stubs of CANN's shared objects, with which MindSpore's Ascend plugin runs on a machine without a device.
 
 MindSpore's x86 wheel contains the whole plugin and the host code of its kernels; only CANN is missing. The stubs define
-every symbol that the plugin asks of CANN: those of `cann_stubs.cc` do something, every other one returns 0. Shape
+every symbol that the plugin asks of CANN: `cann_stubs.cc` implements some, and every other one returns 0. Shape
 inference, selection of kernels, checks of arguments and tiling then run as on a device; results mean nothing.
 """
 
@@ -33,13 +33,13 @@ LIBRARIES: Final = (
 
 SYSTEM_LIBRARIES: Final = ("c", "m", "stdc++", "gcc_s", "gomp", "dl", "pthread", "rt", "z")
 _LOOKED_UP: Final = ("acl", "Hccl", "hccl", "hal", "drv", "rt", "Msprof")
-"""How symbols begin that the plugin looks up by name, which `nm` does not list."""
+"""Prefixes of symbols that the plugin looks up by name at run time, so that `nm` does not list them."""
 
 _OPERATOR: Final = re.compile(r"aclnn[A-Za-z0-9]+")
 _NOT_OF_CANN: Final = re.compile(r"GOMP|omp_|__|_ITM_|_ZT[HW]|half_|_ZNK?9mindspore|hi_|rt_|rtswitch|_?Py")
 _IDENTIFIER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REGISTERS: Final = ("rdi", "rsi", "rdx", "rcx", "r8", "r9")
-"""Of the first six arguments of a call."""
+"""Registers of the first six arguments of a call."""
 
 _TEXT: Final = re.compile(rb"[\x20-\x7e]+")
 
@@ -65,7 +65,7 @@ def unknown_version() -> str | None:
 def build(folder: Path) -> dict[str, str]:
     """Build the stubs in a new folder `cann` of `folder`; takes about five seconds.
 
-    MindSpore finds CANN by the path of the shared object that has its symbols, in which it looks for "cann".
+    MindSpore derives CANN's folder from the path of the shared object with its symbols, in which it searches "cann".
 
     Args:
         folder: Its path should not contain "cann" itself.
@@ -163,7 +163,7 @@ def _system_library(name: str) -> Path | None:
 
 
 def _symbols(files: Iterable[Path], *options: str) -> set[str]:
-    """Return the names that `nm` lists, without versions. Weak symbols that are undefined stay so."""
+    """Return the names that `nm` lists, without versions and without undefined weak symbols."""
     rows = (line.split() for line in _run("nm", "--format=posix", *options, *map(str, files)).splitlines())
     return {row[0].partition("@")[0] for row in rows if len(row) > 1 and row[1] not in "wv"}
 
@@ -171,7 +171,7 @@ def _symbols(files: Iterable[Path], *options: str) -> set[str]:
 def _texts(file: Path) -> set[str]:
     """Return the texts of a file that may be names of `_LOOKED_UP`.
 
-    Each beginning is searched by itself: an expression for any text takes seconds for some hundred megabytes.
+    Each prefix is searched by itself, because a regular expression for any text takes seconds for 100 MB.
     """
     data, found = file.read_bytes(), set[str]()
     for beginning in map(str.encode, _LOOKED_UP):
@@ -187,7 +187,7 @@ def _texts(file: Path) -> set[str]:
 
 
 def _assembly(empty: Iterable[str], operators: Sequence[str], of_operators: set[str]) -> str:
-    """Return functions that return 0, and of each operator one that hands out an executor.
+    """Return the assembly of functions that return 0, and of each operator's `GetWorkspaceSize`, which sets executors.
 
     The arguments of a call stand in six registers and above the return address; `fake_workspace_size` gets the name of
     the operator, the address of a copy of the registers and that of the others.

@@ -38,7 +38,7 @@ class Job(NamedTuple):
     max_num_seqs: int = 4
     max_device_memory: int | None = None
     steps: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """Of each row: its tokens in the step, and those of its context before them."""
+    """Steps; each has (tokens of the step, tokens of the context before them) for each row."""
     without: str | None = None
     """A setting to leave out: `environment`, `threads` or `swiglu`."""
 

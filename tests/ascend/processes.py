@@ -22,8 +22,8 @@ STEPS: Final = (
     PROMPT,
     ((2000, 10),),
 )
-"""A row with a context of 300 tokens alone and beside others, and prompts. Of each row: its tokens, and those of its
-context before them.
+"""Steps with a row whose context is 300 tokens, alone and beside others, and steps of prompts. A row is (its tokens in
+the step, tokens of its context before them).
 """
 DECODES: Final = (((1, 40),) * 4, ((1, 40),) * 32)
 
@@ -38,7 +38,7 @@ class Process:
 
     @property
     def in_table(self) -> bool:
-        """Whether `kernels.json` has its models: all but those of which a setting is left out."""
+        """Whether `kernels.json` has the models of this process; false if a job leaves out a setting."""
         return not any("without" in job for job in self.jobs)
 
 

@@ -34,22 +34,22 @@ class Plan:
 
     rows: int
     heads: int
-    """Heads that a core computes together."""
+    """Number of heads that a core computes together."""
     tail: int
-    """Rows that are split differently from the others."""
+    """Number of rows that are split in another way than the first `rows`."""
     keys: int
-    """Keys of a row that a core adds up, at most."""
+    """Maximum number of keys of a row that one core adds."""
     key_splits: int
-    """Cores over which the keys of a row are split."""
+    """Number of cores over which the keys of a row are split."""
     group: int
-    """Heads that share keys and are multiplied together."""
+    """Number of heads that share keys and are multiplied together."""
     keys_at_once: int
     key: int
     """The tiling key, which selects the compiled kernel."""
 
     @property
     def of_a_row(self) -> tuple[int, ...]:
-        """Everything that decides in which order the sums of a row are added."""
+        """The numbers that decide in which order the sums of a row are added."""
         return self.heads, self.tail, self.key_splits, self.group, self.keys_at_once, self.key
 
 

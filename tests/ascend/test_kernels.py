@@ -1,6 +1,6 @@
 """The kernel of each operation and the copies of each step, in `kernels.json`.
 
-After a change that is meant, write the table with `PYTHONPATH=tests python -m ascend.kernels`, and give the reason in
+After an intended change, write the table with `PYTHONPATH=tests python -m ascend.kernels`, and give the reason in
 the commit.
 """
 

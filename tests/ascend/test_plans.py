@@ -10,12 +10,12 @@ OWN_SHAPE = {
     3: Plan(rows=1, heads=4, tail=0, keys=16, key_splits=19, group=2, keys_at_once=32, key=48),
     4: Plan(rows=120, heads=8, tail=11, keys=304, key_splits=1, group=2, keys_at_once=32, key=0),
 }
-"""Step of `STEPS` -> the plan where a row is a request: a row alone, beside 7, beside a long context, beside a prompt,
-and beside 130.
+"""Index in `STEPS` -> the plan if a row is a request. The first row is alone, beside 7, beside a long context, beside a
+prompt, and beside 130.
 """
 
 ROW_OF_ITS_OWN = (8, 0, 1, 2, 32, 0)
-"""`Plan.of_a_row` where each token is a row."""
+"""`Plan.of_a_row` if each token is a row."""
 
 
 def test_the_plan_of_a_row_depends_on_other_rows(ended):

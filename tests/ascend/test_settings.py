@@ -20,8 +20,8 @@ class Setting(NamedTuple):
     file: str
     line: int
     here: str
-    """Where it is made: `environment` (of every WorkAgent), `exact`, or a file of this package. Otherwise the reason to
-    leave it out.
+    """Where the setting is made: `environment` (of every WorkAgent), `exact`, or a file of this package. If it is left
+    out: the reason.
     """
 
 

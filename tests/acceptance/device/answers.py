@@ -12,7 +12,7 @@ from llm_serving.config.paths import DEMO_FOLDER
 
 RIGHT = "Right answers of the shipped model"
 RIGHT_SHARE = 0.97
-"""Least share of its held-out questions that the shipped model answers exactly: more than 99 % on a CPU."""
+"""Minimum share of its held-out questions that the shipped model must answer exactly; on a CPU it is above 99 %."""
 AT_ONCE = 48
 SAME_BYTES = "Same bytes alone and under load"
 KILL = "A WorkAgent killed in the middle of its work"

@@ -18,9 +18,9 @@ CONTEST = (
 )
 """Seconds for 1,500 alpaca prompts on one NPU, Llama-2-7B in float16."""
 CONTEST_S = 674.0
-"""Maximum time of the contest's load with the contest's model: the contest's server as it was submitted."""
+"""Maximum seconds for the contest's load with the contest's model: what the submitted server took."""
 CONTEST_LOAD = (10.0, 150.0)
-"""Requests per second, and seconds."""
+"""(requests per second, duration of their arrivals in seconds)."""
 WARM_UP_S = 3.0
 LIMIT_S = 7200.0
 DONE = re.compile(r"All Tasks Done; Exec Time is ([\d.]+)")

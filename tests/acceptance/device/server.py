@@ -37,9 +37,9 @@ class Answer:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of the tokens, if the request asks for them."""
+    """Log-probability of each token, if the request asks for them."""
     arrivals: tuple[float, ...]
-    """One for each token."""
+    """Arrival time of each token."""
 
     def same(self, other: Answer) -> bool:
         """Return whether both have the same text and tokens."""
@@ -90,7 +90,7 @@ def serving(arguments: Sequence[str], folder: Path, command: str | Path = COMMAN
 
     Args:
         arguments: Arguments of `llm-serving start`.
-        folder: For its log, which stays.
+        folder: Folder of its log, which is kept.
         command: The program.
 
     Raises:

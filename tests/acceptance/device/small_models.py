@@ -28,8 +28,8 @@ NUM_DECODED = 8
 EVERY = 7
 """Distance of the compared positions of a prompt. It does not divide the block size."""
 EXPERTS_SHARE = 0.7
-"""Share of positions that count in a model with experts: where two experts are nearly equal, rounding chooses between
-them, and all logits of the position change.
+"""Share of positions, those with the smallest errors, that count in a model with experts. Where two experts have nearly
+equal scores, rounding chooses between them, and all logits of the position change.
 """
 QUANTIZED_SHARE = 0.5
 """Share of positions that count with quantized weights, whose errors vary more."""
@@ -47,8 +47,8 @@ def write(name: str, folder: Path) -> None:
 
 
 def device_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with heads of `ASCEND_HEAD_MULTIPLE`, unless its heads are stored in that size anyway, and
-    a context of `LONGEST`, unless its rotary embedding is scaled.
+    """Return the config with heads of `ASCEND_HEAD_MULTIPLE` and a context of `LONGEST`. Heads that are stored in a
+    multiple of it, and the context of a scaled rotary embedding, do not change.
     """
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     changed: dict[str, Any] = {} if scaling else {key: LONGEST for key in _LENGTH_KEYS if key in config}

@@ -32,9 +32,9 @@ class Device:
     """Limits of a device.
 
     Attributes:
-        name: For the report.
-        bandwidth: Of its memory, in bytes per second.
-        peak: Operations per second of 16-bit products.
+        name: Name in the report.
+        bandwidth: Memory bandwidth in bytes per second.
+        peak: Maximum operations per second of 16-bit products.
     """
 
     name: str
@@ -88,7 +88,7 @@ def limit_s(spec: ModelSpec, config: ServingConfig, device: Device, rows: int, c
         config: How it is served.
         device: The device of each rank.
         rows: Requests of the step.
-        context: Tokens in the KV cache of each, which the step reads.
+        context: Tokens of each request that the step reads from the KV cache.
         tokens: Tokens that the step computes, all rows together.
     """
     num_bytes = weight_bytes(spec, 2, config.quant.weights) + rows * context * spec.kv_bytes_per_token(2)
