@@ -1,6 +1,6 @@
-"""Starts every family that Ascend serves in every mode: `PYTHONPATH=tests python -m ascend.all_families`, for minutes.
+"""Starts every family that Ascend serves in every mode: `PYTHONPATH=tests python -m ascend.all_families`.
 
-Prints a line for each mode, and fails if a model does not start or a call breaks a rule of CANN.
+It takes minutes, prints a line for each mode, and fails if a model does not start or a call breaks a rule of CANN.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from support.family_configs import config_of
 from support.model_factories import write_model
 
 FAMILIES: Final = ("llama, biases, tied", "qwen3, experts")
-"""Of `support.family_configs`: together they have each kind of operation that Ascend serves."""
+"""Names in `support.family_configs`. Together they have each kind of operation that Ascend serves."""
 MORE_FAMILIES: Final = (
     "llama",
     "llama, yarn",
@@ -26,7 +26,7 @@ MORE_FAMILIES: Final = (
     "granite",
     "smollm3",
 )
-"""The others that Ascend serves. They take minutes, so only `python -m ascend.all_families` starts them."""
+"""The other families that Ascend serves. They take minutes, so only `python -m ascend.all_families` starts them."""
 
 
 _LARGE: Final = {"num_hidden_layers": 1, "hidden_size": 1024, "vocab_size": 20000}
