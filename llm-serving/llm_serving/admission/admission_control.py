@@ -28,7 +28,7 @@ MAX_SOURCES: Final = 256
 IDLE_S: Final = 10.0
 """After this number of seconds without a step, the measured speed refuses no request that would be alone."""
 MAX_REFUSED: Final = 20_000
-"""Maximum number of refused requests kept for `llm-serving advice`, the latest."""
+"""Maximum number of the latest refused requests that are kept for `llm-serving advice`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class RefusedRequests(NamedTuple):
 class RetrySchedule:
     """Spreads the retries of refused clients over time, so that `Retry-After` grows with the number of refusals.
 
-    Each refusal delays the next retry of its source by the time in which the server starts as many requests. Active
-    sources share the rate equally, so a source that floods the server delays mostly its own retries. The seed makes
-    simulations repeatable.
+    Refused requests delay the next retry of their source by the time in which the server admits that many requests of
+    it. Active sources share the rate equally, so a source that floods the server delays mostly its own retries. The
+    seed makes simulations repeatable.
     """
 
     def __init__(self, seed: int = 0) -> None:

@@ -195,7 +195,7 @@ def _zeroed_int8(shape: tuple[int, ...], name: str) -> ms.Parameter:
 
 
 class CpuLogits(nn.Cell):
-    """Returns the float32 sums of the product unrounded, because `cast_type` sets the type of MatMul's result."""
+    """Returns the float32 sums of a product. They are not rounded, because `cast_type` sets the type of the result."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -27,8 +27,8 @@ DETERMINISTIC: Final = {
     "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
     "ATB_LLM_LCOC_ENABLE": "0",
 }
-"""Settings with which kernels of an NPU add in a fixed order. The two about shuffling let each core start the sum of a
-product at its first element.
+"""Environment variables with which kernels of an NPU add in a fixed order. With the two that turn shuffling off, each
+core starts the sums of a product at their first element.
 """
 
 

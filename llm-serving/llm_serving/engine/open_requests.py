@@ -15,7 +15,7 @@ from llm_serving.engine.request_stream import RequestStream
 from llm_serving.observability.event_log import client_id_of, client_ids
 
 MAX_COALESCED: Final = 4096
-"""Maximum number of coalesced requests that are remembered, the latest."""
+"""Maximum number of the latest coalesced requests that are remembered."""
 
 
 @dataclass(eq=False, slots=True)
@@ -24,7 +24,7 @@ class OpenRequest:
     stream: RequestStream | CoalescedResponse
     engine: Engine
     deadline: float | None
-    """The latest requested deadline. The engine's record may be older."""
+    """The latest requested deadline. The engine applies a change later, between two steps."""
     is_cancelled: bool = field(default=False, init=False)
     """Whether the request was cancelled, so that its engine, or the next one after a migration, must end it."""
     next_engine: Engine | None = field(default=None, init=False)

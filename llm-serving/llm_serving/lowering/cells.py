@@ -232,7 +232,7 @@ class _Schedule:
             return cells.AttentionCell(paged, self._kv_caches[layer])
         prompts = self._backend.prompt_attention(attention)
         if prompts is None:
-            raise ModelError(f"kernels of {self._backend.name} have no separate attention for whole prompts")
+            raise ModelError(f"the kernels of {self._backend.name} do not support a separate graph for whole prompts")
         return cells.PromptAttentionCell(prompts)
 
 

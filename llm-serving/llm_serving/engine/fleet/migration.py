@@ -63,7 +63,7 @@ class MigratingRequest(NamedTuple):
     exported_at: float
     """Engine time of the reply to the request's last step."""
     transferred: TransferredBlocks | None = None
-    """None: the blocks are in the transfer pool of the first engine's machine."""
+    """Where the blocks were transferred; None: they are still in the transfer pool of the first engine's machine."""
 
     @property
     def blocks(self) -> list[TransferBlock]:

@@ -45,7 +45,7 @@ class TenantSlots:
         self._wakes: dict[int, Callable[[], None]] = {}
         self._tenants: dict[str, _Tenant] = {}
         self._pending: dict[int, set[str]] = {}
-        """Replica -> tenants whose changes have not been returned to it."""
+        """Replica -> tenants whose changed leases `exchange` has not returned to it yet."""
         self.migrating: dict[str, str] = {}
         """Id of a migrating request -> tenant. Other classes only read it."""
         self._num_migrating: Counter[str] = Counter()
