@@ -85,13 +85,14 @@ def _refuse_soc(version: str) -> None:
         )
 
 
-def backend_for(device: DeviceConfig, dtype: str) -> tuple[Backend, str]:
+def backend_for(device: DeviceConfig, dtype: str, *, is_native: bool = True) -> tuple[Backend, str]:
     """Return the backend for `device_target` and `kernels`, and a notice for the operator if the operator library is
     missing or the device cannot guarantee `exactness: exact`. Raise KernelError if `kernels` requires the operator
-    library, which cannot be built or loaded.
+    library, which cannot be built or loaded. `is_native`: the network is this project's, not MindFormers', which has
+    its own products.
     """
     if device.device_target != "CPU":
-        return _on_ascend(device, dtype)
+        return _on_ascend(device, dtype, is_native)
     if device.kernels == "plain":
         return create_backend("plain", dtype), ""
     try:
@@ -104,9 +105,11 @@ def backend_for(device: DeviceConfig, dtype: str) -> tuple[Backend, str]:
         return create_backend("plain", dtype), notice
 
 
-def _on_ascend(device: DeviceConfig, dtype: str) -> tuple[Backend, str]:
+def _on_ascend(device: DeviceConfig, dtype: str, is_native: bool) -> tuple[Backend, str]:
     if device.exactness == ExactnessName.FAST:
         return create_backend("ascend_fast", dtype), ""
+    if not is_native:
+        return create_backend("ascend", dtype), ATTENTION_SPLITS
     try:
         return create_backend("ascend_invariant", dtype), ""
     except KernelError as error:

@@ -94,7 +94,7 @@ def load_runner(
     if device.device_target != "CPU" or device.kernels != "plain":
         with suppress(KernelError):  # `backend_for` or the sampler raises it again or falls back
             library_path(on_progress)
-    backend, notice = backend_for(device, settings.dtype)
+    backend, notice = backend_for(device, settings.dtype, is_native=not by_mindformers)
     framework = f"{ms.__version__} with MindFormers {mindformers_version()}" if by_mindformers else ms.__version__
     folder = Path(settings.model_path)
     spec = check_folder(folder)

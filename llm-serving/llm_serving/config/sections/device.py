@@ -56,9 +56,9 @@ class DeviceConfig:
     `plain`: MindSpore's own operators, much slower. `auto`: the first of these that works. No effect on Ascend."""
     exactness: str = option("exact", choice(tuple(ExactnessName), {"paged": "exact", "flash": "fast"}), expert=True)
     """Attention kernel for whole prompts in the graph of primitives. `exact`: PagedAttention in every step. `fast`:
-    FlashAttentionScore in steps of whole prompts. On a CPU both give the same results. On Ascend the last bits of a
-    result depend on the shape of the batch with either value; the log states at start whether results are
-    batch-invariant."""
+    FlashAttentionScore in steps of whole prompts. On a CPU both give the same results. On Ascend, `exact` gives the
+    same request the same bytes if `ms_custom_ops` and the CANN package `ops-batchinvariant` are installed, except for
+    experts in the model dtype; prompts then take longer. The log has the promise at the start."""
     enable_graph_kernel: bool = option(False, BOOLEAN, expert=True)
     """MindSpore's graph kernel fusion. Not allowed on Ascend, because infer boost, which PagedAttention requires,
     excludes it. No effect on a CPU, where it fuses only graphs of fixed shapes."""
