@@ -1,6 +1,7 @@
 """Runs tests in several processes, forked after all tests were collected, so that no process imports them again.
 
-Each process takes one file after the other, in order, and reports every test to the main process.
+Each process takes one unit of tests after the other, in order, and reports every test to the main process. A unit is a
+file, or a folder whose files share a fixture that takes long.
 """
 
 from __future__ import annotations
@@ -14,12 +15,20 @@ import struct
 import traceback
 from collections.abc import Iterator, Sequence
 from itertools import groupby, takewhile
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, Final, NoReturn
 
 import pytest
 
 NUMBER = struct.Struct("=i")
-"""Format of the number of a test. The pipe of these numbers must hold one for each file."""
+"""Format of the number of a test. The pipe of these numbers must hold one for each unit."""
+
+SHARED_FOLDERS: Final = ("ascend",)
+"""Folders that are units."""
+
+
+def unit_of(item: pytest.Item) -> Path:
+    return item.path.parent if item.path.parent.name in SHARED_FOLDERS else item.path
 
 
 def run_in_processes(session: pytest.Session, num_processes: int) -> None:
@@ -30,8 +39,8 @@ def run_in_processes(session: pytest.Session, num_processes: int) -> None:
     """
     session.config._tmp_path_factory.getbasetemp()  # create the folder that all processes share
     queue, into_queue = os.pipe()
-    files = groupby(range(len(session.items)), key=lambda number: session.items[number].path)
-    os.write(into_queue, b"".join(NUMBER.pack(next(numbers)) for _, numbers in files))
+    units = groupby(range(len(session.items)), key=lambda number: unit_of(session.items[number]))
+    os.write(into_queue, b"".join(NUMBER.pack(next(numbers)) for _, numbers in units))
     os.close(into_queue)
     processes: list[_Process] = []
     try:
@@ -97,7 +106,7 @@ def _deserialized(config: pytest.Config, line: bytes) -> pytest.TestReport:
 
 
 def _lost(item: pytest.Item) -> pytest.TestReport:
-    text = "the process that ran this test has ended; later tests of this file were not run"
+    text = "the process that ran this test has ended; later tests of its file or folder were not run"
     return pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
 
 
@@ -105,7 +114,7 @@ def _lost(item: pytest.Item) -> pytest.TestReport:
 
 
 def _run(session: pytest.Session, queue: int, send_fd: int, running: mmap.mmap) -> NoReturn:
-    """Run test files until the queue is empty."""
+    """Run units until the queue is empty."""
     try:
         plugins = session.config.pluginmanager
         plugins.unregister(name="terminalreporter")
@@ -115,7 +124,7 @@ def _run(session: pytest.Session, queue: int, send_fd: int, running: mmap.mmap) 
         capture.suspend_global_capture()
         plugins.register(_ReportSender(session.config, send_fd))
         while number := os.read(queue, NUMBER.size):
-            _run_file(session, *NUMBER.unpack(number), running)
+            _run_unit(session, *NUMBER.unpack(number), running)
         NUMBER.pack_into(running, 0, -1)
     except BaseException:  # noqa: BLE001  the main process reports the lost test
         traceback.print_exc()
@@ -124,9 +133,9 @@ def _run(session: pytest.Session, queue: int, send_fd: int, running: mmap.mmap) 
         os._exit(0)
 
 
-def _run_file(session: pytest.Session, first: int, running: mmap.mmap) -> None:
-    path = session.items[first].path
-    tests = list(takewhile(lambda item: item.path == path, session.items[first:]))
+def _run_unit(session: pytest.Session, first: int, running: mmap.mmap) -> None:
+    unit = unit_of(session.items[first])
+    tests = list(takewhile(lambda item: unit_of(item) == unit, session.items[first:]))
     if any(item.get_closest_marker("mindspore") for item in tests):
         # MindSpore collects garbage for every graph it compiles; it should not walk over what earlier files have left.
         gc.collect()
