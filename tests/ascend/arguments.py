@@ -2,9 +2,9 @@
 
 A device refuses such a call with ACLNN_ERR_PARAM_INVALID (161002); the stubs of CANN accept any.
 
-Read in the repositories ops-nn and ops-transformer of CANN (2026): aclnnQuantMatmulV4, aclnnDynamicQuant,
-aclnnGroupedMatmulV4, aclnnMoeInitRoutingV2, aclnnMoeInitRoutingQuantV2, aclnnMoeGatingTopKSoftmax and
-aclnnMoeTokenUnpermute.
+Read in the repositories ops-nn and ops-transformer of CANN (2026): aclnnQuantMatmulV4, aclnnGroupedMatmulV4,
+aclnnMoeInitRoutingV2, aclnnMoeGatingTopKSoftmax and aclnnMoeTokenUnpermute. The rules of aclnnDynamicQuant and
+aclnnMoeInitRoutingQuantV2 are derived from these and from how MindSpore calls the two; their documents were not read.
 """
 
 from __future__ import annotations
