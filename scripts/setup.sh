@@ -30,7 +30,7 @@ describe_progress() {
     local text=$1 names kernels
     if [[ $text == "Installing collected packages: "* ]]; then
         names=${text//[!,]/}
-        text="$(find "$venv"/lib*/python*/site-packages -maxdepth 1 -name '*.dist-info' -newer "$venv/install.log.start" | wc -l)"
+        text="$(find "$venv"/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' -newer "$venv/install.log.start" | wc -l)"
         text="$text of $((${#names} + 1)) packages installed"
     fi
     kernels=$(grep -o '[0-9]* of [0-9]* sources' "$venv/compile.log" 2>/dev/null | tail -n 1) || true
