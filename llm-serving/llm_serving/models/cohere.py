@@ -6,18 +6,18 @@ Command R rotates adjacent pairs. Cohere 2 does so only in layers with a sliding
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (
     FULL,
+    HEAD_NORMS,
     SLIDING,
     attention_heads,
     decoder,
     empty_network,
     gated_mlp,
+    layer_kinds,
     rotary_embedding,
     self_attention,
 )
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
-
-NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 def cohere(c: ConfigReader) -> Network:
@@ -25,16 +25,14 @@ def cohere(c: ConfigReader) -> Network:
 
 
 def cohere2(c: ConfigReader) -> Network:
-    count, every = c.integer("num_hidden_layers"), c.integer("sliding_window_pattern", 4)
-    usual = [SLIDING if (index + 1) % every else FULL for index in range(count)]
-    return _cohere(c, c.choices("layer_types", (FULL, SLIDING), count) or usual, 10000.0)
+    return _cohere(c, layer_kinds(c, c.integer("sliding_window_pattern", 4)), 10000.0)
 
 
 def _cohere(c: ConfigReader, kinds: list[str], theta: float) -> Network:
     """Build the network. `kinds`: kind of each layer; empty where it has a rotary embedding and no window."""
     net, heads = empty_network(c, eps=1e-5, eps_key="layer_norm_eps"), attention_heads(c)
     rotary, inner = rotary_embedding(c, heads, interleaved=True, theta=theta), c.integer("intermediate_size")
-    bias, norms = c.boolean("attention_bias"), NORMS if c.boolean("use_qk_norm") else None
+    bias, norms = c.boolean("attention_bias"), HEAD_NORMS if c.boolean("use_qk_norm") else None
     if norms is not None and heads.own != heads.dim:
         raise c.fail("use_qk_norm", f"must be false for heads of {heads.own} elements, which is no multiple of 16")
     c.choice("hidden_act", ("silu",), "silu")

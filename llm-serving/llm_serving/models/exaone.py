@@ -2,12 +2,13 @@
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (
-    FULL,
+    HEAD_NORMS,
     SLIDING,
     attention_heads,
     decoder,
     empty_network,
     gated_mlp,
+    layer_kinds,
     rotary_embedding,
     self_attention,
     sliding_window,
@@ -15,22 +16,19 @@ from llm_serving.models.layers import (
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 
-NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-
 
 def exaone4(c: ConfigReader) -> Network:
     net, heads = empty_network(c, eps=1e-5), attention_heads(c)
-    rotary, inner, count = rotary_embedding(c, heads), c.integer("intermediate_size"), c.integer("num_hidden_layers")
-    window, kinds = sliding_window(c, 4096), c.choices("layer_types", (FULL, SLIDING), count)
-    if kinds is None:
-        every = c.integer("sliding_window_pattern", 4) if window else 1
-        kinds = [SLIDING if (index + 1) % every else FULL for index in range(count)]
+    rotary, inner, window = rotary_embedding(c, heads), c.integer("intermediate_size"), sliding_window(c, 4096)
+    # Beside `layer_types`, `sliding_window_pattern` may be a text such as "LLLG".
+    every = c.integer("sliding_window_pattern", 4) if window and not c.has("layer_types") else 1
+    kinds = layer_kinds(c, every)
     c.choice("hidden_act", ("silu",), "silu")
 
     def layer(hidden: Value, index: int, at: str) -> Value:
         slides = kinds[index] == SLIDING
         rotates = rotary if slides or window is None else None
-        x = self_attention(net, hidden, at, heads, rotates, norms=NORMS, window=window if slides else None)
+        x = self_attention(net, hidden, at, heads, rotates, norms=HEAD_NORMS, window=window if slides else None)
         hidden = net.add(hidden, net.rms_norm(x, at + "post_attention_layernorm"))
         x = gated_mlp(net, hidden, at + "mlp.", inner)
         return net.add(hidden, net.rms_norm(x, at + "post_feedforward_layernorm"))

@@ -11,19 +11,19 @@ import numpy as np
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (
     FULL,
+    HEAD_NORMS,
     SLIDING,
     attention_heads,
     decoder,
     empty_network,
     gated_mlp,
+    layer_kinds,
     rotary_embedding,
     self_attention,
 )
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Float32Array, Value
 from llm_serving.network.rope import Rotary
-
-NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 def gemma(c: ConfigReader) -> Network:
@@ -53,7 +53,7 @@ def gemma3(c: ConfigReader) -> Network:
     if not c.has("rope_parameters"):
         sliding = replace(sliding, theta=c.number("rope_local_base_freq", 10000.0), scaling=None)
     every = c.integer("sliding_window_pattern", 6)
-    return _gemma(c, every=every, rotaries={FULL: full, SLIDING: sliding}, norms=NORMS)
+    return _gemma(c, every=every, rotaries={FULL: full, SLIDING: sliding}, norms=HEAD_NORMS)
 
 
 def _gemma(
@@ -66,9 +66,8 @@ def _gemma(
 ) -> Network:
     """Build the network of Gemma 2 or 3. `caps`: default caps of scores and of logits."""
     net, heads = empty_network(c, plus_one), attention_heads(c)
-    num_layers, inner = c.integer("num_hidden_layers"), c.integer("intermediate_size")
-    alternating = [SLIDING if (index + 1) % every else FULL for index in range(num_layers)]
-    kinds = c.choices("layer_types", (FULL, SLIDING), num_layers) or alternating
+    inner = c.integer("intermediate_size")
+    kinds = layer_kinds(c, every)
     scale = c.number("query_pre_attn_scalar", 256.0) ** -0.5
     cap, last_cap = (
         c.number(key) if c.has(key) else usual if c.is_absent(key) else None

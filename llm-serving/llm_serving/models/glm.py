@@ -4,6 +4,7 @@ have experts, and rotate without interleaving.
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (
+    HEAD_NORMS,
     attention_heads,
     decoder,
     empty_network,
@@ -49,7 +50,7 @@ def _glm(c: ConfigReader, attention_norm: str, mlp_norm: str) -> Network:
 def glm4_moe(c: ConfigReader) -> Network:
     net, heads = empty_network(c, eps=1e-5), attention_heads(c)
     rotary, bias = rotary_embedding(c, heads, fraction=0.5), c.boolean("attention_bias")
-    norms = ("self_attn.q_norm", "self_attn.k_norm") if c.boolean("use_qk_norm") else None
+    norms = HEAD_NORMS if c.boolean("use_qk_norm") else None
     count, first = c.integer("n_routed_experts"), c.integer("first_k_dense_replace", 1, least=0)
     shared, routing = c.integer("n_shared_experts", 1), sigmoid_routing(c, (1, 1), 1.0)
     c.choice("hidden_act", ("silu",), "silu")

@@ -4,10 +4,10 @@ of their own; their tensors stack all experts, and rows of gate and up alternate
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (
-    FULL,
     SLIDING,
     attention_heads,
     empty_network,
+    layer_kinds,
     mixture_of_experts,
     pre_norm,
     rotary_embedding,
@@ -20,9 +20,8 @@ _FIXED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
 def gpt_oss(c: ConfigReader) -> Network:
-    net, heads, layers = empty_network(c, eps=1e-5), attention_heads(c), c.integer("num_hidden_layers")
+    net, heads, kinds = empty_network(c, eps=1e-5), attention_heads(c), layer_kinds(c, 2)
     rotary, count = rotary_embedding(c, heads, theta=150000.0), c.integer("num_local_experts", 128)
-    kinds = c.choices("layer_types", (FULL, SLIDING), layers) or [(SLIDING, FULL)[index % 2] for index in range(layers)]
     bias, window = c.boolean("attention_bias", True), c.integer("sliding_window", 128)
     top_k = c.integer("num_experts_per_tok", 4)
     routing = ExpertRouting(top_k, bias=True, function="clamped")

@@ -30,6 +30,8 @@ MAX_EXPERT_COLUMNS: Final = 2**21
 
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
+HEAD_NORMS: Final = ("self_attn.q_norm", "self_attn.k_norm")
+"""Usual names of the norms of queries and keys."""
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 Norm = Callable[[Value, str], Value]
@@ -152,6 +154,13 @@ def rope_scaling(c: ConfigReader, reader: ConfigReader, rotary_dim: int) -> Scal
             truncate=reader.boolean("truncate", True),
         )
     return Scaling(kind=name, factor=factor, original=longest if name == "dynamic" else original)
+
+
+def layer_kinds(c: ConfigReader, every: int) -> list[str]:
+    """Return the kind of each layer: `layer_types`, else FULL for each `every`-th layer and SLIDING for the others."""
+    count = c.integer("num_hidden_layers")
+    usual = [SLIDING if (index + 1) % every else FULL for index in range(count)]
+    return c.choices("layer_types", (FULL, SLIDING), count) or usual
 
 
 def empty_network(

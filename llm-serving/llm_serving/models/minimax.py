@@ -2,6 +2,7 @@
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (
+    HEAD_NORMS,
     attention_heads,
     decoder,
     empty_network,
@@ -11,8 +12,6 @@ from llm_serving.models.layers import (
 )
 from llm_serving.network.builder import ExpertRouting, Network
 from llm_serving.network.operations import Value
-
-NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 def minimax_m2(c: ConfigReader) -> Network:
@@ -26,7 +25,7 @@ def minimax_m2(c: ConfigReader) -> Network:
 
     def layer(hidden: Value, _: int, at: str) -> Value:
         x = net.rms_norm(hidden, at + "input_layernorm")
-        hidden = net.add(hidden, self_attention(net, x, at, heads, rotary, norms=NORMS, whole_norms=True))
+        hidden = net.add(hidden, self_attention(net, x, at, heads, rotary, norms=HEAD_NORMS, whole_norms=True))
         x = net.rms_norm(hidden, at + "post_attention_layernorm")
         parts, at = ("w1", "w3", "w2"), at + "block_sparse_moe."
         return net.add(hidden, mixture_of_experts(net, c, x, at, count, "intermediate_size", routing, parts=parts))

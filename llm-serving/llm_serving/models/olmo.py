@@ -8,11 +8,13 @@ from dataclasses import replace
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (
     FULL,
+    HEAD_NORMS,
     SLIDING,
     attention_heads,
     decoder,
     empty_network,
     gated_mlp,
+    layer_kinds,
     rotary_embedding,
     self_attention,
 )
@@ -20,20 +22,17 @@ from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 from llm_serving.network.rope import Rotary
 
-NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-
 
 def olmo2(c: ConfigReader) -> Network:
     return _olmo(c, [FULL] * c.integer("num_hidden_layers"), {FULL: rotary_embedding(c, attention_heads(c))})
 
 
 def olmo3(c: ConfigReader) -> Network:
-    heads, count = attention_heads(c), c.integer("num_hidden_layers")
+    heads = attention_heads(c)
     full, sliding = (rotary_embedding(c, heads, kind=kind, theta=500000.0) for kind in (FULL, SLIDING))
     if not c.has("rope_parameters"):
         sliding = replace(sliding, scaling=None)
-    usual = [SLIDING if (index + 1) % 4 else FULL for index in range(count)]
-    return _olmo(c, c.choices("layer_types", (FULL, SLIDING), count) or usual, {FULL: full, SLIDING: sliding})
+    return _olmo(c, layer_kinds(c, 4), {FULL: full, SLIDING: sliding})
 
 
 def _olmo(c: ConfigReader, kinds: list[str], rotaries: dict[str, Rotary]) -> Network:
@@ -45,7 +44,7 @@ def _olmo(c: ConfigReader, kinds: list[str], rotaries: dict[str, Rotary]) -> Net
         window = c.integer("sliding_window", 4096) if kinds[index] == SLIDING else None
         rotary = rotaries[kinds[index]]
         x = self_attention(
-            net, hidden, at, heads, rotary, norms=NORMS, whole_norms=True, bias=bias, out_bias=bias, window=window
+            net, hidden, at, heads, rotary, norms=HEAD_NORMS, whole_norms=True, bias=bias, out_bias=bias, window=window
         )
         hidden = net.add(hidden, net.rms_norm(x, at + "post_attention_layernorm"))
         x = gated_mlp(net, hidden, at + "mlp.", inner)

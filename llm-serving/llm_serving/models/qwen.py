@@ -2,6 +2,7 @@
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (
+    HEAD_NORMS,
     attention_heads,
     decoder,
     empty_network,
@@ -14,8 +15,6 @@ from llm_serving.models.layers import (
 from llm_serving.network.builder import ExpertRouting, Network
 from llm_serving.network.operations import Value
 
-NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-
 
 def qwen2(c: ConfigReader) -> Network:
     return _qwen(c, bias=c.boolean("qkv_bias", True))
@@ -23,7 +22,7 @@ def qwen2(c: ConfigReader) -> Network:
 
 def qwen3(c: ConfigReader) -> Network:
     bias = c.boolean("attention_bias")
-    return _qwen(c, bias=bias, out_bias=bias, norms=NORMS)
+    return _qwen(c, bias=bias, out_bias=bias, norms=HEAD_NORMS)
 
 
 def _qwen(c: ConfigReader, *, bias: bool, out_bias: bool = False, norms: tuple[str, str] | None = None) -> Network:
