@@ -161,7 +161,7 @@ def logprobs_of(
     logits: Float32Array, chosen: Int32Array, top: Int32Array, largest: Float32Array, totals: Float64Array
 ) -> tuple[Float32Array, TopTokens]:
     """Return log-probabilities of sampled tokens ([S], 0 for none) and of the most likely ones, as in `StepOutput`.
-    `logits` [S, V]; `chosen` [S]; `top` [S, K], -1 in unused places; `totals` [S]: `total_weight`, 0 for samples
+    `logits` [S, V]; `chosen` [S]; `top` [S, K], -1 in unused entries; `totals` [S]: `total_weight`, 0 for samples
     without a token or without requested log-probabilities; `largest` [S], only read where `totals` is not 0.
     """
     logprobs = np.zeros(len(chosen), np.float32)
