@@ -25,7 +25,7 @@ from llm_serving.backends.parameters import (
     copy_blocks_in_memory,
     parameter_over,
     to_model_dtype,
-    weight_bytes,
+    weight_memory,
     zeroed_bytes,
 )
 from llm_serving.core.dtypes import MODEL_DTYPES
@@ -101,7 +101,7 @@ class CpuBackend(AscendBackend):
     def _packed(self, array: Array, shown: tuple[int, ...], name: str | None) -> ms.Parameter:
         _require_dispatch()
         source = np.ascontiguousarray(to_model_dtype(array, self.dtype))
-        memory = weight_bytes(source.nbytes).view(source.dtype).reshape(source.shape)
+        memory = weight_memory(source.nbytes).view(source.dtype).reshape(source.shape)
         address = memory.ctypes.data
         kernels = library.load()
         library.done(kernels.llm_pack_weight(source.ctypes.data, address, self.dtype.encode(), *source.shape))
@@ -112,7 +112,7 @@ class CpuBackend(AscendBackend):
     def block_weight(self, segments: Sequence[BlockTensor], name: str | None = None) -> ms.Parameter:
         _require_dispatch()
         packed = BlockSegments(segments)
-        memory = weight_bytes(packed.num_bytes)
+        memory = weight_memory(packed.num_bytes)
         address = memory.ctypes.data
         packed.pack(address, self.dtype)
         shape = packed.rows, packed.columns
@@ -135,7 +135,7 @@ class CpuBackend(AscendBackend):
         zeros = None if weight.zeros is None else np.ascontiguousarray(weight.zeros)
         # MindSpore sees the bytes of the quantized values without the padding of their panels.
         shown = (rows, columns * bits // 8)
-        memory = weight_bytes(kernels.llm_packed_qvalues_bytes(weight_only, bits, rows, columns))
+        memory = weight_memory(kernels.llm_packed_qvalues_bytes(weight_only, bits, rows, columns))
         address = memory.ctypes.data
         arrays = qvalues.ctypes.data, scales.ctypes.data, None if zeros is None else zeros.ctypes.data
         form = weight.group_size, weight.rotated, address, self.dtype.encode(), rows, columns, shown[1]

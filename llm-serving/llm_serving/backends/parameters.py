@@ -58,7 +58,7 @@ def zeroed_bytes(size: int) -> NDArray[np.uint8]:
 
 
 class WeightMemory:
-    """Divides large memories among weights, so that small weights lie in large pages too, which are up to a fifth
+    """Divides large memories among weights, so that small weights lie in large pages too, which are up to a sixth
     faster to read. A memory is freed with the last of its weights.
     """
 
@@ -80,12 +80,12 @@ class WeightMemory:
         return taken
 
 
-_weight_memory = WeightMemory()
+_weights = WeightMemory()
 
 
-def weight_bytes(size: int) -> NDArray[np.uint8]:
+def weight_memory(size: int) -> NDArray[np.uint8]:
     """Return zeroed memory for a weight from `WeightMemory`."""
-    return _weight_memory.take(size)
+    return _weights.take(size)
 
 
 def zeroed_parameter(shape: tuple[int, ...], dtype: str, name: str | None = None) -> ms.Parameter:
