@@ -52,10 +52,10 @@ def test_the_host_does_not_hold_weights_twice(ended):
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("without environment", "query length is not equal to mask's q length"),
+        # The kernel reads lengths before a thread has written them; which of its checks fails depends on that memory.
+        ("without environment", "Tiling error for PagedAttention"),
         ("without swiglu", r"The pointer\[value_str\] is null"),
-        # Which of them depends on the order in which two threads run.
-        ("without threads", "Invalid (kvSeqLen for asd paged attention,  kvSeqLen.size: 0|shape)"),
+        ("without threads", "Tiling error for PagedAttention"),
     ],
 )
 def test_start_up_fails_without_what_the_device_asks_for(ended, name, error):
