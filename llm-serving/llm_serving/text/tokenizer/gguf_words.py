@@ -21,14 +21,26 @@ _LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _END: Final = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def _by_case(suffix: str, digits: str) -> str:
+def _by_case(suffix: str, digits: str, *, upper: str = _UPPER, lower: str = _LOWER, end: str = _END) -> str:
     """Return an expression that splits words between a lower-case letter and an upper-case one."""
     before = r"[^\r\n\p{L}\p{N}]?"
-    return f"{before}{_UPPER}*{_LOWER}+{suffix}|{before}{_UPPER}+{_LOWER}*{suffix}|{digits}|{_END}"
+    return f"{before}{upper}*{lower}+{suffix}|{before}{upper}+{lower}*{suffix}|{digits}|{end}"
 
 
+_CONTRACTION: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _TEKKEN: Final = _by_case("", r"\p{N}")
-_GPT4O: Final = _by_case("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}")
+_GPT4O: Final = _by_case(_CONTRACTION, r"\p{N}{1,3}")
+_KIMI: Final = r"\p{Han}+|" + _by_case(
+    _CONTRACTION,
+    r"\p{N}{1,3}",
+    upper=r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]",
+    lower=r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]",
+    end=_END.replace("/", ""),
+)
+_SEED: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _QWEN35: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -70,16 +82,19 @@ _LLAMA3: Final = Pre(LLAMA3_WORDS, begins=True)
 _DIGITS: Final = Pre(SMOLLM)
 
 PRES: Final[Mapping[str, Pre]] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _LLAMA3),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), _LLAMA3),
     **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe", "glm4"), _GPT4),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Pre(QWEN2)),
+    **dict.fromkeys(("hunyuan", "stablelm2"), Pre(QWEN2._replace(composes=False))),
     "qwen35": Pre(Words((_QWEN35,), composes=True)),
-    **dict.fromkeys(("gpt-2", "granite-docling"), Pre(GPT2)),
-    **dict.fromkeys(("smollm", "refact", "starcoder"), _DIGITS),
+    **dict.fromkeys(("gpt-2", "granite-docling", "olmo", "exaone4"), Pre(GPT2)),
+    **dict.fromkeys(("smollm", "refact", "starcoder", "command-r"), _DIGITS),
     "tekken": Pre(Words((_TEKKEN,), whole=True), begins=True),
-    "gpt-4o": Pre(Words((_GPT4O,))),
+    **dict.fromkeys(("gpt-4o", "minimax-m2"), Pre(Words((_GPT4O,)))),
+    "kimi-k2": Pre(Words((_KIMI,))),
+    "seed-coder": Pre(Words((_SEED,))),
     "deepseek-llm": Pre(_DEEPSEEK),
     "deepseek-coder": Pre(_DEEPSEEK_CODER),
-    "deepseek-v3": Pre(_DEEPSEEK3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Pre(_DEEPSEEK3)),
 }
 """`tokenizer.ggml.pre` -> rule."""
