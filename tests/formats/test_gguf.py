@@ -56,6 +56,7 @@ def test_gguf_bfloat16_and_custom_alignment(tmp_path):
         (14, "Q6_K", 6, 16),
         (20, "IQ4_NL", 8, 32),
         (23, "IQ4_XS", 8, 32),
+        (39, "MXFP4", 8, 32),
     ],
 )
 @pytest.mark.parametrize("num_blocks", [1, 3])
@@ -78,6 +79,24 @@ def test_gguf_blocks_equal_their_definition(tmp_path, kind, name, bits, group, n
         np.testing.assert_array_equal(quantized.dequantized(), tensor.read())
 
 
+def mxfp4(tmp_path, exponent, nibbles):
+    stored = Stored((1, 32), 39, bytes([exponent]) + bytes([nibbles]) * 16)
+    return read_gguf(write(tmp_path / "a.gguf", gguf_bytes({}, {"w": stored}))).tensors["w"]
+
+
+@pytest.mark.parametrize("exponent", [104, 143])
+def test_gguf_exponents_of_mxfp4_that_float16_has(tmp_path, exponent):
+    assert mxfp4(tmp_path, exponent, 0x77).read().tolist() == [[6.0 * 2.0 ** (exponent - 127)] * 32]
+
+
+@pytest.mark.parametrize("exponent", [0, 103, 144, 255])
+def test_gguf_exponents_of_mxfp4_that_float16_lacks(tmp_path, exponent):
+    """A block of zeros may have any exponent."""
+    with pytest.raises(ModelError, match=f"exponents of MXFP4 blocks must be from 104 to 143, .* Found: {exponent}$"):
+        mxfp4(tmp_path, exponent, 0x77).read()
+    assert not mxfp4(tmp_path, exponent, 0x80).read().any()
+
+
 def test_gguf_rows_of_a_matrix_in_blocks_are_selected_with_their_numbers():
     rng = np.random.default_rng(1)
     for kind in ELEMENTS:
@@ -90,7 +109,7 @@ def test_gguf_rows_of_a_matrix_in_blocks_are_selected_with_their_numbers():
         np.testing.assert_array_equal(chosen.dequantized(), expected)
 
 
-@pytest.mark.parametrize("kind", sorted(ELEMENTS))
+@pytest.mark.parametrize("kind", sorted(ELEMENTS.keys() - {39}))  # MXFP4 has exponents in place of scales
 @pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E01])
 def test_gguf_non_finite_scales_are_refused_by_tensor(tmp_path, kind, bits):
     stored, _ = random_matrix(kind, (2, ELEMENTS[kind]), np.random.default_rng(kind))

@@ -164,6 +164,9 @@ def q3_k(d: float, scales: list[int], qvalues: list[int]) -> bytes:
 IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
+MXFP4_TABLE = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
+
+
 def iq4_xs(d: float, scales: list[int], qvalues: list[int]) -> bytes:
     upper = sum((scale >> 4) << 2 * j for j, scale in enumerate(scales))
     low = bytes(scales[2 * j] & 15 | (scales[2 * j + 1] & 15) << 4 for j in range(4))
@@ -193,6 +196,10 @@ def random_block(kind: int, rng: np.random.Generator) -> tuple[bytes, list[float
     if kind == 20:
         qvalues = some(0, 16, 32)
         return q4_0(d, qvalues), [IQ4_TABLE[q] * d for q in qvalues]
+    if kind == 39:
+        qvalues, exponent = some(0, 16, 32), some(120, 124, 1)[0]
+        data = bytes([exponent]) + q4_0(0, qvalues)[2:]
+        return data, [MXFP4_TABLE[q] * 2.0 ** (exponent - 127) for q in qvalues]
     if kind == 23:
         qvalues, scales, d = some(0, 16, 256), some(0, 64, 8), float(np.float16(d / 16))
         return iq4_xs(d, scales, qvalues), [IQ4_TABLE[q] * d * (scales[j // 32] - 32) for j, q in enumerate(qvalues)]
@@ -215,7 +222,7 @@ def random_block(kind: int, rng: np.random.Generator) -> tuple[bytes, list[float
     return make(d, m, scales, minima, qvalues), values
 
 
-ELEMENTS = {2: 32, 3: 32, 6: 32, 7: 32, 8: 32, 10: 256, 11: 256, 12: 256, 13: 256, 14: 256, 20: 32, 23: 256}
+ELEMENTS = {2: 32, 3: 32, 6: 32, 7: 32, 8: 32, 10: 256, 11: 256, 12: 256, 13: 256, 14: 256, 20: 32, 23: 256, 39: 32}
 """Elements of a block, by type."""
 
 

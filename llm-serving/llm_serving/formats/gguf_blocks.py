@@ -7,6 +7,7 @@
     Q5_1     32          d f16, m f16, fifth bits u32, 16 nibbles                                   q d + m
     Q8_0     32          d f16, 32 int8                                                             q d
     IQ4_NL   32          d f16, 16 nibbles                                                          table[q] d
+    MXFP4    32          e u8, 16 nibbles                                                           table[q] 2^(e - 127)
     Q2_K     256         16 scales (low) and minima (high nibbles), 64 bit pairs, d f16, m f16      q d s - m n
     Q3_K     256         32 third bits, 64 bit pairs, 12 scales, d f16                              (q - 4) d (s - 32)
     Q4_K     256         d f16, m f16, 12 scales and minima, 128 nibbles                            q d s - m n
@@ -29,6 +30,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from llm_serving.errors import ModelError
 from llm_serving.formats.block_tensor import PANEL_ROWS, UNIT_COLUMNS, BlockTensor
 from llm_serving.formats.stored_tensor import Array
 
@@ -201,6 +203,29 @@ def _iq4_xs(blocks: Uint8Array) -> _Numbers:
     return _Numbers(qvalues, scales, None, _halves(blocks, 0))
 
 
+_MXFP4_TABLE: Final = np.array(
+    [128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116], np.uint8
+)
+"""Twice the values of MXFP4, with 128 added so that they are unsigned."""
+
+
+def _mxfp4(blocks: Uint8Array) -> _Numbers:
+    qvalues = _MXFP4_TABLE[_low_then_high(blocks[:, 1:])]
+    exponents = blocks[:, :1].astype(np.int32) - 128  # half of each value of the table
+    is_used = (qvalues != 128).any(axis=1, keepdims=True)
+    wrong = exponents[is_used & ((exponents < _LEAST_EXPONENT) | (exponents > _LARGEST_EXPONENT))]
+    if wrong.size:
+        rule = f"must be from {_LEAST_EXPONENT + 128} to {_LARGEST_EXPONENT + 128}"
+        raise ModelError(
+            f"exponents of MXFP4 blocks {rule}, so that float16 can hold their scales. Found: {wrong[0] + 128}"
+        )
+    scales = np.ldexp(np.float32(1), np.where(is_used, exponents, 0)).astype(np.float16)
+    return _Numbers(qvalues, scales)
+
+
+_LEAST_EXPONENT, _LARGEST_EXPONENT = -24, 15
+"""Exponents of the powers of two that float16 has."""
+
 BLOCKS: Final[Mapping[int, BlockType]] = {
     2: BlockType("Q4_0", 32, 18, _q4_0, bits=4, zero=8),
     3: BlockType("Q4_1", 32, 20, _q4_1, bits=4, has_minima=True),
@@ -214,4 +239,5 @@ BLOCKS: Final[Mapping[int, BlockType]] = {
     14: BlockType("Q6_K", 256, 210, _q6_k, bits=6, zero=32, group=16),
     20: BlockType("IQ4_NL", 32, 18, _iq4_nl, bits=8, zero=128),
     23: BlockType("IQ4_XS", 256, 136, _iq4_xs, bits=8, zero=128),
+    39: BlockType("MXFP4", 32, 17, _mxfp4, bits=8, zero=128),
 }
