@@ -14,7 +14,7 @@ from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader, check_folder
 from support.family_configs import config_of
 from support.gguf_families import family_facts, family_tensors, write_family
-from support.gguf_files import gguf_bytes, number, plain
+from support.gguf_files import gguf_bytes, number, plain, random_matrix
 from support.graph_model import GraphModel, backend
 from support.model_factories import write_safetensors
 
@@ -58,6 +58,96 @@ CASES = {
             "architectures": ["Olmo3ForCausalLM"],
             "sliding_window": 7,
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "exaone4": ("exaone4", "llama", {"architectures": ["Exaone4ForCausalLM"], "sliding_window": None}),
+    "exaone4, windows": (
+        "exaone4",
+        "llama",
+        {
+            "architectures": ["Exaone4ForCausalLM"],
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "ministral3": (
+        "mistral3",
+        "llama",
+        {
+            "architectures": ["Ministral3ForCausalLM"],
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "granitemoe": (
+        "granitemoe",
+        "granite",
+        {
+            "architectures": ["GraniteMoeForCausalLM"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "separate_experts": True,
+        },
+    ),
+    "minimax-m2": (
+        "minimax-m2",
+        "llama",
+        {
+            "architectures": ["MiniMaxM2ForCausalLM"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 8,
+        },
+    ),
+    "ernie4_5-moe": (
+        "ernie4_5-moe",
+        "llama",
+        {
+            "architectures": ["Ernie4_5_MoeForCausalLM"],
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 64,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_interval": 1,
+        },
+    ),
+    "hunyuan-moe": (
+        "hunyuan-moe",
+        "llama",
+        {"architectures": ["HunYuanMoEV1ForCausalLM"], "num_experts": 4, "moe_topk": 2},
+    ),
+    "gpt-oss": (
+        "gpt-oss",
+        "llama",
+        {
+            "architectures": ["GptOssForCausalLM"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            "attention_bias": True,
+            "separate_experts": True,
+        },
+    ),
+    "glm4moe": (
+        "glm4moe",
+        "llama",
+        {
+            "architectures": ["Glm4MoeForCausalLM"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 64,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "partial_rotary_factor": 0.5,
         },
     ),
     "ernie4_5": ("ernie4_5", "llama", {"architectures": ["Ernie4_5ForCausalLM"], "tie_word_embeddings": True}),
@@ -253,6 +343,85 @@ def test_gguf_longrope_of_phi3(tmp_path):
         check_folder(tmp_path / "a.gguf")
 
 
+def test_gguf_layers_that_predict_further_tokens(tmp_path):
+    """GLM-4.5: the number of layers includes them, and their tensors are not used."""
+    architecture, config = case("glm4moe")
+    values = write_family(tmp_path / "a.gguf", architecture, config, 0)
+    row = plain(np.ones(64, np.float32))
+    more = {f"blk.3.{name}.weight": row for name in ("nextn.eh_proj", "nextn.enorm", "attn_norm", "ffn_gate_inp")}
+    facts = {"glm4moe.nextn_predict_layers": 1, "glm4moe.block_count": 4}
+    write_family(tmp_path / "b.gguf", architecture, config, 0, facts, more)
+    assert np.array_equal(logits(tmp_path / "b.gguf"), logits(tmp_path / "a.gguf"))
+    assert values.keys() == check_folder(tmp_path / "b.gguf").tensors.keys()
+
+
+@pytest.mark.mindspore
+def test_gguf_experts_of_granite_equal_stacked_ones(tmp_path):
+    architecture, config = case("granitemoe")
+    values = write_family(tmp_path / "a.gguf", architecture, config, 0)
+    folder = {name: each for name, each in values.items() if ".experts." not in name}
+    for layer in range(3):
+        at = f"model.layers.{layer}.block_sparse_moe."
+        gate, up, down = (
+            np.stack([values[f"{at}experts.{number}.{part}_proj.weight"] for number in range(4)])
+            for part in ("gate", "up", "down")
+        )
+        folder[f"{at}input_linear.weight"] = np.concatenate([gate, up], axis=1)
+        folder[f"{at}output_linear.weight"] = down
+    stacked = written_folder(tmp_path / "folder", {**config, "separate_experts": False}, folder)
+    assert np.array_equal(logits(tmp_path / "a.gguf"), logits(stacked))
+
+
+@pytest.mark.mindspore
+def test_gguf_experts_of_gpt_oss_equal_stacked_ones(tmp_path):
+    architecture, config = case("gpt-oss")
+    values = write_family(tmp_path / "a.gguf", architecture, config, 0)
+    folder = {name: each for name, each in values.items() if ".experts." not in name}
+    for layer in range(3):
+        at = f"model.layers.{layer}.mlp.experts."
+        for kind, ending in (("weight", ""), ("bias", "_bias")):
+            gate, up, down = (
+                np.stack([values[f"{at}{number}.{part}_proj.{kind}"] for number in range(4)])
+                for part in ("gate", "up", "down")
+            )
+            both = np.stack([gate, up], axis=2).reshape(4, -1, *gate.shape[2:])
+            for part, array in (("gate_up", both), ("down", down)):
+                turned = array.swapaxes(1, 2) if kind == "weight" else array
+                folder[f"{at}{part}_proj{ending}"] = np.ascontiguousarray(turned)
+    stacked = written_folder(tmp_path / "folder", {**config, "separate_experts": False}, folder)
+    assert np.array_equal(logits(tmp_path / "a.gguf"), logits(stacked))
+
+
+def test_gguf_yarn_of_gpt_oss_is_not_truncated(tmp_path):
+    architecture, config = case("gpt-oss")
+    facts = {"type": "yarn", "factor": 32.0, "original_context_length": 64}
+    facts = {f"gpt-oss.rope.scaling.{key}": value for key, value in facts.items()}
+    write_family(tmp_path / "a.gguf", architecture, config, 0, facts)
+    (rotary,) = check_folder(tmp_path / "a.gguf").network.rotaries
+    assert not rotary.scaling.truncate
+
+
+def test_gguf_biases_of_experts_must_not_be_in_blocks(tmp_path):
+    architecture, config = case("gpt-oss")
+    bias = random_matrix(8, (4, config["intermediate_size"]), np.random.default_rng(0))[0]
+    write_family(tmp_path / "a.gguf", architecture, config, 0, None, {"blk.0.ffn_up_exps.bias": bias})
+    with pytest.raises(ModelError, match=r"blk\.0\.ffn_up_exps\.bias must not be in blocks"):
+        check_folder(tmp_path / "a.gguf")
+
+
+def test_gguf_window_of_older_exaone4_files(tmp_path):
+    architecture, config = case("exaone4")
+    config |= {"num_hidden_layers": 64, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config |= {"head_dim": 16, "sliding_window": 4096}
+    write_family(tmp_path / "a.gguf", architecture, config, 0, {"exaone4.attention.sliding_window": 0})
+    facts = {key: value for key, value in family_facts(architecture, config).items() if "window" not in key}
+    stored = read_gguf(tmp_path / "a.gguf").tensors
+    (tmp_path / "b.gguf").write_bytes(gguf_bytes(facts, {name: plain(each.read()) for name, each in stored.items()}))
+    network = check_folder(tmp_path / "b.gguf").network
+    windows = [each.attributes["window"] for each in network.operations if each.kind == "attention"]
+    assert windows == [4096, 4096, 4096, 0] * 16
+
+
 def scale_of(network):
     (scale,) = {each.attributes["scale"] for each in network.operations if each.kind == "attention"}
     return scale
@@ -300,6 +469,10 @@ def test_gguf_latent_weights_of_older_files(tmp_path):
     ("name", "facts", "message"),
     [
         ("qwen2", {"qwen2.expert_count": 4}, "`qwen2.expert_count` must be 0: this architecture has no experts here"),
+        ("minimax-m2", {"minimax-m2.expert_gating_func": 1}, "`minimax-m2.expert_gating_func` must be 2 .sigmoid."),
+        ("hunyuan-moe", {"hunyuan-moe.expert_feed_forward_length": 8}, "must be the feed_forward_length"),
+        ("glm4moe", {"glm4moe.nextn_predict_layers": 3}, "`num_hidden_layers` must be an integer >= 1"),
+        ("glm4moe", {"glm4moe.expert_gating_func": number("<f", np.inf)}, "must be 2 .sigmoid."),
         ("deepseek2", {"deepseek2.expert_gating_func": 3}, "`deepseek2.expert_gating_func` must be 1 .softmax. or 2"),
         ("deepseek2", {"deepseek2.expert_weights_norm": True}, "`norm_topk_prob` must be false"),
         ("granite", {"granite.attention.key_length": 0}, "`granite.attention.key_length` must be an integer >= 1"),

@@ -18,7 +18,7 @@ from support.gguf_files import ELEMENTS, FACTS, ROLES, Stored, gguf_bytes, neigh
 
 Arrays = dict[str, np.ndarray]
 
-PAIRS = ("llama", "granite", "smollm3", "internlm2", "baichuan")
+PAIRS = ("llama", "mistral3", "granite", "granitemoe", "smollm3", "internlm2", "baichuan")
 """Architectures whose rows of query and key are reordered."""
 PLUS_ONE = ("gemma", "gemma2", "gemma3")
 
@@ -30,14 +30,38 @@ _GEMMA = {
 _STACKED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 _SHARED = {
     f"{name}.{part}_proj": f"ffn_{part}_shexp"
-    for name in ("mlp.shared_expert", "mlp.shared_experts")
+    for name in ("mlp.shared_expert", "mlp.shared_experts", "mlp.shared_mlp")
     for part in ("gate", "up", "down")
 }
 _AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+_HUNYUAN = {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"}
 _MORE_ROLES = {
+    "exaone4": _AFTER,
+    "granitemoe": {"block_sparse_moe.router.layer": "ffn_gate_inp"},
+    "minimax-m2": {
+        "block_sparse_moe.gate": "ffn_gate_inp",
+        "block_sparse_moe.e_score_correction_bias": "exp_probs_b",
+    },
+    "ernie4_5-moe": {
+        "mlp.gate": "ffn_gate_inp",
+        "mlp.moe_statics.e_score_correction_bias": "exp_probs_b",
+        **_SHARED,
+    },
+    "hunyuan-moe": {"mlp.gate.wg": "ffn_gate_inp", **_HUNYUAN, **_SHARED},
+    "gpt-oss": {
+        "mlp.router": "ffn_gate_inp",
+        "self_attn.sinks": "attn_sinks",
+        "post_attention_layernorm": "post_attention_norm",
+    },
+    "glm4moe": {
+        "mlp.gate": "ffn_gate_inp",
+        "mlp.gate.e_score_correction_bias": "exp_probs_b",
+        "post_attention_layernorm": "post_attention_norm",
+        **_SHARED,
+    },
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
     "olmo2": _AFTER,
-    "hunyuan-dense": {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
+    "hunyuan-dense": _HUNYUAN,
     "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
@@ -68,7 +92,42 @@ _MORE_ROLES = {
         **_SHARED,
     },
 }
+_LOCAL = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_GRANITE = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+_MANY = {
+    "first_k_dense_replace": "leading_dense_block_count",
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+}
 _MORE_FACTS = {
+    "exaone4": {"sliding_window": "attention.sliding_window"},
+    "granitemoe": {**_GRANITE, **_LOCAL},
+    "minimax-m2": {**_LOCAL, "rotary_dim": "rope.dimension_count"},
+    "ernie4_5-moe": {
+        "moe_num_experts": "expert_count",
+        "moe_k": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "moe_num_shared_experts": "expert_shared_count",
+        "moe_layer_interval": "interleave_moe_layer_step",
+        "moe_layer_start_index": "leading_dense_block_count",
+    },
+    "hunyuan-moe": {"num_experts": "expert_count", "moe_topk": "expert_used_count"},
+    "gpt-oss": {
+        **_LOCAL,
+        "intermediate_size": "expert_feed_forward_length",
+        "sliding_window": "attention.sliding_window",
+    },
+    "glm4moe": _MANY,
     "olmo2": {"sliding_window": "attention.sliding_window"},
     "command-r": {"logit_scale": "logit_scale"},
     "cohere2": {"logit_scale": "logit_scale", "sliding_window": "attention.sliding_window"},
@@ -82,7 +141,7 @@ _MORE_FACTS = {
         "sliding_window_pattern": "attention.sliding_window_pattern",
     },
     "phi3": {"sliding_window": "attention.sliding_window"},
-    "llama": {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+    "llama": _LOCAL,
     "qwen2moe": {
         "num_experts": "expert_count",
         "num_experts_per_tok": "expert_used_count",
@@ -94,23 +153,11 @@ _MORE_FACTS = {
         "num_experts_per_tok": "expert_used_count",
         "moe_intermediate_size": "expert_feed_forward_length",
     },
-    "granite": {
-        "attention_multiplier": "attention.scale",
-        "embedding_multiplier": "embedding_scale",
-        "residual_multiplier": "residual_scale",
-        "logits_scaling": "logit_scale",
-    },
+    "granite": _GRANITE,
     "deepseek2": {
         "q_lora_rank": "attention.q_lora_rank",
         "kv_lora_rank": "attention.kv_lora_rank",
-        "first_k_dense_replace": "leading_dense_block_count",
-        "n_routed_experts": "expert_count",
-        "num_experts_per_tok": "expert_used_count",
-        "moe_intermediate_size": "expert_feed_forward_length",
-        "n_shared_experts": "expert_shared_count",
-        "routed_scaling_factor": "expert_weights_scale",
-        "n_group": "expert_group_count",
-        "topk_group": "expert_group_used_count",
+        **_MANY,
         "qk_rope_head_dim": "rope.dimension_count",
     },
 }
@@ -127,13 +174,29 @@ def family_facts(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]
         own["attention.value_length_mla"] = config["v_head_dim"]
         if config["architectures"] == ["DeepseekV3ForCausalLM"]:
             own |= {"expert_gating_func": 2, "expert_weights_norm": True}
-    elif (fraction := config.get("partial_rotary_factor", 0.5 if architecture in ("glm4", "chatglm") else 1)) != 1:
+    elif (
+        fraction := config.get("partial_rotary_factor", 0.5 if architecture in ("glm4", "glm4moe", "chatglm") else 1)
+    ) != 1:
         own["rope.dimension_count"] = int(config["head_dim"] * fraction)
-    if architecture == "olmo2" and "layer_types" in config:
+    if architecture == "glm4moe":
+        own |= {"expert_gating_func": 2, "expert_weights_norm": True}
+    if architecture == "mistral3":
+        own |= _yarn_facts(config["rope_scaling"])
+    if architecture in ("olmo2", "exaone4") and "layer_types" in config:
         own["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
     if architecture == "baichuan" and config.get("max_position_embeddings") is None:
         own["context_length"] = config["model_max_length"]
     return {"general.architecture": architecture, **{f"{architecture}.{key}": value for key, value in own.items()}}
+
+
+def _yarn_facts(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "attention.temperature_scale": scaling["llama_4_scaling_beta"],
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": scaling["factor"],
+        "rope.scaling.original_context_length": scaling["original_max_position_embeddings"],
+        "rope.scaling.yarn_log_multiplier": scaling["mscale_all_dim"],
+    }
 
 
 def family_tensors(architecture: str, config: Mapping[str, Any], weights: Mapping[str, np.ndarray]) -> Arrays:
@@ -146,12 +209,14 @@ def family_tensors(architecture: str, config: Mapping[str, Any], weights: Mappin
     def put(layer: str, role: str, kind: str, array: np.ndarray) -> None:
         if architecture in PAIRS and role in ("attn_q", "attn_k"):
             array = neighbours(array, heads if role == "attn_q" else kv_heads)
-        if role == "ffn_gate_inp_shexp":
+        if role == "ffn_gate_inp_shexp" or (role == "exp_probs_b" and array.ndim == 2):
             array = array[0]
         tensors[f"{f'blk.{layer}.' if layer else ''}{role}.{kind}"] = np.ascontiguousarray(array)
 
     for name, array in weights.items():
-        stem, kind = (name, "bias") if name.endswith("_bias") else name.rsplit(".", 1)
+        stem, kind = name.rsplit(".", 1)
+        if name.endswith(("_bias", ".sinks")):
+            stem, kind = name, "bias" if name.endswith("_bias") else "weight"
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem)
         layer, role = (match[1], match[2]) if match else ("", stem)
         if expert := re.fullmatch(r".*\.experts\.(\d+)\.(\w+)", role):
@@ -197,7 +262,8 @@ def write_family(
     values = np.concatenate([RandomTensors().read(name, shape).ravel() for name, shape in spec.tensors.items()])
     stored, rng = {}, np.random.default_rng(0)
     for name, at in family_tensors(architecture, config, places).items():
-        if kind in ELEMENTS and at.ndim > 1 and at.shape[-1] % ELEMENTS[kind] == 0:
+        is_matrix = at.ndim > 1 and not name.endswith(".bias")
+        if kind in ELEMENTS and is_matrix and at.shape[-1] % ELEMENTS[kind] == 0:
             matrix, found = random_matrix(kind, (at.size // at.shape[-1], at.shape[-1]), rng)
             stored[name] = Stored(at.shape, kind, matrix.data)
             values[at] = found.reshape(at.shape)

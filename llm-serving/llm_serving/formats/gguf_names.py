@@ -60,6 +60,27 @@ _EXPERTS: Final[Mapping[str, str]] = {
     "ffn_up_exps": "mlp.experts.*.up_proj",
     "ffn_down_exps": "mlp.experts.*.down_proj",
 }
+_BLOCK_SPARSE: Final[Mapping[str, str]] = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.*.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.*.w2",
+}
+
+
+def _shared(name: str) -> dict[str, str]:
+    """Return the names of the projections of a shared expert."""
+    return {f"ffn_{part}_shexp": f"mlp.{name}.{part}_proj" for part in ("gate", "up", "down")}
+
+
+_CORRECTION: Final = "mlp.gate.e_score_correction_bias"
+_ERNIE_CORRECTION: Final = "mlp.moe_statics.e_score_correction_bias"
+_ONE_ROW: Final = ("shared_expert_gate", _ERNIE_CORRECTION)
+"""Vectors that are matrices of one row in Hugging Face's layout."""
+_HUNYUAN: Final[Mapping[str, str]] = {
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
+}
 _AFTER: Final[Mapping[str, str]] = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -87,29 +108,25 @@ class Naming:
 
 
 NAMINGS: Final[Mapping[str, Naming]] = {
-    "llama": Naming(
+    "llama": Naming(_BLOCK_SPARSE, pairs=True),
+    "mistral3": Naming(pairs=True),
+    "granite": Naming(pairs=True),
+    "granitemoe": Naming(
         {
-            "ffn_gate_inp": "block_sparse_moe.gate",
-            "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
-            "ffn_up_exps": "block_sparse_moe.experts.*.w3",
-            "ffn_down_exps": "block_sparse_moe.experts.*.w2",
+            "ffn_gate_inp": "block_sparse_moe.router.layer",
+            "ffn_gate_exps": "block_sparse_moe.experts.*.gate_proj",
+            "ffn_up_exps": "block_sparse_moe.experts.*.up_proj",
+            "ffn_down_exps": "block_sparse_moe.experts.*.down_proj",
         },
         pairs=True,
     ),
-    "granite": Naming(pairs=True),
     "smollm3": Naming(pairs=True),
     "internlm2": Naming(pairs=True),
     "baichuan": Naming(pairs=True),
     "qwen2": Naming(),
     "qwen3": Naming(),
     "qwen2moe": Naming(
-        {
-            **_EXPERTS,
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-            "ffn_up_shexp": "mlp.shared_expert.up_proj",
-            "ffn_down_shexp": "mlp.shared_expert.down_proj",
-        }
+        {**_EXPERTS, "ffn_gate_inp_shexp": "mlp.shared_expert_gate", **_shared("shared_expert")},
     ),
     "qwen3moe": Naming(_EXPERTS),
     "gemma": Naming(plus_one=True),
@@ -117,8 +134,20 @@ NAMINGS: Final[Mapping[str, Naming]] = {
     "gemma3": Naming(_GEMMA, plus_one=True),
     "seed_oss": Naming({"post_attention_norm": "post_attention_layernorm"}),
     "olmo2": Naming(_AFTER),
+    "exaone4": Naming(_AFTER),
     "ernie4_5": Naming(),
-    "hunyuan-dense": Naming({"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}),
+    "ernie4_5-moe": Naming({**_EXPERTS, **_shared("shared_experts"), "exp_probs_b": _ERNIE_CORRECTION}),
+    "hunyuan-dense": Naming(_HUNYUAN),
+    "hunyuan-moe": Naming({**_HUNYUAN, **_EXPERTS, **_shared("shared_mlp"), "ffn_gate_inp": "mlp.gate.wg"}),
+    "minimax-m2": Naming({**_BLOCK_SPARSE, "exp_probs_b": "block_sparse_moe.e_score_correction_bias"}),
+    "gpt-oss": Naming(
+        {
+            **_EXPERTS,
+            "ffn_gate_inp": "mlp.router",
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+        }
+    ),
     "command-r": Naming(),
     "cohere2": Naming(),
     "stablelm": Naming(),
@@ -132,10 +161,19 @@ NAMINGS: Final[Mapping[str, Naming]] = {
             "post_ffw_norm": "post_mlp_layernorm",
         }
     ),
+    "glm4moe": Naming(
+        {
+            **_EXPERTS,
+            **_shared("shared_experts"),
+            "exp_probs_b": _CORRECTION,
+            "post_attention_norm": "post_attention_layernorm",
+        }
+    ),
     "deepseek2": Naming(
         {
             **_EXPERTS,
-            "exp_probs_b": "mlp.gate.e_score_correction_bias",
+            **_shared("shared_experts"),
+            "exp_probs_b": _CORRECTION,
             "attn_q_a": "self_attn.q_a_proj",
             "attn_q_a_norm": "self_attn.q_a_layernorm",
             "attn_q_b": "self_attn.q_b_proj",
@@ -143,9 +181,6 @@ NAMINGS: Final[Mapping[str, Naming]] = {
             "attn_kv_a_norm": "self_attn.kv_a_layernorm",
             "attn_kv_b": "self_attn.kv_b_proj",
             _LATENT_KEYS: "self_attn.kv_b_proj",
-            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-            "ffn_up_shexp": "mlp.shared_experts.up_proj",
-            "ffn_down_shexp": "mlp.shared_experts.down_proj",
         }
     ),
 }
@@ -154,6 +189,8 @@ NAMINGS: Final[Mapping[str, Naming]] = {
 _NAME: Final = re.compile(
     r"^(?:blk\.(?P<layer>\d{1,6})\.)?(?P<role>[a-z0-9_]+)(?:\.(?P<expert>\d{1,4}))?\.(?P<kind>weight|bias)$"
 )
+_PREDICTING: Final = re.compile(r"^blk\.(?=\d{1,6}\.nextn\.)")
+"""Start of the names that only layers that predict further tokens have."""
 _HUGGING_FACE_PREFIXES: Final = ("model.", "lm_head.")
 """Prefixes of Hugging Face's names. A GGUF file with such names is refused, because its rows would not be reordered."""
 
@@ -196,7 +233,7 @@ def _named(
     role = "" if match is None else match["role"] if expert is None else f"{match['role']}_exps"
     known = match and ({**_OF_LAYER, **naming.more} if match["layer"] else _WHOLE).get(role)
     if match is None or known is None:
-        yield name, tensor
+        yield _PREDICTING.sub("model.layers.", name), tensor
         return
     prefix, ending = f"model.layers.{int(match['layer'])}." if match["layer"] else "", match["kind"]
     if role == _LATENT_KEYS:
@@ -207,7 +244,7 @@ def _named(
         experts = dict(enumerate(_experts(name, tensor)))
     for number, part in experts.items():
         for each, weight in _apart(name, known.replace("*", str(number)), part, heads):
-            full = each if each.endswith(f"_{ending}") else f"{each}.{ending}"
+            full = each if each.endswith((f"_{ending}", ".sinks")) else f"{each}.{ending}"
             yield f"{prefix}{full}", _in_layout(name, each, weight, naming, heads)
 
 
@@ -230,7 +267,7 @@ def _in_layout(name: str, known: str, tensor: ReadableTensor, naming: Naming, he
         return _with_split_pairs(name, tensor, heads.q if known == _ROTATED[0] else heads.kv)
     if naming.plus_one and known.endswith("norm") and isinstance(tensor, StoredTensor):
         return PackedTensor(name, tensor.shape, {"values": tensor}, _less_one)
-    if known.endswith("shared_expert_gate") and len(tensor.shape) == 1 and isinstance(tensor, StoredTensor):
+    if known.endswith(_ONE_ROW) and len(tensor.shape) == 1 and isinstance(tensor, StoredTensor):
         return replace(tensor, shape=(1, *tensor.shape))
     return tensor
 
@@ -250,10 +287,13 @@ def _with_split_pairs(name: str, tensor: ReadableTensor, heads: int) -> Readable
 
 
 def _experts(name: str, tensor: ReadableTensor) -> Iterator[ReadableTensor]:
-    if len(tensor.shape) != 3:
-        raise ModelError(f"{tensor.file}: tensor {name} must have three dimensions. Found: {list(tensor.shape)}")
-    count, rows, columns = tensor.shape
-    return (_rows(tensor, number * rows, (rows, columns)) for number in range(count))
+    dimensions = 2 if name.endswith(".bias") else 3
+    if len(tensor.shape) != dimensions:
+        raise ModelError(f"{tensor.file}: tensor {name} must have {dimensions} dimensions. Found: {list(tensor.shape)}")
+    if dimensions == 2 and not isinstance(tensor, StoredTensor):
+        raise ModelError(f"{tensor.file}: tensor {name} must not be in blocks")
+    count, rows = tensor.shape[:2]
+    return (_rows(tensor, number * rows, tensor.shape[1:]) for number in range(count))
 
 
 def _rows(tensor: ReadableTensor, start: int, shape: tuple[int, ...]) -> ReadableTensor:

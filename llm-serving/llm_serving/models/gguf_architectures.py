@@ -43,6 +43,18 @@ _EXPERTS: Final[Mapping[str, str]] = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+_SHARED: Final[Mapping[str, str]] = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+}
+_LOCAL: Final[Mapping[str, str]] = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_WINDOW: Final[Mapping[str, str]] = {"attention.sliding_window": "sliding_window"}
 _QKV: Final = ("attn_q.bias", "attn_qkv.bias")
 _ATTENTION_BIAS: Final[Mapping[str, tuple[str, ...]]] = {"attention_bias": _QKV}
 _LLAMA_BIAS: Final[Mapping[str, tuple[str, ...]]] = {**_ATTENTION_BIAS, "mlp_bias": ("ffn_gate.bias",)}
@@ -114,11 +126,8 @@ def _deepseek2(reader: MetadataReader, config: Config) -> None:
     config["qk_rope_head_dim"] = rotary
     config["qk_nope_head_dim"] = reader.needed(f"attention.key_length{suffix}") - rotary
     config["v_head_dim"] = reader.needed(f"attention.value_length{suffix}")
-    config["norm_topk_prob"] = bool(reader.value(reader.key("expert_weights_norm"), False))
-    function = reader.own("expert_gating_func")
-    if function not in (None, 0, 1, 2):
-        raise reader.fail(reader.key("expert_gating_func"), "must be 1 (softmax) or 2 (sigmoid)")
-    if function == 2:
+    config["norm_topk_prob"] = _normalises(reader)
+    if _scores(reader, 1, (1, 2)) == 2:
         config["architectures"] = ["DeepseekV3ForCausalLM"]
         config |= {key: config.get(key) or 1 for key in ("n_group", "topk_group")}
         config.setdefault("routed_scaling_factor", 1.0)
@@ -130,11 +139,79 @@ def _deepseek2(reader: MetadataReader, config: Config) -> None:
         config["rope_scaling"] |= {"mscale": weight, "mscale_all_dim": weight} if weight else {"attention_factor": 1.0}
 
 
+def _normalises(reader: MetadataReader) -> bool:
+    return bool(reader.value(reader.key("expert_weights_norm"), False))
+
+
+def _scores(reader: MetadataReader, default: int, known: tuple[int, ...]) -> float:
+    """Return the number of the function that turns router logits into scores; it must be one of `known`."""
+    function = reader.own("expert_gating_func") or default
+    if function not in known:
+        names = " or ".join(f"{each} ({_SCORES[each]})" for each in known)
+        raise reader.fail(reader.key("expert_gating_func"), f"must be {names}")
+    return function
+
+
+_SCORES: Final[Mapping[int, str]] = {1: "softmax", 2: "sigmoid"}
+
+
+def _glm_experts(reader: MetadataReader, config: Config) -> None:
+    """Leave out the layers that predict further tokens, which the file counts, too."""
+    _scores(reader, 2, (2,))
+    config["norm_topk_prob"] = _normalises(reader)
+    layers, predicting = config["num_hidden_layers"], reader.own("nextn_predict_layers") or 0
+    if isinstance(layers, int) and isinstance(predicting, int):
+        config["num_hidden_layers"] = layers - predicting
+    config["num_nextn_predict_layers"] = predicting
+
+
+def _minimax(reader: MetadataReader, config: Config) -> None:
+    _scores(reader, 2, (2,))
+
+
+def _ernie_experts(reader: MetadataReader, config: Config) -> None:
+    config.setdefault("moe_num_shared_experts", 0)
+
+
+def _hunyuan_experts(reader: MetadataReader, config: Config) -> None:
+    inner = reader.needed("feed_forward_length")
+    for name in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        if reader.own(name) not in (None, inner):
+            raise reader.fail(reader.key(name), f"must be the feed_forward_length {inner}")
+
+
+def _gpt_oss(reader: MetadataReader, config: Config) -> None:
+    config["intermediate_size"] = reader.needed("expert_feed_forward_length")
+    if "rope_scaling" in config:
+        config["rope_scaling"]["truncate"] = False
+
+
+def _mistral3(reader: MetadataReader, config: Config) -> None:
+    """Read the growth of queries with their position, which Ministral 3 has beside a yarn scaling."""
+    growth, scaling = reader.own("attention.temperature_scale"), config.get("rope_scaling", {})
+    weight = reader.own("rope.scaling.yarn_log_multiplier")
+    if scaling.get("rope_type") == "yarn" and weight:
+        scaling |= {"mscale": weight, "mscale_all_dim": weight}
+    if growth:
+        config["rope_scaling"] = {**scaling, "llama_4_scaling_beta": growth}
+
+
 def _olmo2(reader: MetadataReader, config: Config) -> None:
     """Recognise OLMo 3, which has sliding windows, and read which layers have one."""
-    if not config.get("sliding_window"):
-        return
-    config["architectures"] = ["Olmo3ForCausalLM"]
+    if config.get("sliding_window"):
+        config["architectures"] = ["Olmo3ForCausalLM"]
+        _kinds_of_layers(reader, config)
+
+
+def _exaone4(reader: MetadataReader, config: Config) -> None:
+    """Read which layers have a window. Older files of the model with 64 layers do not mention its window."""
+    if config["num_hidden_layers"] == 64:
+        config.setdefault("sliding_window", 4096)
+    config.setdefault("sliding_window", None)
+    _kinds_of_layers(reader, config)
+
+
+def _kinds_of_layers(reader: MetadataReader, config: Config) -> None:
     slides = reader.found.metadata.get(reader.key("attention.sliding_window_pattern"))
     if isinstance(slides, np.ndarray) and len(slides) <= MAX_LAYERS:
         config["layer_types"] = [SLIDING if each else FULL for each in slides.tolist()]
@@ -145,6 +222,12 @@ def _stablelm(reader: MetadataReader, config: Config) -> None:
 
 
 _LAYER_NORM: Final = "attention.layer_norm_epsilon"
+_GRANITE: Final[Mapping[str, str]] = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "llama": Architecture("LlamaForCausalLM", bias=_LLAMA_BIAS, complete=_llama, has_experts=True),
@@ -188,7 +271,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     ),
     "phi3": Architecture(
         "Phi3ForCausalLM",
-        {"attention.sliding_window": "sliding_window"},
+        _WINDOW,
         bias=_ATTENTION_BIAS,
         complete=_phi3,
         rotates_a_part=True,
@@ -197,24 +280,68 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "baichuan": Architecture("BaichuanForCausalLM", fixed={"separate_qkv": True}, complete=_baichuan),
     "chatglm": Architecture("GlmForCausalLM", bias=_ATTENTION_BIAS, rotates_a_part=True),
     "glm4": Architecture("Glm4ForCausalLM", bias=_ATTENTION_BIAS, rotates_a_part=True),
-    "granite": Architecture(
-        "GraniteForCausalLM",
-        {
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
-        bias=_LLAMA_BIAS,
+    "granite": Architecture("GraniteForCausalLM", _GRANITE, bias=_LLAMA_BIAS, complete=_granite),
+    "granitemoe": Architecture(
+        "GraniteMoeForCausalLM",
+        {**_GRANITE, **_LOCAL},
+        fixed={"separate_experts": True},
+        bias=_ATTENTION_BIAS,
         complete=_granite,
+        has_experts=True,
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM", bias=_LLAMA_BIAS),
     "seed_oss": Architecture(
         "SeedOssForCausalLM", bias={**_ATTENTION_BIAS, "attention_out_bias": ("attn_output.bias",)}
     ),
-    "olmo2": Architecture("Olmo2ForCausalLM", {"attention.sliding_window": "sliding_window"}, complete=_olmo2),
+    "olmo2": Architecture("Olmo2ForCausalLM", _WINDOW, complete=_olmo2),
+    "exaone4": Architecture("Exaone4ForCausalLM", _WINDOW, complete=_exaone4),
+    "mistral3": Architecture("Ministral3ForCausalLM", complete=_mistral3),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", bias={"use_bias": _QKV}),
+    "ernie4_5-moe": Architecture(
+        "Ernie4_5_MoeForCausalLM",
+        {
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "moe_num_shared_experts",
+            "interleave_moe_layer_step": "moe_layer_interval",
+            "leading_dense_block_count": "moe_layer_start_index",
+        },
+        bias={"use_bias": _QKV},
+        complete=_ernie_experts,
+        has_experts=True,
+    ),
     "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM", bias=_ATTENTION_BIAS),
+    "hunyuan-moe": Architecture(
+        "HunYuanMoEV1ForCausalLM",
+        {"expert_count": "num_experts", "expert_used_count": "moe_topk"},
+        bias=_ATTENTION_BIAS,
+        complete=_hunyuan_experts,
+        has_experts=True,
+    ),
+    "minimax-m2": Architecture(
+        "MiniMaxM2ForCausalLM",
+        {**_LOCAL, "rope.dimension_count": "rotary_dim"},
+        complete=_minimax,
+        rotates_a_part=True,
+        has_experts=True,
+    ),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        {**_LOCAL, **_WINDOW},
+        fixed={"separate_experts": True},
+        bias=_ATTENTION_BIAS,
+        complete=_gpt_oss,
+        has_experts=True,
+    ),
+    "glm4moe": Architecture(
+        "Glm4MoeForCausalLM",
+        _SHARED,
+        bias={**_ATTENTION_BIAS, "use_qk_norm": ("attn_q_norm.weight",)},
+        complete=_glm_experts,
+        rotates_a_part=True,
+        has_experts=True,
+    ),
     "command-r": Architecture("CohereForCausalLM", {_LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale"}),
     "cohere2": Architecture(
         "Cohere2ForCausalLM",
@@ -237,16 +364,9 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "deepseek2": Architecture(
         "DeepseekV2ForCausalLM",
         {
+            **_SHARED,
             "attention.q_lora_rank": "q_lora_rank",
             "attention.kv_lora_rank": "kv_lora_rank",
-            "leading_dense_block_count": "first_k_dense_replace",
-            "expert_count": "n_routed_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_count": "n_shared_experts",
-            "expert_weights_scale": "routed_scaling_factor",
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
         },
         complete=_deepseek2,
         has_experts=True,

@@ -27,6 +27,7 @@ def gpt_oss(c: ConfigReader) -> Network:
     routing = ExpertRouting(top_k, bias=True, function="clamped")
     biases = ("experts.gate_up_proj_bias", "experts.down_proj_bias")
     stacks = ExpertStacks(count, "experts.gate_up_proj", "experts.down_proj", biases, interleaved=True, transposed=True)
+    separate = c.boolean("separate_experts")  # as in GGUF files
     for key, value in _FIXED.items():
         if c.number(key, value) != value:
             raise c.fail(key, f"must be {value}")
@@ -36,6 +37,7 @@ def gpt_oss(c: ConfigReader) -> Network:
         return self_attention(net, x, at, heads, rotary, bias=bias, out_bias=bias, window=seen, sinks=True)
 
     def feed_forward(x: Value, _: int, at: str) -> Value:
-        return mixture_of_experts(net, c, x, at, count, "intermediate_size", routing, router="router", stacks=stacks)
+        own = None if separate else stacks
+        return mixture_of_experts(net, c, x, at, count, "intermediate_size", routing, router="router", stacks=own)
 
     return pre_norm(net, c, attention, feed_forward)

@@ -27,9 +27,18 @@ def granite(c: ConfigReader) -> Network:
             return gated_mlp(net, x, at + "mlp.", inner, bias=mlp_bias)
         routing = ExpertRouting(c.integer("num_experts_per_tok", 2))
         stacks = ExpertStacks(experts, "input_linear.weight", "output_linear.weight")
+        apart = c.boolean("separate_experts")  # as in GGUF files
         at = at + "block_sparse_moe."
         return mixture_of_experts(
-            net, c, x, at, experts, "intermediate_size", routing, router="router.layer", stacks=stacks
+            net,
+            c,
+            x,
+            at,
+            experts,
+            "intermediate_size",
+            routing,
+            router="router.layer",
+            stacks=None if apart else stacks,
         )
 
     def layer(hidden: Value, _: int, at: str) -> Value:

@@ -81,7 +81,7 @@ class ExpertRouting:
         groups, top_groups: The experts form `groups` of equal size; a row uses only the best `top_groups` of them.
         correction: Tensor added to the scores only for the choice (DeepSeek-V3).
         correction_rows: Rows of that tensor in the checkpoint: 0 for a vector.
-        bias: Whether the router has a bias.
+        bias: Whether the router has a bias, and so has each expert that is not stacked with others.
         function: Gate of the experts.
     """
 
@@ -334,7 +334,7 @@ class Network:
             "topk_ids": Value(f"chosen{number}", top_k, "int32"),
         }
         self.operations.append(Operation("route", {"x": x}, chosen, outputs, attributes))
-        weights = _expert_weights(experts, x.width, inner)
+        weights = _expert_weights(experts, x.width, inner, bias=routing.bias)
         if routing.bias:
             chosen["bias"] = Weight((f"{router}.bias",), (count,), ((count,),), dtype="float32")
         attributes = {"function": routing.function, "scale": 1.0, "experts": count}
@@ -366,7 +366,9 @@ class Network:
         return y
 
 
-def _expert_weights(experts: Sequence[Expert] | ExpertStacks, hidden: int, inner: int) -> dict[str, Weight]:
+def _expert_weights(
+    experts: Sequence[Expert] | ExpertStacks, hidden: int, inner: int, *, bias: bool
+) -> dict[str, Weight]:
     """Return the weights of the operation `experts`: gate_up [count * 2 * inner, H] and down [count * H, inner]."""
     wide = padded_order(inner, PANEL_ROWS)
     above: tuple[str, ...]
@@ -391,6 +393,10 @@ def _expert_weights(experts: Sequence[Expert] | ExpertStacks, hidden: int, inner
         gate_up, down = experts.biases
         biases["gate_up_bias"] = Weight((gate_up,), (count * 2 * len(wide),), ((count, 2 * inner),), rows)
         biases["down_bias"] = Weight((down,), (count * hidden,), ((count, hidden),))
+    elif bias and not isinstance(experts, ExpertStacks):
+        names = [tuple(name.replace(".weight", ".bias") for name in each) for each in (above, below)]
+        biases["gate_up_bias"] = Weight(names[0], (count * 2 * len(wide),), ((inner,),) * (2 * count), rows)
+        biases["down_bias"] = Weight(names[1], (count * hidden,), ((hidden,),) * count)
     turned = isinstance(experts, ExpertStacks) and experts.transposed
     return biases | {
         "gate_up": Weight(above, (count * 2 * len(wide), hidden), shapes[0], rows, transposed=turned),
