@@ -28,7 +28,7 @@ from harness.machine_limits import Limits, least_seconds
 from llm_serving.backends.parameters import zeroed_array, zeroed_bytes
 from llm_serving.core.enums import QuantizationName
 from llm_serving.kernels import library
-from llm_serving.network.builder import INT8_SCALE_BYTES
+from llm_serving.network.caches import INT8_SCALE_BYTES
 from llm_serving.network.operations import ELEMENT_BYTES
 from llm_serving.network.quantization import BITS, WEIGHT_ONLY
 

@@ -12,7 +12,7 @@ from llm_serving.backends.parameters import WeightMemory
 from llm_serving.errors import ConfigError
 from llm_serving.kernels import library
 from llm_serving.kernels.reference import round_to_bfloat16
-from llm_serving.network.builder import CacheShape
+from llm_serving.network.caches import CacheShape
 from mindspore import ops
 
 pytestmark = pytest.mark.mindspore

@@ -7,7 +7,7 @@ import pytest
 from llm_serving.backends import Backend, create_backend
 from llm_serving.backends.base import AttentionShape
 from llm_serving.kernels import library, reference
-from llm_serving.network.builder import CacheShape
+from llm_serving.network.caches import CacheShape
 from mindspore import nn, ops
 from support.kernel_calls import FIXED_POINT_ISA, ROUNDING_UNIT, fixed_point_bound, typed
 

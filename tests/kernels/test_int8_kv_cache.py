@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from llm_serving.kernels import int8_kv_cache, library, reference
-from llm_serving.network.builder import INT8_SCALE_BYTES, CacheShape, Network
+from llm_serving.network.builder import Network
+from llm_serving.network.caches import INT8_SCALE_BYTES, CacheShape
 from llm_serving.network.operations import Weight
 from support.decoder_calls import Step
 from support.kernel_calls import FLOAT32_UNIT, FLOAT_TYPES, ROUNDING_UNIT, Array, Typed, assert_close, typed

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.errors import ModelError
 from llm_serving.models.spec import ModelSpec
-from llm_serving.network.builder import CacheShape
+from llm_serving.network.caches import CacheShape
 from llm_serving.network.rope import ROPE_SCALINGS, Rotary, Scaling
 from support.family_configs import CONFIGS, config_of
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from llm_serving.kernels import library
 from llm_serving.kernels.address_table import AddressTable
-from llm_serving.network.builder import CacheShape, Network
+from llm_serving.network.builder import Network
+from llm_serving.network.caches import CacheShape
 from llm_serving.network.operations import Weight
 from llm_serving.network.program import Program, build_program
 from llm_serving.network.rope import Rotary

@@ -27,7 +27,8 @@ from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.quantized_tensor import QuantizedTensor
-from llm_serving.network.builder import CacheShape, Network
+from llm_serving.network.builder import Network
+from llm_serving.network.caches import CacheShape
 from llm_serving.network.operations import rounded_to
 from llm_serving.network.quantization import unsupported_by_ascend
 

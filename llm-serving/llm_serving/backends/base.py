@@ -20,7 +20,8 @@ from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError
 from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.quantized_tensor import QuantizedTensor
-from llm_serving.network.builder import CacheShape, Network
+from llm_serving.network.builder import Network
+from llm_serving.network.caches import CacheShape
 
 Array = NDArray[Any]
 """float32, float16, or bfloat16 as uint16 bits."""

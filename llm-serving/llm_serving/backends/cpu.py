@@ -36,7 +36,7 @@ from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.kernels import library
 from llm_serving.kernels.compiler import library_path
 from llm_serving.kernels.library import announce_ending
-from llm_serving.network.builder import INT8_SCALE_BYTES, CacheShape
+from llm_serving.network.caches import INT8_SCALE_BYTES, CacheShape
 
 PLUGIN_VARIABLE = "MS_OP_PLUGIN_PATH"
 _MULTIPLE = 16

@@ -21,7 +21,8 @@ from llm_serving.models.gguf import is_gguf, read_config
 from llm_serving.models.mindformers import config_from_mindformers
 from llm_serving.models.pooling import is_embedding_model
 from llm_serving.models.registry import architecture_of, describe
-from llm_serving.network.builder import CacheShape, Network
+from llm_serving.network.builder import Network
+from llm_serving.network.caches import CacheShape
 from llm_serving.network.operations import Weight
 from llm_serving.network.sharding import sharded
 

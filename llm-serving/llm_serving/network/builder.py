@@ -12,34 +12,18 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from llm_serving.errors import ModelError
+from llm_serving.network.caches import CacheShape, StateShape
 from llm_serving.network.operations import ElementType, Float32Array, Operation, Transform, Value, Weight
 from llm_serving.network.rope import Rotary
 
 PANEL_ROWS: Final = 16
 """Weight rows that a product computes together. Widths of experts are padded to multiples of it."""
 
-INT8_SCALE_BYTES: Final = 4
-"""Bytes of the scale of each head of a token in an int8 KV cache (csrc/kv_layout.h)."""
-
 Gate = Literal["silu", "gelu_tanh", "gelu", "clamped"]
 """Function of a gate; "clamped" is that of gpt-oss (csrc/kernels.h)."""
 
 MAX_EXPERTS: Final = 2**16
 """Maximum number of experts over all layers, several times that of any known model."""
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """The KV cache of a layer: keys and values, each [num_blocks, block_size, kv_heads, width]."""
-
-    kv_heads: int
-    key_width: int
-    value_width: int
-
-    def bytes_per_token(self, dtype_bytes: int, *, int8: bool = False) -> int:
-        """Return the bytes of one token's keys and values; with `int8`, including a scale for each head."""
-        widths = self.key_width + self.value_width
-        return self.kv_heads * (widths + 2 * INT8_SCALE_BYTES if int8 else widths * dtype_bytes)
 
 
 @dataclass(frozen=True)
@@ -110,6 +94,8 @@ class Network:
         self.vocab = vocab
         self.operations: list[Operation] = []
         self.caches: list[CacheShape] = []
+        self.states: list[StateShape] = []
+        """The states of the operations with an attribute `state`, which is an index into this list."""
         self.optional: set[str] = set()
         self.rotaries: set[Rotary] = set()
         self._num_experts = 0

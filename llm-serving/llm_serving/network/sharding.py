@@ -67,6 +67,7 @@ class _Sharding:
         self.result = Network(network.hidden, network.vocab)
         self.result.rotaries = network.rotaries
         self.result.optional = set(network.optional)
+        self.result.states = list(network.states)
         for each in network.operations:
             if each.kind == "attention":
                 self._shard_heads(each)
