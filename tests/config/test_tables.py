@@ -116,6 +116,11 @@ KEYS = "api_keys:\n    a:\n        key_sha256: " + HASH + "\n    b:\n"
         (CLASSES + "        rank: 1.5\n", 5, "`request_classes.b.rank` must be an integer >= -1000000"),
         (CLASSES + "        wieght: 2\n", 5, "the nearest known one is `request_classes.b.weight`"),
         (CLASSES + "        name: c\n", 5, "unknown key `request_classes.b.name`"),
+        (
+            CLASSES + "        rank: 1\n        service_tier: x\n    c: {rank: 2, service_tier: x}\n",
+            7,
+            "`request_classes.c.service_tier` must differ from that of `b` at ",
+        ),
         (CLASSES + "        weight: 0\n", 5, "`request_classes.b.weight` must be an integer >= 1"),
         (CLASSES + "        ageing_steps: 0\n", 5, "must be an integer >= 1"),
         (CLASSES + "        ttft_slo_s: 0\n", 5, "`request_classes.b.ttft_slo_s` must be a number of seconds above 0"),

@@ -61,6 +61,7 @@ TABLES: Final[Mapping[str, Table]] = {
         RequestClass,
         {
             "rank": integer(-MAX_PRIORITY, MAX_PRIORITY),
+            "service_tier": ROW_NAME,
             "weight": integer(1, 10**6),
             "ageing_steps": integer(1, 10**9),
             "ttft_slo_s": positive("seconds"),
@@ -159,7 +160,7 @@ class TableReader:
         rule = self._table.rules[key]
         first: dict[object, str] = {}
         for name, row in self.rows.items():
-            other = first.setdefault(row.values[key], name)
+            other = name if row.values.get(key) is None else first.setdefault(row.values[key], name)
             if other != name:
                 given = f". Given: {row.values[key]}" if rule.shows_value else ""
                 raise ConfigError(
@@ -203,6 +204,7 @@ def _check_request_classes(values: Values, table: TableReader) -> None:
     if not classes:
         raise ConfigError(f"{table.source}: `request_classes` must have at least one row, or be left out")
     table.check_distinct("rank")
+    table.check_distinct("service_tier")
     first = min(classes, key=lambda row: row.rank)
     if first.rank > 0:
         values.notices.append(

@@ -198,3 +198,90 @@ def test_openapi_document_has_the_caller_fields():
     schemas = request(FakeEngine(), "GET", "/openapi.json").json()["components"]["schemas"]
     for name in ("CompletionRequest", "ChatCompletionRequest", "TGIRequest", "TGIParameters", "LegacyRequest"):
         assert {"priority", "priority_class", "user", "cache_salt"} <= set(schemas[name]["properties"]), name
+
+
+def engine_with_tiers():
+    engine = FakeEngine()
+    tiers = {"interactive": "priority", "batch": "flex"}
+    classes = tuple(replace(each, service_tier=tiers.get(each.name)) for each in engine.config.request_classes)
+    engine.config = replace(engine.config, request_classes=classes)
+    return engine
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(("tier", "priority"), [("priority", -1), ("flex", 1), ("auto", 0), ("default", 0)])
+def test_service_tier_selects_the_class(path, tier, priority):
+    assert submitted(path, {"service_tier": tier}, engine_with_tiers()).priority == priority
+
+
+@pytest.mark.parametrize("fields", [{"priority": 0}, {"priority_class": "standard"}])
+def test_service_tier_beside_a_priority_is_ignored_and_named(fields):
+    engine = engine_with_tiers()
+    response = post(engine, "/v1/completions", {"prompt": "x", "service_tier": "flex", **fields})
+    assert response.headers[IGNORED_HEADER] == "service_tier"
+    assert engine.submitted[-1].priority == 0
+
+
+def test_service_tier_without_classes_that_have_one_is_ignored_and_named():
+    response = post(FakeEngine(), "/v1/completions", {"prompt": "x", "service_tier": "flex"})
+    assert response.status_code == 200
+    assert response.headers[IGNORED_HEADER] == "service_tier"
+
+
+def test_unknown_service_tier_is_refused():
+    engine = engine_with_tiers()
+    response = post(engine, "/v1/completions", {"prompt": "x", "service_tier": "fast"})
+    assert response.status_code == 400
+    assert "`service_tier` must be one of priority, flex, auto, default, standard_only. Given: 'fast'" in response.text
+    assert engine.submitted == []
+
+
+def test_service_tier_is_limited_by_the_api_key():
+    engine = engine_with_tiers()
+    engine.config = replace(engine.config, api_keys=key("standard"))
+    response = post(engine, "/v1/completions", {"prompt": "x", "service_tier": "priority"}, headers=HEADERS)
+    assert response.status_code == 403
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("headers", "priority"), [({"x-priority": "-3"}, -3), ({"x-request-class": "batch"}, 1), ({"x-priority": "5"}, 5)]
+)
+def test_headers_of_a_gateway_give_priority_or_class(path, headers, priority):
+    assert submitted(path, {}, headers=headers).priority == priority
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "message"),
+    [
+        ({"x-priority": "high"}, {}, "`x-priority` must be an integer of at most 7 digits. Given: 'high'"),
+        (
+            {"x-priority": "1"},
+            {"priority": 2},
+            "`priority` must equal the header x-priority if both are given. Given: 2",
+        ),
+        (
+            {"x-request-class": "batch"},
+            {"priority_class": "standard"},
+            "`priority_class` must equal the header x-request-class if both are given. Given: 'standard'",
+        ),
+        ({"x-request-class": "urgent"}, {}, "`priority_class` must be one of interactive, standard, batch"),
+        ({"x-request-class": "batch", "x-priority": "1"}, {}, "`priority_class` must not be given together with"),
+    ],
+)
+def test_wrong_headers_of_a_gateway_are_refused(headers, fields, message):
+    engine = FakeEngine()
+    response = post(engine, "/v1/completions", {"prompt": "x", **fields}, headers=headers)
+    assert response.status_code == 400
+    assert message in response.text
+    assert engine.submitted == []
+
+
+def test_headers_equal_to_the_body_are_accepted():
+    headers = {"x-request-class": "batch"}
+    assert submitted("/v1/completions", {"priority_class": "batch"}, headers=headers).priority == 1
+
+
+def test_headers_of_a_route_without_requests_are_named_as_ignored():
+    response = post(FakeEngine(), "/tokenize", {"prompt": "x"}, headers={"x-priority": "1"})
+    assert response.headers[IGNORED_HEADER] == "x-priority"

@@ -23,6 +23,11 @@ from llm_serving.server.request_context import RequestContext, api_key_of, quota
 
 MAX_NAME_CHARS: Final = 256
 TIMEOUT_HEADER: Final = "x-request-timeout-s"
+PRIORITY_HEADER: Final = "x-priority"
+CLASS_HEADER: Final = "x-request-class"
+TIERS_WITHOUT_CLASS: Final = ("auto", "default", "standard_only")
+"""Values of `service_tier` that select no class, unless a class has them."""
+NUMBER: Final = re.compile(r"-?[0-9]{1,7}")
 SECONDS: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 T = TypeVar("T")
@@ -51,6 +56,13 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
         names[name] = value
     ceiling = ceiling_of(config, key)
     priority, class_name = _given("priority", bodies), _given("priority_class", bodies)
+    if PRIORITY_HEADER in http_request.headers or CLASS_HEADER in http_request.headers:
+        priority, class_name = _with_headers(http_request, priority, class_name)
+    if (tier := _given("service_tier", bodies)) is not None:
+        if class_name is not None or priority is not None:
+            note_ignored(http_request, "service_tier")
+        else:
+            class_name = _class_of_tier(config, http_request, tier)
     if priority is not None or class_name is not None:
         priority = requested_priority(config, ceiling, priority, class_name)
     else:  # the highest priority that is allowed, up to 0
@@ -120,6 +132,31 @@ def requested_priority(
         rule = f"must not go before class {ceiling.class_name}, rank {ceiling.rank}, {ceiling.condition}"
         raise PermissionDeniedError(field, rule, given)
     return wanted
+
+
+def _with_headers(http_request: Request, priority: int | None, class_name: str | None) -> tuple[int | None, str | None]:
+    """Return priority and class of the request, from the body or from headers, which a gateway may add."""
+    number, name = (read_header(http_request, header) for header in (PRIORITY_HEADER, CLASS_HEADER))
+    if number is not None:
+        if not NUMBER.fullmatch(number):
+            raise RequestError(PRIORITY_HEADER, "must be an integer of at most 7 digits", number)
+        if priority not in (None, int(number)):
+            raise RequestError("priority", f"must equal the header {PRIORITY_HEADER} if both are given", priority)
+        priority = int(number)
+    if class_name is not None and name not in (None, class_name):
+        raise RequestError("priority_class", f"must equal the header {CLASS_HEADER} if both are given", class_name)
+    return priority, class_name or name
+
+
+def _class_of_tier(config: ServingConfig, http_request: Request, tier: str) -> str | None:
+    """Return the name of the class that a `service_tier` selects, or None."""
+    tiers = {each.service_tier: each.name for each in config.request_classes if each.service_tier is not None}
+    if not tiers:
+        note_ignored(http_request, "service_tier")
+        return None
+    if tier not in tiers and tier not in TIERS_WITHOUT_CLASS:
+        raise RequestError("service_tier", f"must be one of {', '.join((*tiers, *TIERS_WITHOUT_CLASS))}", tier)
+    return tiers.get(tier)
 
 
 def _timeout(config: ServingConfig, http_request: Request, bodies: Sequence[CallerFields]) -> float | None:

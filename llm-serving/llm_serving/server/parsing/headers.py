@@ -17,7 +17,9 @@ from llm_serving.server.request_context import request_context_of
 
 IGNORED: Final = frozenset(("api-version", "beta"))
 """Query parameters that clients of other servers send with every request."""
-CHECKED_HEADERS: Final = frozenset((b"idempotency-key", b"last-event-id", b"x-request-timeout-s"))
+CHECKED_HEADERS: Final = frozenset(
+    (b"idempotency-key", b"last-event-id", b"x-priority", b"x-request-class", b"x-request-timeout-s")
+)
 MAX_NAME_CHARS: Final = 64
 REQUEST_ID_HEADER: Final = "x-request-id"
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")

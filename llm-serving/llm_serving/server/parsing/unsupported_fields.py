@@ -41,7 +41,6 @@ class BodyFields:
 NEVER_NEUTRAL: Final = ()
 NO_ADAPTERS: Final = RefusedField("is not supported: one model without adapters is served")
 SPEED_HINT: Final = IgnoredField("only a hint for speed")
-SERVICE_TIER: Final = IgnoredField("`priority` and `priority_class` decide the order")
 TEXT_ONLY: Final = RefusedField("is not supported: only text is")
 EARLIER_RESPONSE: Final = IgnoredField("only describes an earlier response")
 

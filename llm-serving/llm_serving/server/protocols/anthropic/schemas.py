@@ -10,7 +10,6 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from llm_serving.server.parsing.offload import Long
 from llm_serving.server.parsing.unsupported_fields import (
     EARLIER_RESPONSE,
-    SERVICE_TIER,
     SPEED_HINT,
     TEXT_ONLY,
     BodyFields,
@@ -195,7 +194,6 @@ _NOT_COUNTED: Final[Rows] = {
 _ANTHROPIC: Final[Rows] = {
     **_NOT_COUNTED,
     "metadata": IgnoredField("`user` names the tenant"),
-    "service_tier": SERVICE_TIER,
     "inference_geo": IgnoredField("there is one location"),
     "stop": named("stop_sequences"),
     "max_completion_tokens": named("max_tokens"),

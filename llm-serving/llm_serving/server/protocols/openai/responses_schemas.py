@@ -10,7 +10,6 @@ from msgspec import UNSET, Struct, UnsetType, field
 from llm_serving.server.parsing.offload import Long
 from llm_serving.server.parsing.unsupported_fields import (
     EARLIER_RESPONSE,
-    SERVICE_TIER,
     SPEED_HINT,
     TEXT_ONLY,
     BodyFields,
@@ -235,7 +234,6 @@ _RESPONSES: Final[Rows] = {
     "max_tokens": named("max_output_tokens"),
     "messages": named("input"),
     "stream_options": IgnoredField("events hide nothing"),
-    "service_tier": SERVICE_TIER,
     "safety_identifier": IgnoredField("only names the end user"),
     "prompt_cache_key": SPEED_HINT,
     "prompt_cache_retention": SPEED_HINT,

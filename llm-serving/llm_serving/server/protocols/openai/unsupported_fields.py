@@ -7,7 +7,6 @@ from typing import Final
 
 from llm_serving.server.parsing.unsupported_fields import (
     NO_ADAPTERS,
-    SERVICE_TIER,
     SPEED_HINT,
     TEXT_ONLY,
     BodyFields,
@@ -58,7 +57,6 @@ _OPENAI: Final[Rows] = {
     "prediction": SPEED_HINT,
     "store": IgnoredField("nothing is stored"),
     "metadata": IgnoredField("only matters to what is stored"),
-    "service_tier": SERVICE_TIER,
     "safety_identifier": IgnoredField("only names the end user"),
     "prompt_cache_key": SPEED_HINT,
     "prompt_cache_retention": SPEED_HINT,

@@ -10,7 +10,6 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from llm_serving.server.parsing.offload import Long
 from llm_serving.server.parsing.unsupported_fields import (
     NEVER_NEUTRAL,
-    SERVICE_TIER,
     TEXT_ONLY,
     BodyFields,
     IgnoredField,
@@ -121,7 +120,6 @@ _VECTORS: Final[Rows] = {
     "instruction": RefusedField("is not supported: put it into the text"),
     "chat_template": RefusedField(),
     "mm_processor_kwargs": TEXT_ONLY,
-    "service_tier": SERVICE_TIER,
 }
 UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
     EmbeddingsRequest: BodyFields(
