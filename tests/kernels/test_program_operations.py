@@ -141,6 +141,16 @@ def test_program_sigmoid_gate(isa: str, dtype: str) -> None:
     assert_close(typed(y.array, dtype), expected, np.abs(expected) * 1e-6)
 
 
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize("function", ["", "silu", "sigmoid"])
+def test_program_products_of_two_values(isa: str, dtype: str, function: str) -> None:
+    x = random(33, 102, dtype)
+    y = result_of(x, 51, lambda net, whole: net.multiply(*net.split(whole, 51, 51), function=function))
+    a, b = np.split(x.values.astype(np.float64), 2, axis=1)
+    expected = a * {"": b, "silu": b / (1 + np.exp(-b)), "sigmoid": 1 / (1 + np.exp(-b))}[function]
+    assert_close(typed(y.array, dtype), expected, np.abs(expected) * 1e-6)
+
+
 def test_program_scaled_and_capped_logits(isa: str) -> None:
     x = typed(np.concatenate([np.geomspace(1e-6, 300, 40), [np.inf, 0.0]]) * [[1], [-1]], "float32")
     net = Network(42, 2)

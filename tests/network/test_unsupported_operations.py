@@ -13,6 +13,7 @@ from llm_serving.network.quantization import (
     unsupported_by_cells,
     unsupported_quantization,
 )
+from llm_serving.network.states import causal_conv
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,8 @@ SLOPES = Weight((), (4,), generate=lambda num_positions: np.zeros(4, np.float32)
         (feed_forward(lambda net, x: net.layer_norm(x, "norm")), "layer norms"),
         (feed_forward(lambda net, x: net.activation(x, "gelu")), "activation function gelu without a gate"),
         (feed_forward(lambda net, x: net.gated_activation(x, "clamped")), "activation function clamped"),
+        (feed_forward(lambda net, x: net.multiply(x, x)), "products of two values"),
+        (feed_forward(lambda net, x: causal_conv(net, net.multiply(x, x), "conv", 3)), "causal convolutions"),
         (experts(), None),
         (experts(bias=True), "experts chosen with a bias"),
         (experts(score="sigmoid"), CHOSEN),

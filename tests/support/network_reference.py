@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from llm_serving.kernels.reference import all_reduce
+from llm_serving.kernels import reference
+from llm_serving.kernels.reference import Sequences, all_reduce
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import SIGNATURES, Operation, Value, Weight
 from llm_serving.network.program import FUNCTIONS, KINDS, SCORES, Program
@@ -32,6 +33,14 @@ class Step:
     context_lens: Array
     sample_indices: Array
     caches: list[tuple[Array, Array]] = field(default_factory=list)  # [num_blocks, block_size, kv_heads, width]
+    states: list[Array] = field(default_factory=list)  # [slots, ...]
+    state_in: Array = field(default_factory=lambda: np.full(1, -1))
+    state_out: Array | None = None  # None: no row stores its state
+
+    @property
+    def sequences(self) -> Sequences:
+        none = np.full(len(self.token_ids), -1)
+        return Sequences(self.query_lens, self.state_in, none if self.state_out is None else self.state_out)
 
 
 def step_of_prompt(tokens: list[int], network: Network, every: bool = False) -> Step:
@@ -46,7 +55,8 @@ def step_of_prompt(tokens: list[int], network: Network, every: bool = False) -> 
     ]
     at = np.arange(count)
     one = np.array([count])
-    return Step(np.array(tokens), at, at, np.zeros((1, 1), int), one, one, at if every else at[-1:], caches)
+    states = [np.zeros((1, *each.shape), np.float32) for each in network.states]
+    return Step(np.array(tokens), at, at, np.zeros((1, 1), int), one, one, at if every else at[-1:], caches, states)
 
 
 def parameters(network: Network, tensors: Tensors, num_positions: int) -> dict[Weight, Array]:
@@ -231,6 +241,17 @@ def _activation(step: Step, x: Array, function: str) -> Array:
 
 def _add(step: Step, a: Array, b: Array, scale: float) -> Array:
     return a + b * np.float32(scale)
+
+
+def _multiply(step: Step, a: Array, b: Array, function: str) -> Array:
+    b = 1 / (1 + np.exp(-b)) if function == "sigmoid" else _activation(step, b, function) if function else b
+    return a * b
+
+
+def _causal_conv(step: Step, x: Array, taps: Array, function: str, state: int, bias: Any = None) -> Array:
+    silu = {"": False, "silu": True}[function]
+    y = reference.causal_conv(x, taps, bias, step.states[state], step.sequences, silu=silu)
+    return y.astype(np.float32)
 
 
 def _sigmoid_gate(step: Step, x: Array, gate: Array) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 from llm_serving.kernels import library
 from llm_serving.kernels.address_table import AddressTable
 from llm_serving.network.builder import Network
-from llm_serving.network.caches import CacheShape
+from llm_serving.network.caches import CacheShape, StateShape
 from llm_serving.network.operations import Weight
 from llm_serving.network.program import Program, build_program
 from llm_serving.network.rope import Rotary
@@ -32,6 +32,7 @@ class Runnable:
     weights: list[Typed]
     dtype: str
     caches: list[CacheShape] = field(default_factory=list)
+    states: list[StateShape] = field(default_factory=list)
 
     @property
     def vocab(self) -> int:
@@ -51,6 +52,24 @@ class Blocks:
         return cls(*(typed(np.zeros((num_blocks, BLOCK_SIZE, shape.kv_heads, width)), dtype) for width in widths))
 
 
+@dataclass
+class States:
+    """The states of a program, and the slots that a step uses."""
+
+    arrays: list[Typed]
+    state_in: list[int]
+    state_out: list[int]
+
+    @classmethod
+    def of(cls, runnable: Runnable, num_slots: int = 8) -> States:
+        """States that are NaN everywhere, so that reading an unwritten slot fails a test."""
+        shapes = [(num_slots, *each.shape) for each in runnable.states]
+        return cls([typed(np.full(shape, np.nan), "float32") for shape in shapes], [], [])
+
+    def at(self, state_in: list[int], state_out: list[int]) -> States:
+        return States(self.arrays, state_in, state_out)
+
+
 def create_caches(runnable: Runnable, num_blocks: int = 24) -> list[Blocks]:
     return [Blocks.of(shape, runnable.dtype, num_blocks) for shape in runnable.caches]
 
@@ -66,11 +85,16 @@ def runnable_of(network: Network, arrays: Mapping[Weight, Any], dtype: str) -> R
         library.load().llm_release_weight(value.array.ctypes.data)
         return packed(value) if weight in multiplied else value
 
-    return Runnable(program, [given(weight) for weight in program.weights], dtype, list(network.caches))
+    weights = [given(weight) for weight in program.weights]
+    return Runnable(program, weights, dtype, list(network.caches), list(network.states))
 
 
-def parameters(runnable: Runnable, step: Step, caches: Sequence[Blocks | Cache]) -> dict[str, Typed]:
-    """Return the parameters of `program`, in its order."""
+def parameters(
+    runnable: Runnable, step: Step, caches: Sequence[Blocks | Cache], states: States | None = None
+) -> dict[str, Typed]:
+    """Return the parameters of `program`, in its order. `states`: None: new ones for a program that has states, which
+    no row reads or stores to.
+    """
     program = runnable.program
     given = {
         "instructions": integers(program.instructions),
@@ -86,6 +110,10 @@ def parameters(runnable: Runnable, step: Step, caches: Sequence[Blocks | Cache])
     given |= {f"weight{i}": weight for i, weight in enumerate(runnable.weights)}
     for i, cache in enumerate(caches):
         given |= {f"key{i}": cache.key, f"value{i}": cache.value}
+    if runnable.states:
+        states = states or States.of(runnable).at([-1] * len(step.query_lens), [-1] * len(step.token_ids))
+        given |= {f"state{i}": array for i, array in enumerate(states.arrays)}
+        given |= {"state_in": integers(states.state_in), "state_out": integers(states.state_out)}
     return given | {"result": empty((len(step.samples), runnable.vocab), "float32")}
 
 
@@ -104,9 +132,9 @@ def status_of_program(given: Mapping[str, Typed], changes: Mapping[tuple[int, in
     return status_of("program", Typed(table.memory, "int64"), empty((1,), "float32"))
 
 
-def run(runnable: Runnable, step: Step, caches: Sequence[Blocks | Cache]) -> Typed:
+def run(runnable: Runnable, step: Step, caches: Sequence[Blocks | Cache], states: States | None = None) -> Typed:
     """Return the logits of the rows that sample."""
-    given = parameters(runnable, step, caches)
+    given = parameters(runnable, step, caches, states)
     assert status_of_program(given) == 0, library.last_error()
     return given["result"]
 

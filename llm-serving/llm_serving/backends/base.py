@@ -21,7 +21,7 @@ from llm_serving.errors import ConfigError
 from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.network.builder import Network
-from llm_serving.network.caches import CacheShape
+from llm_serving.network.caches import CacheShape, StateShape
 
 Array = NDArray[Any]
 """float32, float16, or bfloat16 as uint16 bits."""
@@ -140,8 +140,9 @@ class Backend(Protocol):
         """(table) -> float32 [1], a placeholder; None if the backend does not run programs (`network.program`).
 
         `table` holds the address of every array (`kernels.address_table.AddressTable`): instructions and operands, the
-        step inputs (`lowering.step_inputs.STEP_INPUTS`), weights, two caches per layer and the result. A weight is from
-        `linear_weight`, `packed_quantized_weight`, `block_weight`, `table`, `vector` or `numbers`.
+        step inputs (`lowering.step_inputs.STEP_INPUTS`), weights, two caches per layer, states followed by
+        `STATE_INPUTS` if there are any, and the result. A weight is from `linear_weight`, `packed_quantized_weight`,
+        `block_weight`, `table`, `vector` or `numbers`.
         """
 
     def rounded(self, number: float) -> float:
@@ -208,6 +209,11 @@ class Backend(Protocol):
     ) -> tuple[ms.Parameter, ms.Parameter]:
         """As `kv_cache`, in 8 bits, for programs. A head's row has its scale (`network.builder.INT8_SCALE_BYTES`) after
         its values, so copied blocks keep their scales. Raise ModelError if this backend has no int8 KV caches.
+        """
+
+    def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
+        """Return the zeroed states of one operation, float32 [num_slots, *shape], for programs. Raise ModelError if
+        this backend has no operations with states.
         """
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:

@@ -26,6 +26,7 @@ from llm_serving.backends.parameters import (
     parameter_over,
     to_model_dtype,
     weight_memory,
+    zeroed_array,
     zeroed_bytes,
 )
 from llm_serving.core.dtypes import MODEL_DTYPES
@@ -36,7 +37,7 @@ from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.kernels import library
 from llm_serving.kernels.compiler import library_path
 from llm_serving.kernels.library import announce_ending
-from llm_serving.network.caches import INT8_SCALE_BYTES, CacheShape
+from llm_serving.network.caches import INT8_SCALE_BYTES, CacheShape, StateShape
 
 PLUGIN_VARIABLE = "MS_OP_PLUGIN_PATH"
 _MULTIPLE = 16
@@ -172,6 +173,9 @@ class CpuBackend(AscendBackend):
             for part, width in (("key", shape.key_width), ("value", shape.value_width))
         )
         return keys, values
+
+    def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
+        return parameter_over(zeroed_array((num_slots, *shape.shape), "float32"), "float32", name)
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         copy_blocks_in_memory(source, target, pairs)

@@ -29,7 +29,7 @@ from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.kernels.reference import from_bfloat16
 from llm_serving.network.builder import Network
-from llm_serving.network.caches import CacheShape
+from llm_serving.network.caches import CacheShape, StateShape
 from llm_serving.network.operations import rounded_to
 from llm_serving.network.quantization import unsupported_by_cells
 
@@ -169,6 +169,9 @@ class PlainBackend:
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
         raise ModelError(f"the operations of {self.name} do not support an int8 KV cache; use kernels: program")
+
+    def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
+        raise ModelError(f"the operations of {self.name} keep no states of sequences; use kernels: program")
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         copy_blocks_in_memory(source, target, pairs)

@@ -6,8 +6,8 @@ rounding of its sums and of its result; the tests derive by how much. bfloat16 i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +77,54 @@ def all_reduce(parts: Sequence[Floats]) -> NDArray[np.float32]:
     for part in parts:
         total = total + np.asarray(part, dtype=np.float32)
     return total
+
+
+class Sequences(NamedTuple):
+    """The sequences of a step, and the slots of their states.
+
+    Attributes:
+        query_lens: [B], consecutive rows of each sequence.
+        state_in: [B], slot of the state before the first row; -1: zeros.
+        state_out: [T], slot that gets the state after a row; -1: none.
+    """
+
+    query_lens: Integers
+    state_in: Integers
+    state_out: Integers
+
+
+Step = Callable[[Doubles, int], Doubles]
+"""(state, row) -> the state after the row."""
+
+
+def _advance(states: Floats, sequences: Sequences, step: Step) -> None:
+    """Apply the rows of each sequence, one after another, to its state in `states` [slots, ...]."""
+    row = 0
+    for length, slot in zip(sequences.query_lens, sequences.state_in, strict=True):
+        state = np.zeros(states.shape[1:]) if slot < 0 else _double(states[slot])
+        for _ in range(length):
+            state = step(state, row)
+            if sequences.state_out[row] >= 0:
+                states[sequences.state_out[row]] = state
+            row += 1
+
+
+def causal_conv(
+    x: Floats, weight: Floats, bias: Floats | None, states: Floats, sequences: Sequences, *, silu: bool = False
+) -> Doubles:
+    """[T, C], [taps, C], [C] -> [T, C]: the sum of weight[i] times the row taps - 1 - i before, of the same sequence. A
+    state [taps - 1, C] has the latest rows of x, oldest first.
+    """
+    result: Doubles = np.zeros(x.shape)
+
+    def step(state: Doubles, row: int) -> Doubles:
+        rows = np.concatenate([state, _double(x[row : row + 1])])
+        result[row] = (rows * _double(weight)).sum(0) + (0 if bias is None else _double(bias))
+        latest: Doubles = rows[1:]
+        return latest
+
+    _advance(states, sequences, step)
+    return result / (1 + np.exp(-result)) if silu else result
 
 
 def softcap(x: Floats, scale: float, largest: float) -> Doubles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mindspore as ms
@@ -51,6 +52,7 @@ def lower(
     whole_prompts: bool = False,
     quantization: Quantization | None = None,
     implementation: ImplementationName = ImplementationName.NATIVE,
+    states: Sequence[ms.Parameter] = (),
 ) -> Lowered:
     """Build the network of a model and read its weights from `reader`, which is read once. Raise KernelError if
     MindFormers' network is not available, ModelError if a tensor is missing, unexpected or of another shape, or the
@@ -63,6 +65,7 @@ def lower(
         whole_prompts: Whether steps of whole prompts have their own graph of Cells.
         quantization: None: the weights stay in the model dtype.
         implementation: Only `native` allows `as_program` and `whole_prompts`.
+        states: Memory of the network's states, from `Backend.states`; only programs use it.
     """
     network = spec.network
     program = build_program(network, backend.dtype)
@@ -96,17 +99,22 @@ def lower(
         build_lm_head_program(network, backend.dtype),
     )
     return Lowered(
-        _network(program, backend, parameters, kv_caches, spec.vocab_size),
-        _network(of_states, backend, parameters, kv_caches, network.hidden),
+        _network(program, backend, parameters, kv_caches, spec.vocab_size, states),
+        _network(of_states, backend, parameters, kv_caches, network.hidden, states),
         ProgramNetwork(of_head, _operator(backend), [head], (), spec.vocab_size, rows=True),
     )
 
 
 def _network(
-    program: Program, backend: Backend, parameters: Parameters, kv_caches: KVCaches, width: int
+    program: Program,
+    backend: Backend,
+    parameters: Parameters,
+    kv_caches: KVCaches,
+    width: int,
+    states: Sequence[ms.Parameter],
 ) -> ProgramNetwork:
     weights = [parameter for weight in program.weights for parameter in parameters[weight]]
-    return ProgramNetwork(program, _operator(backend), weights, kv_caches, width)
+    return ProgramNetwork(program, _operator(backend), weights, kv_caches, width, states=states)
 
 
 def _operator(backend: Backend) -> nn.Cell:

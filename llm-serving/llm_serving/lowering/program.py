@@ -12,7 +12,7 @@ from llm_serving.backends.base import Array
 from llm_serving.backends.parameters import parameter_over, to_model_dtype, zeroed_array
 from llm_serving.core.step import Float32Array, Int32Array
 from llm_serving.kernels.address_table import AddressTable
-from llm_serving.lowering.step_inputs import STEP_INPUTS, KVCaches
+from llm_serving.lowering.step_inputs import STATE_INPUTS, STEP_INPUTS, KVCaches
 from llm_serving.network.program import DTYPES, Program
 
 _STEP: Final = 2
@@ -28,6 +28,7 @@ class ProgramNetwork(nn.Cell):
         operator: Result of `Backend.program`.
         weights: Parameters of the program's weights, in order; without the last one if `rows`.
         width: Columns of the result.
+        states: Memory of the states, from `Backend.states`, in order.
         rows: Whether the program's last weight is bound with each step.
     """
 
@@ -39,6 +40,7 @@ class ProgramNetwork(nn.Cell):
         kv_caches: KVCaches,
         width: int,
         *,
+        states: Sequence[ms.Parameter] = (),
         rows: bool = False,
     ) -> None:
         super().__init__()
@@ -49,13 +51,16 @@ class ProgramNetwork(nn.Cell):
         self._result = self._memory
         self._program = program
         caches = [cache for pair in kv_caches for cache in pair]
-        self.parameters_and_caches = ms.ParameterTuple([*weights, *caches])
+        self.parameters_and_caches = ms.ParameterTuple([*weights, *caches, *states])
         self._rows_at = _WEIGHTS + len(weights)
         first_cache = self._rows_at + rows
-        self._result_at = first_cache + len(caches)
+        first_state = first_cache + len(caches)
+        self._state_inputs_at = first_state + len(states)
+        self._result_at = self._state_inputs_at + (len(STATE_INPUTS) if states else 0)
         self._addresses = AddressTable(self._result_at + 1)
         encoded = [program.instructions, program.operands]
-        for first, arrays in ((0, encoded), (_WEIGHTS, _storages(weights)), (first_cache, _storages(caches))):
+        storages = [(_WEIGHTS, _storages(weights)), (first_cache, _storages(caches)), (first_state, _storages(states))]
+        for first, arrays in ((0, encoded), *storages):
             for number, array in enumerate(arrays, first):
                 self._addresses.set_view(number, array)
         self.table = parameter_over(self._addresses.memory, "int64", "addresses")
@@ -65,17 +70,20 @@ class ProgramNetwork(nn.Cell):
         return self.operator(self.table)
 
     def bind_inputs(self, arrays: Sequence[Int32Array | Float32Array]) -> Float32Array:
-        """Bind the arrays of a step (`lowering.step_inputs.STEP_INPUTS`) for the next run. If the program takes rows,
-        they come first: float32 [T, H] in the precision of the model dtype. Return the array of the result, float32 [S,
-        width], which is valid until the run after the next.
+        """Bind the arrays of a step for the next run: `lowering.step_inputs.STEP_INPUTS` and, with states,
+        `STATE_INPUTS`. If the program takes rows, they come first: float32 [T, H] in the precision of the model dtype.
+        Return the array of the result, float32 [S, width], which is valid until the run after the next.
         """
         step: Sequence[Array] = arrays
         if self._has_rows:
             rows, *step = arrays
             self._addresses.set_copy(self._rows_at, to_model_dtype(rows, self._dtype))
-        for number, array in enumerate(step, _STEP):
+        of_step, of_states = step[: len(STEP_INPUTS)], step[len(STEP_INPUTS) :]
+        for number, array in enumerate(of_step, _STEP):
             self._addresses.set_copy(number, array)
-        num_results = len(step[-1])
+        for number, array in enumerate(of_states, self._state_inputs_at):
+            self._addresses.set_copy(number, array)
+        num_results = len(of_step[-1])
         if num_results != len(self._result):
             self._result = self._result_buffer(num_results)
             self._addresses.set_view(self._result_at, self._result)

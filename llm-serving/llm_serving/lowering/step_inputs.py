@@ -24,6 +24,14 @@ STEP_INPUTS: Final = (
 Ascend's attention kernels find lengths by these names.
 """
 
+STATE_INPUTS: Final = (
+    ("state_in", 1),  # [B], slot of the state that a request's rows continue; -1: zeros
+    ("state_out", 1),  # [T], slot that gets the state after the row; -1: none
+)
+"""Further inputs of a program whose network has states, after `STEP_INPUTS`. In one step, a slot that one request
+stores to must not be used by another one.
+"""
+
 
 def step_inputs_for_rows(count: int) -> tuple[NDArray[np.int32], ...]:
     """Return a step of one request whose `count` rows are all sampled, for a network without attention."""

@@ -120,7 +120,7 @@ class Network:
     def embedding(self, name: str, *, scale: float = 1.0, rounded_scale: bool = False) -> Value:
         """Look up rows of the table [V, H] by token id. `rounded_scale`: round `scale` to the model dtype first."""
         attributes = {"scale": scale, "rounded_scale": rounded_scale, "first": 0, "rows": 0}
-        return self._record("embedding", {}, {"table": self._matrix(name, (self.vocab, self.hidden))}, attributes)
+        return self.record("embedding", {}, {"table": self._matrix(name, (self.vocab, self.hidden))}, attributes)
 
     def linear(
         self,
@@ -165,7 +165,7 @@ class Network:
             biases = tuple(f"{name}.bias" for name in names)
             weights["bias"] = Weight(biases, (width,), tuple((size,) for size in sizes), _order(rows, sum(sizes)))
         attributes = {"function": "", "scale": 1.0, "tiled": False, "heads": heads}
-        return self._record("linear", {"x": x}, weights, attributes, width)
+        return self.record("linear", {"x": x}, weights, attributes, width)
 
     def rms_norm(
         self,
@@ -196,7 +196,7 @@ class Network:
         )
         # The mean over all columns is smaller by unpadded / size than the mean over the unpadded ones; so is eps.
         attributes = {"eps": (self._eps if eps is None else eps) * unpadded / size, "group": group}
-        return self._record("rms_norm", {"x": x}, {"gamma": gamma}, attributes | {"centred": False}, x.width)
+        return self.record("rms_norm", {"x": x}, {"gamma": gamma}, attributes | {"centred": False}, x.width)
 
     def layer_norm(
         self,
@@ -224,7 +224,7 @@ class Network:
             )
             for role, kind in (("gamma", "weight"), ("beta", "bias"))[: 1 + bias]
         }
-        return self._record("rms_norm", {"x": x}, weights, {"eps": self._eps, "group": group, "centred": True}, x.width)
+        return self.record("rms_norm", {"x": x}, weights, {"eps": self._eps, "group": group, "centred": True}, x.width)
 
     def split(self, x: Value, *widths: int) -> list[Value]:
         """Return views of consecutive column ranges of x. No operation is added."""
@@ -240,7 +240,7 @@ class Network:
             name: Weight((), (-1, rotary.head_dim), generate=getattr(rotary, name), dtype="model")
             for name in ("cos", "sin")
         }
-        return self._record("rope", {"x": x}, tables, {}, x.width)
+        return self.record("rope", {"x": x}, tables, {}, x.width)
 
     def store_kv(self, k: Value, v: Value, kv_heads: int, k_offset: Weight | None = None) -> int:
         """Write keys and values to the cache of the next layer, and return the number of that layer. An int8 cache
@@ -278,23 +278,27 @@ class Network:
                 latent vector, which is both key and value; the cached v is the rotary part of the key.
         """
         attributes = {"layer": layer, "scale": scale, "window": window or 0, "cap": cap or 0.0, "eps": 0.0}
-        return self._record(
+        return self.record(
             "attention", {"q": q, "q_rope": q_rope}, {"slopes": slopes, "sinks": sinks}, attributes, q.width
         )
 
     def activation(self, x: Value, function: Literal["silu", "gelu_tanh", "gelu"]) -> Value:
-        return self._record("activation", {"x": x}, {}, {"function": function}, x.width)
+        return self.record("activation", {"x": x}, {}, {"function": function}, x.width)
 
     def gated_activation(self, x: Value, function: Gate) -> Value:
         """Compute function(first half of x) * second half."""
-        return self._record("gated_activation", {"x": x}, {}, {"function": function}, x.width // 2)
+        return self.record("gated_activation", {"x": x}, {}, {"function": function}, x.width // 2)
 
     def add(self, a: Value, b: Value, scale: float = 1.0) -> Value:
-        return self._record("add", {"a": a, "b": b}, {}, {"scale": scale}, a.width)
+        return self.record("add", {"a": a, "b": b}, {}, {"scale": scale}, a.width)
+
+    def multiply(self, a: Value, b: Value, function: Literal["", "silu", "sigmoid"] = "") -> Value:
+        """Compute a * function(b), element by element, rounded once."""
+        return self.record("multiply", {"a": a, "b": b}, {}, {"function": function}, a.width)
 
     def sigmoid_gate(self, x: Value, gate: Value) -> Value:
         """Compute x * sigmoid(gate), where `gate` has one element per row."""
-        return self._record("sigmoid_gate", {"x": x, "gate": gate}, {}, {}, x.width)
+        return self.record("sigmoid_gate", {"x": x, "gate": gate}, {}, {}, x.width)
 
     def experts(
         self, x: Value, router: str, routing: ExpertRouting, experts: Sequence[Expert] | ExpertStacks, inner: int
@@ -324,7 +328,7 @@ class Network:
         if routing.bias:
             chosen["bias"] = Weight((f"{router}.bias",), (count,), ((count,),), dtype="float32")
         attributes = {"function": routing.function, "scale": 1.0, "experts": count}
-        return self._record("experts", {"x": x, **outputs}, weights, attributes, x.width)
+        return self.record("experts", {"x": x, **outputs}, weights, attributes, x.width)
 
     def lm_head(
         self, x: Value, name: str, *, scale: float = 1.0, cap: float | None = None, transform: Transform | None = None
@@ -337,7 +341,7 @@ class Network:
     def _matrix(self, name: str, shape: tuple[int, int], transform: Transform | None = None) -> Weight:
         return Weight((f"{name}.weight",), shape, (shape,), transform=transform)
 
-    def _record(
+    def record(
         self,
         kind: str,
         inputs: Mapping[str, Value | None],
@@ -345,6 +349,9 @@ class Network:
         attributes: Mapping[str, Any],
         width: int | None = None,
     ) -> Value:
+        """Append an operation with one result `y` of `width` columns (None: the hidden size), and return it. A value
+        or weight of None is absent.
+        """
         y = Value(f"{kind}{len(self.operations)}", self.hidden if width is None else width)
         present = {role: each for role, each in inputs.items() if each is not None}
         of_weights = {role: each for role, each in weights.items() if each is not None}

@@ -13,6 +13,8 @@ a model folder that it is assembled from. SIGNATURES lists the roles of each ope
     gated_activation  function(first half of a row) * second half
     activation        function(x)
     add               a + scale * b
+    multiply          a * function(b)
+    causal_conv       depthwise convolution of a row with the rows before it in its sequence
     sigmoid_gate      x * sigmoid(gate), one gate for each row
     route             the top-k experts of each row and their weights
     experts           the sum over a row's experts of topk_weight * down(silu(gate) * up)
@@ -75,6 +77,8 @@ SIGNATURES: Final[Mapping[str, Signature]] = {
     "hidden_states": _signature("", "x", "", ""),
     "all_reduce": _signature("y", "x", "", ""),
     "activation": _signature("y", "x", "", "function"),
+    "multiply": _signature("y", "a b", "", "function"),
+    "causal_conv": _signature("y", "x", "taps bias", "function state"),
 }
 """Operation kind -> signature. The position of a kind is its number in a program.
 

@@ -21,12 +21,12 @@ from llm_serving.network.rewriting import Plan, rewrite, select_rows
 
 Int32Array = NDArray[np.int32]
 
-VERSION: Final = 5
+VERSION: Final = 6
 KINDS: Final = tuple(SIGNATURES)
 INSTRUCTION_LENGTH: Final = 1 + max(
     len(each.outputs) + len(each.inputs) + len(each.weights) + len(each.attributes) for each in SIGNATURES.values()
 )
-FUNCTIONS: Final = ("", "silu", "gelu_tanh", "gelu", "clamped")
+FUNCTIONS: Final = ("", "silu", "gelu_tanh", "gelu", "clamped", "sigmoid")
 SCORES: Final = ("softmax", "sigmoid")
 DTYPES: Final = ("float32", "float16", "bfloat16")
 
@@ -50,7 +50,7 @@ class Program:
 
     Attributes:
         instructions: int32 [1 + n, INSTRUCTION_LENGTH]; row 0 is VERSION, the numbers of weights and caches, the bytes
-            of memory per row, INSTRUCTION_LENGTH and the number of the model dtype in DTYPES.
+            of memory per row, INSTRUCTION_LENGTH, the number of the model dtype in DTYPES, and the number of states.
         operands: int32 [m, 6]: offset of the buffer in bytes per row, its columns, the first column and the columns of
             the operand, whether it holds only the sampled rows, and its type (0 model, 1 float32, 2 int32).
         weights: The weights in the order of their numbers; the LM head is first.
@@ -66,13 +66,16 @@ class Program:
 
 
 def build_program(network: Network, dtype: str) -> Program:
-    return assemble(rewrite(select_rows(network.operations)), len(network.caches), dtype)
+    return assemble(
+        rewrite(select_rows(network.operations)), len(network.caches), dtype, num_states=len(network.states)
+    )
 
 
 def build_hidden_states_program(network: Network, dtype: str) -> Program:
     """Build the program whose result is the input of the LM head."""
     plan = rewrite(select_rows(network.hidden_states()))
-    return assemble(plan, len(network.caches), dtype, network.head.weights["weight"])
+    head = network.head.weights["weight"]
+    return assemble(plan, len(network.caches), dtype, head, num_states=len(network.states))
 
 
 def build_lm_head_program(network: Network, dtype: str) -> Program:
@@ -83,8 +86,10 @@ def build_lm_head_program(network: Network, dtype: str) -> Program:
     return assemble(rewrite(select_rows([given, network.head.changed(inputs={"x": rows})])), 0, dtype)
 
 
-def assemble(plan: Plan, num_caches: int, dtype: str, head: Weight | None = None) -> Program:
-    """Encode a plan for `num_caches` layers. `head`: weight of the LM head; None: that of the last operation."""
+def assemble(plan: Plan, num_caches: int, dtype: str, head: Weight | None = None, *, num_states: int = 0) -> Program:
+    """Encode a plan with the given numbers of KV caches and of states. `head`: weight of the LM head; None: that of the
+    last operation.
+    """
     memory = ProgramMemory(plan.operations, ELEMENT_BYTES[dtype])
     head = head or plan.operations[-1].weights["weight"]
     weights: dict[Weight, int] = {head: 0}
@@ -111,13 +116,14 @@ def assemble(plan: Plan, num_caches: int, dtype: str, head: Weight | None = None
             *(_encode_attribute(role, each, number, dtype) for role in signature.attributes),
         ]
         row[: len(words)] = words
-    instructions[0, :6] = (
+    instructions[0, :7] = (
         VERSION,
         len(weights),
         num_caches,
         memory.bytes_per_row,
         INSTRUCTION_LENGTH,
         DTYPES.index(dtype),
+        num_states,
     )
     return Program(instructions, np.array(list(operands), np.int32), tuple(weights))
 

@@ -167,11 +167,16 @@ def bytes_saved(network: Network, quantization: Quantization | None, dtype_bytes
 
 
 _LATENT: Final = "attention to latent keys"
+_WITHOUT_CELL: Final[Mapping[str, str]] = {
+    "causal_conv": "causal convolutions",
+    "multiply": "products of two values",
+}
+"""Operation that only programs compute -> its name for users."""
 
 
 def unsupported_by_cells(network: Network) -> str | None:
     """Return what the network needs and no Cell computes, or None."""
-    for each in network.operations:
+    for each in sorted(network.operations, key=lambda each: "state" not in each.attributes):
         if each.kind == "linear" and each.attributes["heads"] > 1:
             return "products with a weight for each head"
         if _is_latent(each):
@@ -183,6 +188,8 @@ def unsupported_by_cells(network: Network) -> str | None:
 
 def _unsupported_by_cells(operation: Operation) -> str | None:
     attributes, weights = operation.attributes, operation.weights
+    if operation.kind in _WITHOUT_CELL:
+        return _WITHOUT_CELL[operation.kind]
     if operation.kind == "activation" or attributes.get("function", "") not in ("", "silu", "gelu_tanh"):
         return f"activation function {attributes['function']}{' without a gate' * (operation.kind == 'activation')}"
     if attributes.get("centred"):

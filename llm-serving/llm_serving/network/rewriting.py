@@ -18,6 +18,7 @@ _ROW_BY_ROW: Final = frozenset(
         "gated_activation",
         "activation",
         "add",
+        "multiply",
         "sigmoid_gate",
         "route",
         "experts",

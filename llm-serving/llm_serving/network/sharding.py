@@ -8,7 +8,7 @@
                          rank 0 adds the bias
     embedding, lm_head   rows of the table and of the head are split: a token's row is added to the zeros of the other
                          ranks, and each rank shares the logits it computes
-    other operations     every rank computes them with identical bits
+    other operations     every rank computes them with identical bits, and keeps their whole states
 
 Partial sums change the order of additions, so the bits differ from those of a single rank.
 """
@@ -66,8 +66,8 @@ class _Sharding:
         """Value of the whole network -> the value that replaces it on this rank."""
         self.result = Network(network.hidden, network.vocab)
         self.result.rotaries = network.rotaries
-        self.result.optional = set(network.optional)
         self.result.states = list(network.states)
+        self.result.optional = set(network.optional)
         for each in network.operations:
             if each.kind == "attention":
                 self._shard_heads(each)

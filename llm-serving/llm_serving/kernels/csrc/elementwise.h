@@ -193,16 +193,6 @@ void add_elements(const AddArgs& args) {
   });
 }
 
-template <class Element>
-void multiply_elements(const AddArgs& args) {
-  for_runs<Element>(args, [](const Element* a, const Element* b, Element* y, size_t size) {
-    for (size_t i = 0; i < size; i += kLanes) {
-      const size_t left = size - i;
-      store_first(y + i, load_first(a + i, left) * load_first(b + i, left), left);
-    }
-  });
-}
-
 template <class Element, class Function>
 void map_elements(const SigmoidArgs& args, Function function) {
   const AddArgs runs = {nullptr, args.x, args.y, args.dtype, args.size};
@@ -220,6 +210,32 @@ void silu_elements(const SigmoidArgs& args) {
 }
 
 LLM_INLINE Floats sigmoid_of(Floats x) { return broadcast(1.0f) / (broadcast(1.0f) + exp(zeros() - x)); }
+
+template <class Element, Gate kGate>
+void multiply_by(const AddArgs& args) {
+  for_runs<Element>(args, [](const Element* a, const Element* b, Element* y, size_t size) {
+    for (size_t i = 0; i < size; i += kLanes) {
+      const size_t left = size - i;
+      const Floats first = load_first(a + i, left), second = load_first(b + i, left);
+      Floats product = first * second;
+      if (kGate == Gate::kSilu) product = gate_times<Gate::kSilu>(second, first);
+      if (kGate == Gate::kSigmoid) product = first * sigmoid_of(second);
+      store_first(y + i, product, left);
+    }
+  });
+}
+
+template <class Element>
+void multiply_elements(const AddArgs& args) {
+  switch (args.gate) {
+    case Gate::kSilu:
+      return multiply_by<Element, Gate::kSilu>(args);
+    case Gate::kSigmoid:
+      return multiply_by<Element, Gate::kSigmoid>(args);
+    default:
+      return multiply_by<Element, Gate::kNone>(args);
+  }
+}
 
 template <class Element>
 void sigmoid_elements(const SigmoidArgs& args) {

@@ -74,7 +74,8 @@ struct WeightQValues {
 
 // Gate function, applied to the first half of a row before it is multiplied by the second: x * sigmoid(x), GELU in its
 // tanh approximation, GELU, or x * sigmoid(1.702 x) of x <= 7 times one more than the second half in [-7, 7] (gpt-oss).
-enum class Gate : uint8_t { kNone, kSilu, kGeluTanh, kGelu, kClamped };
+// The sigmoid serves products of two values alone.
+enum class Gate : uint8_t { kNone, kSilu, kGeluTanh, kGelu, kClamped, kSigmoid };
 
 // y [m, n] = x [m, k] times the transpose of a packed weight [n, k] (packed_weights.h); y is of type `dtype` or
 // float32, or int32 for sums of products of qvalues. `bias` and `residual` are rounded to the element type as separate
@@ -145,7 +146,8 @@ struct SwigluArgs {
   bool has_second = true;
 };
 
-// y = a + scale * b, element by element, of rows that are `stride` elements apart.
+// y = a + scale * b, or a * function(b) with the function that `gate` names, element by element, of rows that are
+// `stride` elements apart.
 struct AddArgs {
   const void* a;  // null: zeros
   const void* b;
@@ -154,6 +156,7 @@ struct AddArgs {
   size_t size;
   float scale = 1.0f;
   size_t rows = 1, a_stride = 0, b_stride = 0, y_stride = 0;
+  Gate gate = Gate::kNone;
 };
 
 // y = x * sigmoid(x), or sigmoid(x), element by element.
@@ -269,6 +272,31 @@ struct AttentionArgs {
   size_t rope_dim = 0;
 };
 
+// The sequences of a step: consecutive rows, processed in turn, and the slots of their states.
+struct Sequences {
+  size_t count;
+  const int64_t* first_rows;  // [count]
+  const int64_t* lens;        // [count], rows
+  const int64_t* in;          // [count], slot of the state before the first row; -1: zeros
+  const int64_t* out;         // [rows of all sequences], slot that gets the state after a row; -1: none
+};
+
+// Depthwise causal convolution: y = function(bias + sum over i of weight[i] times x of taps - 1 - i rows before in the
+// sequence). The state has the last taps - 1 rows of x, oldest first.
+struct CausalConvArgs {
+  const void* x;
+  const float* weight;  // [taps, size]
+  const float* bias;    // [size]; may be null
+  void* y;
+  float* states;  // [slots, taps - 1, size]
+  Sequences sequences;
+  DType dtype;
+  size_t size, taps;
+  size_t x_stride, y_stride;
+  Gate gate;  // kNone or kSilu
+};
+constexpr size_t kMaxTaps = 8;
+
 struct Kernels {
   const char* isa;
   void (*linear)(const LinearArgs&);
@@ -281,7 +309,7 @@ struct Kernels {
   void (*rotary)(const RotaryArgs&);
   void (*swiglu)(const SwigluArgs&);
   void (*add)(const AddArgs&);
-  void (*multiply)(const AddArgs&);  // y = a * b; a must not be null, and scale is not used
+  void (*multiply)(const AddArgs&);  // a must not be null, and scale is not used
   void (*silu)(const SigmoidArgs&);
   void (*sigmoid)(const SigmoidArgs&);
   void (*round)(const RoundArgs&);
@@ -293,6 +321,7 @@ struct Kernels {
   void (*rotate)(float* x, size_t size);  // a row in place (rotation.h)
   void (*attention)(const AttentionArgs&);
   void (*sample)(const SampleArgs&);
+  void (*causal_conv)(const CausalConvArgs&);
 };
 
 // The kernels in use, which Python chooses before the first operator runs (kernels/library.py).

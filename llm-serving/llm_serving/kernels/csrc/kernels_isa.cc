@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "blocks.h"
+#include "causal_conv.h"
 #include "elementwise.h"
 #include "fixed_point.h"
 #include "linear.h"
@@ -148,7 +149,8 @@ const Kernels kKernels = {LLM_TEXT(LLM_ISA),
                           encode,
                           rotate_one,
                           attention,
-                          sample};
+                          sample,
+                          causal_conv};
 
 }  // namespace llm::LLM_ISA
 

@@ -10,8 +10,8 @@
 namespace llm {
 namespace {
 
-constexpr int32_t kVersion = 5;
-constexpr size_t kHeaderLength = 6;
+constexpr int32_t kVersion = 6;
+constexpr size_t kHeaderLength = 7;
 constexpr size_t kOperandLength = 6;
 
 }  // namespace
@@ -20,6 +20,7 @@ int Program::read() {
   if (const int status = read_header()) return status;
   if (const int status = read_operands()) return status;
   if (const int status = read_step()) return status;
+  if (const int status = read_states()) return status;
   read_weights();
   return 0;
 }
@@ -36,15 +37,20 @@ int Program::read_header() {
   if (header[4] < 0 || static_cast<size_t>(header[4]) != length()) {
     return call_.fail("instructions have %zu numbers, the header says %d", length(), header[4]);
   }
-  if (header[1] < 1 || header[2] < 0 || header[3] < 0) {
-    return call_.fail("the header says %d weights, %d layers and %d bytes a row", header[1], header[2], header[3]);
+  if (header[1] < 1 || header[2] < 0 || header[3] < 0 || header[6] < 0) {
+    return call_.fail("the header says %d weights, %d layers, %d bytes a row and %d states", header[1], header[2],
+                      header[3], header[6]);
   }
-  if (call_.count() != kWeights + int64_t{header[1]} + 2 * int64_t{header[2]} + 1) {
-    return call_.fail("expects %d parameters, %d weights, keys and values of %d layers and a result, got %d", kWeights,
-                      header[1], header[2], call_.count());
+  const int64_t states = header[6] > 0 ? int64_t{header[6]} + 2 : 0;
+  if (call_.count() != kWeights + int64_t{header[1]} + 2 * int64_t{header[2]} + states + 1) {
+    return call_.fail(
+        "expects %d parameters, %d weights, keys and values of %d layers, %d states with their slots and a result, "
+        "got %d",
+        kWeights, header[1], header[2], header[6], call_.count());
   }
   num_weights_ = static_cast<size_t>(header[1]);
   num_layers_ = static_cast<size_t>(header[2]);
+  num_states_ = static_cast<size_t>(header[6]);
   memory_ = static_cast<size_t>(header[3]);
   constexpr DType kTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
   if (header[5] < 0 || header[5] > 2) return call_.fail("the model's type must be 0, 1 or 2, is %d", header[5]);
@@ -117,6 +123,60 @@ int Program::read_step() {
     return call_.fail("the result must be float32, a row for each of %zu that give one", samples());
   }
   return 0;
+}
+
+int Program::read_states() {
+  if (num_states_ == 0) return 0;
+  const size_t batch = requests_.query_lens.size();
+  for (size_t i = 0; i < num_states_; i++) {
+    const int state = state_parameter(i);
+    if (call_.dtype(state) != DType::kFloat32 || call_.rank(state) < 2 ||
+        call_.dim(state, 0) != call_.dim(state_parameter(0), 0)) {
+      return call_.fail("state %zu must be float32 [slots, ..], with as many slots as the others", i);
+    }
+  }
+  const int in = state_parameter(num_states_), out = in + 1;
+  const size_t slots = call_.dim(state_parameter(0), 0);
+  if (!call_.is_integer(in) || call_.elements(in) != batch) {
+    return call_.fail("state_in must be int32 or int64, one for each of %zu requests", batch);
+  }
+  if (!call_.is_integer(out) || call_.elements(out) != tokens_) {
+    return call_.fail("state_out must be int32 or int64, one for each of %zu rows", tokens_);
+  }
+  if (const int status = call_.check_within(in, "state_in", -1, slots, "slots of the states")) return status;
+  if (const int status = call_.check_within(out, "state_out", -1, slots, "slots of the states")) return status;
+  // Threads process requests at the same time, so a slot that one of them stores to is its own.
+  constexpr size_t kNone = SIZE_MAX;
+  std::vector<size_t> owner(slots, kNone);
+  size_t row = 0;
+  for (size_t request = 0; request < batch; request++) {
+    first_rows_.push_back(static_cast<int64_t>(row));
+    state_in_.push_back(call_.integer(in, request));
+    for (const size_t end = row + static_cast<size_t>(requests_.query_lens[request]); row < end; row++) {
+      const int64_t slot = call_.integer(out, row);
+      state_out_.push_back(slot);
+      if (slot < 0) continue;
+      size_t& owned = owner[static_cast<size_t>(slot)];
+      if (owned != kNone && owned != request) {
+        return call_.fail("state_out[%zu] = %lld: request %zu stores to this slot too", row,
+                          static_cast<long long>(slot), owned);
+      }
+      owned = request;
+    }
+  }
+  for (size_t request = 0; request < batch; request++) {
+    const int64_t slot = state_in_[request];
+    const size_t owned = slot < 0 ? kNone : owner[static_cast<size_t>(slot)];
+    if (owned != kNone && owned != request) {
+      return call_.fail("state_in[%zu] = %lld: request %zu stores to this slot", request, static_cast<long long>(slot),
+                        owned);
+    }
+  }
+  return 0;
+}
+
+Sequences Program::sequences() const {
+  return {first_rows_.size(), first_rows_.data(), requests_.query_lens.data(), state_in_.data(), state_out_.data()};
 }
 
 void Program::read_weights() {

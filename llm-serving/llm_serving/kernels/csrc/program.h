@@ -5,8 +5,8 @@
 // inputs are indices of operands, weights indices of the weights of the call. op_program.cc lists the operation
 // numbers.
 //
-// The header: version, number of weights, number of layers, bytes of memory for each row, L, and the model's type: 0
-// float32, 1 float16, 2 bfloat16. A weight of products may be int8, packed as qvalues.
+// The header: version, number of weights, number of layers, bytes of memory for each row, L, the model's type: 0
+// float32, 1 float16, 2 bfloat16, and the number of states. A weight of products may be int8, packed as qvalues.
 //
 // `operands` int32 [m, 6]: columns of a buffer that has a row for each token of the step or, if it is `selected`, for
 // each sampled row.
@@ -22,7 +22,8 @@
 
 namespace llm {
 
-// Parameters of the operator. The weights are followed by the keys and values of each layer, then the result.
+// Parameters of the operator. The weights are followed by the keys and values of each layer, by the states and, if
+// there are any, state_in [B] and state_out [T], then the result.
 enum ProgramParameter {
   kInstructions,
   kOperands,
@@ -72,6 +73,9 @@ class Program {
   const int32_t* instruction(size_t i) const { return call_.data<const int32_t>(kInstructions) + (i + 1) * length(); }
   size_t num_weights() const { return num_weights_; }
   size_t num_layers() const { return num_layers_; }
+  size_t num_states() const { return num_states_; }
+  // Index of a state among the parameters of the call: float32 [slots, ..].
+  int state_parameter(size_t i) const { return kWeights + static_cast<int>(num_weights_ + 2 * num_layers_ + i); }
   const std::vector<Operand>& operands() const { return operands_; }
   int result() const { return call_.count() - 1; }
   size_t result_width() const { return call_.dim(result(), 1); }
@@ -89,6 +93,8 @@ class Program {
   const int64_t* positions() const { return positions_.data(); }
   const int64_t* slots() const { return slots_.data(); }
   const Requests& requests() const { return requests_; }
+  // The sequences of a program with states.
+  Sequences sequences() const;
   int check_positions(size_t rows_of_tables) const;
   int check_slots(size_t slots) const;
   // Refuses blocks outside of the cache.
@@ -98,6 +104,8 @@ class Program {
   int read_header();
   int read_operands();
   int read_step();
+  // Reads which slots the states of the sequences come from and go to.
+  int read_states();
   void read_weights();
 
   struct CheckedBlocks {
@@ -106,13 +114,14 @@ class Program {
 
   const Call& call_;
   DType dtype_ = DType::kNone;
-  size_t num_weights_ = 0, num_layers_ = 0, memory_ = 0;  // memory_: bytes for each row
+  size_t num_weights_ = 0, num_layers_ = 0, num_states_ = 0, memory_ = 0;  // memory_: bytes for each row
   std::vector<Operand> operands_;
   std::vector<std::optional<Weight>> weights_;
   size_t tokens_ = 0, row_capacity_ = 0;
   std::vector<int64_t> positions_, slots_;
   int64_t last_position_ = -1, last_slot_ = -1;
   Requests requests_;
+  std::vector<int64_t> first_rows_, state_in_, state_out_;
   std::vector<CheckedBlocks> checked_blocks_;
   char* data_ = nullptr;
 };
@@ -190,12 +199,13 @@ struct Operation {
 };
 
 // The numbers of an operation are listed where it is defined.
-extern const Operation kEmbedding, kRmsNorm, kGatedActivation, kActivation, kAdd, kSelectRows, kSigmoidGate,
+extern const Operation kEmbedding, kRmsNorm, kGatedActivation, kActivation, kAdd, kSelectRows, kSigmoidGate, kMultiply,
     kHiddenStates;                                   // program_rows.cc
 extern const Operation kLinear, kLmHead;             // program_products.cc
 extern const Operation kRope, kStoreKv, kAttention;  // program_attention.cc
 extern const Operation kRoute, kExperts;             // program_experts.cc
 extern const Operation kAllReduce;                   // program_ranks.cc
+extern const Operation kCausalConv;                  // program_states.cc
 
 // Whether attribute `function` is a gate: 0 none, 1 silu, 2 gelu_tanh, 3 gelu, 4 clamped.
 inline bool is_gate(int32_t function) { return function >= 1 && function <= 4; }

@@ -1,5 +1,5 @@
-// Operations on single rows: embedding, rms_norm, gated_activation, add, select_rows, sigmoid_gate, hidden_states,
-// activation.
+// Operations on single rows: embedding, rms_norm, gated_activation, add, multiply, select_rows, sigmoid_gate,
+// hidden_states, activation.
 #include <cstring>
 
 #include "program.h"
@@ -135,9 +135,8 @@ int run_activation(const Instruction& in) {
   return 0;
 }
 
-// add: y | a b | | scale. y = a + scale * b, rounded once.
-
-int check_add(const Instruction& in) {
+// Checks that y, a and b have the same rows and columns.
+int check_pair(const Instruction& in) {
   const Operand* y = in.output(0);
   if (y == nullptr) return in.fail("y is absent");
   if (const int status = in.check_rows("y", y, y->selected)) return status;
@@ -149,13 +148,36 @@ int check_add(const Instruction& in) {
   return 0;
 }
 
+AddArgs pair_args(const Instruction& in) {
+  const Rows y = in.rows(in.output(0)), a = in.rows(in.input(0)), b = in.rows(in.input(1));
+  return {a.data, b.data, y.data, in.program().dtype(), y.width, 1.0f, y.count, a.stride, b.stride, y.stride};
+}
+
+// add: y | a b | | scale. y = a + scale * b, rounded once.
+
 int run_add(const Instruction& in) {
   static OperatorClock clock("AddExt");
   const Timed timed(clock);
-  const Rows y = in.rows(in.output(0)), a = in.rows(in.input(0)), b = in.rows(in.input(1));
-  if (y.count == 0) return 0;
-  kernels().add(
-      {a.data, b.data, y.data, in.program().dtype(), y.width, in.number(0), y.count, a.stride, b.stride, y.stride});
+  AddArgs args = pair_args(in);
+  args.scale = in.number(0);
+  if (args.rows > 0) kernels().add(args);
+  return 0;
+}
+
+// multiply: y | a b | | function. y = a * function(b), rounded once; function: 0 none, 1 silu, 5 sigmoid.
+
+int check_multiply(const Instruction& in) {
+  const int32_t function = in.integer(0);
+  if (function != 0 && function != 1 && function != 5) return in.fail("function must be 0, 1 or 5, is %d", function);
+  return check_pair(in);
+}
+
+int run_multiply(const Instruction& in) {
+  static OperatorClock clock("Mul");
+  const Timed timed(clock);
+  AddArgs args = pair_args(in);
+  args.gate = static_cast<Gate>(in.integer(0));
+  if (args.rows > 0) kernels().multiply(args);
   return 0;
 }
 
@@ -223,7 +245,8 @@ const Operation kEmbedding = {{"embedding", 1, 0, 1, 3}, check_embedding, run_em
 const Operation kRmsNorm = {{"rms_norm", 2, 2, 2, 4}, check_rms_norm, run_rms_norm};
 const Operation kGatedActivation = {{"gated_activation", 1, 1, 0, 1}, check_gated_activation, run_gated_activation};
 const Operation kActivation = {{"activation", 1, 1, 0, 1}, check_activation, run_activation};
-const Operation kAdd = {{"add", 1, 2, 0, 1}, check_add, run_add};
+const Operation kAdd = {{"add", 1, 2, 0, 1}, check_pair, run_add};
+const Operation kMultiply = {{"multiply", 1, 2, 0, 1}, check_multiply, run_multiply};
 const Operation kSelectRows = {{"select_rows", 1, 1, 0, 0}, check_select_rows, run_select_rows};
 const Operation kSigmoidGate = {{"sigmoid_gate", 1, 2, 0, 0}, check_sigmoid_gate, run_sigmoid_gate};
 const Operation kHiddenStates = {{"hidden_states", 0, 1, 0, 0}, check_hidden_states, run_hidden_states};

@@ -1,0 +1,178 @@
+"""Operations that keep states of sequences equal their NumPy twins, whatever the steps, slots and neighbours are."""
+
+import functools
+
+import numpy as np
+import pytest
+from llm_serving.kernels import library, reference
+from llm_serving.network.states import causal_conv
+from support.decoder_calls import Step
+from support.kernel_calls import FLOAT_TYPES, Array, Typed, assert_close, typed
+from support.program_calls import Runnable, States, parameters, status_of_program
+from support.state_calls import (
+    Part,
+    StateOperation,
+    copied,
+    drawn,
+    random_rows,
+    random_states,
+    run_parts,
+    sequences_of,
+)
+
+
+def convolution(width: int, taps: int, *, bias: bool, silu: bool) -> StateOperation:
+    weight, beta = drawn((width, 1, taps), 5), drawn((width,), 6) if bias else None
+
+    def twin(x: Array, states: Array, sequences: reference.Sequences) -> Array:
+        return reference.causal_conv(x, _single(weight)[:, 0].T, beta, states, sequences, silu=silu)
+
+    return StateOperation(
+        width,
+        width,
+        lambda net, x: causal_conv(net, x, "conv", taps, bias=bias, function="silu" if silu else ""),
+        {"conv.weight": weight[:, 0]} | ({"conv.bias": beta} if bias else {}),
+        twin,
+    )
+
+
+def _single(values: Array) -> Array:
+    return values.astype(np.float32).astype(np.float64)
+
+
+OPERATIONS = {
+    "conv": convolution(48, 3, bias=False, silu=False),
+    "conv of any width": convolution(45, 4, bias=True, silu=True),
+    "wide conv": convolution(560, 2, bias=True, silu=False),
+}
+NUM_SLOTS = 8
+
+
+@functools.cache
+def runnable_of(name: str, dtype: str) -> tuple[Runnable, Typed]:
+    operation = OPERATIONS[name]
+    x = random_rows(operation, 100, dtype)
+    return operation.runnable(x), x
+
+
+MIXED = [
+    Part(range(5, 45), slot=-1, stores={0: 0, 9: 1, 39: 2}),
+    Part([3], slot=4, stores={0: 4}),
+    Part(range(50, 57), slot=3, stores={2: 3, 6: 5}),
+    Part([], slot=-1),
+    Part([7, 8], slot=6),
+]
+"""A prompt, a decode row in place, a chunk that stores early to its own slot, nothing, and rows that store nothing."""
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_results_and_states_equal_the_numpy_twin(isa: str, name: str, dtype: str) -> None:
+    operation = OPERATIONS[name]
+    runnable, x = runnable_of(name, dtype)
+    states = random_states(runnable, operation, NUM_SLOTS, dtype)
+    before = states.arrays[0].array.copy()
+    expected_states = before.astype(np.float64)
+    rows = np.concatenate([x.values[list(part.rows)] for part in MIXED]).astype(np.float64)
+    expected = operation.reference(rows, expected_states, sequences_of(MIXED))
+    y = run_parts(runnable, MIXED, states)
+    magnitude = np.abs(expected) * 1e-5 + 1e-5
+    assert_close(typed(np.concatenate([each.array for each in y]), dtype), expected, magnitude)
+    assert_close(states.arrays[0], expected_states, np.abs(expected_states) * 1e-5 + 1e-5)
+    assert np.array_equal(states.arrays[0].array[[6, 7]], before[[6, 7]])
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_any_division_into_steps_gives_the_same_bits(isa: str, name: str, dtype: str) -> None:
+    """Three sequences advance in random chunks, in any slots, beside each other, with one thread or two."""
+    runnable, _ = runnable_of(name, dtype)
+    sequences = [list(range(40)), list(range(40, 73)), list(range(73, 100))]
+    states = States.of(runnable, NUM_SLOTS)
+    whole = [
+        run_parts(runnable, [Part(rows, stores={len(rows) - 1: slot})], states)[0].bits
+        for slot, rows in enumerate(sequences)
+    ]
+    after = [states.arrays[0].bits[slot].copy() for slot in range(3)]
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        states, slots, done = States.of(runnable, NUM_SLOTS), [-1, -1, -1], [0, 0, 0]
+        found: list[list[Array]] = [[], [], []]
+        with library.use_threads(1 + seed % 2):
+            while any(done[at] < len(rows) for at, rows in enumerate(sequences)):
+                live = [at for at, rows in enumerate(sequences) if done[at] < len(rows)]
+                chosen = rng.permutation(live)[: rng.integers(1, len(live) + 1)].tolist()
+                free = [slot for slot in rng.permutation(NUM_SLOTS).tolist() if slot not in slots]
+                parts = []
+                for at in chosen:
+                    count = min(int(rng.integers(1, 14)), len(sequences[at]) - done[at])
+                    target = slots[at] if slots[at] >= 0 and rng.random() < 0.5 else free.pop()
+                    parts.append(Part(sequences[at][done[at] : done[at] + count], slots[at], {count - 1: target}))
+                    if rng.random() < 0.5:
+                        parts[-1].stores.setdefault(int(rng.integers(count)), free.pop())
+                for at, part, y in zip(chosen, parts, run_parts(runnable, parts, states), strict=True):
+                    found[at].append(y.bits)
+                    slots[at], done[at] = part.stores[len(part.rows) - 1], done[at] + len(part.rows)
+        for at in range(3):
+            assert np.array_equal(np.concatenate(found[at]), whole[at]), (seed, at)
+            assert np.array_equal(states.arrays[0].bits[slots[at]], after[at]), (seed, at)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_draft_goes_back_to_the_state_after_any_row(isa: str, name: str) -> None:
+    """Each row stores to a slot of its own; the sequence continues from any of them, and none of them changes."""
+    runnable, _ = runnable_of(name, "bfloat16")
+    states = States.of(runnable, NUM_SLOTS)
+    drafted = run_parts(runnable, [Part(range(5), stores={row: row for row in range(5)})], states)[0].bits
+    before = copied(states)
+    for row in range(4):
+        again = run_parts(runnable, [Part(range(row + 1, 5), slot=row, stores={3 - row: 7})], states)[0].bits
+        assert np.array_equal(again, drafted[row + 1 :])
+        assert np.array_equal(states.arrays[0].bits[7], before.arrays[0].bits[4])
+    assert np.array_equal(states.arrays[0].bits[:7], before.arrays[0].bits[:7])
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([Part([0], slot=NUM_SLOTS)], f"state_in[0] = 8 is outside the {NUM_SLOTS} slots of the states"),
+        ([Part([0], slot=-2)], f"state_in[0] = -2 is outside the {NUM_SLOTS} slots of the states"),
+        ([Part([0, 1], stores={1: 8})], f"state_out[1] = 8 is outside the {NUM_SLOTS} slots of the states"),
+        ([Part([0], stores={0: -2})], f"state_out[0] = -2 is outside the {NUM_SLOTS} slots of the states"),
+        ([Part([0], stores={0: 3}), Part([1], stores={0: 3})], "state_out[1] = 3: request 0 stores to this slot too"),
+        ([Part([0], slot=3), Part([1], stores={0: 3})], "state_in[0] = 3: request 1 stores to this slot"),
+    ],
+)
+def test_slots_that_would_corrupt_a_state_are_refused(parts: list[Part], message: str) -> None:
+    runnable, _ = runnable_of("conv", "bfloat16")
+    states = States.of(runnable, NUM_SLOTS)
+    before = copied(states)
+    with pytest.raises(AssertionError, match="program: "):
+        run_parts(runnable, parts, states)
+    assert library.last_error() == f"program: {message}"
+    assert np.array_equal(states.arrays[0].bits, before.arrays[0].bits)
+
+
+def test_requests_may_read_one_state() -> None:
+    runnable, _ = runnable_of("conv", "bfloat16")
+    states = random_states(runnable, OPERATIONS["conv"], NUM_SLOTS, "bfloat16")
+    one, other = run_parts(runnable, [Part([1], slot=2, stores={0: 0}), Part([1], slot=2, stores={0: 1})], states)
+    assert np.array_equal(one.bits, other.bits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"state0": typed(np.zeros((8, 90)), "bfloat16")}, "state 0 must be float32 [slots, ..], with as many slots"),
+        ({"state0": typed(np.zeros((8, 95)), "float32")}, "instruction 1 (causal_conv): state 0 must have 2 times 48 "),
+        ({"state_in": typed([0], "float32")}, "state_in must be int32 or int64, one for each of 1 requests"),
+        ({"state_out": typed([0], "float32")}, "state_out must be int32 or int64, one for each of 2 rows"),
+    ],
+)
+def test_states_of_another_form_are_refused(changes: dict[str, Typed], message: str) -> None:
+    runnable, _ = runnable_of("conv", "bfloat16")
+    part = Part([0, 1])
+    states = States.of(runnable, NUM_SLOTS).at([-1], [-1, -1])
+    step = Step(list(part.rows), [0, 0], [-1, -1], [[0]], [2], [2], [0, 1])
+    assert status_of_program(parameters(runnable, step, [], states) | changes) != 0
+    assert library.last_error().startswith(f"program: {message}")
