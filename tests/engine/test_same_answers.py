@@ -25,6 +25,8 @@ def assert_answers_are_those_given_alone(harness: Harness, requests: list[Reques
         assert harness.token_ids(request.request_id) == expected
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
     assert harness.scheduler.blocks.host_pool.num_used_blocks == 0
+    states = harness.scheduler.blocks.states
+    assert states is None or states.pool.num_used_blocks == 0
 
 
 @settings(max_examples=120)
@@ -49,10 +51,13 @@ def test_answers_do_not_depend_on_load_or_configuration(
     assert_answers_are_those_given_alone(harness, [request for _, abort, request in load if abort is None])
 
 
+@pytest.mark.parametrize("num_spare_states", [None, 0, 4])
 @pytest.mark.parametrize("mode", PreemptionMode)
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"fcfs"}))
-def test_answers_do_not_depend_on_the_moment_of_preemption(policy: str, separate: bool, mode: PreemptionMode) -> None:
+def test_answers_do_not_depend_on_the_moment_of_preemption(
+    policy: str, separate: bool, mode: PreemptionMode, num_spare_states: int | None
+) -> None:
     """Every `period` steps, a request of a higher class preempts the only running one; prefill is chunked."""
     for period in range(2, 7):
         for prefix_caching in (False, True):
@@ -66,6 +71,7 @@ def test_answers_do_not_depend_on_the_moment_of_preemption(policy: str, separate
                 swap_block_cost_tokens=2.0,
                 max_num_seqs=1,
                 max_num_batched_tokens=5,
+                num_spare_states=num_spare_states,
             )
             low = create_request(14, max_tokens=12, priority=1, seed=1)
             requests = [low]

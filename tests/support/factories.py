@@ -13,7 +13,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.window import Window
-from llm_serving.kvcache import BlockManager
+from llm_serving.kvcache import BlockManager, StateSlots
 from llm_serving.kvcache.transfer_pool import TransferPool
 from llm_serving.scheduler import PreemptionMode, Schedule, Scheduler, SchedulerLimits
 from llm_serving.scheduler.orders import ORDERS
@@ -91,8 +91,12 @@ def create_scheduler(
     order: str = "fair",
     window: int | None = None,
     exports: TransferPool | None = None,
+    num_spare_states: int | None = None,
     **limits: Any,
 ) -> Scheduler:
+    """`num_spare_states`: spare slots of a model with states of fixed size; None: the model has none."""
+    has_states = num_spare_states is not None
+    states = StateSlots(max_num_seqs + num_spare_states, max_num_seqs, block_size) if has_states else None
     config = create_config(policy=policy, max_num_seqs=max_num_seqs, max_decode_gap=max_decode_gap)
     return Scheduler(
         SchedulerLimits(
@@ -111,6 +115,7 @@ def create_scheduler(
             prefix_caching=prefix_caching,
             window=Window.from_model(window, max_num_batched_tokens, max_model_len),
             exports=exports,
+            states=states,
         ),
         create_classes() if classes is None else classes,
         ORDERS[order](),

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT
@@ -29,6 +30,7 @@ from llm_serving.core.window import NO_WINDOW
 from llm_serving.errors import WorkerError
 from llm_serving.worker import sampler
 from llm_serving.worker.block_guard import SOURCE_AND_TARGET, BlockGuard, BlockLocation, BlockTags
+from llm_serving.worker.state_guard import StateGuard
 from support.step_factories import top_tokens
 
 VOCAB_SIZE = 1000
@@ -67,7 +69,9 @@ class FakeRunner:
         num_swap_blocks: int = 0,
         window: int = NO_WINDOW,
         transfer: FakeTransferPool | None = None,
+        num_state_slots: int = 0,
     ) -> None:
+        """`num_state_slots`: above 0 for a model that keeps a state, the tokens so far, and answers by it as well."""
         self.num_blocks = num_blocks
         self.num_swap_blocks = num_swap_blocks
         self.block_size = block_size
@@ -84,6 +88,8 @@ class FakeRunner:
         }
         known_window = window if window < NO_WINDOW else None
         self._guard = BlockGuard(num_blocks, num_swap_blocks, block_size, known_window, transfer.tags)
+        self._states: list[tuple[int, ...]] = [()] * num_state_slots
+        self._state_guard = StateGuard(num_state_slots)
         self._previous: list[int] = []
         self.compute_fingerprint = UNKNOWN_FINGERPRINT
 
@@ -101,6 +107,9 @@ class FakeRunner:
         self._move_blocks(step.block_moves.tolist())
         self._guard.check_imports(step.block_moves)
         contexts = self._contexts(step)
+        if self._states:
+            contexts = self._compared_with_states(step, contexts)
+        assert self._states or not len(step.states)
         self._guard.start_exports(step.exports)
         self._move_blocks(step.exports.tolist())
         self._guard.finish_exports(step.exports)
@@ -132,6 +141,25 @@ class FakeRunner:
                 cache[table[position // block_size]][position % block_size] = token_id
         return [
             self._context(tables[row], num_computed[row] + token + 1) for row, token, _ in step.result_tokens.tolist()
+        ]
+
+    def _compared_with_states(self, step: StepInput, contexts: list[list[int]]) -> list[list[int]]:
+        """Compute the states of a step, and return other contexts where a state is not that of the context."""
+        state_in, state_out = self._state_guard.check(step)
+        states, token_ids = [], iter(step.token_ids.tolist())
+        for slot, query_len in zip(state_in.tolist(), step.query_lens.tolist(), strict=True):
+            states.append([() if slot < 0 else self._states[slot]])
+            for _ in range(query_len):
+                token_id = next(token_ids)
+                token_id = token_id if token_id >= 0 else self._previous[-1 - token_id]
+                states[-1].append((*states[-1][-1], token_id))
+        for state, slot in zip(chain.from_iterable(each[1:] for each in states), state_out.tolist(), strict=True):
+            if slot >= 0:
+                self._states[slot] = state
+        of_results = [states[row][token + 1] for row, token, _ in step.result_tokens.tolist()]
+        return [
+            context if context == seen(list(state), self.window) else [-1, *context[1:]]
+            for context, state in zip(contexts, of_results, strict=True)
         ]
 
     def _context(self, table: list[int], end: int) -> list[int]:

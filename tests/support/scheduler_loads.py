@@ -53,6 +53,7 @@ def scheduler_options(draw: st.DrawFn) -> dict[str, Any]:
         "max_model_len": 32,
         "window": window,
         "max_steps_in_flight": draw(st.integers(1, 2)),
+        "num_spare_states": draw(st.sampled_from([None, None, 0, 1, 3, 30])),
         "classes": create_classes(draw(st.integers(0, 8)), **changes),
     }
 

@@ -51,6 +51,25 @@ def no_block_moves() -> Int32Array:
     return np.empty((0, len(BlockMove._fields)), np.int32)
 
 
+STATE_BEFORE: Final = -1
+"""`StateAccess.token` of the state before a row's first token, which the row reads."""
+
+
+class StateAccess(NamedTuple):
+    """A slot that a row of a step reads or writes, in models with states of fixed size (`kvcache.state_slots`)."""
+
+    row: int
+    token: int
+    """Index of the row's token after which the state is stored in the slot, or `STATE_BEFORE`."""
+    slot: int
+    epoch: int
+    """Number of the slot's allocation."""
+
+
+def no_state_accesses() -> Int32Array:
+    return np.empty((0, len(StateAccess._fields)), np.int32)
+
+
 class ResultKind(enum.IntEnum):
     """The kind of result that a token of a step gives."""
 
@@ -208,6 +227,8 @@ class StepInput:
     """[N, 6], each a `BlockMove`, executed in order before the tokens are computed."""
     exports: Int32Array = field(default_factory=no_block_moves)
     """[N, 6], each a `BlockMove` of kind EXPORT, executed after the tokens are computed and before the reply."""
+    states: Int32Array = field(default_factory=no_state_accesses)
+    """[N, 4], each a `StateAccess`; empty for a model without states."""
     allowed_follow: bool = False
     """Whether the master sends the allowed tokens during the step, because they may depend on the previous reply."""
 

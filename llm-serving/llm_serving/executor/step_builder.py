@@ -24,6 +24,7 @@ from llm_serving.core.step import (
     StepInput,
     no_block_moves,
     no_scoring,
+    no_state_accesses,
     reference_to_previous_step,
 )
 from llm_serving.kvcache import BlockManager
@@ -36,6 +37,7 @@ _NO_IDS: Int32Array = np.empty(0, np.int32)
 _NO_VALUES: Float32Array = np.empty(0, np.float32)
 _NO_SCORING = no_scoring()
 _NO_MOVES = no_block_moves()
+_NO_STATES = no_state_accesses()
 _Sample = tuple[Request, int]
 """A token to be sampled: the request, and the number of draft tokens before it."""
 _NUMBERS = {name: (attrgetter(name), SAMPLING_DTYPES[name]) for name in SAMPLE_FIELDS if name in RULES}
@@ -96,6 +98,7 @@ class StepBuilder:
             scoring=scoring,
             block_moves=np.array(schedule.block_moves, np.int32) if schedule.block_moves else _NO_MOVES,
             exports=np.array(schedule.exports, np.int32) if schedule.exports else _NO_MOVES,
+            states=np.array(schedule.states, np.int32) if schedule.states else _NO_STATES,
             allowed_follow=self._params.has_matchers,
         )
         self._previous_samples = {}

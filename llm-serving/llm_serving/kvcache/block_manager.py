@@ -13,6 +13,7 @@ from llm_serving.core.step import NO_BLOCK, BlockMove, BlockMoveKind
 from llm_serving.core.window import NO_WINDOW, Window
 from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.block_table import BlockTable, block_hash, namespace_hash
+from llm_serving.kvcache.state_slots import StateSlots
 from llm_serving.kvcache.transfer_pool import TransferBlock, TransferPool
 
 
@@ -24,7 +25,13 @@ class BlockManager:
     blocks are shared: with earlier requests of the same namespace and prefix (found by hash), and with the parent of a
     fork. A shared block is never written again; a fork that starts inside a block gets a copy of it. A step executes
     the block moves in the order of their decisions before it computes.
+
+    In a model with states of fixed size, a request with blocks also has a slot of `states`. A shared prefix then ends
+    at a checkpoint, and a fork computes the tokens after it again.
     """
+
+    states: StateSlots | None = None
+    """None: the model has no states, or the scheduler was restored from a recording without them."""
 
     def __init__(
         self,
@@ -35,10 +42,12 @@ class BlockManager:
         prefix_caching: bool = True,
         window: Window | None = None,
         exports: TransferPool | None = None,
+        states: StateSlots | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.host_pool = BlockPool(num_swap_blocks)
         self.transfer_pool = TransferPool() if exports is None else exports
+        self.states = states
         self.block_size = block_size
         self.window = Window() if window is None else window
         self.max_blocks_per_request = self.window.max_blocks(block_size, num_blocks)
@@ -154,15 +163,20 @@ class BlockManager:
             self._unshared.add(request_id)
         if request_id in self._host_tables or request_id in self._import_tables:
             self._load_swapped_or_imported(request, num_tokens)
+            if self.states is not None:
+                self.states.swap_in(request_id)
             return request.num_computed_tokens
         table = self._shared_blocks(request, parent, unshared)
         end = len(table.ids)
+        if self.states is not None:
+            hashes = self._hashes_of(request, request.max_prefix_hit_tokens // self.block_size)
+            self.states.admit(request, [] if unshared or not self.prefix_caching else hashes, end, self.pool.is_cached)
         if end:
             self.pool.add_references(table)
         table.extend(self.pool.allocate(self._table_end(table.start, num_tokens) - end), self.pool)
         self._tables[request_id] = table
         num_shared = end * self.block_size
-        if parent is None or unshared:
+        if parent is None or unshared or self.states is not None:
             return num_shared
         source, common = self._tables[parent.request_id], self._num_tokens_shared_with(request, parent)
         if not source.start <= common // self.block_size <= end:
@@ -182,7 +196,8 @@ class BlockManager:
             self._hashes_of(each, each.max_prefix_hit_tokens // self.block_size) for each in (request, other)
         )
         differs = (index for index, (our, their) in enumerate(zip(ours, theirs, strict=False)) if our != their)
-        return next(differs, min(len(ours), len(theirs))) * self.block_size
+        num_tokens = next(differs, min(len(ours), len(theirs))) * self.block_size
+        return num_tokens if self.states is None else self.states.num_common_tokens(other, num_tokens)
 
     def free_outside_window(self, request_id: str, num_computed: int) -> None:
         """Free the blocks to which no token after the first `num_computed` attends. These must have been submitted."""
@@ -207,6 +222,8 @@ class BlockManager:
         hashes = self._hashes_of(request, num_full)
         for index in range(max(table.start, request.num_confirmed_tokens // self.block_size), num_full):
             self.pool.register_hash(table.ids[index], table.epochs[index], hashes[index])
+        if self.states is not None:
+            self.states.confirm(request.request_id, hashes)
 
     # --- freeing and swapping ---------------------------------------------------------------------------------------
 
@@ -219,6 +236,8 @@ class BlockManager:
             self.host_pool.free(self._host_tables.pop(request_id))
         if request_id in self._import_tables:
             self._release_import(self._import_tables.pop(request_id))
+        if self.states is not None:
+            self.states.free(request_id)
         self._block_hashes.pop(request_id, None)
         self._unshared.discard(request_id)
 
@@ -229,7 +248,8 @@ class BlockManager:
         return max(0, self.num_blocks_for(num_tokens) - start)
 
     def can_swap_out(self, request: Request) -> bool:
-        return 0 < self.num_blocks_to_swap(request) <= self.host_pool.num_free_blocks
+        has_slot = self.states is None or self.states.can_swap_out
+        return has_slot and 0 < self.num_blocks_to_swap(request) <= self.host_pool.num_free_blocks
 
     def swap_out(self, request: Request) -> None:
         """Move the computed blocks that the request still needs to the host pool, and free its table."""
@@ -241,6 +261,8 @@ class BlockManager:
         self._host_tables[request.request_id] = host_table
         self.pool.free(reversed(list(table)))
         self._unshared.discard(request.request_id)
+        if self.states is not None:
+            self.states.swap_out(request.request_id)
 
     def is_swapped(self, request_id: str) -> bool:
         return request_id in self._host_tables
@@ -254,8 +276,10 @@ class BlockManager:
 
     def export(self, request_id: str, num_tokens: int) -> list[BlockMove] | None:
         """Export the blocks of the first `num_tokens` tokens that the request still needs to the transfer pool. Return
-        moves for the step that computes the last of these tokens; None if the transfer pool is full.
+        moves for the step that computes the last of these tokens; None if the transfer pool is full, or has no states.
         """
+        if self.states is not None:
+            return None
         table = self._tables[request_id]
         start = max(table.start, self.window.first_block(num_tokens, self.block_size))
         end = self.num_blocks_for(num_tokens)
@@ -278,6 +302,8 @@ class BlockManager:
         self.pool.clear_hashes()
         self._block_moves.clear()
         self.transfer_pool.cancel_all()
+        if self.states is not None:
+            self.states.reset()
 
     def pop_block_moves(self) -> list[BlockMove]:
         """Return the moves decided since the last call, in order."""
@@ -296,6 +322,8 @@ class BlockManager:
         assert most_held <= self.max_blocks_per_request, "a request holds more than the window and a step"
         counts = {self.pool.ref_count(each) for request_id in self._unshared for each in self._tables[request_id]}
         assert counts <= {1}, "a request with guaranteed blocks shares some"
+        if self.states is not None:
+            self.states.check_integrity(self._tables, self._host_tables)
 
     def check_writable(self, request_id: str, start: int, end: int) -> None:
         """Raise AssertionError unless the blocks of the tokens [start, end) belong to this request only."""
@@ -350,7 +378,8 @@ class BlockManager:
                     block_id, epoch = found, self.pool.epoch(found)
             ids.append(block_id)
             epochs.append(epoch)
-            if missing < 0 or missing < first_block((index + 1) * block_size, block_size):
+            has_blocks = missing < 0 or missing < first_block((index + 1) * block_size, block_size)
+            if has_blocks and (self.states is None or (hashes and self.states.is_checkpoint(hashes[index]))):
                 best = index + 1
         start = first_block(best * block_size, block_size)
         return BlockTable(ids[start:best], epochs[start:best], start)

@@ -30,7 +30,7 @@ class CacheShape:
 @dataclass(frozen=True)
 class StateShape:
     """The states of one operation: float32 [num_state_slots, *shape]. A state holds what the operation keeps of all
-    earlier tokens of a request. The first axis of `shape` numbers channels or heads.
+    earlier tokens of a request.
     """
 
     shape: tuple[int, ...]

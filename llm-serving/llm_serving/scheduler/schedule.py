@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
-from llm_serving.core.step import BlockMove
-from llm_serving.kvcache import BlockManager
+from llm_serving.core.step import BlockMove, StateAccess
+from llm_serving.kvcache import BlockManager, StateSlots
 from llm_serving.scheduler.running import RunningSlots
 from llm_serving.scheduler.waiting import WaitingRequests
 
@@ -116,6 +116,8 @@ class Schedule:
     """Rows whose requests migrate to another replica after the reply, unless they finish with it."""
     exports: list[BlockMove] = field(default_factory=list)
     """Moves of the blocks of `migrating`, executed after the rows are computed."""
+    states: list[StateAccess] = field(default_factory=list)
+    """Where the rows read and store their states; empty for a model without states."""
     num_bound_violations: int = 0
     """Number of waits and gaps that exceeded a bound in this step; more than 0 is a defect of the scheduler."""
     num_tokens: int = field(init=False)
@@ -257,16 +259,27 @@ def plan_exports(rows: Sequence[ScheduledRow], blocks: BlockManager) -> tuple[li
     return migrating, exports
 
 
+def plan_states(rows: Sequence[ScheduledRow], states: StateSlots) -> list[StateAccess]:
+    """Return the state accesses of a step with these rows."""
+    for index, row in enumerate(rows):
+        states.add_row(index, row.request.request_id, row.num_computed, row.query_len, row.num_drafts)
+    return states.pop_accesses()
+
+
 def add_draft_tokens(plan: StepPlan, blocks: BlockManager) -> None:
-    """Add draft tokens to the decoding rows, higher classes first, but none to a step with a prompt."""
+    """Add draft tokens to the decoding rows, higher classes first, but none to a step with a prompt. With states of
+    fixed size, each draft token needs a spare slot.
+    """
     if plan.prefills:
         return
+    num_left = plan.budget if blocks.states is None else blocks.states.num_spare
     for row in list(plan.rows.values()):
         request = row.request
         if request.draft_token_ids and row.num_samples and row.query_len == 1:
             room = blocks.num_tokens_with_blocks(request.request_id) - row.end
             left = request.sampling.max_tokens - request.num_output_tokens - 1
-            plan.add_draft_tokens(request, min(len(request.draft_token_ids), room, left))
+            plan.add_draft_tokens(request, min(len(request.draft_token_ids), room, left, num_left))
+            num_left -= plan.rows[request.request_id].num_drafts
 
 
 def count_accepted_tokens(draft_token_ids: Sequence[int], token_ids: Sequence[int]) -> int:

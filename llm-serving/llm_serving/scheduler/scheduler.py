@@ -26,6 +26,7 @@ from llm_serving.scheduler.schedule import (
     count_accepted_tokens,
     find_blocked,
     plan_exports,
+    plan_states,
 )
 from llm_serving.scheduler.tenant_limits import SlotDemand
 
@@ -140,6 +141,7 @@ class Scheduler:
         rows = list(plan.rows.values())
         results = collect_prompt_results(rows) if self._num_with_prompt_results else []
         migrating, exports = plan_exports(rows, self.blocks) if self._num_migrating else ([], [])
+        states = [] if self.blocks.states is None else plan_states(rows, self.blocks.states)
         started = self._advance(plan, rows, running)
         if plan.considers_prompts:
             self._closed_classes = plan.closed_classes
@@ -153,7 +155,8 @@ class Scheduler:
         preempted, preemptions = self._preemptor.pop_preempted() if self._preemptor.preempted else ([], [])
         moves, drafts = self.blocks.pop_block_moves(), plan.has_draft_tokens
         return Schedule(
-            plan.number, rows, moves, started, preempted, preemptions, results, drafts, migrating, exports, violations
+            *(plan.number, rows, moves, started, preempted, preemptions, results, drafts, migrating, exports, states),
+            violations,
         )
 
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
@@ -194,6 +197,8 @@ class Scheduler:
                 self._append(request, token_id)
         request.draft_token_ids = []
         num_accepted = len(request.output_token_ids) - num_before - 1
+        if self.blocks.states is not None:
+            self.blocks.states.accept_drafts(request.request_id, num_accepted)
         request.num_new_tokens = 1 + num_accepted
         self.waiting.charge({(request.request_class.name, request.tenant): OUTPUT_TOKEN_WEIGHT * num_accepted})
         if num_accepted and not request.is_finished and row.num_preemptions == request.num_preemptions:

@@ -1,0 +1,186 @@
+"""The slots of states of fixed size, for models whose layers keep a state in place of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+
+from llm_serving.core.request import Request
+from llm_serving.core.step import STATE_BEFORE, StateAccess
+from llm_serving.kvcache.block_pool import BlockPool
+
+
+class StateSlots:
+    """Allocates the slots in which requests keep the state after their computed tokens, all state layers together.
+
+    `max_running` slots are reserved: every running request has its own. The spare ones hold checkpoints, the states
+    after draft tokens, and the own slots of swapped requests. A checkpoint is the state after a full block, found by
+    the hash of that block until its slot is allocated again. A checkpoint is only read: a request that continues from
+    one stores its next state in its own slot. A row of a step stores the state after its last known token, after each
+    draft token, and where a checkpoint is wanted.
+
+    A WorkAgent runs steps in order, so a freed slot can be allocated by the next step. Within a step, rows read and
+    write states at the same time, so slots that its rows read become free only after all its rows are planned.
+    """
+
+    def __init__(self, num_slots: int, max_running: int, block_size: int) -> None:
+        assert num_slots >= max_running, f"{num_slots} slots cannot hold the states of {max_running} requests"
+        self.pool = BlockPool(num_slots)
+        self.max_running = max_running
+        self._block_size = block_size
+        self._own: dict[str, int] = {}
+        """Request id -> slot, for running and swapped requests."""
+        self._swapped: set[str] = set()
+        self._sources: dict[str, int] = {}
+        """Request id -> checkpoint from which its next row continues."""
+        self._drafts: dict[str, list[int]] = {}
+        """Request id -> slots of the states after each draft token of a step without a reply."""
+        self._wanted: dict[str, list[int]] = {}
+        """Request id -> numbers of tokens after which checkpoints are wanted."""
+        self._unconfirmed: dict[str, list[tuple[int, int]]] = {}
+        """Request id -> (number of tokens, slot) of checkpoints that a step without a reply stores."""
+        self._accesses: list[StateAccess] = []
+        self._read: list[int] = []
+        """Checkpoints that rows of the planned step read, to be released."""
+
+    @property
+    def num_spare(self) -> int:
+        """Number of slots that can be allocated while each further running request still finds one."""
+        return self.pool.num_free_blocks - (self.max_running - len(self._own) + len(self._swapped))
+
+    def is_checkpoint(self, block_hash: bytes) -> bool:
+        """Return whether a request may continue from the checkpoint after a block. An unused one takes a spare slot."""
+        slot = self.pool.find_cached(block_hash)
+        return slot is not None and (self.pool.ref_count(slot) > 0 or self.num_spare > 0)
+
+    def num_common_tokens(self, other: Request, num_tokens: int) -> int:
+        """Return how many of the first `num_tokens`, which two requests have in common, one of them finds once `other`
+        has computed its prompt.
+        """
+        checkpoint = self._prompt_checkpoint(other)
+        return checkpoint if checkpoint <= num_tokens else 0
+
+    def admit(
+        self, request: Request, hashes: Sequence[bytes], num_shared: int, is_cached: Callable[[bytes], bool]
+    ) -> None:
+        """Give a request its own slot. It continues from the checkpoint after its first `num_shared` blocks.
+
+        Checkpoints are wanted after the last full block of its prompt, and after the last block that is cached already,
+        because that prefix is common. `hashes`: those of all blocks that it may share; empty: it shares none.
+        """
+        request_id = request.request_id
+        if num_shared:
+            source = self.pool.find_cached(hashes[num_shared - 1])
+            assert source is not None, f"request {request_id} would continue from a lost checkpoint"
+            self.pool.add_references([source])
+            self._sources[request_id] = source
+        (self._own[request_id],) = self.pool.allocate(1)
+        if hashes:
+            num_cached = next((at for at, each in enumerate(hashes) if not is_cached(each)), len(hashes))
+            ends = {num_cached * self._block_size, self._prompt_checkpoint(request)}
+            self._wanted[request_id] = [each for each in sorted(ends) if each > num_shared * self._block_size]
+
+    def swap_in(self, request_id: str) -> None:
+        self._swapped.remove(request_id)
+
+    @property
+    def can_swap_out(self) -> bool:
+        """Whether a request may keep its slot while it is swapped. One spare slot is left for a checkpoint, from which
+        the request that causes the preemption may continue.
+        """
+        return self.num_spare > 1
+
+    def swap_out(self, request_id: str) -> None:
+        self._swapped.add(request_id)
+        self.pool.free(self._drafts.pop(request_id, ()))
+        self.pool.free(slot for _, slot in self._unconfirmed.pop(request_id, ()))
+
+    def free(self, request_id: str) -> None:
+        """Free all slots of a request, if any, except confirmed checkpoints."""
+        if request_id not in self._own:
+            return
+        slots = [self._own.pop(request_id), *self._drafts.pop(request_id, ())]
+        slots += [slot for _, slot in self._unconfirmed.pop(request_id, ())]
+        if request_id in self._sources:
+            slots.append(self._sources.pop(request_id))
+        self._swapped.discard(request_id)
+        self._wanted.pop(request_id, None)
+        self.pool.free(slots)
+
+    def reset(self) -> None:
+        """Drop all checkpoints and the planned step, because the states were lost. No request may have a slot."""
+        assert not self._own, "a request without blocks has a state"
+        self._accesses.clear()
+        self.pool.free(self._read)
+        self._read.clear()
+        self.pool.clear_hashes()
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def add_row(self, row: int, request_id: str, start: int, query_len: int, num_drafts: int) -> None:
+        """Plan row number `row` of a step, which computes `query_len` tokens after `start` computed ones. The last
+        `num_drafts` of them are draft tokens, at most `num_spare`.
+        """
+        own, source = self._own[request_id], self._sources.pop(request_id, None)
+        if start:
+            self._access(row, STATE_BEFORE, own if source is None else source)
+        if source is not None:
+            self._read.append(source)
+        last = query_len - num_drafts - 1
+        for num_tokens in self._wanted.get(request_id, ()):
+            token = num_tokens - start - 1
+            if 0 <= token <= last and self.num_spare > 0:
+                (slot,) = self.pool.allocate(1)
+                self._unconfirmed.setdefault(request_id, []).append((num_tokens, slot))
+                self._access(row, token, slot)
+                if token == last:
+                    self.pool.add_references([slot])
+                    self._sources[request_id] = slot
+        if request_id not in self._sources:
+            self._access(row, last, own)
+        if num_drafts:
+            self._drafts[request_id] = slots = self.pool.allocate(num_drafts)
+            for token, slot in enumerate(slots, last + 1):
+                self._access(row, token, slot)
+
+    def pop_accesses(self) -> list[StateAccess]:
+        """Return the accesses of the rows since the last call, and release the checkpoints that they read."""
+        accesses, self._accesses = self._accesses, []
+        self.pool.free(self._read)
+        self._read.clear()
+        return accesses
+
+    def accept_drafts(self, request_id: str, num_accepted: int) -> None:
+        """Continue after the first `num_accepted` draft tokens of the request's latest step, if it has any."""
+        slots = self._drafts.pop(request_id, None)
+        if slots is None:
+            return
+        if num_accepted:
+            own = self._own[request_id]
+            self._own[request_id], slots[num_accepted - 1] = slots[num_accepted - 1], own
+        self.pool.free(slots)
+
+    def confirm(self, request_id: str, hashes: Sequence[bytes]) -> None:
+        """Let other requests find the checkpoints after the request's first blocks, whose hashes are `hashes`."""
+        for num_tokens, slot in self._unconfirmed.pop(request_id, ()):
+            if num_tokens <= len(hashes) * self._block_size:
+                self.pool.register_hash(slot, self.pool.epoch(slot), hashes[num_tokens // self._block_size - 1])
+                self.pool.free([slot])
+            else:
+                self._unconfirmed.setdefault(request_id, []).append((num_tokens, slot))
+
+    def check_integrity(self, with_table: Iterable[str], swapped: Iterable[str]) -> None:
+        """Raise AssertionError unless exactly the requests with a table have slots, and no slot is lost."""
+        assert self._swapped == set(swapped), "a swapped request has no state, or a state is not that of one"
+        assert self._own.keys() == {*with_table, *self._swapped}, "a request has blocks and no state, or the reverse"
+        assert self.num_spare >= 0, "too few slots are free for the states of further running requests"
+        unconfirmed = (slot for each in self._unconfirmed.values() for _, slot in each)
+        drafts = chain.from_iterable(self._drafts.values())
+        self.pool.check_integrity([*self._own.values(), *self._sources.values(), *drafts, *unconfirmed, *self._read])
+
+    def _prompt_checkpoint(self, request: Request) -> int:
+        """Return the number of tokens after which the checkpoint of a prompt is wanted; 0: nowhere."""
+        return (request.num_prompt_tokens - 1) // self._block_size * self._block_size
+
+    def _access(self, row: int, token: int, slot: int) -> None:
+        self._accesses.append(StateAccess(row, token, slot, self.pool.epoch(slot)))
