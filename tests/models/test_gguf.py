@@ -100,7 +100,7 @@ def test_gguf_yarn_scaling(tmp_path):
         ({"llama.rope.scaling.attn_factor": 1.25}, "`llama.rope.scaling.attn_factor` must be 1. Given: 1.25"),
         ({"llama.block_count": 3}, "missing: 9: model.layers.2.input_layernorm"),
         ({"llama.feed_forward_length": 64}, "of another shape: 6"),
-        ({"tokenizer.ggml.eos_token_id": 96}, "token id 96 must be < `vocab_size` 96"),
+        ({"tokenizer.ggml.eos_token_id": 96}, "`eos_token_id` must be less than `vocab_size` 96. Given: "),
         ({"tokenizer.ggml.eos_token_id": "x"}, "`tokenizer.ggml.eos_token_id` must be a number"),
     ],
 )

@@ -134,7 +134,7 @@ def test_num_parameters_includes_biases():
         ({"rms_norm_eps": float("nan")}, "`rms_norm_eps` must be a number from 1e-30 to 1. Given: nan"),
         ({"tie_word_embeddings": 1}, "`tie_word_embeddings` must be true or false. Given: 1"),
         ({"eos_token_id": "2"}, "`eos_token_id` must be a token id or a list of them"),
-        ({"eos_token_id": 32000}, "token id 32000 must be < `vocab_size` 32000"),
+        ({"eos_token_id": 32000}, "`eos_token_id` must be less than `vocab_size` 32000. Given: 32000"),
         (
             {"rope_scaling": {"type": "spiral", "factor": 2}},
             "`type` must be default or linear or dynamic",
@@ -223,6 +223,28 @@ GROUPS = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}
             GROUPS | {"num_experts_per_tok": 3},
             "`num_experts_per_tok` must be at most the number of experts in 1 of 3 groups, of 6 in all. Given: 3",
         ),
+        (
+            "deepseek3",
+            {"n_shared_experts": 4096, "moe_intermediate_size": 2**10},
+            "`n_shared_experts` times `moe_intermediate_size` 1024 must be at most 1048576. Given: 4096",
+        ),
+        ("qwen2, experts", {"shared_expert_intermediate_size": 2**31 - 2}, "must be an integer >= 1 and <= 1048576"),
+        ("ernie, experts", {"moe_num_experts": 2**21}, "`moe_num_experts` must be an integer >= 1 and <= 4096. Given"),
+        ("ernie, experts", {"moe_k": 6}, "`moe_k` must be at most the number of experts, of 5 in all. Given: 6"),
+        (
+            "hunyuan, experts",
+            {"moe_topk": [6, 6, 6]},
+            "`moe_topk` must be at most the number of experts, of 5 in all. Given: [6, 6, 6]",
+        ),
+        ("hunyuan, experts", {"moe_topk": [1, 2, 1]}, "`moe_topk` must be equal in all layers. Given: [1, 2, 1]"),
+        (
+            "hunyuan, experts",
+            {"head_dim": 2, "rope_scaling": {"type": "dynamic", "alpha": 50.0}},
+            "rope_scaling: `alpha` must be absent if only 2 elements of a head rotate. Given: 50.0",
+        ),
+        ("gpt-neox", {"rotary_pct": 0.3}, "`rotary_pct` must select an even number of the 32 elements of a head"),
+        ("gpt-neox", {"rotary_emb_base": 1}, "`rotary_emb_base` must be a number from 2 to 1e+30. Given: 1"),
+        ("minimax", {"rotary_dim": 48}, "`rotary_dim` must select an even number of the 32 elements of a head"),
     ],
 )
 def test_spec_refuses_unsupported_features_by_name(family, changes, text):

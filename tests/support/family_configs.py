@@ -88,6 +88,10 @@ CONFIGS = {
     ),
     "olmo2": ("Olmo2ForCausalLM", {"head_dim": 20}),
     "cohere2": ("Cohere2ForCausalLM", {"sliding_window": 7, "logit_scale": 0.5}),
+    "ernie, experts": ("Ernie4_5_MoeForCausalLM", {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 48}),
+    "hunyuan, experts": ("HunYuanMoEV1ForCausalLM", {"num_experts": 5, "moe_topk": 2}),
+    "minimax": ("MiniMaxM2ForCausalLM", {"num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 16}),
+    "gpt-neox": ("GPTNeoXForCausalLM", {"rotary_pct": 0.5, "rope_theta": None, "rotary_emb_base": 500}),
     "starcoder2": ("Starcoder2ForCausalLM", {"sliding_window": 7}),
 }
 """(architecture, changes to the common configuration) by name."""

@@ -14,7 +14,9 @@ _LARGEST: Final[Mapping[str, int]] = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "num_nextn_predict_layers", "head_dim"), MAX_LAYERS),
     **dict.fromkeys(("num_attention_heads", "num_heads", "num_key_value_heads", "n_kv_heads"), 4096),
     **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "multiple_of"), 2**20),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 4096),
+    "shared_expert_intermediate_size": 2**20,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4096),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "n_shared_experts", "moe_num_shared_experts"), 4096),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**16),
     **dict.fromkeys(("ffn_dim_multiplier", "attention_factor", "mscale", "mscale_all_dim"), 1024),
     "vocab_size": 2**24,
@@ -22,7 +24,7 @@ _LARGEST: Final[Mapping[str, int]] = {
 }
 """Configuration key -> maximum: several times that of any known model, and small enough for loops over it."""
 _LEAST: Final[Mapping[str, int]] = {
-    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "original_max_position_embeddings"), 2)
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "rotary_emb_base", "original_max_position_embeddings"), 2)
 }
 """Configuration key -> minimum, if not the default: code divides by the logarithm of these values."""
 _LARGEST_INTEGER: Final = 2**31 - 1

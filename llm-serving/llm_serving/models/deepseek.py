@@ -15,6 +15,7 @@ from llm_serving.models.layers import (
     mixture_of_experts,
     rope_config,
     rope_scaling,
+    shared_experts_size,
     sigmoid_routing,
 )
 from llm_serving.network.builder import ExpertRouting, Network, padded_order, repeated_order
@@ -47,7 +48,7 @@ def deepseek_v3(c: ConfigReader) -> Network:
 def _deepseek(c: ConfigReader, routing: ExpertRouting, first: int) -> Network:
     """Build the network. `first`: number of layers before the first one with experts."""
     net, attention, count = empty_network(c), _LatentAttention(c), c.integer("n_routed_experts")
-    shared = c.integer("n_shared_experts") * c.integer("moe_intermediate_size")
+    shared = shared_experts_size(c, "n_shared_experts")
     if c.integer("moe_layer_freq", 1) != 1:
         raise c.fail("moe_layer_freq", "must be 1")
     if c.boolean("attention_bias"):

@@ -11,6 +11,7 @@ from llm_serving.models.layers import (
     pre_norm,
     rotary_embedding,
     self_attention,
+    shared_experts_size,
 )
 from llm_serving.network.builder import ExpertRouting, Network
 from llm_serving.network.operations import Value
@@ -34,8 +35,8 @@ def ernie4_5(c: ConfigReader) -> Network:
             return gated_mlp(net, x, at, inner, bias=bias)
         correction = "moe_statics.e_score_correction_bias"
         routing = ExpertRouting(c.integer("moe_k", 6), correction=correction, correction_rows=1)
-        routed = mixture_of_experts(net, c, x, at, experts, "moe_intermediate_size", routing)
-        shared = c.integer("moe_num_shared_experts", 2, least=0) * c.integer("moe_intermediate_size")
+        routed = mixture_of_experts(net, c, x, at, experts, "moe_intermediate_size", routing, top_k_key="moe_k")
+        shared = shared_experts_size(c, "moe_num_shared_experts", 2, least=0)
         return net.add(routed, gated_mlp(net, x, at + "shared_experts.", shared, bias=bias)) if shared else routed
 
     for part in _PREDICTING:

@@ -13,6 +13,7 @@ from llm_serving.models.layers import (
     pre_norm,
     rotary_embedding,
     self_attention,
+    shared_experts_size,
     sigmoid_routing,
 )
 from llm_serving.network.builder import Network
@@ -52,7 +53,7 @@ def glm4_moe(c: ConfigReader) -> Network:
     rotary, bias = rotary_embedding(c, heads, fraction=0.5), c.boolean("attention_bias")
     norms = HEAD_NORMS if c.boolean("use_qk_norm") else None
     count, first = c.integer("n_routed_experts"), c.integer("first_k_dense_replace", 1, least=0)
-    shared, routing = c.integer("n_shared_experts", 1), sigmoid_routing(c, (1, 1), 1.0)
+    shared, routing = shared_experts_size(c, "n_shared_experts", 1), sigmoid_routing(c, (1, 1), 1.0)
     c.choice("hidden_act", ("silu",), "silu")
 
     def attention(x: Value, _: int, at: str) -> Value:
@@ -62,7 +63,6 @@ def glm4_moe(c: ConfigReader) -> Network:
         if index < first:
             return gated_mlp(net, x, at, c.integer("intermediate_size"))
         routed = mixture_of_experts(net, c, x, at, count, "moe_intermediate_size", routing)
-        inner = shared * c.integer("moe_intermediate_size")
-        return net.add(routed, gated_mlp(net, x, at + "shared_experts.", inner))
+        return net.add(routed, gated_mlp(net, x, at + "shared_experts.", shared))
 
     return pre_norm(net, c, attention, feed_forward)

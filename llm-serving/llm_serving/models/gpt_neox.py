@@ -25,9 +25,9 @@ _FUNCTIONS: Final[Mapping[str, Literal["gelu", "gelu_tanh"]]] = {
 
 
 def gpt_neox(c: ConfigReader) -> Network:
-    c = ConfigReader({"rope_theta": c.config.get("rotary_emb_base"), **c.config}, c.where)
     net, heads = empty_network(c, eps=1e-5, eps_key="layer_norm_eps"), attention_heads(c)
-    rotary = rotary_embedding(c, heads, fraction=c.number("rotary_pct", 0.25))
+    theta, fraction = c.number("rotary_emb_base", 10000.0), c.number("rotary_pct", 0.25)
+    rotary = rotary_embedding(c, heads, theta=theta, fraction=fraction, fraction_key="rotary_pct")
     inner, bias = c.integer("intermediate_size"), c.boolean("attention_bias", True)
     function = _FUNCTIONS[c.choice("hidden_act", tuple(_FUNCTIONS), "gelu")]
     parallel = c.boolean("use_parallel_residual", True)

@@ -34,7 +34,9 @@ def hunyuan(c: ConfigReader) -> Network:
         if not experts:
             return gated_mlp(net, x, at, inner)
         routing = ExpertRouting(_of_all_layers(c, "moe_topk"))
-        routed = mixture_of_experts(net, c, x, at, experts, "intermediate_size", routing, router="gate.wg")
+        routed = mixture_of_experts(
+            net, c, x, at, experts, "intermediate_size", routing, router="gate.wg", top_k_key="moe_topk"
+        )
         return net.add(routed, gated_mlp(net, x, at + "shared_mlp.", inner))
 
     return pre_norm(net, c, attention, feed_forward)
@@ -55,6 +57,8 @@ def _rotary(c: ConfigReader, heads: Heads) -> Rotary:
     rotary, reader = rotary_embedding(ConfigReader({**c.config, **_NO_SCALING}, c.where), heads), rope_config(c)
     if not reader.has("alpha"):
         return rotary_embedding(c, heads)
+    if heads.own == 2:
+        raise reader.fail("alpha", "must be absent if only 2 elements of a head rotate")
     theta = reader.number("rope_theta", rotary.theta)
     return replace(rotary, theta=theta * reader.number("alpha") ** (heads.own / (heads.own - 2)))
 

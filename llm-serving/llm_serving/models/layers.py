@@ -24,7 +24,7 @@ HEAD_MULTIPLE: Final = 16
 """Heads in a KV cache are padded to a multiple of this number of elements."""
 
 MAX_WIDTH: Final = 2**20
-"""Maximum elements of all heads in a row."""
+"""Maximum elements of all heads in a row, and maximum columns of shared experts."""
 MAX_EXPERT_COLUMNS: Final = 2**21
 """Maximum intermediate columns of all experts in a layer."""
 
@@ -86,21 +86,19 @@ def rotary_embedding(
     kind: str = "",
     theta: float = 10000.0,
     fraction: float = 1.0,
+    fraction_key: str = "partial_rotary_factor",
 ) -> Rotary:
     """Read the rotary embedding from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`, which may
     differ for each `kind` of layer. `theta` and `fraction` are the defaults of the base and of the fraction of a head
-    that rotates.
+    that rotates. `fraction_key` names the fraction in errors.
     """
     reader = rope_config(c)
     if kind and reader.has(kind):
         reader = reader.inner(kind)
     theta = reader.number("rope_theta", c.number("rope_theta", theta))
     fraction = reader.number("partial_rotary_factor", c.number("partial_rotary_factor", fraction))
-    rotary_dim = int(heads.own * fraction)
-    if fraction > 1 or rotary_dim < 2 or rotary_dim % 2:
-        raise c.fail(
-            "partial_rotary_factor", f"must select an even number of the {heads.own} elements of a head for rotation"
-        )
+    if fraction > 1 or (rotary_dim := int(heads.own * fraction)) < 2 or rotary_dim % 2:
+        raise c.fail(fraction_key, f"must select an even number of the {heads.own} elements of a head for rotation")
     return Rotary(heads.dim, rotary_dim, theta, interleaved, rope_scaling(c, reader, rotary_dim), heads.own)
 
 
@@ -391,13 +389,11 @@ def mixture_of_experts(
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     router: str = "gate",
     stacks: ExpertStacks | None = None,
+    top_k_key: str = "num_experts_per_tok",
 ) -> Value:
     """Add a router and `count` experts, whose intermediate size is the configuration's value of `inner_key`.
-    The names of `routing`, `parts`, `router` and `stacks` follow the prefix `at`.
-
-    Args:
-        parts: Tensors of one expert, behind its number.
-        stacks: Tensors that stack all experts. `parts` are unused then.
+    The names of `routing`, `parts`, `router` and `stacks` follow the prefix `at`. Without `stacks`, tensors that stack
+    all experts, `parts` are the tensors of one expert, behind its number. Errors call `routing.top_k` `top_k_key`.
     """
     inner = c.integer(inner_key)
     if count % routing.groups:
@@ -406,7 +402,7 @@ def mixture_of_experts(
         raise c.fail("topk_group", f"must be at most `n_group` {routing.groups}")
     if routing.top_k > count // routing.groups * routing.top_groups:
         share = "" if routing.groups == 1 else f" in {routing.top_groups} of {routing.groups} groups"
-        raise c.fail("num_experts_per_tok", f"must be at most the number of experts{share}, of {count} in all")
+        raise c.fail(top_k_key, f"must be at most the number of experts{share}, of {count} in all")
     if net.hidden % PANEL_ROWS:
         raise c.fail("hidden_size", f"must be a multiple of {PANEL_ROWS} where there are experts")
     if count * inner > MAX_EXPERT_COLUMNS:
@@ -420,6 +416,14 @@ def mixture_of_experts(
     if routing.correction is not None:
         routing = replace(routing, correction=at + routing.correction)
     return net.experts(x, at + router, routing, names, inner)
+
+
+def shared_experts_size(c: ConfigReader, count_key: str, default: int | None = None, *, least: int = 1) -> int:
+    """Return the columns of all shared experts of a layer, which are one feed-forward block."""
+    count, inner = c.integer(count_key, default, least=least), c.integer("moe_intermediate_size")
+    if count * inner > MAX_WIDTH:
+        raise c.fail(count_key, f"times `moe_intermediate_size` {inner} must be at most {MAX_WIDTH}")
+    return count * inner
 
 
 def sigmoid_routing(c: ConfigReader, groups: tuple[int, int], scale: float) -> ExpertRouting:

@@ -17,7 +17,8 @@ from llm_serving.network.operations import Value
 def minimax_m2(c: ConfigReader) -> Network:
     net, heads = empty_network(c), attention_heads(c)
     fraction = c.integer("rotary_dim", heads.own) / heads.own
-    rotary, count = rotary_embedding(c, heads, theta=5e6, fraction=fraction), c.integer("num_local_experts")
+    rotary = rotary_embedding(c, heads, theta=5e6, fraction=fraction, fraction_key="rotary_dim")
+    count = c.integer("num_local_experts")
     routing = ExpertRouting(c.integer("num_experts_per_tok"), score="sigmoid", correction="e_score_correction_bias")
     c.choice("hidden_act", ("silu",), "silu")
     c.choice("qk_norm_type", ("per_layer",), "per_layer")

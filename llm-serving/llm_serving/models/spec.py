@@ -188,9 +188,9 @@ class ModelSpec:
         )
         spec.__dict__["network"] = network
         spec.__dict__["scheme"] = scheme
-        for token_id in (spec.bos_token_id, *spec.eos_token_ids, spec.pad_token_id):
-            if token_id is not None and token_id >= spec.vocab_size:
-                raise ModelError(f"{where}: token id {token_id} must be < `vocab_size` {spec.vocab_size}")
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if any(token_id >= spec.vocab_size for token_id in reader.token_ids(key)):
+                raise reader.fail(key, f"must be less than `vocab_size` {spec.vocab_size}")
         return spec
 
     @classmethod
