@@ -254,6 +254,14 @@ def test_spec_refuses_unsupported_features_by_name(family, changes, text):
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_share_their_orders_of_rows_and_columns(name):
+    """An order has up to 2 million numbers."""
+    weights = ModelSpec.from_hugging_face(config_of(name)).network.weights
+    orders = [order for each in weights for order in (each.rows, each.columns) if order is not None]
+    assert len({id(each) for each in orders}) == len(set(orders))
+
+
 def test_sliding_windows_may_start_in_the_first_layer():
     spec = ModelSpec.from_hugging_face(config_of("qwen2") | {"max_window_layers": 0})
     assert spec.window == 7

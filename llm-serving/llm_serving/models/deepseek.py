@@ -91,46 +91,57 @@ class _LatentAttention:
         self.scale = (self.still + self.rotary_dim) ** -0.5
         if scaling is not None and scaling.mscale_all_dim:
             self.scale *= yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+        self._set_orders()
+
+    def _set_orders(self) -> None:
+        """Compute the orders of rows and columns (`Weight`), which all layers share."""
+        heads, still, rotary = self.heads, self.still, self.rotary.order()
+        dim, width, values = still + self.rotary_dim, still + self.value, padded_order(self.value, HEAD_MULTIPLE)
+        rotated, of_values = ([-1 if i < 0 else still + i for i in order] for order in (rotary, values))
+        self.latents = tuple(padded_order(self.rank, HEAD_MULTIPLE))
+        self.q_rows = (*repeated_order(heads, dim, range(still)), *repeated_order(heads, dim, rotated))
+        self.kv_rows = (*self.latents, *(-1 if i < 0 else self.rank + i for i in rotary))
+        self.key_rows = tuple(repeated_order(heads, width, range(still)))
+        self.value_rows = tuple(repeated_order(heads, width, of_values))
+        self.out_columns = tuple(repeated_order(heads, self.value, values))
 
     def __call__(self, net: Network, x: Value, at: str) -> Value:
-        heads, still = self.heads, self.still
+        heads, still, latents = self.heads, self.still, self.latents
         dim, width, wide = still + self.rotary_dim, still + self.value, self.rotary.head_dim
-        rotated = [-1 if i < 0 else still + i for i in self.rotary.order()]
-        latents = padded_order(self.rank, HEAD_MULTIPLE)
         q, query = x, "q_proj"
         if self.q_rank:
             q = net.rms_norm(net.linear(x, at + "q_a_proj", self.q_rank), at + "q_a_layernorm", eps=LATENT_EPS)
             query = "q_b_proj"
-        rows = [*repeated_order(heads, dim, range(still)), *repeated_order(heads, dim, rotated)]
-        q, q_rope = net.split(net.linear(q, at + query, heads * dim, rows=rows), heads * still, heads * wide)
+        q, q_rope = net.split(net.linear(q, at + query, heads * dim, rows=self.q_rows), heads * still, heads * wide)
 
-        rows = [*latents, *(-1 if i < 0 else self.rank + i for i in self.rotary.order())]
-        both = net.linear(x, at + "kv_a_proj_with_mqa", self.rank + self.rotary_dim, rows=rows)
+        both = net.linear(x, at + "kv_a_proj_with_mqa", self.rank + self.rotary_dim, rows=self.kv_rows)
         latent, key = net.split(both, len(latents), wide)
         latent = net.rms_norm(latent, at + "kv_a_layernorm", eps=LATENT_EPS, unpadded=self.rank, rows=latents)
         layer = net.store_kv(latent, net.rope(key, self.rotary), 1)
 
         name, stored_shapes = at + "kv_b_proj", (heads * width, self.rank)
-        rows = repeated_order(heads, width, range(still))
         q = net.linear(
             q,
             name,
             heads * width,
             heads=heads,
-            rows=rows,
+            rows=self.key_rows,
             columns=latents,
             stored_shapes=stored_shapes,
             transform=_Transposed(heads),
             width=heads * len(latents),
         )
         attended = net.attention(q, layer, q_rope=net.rope(q_rope, self.rotary), scale=self.scale)
-        values = [-1 if i < 0 else still + i for i in padded_order(self.value, HEAD_MULTIPLE)]
-        rows = repeated_order(heads, width, values)
         back = net.linear(
-            attended, name, heads * width, heads=heads, rows=rows, columns=latents, stored_shapes=stored_shapes
+            attended,
+            name,
+            heads * width,
+            heads=heads,
+            rows=self.value_rows,
+            columns=latents,
+            stored_shapes=stored_shapes,
         )
-        columns = repeated_order(heads, self.value, padded_order(self.value, HEAD_MULTIPLE))
-        return net.linear(back, at + "o_proj", net.hidden, columns=columns)
+        return net.linear(back, at + "o_proj", net.hidden, columns=self.out_columns)
 
 
 class _Transposed:

@@ -16,6 +16,7 @@ from llm_serving.network.builder import (
     Network,
     padded_order,
     repeated_order,
+    shared_order,
 )
 from llm_serving.network.operations import Transform, Value, Weight
 from llm_serving.network.rope import ROPE_SCALINGS, Rotary, Scaling
@@ -313,7 +314,7 @@ def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -
     (product,) = (each for each in net.operations if qkv in each.outputs.values())
     bias = product.weights["bias"]
     rows = tuple(range(bias.shape[0])) if bias.rows is None else bias.rows
-    of_keys = rows[heads.q_width : heads.q_width + heads.kv_width]
+    of_keys = shared_order(rows[heads.q_width : heads.q_width + heads.kv_width])
     mean = None if rotary is None else rotary.mean_rotated
     return replace(bias, shape=(heads.kv_width,), rows=of_keys, transform=mean, dtype="float32")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -377,11 +378,8 @@ def _expert_weights(
         above = tuple(f"{name}.weight" for each in experts for name in (each.gate, each.up))
         below = tuple(f"{each.down}.weight" for each in experts)
         shapes = ((inner, hidden),) * (2 * count), ((hidden, inner),) * count
-    rows = None if len(wide) == inner else tuple(repeated_order(2 * count, inner, wide))
+    rows = _gate_up_rows(count, inner, isinstance(experts, ExpertStacks) and experts.interleaved)
     biases: dict[str, Weight] = {}
-    if isinstance(experts, ExpertStacks) and experts.interleaved:
-        order = [*(-1 if i < 0 else 2 * i for i in wide), *(-1 if i < 0 else 2 * i + 1 for i in wide)]
-        rows = tuple(repeated_order(count, 2 * inner, order))
     if isinstance(experts, ExpertStacks) and experts.biases:
         gate_up, down = experts.biases
         biases["gate_up_bias"] = Weight((gate_up,), (count * 2 * len(wide),), ((count, 2 * inner),), rows)
@@ -395,6 +393,16 @@ def _expert_weights(
         "gate_up": Weight(above, (count * 2 * len(wide), hidden), shapes[0], rows, transposed=turned),
         "down": Weight(below, (count * hidden, len(wide)), shapes[1], columns=_order(wide, inner), transposed=turned),
     }
+
+
+@lru_cache(8)
+def _gate_up_rows(count: int, inner: int, interleaved: bool) -> tuple[int, ...] | None:
+    """Return the order that puts the rows of each expert's gate before those of up, both padded."""
+    wide = padded_order(inner, PANEL_ROWS)
+    if not interleaved:
+        return None if len(wide) == inner else tuple(repeated_order(2 * count, inner, wide))
+    order = [*(-1 if i < 0 else 2 * i for i in wide), *(-1 if i < 0 else 2 * i + 1 for i in wide)]
+    return tuple(repeated_order(count, 2 * inner, order))
 
 
 @dataclass(frozen=True)
@@ -420,6 +428,16 @@ def repeated_order(count: int, size: int, order: Sequence[int]) -> list[int]:
 
 
 def _order(numbers: Sequence[int] | None, size: int) -> tuple[int, ...] | None:
-    if numbers is None or tuple(numbers) == tuple(range(size)):
-        return None
-    return tuple(numbers)
+    order = None if numbers is None else shared_order(tuple(numbers))
+    return None if order is None or _is_unchanged(order, size) else order
+
+
+@lru_cache(64)
+def _is_unchanged(order: tuple[int, ...], size: int) -> bool:
+    return order == tuple(range(size))
+
+
+@lru_cache(64)
+def shared_order(order: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the same tuple for equal orders of rows or columns, because layers of the same shape have equal orders."""
+    return order

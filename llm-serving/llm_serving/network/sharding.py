@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Final
 
 from llm_serving.errors import ModelError
-from llm_serving.network.builder import PANEL_ROWS, Network, padded_order, repeated_order
+from llm_serving.network.builder import PANEL_ROWS, Network, padded_order, repeated_order, shared_order
 from llm_serving.network.operations import Float32Array, Operation, Value, Weight
 from llm_serving.network.rewriting import Graph
 
@@ -116,7 +116,7 @@ class _Sharding:
             columns += range(start, start + width)[self._share(width)]
         if len(columns) * self._count != value.width:
             raise _CannotShardError(f"must be 1 for a model whose matrix product computes other values beside {what}")
-        self._columns[value] = _cached(tuple(columns))
+        self._columns[value] = shared_order(tuple(columns))
 
     def _share(self, size: int) -> slice:
         share = size // self._count
@@ -141,13 +141,13 @@ class _Sharding:
         elif kind == "store_kv":
             cache = self._network.caches[given.attributes["layer"]]
             self.result.caches.append(replace(cache, kv_heads=cache.kv_heads // self._count))
-            share = _cached(
+            share = shared_order(
                 tuple(range(cache.kv_heads * cache.key_width)[self._share(cache.kv_heads * cache.key_width)])
             )
             self._record(given, {role: _rows(each, share) for role, each in given.weights.items()})
         elif kind in _OF_SPLIT_VALUES or (kind == "rms_norm" and given.attributes["group"]):
             assert y is not None
-            self._columns[y] = _cached(tuple(range(y.width)[self._share(y.width)]))
+            self._columns[y] = shared_order(tuple(range(y.width)[self._share(y.width)]))
             self._record(given, {role: self._part(operation, role, each) for role, each in given.weights.items()})
         else:
             raise _CannotShardError(f"must be 1 for a model that applies `{kind}` to split values")
@@ -158,7 +158,7 @@ class _Sharding:
             return _VectorPart.of(weight, self._rank, self._count)
         of_row = role in ("gamma", "beta") and weight.shape[0] != operation.attributes["group"]
         if role == "sinks" or of_row:
-            return _rows(weight, _cached(tuple(range(weight.shape[0])[self._share(weight.shape[0])])))
+            return _rows(weight, shared_order(tuple(range(weight.shape[0])[self._share(weight.shape[0])])))
         return weight
 
     def _consumer_weights(self, operation: Operation) -> dict[str, Weight]:
@@ -177,7 +177,7 @@ class _Sharding:
         if rows < self._count:
             raise _CannotShardError(f"must be at most the {rows} tokens of the vocabulary")
         first, last = (rank * rows // self._count for rank in (self._rank, self._rank + 1))
-        weights = {role: _rows(whole, _cached(tuple(range(first, last))))}
+        weights = {role: _rows(whole, shared_order(tuple(range(first, last))))}
         part = operation.changed(attributes={"first": first, "rows": rows})
         if operation.kind == "lm_head":
             self._record(part, weights)
@@ -221,8 +221,8 @@ def _shard_experts(operation: Operation, rank: int, count: int) -> dict[str, Wei
         raise _CannotShardError(f"must divide the {inner} columns of an expert")
     first = rank * (inner // count)
     columns = tuple(-1 if i < 0 else first + i for i in padded_order(inner // count, PANEL_ROWS))
-    rows = _cached(tuple(repeated_order(2 * operation.attributes["experts"], inner, columns)))
-    weights = dict(operation.weights) | {"gate_up": _rows(gate_up, rows), "down": _columns(down, _cached(columns))}
+    rows = shared_order(tuple(repeated_order(2 * operation.attributes["experts"], inner, columns)))
+    weights = dict(operation.weights) | {"gate_up": _rows(gate_up, rows), "down": _columns(down, shared_order(columns))}
     if "gate_up_bias" in weights:
         weights["gate_up_bias"] = _rows(weights["gate_up_bias"], rows)
     if rank:
@@ -259,9 +259,3 @@ class _VectorPart:
 @lru_cache(64)
 def _picked(order: Indices | None, indices: Indices) -> Indices:
     return indices if order is None else tuple(-1 if number < 0 else order[number] for number in indices)
-
-
-@lru_cache(64)
-def _cached(indices: Indices) -> Indices:
-    """Return the same tuple for equal ones, because layers of the same shape have equal orders."""
-    return indices
