@@ -1,8 +1,9 @@
-"""A model that calls a tool as Qwen does, and the input of its chat template."""
+"""A model that calls a tool as Qwen does, the input of its chat template, and calls in other formats."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from llm_serving.text.tokenizer.sentencepiece import SentencePieceVocabulary
@@ -25,3 +26,62 @@ def prompt_of(engine: FakeEngine, index: int = 0) -> Any:
     text = engine.tokenizer.decode(engine.submitted[index].prompt_token_ids)
     messages, end = json.JSONDecoder().raw_decode(text)
     return messages, json.loads(text[end:])
+
+
+Written = tuple[str, str]
+"""Name and arguments, as JSON text, of a call."""
+
+
+def _texts(arguments: str) -> dict[str, str]:
+    return {key: each if isinstance(each, str) else json.dumps(each) for key, each in json.loads(arguments).items()}
+
+
+def qwen_xml(*calls: Written) -> str:
+    texts = []
+    for name, arguments in calls:
+        values = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in _texts(arguments).items())
+        texts.append(f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>")
+    return "\n".join(texts)
+
+
+def seed(*calls: Written) -> str:
+    texts = []
+    for name, arguments in calls:
+        values = "".join(f"<parameter={key}>{text}</parameter>\n" for key, text in _texts(arguments).items())
+        texts.append(f"<seed:tool_call>\n<function={name}>\n{values}</function>\n</seed:tool_call>")
+    return "\n".join(texts)
+
+
+def minimax(*calls: Written) -> str:
+    texts = []
+    for name, arguments in calls:
+        values = "".join(f'<parameter name="{key}">{text}</parameter>\n' for key, text in _texts(arguments).items())
+        texts.append(f'<invoke name="{name}">\n{values}</invoke>\n')
+    return f"<minimax:tool_call>\n{''.join(texts)}</minimax:tool_call>"
+
+
+def deepseek(*calls: Written) -> str:
+    texts = (f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>" for name, arguments in calls)
+    return f"<｜tool▁calls▁begin｜>{''.join(texts)}<｜tool▁calls▁end｜>"
+
+
+def deepseek_fenced(*calls: Written) -> str:
+    texts = (
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+        for name, arguments in calls
+    )
+    return "<｜tool▁calls▁begin｜>" + "\n".join(texts) + "<｜tool▁calls▁end｜>"
+
+
+def kimi(*calls: Written) -> str:
+    texts = (
+        f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+        for i, (name, arguments) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{''.join(texts)}<|tool_calls_section_end|>"
+
+
+WRITERS: dict[str, Callable[..., str]] = {
+    each.__name__: each for each in (qwen_xml, seed, minimax, deepseek, deepseek_fenced, kimi)
+}
+"""Format -> function that returns the text of calls."""

@@ -114,7 +114,13 @@ class JsonWhitespaceName(enum.StrEnum):
 class ToolFormatName(enum.StrEnum):
     """Syntax of a model's tool calls; see `text.tool_parsers`."""
 
+    KIMI = "kimi"
+    DEEPSEEK_FENCED = "deepseek_fenced"
+    DEEPSEEK = "deepseek"
     MISTRAL = "mistral"
+    MINIMAX = "minimax"
+    SEED = "seed"
+    QWEN_XML = "qwen_xml"
     GLM = "glm"
     HERMES = "hermes"
     LLAMA = "llama"

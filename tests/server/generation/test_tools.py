@@ -14,7 +14,7 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from support.constraint_runs import random_answer
 from support.fakes import FakeEngine, Piece, Script
 from support.server_client import error_of, events, post
-from support.tool_cases import ARGUMENTS, CALL, HERMES, prompt_of, tokenizer_with
+from support.tool_cases import ARGUMENTS, CALL, HERMES, WRITERS, prompt_of, tokenizer_with
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
@@ -144,6 +144,16 @@ def test_special_token_marks_are_parsed() -> None:
     [call] = response.json()["choices"][0]["message"]["tool_calls"]
     assert re.fullmatch(r"[A-Za-z0-9]{9}", call["id"])
     assert not engine.submitted[0].sampling.skip_special_tokens
+
+
+def test_calls_have_the_ids_that_the_model_writes() -> None:
+    tokenizer = tokenizer_with("{{ messages[0].content }}{# <|tool_calls_section_begin|> #}")
+    text = WRITERS["kimi"](("get_weather", "{}"), ("get_weather", "{}"))
+    for again in ("", ":0"):
+        response, _ = ask(tokenizer, text if not again else text.replace(":1", again))
+        first, second = response.json()["choices"][0]["message"]["tool_calls"]
+        assert first["id"] == "functions.get_weather:0"
+        assert re.fullmatch(r"call_[A-Za-z0-9]{24}" if again else "functions.get_weather:1", second["id"])
 
 
 def test_tool_calls_and_results_reach_the_template(hermes: Tokenizer) -> None:

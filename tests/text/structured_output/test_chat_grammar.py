@@ -62,6 +62,25 @@ def test_required_calls(form: str, most: int | None) -> None:
             assert validator_for(SCHEMAS[name]).is_valid(arguments), text
 
 
+@pytest.mark.parametrize(
+    ("form", "before", "after"),
+    [
+        ("glm", "<tool_call>say\n<arg_key>text</arg_key>\n<arg_value>", "</arg_value></tool_call>"),
+        ("qwen_xml", "<tool_call>\n<function=say>\n<parameter=text>\n", "\n</parameter>\n</function>\n</tool_call>"),
+        ("seed", "<seed:tool_call><function=say><parameter=text>", "</parameter></function></seed:tool_call>"),
+    ],
+)
+@pytest.mark.parametrize("schema", [{}, {"properties": {"text": {"type": "string"}}}])
+def test_unquoted_strings_may_contain_any_characters(
+    form: str, before: str, after: str, schema: dict[str, Any]
+) -> None:
+    text = 'if a < b: "x" </b>\n<function=say> </parameter'
+    calls = Calls(TOOL_FORMATS[form], [Callee("say", schema)], must=True, most=1)
+    grammar = answer_grammar(None, calls, None, TEXT_MARKS)
+    assert DEMO_TOKENIZER.eos_token_ids[0] in allowed_after(grammar, before + text + after)
+    assert calls_in(form, before + text + after) == ("", [("say", {"text": text})])
+
+
 @pytest.mark.parametrize("whitespace", ["", " "])
 @pytest.mark.parametrize("form", ["hermes", "llama", "mistral"])
 def test_arguments_follow_the_json_white_space_setting(form: str, whitespace: str) -> None:
@@ -79,6 +98,12 @@ def test_arguments_follow_the_json_white_space_setting(form: str, whitespace: st
         ("mistral", 'Well [TOOL_CALLS][{"name": "'),
         ("glm_lines", "s"),
         ("glm", "I ask.\n<tool_call>"),
+        ("qwen_xml", "I ask.\n<tool_call><function="),
+        ("seed", "<seed:tool_call>\n<function="),
+        ("minimax", 'Well <minimax:tool_call>\n<invoke name="'),
+        ("deepseek", "Well <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"),
+        ("deepseek_fenced", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"),
+        ("kimi", "I ask.<|tool_calls_section_begin|><|tool_call_begin|>functions."),
     ],
 )
 def test_call_opening_must_continue_as_a_call(form: str, begun: str) -> None:
@@ -154,6 +179,8 @@ def allowed_after(grammar: Grammar, text: str) -> list[int]:
 
 
 def tokens_of(text: str) -> list[int]:
-    """One token for each character."""
+    """One token for each character, or for each of its bytes."""
     table = [DEMO_TOKENIZER.token_bytes(token_id) for token_id in range(DEMO_TOKENIZER.vocab_size)]
-    return [table.index(char.encode()) for char in text]
+    chars = (char.encode() for char in text)
+    pieces = [piece for char in chars for piece in ([char] if char in table else [bytes([byte]) for byte in char])]
+    return [table.index(piece) for piece in pieces]

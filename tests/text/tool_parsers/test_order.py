@@ -11,6 +11,7 @@ import pytest
 from llm_serving.text.output_parsers.chat_message import AnswerParser
 from llm_serving.text.output_parsers.reasoning import ReasoningParser
 from llm_serving.text.tool_parsers import TOOL_FORMATS, Call, Part
+from support.tool_cases import WRITERS
 
 NAME = "größe_測る"
 NAMES: dict[str, dict[str, Any]] = {NAME: {}, "add": {}}
@@ -83,6 +84,11 @@ ANSWERS = [
         "glm_lines",
         f"{glm_lines('add', ADD)}<|assistant|>{glm_lines(NAME, ARGUMENTS)[:-5]}",
     ),
+    *((form, f"Vorher {write((NAME, ARGUMENTS), ('add', ADD))} nachher <") for form, write in WRITERS.items()),
+    *(
+        (form, f"{write(('add', ADD))} x {write(('add', ADD), (NAME, ARGUMENTS))[:-30]}")
+        for form, write in WRITERS.items()
+    ),
 ]
 
 
@@ -124,10 +130,11 @@ def test_parser_order_and_arguments_are_independent_of_text_pieces(form: str, te
         assert told(form, cut(text, ends)) == whole, ends
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama", "mistral", "glm_lines"])
+@pytest.mark.parametrize("form", ["hermes", "llama", "mistral", "glm_lines", "deepseek", "deepseek_fenced", "kimi"])
 def test_arguments_are_streamed_unchanged(form: str) -> None:
-    write: Any = globals()[form]
-    assert told(form, [write(NAME, ARGUMENTS)]) == [(NAME, ARGUMENTS)]
+    write: Any = globals().get(form)
+    text = WRITERS[form]((NAME, ARGUMENTS)) if write is None else write(NAME, ARGUMENTS)
+    assert told(form, [text]) == [(NAME, ARGUMENTS)]
 
 
 @pytest.mark.parametrize(("form", "text"), ANSWERS)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.text.tool_parsers import TOOL_FORMATS, Call, Part, format_in
 from llm_serving.text.tool_parsers.base import MAX_CALL_CHARS
+from support.tool_cases import WRITERS
 
 NAMES: dict[str, dict[str, Any]] = {"get_weather": {}, "add": {}, "get": {}}
 WEATHER = {"city": "Zürich, “old town”", "days": [1, 2.5, None], "deep": {"a": "}{</tool_call>[TOOL_CALLS]"}}
@@ -52,8 +53,14 @@ GLM = (
     "</tool_call>"
 )
 GLM_CALL = ("get_weather", {"city": "Zürich </tool_call>", "days": [1, 2], "code": "007"})
+XML = {"city": "Zürich </function>\n</parameter>\n", "days": [1, 2], "code": "007"}
+TEXTS = [("get_weather", json.dumps(WEATHER)), ("add", json.dumps(ADD))]
 BOTH = [("get_weather", WEATHER), ("add", ADD)]
 HERMES = f"<tool_call>\n{as_json('get_weather', WEATHER)}\n</tool_call>"
+ADD_TEXT = json.dumps(ADD)
+GET = WRITERS["qwen_xml"](("get", '{"a": ""}'))
+FENCED = WRITERS["deepseek_fenced"](*TEXTS)
+KIMI = WRITERS["kimi"](*TEXTS)
 CASES = [
     ("hermes", HERMES, "", BOTH[:1]),
     ("hermes", f"Let me look. \n\n{HERMES}\n<tool_call>{as_json('add', ADD)}</tool_call>\n", "Let me look.", BOTH),
@@ -76,6 +83,25 @@ CASES = [
     ("glm", f"So: \n{GLM}\n<tool_call>get\n</tool_call>", "So:", [GLM_CALL, ("get", {})]),
     ("glm_lines", f"get_weather\n{json.dumps(WEATHER)}", "", BOTH[:1]),
     ("glm_lines", f"get_weather\n{json.dumps(WEATHER)}<|assistant|>add\n{json.dumps(ADD)}", "", BOTH),
+    *(
+        (
+            form,
+            f"So:\n\n{write(('get_weather', json.dumps(XML)), ('add', '{}'))}\n",
+            "So:",
+            [("get_weather", XML), ("add", {})],
+        )
+        for form, write in WRITERS.items()
+    ),
+    ("qwen_xml", f"{GET[12:-13]} and {GET[:-13]}", " and", 2 * [("get", {"a": ""})]),
+    (
+        "minimax",
+        WRITERS["minimax"](("add", ADD_TEXT)).removesuffix("</minimax:tool_call>") + "Done",
+        "\nDone",
+        BOTH[1:],
+    ),
+    ("deepseek", WRITERS["deepseek_fenced"](*TEXTS), "", BOTH),
+    ("deepseek_fenced", FENCED.removesuffix("```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"), "", BOTH),
+    ("kimi", KIMI.removesuffix("<|tool_calls_section_end|>") + " Done", " Done", BOTH),
 ]
 
 
@@ -89,35 +115,51 @@ def test_parser_finds_calls_token_by_token(form: str, text: str, said: str, call
     assert answer_of(form, text, range(len(text))) == (said, calls)
 
 
-FRAGMENTS = [
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "[TOOL_CALLS]",
-        "[ARGS]",
-        "<|python_tag|>",
-        "<|assistant|>",
-        "get_weather",
-        "add",
-        "\n",
-    ),
-    *(" ", "; ", "{", "}", "[", "]", '"', "\\", '\\"', "x", "1", "é", "<", "<tool", "[TOOL", "name", ": ", ", "),
-    *(
-        "<arg_key>",
-        "</arg_key>",
-        "<arg_value>",
-        "</arg_value>",
-        as_json("add", ADD),
-        json.dumps(ADD),
-        '{"name": "add"}',
-    ),
+COMMON = [
+    *("get_weather", "add", "\n", " ", "; ", "{", "}", "[", "]", '"', "\\", '\\"', "x", "1", "é", "<", "name", ": "),
+    *(", ", as_json("add", ADD), json.dumps(ADD), '{"name": "add"}'),
 ]
-texts = st.lists(st.sampled_from(FRAGMENTS), max_size=24).map("".join)
+TAGS = ["<tool_call>", "</tool_call>", "<tool"]
+PARAMETERS = ["<function=add>", "</function>", "<parameter=a>", "</parameter>", "<function=", ">"]
+DEEPSEEK = [
+    *(f"<｜tool▁{each}｜>" for each in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
+]
+FRAGMENTS = {
+    "kimi": [
+        *(f"<|tool_call{each}|>" for each in ("s_section_begin", "s_section_end", "_begin", "_end", "_argument_begin")),
+        *("functions.add:0", ":"),
+    ],
+    "deepseek_fenced": [*DEEPSEEK, "function", "\n```json\n", "```"],
+    "deepseek": DEEPSEEK,
+    "mistral": ["[TOOL_CALLS]", "[ARGS]", "[TOOL"],
+    "minimax": [
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        '<invoke name="add">',
+        "</invoke>",
+        '<parameter name="a">',
+        "</parameter>",
+        '">',
+    ],
+    "seed": ["<seed:tool_call>", "</seed:tool_call>", *PARAMETERS],
+    "qwen_xml": [*TAGS, *PARAMETERS],
+    "glm": [*TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
+    "hermes": TAGS,
+    "llama": ["<|python_tag|>"],
+    "glm_lines": ["<|assistant|>"],
+}
+
+
+def texts(form: str) -> st.SearchStrategy[str]:
+    """Return random answers with the marks of a format."""
+    marks = FRAGMENTS[form]
+    return st.lists(st.sampled_from(COMMON) | st.sampled_from(marks), max_size=24).map("".join)
 
 
 @pytest.mark.parametrize("form", TOOL_FORMATS)
-@given(data=st.data(), text=texts)
-def test_parser_result_is_independent_of_text_pieces(form: str, data: st.DataObject, text: str) -> None:
+@given(data=st.data())
+def test_parser_result_is_independent_of_text_pieces(form: str, data: st.DataObject) -> None:
+    text = data.draw(texts(form))
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=len(text)))
     whole = answer_of(form, text)
     assert answer_of(form, text, cuts) == whole
@@ -125,8 +167,9 @@ def test_parser_result_is_independent_of_text_pieces(form: str, data: st.DataObj
 
 
 @pytest.mark.parametrize("form", TOOL_FORMATS)
-@given(text=texts)
-def test_parser_returns_text_without_calls_unchanged(form: str, text: str) -> None:
+@given(data=st.data())
+def test_parser_returns_text_without_calls_unchanged(form: str, data: st.DataObject) -> None:
+    text = data.draw(texts(form))
     said, calls = answer_of(form, text)
     if not calls:
         assert said == text
@@ -149,6 +192,15 @@ def test_parser_returns_text_without_calls_unchanged(form: str, text: str) -> No
         ("mistral", f"[TOOL_CALLS]{'x' * 1000}{{}}"),
         ("glm", "<tool_call>add<arg_key>a</arg_key></tool_call>"),
         ("glm_lines", "nobody\n{}"),
+        ("qwen_xml", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"),
+        ("qwen_xml", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\nx</function></tool_call>"),
+        ("qwen_xml", "<tool_call>add</tool_call> <function=a b > <function=>"),
+        ("seed", "<seed:tool_call></seed:tool_call>"),
+        ("minimax", '<minimax:tool_call><invoke name="add"><parameter name="a">1</invoke></minimax:tool_call>'),
+        ("deepseek", "<｜tool▁calls▁begin｜>add<｜tool▁calls▁end｜>"),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a b<｜tool▁sep｜>{}"),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>other<｜tool▁sep｜>{a: 1}<｜tool▁call▁end｜>"),
+        ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0{}"),
     ],
 )
 def test_parser_returns_malformed_calls_as_text(form: str, text: str) -> None:
@@ -175,6 +227,14 @@ def test_arguments_keep_escaped_lone_surrogates() -> None:
         ("llama", '{"name": "add", "parameters": {"a": ]', '{"a": ', "]"),
         ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1', '{"a": 1', ""),
         ("glm_lines", 'add\n{"a": 1', '{"a": 1', ""),
+        (
+            "deepseek",
+            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": "<｜tool▁call',
+            '{"a": "<｜tool▁call',
+            "",
+        ),
+        ("deepseek", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": ]', '{"a": ', "]"),
+        ("kimi", WRITERS["kimi"](("add", '{"a": 1}'))[:-43], {"a": 1}, ""),
     ],
 )
 def test_parser_returns_an_incomplete_call(form: str, text: str, arguments: Any, rest: str) -> None:
@@ -191,12 +251,16 @@ def test_parser_returns_an_incomplete_call(form: str, text: str, arguments: Any,
         ("llama", as_json("add", ADD, "parameters")),
         ("mistral", f"[TOOL_CALLS]add[ARGS]{json.dumps(ADD)}"),
         ("glm_lines", f"add\n{json.dumps(ADD)}"),
+        ("deepseek", WRITERS["deepseek"](("add", ADD_TEXT))),
+        ("deepseek_fenced", WRITERS["deepseek_fenced"](("add", ADD_TEXT))),
+        ("kimi", WRITERS["kimi"](("add", ADD_TEXT))),
     ],
 )
 def test_arguments_are_streamed(form: str, text: str) -> None:
     parser = TOOL_FORMATS[form].create(NAMES)
     parts = [part for char in text for part in parser.add(char)]
-    assert parts[0] == Call("add", "{")
+    assert isinstance(parts[0], Call)
+    assert parts[0][:2] == ("add", "{")
     assert [part.arguments for part in parts if isinstance(part, Call)] == list(json.dumps(ADD))
     assert {part.name for part in parts[1:] if isinstance(part, Call)} == {""}
 
@@ -230,11 +294,23 @@ def test_text_before_a_call_is_returned_at_once() -> None:
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
         ("<|start_header_id|> <|python_tag|>", "llama"),
         ("[gMASK]<sop> <|observation|>", "glm_lines"),
+        ("<tool_call>\\n<function=", "qwen_xml"),
+        ("<seed:tool_call>\\n<function=", "seed"),
+        ("'<minimax:tool_call>' <invoke name=", "minimax"),
+        ("'<｜tool▁calls▁begin｜>' + '\\n' + '```json'", "deepseek_fenced"),
+        ("'<｜tool▁calls▁begin｜>' + '<｜tool▁sep｜>'", "deepseek"),
+        ("<|tool_calls_section_begin|>", "kimi"),
         ("{{ messages }}", None),
     ],
 )
 def test_chat_template_selects_tool_format(template: str, name: str | None) -> None:
     assert format_in(template) == name
+
+
+def test_call_has_the_id_that_the_model_writes() -> None:
+    parser = TOOL_FORMATS["kimi"].create(NAMES)
+    [call, other] = parser.add(WRITERS["kimi"](("add", "{}"), ("other", "{}")))
+    assert (call, other) == (Call("add", "{}", "functions.add:0"), Call("other", "{}", "functions.other:1"))
 
 
 @pytest.mark.parametrize("end", ["", "b", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'])
@@ -267,14 +343,22 @@ def test_parser_time_is_linear_in_white_space(end: str) -> None:
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "5", "5"),
         ({"oneOf": [{"type": "string"}, {"enum": [5]}]}, "5", 5),
         ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/a"}]}, '{"b": 1}', {"b": 1}),
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["array", "null"]}, "None", None),
+        ({"type": ["boolean", "string"]}, "True", "True"),
+        ({}, "True", "True"),
         ({}, "5", 5),
         (True, "5", 5),
         (None, "5", 5),
     ],
 )
-def test_glm_argument_type_follows_the_schema(schema: Any, text: str, value: Any) -> None:
+def test_type_of_an_argument_between_tags_follows_the_schema(schema: Any, text: str, value: Any) -> None:
     properties = {} if schema is None else {"properties": {"a": schema}}
-    parser = TOOL_FORMATS["glm"].create({"f": properties})
-    [call] = parser.add(f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>")
-    assert isinstance(call, Call)
-    assert json.loads(call.arguments) == {"a": value}
+    for form, answer in (
+        ("glm", f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>"),
+        ("qwen_xml", f"<function=f><parameter=a>\n{text}\n</parameter></function></tool_call>"),
+    ):
+        parser = TOOL_FORMATS[form].create({"f": properties})
+        [call] = [*parser.add(answer), *parser.flush()]
+        assert isinstance(call, Call)
+        assert json.loads(call.arguments) == {"a": value}

@@ -43,6 +43,7 @@ class MessageParser:
         self._offered = offered
         self._has_reasoning = False
         self._num_calls = 0
+        self._call_ids: set[str] = set()
 
     def delta(self, output: RequestOutput) -> ChatDelta | None:
         """Return what an output adds to the message as one delta; None if it adds nothing."""
@@ -89,9 +90,11 @@ class MessageParser:
             return ToolCallDelta(index=self._num_calls - 1, function=FunctionDelta(call.arguments))
         assert self._offered is not None
         self._num_calls += 1
+        is_new = bool(call.id) and call.id not in self._call_ids
+        self._call_ids.add(call.id)
         return ToolCallDelta(
             index=self._num_calls - 1,
-            id=self._offered.new_id(self._rng),
+            id=call.id if is_new else self._offered.new_id(self._rng),
             type="function",
             function=FunctionDelta(call.arguments, call.name),
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from llm_serving.core.enums import ToolFormatName
-from llm_serving.text.tool_parsers import glm, glm_lines, hermes, llama, mistral
+from llm_serving.text.tool_parsers import deepseek, glm, glm_lines, hermes, kimi, llama, mistral, xml_calls
 from llm_serving.text.tool_parsers.base import Call, Callee, Marks, Part, ToolParser
 
 __all__ = ["TOOL_FORMATS", "Call", "Callee", "Marks", "Part", "ToolFormat", "ToolParser", "format_in"]
@@ -20,23 +22,37 @@ class ToolFormat:
     rules: Callable[[Sequence[Callee], int | None, Marks], str]
     """Returns the grammar rules of the tools. Arguments: tools, maximum number of calls (None: unlimited), marks."""
     mark: str
-    """Text that occurs only in chat templates of such models. The first matching format in the table is used."""
+    """Regular expression that matches only chat templates of such models. The first matching format in the table is
+    used."""
     special_tokens: bool = False
     """Whether its marks are special tokens, which answers normally omit."""
     id_chars: int = 24
     id_prefix: str = "call_"
 
 
+def _xml(layout: xml_calls.Layout, mark: str) -> ToolFormat:
+    create, rules = partial(xml_calls.create, layout), partial(xml_calls.rules, layout)
+    return ToolFormat(create, rules, mark, special_tokens=layout is not xml_calls.QWEN)
+
+
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
-    ToolFormatName.MISTRAL: ToolFormat(
-        mistral.create, mistral.rules, "[TOOL_CALLS]", special_tokens=True, id_chars=9, id_prefix=""
+    ToolFormatName.KIMI: ToolFormat(kimi.create, kimi.rules, r"<\|tool_calls_section_begin\|>", special_tokens=True),
+    ToolFormatName.DEEPSEEK_FENCED: ToolFormat(
+        deepseek.create, deepseek.fenced_rules, "(?s)<｜tool▁calls▁begin｜>.*```json", special_tokens=True
     ),
+    ToolFormatName.DEEPSEEK: ToolFormat(deepseek.create, deepseek.rules, "<｜tool▁calls▁begin｜>", special_tokens=True),
+    ToolFormatName.MISTRAL: ToolFormat(
+        mistral.create, mistral.rules, r"\[TOOL_CALLS\]", special_tokens=True, id_chars=9, id_prefix=""
+    ),
+    ToolFormatName.MINIMAX: _xml(xml_calls.MINIMAX, "<minimax:tool_call>"),
+    ToolFormatName.SEED: _xml(xml_calls.SEED, "<seed:tool_call>"),
+    ToolFormatName.QWEN_XML: _xml(xml_calls.QWEN, "<function="),
     ToolFormatName.GLM: ToolFormat(glm.create, glm.rules, "<arg_key>"),
     ToolFormatName.HERMES: ToolFormat(hermes.create, hermes.rules, "<tool_call>"),
-    ToolFormatName.LLAMA: ToolFormat(llama.create, llama.rules, "<|python_tag|>", special_tokens=True),
-    ToolFormatName.GLM_LINES: ToolFormat(glm_lines.create, glm_lines.rules, "<|observation|>"),
+    ToolFormatName.LLAMA: ToolFormat(llama.create, llama.rules, r"<\|python_tag\|>", special_tokens=True),
+    ToolFormatName.GLM_LINES: ToolFormat(glm_lines.create, glm_lines.rules, r"<\|observation\|>"),
 }
 
 
 def format_in(template: str) -> str | None:
-    return next((name for name, each in TOOL_FORMATS.items() if each.mark in template), None)
+    return next((name for name, each in TOOL_FORMATS.items() if re.search(each.mark, template)), None)

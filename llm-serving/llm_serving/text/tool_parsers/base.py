@@ -7,7 +7,7 @@ the arguments of tool i as `@args0`, `@args1`, ... In `free`, a text that starts
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -31,6 +31,8 @@ class Call(NamedTuple):
     name: str
     arguments: str
     """A JSON object as text. Streamed calls may contain the model's invalid JSON."""
+    id: str = ""
+    """Id that the model gives the call; empty: none."""
 
 
 Part = str | Call
@@ -71,14 +73,14 @@ class ToolParser(Protocol):
 
 class MarkedCalls:
     """Parser of formats whose calls follow an opening. Text after an opening that is not a call is returned unchanged.
-    White space between text and a call, and between calls, is dropped. `reader` creates a reader of the text after one
-    opening; `begins_open`: whether the answer starts after an implicit opening.
+    White space between text and a call, and between calls, is dropped. `readers`: opening -> function that creates a
+    reader of the text after it; `begins_open`: whether the answer starts after an implicit opening, the first of them.
     """
 
-    def __init__(self, opening: str, reader: Callable[[], CallReader], *, begins_open: bool = False) -> None:
-        self._opening = opening
-        self._make_reader = reader
-        self._reader = reader() if begins_open else None
+    def __init__(self, readers: Mapping[str, Callable[[], CallReader]], *, begins_open: bool = False) -> None:
+        self._readers = readers
+        self._openings = re.compile("|".join(map(re.escape, readers)))
+        self._reader = next(iter(readers.values()))() if begins_open else None
         self._opened_by = ""
         """Opening before `_text` while a reader is active; empty if it was implicit."""
         self._text = ""
@@ -110,19 +112,18 @@ class MarkedCalls:
         """Process one opening or one call. Return False if more text is needed."""
         if self._reader is not None:
             return self._read(self._reader, parts, ended)
-        start = self._text.find(self._opening) if self._num_false < MAX_FALSE_OPENINGS else -1
-        if start >= 0:
-            self._add_text(self._text[:start], parts)
-            self._open(self._text[start + len(self._opening) :])
+        found = self._openings.search(self._text) if self._num_false < MAX_FALSE_OPENINGS else None
+        if found is not None:
+            self._add_text(self._text[: found.start()], parts)
+            self._reader, self._opened_by = self._readers[found[0]](), found[0]
+            self._text = self._text[found.end() :]
             return True
-        kept = 0 if ended or self._num_false >= MAX_FALSE_OPENINGS else _overlap(self._text, self._opening)
+        waits = not ended and self._num_false < MAX_FALSE_OPENINGS
+        kept = max(overlap(self._text, each) for each in self._readers) if waits else 0
         split = len(self._text) - kept
         self._add_text(self._text[:split], parts)
         self._text = self._text[split:]
         return False
-
-    def _open(self, text: str) -> None:
-        self._reader, self._opened_by, self._text = self._make_reader(), self._opening, text
 
     def _read(self, reader: CallReader, parts: list[Part], ended: bool) -> bool:
         try:
@@ -166,7 +167,8 @@ class MarkedCalls:
             self._spaces.append(text[len(stripped) :])
 
 
-def _overlap(text: str, opening: str) -> int:
+def overlap(text: str, opening: str) -> int:
+    """Return the length of the longest end of `text` that is a proper beginning of `opening`."""
     longest = min(len(text), len(opening) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(opening[:length])), 0)
 
@@ -178,7 +180,7 @@ def _joined(parts: list[Part]) -> list[Part]:
         if isinstance(part, str) and isinstance(last, str):
             joined[-1] = last + part
         elif isinstance(part, Call) and isinstance(last, Call) and not part.name:
-            joined[-1] = Call(last.name, last.arguments + part.arguments)
+            joined[-1] = last._replace(arguments=last.arguments + part.arguments)
         else:
             joined.append(part)
     return joined
@@ -219,13 +221,18 @@ class Marks:
 
 
 def escaped(text: str) -> str:
-    return re.escape(text).replace("/", "\\/").replace("\n", "\\n")
+    return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")
 
 
 def repeated(rule: str, between: str, most: int | None) -> str:
     """Return a term that matches `rule` one to `most` times (None: unlimited), with the term `between` between two."""
     times = "*" if most is None else f"{{0,{most - 1}}}"
     return rule if most == 1 else f"{rule} ({between} {rule}){times}"
+
+
+def framed(opening: str, inside: str, marks: Marks) -> str:
+    """Return the rules of a format in which all calls of an answer, the term `inside`, follow one opening."""
+    return f"calls: {marks(opening)} {inside}\nfree: (opened {inside})? TEXT?\n{marks.up_to('opened', opening)}"
 
 
 def json_calls(callees: Sequence[Callee], arguments: str, marks: Marks) -> str:

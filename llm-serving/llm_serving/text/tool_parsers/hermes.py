@@ -66,7 +66,7 @@ class _Reader:
 
 def create(names: Collection[str]) -> ToolParser:
     """Return a parser. A call of an unknown tool is returned only when it is complete."""
-    return MarkedCalls(OPENING, partial(_Reader, frozenset(names)))
+    return MarkedCalls({OPENING: partial(_Reader, frozenset(names))})
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:

@@ -67,8 +67,9 @@ class JsonEnd:
 class StreamedCall:
     """A call that is streamed while its arguments, the object from index `start`, are generated, even if invalid."""
 
-    def __init__(self, name: str, start: int) -> None:
+    def __init__(self, name: str, start: int, call_id: str = "") -> None:
         self._name = name
+        self._id = call_id
         self._start = self.end = start
         self._json = JsonEnd()
         self.is_whole = False
@@ -85,7 +86,7 @@ class StreamedCall:
                 self.is_whole, self.end = True, self._json.at - 1
             if ended and not self.is_whole:
                 self.end = len(body)
-        return Call(self._name, body[self._start : self.end])
+        return Call(self._name, body[self._start : self.end], self._id)
 
 
 def streamed_call(body: str, start: int, names: Collection[str]) -> StreamedCall | None:

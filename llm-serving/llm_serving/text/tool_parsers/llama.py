@@ -62,7 +62,7 @@ class _Reader:
 
 
 def create(names: Collection[str]) -> ToolParser:
-    return MarkedCalls(OPENING, partial(_Reader, frozenset(names)), begins_open=True)
+    return MarkedCalls({OPENING: partial(_Reader, frozenset(names))}, begins_open=True)
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:

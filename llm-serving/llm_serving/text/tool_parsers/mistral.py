@@ -17,6 +17,7 @@ from llm_serving.text.tool_parsers.base import (
     Read,
     ToolParser,
     any_of,
+    framed,
     json_calls,
     repeated,
 )
@@ -84,7 +85,7 @@ def _head(body: str) -> tuple[str | None, int] | None:
 
 def create(names: Collection[str]) -> ToolParser:
     """Return a parser. A call of an unknown tool is returned only when it is complete."""
-    return MarkedCalls(OPENING, partial(_Reader, frozenset(names)))
+    return MarkedCalls({OPENING: partial(_Reader, frozenset(names))})
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
@@ -95,4 +96,4 @@ def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
         several = repeated("call", 'WS? "," WS?', most)
         behind = f'WS? "[" WS? {several} WS? "]"'
         call = json_calls(callees, "arguments", marks)
-    return f"calls: {marks(OPENING)} {behind}\nfree: (opened {behind})? TEXT?\n{marks.up_to('opened', OPENING)}{call}"
+    return f"{framed(OPENING, behind, marks)}{call}"

@@ -1,0 +1,120 @@
+"""Reader of calls that consist of a head with the name of a tool, the arguments as JSON, and closing texts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Final
+
+from llm_serving.text.tool_parsers.base import Call, NotACallError, Read
+from llm_serving.text.tool_parsers.json_text import (
+    MAX_NAME_CHARS,
+    JsonEnd,
+    StreamedCall,
+    arguments_of,
+    is_name,
+    parsed,
+)
+
+_MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Texts of a format.
+
+    Attributes:
+        opening: Text before each call.
+        head: Text between the opening and the brace of the arguments, with a group `name`. A group `id` is optional.
+        tail: Texts after the arguments. Some models omit them.
+        end: Text after all calls. Some models omit it.
+    """
+
+    opening: str
+    head: re.Pattern[str]
+    tail: tuple[str, ...]
+    end: str = ""
+
+
+@dataclass(slots=True)
+class HeadedReader:
+    """Reads one or several calls. White space between their parts is ignored. A call of a tool that is not in `names`
+    is returned only when it is complete.
+    """
+
+    layout: Layout
+    names: Collection[str]
+    _calls: list[Call] = field(default_factory=list)
+    _at: int = 0
+    """Index after the calls read so far, with their closing texts."""
+    _head: re.Match[str] | None = None
+    """Head of the call whose arguments are being read."""
+    _written: StreamedCall | None = None
+    _json: JsonEnd = field(default_factory=JsonEnd)
+
+    def read(self, body: str, *, ended: bool) -> Read | None:
+        try:
+            while self._step(body, ended):
+                pass
+        except NotACallError:
+            if not self._calls:
+                raise
+            return Read(self._calls, self._at)
+        begun = [] if self._written is None else [self._written.read(body, ended=ended)]
+        calls = self._calls + begun
+        end = self._at if self._written is None else self._written.end
+        return Read(calls, end, may_continue=not ended) if calls else None
+
+    def _step(self, body: str, ended: bool) -> bool:
+        """Read one head or one call. Return False if more text is needed."""
+        return self._read_head(body) if self._head is None else self._read_call(body, ended)
+
+    def _read_head(self, body: str) -> bool:
+        rest = body[self._at :].lstrip()
+        if not rest.startswith(self.layout.opening):
+            if self._calls and self.layout.end and rest.startswith(self.layout.end):
+                self._at = len(body) - len(rest) + len(self.layout.end)
+                raise NotACallError
+            if not any(mark.startswith(rest) for mark in (self.layout.opening, self.layout.end)):
+                raise NotACallError
+            return False
+        start = len(body) - len(rest) + len(self.layout.opening)
+        text = body[start : start + _MAX_HEAD_CHARS + 1]
+        self._head = self.layout.head.match(body, start, start + _MAX_HEAD_CHARS)
+        if self._head is None and ("{" in text or len(text) > _MAX_HEAD_CHARS):
+            raise NotACallError
+        if self._head is None:
+            return False
+        name = self._head["name"]
+        if not is_name(name):
+            raise NotACallError
+        if name in self.names:
+            self._written = StreamedCall(name, self._head.end(), self._head.groupdict().get("id") or "")
+        return True
+
+    def _read_call(self, body: str, ended: bool) -> bool:
+        assert self._head is not None
+        start = self._head.end()
+        if self._written is not None:
+            call = self._written.read(body, ended=ended)
+            end = self._written.end if self._written.is_whole else None
+        elif (end := self._json.find(body, start)) is not None:
+            call_id = self._head.groupdict().get("id") or ""
+            call = Call(self._head["name"], arguments_of(parsed(body[start:end])), call_id)
+        behind = None if end is None else self._behind_tail(body, end, ended)
+        if behind is None:
+            return False
+        self._calls.append(call)
+        self._at, self._head, self._written, self._json = behind, None, None, JsonEnd()
+        return True
+
+    def _behind_tail(self, body: str, at: int, ended: bool) -> int | None:
+        """Return the index after the closing texts; None if it is not known yet."""
+        for mark in self.layout.tail:
+            rest = body[at:].lstrip()
+            if rest.startswith(mark):
+                at = len(body) - len(rest) + len(mark)
+            elif mark.startswith(rest) and not ended:
+                return None
+        return at

@@ -1,0 +1,39 @@
+"""Tool calls of Kimi-K2: `<|tool_calls_section_begin|>`, then `functions.name:0` and the arguments of each call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Final
+
+from llm_serving.text.structured_output.grammars import literal
+from llm_serving.text.tool_parsers.base import Callee, MarkedCalls, Marks, ToolParser, any_of, framed, repeated
+from llm_serving.text.tool_parsers.headed_calls import HeadedReader, Layout
+
+OPENING: Final = "<|tool_calls_section_begin|>"
+CLOSING: Final = "<|tool_calls_section_end|>"
+_CALL: Final = "<|tool_call_begin|>"
+_ARGUMENTS: Final = "<|tool_call_argument_begin|>"
+_CALL_END: Final = "<|tool_call_end|>"
+_LAYOUT: Final = Layout(
+    _CALL,
+    re.compile(rf"\s*(?P<id>(?:functions\.)?(?P<name>[\w.\-]+)(?::\d{{1,9}})?)\s*{re.escape(_ARGUMENTS)}\s*(?=\{{)"),
+    (_CALL_END,),
+    CLOSING,
+)
+
+
+def create(names: Collection[str]) -> ToolParser:
+    """Return a parser. Calls have the ids that the model writes, because its chat template repeats them."""
+    return MarkedCalls({OPENING: partial(HeadedReader, _LAYOUT, frozenset(names))})
+
+
+def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+    calls = "".join(
+        f"call{i}: {marks(_CALL)} {literal(f'functions.{each.name}:')} NUMBER {marks(_ARGUMENTS)} @args{i}"
+        f" {marks(_CALL_END)}\n"
+        for i, each in enumerate(callees)
+    )
+    inside = f"{repeated('call', 'WS?', most)} {marks(CLOSING)}"
+    return f"{framed(OPENING, inside, marks)}call: {any_of(callees)}\n{calls}NUMBER: /[0-9]{{1,4}}/\n"

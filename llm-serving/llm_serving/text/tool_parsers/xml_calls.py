@@ -1,0 +1,213 @@
+"""Tool calls with a tag for each argument, as Qwen3-Coder, Qwen3.5, Seed-OSS and MiniMax-M2 write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from llm_serving.text.structured_output.grammars import literal
+from llm_serving.text.tool_parsers.base import (
+    Call,
+    Callee,
+    MarkedCalls,
+    Marks,
+    NotACallError,
+    Read,
+    ToolParser,
+    any_of,
+    repeated,
+)
+from llm_serving.text.tool_parsers.json_text import MAX_NAME_CHARS, arguments_of, is_name
+from llm_serving.text.tool_parsers.xml_values import arguments_term, schema_of, typed_value, unquoted_rule
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Texts of a format.
+
+    Attributes:
+        opening: Text before calls.
+        closing: Text after calls.
+        call: Text before a call's name, after its name, and after its arguments.
+        argument: Text before an argument's name, after its name, and after its value.
+        margin: Text that the model writes on both sides of a value.
+        several: Whether one opening may precede several calls.
+    """
+
+    opening: str
+    closing: str
+    call: tuple[str, str, str]
+    argument: tuple[str, str, str]
+    margin: str = ""
+    several: bool = False
+
+
+_FUNCTION: Final = ("<function=", ">", "</function>")
+_PARAMETER: Final = ("<parameter=", ">", "</parameter>")
+QWEN: Final = Layout("<tool_call>", "</tool_call>", _FUNCTION, _PARAMETER, margin="\n")
+SEED: Final = Layout("<seed:tool_call>", "</seed:tool_call>", _FUNCTION, _PARAMETER)
+MINIMAX: Final = Layout(
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
+    ('<invoke name="', '">', "</invoke>"),
+    ('<parameter name="', '">', "</parameter>"),
+    several=True,
+)
+
+_SPACES: Final = re.compile(r"\s*")
+
+
+class _Reader:
+    """Reads the calls after one opening. `in_call`: whether the opening was that of a call."""
+
+    def __init__(self, layout: Layout, schemas: Mapping[str, Mapping[str, Any]], *, in_call: bool) -> None:
+        self._layout = layout
+        self._schemas = schemas
+        self._step = self._name if in_call else self._between
+        self._at = self._search = 0
+        """Index after the parts read so far, and the index from which the end of a value is searched."""
+        self._calls: list[Call] = []
+        self._calls_end = 0
+        self._tool = self._key = ""
+        self._arguments: dict[str, Any] = {}
+        self._is_closed = False
+
+    def read(self, body: str, *, ended: bool) -> Read | None:
+        try:
+            while not self._is_closed and self._step(body):
+                pass
+        except NotACallError:
+            if not self._calls:
+                raise
+            self._is_closed = True
+        if not self._calls:
+            return None
+        return Read(self._calls, self._calls_end, may_continue=not self._is_closed and not ended)
+
+    def _between(self, body: str) -> bool:
+        found = self._next(body, self._layout.call[0], self._layout.closing)
+        if found == self._layout.closing:
+            if not self._calls:
+                raise NotACallError
+            self._calls_end, self._is_closed = self._at, True
+        elif found:
+            self._step = self._name
+        return bool(found)
+
+    def _name(self, body: str) -> bool:
+        name = self._text_before(body, self._layout.call[1])
+        if name is None:
+            return False
+        self._tool, self._arguments, self._step = name, {}, self._inside
+        return True
+
+    def _inside(self, body: str) -> bool:
+        found = self._next(body, self._layout.argument[0], self._layout.call[2])
+        if found == self._layout.call[2]:
+            self._calls.append(Call(self._tool, arguments_of(self._arguments)))
+            self._calls_end, self._step = self._at, self._between
+        elif found:
+            self._step = self._argument
+        return bool(found)
+
+    def _argument(self, body: str) -> bool:
+        key = self._text_before(body, self._layout.argument[1])
+        if key is None:
+            return False
+        self._key, self._search, self._step = key, self._at, self._value
+        return True
+
+    def _value(self, body: str) -> bool:
+        """Read a value up to the first closing that another argument, or the end of the call, follows."""
+        closing = self._layout.argument[2]
+        start = self._at
+        while (end := body.find(closing, self._search)) >= 0:
+            try:
+                self._at = end + len(closing)
+                if not self._next(body, self._layout.argument[0], self._layout.call[2], skip=False):
+                    self._at, self._search = start, end
+                    return False
+            except NotACallError:
+                self._search = end + 1
+                continue
+            margin = self._layout.margin
+            text = body[start:end].removeprefix(margin).removesuffix(margin)
+            self._arguments[self._key] = typed_value(text, schema_of(self._schemas, self._tool, self._key))
+            self._step = self._inside
+            return True
+        self._at, self._search = start, max(start, len(body) - len(closing) + 1)
+        return False
+
+    def _next(self, body: str, *marks: str, skip: bool = True) -> str:
+        """Return which of two texts follows after white space, and move behind it unless `skip` is false; "" if that
+        is not known yet. Raise NotACallError if neither follows.
+        """
+        at = _end_of_spaces(body, self._at)
+        if skip:
+            self._at = at
+        for mark in marks:
+            if body.startswith(mark, at):
+                self._at += len(mark) if skip else 0
+                return mark
+        if at - self._at > MAX_NAME_CHARS or not any(mark.startswith(body[at:]) for mark in marks):
+            raise NotACallError
+        return ""
+
+    def _text_before(self, body: str, mark: str) -> str | None:
+        """Return the name before `mark`, and move behind it; None if it is incomplete."""
+        name, found, _ = body[self._at : self._at + MAX_NAME_CHARS + len(mark)].partition(mark)
+        if not found:
+            if len(name) > MAX_NAME_CHARS or "<" in name:
+                raise NotACallError
+            return None
+        if not is_name(name) or "<" in name:
+            raise NotACallError
+        self._at += len(name) + len(mark)
+        return name
+
+
+def _end_of_spaces(text: str, start: int) -> int:
+    found = _SPACES.match(text, start)
+    assert found is not None
+    return found.end()
+
+
+def create(layout: Layout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
+    """Return a parser. It needs the schemas to distinguish numbers from texts that look like numbers."""
+    readers = {
+        layout.opening: partial(_Reader, layout, schemas, in_call=False),
+        layout.call[0]: partial(_Reader, layout, schemas, in_call=True),  # some models omit the opening
+    }
+    return MarkedCalls(readers)
+
+
+def rules(layout: Layout, callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+    """Return the grammar rules, see `base` and `arguments_term`."""
+    most_inside = most if layout.several else 1
+    inside = f"WS? {repeated('call', 'WS?', most_inside)} WS? {marks(layout.closing)}"
+    most_outside = 1 if layout.several else most
+    times = "*" if most_outside is None else f"{{0,{most_outside}}}"
+    calls = "".join(_call_rule(layout, f"call{i}", each, marks.whitespace) for i, each in enumerate(callees))
+    return (
+        f"calls: {repeated('whole', 'WS?', most_outside)}\n"
+        f"whole: {marks(layout.opening)} {inside}\n"
+        f"free: (opened {inside}){times} TEXT?\n"
+        f"{marks.up_to('opened', layout.opening)}"
+        f"call: {any_of(callees)}\n{calls}"
+        f"{unquoted_rule(layout.margin + layout.argument[2])}"
+        'NAME: /[^<>"\\n]{1,64}/\n'
+    )
+
+
+def _call_rule(layout: Layout, rule: str, callee: Callee, whitespace: str) -> str:
+    before, after, closing = layout.call
+    key, key_end, value_end = layout.argument
+    arguments = arguments_term(
+        callee, lambda name: literal(key + name + key_end + layout.margin), layout.margin + value_end, whitespace
+    )
+    if arguments is None:
+        arguments = f"({literal(key)} NAME {literal(key_end + layout.margin)} unquoted WS?)*"
+    return f"{rule}: {literal(before + callee.name + after)} WS? {arguments} {literal(closing)}\n"

@@ -1,0 +1,108 @@
+"""Arguments that models write between tags: strings unquoted, other values as JSON. The schema tells them apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from llm_serving.text.structured_output.grammars import GrammarError, json_options, literal
+from llm_serving.text.tool_parsers.base import Callee, NotACallError, escaped
+from llm_serving.text.tool_parsers.json_text import parsed
+
+_TEXT_KEYS: Final = frozenset(("pattern", "format", "minLength", "maxLength"))
+_COMPOUND_KEYS: Final = frozenset(("$ref", "anyOf", "oneOf", "allOf"))
+_PYTHON: Final[Mapping[str, tuple[str, bool | None]]] = {
+    "True": ("boolean", True),
+    "False": ("boolean", False),
+    "None": ("null", None),
+}
+"""Values that some models write as in Python -> their JSON type and value."""
+
+
+def schema_of(schemas: Mapping[str, Mapping[str, Any]], tool: str, argument: str) -> Any:
+    properties = schemas.get(tool, {}).get("properties")
+    return properties.get(argument) if isinstance(properties, dict) else None
+
+
+def typed_value(text: str, schema: Any) -> Any:
+    """Return an argument's value: JSON, or the text itself. If the text is also valid JSON, the schema decides."""
+    kinds = _kinds_of_any(schema)
+    try:
+        value = parsed(text)
+    except NotACallError:
+        kind, value = _PYTHON.get(text.strip(), ("", None))
+        return value if kind in kinds and "string" not in kinds else text
+    if isinstance(value, str):
+        return value if json.dumps(value) == text.strip() else text
+    return text if "string" in kinds and not kinds & _KINDS[type(value)] else value
+
+
+def _kinds_of_any(schema: Any) -> set[str]:
+    """Return the JSON types that a schema or its alternatives allow; empty if unspecified."""
+    about = schema if isinstance(schema, dict) else {}
+    listed = about.get("anyOf", about.get("oneOf"))
+    kinds = [_kinds(each) for each in (listed if isinstance(listed, list) else [about])]
+    return set().union(*kinds) if all(kinds) else set()
+
+
+def _kinds(schema: Any) -> set[str]:
+    if not isinstance(schema, dict):
+        return set()
+    values = schema.get("enum", [schema["const"]] if "const" in schema else ())
+    if isinstance(values, list) and values:
+        return set().union(*(_KINDS[type(each)] for each in values))
+    kinds = schema.get("type", [])
+    return {each for each in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(each, str)}
+
+
+_KINDS: Final[Mapping[type, frozenset[str]]] = {
+    str: frozenset(("string",)),
+    bool: frozenset(("boolean",)),
+    int: frozenset(("integer", "number")),
+    float: frozenset(("number",)),
+    type(None): frozenset(("null",)),
+    list: frozenset(("array",)),
+    dict: frozenset(("object",)),
+}
+
+
+def unquoted_rule(closing: str) -> str:
+    """Return the grammar rule `unquoted`: any text up to and including the first `closing`."""
+    return f"unquoted[lazy]: /(?s:.*){escaped(closing)}/\n"
+
+
+def arguments_term(callee: Callee, opening: Callable[[str], str], closing: str, whitespace: str) -> str | None:
+    """Return the grammar term for the arguments of a call in the order of their schema; None if it names none. Of
+    constraints on strings only the list of allowed values is enforced.
+
+    Args:
+        opening: Returns the term before the value of the argument with this name.
+        closing: Text after each value. White space may follow.
+        whitespace: White space between the parts of JSON, see `json_grammar`.
+    """
+    properties, required = callee.schema.get("properties"), callee.schema.get("required", ())
+    if not isinstance(properties, dict):
+        return None
+    definitions: dict[str, Any] = {
+        name: callee.schema[name] for name in ("$defs", "definitions") if name in callee.schema
+    }
+    values = {name: _value_term(each, definitions, callee, whitespace) for name, each in properties.items()}
+    return " ".join(
+        f"({opening(name)} {'unquoted' if value is None else f'{value} {literal(closing)}'} WS?)"
+        f"{'' if name in required else '?'}"
+        for name, value in values.items()
+    )
+
+
+def _value_term(schema: Any, definitions: dict[str, Any], callee: Callee, whitespace: str) -> str | None:
+    """Return the grammar term for the value of an argument; None: any unquoted text."""
+    about = schema if isinstance(schema, dict) else {}
+    texts = about.get("enum", [about["const"]] if "const" in about else ())
+    if texts and all(isinstance(each, str) for each in texts):
+        return "(" + " | ".join(literal(each) for each in texts) + ")"
+    if about.get("type", "string") == "string" and not _COMPOUND_KEYS & about.keys():
+        if callee.strict and (others := sorted(_TEXT_KEYS & about.keys())):
+            raise GrammarError(f"cannot be enforced in calls of this model: texts with {', '.join(others)}")
+        return None
+    return "%json " + json.dumps({**definitions, **about, **json_options(whitespace)})
