@@ -5,9 +5,11 @@ import functools
 import numpy as np
 import pytest
 from llm_serving.kernels import library, reference
-from llm_serving.network.states import causal_conv
+from llm_serving.network.builder import Network
+from llm_serving.network.operations import Value
+from llm_serving.network.states import causal_conv, delta_rule, ssm
 from support.decoder_calls import Step
-from support.kernel_calls import FLOAT_TYPES, Array, Typed, assert_close, typed
+from support.kernel_calls import FLOAT_TYPES, ROUNDING_UNIT, Array, Typed, assert_close, typed
 from support.program_calls import Runnable, States, parameters, status_of_program
 from support.state_calls import (
     Part,
@@ -40,10 +42,45 @@ def _single(values: Array) -> Array:
     return values.astype(np.float32).astype(np.float64)
 
 
+def recurrence(delta: bool, heads: int, key_heads: int, key_dim: int, value_dim: int) -> StateOperation:
+    """Mamba-2, or the gated delta rule."""
+    values = heads * value_dim
+    widths = [key_heads * key_dim] * 2 + [values, heads] + [heads] * delta
+    arrays = {"rates": drawn((heads,), 5), "bias": drawn((heads,), 6), "skip": drawn((heads,), 7)}
+    rates, bias, skip = (_single(each) for each in arrays.values())
+    names = {"rates": "rates", "bias": "bias"}
+
+    def body(net: Network, x: Value) -> Value:
+        q, k, v, a, *b = net.split(x, *widths)
+        if delta:
+            return delta_rule(net, q, k, v, a, b[0], key_heads=key_heads, scale=key_dim**-0.5, **names)
+        return ssm(net, v, a, k, q, groups=key_heads, skip="skip", limits=(0.01, 3.0), **names)
+
+    def twin(x: Array, states: Array, sequences: reference.Sequences) -> Array:
+        q, k, v, a, *b = np.split(x, np.cumsum(widths)[:-1], axis=1)
+        matrices = reference.matrices_of_states(states, value_dim)
+        shared = -np.exp(rates), bias
+        if delta:
+            given = q, k, v, a, b[0], *shared, matrices, sequences
+            y = reference.delta_rule(*given, key_heads=key_heads, scale=key_dim**-0.5, eps=1e-6)
+        else:
+            y = reference.ssm(v, a, k, q, *shared, skip, matrices, sequences, groups=key_heads, low=0.01, high=3.0)
+        states[...] = reference.states_of_matrices(matrices)
+        return y
+
+    if delta:
+        del arrays["skip"]
+    return StateOperation(sum(widths), values, body, arrays, twin)
+
+
 OPERATIONS = {
     "conv": convolution(48, 3, bias=False, silu=False),
     "conv of any width": convolution(45, 4, bias=True, silu=True),
     "wide conv": convolution(560, 2, bias=True, silu=False),
+    "delta rule": recurrence(True, heads=4, key_heads=2, key_dim=32, value_dim=32),
+    "delta rule of odd sizes": recurrence(True, heads=3, key_heads=1, key_dim=7, value_dim=20),
+    "ssm": recurrence(False, heads=4, key_heads=2, key_dim=32, value_dim=16),
+    "ssm of odd sizes": recurrence(False, heads=3, key_heads=3, key_dim=9, value_dim=21),
 }
 NUM_SLOTS = 8
 
@@ -65,6 +102,11 @@ MIXED = [
 """A prompt, a decode row in place, a chunk that stores early to its own slot, nothing, and rows that store nothing."""
 
 
+def bound_of(expected: Array, dtype: str) -> Array:
+    """Errors of sums relative to their terms, and of one rounding to the type."""
+    return np.abs(expected) * (1e-5 + ROUNDING_UNIT[dtype]) + 1e-5 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 def test_results_and_states_equal_the_numpy_twin(isa: str, name: str, dtype: str) -> None:
@@ -76,9 +118,8 @@ def test_results_and_states_equal_the_numpy_twin(isa: str, name: str, dtype: str
     rows = np.concatenate([x.values[list(part.rows)] for part in MIXED]).astype(np.float64)
     expected = operation.reference(rows, expected_states, sequences_of(MIXED))
     y = run_parts(runnable, MIXED, states)
-    magnitude = np.abs(expected) * 1e-5 + 1e-5
-    assert_close(typed(np.concatenate([each.array for each in y]), dtype), expected, magnitude)
-    assert_close(states.arrays[0], expected_states, np.abs(expected_states) * 1e-5 + 1e-5)
+    assert_close(Typed(np.concatenate([each.array for each in y]), "float32"), expected, bound_of(expected, dtype))
+    assert_close(states.arrays[0], expected_states, bound_of(expected_states, "float32"))
     assert np.array_equal(states.arrays[0].array[[6, 7]], before[[6, 7]])
 
 

@@ -15,7 +15,7 @@ from llm_serving.kernels import reference
 from llm_serving.kernels.reference import Sequences, all_reduce
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import SIGNATURES, Operation, Value, Weight
-from llm_serving.network.program import FUNCTIONS, KINDS, SCORES, Program
+from llm_serving.network.program import FLOATS, FUNCTIONS, KINDS, SCORES, Program
 from llm_serving.network.weights import Tensors, load_parameter
 
 Array = np.ndarray[Any, Any]
@@ -127,7 +127,7 @@ def run_program(program: Program, weights: Sequence[Array], step: Step) -> Array
 
 
 def _of_word(role: str, word: int) -> Any:
-    if role in ("scale", "cap", "eps"):
+    if role in FLOATS:
         return float(np.int32(word).view(np.float32))
     return (FUNCTIONS if role == "function" else SCORES)[word] if role in ("function", "score") else word
 
@@ -252,6 +252,28 @@ def _causal_conv(step: Step, x: Array, taps: Array, function: str, state: int, b
     silu = {"": False, "silu": True}[function]
     y = reference.causal_conv(x, taps, bias, step.states[state], step.sequences, silu=silu)
     return y.astype(np.float32)
+
+
+def _delta_rule(
+    step: Step, q: Array, k: Array, v: Array, a: Array, b: Array, rates: Array, bias: Array, scale: float, eps: float,
+    heads: int, state: int,
+) -> Array:  # fmt: skip
+    states = reference.matrices_of_states(step.states[state], v.shape[1] // a.shape[1])
+    given = q, k, v, a, b, rates, bias, states, step.sequences
+    y = reference.delta_rule(*given, key_heads=heads, scale=scale, eps=eps).astype(np.float32)
+    step.states[state][...] = reference.states_of_matrices(states)
+    return y
+
+
+def _ssm(
+    step: Step, x: Array, dt: Array, b: Array, c: Array, rates: Array, bias: Array, skip: Array, low: float,
+    high: float, heads: int, state: int,
+) -> Array:  # fmt: skip
+    states = reference.matrices_of_states(step.states[state], x.shape[1] // dt.shape[1])
+    given = x, dt, b, c, rates, bias, skip, states, step.sequences
+    y = reference.ssm(*given, groups=heads, low=low, high=high).astype(np.float32)
+    step.states[state][...] = reference.states_of_matrices(states)
+    return y
 
 
 def _sigmoid_gate(step: Step, x: Array, gate: Array) -> Array:

@@ -127,6 +127,100 @@ def causal_conv(
     return result / (1 + np.exp(-result)) if silu else result
 
 
+def delta_rule(
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    a: Floats,
+    b: Floats,
+    rates: Floats,
+    bias: Floats,
+    states: Floats,
+    sequences: Sequences,
+    *,
+    key_heads: int,
+    scale: float,
+    eps: float,
+) -> Doubles:
+    """Gated delta rule (S. Yang et al., Gated Delta Networks, 2024): [T, key_heads*K] twice, [T, heads*V], [T, heads]
+    twice, [heads] twice -> [T, heads*V]. A state is [heads, K, V]; a row decays it by exp(rates * softplus(a + bias)).
+    """
+    heads = a.shape[1]
+    queries, keys = (_repeated_heads(each, key_heads, heads) for each in (q, k))
+    queries = queries / np.sqrt((queries**2).sum(-1, keepdims=True) + eps) * scale
+    keys = keys / np.sqrt((keys**2).sum(-1, keepdims=True) + eps)
+    values, beta = _double(v).reshape(len(v), heads, -1), 1 / (1 + np.exp(-_double(b)))
+    decay = np.exp(_double(rates) * np.logaddexp(0, _double(a) + _double(bias)))
+    result: Doubles = np.zeros(values.shape)
+
+    def step(state: Doubles, row: int) -> Doubles:
+        state = state * decay[row][:, None, None]
+        change = beta[row][:, None] * (values[row] - np.einsum("hkv,hk->hv", state, keys[row]))
+        state = state + keys[row][:, :, None] * change[:, None]
+        result[row] = np.einsum("hkv,hk->hv", state, queries[row])
+        return state
+
+    _advance(states, sequences, step)
+    return result.reshape(v.shape)
+
+
+def ssm(
+    x: Floats,
+    dt: Floats,
+    b: Floats,
+    c: Floats,
+    rates: Floats,
+    bias: Floats,
+    skip: Floats,
+    states: Floats,
+    sequences: Sequences,
+    *,
+    groups: int,
+    low: float = 0.0,
+    high: float = np.inf,
+) -> Doubles:
+    """Mamba-2 (T. Dao and A. Gu, Transformers are SSMs, 2024): [T, heads*P], [T, heads], [T, groups*N] twice, [heads]
+    three times -> [T, heads*P]. A state is [heads, N, P].
+    """
+    heads = dt.shape[1]
+    values, times = _double(x).reshape(len(x), heads, -1), np.logaddexp(0, _double(dt) + _double(bias))
+    times = np.clip(times, low, high)
+    decay = np.exp(_double(rates) * times)
+    writes, reads = (_repeated_heads(each, groups, heads) for each in (b, c))
+    result: Doubles = np.zeros(values.shape)
+
+    def step(state: Doubles, row: int) -> Doubles:
+        change = times[row][:, None] * values[row]
+        state = state * decay[row][:, None, None] + writes[row][:, :, None] * change[:, None]
+        result[row] = np.einsum("hkv,hk->hv", state, reads[row]) + _double(skip)[:, None] * values[row]
+        return state
+
+    _advance(states, sequences, step)
+    return result.reshape(x.shape)
+
+
+def _repeated_heads(x: Floats, count: int, heads: int) -> Doubles:
+    """[T, count*D] -> [T, heads, D]; consecutive heads share one of `count`."""
+    repeated: Doubles = np.repeat(_double(x).reshape(len(x), count, -1), heads // count, axis=1)
+    return repeated
+
+
+def matrices_of_states(states: Floats, width: int) -> Doubles:
+    """Return states of `network.states` [slots, heads, blocks * rows, LANES] as matrices [slots, heads, rows, width]."""
+    slots, heads, _, lanes = states.shape
+    blocks = _double(states).reshape(slots, heads, -(-width // lanes), -1, lanes)
+    matrices: Doubles = blocks.transpose(0, 1, 3, 2, 4).reshape(slots, heads, blocks.shape[3], -1)[..., :width]
+    return matrices
+
+
+def states_of_matrices(matrices: Floats, lanes: int = 16) -> Doubles:
+    """Return the inverse of `matrices_of_states`, with zeros in the columns that fill up the last block."""
+    slots, heads, rows, width = matrices.shape
+    padded = np.pad(_double(matrices), ((0, 0), (0, 0), (0, 0), (0, -width % lanes)))
+    states: Doubles = padded.reshape(slots, heads, rows, -1, lanes).transpose(0, 1, 3, 2, 4)
+    return states.reshape(slots, heads, -1, lanes)
+
+
 def softcap(x: Floats, scale: float, largest: float) -> Doubles:
     """Return largest * tanh(scale * x / largest), which limits scale * x smoothly; `largest` 0: scale * x."""
     scaled = _double(x) * scale

@@ -15,6 +15,8 @@ a model folder that it is assembled from. SIGNATURES lists the roles of each ope
     add               a + scale * b
     multiply          a * function(b)
     causal_conv       depthwise convolution of a row with the rows before it in its sequence
+    delta_rule        linear attention with a state for each head, by the gated delta rule
+    ssm               state space model with a state for each head (Mamba-2)
     sigmoid_gate      x * sigmoid(gate), one gate for each row
     route             the top-k experts of each row and their weights
     experts           the sum over a row's experts of topk_weight * down(silu(gate) * up)
@@ -79,6 +81,8 @@ SIGNATURES: Final[Mapping[str, Signature]] = {
     "activation": _signature("y", "x", "", "function"),
     "multiply": _signature("y", "a b", "", "function"),
     "causal_conv": _signature("y", "x", "taps bias", "function state"),
+    "delta_rule": _signature("y", "q k v a b", "rates bias", "scale eps heads state"),
+    "ssm": _signature("y", "c b x dt", "rates bias skip", "low high heads state"),
 }
 """Operation kind -> signature. The position of a kind is its number in a program.
 

@@ -28,6 +28,8 @@ INSTRUCTION_LENGTH: Final = 1 + max(
 )
 FUNCTIONS: Final = ("", "silu", "gelu_tanh", "gelu", "clamped", "sigmoid")
 SCORES: Final = ("softmax", "sigmoid")
+FLOATS: Final = ("scale", "cap", "eps", "low", "high")
+"""Attributes that are float32 numbers."""
 DTYPES: Final = ("float32", "float16", "bfloat16")
 
 _ABSENT: Final = -1
@@ -194,7 +196,7 @@ def _encode_attribute(role: str, operation: Operation, number: Callable[[Weight 
     value = operation.attributes[role]
     if role in ("function", "score"):
         return (FUNCTIONS if role == "function" else SCORES).index(value)
-    if role in ("scale", "cap", "eps"):
+    if role in FLOATS:
         exact = np.float32(value)
         rounded = rounded_to(exact, dtype) if operation.attributes.get("rounded_scale") else exact
         return int(rounded.view(np.int32))

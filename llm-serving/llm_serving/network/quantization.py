@@ -169,6 +169,8 @@ def bytes_saved(network: Network, quantization: Quantization | None, dtype_bytes
 _LATENT: Final = "attention to latent keys"
 _WITHOUT_CELL: Final[Mapping[str, str]] = {
     "causal_conv": "causal convolutions",
+    "delta_rule": "the gated delta rule",
+    "ssm": "state space models (Mamba-2)",
     "multiply": "products of two values",
 }
 """Operation that only programs compute -> its name for users."""

@@ -7,16 +7,20 @@ rows of a sequence are divided into steps.
 
 from __future__ import annotations
 
+import math
 from typing import Final, Literal
 
 import numpy as np
 
 from llm_serving.network.builder import Network
 from llm_serving.network.caches import StateShape
-from llm_serving.network.operations import Float32Array, Value, Weight
+from llm_serving.network.operations import Float32Array, Transform, Value, Weight
 
 MAX_TAPS: Final = 8
-"""Maximum width of a causal convolution; kMaxTaps of csrc/causal_conv.h."""
+"""Maximum width of a causal convolution; kMaxTaps of csrc/kernels.h."""
+
+LANES: Final = 16
+"""Columns of a matrix that lie together in a state: [heads, columns / LANES * rows, LANES], padded with zeros."""
 
 
 def causal_conv(
@@ -33,6 +37,84 @@ def causal_conv(
     return net.record(
         "causal_conv", {"x": x}, weights, {"function": function, "state": _state(net, taps - 1, width)}, width
     )
+
+
+def delta_rule(
+    net: Network,
+    q: Value,
+    k: Value,
+    v: Value,
+    a: Value,
+    b: Value,
+    *,
+    key_heads: int,
+    rates: str,
+    bias: str,
+    scale: float,
+    eps: float = 1e-6,
+) -> Value:
+    """Compute the gated delta rule (Yang et al. 2024). Each head of v has a state S [key_dim, value_dim], which a row
+    changes to S' = decay * S + k (sigmoid(b) * (v - decay * S^T k))^T; its result is S'^T q.
+
+    Args:
+        q, k: Heads of queries and keys, which are divided by their norms; then q is multiplied by `scale`. Consecutive
+            heads of v share one of them.
+        v: Heads of values, as many as a and b have columns.
+        a: decay = exp(-exp(rates) * softplus(a + bias)).
+        rates, bias: Names of tensors with an element for each head of v.
+        eps: Added to the squared norm of a query or key.
+    """
+    heads = a.width
+    weights = {"rates": _of_heads(rates, heads, _negative_exp), "bias": _of_heads(bias, heads)}
+    state = _matrices(net, heads, k.width // key_heads, v.width // heads)
+    attributes = {"scale": scale, "eps": eps, "heads": key_heads, "state": state}
+    return net.record("delta_rule", {"q": q, "k": k, "v": v, "a": a, "b": b}, weights, attributes, v.width)
+
+
+def ssm(
+    net: Network,
+    x: Value,
+    dt: Value,
+    b: Value,
+    c: Value,
+    *,
+    groups: int,
+    rates: str,
+    bias: str,
+    skip: str,
+    limits: tuple[float, float] = (0.0, math.inf),
+) -> Value:
+    """Compute a selective state space model with scalar decay (Mamba-2, Dao and Gu 2024). Each head of x has a state
+    S [state_size, head_dim], which a row changes to S' = decay * S + b (step * x)^T; its result is S'^T c + skip * x.
+
+    Args:
+        x: Heads, as many as dt has columns.
+        dt: step = softplus(dt + bias), limited to `limits`; decay = exp(-exp(rates) * step).
+        b, c: `groups` of state_size columns each; consecutive heads share a group.
+        rates, bias, skip: Names of tensors with an element for each head.
+    """
+    heads = dt.width
+    weights = {
+        "rates": _of_heads(rates, heads, _negative_exp),
+        "bias": _of_heads(bias, heads),
+        "skip": _of_heads(skip, heads),
+    }
+    state = _matrices(net, heads, b.width // groups, x.width // heads)
+    attributes = {"low": limits[0], "high": limits[1], "heads": groups, "state": state}
+    return net.record("ssm", {"x": x, "dt": dt, "b": b, "c": c}, weights, attributes, x.width)
+
+
+def _of_heads(name: str, heads: int, transform: Transform | None = None) -> Weight:
+    return Weight((name,), (heads,), ((heads,),), transform=transform, dtype="float32")
+
+
+def _negative_exp(values: Float32Array) -> Float32Array:
+    return -np.exp(values)
+
+
+def _matrices(net: Network, heads: int, rows: int, columns: int) -> int:
+    """Add a state with a matrix for each head."""
+    return _state(net, heads, -(-columns // LANES) * rows, LANES)
 
 
 def _state(net: Network, *shape: int) -> int:

@@ -211,15 +211,15 @@ void silu_elements(const SigmoidArgs& args) {
 
 LLM_INLINE Floats sigmoid_of(Floats x) { return broadcast(1.0f) / (broadcast(1.0f) + exp(zeros() - x)); }
 
-template <class Element, Gate kGate>
+template <class Element, Factor kFactor>
 void multiply_by(const AddArgs& args) {
   for_runs<Element>(args, [](const Element* a, const Element* b, Element* y, size_t size) {
     for (size_t i = 0; i < size; i += kLanes) {
       const size_t left = size - i;
       const Floats first = load_first(a + i, left), second = load_first(b + i, left);
       Floats product = first * second;
-      if (kGate == Gate::kSilu) product = gate_times<Gate::kSilu>(second, first);
-      if (kGate == Gate::kSigmoid) product = first * sigmoid_of(second);
+      if (kFactor == Factor::kSilu) product = gate_times<Gate::kSilu>(second, first);
+      if (kFactor == Factor::kSigmoid) product = first * sigmoid_of(second);
       store_first(y + i, product, left);
     }
   });
@@ -227,13 +227,13 @@ void multiply_by(const AddArgs& args) {
 
 template <class Element>
 void multiply_elements(const AddArgs& args) {
-  switch (args.gate) {
-    case Gate::kSilu:
-      return multiply_by<Element, Gate::kSilu>(args);
-    case Gate::kSigmoid:
-      return multiply_by<Element, Gate::kSigmoid>(args);
+  switch (args.factor) {
+    case Factor::kSilu:
+      return multiply_by<Element, Factor::kSilu>(args);
+    case Factor::kSigmoid:
+      return multiply_by<Element, Factor::kSigmoid>(args);
     default:
-      return multiply_by<Element, Gate::kNone>(args);
+      return multiply_by<Element, Factor::kItself>(args);
   }
 }
 

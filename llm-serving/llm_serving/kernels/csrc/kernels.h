@@ -74,8 +74,10 @@ struct WeightQValues {
 
 // Gate function, applied to the first half of a row before it is multiplied by the second: x * sigmoid(x), GELU in its
 // tanh approximation, GELU, or x * sigmoid(1.702 x) of x <= 7 times one more than the second half in [-7, 7] (gpt-oss).
-// The sigmoid serves products of two values alone.
-enum class Gate : uint8_t { kNone, kSilu, kGeluTanh, kGelu, kClamped, kSigmoid };
+enum class Gate : uint8_t { kNone, kSilu, kGeluTanh, kGelu, kClamped };
+
+// Function of the second factor of a product of two values.
+enum class Factor : uint8_t { kItself, kSilu, kSigmoid };
 
 // y [m, n] = x [m, k] times the transpose of a packed weight [n, k] (packed_weights.h); y is of type `dtype` or
 // float32, or int32 for sums of products of qvalues. `bias` and `residual` are rounded to the element type as separate
@@ -146,7 +148,7 @@ struct SwigluArgs {
   bool has_second = true;
 };
 
-// y = a + scale * b, or a * function(b) with the function that `gate` names, element by element, of rows that are
+// y = a + scale * b, or a * factor(b), element by element, of rows that are
 // `stride` elements apart.
 struct AddArgs {
   const void* a;  // null: zeros
@@ -156,7 +158,7 @@ struct AddArgs {
   size_t size;
   float scale = 1.0f;
   size_t rows = 1, a_stride = 0, b_stride = 0, y_stride = 0;
-  Gate gate = Gate::kNone;
+  Factor factor = Factor::kItself;
 };
 
 // y = x * sigmoid(x), or sigmoid(x), element by element.
@@ -297,6 +299,22 @@ struct CausalConvArgs {
 };
 constexpr size_t kMaxTaps = 8;
 
+// A linear recurrence with a matrix for each head (recurrence.h): the gated delta rule, or without b Mamba-2. Heads of
+// q and k are shared by consecutive heads of v.
+struct RecurrenceArgs {
+  const void *q, *k, *v;             // [rows, key_heads * key_dim] twice, [rows, heads * value_dim]
+  const void *a, *b;                 // [rows, heads]; b may be null
+  const float *rates, *bias, *skip;  // [heads]; skip may be null
+  void* y;                           // [rows, heads * value_dim]
+  float* states;                     // [slots, heads, value_dim / 16, key_dim, 16]
+  Sequences sequences;
+  DType dtype;
+  size_t heads, key_heads, key_dim, value_dim;
+  size_t q_stride, k_stride, v_stride, a_stride, b_stride, y_stride;
+  float scale = 1.0f, eps = 0.0f;  // of queries and keys that are divided by their norms
+  float low, high;                 // limits of softplus(a + bias)
+};
+
 struct Kernels {
   const char* isa;
   void (*linear)(const LinearArgs&);
@@ -322,6 +340,7 @@ struct Kernels {
   void (*attention)(const AttentionArgs&);
   void (*sample)(const SampleArgs&);
   void (*causal_conv)(const CausalConvArgs&);
+  void (*recurrence)(const RecurrenceArgs&);
 };
 
 // The kernels in use, which Python chooses before the first operator runs (kernels/library.py).

@@ -11,6 +11,7 @@
 #include "elementwise.h"
 #include "fixed_point.h"
 #include "linear.h"
+#include "recurrence.h"
 #include "routing.h"
 #include "sampling.h"
 #include "w4a8.h"
@@ -150,7 +151,8 @@ const Kernels kKernels = {LLM_TEXT(LLM_ISA),
                           rotate_one,
                           attention,
                           sample,
-                          causal_conv};
+                          causal_conv,
+                          recurrence};
 
 }  // namespace llm::LLM_ISA
 

@@ -176,7 +176,8 @@ int run_multiply(const Instruction& in) {
   static OperatorClock clock("Mul");
   const Timed timed(clock);
   AddArgs args = pair_args(in);
-  args.gate = static_cast<Gate>(in.integer(0));
+  const int32_t function = in.integer(0);
+  args.factor = function == 0 ? Factor::kItself : function == 1 ? Factor::kSilu : Factor::kSigmoid;
   if (args.rows > 0) kernels().multiply(args);
   return 0;
 }
