@@ -117,7 +117,6 @@ def run_program(program: Program, weights: Sequence[Array], step: Step) -> Array
         roles: dict[str, Any] = {role: operand(n).copy() for role in signature.inputs if (n := next(words)) >= 0}
         roles |= {role: weights[n] for role in signature.weights if (n := next(words)) >= 0}
         attributes = {role: _of_word(role, next(words)) for role in signature.attributes}
-        attributes |= {"rounded_scale": False} if kind == "embedding" else {}
         result = globals()[f"_{kind}"](step, **roles, **attributes)
         for number, y in zip(written, result if isinstance(result, tuple) else (result,), strict=False):
             if number >= 0:
@@ -138,10 +137,12 @@ def _to_float32(array: Array) -> Array:
     return array.astype(np.float32)
 
 
-def _embedding(step: Step, table: Array, scale: float, rounded_scale: bool, first: int, rows: int) -> Array:
+def _embedding(
+    step: Step, table: Array, scale: float, first: int, rows: int, of_positions: bool, rounded_scale: bool = False
+) -> Array:
     of_all = np.zeros((rows or len(table), table.shape[1]), np.float32)
     of_all[first : first + len(table)] = table
-    return of_all[step.token_ids] * np.float32(scale)
+    return of_all[step.positions if of_positions else step.token_ids] * np.float32(scale)
 
 
 def _select_rows(step: Step, x: Array) -> Array:
@@ -185,7 +186,7 @@ def _store_kv(step: Step, k: Array, v: Array, layer: int, k_offset: Any = None) 
 
 
 def _attention(
-    step: Step, q: Array, layer: int, scale: float, window: int, cap: float, eps: float,
+    step: Step, q: Array, layer: int, scale: float, window: int, cap: float, eps: float, causal: bool,
     q_rope: Any = None, k: Any = None, v: Any = None, slopes: Any = None, cos: Any = None, sin: Any = None,
     q_gamma: Any = None, k_gamma: Any = None, k_offset: Any = None, sinks: Any = None, consumer: Any = None,
 ) -> Array:  # fmt: skip
@@ -203,7 +204,9 @@ def _attention(
         for i in range(step.query_lens[b]):
             row = len(result)
             stop = step.context_lens[b] - step.query_lens[b] + i + 1
-            seen = slice(max(0, stop - window) if window else 0, stop)
+            last = stop if causal else step.context_lens[b]
+            last = min(last, stop + window - 1) if window else last
+            seen = slice(max(0, stop - window) if window else 0, last)
             scores = np.einsum("hgd,jhd->hgj", q[row].reshape(kv_heads, -1, width), keys[seen])
             read = values
             if q_rope is not None:
@@ -232,6 +235,8 @@ def _gated_activation(step: Step, x: Array, function: str) -> Array:
 
 
 def _activation(step: Step, x: Array, function: str) -> Array:
+    if function == "tanh":
+        return np.tanh(x)
     if function == "silu":
         return x / (1 + np.exp(-x))
     if function == "gelu":

@@ -19,7 +19,7 @@ from llm_serving.lowering.step_inputs import KVCaches, dynamic_inputs
 from llm_serving.models.mindformers import split_stacked_weights
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader
-from llm_serving.network.program import Program, build_hidden_states_program, build_lm_head_program, build_program
+from llm_serving.network.program import Program, build_head_program, build_hidden_states_program, build_program
 from llm_serving.network.quantization import Quantization, unsupported_by_int8_cache, unsupported_quantization
 
 
@@ -27,11 +27,11 @@ class Lowered(NamedTuple):
     """A lowered network: hidden states and LM head as two graphs, and as one graph if that is faster; same bits."""
 
     logits: nn.Cell | None
-    """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> float32 [S, V]."""
+    """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> float32 [S, V]; None: `states`, then `head`."""
     states: nn.Cell
-    """Step inputs -> input of the LM head for the sampled rows, float32 [S, H]."""
+    """Step inputs -> input of the head for the sampled rows, float32 [S, H]."""
     head: nn.Cell
-    """(float32 [P, H], `lowering.step_inputs.step_inputs_for_rows`) -> float32 [P, V]."""
+    """(float32 [P, H], `lowering.step_inputs.step_inputs_for_rows`) -> float32 [P, V], or scores [P, labels]."""
     of_prompts: nn.Cell | None = None
     """As `states`, for steps without a cached prefix; None: `states` computes those steps too."""
 
@@ -68,7 +68,6 @@ def lower(
         states: Memory of the network's states, from `Backend.states`; only programs use it.
     """
     network = spec.network
-    program = build_program(network, backend.dtype)
     as_program = as_program and backend.program() is not None
     lacks = None if as_program else unsupported_quantization(quantization)
     if lacks is not None:
@@ -93,16 +92,17 @@ def lower(
         states = CellNetwork(*settings, of_states=True)
         of_prompts = CellNetwork(*settings, of_states=True, whole_prompts=True) if whole_prompts else None
         return Lowered(None, states, CellLmHead(network, backend, parameters), of_prompts)
-    (head,) = parameters[network.head.weights["weight"]]
-    of_states, of_head = (
-        build_hidden_states_program(network, backend.dtype),
-        build_lm_head_program(network, backend.dtype),
-    )
-    return Lowered(
-        _network(program, backend, parameters, kv_caches, spec.vocab_size, states),
-        _network(of_states, backend, parameters, kv_caches, network.hidden, states),
-        ProgramNetwork(of_head, _operator(backend), [head], (), spec.vocab_size, rows=True),
-    )
+    dtype = backend.dtype
+    of_states = build_hidden_states_program(network, dtype)
+    hidden = _network(of_states, backend, parameters, kv_caches, network.hidden, states)
+    of_head = build_head_program(network, dtype)
+    weights = [parameter for weight in of_head.weights[:-1] for parameter in parameters[weight]]
+    width = network.num_labels or spec.vocab_size
+    head = ProgramNetwork(of_head, _operator(backend), weights, (), width, rows=True)
+    if network.num_labels:
+        return Lowered(None, hidden, head)
+    program = build_program(network, dtype)
+    return Lowered(_network(program, backend, parameters, kv_caches, spec.vocab_size, states), hidden, head)
 
 
 def _network(

@@ -14,7 +14,7 @@ import numpy as np
 
 from llm_serving.errors import ModelError
 from llm_serving.network.caches import CacheShape, StateShape
-from llm_serving.network.operations import ElementType, Float32Array, Operation, Transform, Value, Weight
+from llm_serving.network.operations import BY_TOKEN, ElementType, Float32Array, Operation, Transform, Value, Weight
 from llm_serving.network.rope import Rotary
 
 PANEL_ROWS: Final = 16
@@ -82,17 +82,59 @@ class ExpertRouting:
     function: Gate = "silu"
 
 
+@dataclass(frozen=True)
+class PositionEmbedding:
+    """A learned embedding of positions, to which an embedding of token types is added.
+
+    Attributes:
+        name, types: Tensor name prefixes of both tables, [first + num_positions, H] and [num_types, H].
+        first: Row of the table for position 0.
+    """
+
+    name: str
+    types: str
+    num_positions: int
+    num_types: int
+    first: int = 0
+
+    def table(self, hidden: int) -> Weight:
+        """Return the sums [num_types * num_positions, H]: one row for each position of the first type, then of the
+        second.
+        """
+        stored = (self.first + self.num_positions, hidden), (self.num_types, hidden)
+        shape = (self.num_types * self.num_positions, hidden)
+        return Weight((f"{self.name}.weight", f"{self.types}.weight"), shape, stored, transform=self.sums)
+
+    def sums(self, stack: Float32Array) -> Float32Array:
+        positions, types = stack[self.first : -self.num_types], stack[-self.num_types :]
+        return np.concatenate([positions + each for each in types])
+
+
 class Network:
     """A network under construction. Each method appends one operation and returns the value that the operation writes.
 
     Args:
         vocab: Rows of the token embedding and of the LM head.
         gamma_transform: Applied to norm weights, which are then stored in float32 (Gemma stores them minus one).
+        causal: Whether tokens attend only to themselves and earlier ones. If not, one step must compute a whole prompt.
     """
 
-    def __init__(self, hidden: int, vocab: int, eps: float = 1e-6, gamma_transform: Transform | None = None) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        vocab: int,
+        eps: float = 1e-6,
+        gamma_transform: Transform | None = None,
+        *,
+        causal: bool = True,
+    ) -> None:
         self.hidden = hidden
         self.vocab = vocab
+        self.causal = causal
+        self.positions: PositionEmbedding | None = None
+        """Learned position embeddings; None: the network has none."""
+        self.num_labels = 0
+        """Number of scores of a request; 0: the head gives logits of tokens."""
         self.operations: list[Operation] = []
         self.caches: list[CacheShape] = []
         self.states: list[StateShape] = []
@@ -100,6 +142,7 @@ class Network:
         self.optional: set[str] = set()
         self.rotaries: set[Rotary] = set()
         self._num_experts = 0
+        self._head_start: int | None = None
         self._eps = eps
         self._gamma_transform = gamma_transform
 
@@ -111,17 +154,38 @@ class Network:
     def head(self) -> Operation:
         return self.operations[-1]
 
+    @property
+    def head_operations(self) -> list[Operation]:
+        """The LM head, or the operations that compute the scores of a request."""
+        return self.operations[-1 if self._head_start is None else self._head_start :]
+
+    @property
+    def head_input(self) -> Value:
+        return self.head_operations[0].inputs["x"]
+
+    @property
+    def num_input_ids(self) -> int:
+        """Number of ids of input tokens: with token types, id `token + type * vocab` is a token of a type."""
+        return self.vocab * (1 if self.positions is None else self.positions.num_types)
+
     def hidden_states(self) -> list[Operation]:
-        """Return the operations without the LM head, whose input is the result."""
-        return [*self.operations[:-1], Operation("hidden_states", self.head.inputs, {}, {}, {})]
+        """Return the operations without those of the head, whose input is the result."""
+        before = self.operations[: -len(self.head_operations)]
+        return [*before, Operation("hidden_states", {"x": self.head_input}, {}, {}, {})]
 
     def allow_unused(self, name: str) -> None:
         self.optional.add(name)
 
     def embedding(self, name: str, *, scale: float = 1.0, rounded_scale: bool = False) -> Value:
         """Look up rows of the table [V, H] by token id. `rounded_scale`: round `scale` to the model dtype first."""
-        attributes = {"scale": scale, "rounded_scale": rounded_scale, "first": 0, "rows": 0}
+        attributes = {**BY_TOKEN, "scale": scale, "rounded_scale": rounded_scale}
         return self.record("embedding", {}, {"table": self._matrix(name, (self.vocab, self.hidden))}, attributes)
+
+    def position_embedding(self, positions: PositionEmbedding) -> Value:
+        """Look up rows of a table by position and, if there are several token types, by type."""
+        self.positions = positions
+        attributes = {**BY_TOKEN, "of_positions": True}
+        return self.record("embedding", {}, {"table": positions.table(self.hidden)}, attributes)
 
     def linear(
         self,
@@ -246,9 +310,11 @@ class Network:
     def store_kv(self, k: Value, v: Value, kv_heads: int, k_offset: Weight | None = None) -> int:
         """Write keys and values to the cache of the next layer, and return the number of that layer. An int8 cache
         subtracts `k_offset` from every key before rounding; all scores of a query then change equally, so attention
-        must not have a cap.
+        must not have a cap. The layers of a network that is not causal share one cache, because no later step reads it.
         """
-        self.caches.append(CacheShape(kv_heads, k.width // kv_heads, v.width // kv_heads))
+        shape = CacheShape(kv_heads, k.width // kv_heads, v.width // kv_heads)
+        if self.causal or shape not in self.caches:
+            self.caches.append(shape)
         layer = len(self.caches) - 1
         weights = {} if k_offset is None else {"k_offset": k_offset}
         self.operations.append(Operation("store_kv", {"k": k, "v": v}, weights, {}, {"layer": layer}))
@@ -266,12 +332,13 @@ class Network:
         sinks: Weight | None = None,
         q_rope: Value | None = None,
     ) -> Value:
-        """Compute causal attention over the cache of a layer.
+        """Compute attention over the cache of a layer, causal if the network is.
 
         Args:
             q: Queries; equal groups of query heads share one KV head.
             layer: Result of `store_kv`.
-            window: Number of tokens that a row attends to, including itself; None: all.
+            window: Number of tokens that a row attends to, including itself; None: all. If the network is not causal,
+                as many to each side.
             cap: Scores s become cap * tanh(s / cap).
             slopes: ALiBi slope of each head (Press et al. 2021), subtracted from a score for each token of distance.
             sinks: Score of each head that takes a share of the softmax and adds no value (gpt-oss).
@@ -279,11 +346,12 @@ class Network:
                 latent vector, which is both key and value; the cached v is the rotary part of the key.
         """
         attributes = {"layer": layer, "scale": scale, "window": window or 0, "cap": cap or 0.0, "eps": 0.0}
+        attributes["causal"] = self.causal
         return self.record(
             "attention", {"q": q, "q_rope": q_rope}, {"slopes": slopes, "sinks": sinks}, attributes, q.width
         )
 
-    def activation(self, x: Value, function: Literal["silu", "gelu_tanh", "gelu"]) -> Value:
+    def activation(self, x: Value, function: Literal["silu", "gelu_tanh", "gelu", "tanh"]) -> Value:
         return self.record("activation", {"x": x}, {}, {"function": function}, x.width)
 
     def gated_activation(self, x: Value, function: Gate) -> Value:
@@ -338,6 +406,15 @@ class Network:
         head = self._matrix(name, (self.vocab, self.hidden), transform)
         attributes = {"scale": scale, "cap": cap or 0.0, "tiled": False, "first": 0, "rows": 0}
         self.operations.append(Operation("lm_head", {"x": x}, {"weight": head}, {}, attributes))
+
+    def begin_head(self) -> None:
+        """Begin the operations that compute the scores of a request from its pooled vector."""
+        self._head_start = len(self.operations)
+
+    def scores(self, x: Value, num_labels: int) -> None:
+        """End the network with scores: x, in float32. This is the last operation of a network without LM head."""
+        self.num_labels = num_labels
+        self.operations.append(Operation("hidden_states", {"x": x}, {}, {}, {}))
 
     def _matrix(self, name: str, shape: tuple[int, int], transform: Transform | None = None) -> Weight:
         return Weight((f"{name}.weight",), shape, (shape,), transform=transform)

@@ -3,13 +3,13 @@
 This module computes nothing. A value is a matrix with one row for each token of a step. A weight names the tensors of
 a model folder that it is assembled from. SIGNATURES lists the roles of each operation:
 
-    embedding         rows of the embedding table by token id; zeros for a token whose row another rank holds
+    embedding         rows of a table by token id, or by position; zeros for a token whose row another rank holds
     linear            x * weight^T, optionally with a bias or with one weight for each head
     rms_norm          root mean square norm of rows, or of the heads in a row (Zhang and Sennrich 2019); with `centred`
                       their layer norm (Ba et al. 2016), which subtracts the mean first
     rope              rotary position embedding (Su et al. 2021) of elements i and i + head_dim / 2 together
     store_kv          write keys and values to the cache of a layer
-    attention         causal attention over that cache
+    attention         attention over that cache, causal or to both sides
     gated_activation  function(first half of a row) * second half
     activation        function(x)
     add               a + scale * b
@@ -57,13 +57,16 @@ def _signature(outputs: str, inputs: str, weights: str, attributes: str) -> Sign
 
 
 SIGNATURES: Final[Mapping[str, Signature]] = {
-    "embedding": _signature("y", "", "table", "scale first rows"),
+    "embedding": _signature("y", "", "table", "scale first rows of_positions"),
     "linear": _signature("y", "x residual", "weight bias", "function scale tiled consumer heads"),
     "rms_norm": _signature("y residual_out", "x residual", "gamma beta", "eps group centred consumer"),
     "rope": _signature("y", "x", "cos sin", ""),
     "store_kv": _signature("", "k v", "k_offset", "layer"),
     "attention": _signature(
-        "y", "q q_rope k v", "slopes cos sin q_gamma k_gamma k_offset sinks", "layer scale window cap eps consumer"
+        "y",
+        "q q_rope k v",
+        "slopes cos sin q_gamma k_gamma k_offset sinks",
+        "layer scale window cap eps causal consumer",
     ),
     "gated_activation": _signature("y", "x", "", "function"),
     "add": _signature("y", "a b", "", "scale"),
@@ -90,6 +93,10 @@ Model families leave some roles to `network.rewriting` (`residual`, `residual_ou
 rotary embedding of `attention`). `network.sharding` sets `first` and `rows`: the weight holds the rows from `first` of
 a table or head with `rows` rows; `rows` 0: the weight is not split.
 """
+
+
+BY_TOKEN: Final[Mapping[str, Any]] = {"scale": 1.0, "first": 0, "rows": 0, "of_positions": False}
+"""Attributes of an embedding by token id, not scaled and not split."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,17 +16,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.network.builder import Network
-from llm_serving.network.operations import ELEMENT_BYTES, SIGNATURES, Operation, Value, Weight, rounded_to
+from llm_serving.network.operations import (
+    BY_TOKEN,
+    ELEMENT_BYTES,
+    SIGNATURES,
+    Operation,
+    Value,
+    Weight,
+    rounded_to,
+)
 from llm_serving.network.rewriting import Plan, rewrite, select_rows
 
 Int32Array = NDArray[np.int32]
 
-VERSION: Final = 6
+VERSION: Final = 7
 KINDS: Final = tuple(SIGNATURES)
 INSTRUCTION_LENGTH: Final = 1 + max(
     len(each.outputs) + len(each.inputs) + len(each.weights) + len(each.attributes) for each in SIGNATURES.values()
 )
-FUNCTIONS: Final = ("", "silu", "gelu_tanh", "gelu", "clamped", "sigmoid")
+FUNCTIONS: Final = ("", "silu", "gelu_tanh", "gelu", "clamped", "sigmoid", "tanh")
 SCORES: Final = ("softmax", "sigmoid")
 FLOATS: Final = ("scale", "cap", "eps", "low", "high")
 """Attributes that are float32 numbers."""
@@ -55,7 +63,7 @@ class Program:
             of memory per row, INSTRUCTION_LENGTH, the number of the model dtype in DTYPES, and the number of states.
         operands: int32 [m, 6]: offset of the buffer in bytes per row, its columns, the first column and the columns of
             the operand, whether it holds only the sampled rows, and its type (0 model, 1 float32, 2 int32).
-        weights: The weights in the order of their numbers; the LM head is first.
+        weights: The weights in the order of their numbers; those of the head are first.
     """
 
     instructions: Int32Array
@@ -74,27 +82,31 @@ def build_program(network: Network, dtype: str) -> Program:
 
 
 def build_hidden_states_program(network: Network, dtype: str) -> Program:
-    """Build the program whose result is the input of the LM head."""
+    """Build the program whose result is the input of the head."""
     plan = rewrite(select_rows(network.hidden_states()))
-    head = network.head.weights["weight"]
-    return assemble(plan, len(network.caches), dtype, head, num_states=len(network.states))
+    return assemble(plan, len(network.caches), dtype, num_states=len(network.states))
 
 
-def build_lm_head_program(network: Network, dtype: str) -> Program:
-    """Build the program that computes logits. Its last weight is a table of hidden states, indexed by token ids."""
-    rows = Value("rows", network.hidden)
-    states = Weight(("hidden_states",), (0, network.hidden))
-    given = Operation("embedding", {}, {"table": states}, {"y": rows}, {"scale": 1.0, "first": 0, "rows": 0})
-    return assemble(rewrite(select_rows([given, network.head.changed(inputs={"x": rows})])), 0, dtype)
+def build_head_program(network: Network, dtype: str) -> Program:
+    """Build the program that computes logits or scores of hidden states. Its last weight is their table, indexed by
+    token ids.
+    """
+    table = {"table": Weight(("hidden_states",), (0, network.hidden))}
+    given = Operation("embedding", {}, table, {"y": network.head_input}, BY_TOKEN)
+    operations = network.head_operations
+    first = [weight for each in operations for weight in each.weights.values()]
+    return assemble(rewrite(select_rows([given, *operations])), 0, dtype, first)
 
 
-def assemble(plan: Plan, num_caches: int, dtype: str, head: Weight | None = None, *, num_states: int = 0) -> Program:
-    """Encode a plan with the given numbers of KV caches and of states. `head`: weight of the LM head; None: that of the
-    last operation.
+def assemble(
+    plan: Plan, num_caches: int, dtype: str, first: Sequence[Weight] = (), *, num_states: int = 0
+) -> Program:
+    """Encode a plan with the given numbers of KV caches and of states. `first`: weights that get the first numbers; by
+    default those of the last operation.
     """
     memory = ProgramMemory(plan.operations, ELEMENT_BYTES[dtype])
-    head = head or plan.operations[-1].weights["weight"]
-    weights: dict[Weight, int] = {head: 0}
+    first = first or list(plan.operations[-1].weights.values())
+    weights: dict[Weight, int] = {weight: number for number, weight in enumerate(dict.fromkeys(first))}
     operands: dict[tuple[int, ...], int] = {}
 
     def operand(value: Value | None) -> int:

@@ -63,7 +63,8 @@ def quantized_weights(network: Network, quantization: Quantization | None) -> di
     quantized: dict[Weight, QuantizationName] = {
         each.weights[role]: name for each in network.operations for role in _ROLES.get(each.kind, ())
     }
-    quantized[network.head.weights["weight"]] = _IN_8_BITS.get(name, name)
+    if not network.num_labels:
+        quantized[network.head.weights["weight"]] = _IN_8_BITS.get(name, name)
     return {weight: _with_full_groups(weight, kept, quantization.group_size) for weight, kept in quantized.items()}
 
 
@@ -106,7 +107,7 @@ def block_weights(network: Network) -> set[Weight]:
     """Return the weights that may stay in GGUF blocks: factors of products, and the table of embeddings."""
     roles = {**_ROLES, "embedding": ("table",)}
     found = [each.weights[role] for each in network.operations for role in roles.get(each.kind, ())]
-    return {*found, network.head.weights["weight"]}
+    return {*found, *network.head.weights.values()}
 
 
 def stored_blocks(weight: Weight, parts: Sequence[Quantized | Array]) -> list[BlockTensor] | None:
@@ -167,6 +168,7 @@ def bytes_saved(network: Network, quantization: Quantization | None, dtype_bytes
 
 
 _LATENT: Final = "attention to latent keys"
+_BOTH_SIDES: Final = "attention to both sides"
 _WITHOUT_CELL: Final[Mapping[str, str]] = {
     "causal_conv": "causal convolutions",
     "delta_rule": "the gated delta rule",
@@ -178,6 +180,10 @@ _WITHOUT_CELL: Final[Mapping[str, str]] = {
 
 def unsupported_by_cells(network: Network) -> str | None:
     """Return what the network needs and no Cell computes, or None."""
+    if not network.causal:
+        return _BOTH_SIDES
+    if network.num_labels:
+        return "a classifier in place of the LM head"
     for each in sorted(network.operations, key=lambda each: "state" not in each.attributes):
         if each.kind == "linear" and each.attributes["heads"] > 1:
             return "products with a weight for each head"
@@ -211,6 +217,8 @@ def unsupported_quantization(quantization: Quantization | None) -> str | None:
 
 def unsupported_by_int8_cache(network: Network) -> str | None:
     """Return what the network needs and an int8 KV cache cannot store, or None."""
+    if not network.causal:
+        return _BOTH_SIDES
     return _LATENT if any(map(_is_latent, network.operations)) else None
 
 

@@ -82,12 +82,22 @@ class Graph:
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self.position = {operation: at for at, operation in enumerate(operations)}
-        self.stores = {each.attributes["layer"]: each for each in operations if each.kind == "store_kv"}
+        self._stores: dict[Operation, Operation] = {}
+        latest: dict[int, Operation] = {}
+        for each in operations:
+            if each.kind == "store_kv":
+                latest[each.attributes["layer"]] = each
+            elif each.kind == "attention" and "k" not in each.inputs:
+                self._stores[each] = latest[each.attributes["layer"]]
         self._producers = {y: each for each in operations for y in each.outputs.values()}
         self._consumers: dict[Value, list[Operation]] = {}
         for each in operations:
             for x in each.inputs.values():
                 self._consumers.setdefault(x.root, []).append(each)
+
+    def store_of(self, attention: Operation) -> Operation:
+        """Return the operation that stores the keys and values of an attention: the latest of its layer before it."""
+        return self._stores[attention]
 
     def producer(self, value: Value) -> Operation | None:
         """Return the operation that writes a value; None for a view."""
@@ -147,7 +157,7 @@ def fuse_attention(graph: Graph, operation: Operation) -> Changes:
     """Norms of heads, rotary embedding, store_kv and attention -> one attention operation that reads q, k and v."""
     if operation.kind != "attention" or "k" in operation.inputs or "q_rope" in operation.inputs:
         return {}
-    store = graph.stores[operation.attributes["layer"]]
+    store = graph.store_of(operation)
     q, k = operation.inputs["q"], store.inputs["k"]
     changes: Changes = {store: None}
     weights = dict(store.weights)

@@ -58,6 +58,8 @@ class _Sharding:
     """Shards a network. One pass finds the split values, a second one writes the operations of the rank."""
 
     def __init__(self, network: Network, rank: int, count: int) -> None:
+        if not network.causal or network.num_labels:
+            raise _CannotShardError("must be 1 for an encoder or a model with a classifier")
         self._network, self._rank, self._count = network, rank, count
         self._graph = Graph(network.operations)
         self._columns: dict[Value, Indices] = {}
@@ -86,7 +88,7 @@ class _Sharding:
         """Split the query, key and value heads so that each rank has whole groups."""
         if "q_rope" in attend.inputs:
             raise _CannotShardError("must be 1 for a model with latent attention")
-        store = self._graph.stores[attend.attributes["layer"]]
+        store = self._graph.store_of(attend)
         kv_heads = self._network.caches[attend.attributes["layer"]].kv_heads
         products: dict[Value, list[tuple[int, int]]] = {}
         for value in (attend.inputs["q"], store.inputs["k"], store.inputs["v"]):

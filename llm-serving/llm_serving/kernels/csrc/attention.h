@@ -1,5 +1,5 @@
-// Causal attention over a paged cache in the style of FlashAttention: keys in chunks at fixed positions, online
-// softmax.
+// Attention over a paged cache, causal or to both sides, in the style of FlashAttention: keys in chunks at fixed
+// positions, online softmax.
 //
 // A row's chunks begin at absolute positions 0, 64, 128, ... of its own context, so its operations, and its bits, are
 // the same whether it is decoded, prefilled whole or in chunks, and wherever its blocks are. Rows that share a KV head
@@ -35,6 +35,9 @@ class AttentionTile {
         dim_(args.head_dim),
         stored_dim_(dim_ + (args.quantized ? kScaleBytes : 0)),
         rope_dim_(args.q_rope == nullptr ? 0 : args.rope_dim),
+        reach_(args.causal       ? 0
+               : args.window > 0 ? args.window - 1
+                                 : item.context),
         has_score_mod_(args.cap > 0.0f || args.slopes != nullptr),
         scale_((has_score_mod_ ? 1.0f : args.scale) * 1.44269504f),
         of_segment_(nullptr, 0, 0),
@@ -106,29 +109,31 @@ class AttentionTile {
 
   // Rows are ordered by position, so the rows that see a token are the last ones...
   size_t first_row_seeing(size_t token) const {
-    return token <= item_.first_seen ? 0 : (token - item_.first_seen) * shared_;
+    const size_t seen = item_.position + reach_;
+    return token <= seen ? 0 : (token - seen) * shared_;
   }
 
   // ...and the rows whose window still contains it are the first ones.
   size_t end_of_rows_seeing(size_t token) const {
     if (args_.window == 0) return rows_;
     const size_t end = token + args_.window;  // the first position whose window excludes the token
-    const size_t count = end <= item_.first_seen ? 0 : end - item_.first_seen;
+    const size_t count = end <= item_.position ? 0 : end - item_.position;
     return count < item_.count ? count * shared_ : rows_;
   }
 
-  // The index of the last and of the first token that a row sees.
-  size_t seen_by(size_t row) const { return item_.first_seen + row / shared_; }
-  size_t seen_from(size_t row) const { return first_of_window(args_, seen_by(row)); }
+  // The index of a row's own token, and of the last and of the first token that it sees.
+  size_t position_of(size_t row) const { return item_.position + row / shared_; }
+  size_t seen_by(size_t row) const { return last_seen_by(args_, position_of(row), item_.context); }
+  size_t seen_from(size_t row) const { return first_of_window(args_, position_of(row)); }
 
   size_t first_chunk(const AttentionItem& item) const {
-    const size_t of_window = first_of_window(args_, item.first_seen) / kChunkTokens;
+    const size_t of_window = first_of_window(args_, item.position) / kChunkTokens;
     const size_t of_segment = item.first_segment * kSegmentChunks;
     return of_window > of_segment ? of_window : of_segment;
   }
 
   static size_t end_chunk(const AttentionItem& item) {
-    const size_t of_rows = item.last_seen() / kChunkTokens + 1;
+    const size_t of_rows = item.last_seen / kChunkTokens + 1;
     const size_t of_segment = item.end_segment * kSegmentChunks;
     return of_rows < of_segment ? of_rows : of_segment;
   }
@@ -138,12 +143,12 @@ class AttentionTile {
   // Groups before the item's window get the offset of the first group in it: what is read there is not used.
   Groups find_groups(const AttentionItem& item, size_t chunk) const {
     Groups groups;
-    const size_t behind = first_of_window(args_, item.first_seen) / kGroupTokens;
+    const size_t behind = first_of_window(args_, item.position) / kGroupTokens;
     const size_t in_a_block = args_.block_size / kGroupTokens;
     const size_t first = chunk * kChunkGroups;
     const int64_t* block = args_.block_tables + item.request * args_.table_width + first / in_a_block;
     size_t group = first % in_a_block;
-    for (size_t token = chunk * kChunkTokens; groups.count < kChunkGroups && token <= item.last_seen();
+    for (size_t token = chunk * kChunkTokens; groups.count < kChunkGroups && token <= item.last_seen;
          token += kGroupTokens) {
       const size_t index = groups.count++;
       if (token / kGroupTokens >= behind) {
@@ -280,7 +285,8 @@ class AttentionTile {
         float* scores = scores_ + row * kChunkTokens + i;
         Floats value = load(scores) * broadcast(args_.scale);
         if (args_.cap > 0.0f) value = broadcast(args_.cap) * tanh(value / broadcast(args_.cap));
-        const auto to_first = static_cast<ptrdiff_t>(seen_by(row)) - static_cast<ptrdiff_t>(chunk * kChunkTokens + i);
+        const auto to_first =
+            static_cast<ptrdiff_t>(position_of(row)) - static_cast<ptrdiff_t>(chunk * kChunkTokens + i);
         const Floats distance = broadcast(static_cast<float>(to_first)) - lane_numbers();
         store(scores, value - broadcast(slope) * distance);
       }
@@ -352,14 +358,14 @@ class AttentionTile {
   Seen seen_in(size_t chunk, size_t position) const {
     const size_t begin = chunk * kChunkTokens;
     const size_t from = first_of_window(args_, position);
-    const size_t end = position + 1 - begin;
+    const size_t end = last_seen_by(args_, position, item_.context) + 1 - begin;
     return {from > begin ? from - begin : 0, end < kChunkTokens ? end : kChunkTokens};
   }
 
   // Calls body(row, seen) for the rows that see the current chunk; rows of one position see the same tokens.
   template <class Body>
   LLM_INLINE void for_rows(size_t chunk, Body body) const {
-    size_t position = seen_by(first_row_);
+    size_t position = position_of(first_row_);
     for (size_t row = first_row_; row < end_row_; position++) {
       const Seen seen = seen_in(chunk, position);
       for (const size_t end = row + shared_; row < end; row++) body(row, seen);
@@ -556,6 +562,7 @@ class AttentionTile {
   const size_t shared_, rows_, dim_;
   const size_t stored_dim_;            // elements of a head in the caches, including its scales
   const size_t rope_dim_;              // 0: keys are not latent
+  const size_t reach_;                 // tokens after its own that a row sees, if the request has as many
   const bool has_score_mod_;           // whether scores are modified before the softmax
   const float scale_;                  // factor of scores, in units of log 2
   Activation* q_;                      // [rows, dim]

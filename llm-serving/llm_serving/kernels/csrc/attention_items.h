@@ -17,19 +17,27 @@ constexpr size_t kAttentionRows = 48;
 // from `first_segment` to before `end_segment`.
 struct AttentionItem {
   uint32_t request, kv_head;
-  size_t first_row;   // row of q of the first position
-  size_t first_seen;  // index of the last key that the first position sees; each further position sees one more
+  size_t first_row;  // row of q of the first position
+  size_t position;   // index of the first position's own token
   size_t count;
+  size_t context;    // tokens of the request
+  size_t last_seen;  // index of the last token that any of these positions sees
   uint32_t first_segment, end_segment;
   float* part = nullptr;  // where the sums of a single segment go; null: the item has all segments and writes y
 
-  size_t last_seen() const { return first_seen + count - 1; }
   size_t num_segments() const { return end_segment - first_segment; }
 };
 
 // Returns the index of the first token that a position sees.
 inline size_t first_of_window(const AttentionArgs& args, size_t position) {
   return args.window == 0 || position < args.window ? 0 : position + 1 - args.window;
+}
+
+// Returns the index of the last of `context` tokens that a position sees.
+inline size_t last_seen_by(const AttentionArgs& args, size_t position, size_t context) {
+  if (args.causal) return position;
+  const size_t last = context - 1;
+  return args.window == 0 || position + args.window > last ? last : position + args.window - 1;
 }
 
 // For each row of a tile: its largest score, sum of weights, and weighted sum of values. Weights are relative to the
@@ -95,18 +103,22 @@ class AttentionItems {
     size_t row = 0;
     for (size_t request = 0; request < args_.batch; request++) {
       const size_t queries = static_cast<size_t>(args_.query_lens[request]);
-      const size_t before = static_cast<size_t>(args_.context_lens[request]) - queries;
+      const size_t context = static_cast<size_t>(args_.context_lens[request]);
+      const size_t before = context - queries;
       for (size_t tiles = (queries + positions - 1) / positions; tiles > 0; tiles--) {
         const size_t at = (tiles - 1) * positions;
+        const size_t count = queries - at < positions ? queries - at : positions;
         AttentionItem tile = {static_cast<uint32_t>(request),
                               0,
                               row + at,
                               before + at,
-                              queries - at < positions ? queries - at : positions,
+                              count,
+                              context,
+                              last_seen_by(args_, before + at + count - 1, context),
                               0,
                               0};
-        tile.first_segment = static_cast<uint32_t>(first_of_window(args_, tile.first_seen) / kSegment);
-        tile.end_segment = static_cast<uint32_t>(tile.last_seen() / kSegment + 1);
+        tile.first_segment = static_cast<uint32_t>(first_of_window(args_, tile.position) / kSegment);
+        tile.end_segment = static_cast<uint32_t>(tile.last_seen / kSegment + 1);
         body(tile);
       }
       row += queries;
@@ -114,7 +126,7 @@ class AttentionItems {
   }
 
   size_t work_of(const AttentionItem& tile) const {
-    return tile.count * (tile.last_seen() + 1 - first_of_window(args_, tile.first_seen));
+    return tile.count * (tile.last_seen + 1 - first_of_window(args_, tile.position));
   }
   bool is_shared(const AttentionItem& tile) const { return tile.num_segments() > 1 && work_of(tile) > largest_; }
   size_t size_of(const AttentionItem& tile) const {

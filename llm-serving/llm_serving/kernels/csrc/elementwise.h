@@ -124,6 +124,7 @@ LLM_INLINE Floats gelu(Floats x) {
 template <Gate kGate>
 LLM_INLINE Floats gate_times(Floats gate, Floats up) {
   if (kGate == Gate::kGelu) return gelu(gate) * up;
+  if (kGate == Gate::kTanh) return tanh(gate) * up;
   if (kGate == Gate::kClamped) {
     const Floats limit = broadcast(7.0f), below = zeros() - limit;
     gate = zeros() - maximum(zeros() - gate, below);

@@ -74,7 +74,8 @@ struct WeightQValues {
 
 // Gate function, applied to the first half of a row before it is multiplied by the second: x * sigmoid(x), GELU in its
 // tanh approximation, GELU, or x * sigmoid(1.702 x) of x <= 7 times one more than the second half in [-7, 7] (gpt-oss).
-enum class Gate : uint8_t { kNone, kSilu, kGeluTanh, kGelu, kClamped };
+// Tanh is only a function of values without a gate.
+enum class Gate : uint8_t { kNone, kSilu, kGeluTanh, kGelu, kClamped, kTanh };
 
 // Function of the second factor of a product of two values.
 enum class Factor : uint8_t { kItself, kSilu, kSigmoid };
@@ -245,7 +246,7 @@ constexpr size_t rotation_block(size_t size) {
   return block < 16 ? 1 : block;
 }
 
-// Causal attention of packed query rows over a paged cache (kv_layout.h).
+// Attention of packed query rows over a paged cache (kv_layout.h).
 struct AttentionArgs {
   const void* q;  // [rows, num_heads * head_dim]
   const void* key_cache;
@@ -261,8 +262,11 @@ struct AttentionArgs {
   TiledLayout y_layout = {};
   bool quantized = false;  // the caches hold qvalues and scales; not with latent keys
   size_t q_stride = 0;     // elements from a row of q to the next; 0: num_heads * head_dim
-  size_t window = 0;       // tokens that a row sees, including its own; 0: all
-  float cap = 0.0f;        // c > 0: a score s becomes c * tanh(s / c)
+  // Whether a row sees only tokens up to its own. Otherwise it sees the whole request, or with a window all tokens that
+  // are closer than the window, before and after its own.
+  bool causal = true;
+  size_t window = 0;  // tokens that a row sees, including its own; 0: all
+  float cap = 0.0f;   // c > 0: a score s becomes c * tanh(s / c)
   // ALiBi slopes [num_heads]: slope times distance in tokens is subtracted from capped scores
   const float* slopes = nullptr;
   // Scores [num_heads] that take a share of the softmax and add no value (Xiao et al. 2023, attention sinks).

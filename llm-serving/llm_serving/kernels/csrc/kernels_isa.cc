@@ -59,6 +59,8 @@ void swiglu(const SwigluArgs& args) {
         return swiglu_rows<Element, Gate::kGelu>(args);
       case Gate::kClamped:
         return swiglu_rows<Element, Gate::kClamped>(args);
+      case Gate::kTanh:
+        return swiglu_rows<Element, Gate::kTanh>(args);
       default:
         return swiglu_rows<Element, Gate::kSilu>(args);
     }

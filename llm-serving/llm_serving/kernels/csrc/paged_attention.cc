@@ -278,6 +278,7 @@ void attend(const AttendArgs& args) {
   attention.quantized = cache.quantized;
   attention.y_layout = args.y_layout;
   attention.q_stride = q.stride;
+  attention.causal = args.causal;
   attention.window = args.window;
   attention.cap = args.cap;
   attention.slopes = args.slopes;

@@ -69,6 +69,7 @@ struct AttendArgs {
   DType q_gamma_dtype = DType::kNone, k_gamma_dtype = DType::kNone;
   float eps = 0.0f;
   float scale = 1.0f;
+  bool causal = true;
   size_t window = 0;
   float cap = 0.0f;
   const float* slopes = nullptr;

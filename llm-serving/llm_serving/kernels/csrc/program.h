@@ -207,7 +207,7 @@ extern const Operation kRoute, kExperts;               // program_experts.cc
 extern const Operation kAllReduce;                     // program_ranks.cc
 extern const Operation kCausalConv, kDeltaRule, kSsm;  // program_states.cc
 
-// Whether attribute `function` is a gate: 0 none, 1 silu, 2 gelu_tanh, 3 gelu, 4 clamped.
+// Whether attribute `function` is a gate: 0 none, 1 silu, 2 gelu_tanh, 3 gelu, 4 clamped. Not 5 sigmoid and 6 tanh.
 inline bool is_gate(int32_t function) { return function >= 1 && function <= 4; }
 inline Gate gate_of(int32_t function) { return is_gate(function) ? static_cast<Gate>(function) : Gate::kNone; }
 

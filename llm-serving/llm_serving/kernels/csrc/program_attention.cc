@@ -95,14 +95,16 @@ int run_store_kv(const Instruction& in) {
   return 0;
 }
 
-// attention: y | q q_rope k v | slopes cos sin q_gamma k_gamma k_offset sinks | layer scale window cap eps consumer.
+// attention: y | q q_rope k v | slopes cos sin q_gamma k_gamma k_offset sinks | layer scale window cap eps causal
+// consumer.
 // With k and v: heads are normalised if there are norm weights, rotated if there are tables, and stored, then attended
-// to; without k and v they are already stored. A row sees `window` tokens, including its own, or all. With q_rope, keys
+// to; without k and v they are already stored. A causal row sees `window` tokens, including its own, or all before it;
+// another row sees the tokens closer than `window` to both sides, or its whole request. With q_rope, keys
 // are also the values, and the stored values are the rotary part of keys, which belongs to q_rope (DeepSeek-V2, 2024,
 // section 2.1).
 
 enum AttendWeight { kSlopes, kCos, kSin, kQGain, kKGain, kKOffset, kSinks };
-enum AttendAttribute { kLayer, kScale, kWindow, kCap, kEps, kConsumer };
+enum AttendAttribute { kLayer, kScale, kWindow, kCap, kEps, kCausal, kConsumer };
 
 int check_attention(const Instruction& in) {
   const Operand *y = in.output(0), *q = in.input(0), *k = in.input(2), *v = in.input(3);
@@ -175,6 +177,7 @@ int run_attention(const Instruction& in) {
   args.k_gamma_dtype = dtype(kKGain);
   args.eps = in.number(kEps);
   args.scale = in.number(kScale);
+  args.causal = in.integer(kCausal) != 0;
   args.window = static_cast<size_t>(in.integer(kWindow));
   args.cap = in.number(kCap);
   args.slopes = reinterpret_cast<const float*>(in.weight_data(kSlopes));
@@ -195,6 +198,6 @@ int run_attention(const Instruction& in) {
 
 const Operation kRope = {{"rope", 1, 1, 2, 0}, check_rope, run_rope};
 const Operation kStoreKv = {{"store_kv", 0, 2, 1, 1}, check_store_kv, run_store_kv};
-const Operation kAttention = {{"attention", 1, 4, 7, 6}, check_attention, run_attention};
+const Operation kAttention = {{"attention", 1, 4, 7, 7}, check_attention, run_attention};
 
 }  // namespace llm

@@ -8,8 +8,10 @@
 namespace llm {
 namespace {
 
-// embedding: y | | table | scale first rows. y = scale * table[token_ids], rounded once. If rows is not 0, the table
-// has the rows from `first` on of `rows`, and other tokens have zeros.
+// embedding: y | | table | scale first rows of_positions. y = scale * table[token_ids or positions], rounded once. If
+// rows is not 0, the table has the rows from `first` on of `rows`, and other tokens have zeros.
+
+int embedded(const Instruction& in) { return in.integer(3) == 0 ? kTokenIds : kPositions; }
 
 int check_embedding(const Instruction& in) {
   const Operand* y = in.output(0);
@@ -23,14 +25,15 @@ int check_embedding(const Instruction& in) {
   }
   const int32_t first = in.integer(1), rows = in.integer(2);
   if (first < 0 || rows < 0) return in.fail("the table has rows from %d on of %d", first, rows);
-  return check_indices(in.call(), kTokenIds, rows == 0 ? in.call().dim(table, 0) : static_cast<size_t>(rows));
+  return check_indices(in.call(), embedded(in), rows == 0 ? in.call().dim(table, 0) : static_cast<size_t>(rows));
 }
 
 int run_embedding(const Instruction& in) {
   const Rows y = in.rows(in.output(0));
   const size_t bytes = in.program().element_bytes();
   const size_t first = static_cast<size_t>(in.integer(1)), rows = static_cast<size_t>(in.integer(2));
-  if (const int status = gather_blocks(in.call(), in.parameter(0), kTokenIds, y.data, y.stride * bytes, first, rows)) {
+  if (const int status =
+          gather_blocks(in.call(), in.parameter(0), embedded(in), y.data, y.stride * bytes, first, rows)) {
     return status;
   }
   const float scale = in.number(0);
@@ -126,12 +129,14 @@ int check_activation(const Instruction& in) {
   if (const int status = in.check_rows("x", x, y->selected)) return status;
   if (const int status = in.check_width("x", *x, y->width)) return status;
   const int32_t function = in.integer(0);
-  return function >= 1 && function <= 3 ? 0 : in.fail("function must be from 1 to 3, is %d", function);
+  const bool is_known = (function >= 1 && function <= 3) || function == static_cast<int32_t>(Gate::kTanh);
+  return is_known ? 0 : in.fail("function must be from 1 to 3, or 6, is %d", function);
 }
 
 int run_activation(const Instruction& in) {
   const Rows y = in.rows(in.output(0)), x = in.rows(in.input(0));
-  gate({x.data, y.data, in.program().dtype(), y.count, y.width, gate_of(in.integer(0)), x.stride, y.stride, false});
+  gate({x.data, y.data, in.program().dtype(), y.count, y.width, static_cast<Gate>(in.integer(0)), x.stride, y.stride,
+        false});
   return 0;
 }
 
@@ -242,7 +247,7 @@ int run_hidden_states(const Instruction& in) {
 
 }  // namespace
 
-const Operation kEmbedding = {{"embedding", 1, 0, 1, 3}, check_embedding, run_embedding};
+const Operation kEmbedding = {{"embedding", 1, 0, 1, 4}, check_embedding, run_embedding};
 const Operation kRmsNorm = {{"rms_norm", 2, 2, 2, 4}, check_rms_norm, run_rms_norm};
 const Operation kGatedActivation = {{"gated_activation", 1, 1, 0, 1}, check_gated_activation, run_gated_activation};
 const Operation kActivation = {{"activation", 1, 1, 0, 1}, check_activation, run_activation};
