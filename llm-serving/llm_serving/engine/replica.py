@@ -43,11 +43,13 @@ def build_scheduler(
     index: int = 0,
     window: int | None = None,
     clock: Clock = monotonic,
+    whole_prompts: bool = False,
 ) -> Scheduler:
     """Create the scheduler of replica `index`, with a KV cache of `num_blocks` and a host pool of `num_swap_blocks`.
 
     If the configuration names a folder for recordings, the scheduler's decisions are recorded until it is freed.
     `window`: number of latest tokens that every layer of the model attends to; None: some layer attends to all.
+    `whole_prompts`: whether a step must compute whole prompts, because tokens attend to later ones.
     """
     scheduler = config.scheduler
     sliding_window = Window.from_model(window, scheduler.max_prefill_tokens, config.model.max_generate_length)
@@ -55,11 +57,11 @@ def build_scheduler(
         num_blocks,
         config.pa.block_size,
         num_swap_blocks=num_swap_blocks,
-        prefix_caching=scheduler.prefix_caching,
+        prefix_caching=scheduler.prefix_caching and not whole_prompts,
         window=sliding_window,
         exports=create_transfer_pool(config.num_transfer_blocks, index),
     )
-    limits, policy, classes, order, _ = build_rules(config, blocks.max_request_tokens)
+    limits, policy, classes, order, _ = build_rules(config, blocks.max_request_tokens, whole_prompts=whole_prompts)
     if scheduler.record_path is None:
         return Scheduler(limits, policy, blocks, classes, order)
     name = f"replica-{index}"
@@ -76,9 +78,11 @@ def create_transfer_pool(num_transfer_blocks: int, index: int) -> TransferPool:
     return TransferPool(num_transfer_blocks, index * num_transfer_blocks, next(_POOL_NUMBERS) * EPOCHS_PER_POOL)
 
 
-def build_rules(config: ServingConfig, max_request_tokens: int) -> SchedulingRules:
+def build_rules(config: ServingConfig, max_request_tokens: int, *, whole_prompts: bool = False) -> SchedulingRules:
     """Return the rules of a scheduler whose KV cache holds requests of up to `max_request_tokens`."""
     scheduler, model = config.scheduler, config.model
+    if whole_prompts:
+        max_request_tokens = min(max_request_tokens, scheduler.max_prefill_tokens)
     policy = POLICIES[scheduler.policy](config)
     limits = SchedulerLimits(
         max_num_batched_tokens=scheduler.max_prefill_tokens,
@@ -92,6 +96,7 @@ def build_rules(config: ServingConfig, max_request_tokens: int) -> SchedulingRul
         quantum_steps=scheduler.quantum_steps,
         max_steps_in_flight=_max_steps_in_flight(config),
         max_long_prefill_tokens=scheduler.max_long_prefill_tokens or max(1, scheduler.max_prefill_tokens // 2),
+        whole_prompts=whole_prompts,
         separate=not scheduler.enable_mixed_chunk,
         preemption_mode=PreemptionMode(scheduler.preemption_mode),
         swap_block_cost_tokens=scheduler.swap_block_cost_tokens,
@@ -101,8 +106,9 @@ def build_rules(config: ServingConfig, max_request_tokens: int) -> SchedulingRul
         num_schedulers=config.num_replicas,
         max_running_of_tenant={key.name: key.max_running for key in config.api_keys if key.max_running is not None},
     )
+    caches = scheduler.prefix_caching and not whole_prompts
     classes = config.request_classes if policy.honours_classes else (RequestClass(name="all", rank=0),)
-    return SchedulingRules(limits, policy, classes, ORDERS[_order_name(config, policy)](), scheduler.prefix_caching)
+    return SchedulingRules(limits, policy, classes, ORDERS[_order_name(config, policy)](), caches)
 
 
 def _order_name(config: ServingConfig, policy: Policy) -> str:
@@ -153,11 +159,14 @@ def build_engine(
     num_swap_blocks: int = 0,
     window: int | None = None,
     clock: Clock = monotonic,
+    whole_prompts: bool = False,
     build_drafter: Callable[[ServingConfig, Executor, Clock], SpeculationController | None] = build_drafter,
     **options: Any,
 ) -> Engine:
-    """Create the engine of replica `index`. For the numbers of blocks and `window` see `build_scheduler`."""
-    scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, window, clock)
+    """Create the engine of replica `index`. For the numbers of blocks, `window` and `whole_prompts` see
+    `build_scheduler`.
+    """
+    scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, window, clock, whole_prompts)
     longest = _longest_request(config, scheduler.blocks)
     logger.info("replica %d: %d blocks of %d tokens; %s", index, num_blocks, config.pa.block_size, longest)
     event_log = EventLog(config.serving.explain_requests, config.serving.timeline_steps)

@@ -385,4 +385,6 @@ class Replicas(EngineListener):
 
 
 def _reload(engine: Engine, number: int, config: ServingConfig) -> None:
-    engine.reload(build_rules(config, engine.scheduler.blocks.max_request_tokens), number)
+    scheduler = engine.scheduler
+    whole_prompts = scheduler.limits.whole_prompts
+    engine.reload(build_rules(config, scheduler.blocks.max_request_tokens, whole_prompts=whole_prompts), number)

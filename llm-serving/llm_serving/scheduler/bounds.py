@@ -95,6 +95,7 @@ def class_bounds(
     others.
     Prompts: before a running prompt come those of its class, with at most as many tokens as the cache holds.
     Reload: if more requests run than there are slots, none is admitted until enough have finished.
+    Whole prompts: a step that has no room for the next prompt is at least half full with the step after it.
     Sliding windows: a request holds at most its window and a step, so more of the longest requests run in parallel.
     """
     window = Window() if window is None else window
@@ -105,6 +106,8 @@ def class_bounds(
     num_slots = max(1, min(limits.max_num_seqs, num_side_by_side))
     # Tokens of all running requests; with a sliding window, a block stands for its part of the whole sequence.
     tokens_per_block, chunk = Fraction(block_size), limits.max_num_batched_tokens
+    if limits.whole_prompts:
+        chunk = (chunk + 1) // 2  # two consecutive steps fill more than one, or compute all prompts that wait
     if longest > longest_blocks * block_size:
         tokens_per_block = Fraction(longest, longest_blocks)
         chunk = min(chunk, window.min_chunk(block_size, num_blocks))

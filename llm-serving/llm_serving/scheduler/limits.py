@@ -41,6 +41,10 @@ class SchedulerLimits:
     """Number of steps that a lower class may get above its share before a higher class preempts it."""
     max_steps_in_flight: int = 1
     """Maximum number of steps in flight: formed, but without a reply."""
+    whole_prompts: bool = False
+    """Whether a step computes only whole prompts, because tokens attend to later ones. `max_model_len` is then at most
+    the token budget.
+    """
     max_long_prefill_tokens: int | None = None
     """Maximum number of tokens of one prompt in a step while other prompts wait; None: no limit."""
     separate: bool = False

@@ -214,6 +214,9 @@ class PrefillStage:
             if request.num_tokens_in_flight or not request.num_uncomputed_tokens:
                 plan.blocked = Blocked.of(request, WaitReason.IN_FLIGHT)
                 return
+            if self._limits.whole_prompts and request.num_tokens > plan.budget:
+                plan.blocked = Blocked.of(request, WaitReason.BUDGET)
+                return
             parent = self.parent_of(request)
             if not (slots.has_room_for(request, parent) or self._preemptor.preempt_for(request, parent, plan)):
                 blocked = Blocked.of(request, WaitReason.SLOTS if slots.is_full else WaitReason.BLOCKS)
@@ -241,7 +244,13 @@ class PrefillStage:
         slots.add(request)
 
     def _schedule_prefill(self, request: Request, plan: StepPlan, capped: list[Request]) -> None:
-        """Add at most `max_long_prefill_tokens` of a prompt to the step. Requests with more are added to `capped`."""
+        """Add at most `max_long_prefill_tokens` of a prompt to the step. Requests with more are added to `capped`. With
+        `whole_prompts`, add the whole prompt if it fits.
+        """
+        if self._limits.whole_prompts:
+            if request.num_tokens <= plan.budget:
+                plan.add_prefill(request, request.num_tokens)
+            return
         if self._blocks.has_sliding_window and not self._preemptor.ensure_blocks(request, plan):
             return
         share = self._limits.max_long_prefill_tokens or plan.budget
