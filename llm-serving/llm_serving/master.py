@@ -20,6 +20,7 @@ from llm_serving.executor.restart_status import StartCancellation
 from llm_serving.executor.supervisor import ConsistencyCheck, SupervisedExecutor, WorkAgentProcess, start_work_agent
 from llm_serving.hub.base import DownloadProgress
 from llm_serving.log import get_logger
+from llm_serving.models.pooling import pooling_mode
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observability.metrics import Metrics, WorkAgentMemory
 from llm_serving.scheduler import Scheduler
@@ -60,6 +61,7 @@ def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
     assert config.model.model_path is not None
     spec = ModelSpec.from_folder(config.model.model_path)
     tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)
+    pooling = pooling_mode(config.model.pooling, config.model.model_path, spec)
     if (notice := notice_of_unknown_tokens(tokenizer, spec.vocab_size)) is not None:
         logger.warning("%s", notice)
     if config.scheduler.draft_model_path is not None:
@@ -92,6 +94,8 @@ def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
                 index,
                 loaded.num_swap_blocks,
                 spec.window,
+                whole_prompts=not spec.network.causal,
+                pooling=pooling,
                 notice=loaded.notice,
                 compute_fingerprint=loaded.compute_fingerprint,
             )

@@ -18,6 +18,7 @@ from llm_serving.executor.executor import LocalExecutor
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.hub import download
 from llm_serving.log import get_logger
+from llm_serving.models.pooling import pooling_mode
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observability.metrics import Metrics
 from llm_serving.text.structured_output import ConstraintCompiler, Grammar, GrammarError, GrammarLimits, TokenConstraint
@@ -64,6 +65,8 @@ class LLM:
             self._publish,
             num_swap_blocks=cache.num_swap_blocks,
             window=self.model_spec.window,
+            whole_prompts=not self.model_spec.network.causal,
+            pooling=pooling_mode(config.model.pooling, config.model.model_path, self.model_spec),
         )
         self.end_token_ids = end_token_ids(config.model, self.model_spec, self.tokenizer)
         serving = config.serving

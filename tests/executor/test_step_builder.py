@@ -6,7 +6,9 @@ import math
 from itertools import pairwise
 
 import numpy as np
+from llm_serving.core.enums import PoolingMode
 from llm_serving.core.request import FinishReason
+from llm_serving.core.step import ResultKind
 from llm_serving.executor.step_builder import StepBuilder
 from support.factories import create_request, create_scheduler
 
@@ -278,3 +280,16 @@ def test_a_row_with_draft_tokens_has_a_sample_after_each():
     ]
     steps.collect(7, 8, 4, 5)
     assert steps.next().token_ids.tolist() == [7, 4]
+
+
+def test_step_builder_names_the_pooled_token():
+    def result(pooling):
+        request = create_request(5, max_tokens=0)
+        request.wants_vector = True
+        steps = Steps(request)
+        steps.builder = StepBuilder(steps.scheduler.blocks, pooling)
+        return steps.next().result_tokens.tolist()
+
+    assert result(PoolingMode.LAST) == [[0, 4, ResultKind.VECTOR]]
+    assert result(PoolingMode.FIRST) == [[0, 0, ResultKind.VECTOR]]
+    assert result(PoolingMode.MEAN) == [[0, 4, ResultKind.MEAN]]

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from llm_serving.core.enums import PoolingMode
 from llm_serving.errors import ModelError
 from llm_serving.hub.base import missing_files, small_files
 from llm_serving.models.pooling import Pooling, resolve_pooling
@@ -21,6 +22,25 @@ def modules(*kinds: str) -> list[dict[str, object]]:
     return [{"idx": i, "path": paths.get(kind, "3"), "type": prefix + kind} for i, kind in enumerate(kinds)]
 
 
+BERT = {
+    "architectures": ["BertModel"],
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 1,
+    "vocab_size": 100,
+    "max_position_embeddings": 40,
+    "id2label": {"0": "LABEL_0"},
+}
+
+
+def spec_of(**changes: object) -> ModelSpec:
+    return ModelSpec.from_hugging_face(BERT | changes)
+
+
+DECODER = ModelSpec.from_hugging_face(CONFIG)
+
+
 def folder_with(folder: Path, listed: object, pooling: object = LAST) -> Path:
     (folder / "1_Pooling").mkdir(parents=True, exist_ok=True)
     (folder / "modules.json").write_text(json.dumps(listed))
@@ -31,22 +51,88 @@ def folder_with(folder: Path, listed: object, pooling: object = LAST) -> Path:
 @pytest.mark.parametrize("pooling", [LAST, {"embedding_dimension": 64, "pooling_mode": "lasttoken"}])
 def test_pooling_of_an_embedding_model_folder(tmp_path, pooling):
     listed = modules("Transformer", "Pooling", "Normalize")
-    assert resolve_pooling("auto", folder_with(tmp_path, listed, pooling)) == Pooling(
+    assert resolve_pooling("auto", folder_with(tmp_path, listed, pooling), DECODER) == Pooling(
         normalises=True, embedding_only=True
     )
-    assert resolve_pooling("none", tmp_path) is None
-    assert resolve_pooling("auto", folder_with(tmp_path, listed[:2])) == Pooling(normalises=False, embedding_only=True)
+    assert resolve_pooling("none", tmp_path, DECODER) is None
+    folder = folder_with(tmp_path, listed[:2])
+    assert resolve_pooling("auto", folder, DECODER) == Pooling(normalises=False, embedding_only=True)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "mode"),
+    [
+        (LAST | {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}, PoolingMode.MEAN),
+        (LAST | {"pooling_mode_cls_token": True, "pooling_mode_lasttoken": False}, PoolingMode.FIRST),
+        ({"pooling_mode": "mean"}, PoolingMode.MEAN),
+        ({"pooling_mode": "cls"}, PoolingMode.FIRST),
+        (LAST, PoolingMode.LAST),
+    ],
+)
+def test_pooling_of_an_encoder(tmp_path, pooling, mode):
+    listed = modules("Transformer", "Pooling", "Normalize")
+    assert resolve_pooling("auto", tmp_path, spec_of()) == Pooling(False, embedding_only=True, mode=PoolingMode.MEAN)
+    found = resolve_pooling("auto", folder_with(tmp_path, listed, pooling), spec_of())
+    assert found == Pooling(normalises=True, embedding_only=True, mode=mode)
+    assert resolve_pooling("last", tmp_path, spec_of()) == Pooling(embedding_only=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode", "sigmoid"),
+    [
+        ({"architectures": ["BertForSequenceClassification"]}, PoolingMode.FIRST, True),
+        (
+            {
+                "architectures": ["XLMRobertaForSequenceClassification"],
+                "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
+            },
+            PoolingMode.FIRST,
+            False,
+        ),
+        (
+            {"architectures": ["ModernBertForSequenceClassification"], "classifier_pooling": "mean"},
+            PoolingMode.MEAN,
+            True,
+        ),
+    ],
+)
+def test_pooling_of_a_reranker(tmp_path, changes, mode, sigmoid):
+    spec = spec_of(**changes)
+    expected = Pooling(False, embedding_only=True, mode=mode, scores=True, applies_sigmoid=sigmoid)
+    assert resolve_pooling("auto", tmp_path, spec) == expected
+
+
+def test_pooling_of_a_reranker_by_the_logits_of_two_tokens(tmp_path):
+    write_small_model(tmp_path)
+    folder_with(tmp_path, modules("Transformer", "LogitScore"))
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "config.json").write_text(json.dumps({"true_token_id": 7, "false_token_id": 9}))
+    spec = check_folder(tmp_path)
+    (head,) = [each for each in spec.network.head_operations if each.kind == "linear"]
+    assert head.weights["weight"].rows == (7, 9) and spec.network.num_labels == 1
+    expected = Pooling(False, embedding_only=True, scores=True)
+    assert resolve_pooling("auto", tmp_path, spec) == expected
+    (tmp_path / "3" / "config.json").write_text(json.dumps({"true_token_id": "7"}))
+    with pytest.raises(ModelError, match="integer `true_token_id`"):
+        check_folder(tmp_path)
+
+
+def test_an_encoder_reads_as_many_tokens_as_sentence_transformers(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(BERT | {"architectures": ["XLMRobertaModel"], "pad_token_id": 1}))
+    assert ModelSpec.from_folder(tmp_path).max_position_embeddings == 38
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 20}))
+    assert ModelSpec.from_folder(tmp_path).max_position_embeddings == 20
 
 
 def test_pooling_last_serves_embeddings_of_any_model(tmp_path):
-    assert resolve_pooling("auto", tmp_path) is None
-    assert resolve_pooling("last", tmp_path) == Pooling(normalises=True, embedding_only=False)
+    assert resolve_pooling("auto", tmp_path, DECODER) is None
+    assert resolve_pooling("last", tmp_path, DECODER) == Pooling(normalises=True, embedding_only=False)
 
 
 @pytest.mark.parametrize(
     ("listed", "pooling", "text"),
     [
-        (modules("Transformer", "Pooling"), {"pooling_mode_mean_tokens": True}, "mode mean_tokens is not served"),
+        (modules("Transformer", "Pooling"), {"pooling_mode_mean_tokens": True}, "mode mean is not served"),
         (modules("Transformer", "Pooling"), LAST | {"pooling_mode_cls_token": True}, "cls_token + lasttoken"),
         (modules("Transformer", "Pooling"), {}, "mode none"),
         (modules("Transformer", "Pooling"), [], "JSON object"),
@@ -60,20 +146,20 @@ def test_pooling_last_serves_embeddings_of_any_model(tmp_path):
 )
 def test_pooling_refuses_unsupported_modules(tmp_path, listed, pooling, text):
     with pytest.raises(ModelError, match=text.replace("+", r"\+")):
-        resolve_pooling("auto", folder_with(tmp_path, listed, pooling))
-    assert resolve_pooling("last", tmp_path) == Pooling(normalises=True, embedding_only=True)
+        resolve_pooling("auto", folder_with(tmp_path, listed, pooling), DECODER)
+    assert resolve_pooling("last", tmp_path, DECODER) == Pooling(normalises=True, embedding_only=True)
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        {"architectures": ["BertModel"]},
-        {"architectures": ["XLMRobertaForSequenceClassification"]},
+        {"architectures": ["ElectraModel"]},
+        {"architectures": ["MPNetForMaskedLM"]},
         {"architectures": ["Qwen2ForCausalLM"], "is_causal": False},
         {"architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True},
     ],
 )
-def test_pooling_refuses_encoders(config):
+def test_pooling_refuses_other_encoders(config):
     with pytest.raises(ModelError, match="is an encoder"):
         ModelSpec.from_hugging_face(CONFIG | config)
 

@@ -154,12 +154,12 @@ def test_out_of_range_indices_are_rejected(rows, message):
             "result_tokens must be less than `query_lens` of their rows",
         ),
         (
-            {"result_tokens": np.array([[0, 1, 0], [1, 0, 3]], np.int32)},
-            "result_tokens must be of kinds 0 to 2. Given: 0 to 3",
+            {"result_tokens": np.array([[0, 1, 0], [1, 0, 4]], np.int32)},
+            "result_tokens must be of kinds 0 to 3. Given: 0 to 4",
         ),
         (
             {"result_tokens": np.array([[0, 1, -1], [1, 0, 0]], np.int32)},
-            "result_tokens must be of kinds 0 to 2. Given: -1 to 0",
+            "result_tokens must be of kinds 0 to 3. Given: -1 to 0",
         ),
         (
             {"result_tokens": np.array([[-1, 0, 0], [1, 0, 0]], np.int32)},

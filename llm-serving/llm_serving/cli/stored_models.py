@@ -55,5 +55,5 @@ def check_weights(config: ServingConfig) -> None:
     model = config.hub_model
     complete = model is None or not missing_files(model.folder)
     if config.model.model_path is not None and complete:
-        check_folder(config.model.model_path)
-        resolve_pooling(config.model.pooling, config.model.model_path)
+        spec = check_folder(config.model.model_path)
+        resolve_pooling(config.model.pooling, config.model.model_path, spec)

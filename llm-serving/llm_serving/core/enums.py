@@ -74,6 +74,17 @@ class QuantizationName(enum.StrEnum):
     DEQUANTIZED = "dequantized"
 
 
+class PoolingMode(enum.StrEnum):
+    """How the last hidden states of a text become its vector."""
+
+    LAST = "last"
+    """That of the last token."""
+    FIRST = "cls"
+    """That of the first token."""
+    MEAN = "mean"
+    """Their mean. One step must compute the whole text."""
+
+
 class KVCacheDtypeName(enum.StrEnum):
     """Type of the values in the KV cache; see `worker.kv_cache`."""
 

@@ -78,7 +78,11 @@ class ResultKind(enum.IntEnum):
     LOGPROBS = 1
     """Log-probabilities of the next token, for the tokens in `ScoringInput` and the most likely ones."""
     VECTOR = 2
-    """Last hidden state of the token, the input of the LM head."""
+    """Last hidden state of the token, the input of the LM head; or the scores that the model's classifier computes of
+    it.
+    """
+    MEAN = 3
+    """As VECTOR, of the mean of the row's last hidden states up to the token."""
 
 
 class ResultToken(NamedTuple):
@@ -242,7 +246,7 @@ class StepInput:
 
     @property
     def num_vectors(self) -> int:
-        """Number of results of kind VECTOR, in a consistent step."""
+        """Number of results of kinds VECTOR and MEAN, in a consistent step."""
         return len(self.result_tokens) - self.sampling.num_samples - self.scoring.num_results
 
 
@@ -293,7 +297,9 @@ class StepOutput:
     results of the same row and kind, only the first is listed.
     """
     scores: Scores = NO_SCORES
-    vectors: Float32Array = field(default_factory=lambda: NO_VECTORS)  # [results of kind VECTOR, hidden size]
+    vectors: Float32Array = field(
+        default_factory=lambda: NO_VECTORS
+    )  # [results of kinds VECTOR and MEAN, hidden size or labels]
 
 
 DRAFT_WINDOW: Final = 256

@@ -69,7 +69,7 @@ class AsyncEngine:
             generation_defaults(path) if config.model.generation_config == "auto" else {}
         )
         """Sampling parameters that the model recommends for OpenAI requests. Others have those of `SamplingParams`."""
-        self.pooling: Pooling | None = None if path is None else resolve_pooling(config.model.pooling, path)
+        self.pooling: Pooling | None = None if path is None else resolve_pooling(config.model.pooling, path, model_spec)
         """How hidden states become embeddings; None: the model does not produce embeddings."""
         self._dispatcher = dispatcher = RequestDispatcher(config, metrics, open_replica, clock, self._fail)
         self.replicas, self.coalesced = dispatcher.replicas, dispatcher.coalesced

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Final
 
+from llm_serving.core.enums import PoolingMode
 from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT, ComputeFingerprint
 from llm_serving.core.request import FinishReason
 from llm_serving.core.step import StepInput
@@ -66,6 +67,7 @@ class Engine(EngineRequests):
         clock: Clock = monotonic,
         notice: str = "",
         compute_fingerprint: ComputeFingerprint = UNKNOWN_FINGERPRINT,
+        pooling: PoolingMode = PoolingMode.LAST,
         build_step: BuildStep | None = None,
         attach_sink: AttachSink = attach_sink,
     ) -> None:
@@ -75,9 +77,11 @@ class Engine(EngineRequests):
         self.num_steps = 0
         self.notice = notice
         self.compute_fingerprint = compute_fingerprint
-        self._recovery = Recovery(scheduler, executor, metrics, self._on_restart_attempt, self._on_bisection_step)
+        self._recovery = Recovery(
+            scheduler, executor, metrics, self._on_restart_attempt, self._on_bisection_step, pooling
+        )
         self._restart_wait_s = restart_wait_s
-        self._builder = StepBuilder(scheduler.blocks)
+        self._builder = StepBuilder(scheduler.blocks, pooling)
         self._build_step: BuildStep = self._builder.build if build_step is None else build_step
         self._max_steps_in_flight = min(max_steps_in_flight, executor.max_steps_in_flight)
         self._in_flight: deque[Schedule] = deque()

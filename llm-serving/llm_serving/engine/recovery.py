@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from llm_serving.config.schema import ServingConfig
+from llm_serving.core.enums import PoolingMode
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.core.step import all_tokens_allowed
@@ -52,6 +53,7 @@ class Recovery:
         metrics: Metrics,
         on_restart_attempt: Callable[[str], None] = lambda reason: None,
         on_trial_step: Callable[[], None] = lambda: None,
+        pooling: PoolingMode = PoolingMode.LAST,
     ) -> None:
         self.restarting: str | None = None
         """Why the WorkAgent is restarting; None if it is not."""
@@ -60,6 +62,7 @@ class Recovery:
         self._metrics = metrics
         self._on_restart_attempt = on_restart_attempt
         self._on_trial_step = on_trial_step
+        self._pooling = pooling
 
     def culprits(self, error: LLMServingError, in_flight: Sequence[Schedule]) -> list[Request]:
         """Restart the WorkAgent if necessary, however long it takes. Return the requests that made a step fail.
@@ -137,7 +140,7 @@ class Recovery:
         trial = Scheduler(
             _trial_limits(scheduler.limits), Mixed(ServingConfig()), blocks, (RequestClass(name="trial", rank=0),)
         )
-        builder = StepBuilder(blocks)
+        builder = StepBuilder(blocks, self._pooling)
         for request in group:
             trial.add(_copy(request))
         try:

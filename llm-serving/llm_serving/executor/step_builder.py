@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from llm_serving.core.enums import PoolingMode
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import RULES
 from llm_serving.core.step import (
@@ -49,8 +50,9 @@ class StepBuilder:
     master does not know yet is always one of these samples.
     """
 
-    def __init__(self, blocks: BlockManager) -> None:
+    def __init__(self, blocks: BlockManager, pooling: PoolingMode = PoolingMode.LAST) -> None:
         self._blocks = blocks
+        self._pooling = pooling
         self._previous_samples: dict[Request, int] = {}
         self._params = _SamplingParams([], {})
 
@@ -83,7 +85,7 @@ class StepBuilder:
         result_tokens = np.array(chosen, np.int32).reshape(-1, len(ResultToken._fields))
         scoring = _NO_SCORING
         if schedule.prompt_results:
-            of_prompts, scoring = _prompt_results(schedule)
+            of_prompts, scoring = _prompt_results(schedule, self._pooling)
             result_tokens = np.concatenate([result_tokens, of_prompts])
         block_tables, block_epochs = _packed(tables)
         step = StepInput(
@@ -150,19 +152,21 @@ class StepBuilder:
         return history + request.draft_token_ids[:num_drafts]
 
 
-def _prompt_results(schedule: Schedule) -> tuple[Int32Array, ScoringInput]:
+def _prompt_results(schedule: Schedule, pooling: PoolingMode) -> tuple[Int32Array, ScoringInput]:
     """Return the `ResultToken` entries of prompt log-probabilities and vectors, and the scoring parameters."""
     scores: list[ResultToken] = []
     vectors: list[ResultToken] = []
     token_ids: list[int] = []
     num_logprobs: list[int] = []
+    kind = ResultKind.MEAN if pooling is PoolingMode.MEAN else ResultKind.VECTOR
     for row, start, end, vector, _ in schedule.prompt_results:
         request, first, *_ = schedule.rows[row]
         scores += [ResultToken(row, token - first, ResultKind.LOGPROBS) for token in range(start, end)]
         token_ids += request.prompt_token_ids[start + 1 : end + 1]
         num_logprobs += [request.sampling.prompt_logprobs or 0] * (end - start)
         if vector:
-            vectors.append(ResultToken(row, request.num_prompt_tokens - 1 - first, ResultKind.VECTOR))
+            token = 0 if pooling is PoolingMode.FIRST else request.num_prompt_tokens - 1 - first
+            vectors.append(ResultToken(row, token, kind))
     result_tokens = np.array(scores + vectors, np.int32).reshape(-1, len(ResultToken._fields))
     offsets = np.arange(len(token_ids) + 1, dtype=np.int32)
     return result_tokens, ScoringInput(np.array(num_logprobs, np.int32), offsets, np.array(token_ids, np.int32))

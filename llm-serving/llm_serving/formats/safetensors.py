@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +18,8 @@ from llm_serving.formats.stored_tensor import NUMPY_DTYPES, PACKED_DTYPES, Store
 _MAX_HEADER_BYTES: Final = 32 * 2**20
 _LFS_POINTER: Final = b"version "
 _MAX_DIMENSIONS: Final = 8
+_NO_WEIGHT: Final = re.compile(r"^__metadata__$|(^|\.)position_ids$")
+"""Entries of a header that are no weights. Encoders of older exporters have numbered their positions in a tensor."""
 
 
 def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor]:
@@ -35,7 +38,7 @@ def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor
         content = stream.read(header_bytes)
     try:
         header = json.loads(content, object_pairs_hook=_distinct)
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        entries = {name: entry for name, entry in header.items() if not _NO_WEIGHT.search(name)}
         dtypes = (*NUMPY_DTYPES, *PACKED_DTYPES) if packed else tuple(NUMPY_DTYPES)
         layout = _FileLayout(file, 8 + header_bytes, size, dtypes)
         tensors = {name: _stored_tensor(layout, name, entry) for name, entry in entries.items()}

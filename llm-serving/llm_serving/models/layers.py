@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, Literal
@@ -18,7 +18,7 @@ from llm_serving.network.builder import (
     repeated_order,
     shared_order,
 )
-from llm_serving.network.operations import Transform, Value, Weight
+from llm_serving.network.operations import Float32Array, Transform, Value, Weight
 from llm_serving.network.rope import ROPE_SCALINGS, Rotary, Scaling
 
 HEAD_MULTIPLE: Final = 16
@@ -31,6 +31,8 @@ MAX_EXPERT_COLUMNS: Final = 2**21
 
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
+SCORE_TOKENS: Final = "score_token_ids"
+"""Configuration key: the token whose logit is the score of a reranker, and the token whose logit is subtracted."""
 HEAD_NORMS: Final = ("self_attn.q_norm", "self_attn.k_norm")
 """Usual names of the norms of queries and keys."""
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -163,11 +165,25 @@ def layer_kinds(c: ConfigReader, every: int) -> list[str]:
 
 
 def empty_network(
-    c: ConfigReader, gamma_transform: Transform | None = None, *, eps: float = 1e-6, eps_key: str = "rms_norm_eps"
+    c: ConfigReader,
+    gamma_transform: Transform | None = None,
+    *,
+    eps: float = 1e-6,
+    eps_key: str = "rms_norm_eps",
+    causal: bool = True,
 ) -> Network:
     """Return an empty network with the sizes of a configuration. `eps`: default of `eps_key`."""
     sizes = c.integer("hidden_size"), c.integer("vocab_size")
-    return Network(*sizes, c.number(eps_key, eps), gamma_transform)
+    return Network(*sizes, c.number(eps_key, eps), gamma_transform, causal=causal)
+
+
+def classifier_labels(c: ConfigReader) -> int:
+    """Return the number of labels of a classifier, which must be 1: the score of a reranker."""
+    labels = c.config.get("id2label")
+    count = len(labels) if isinstance(labels, Mapping) else c.integer("num_labels", 2)
+    if count != 1:
+        raise c.fail("id2label", f"must have one label, which is the score of a reranker; it has {count}")
+    return count
 
 
 def decoder(
@@ -204,8 +220,32 @@ def decoder(
         head = table
     for further in range(c.integer("num_nextn_predict_layers", 0, least=0)):
         net.allow_unused(f"{layers}.{index + 1 + further}.")  # multi-token prediction, which is not used
-    net.lm_head((normalize or net.rms_norm)(hidden, norm), head, scale=scale, cap=cap, transform=lm_head_transform)
+    hidden = (normalize or net.rms_norm)(hidden, norm)
+    if SCORE_TOKENS in c.config:
+        return _token_scores(net, c, hidden, head)
+    if any(name.endswith("ForSequenceClassification") for name in c.config.get("architectures") or ()):
+        net.allow_unused("lm_head.")
+        net.begin_head()
+        count = classifier_labels(c)
+        net.scores(net.linear(hidden, "score", count), count)
+        return net
+    net.lm_head(hidden, head, scale=scale, cap=cap, transform=lm_head_transform)
     return net
+
+
+def _token_scores(net: Network, c: ConfigReader, hidden: Value, head: str) -> Network:
+    """End a network with the logit of one token, less that of another if two are given."""
+    ids = c.token_ids(SCORE_TOKENS)
+    if not 1 <= len(ids) <= 2 or max(ids) >= net.vocab:
+        raise c.fail(SCORE_TOKENS, f"must hold one or two tokens below `vocab_size` {net.vocab}")
+    net.begin_head()
+    difference = _difference if len(ids) == 2 else None
+    net.scores(net.linear(hidden, head, net.vocab, rows=ids, transform=difference, width=1), 1)
+    return net
+
+
+def _difference(rows: Float32Array) -> Float32Array:
+    return rows[:1] - rows[1:]
 
 
 def pre_norm(
@@ -298,7 +338,7 @@ def self_attention(
     if norms is not None and norms_after_rope:
         q, k = normalized((q, k))
     # An offset of the keys moves all scores but that of a sink.
-    may_move = norms is None and cap is None and not sinks
+    may_move = norms is None and cap is None and not sinks and net.causal
     offset = _key_offset(net, qkv, heads, rotary) if bias and may_move else None
     of_heads = Weight((f"{at}self_attn.sinks",), (heads.q,), ((heads.q,),), dtype="float32") if sinks else None
     layer = net.store_kv(k, v, heads.kv, offset)
@@ -353,7 +393,7 @@ def gated_mlp(
     *,
     gate_up: Sequence[str] = ("gate_proj", "up_proj"),
     down: str = "down_proj",
-    function: Literal["silu", "gelu_tanh"] = "silu",
+    function: Literal["silu", "gelu_tanh", "gelu"] = "silu",
     bias: bool = False,
 ) -> Value:
     """Add down(function(gate) * up). A single name in `gate_up` is a tensor that stacks both, gate first."""

@@ -1,4 +1,4 @@
-"""The pooling of an embedding model, as `modules.json` of sentence-transformers specifies it."""
+"""How a text becomes a vector or a score, as `modules.json` of sentence-transformers and `config.json` specify it."""
 
 from __future__ import annotations
 
@@ -6,34 +6,70 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from llm_serving.core.enums import PoolingMode
 from llm_serving.core.files import read_regular
 from llm_serving.errors import ModelError, shorten
+
+if TYPE_CHECKING:
+    from llm_serving.models.spec import ModelSpec
 
 MODULES_NAME: Final = "modules.json"
 POOLING_FILES: Final = ("1_Pooling/config.json",)
 """Usual paths of pooling files."""
+TRANSFORMER_FILE: Final = "sentence_bert_config.json"
 _MAX_BYTES: Final = 2**20
 _MODE: Final = "pooling_mode_"
-_LAST: Final = "lasttoken"
+_MODES: Final[Mapping[str, PoolingMode]] = {
+    "lasttoken": PoolingMode.LAST,
+    "cls": PoolingMode.FIRST,
+    "cls_token": PoolingMode.FIRST,
+    "mean": PoolingMode.MEAN,
+    "mean_tokens": PoolingMode.MEAN,
+}
+_ACTIVATIONS: Final[Mapping[str, bool]] = {"Sigmoid": True, "Identity": False}
+"""Activation function of a reranker's score -> whether it is the sigmoid."""
+_ACTIVATION_KEYS: Final = ("activation_fn", "activation_function", "sbert_ce_default_activation_function")
 
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """Last-token pooling: the embedding of a text is the hidden state of its last token after the final norm."""
+    """The pooling of a model that produces embeddings or scores."""
 
     normalises: bool = True
     """Whether embeddings are normalised to length 1 by default."""
     embedding_only: bool = False
-    """Whether the model serves only embeddings, because its LM head, if any, was not trained to generate text."""
+    """Whether the model serves only embeddings or scores, because its LM head, if any, was not trained for text."""
+    mode: PoolingMode = PoolingMode.LAST
+    scores: bool = False
+    """Whether the result is the score of a pair of texts, not a vector."""
+    applies_sigmoid: bool = True
+    """Whether the score is the sigmoid of the model's result by default."""
 
 
-def resolve_pooling(mode: str, folder: Path) -> Pooling | None:
+def resolve_pooling(mode: str, folder: Path, spec: ModelSpec) -> Pooling | None:
     """Return the pooling that `model_config.pooling` (`mode`) selects, or None; raise ModelError as `read_pooling`."""
-    if mode == "auto":
-        return read_pooling(folder)
-    return Pooling(embedding_only=is_embedding_model(folder)) if mode == "last" else None
+    if mode == "none":
+        return None
+    if spec.network.num_labels:
+        return _reranker(folder, spec)
+    if mode == "last":
+        return Pooling(embedding_only=is_embedding_model(folder) or not spec.network.causal)
+    found = read_pooling(folder)
+    if spec.network.causal:
+        if found is not None and found.mode is not PoolingMode.LAST:
+            rule = "is not served for a decoder, only lasttoken; `model_config.pooling: last` takes the last token"
+            raise ModelError(f"{folder}: pooling mode {found.mode} {rule}")
+        return found
+    # sentence-transformers pools an encoder without modules.json by mean.
+    return found or Pooling(normalises=False, embedding_only=True, mode=PoolingMode.MEAN)
+
+
+def pooling_mode(mode: str, folder: Path, spec: ModelSpec) -> PoolingMode:
+    """Return the mode of `resolve_pooling`; LAST for a model without pooling."""
+    pooling = resolve_pooling(mode, folder, spec)
+    return PoolingMode.LAST if pooling is None else pooling.mode
 
 
 def is_embedding_model(folder: Path) -> bool:
@@ -42,45 +78,93 @@ def is_embedding_model(folder: Path) -> bool:
 
 def read_pooling(folder: Path) -> Pooling | None:
     """Read the pooling of a folder; None for a generative model. Raise ModelError for an invalid or unknown one."""
+    modes, normalises = [], False
+    for name, config in _modules(folder):
+        if name == "Pooling":
+            modes.append(_pooling_mode(config))
+        elif name == "Normalize":
+            normalises = True
+        elif name != "Transformer":
+            path = folder / MODULES_NAME
+            raise ModelError(f"{path}: module {name} is not served, only Transformer, Pooling and Normalize")
+    if not is_embedding_model(folder):
+        return None
+    return Pooling(normalises, embedding_only=True, mode=modes[-1] if modes else PoolingMode.LAST)
+
+
+def score_tokens(folder: Path) -> list[int]:
+    """Return the token whose logit is the score of a reranker, and the token whose logit is subtracted; empty for other
+    models. The module LogitScore of sentence-transformers names them.
+    """
+    for name, config in _modules(folder):
+        if name == "LogitScore":
+            content = _read(config)
+            ids = [content.get(key) for key in ("true_token_id", "false_token_id")] if isinstance(content, dict) else []
+            if not ids or not all(type(each) is int or (at == 1 and each is None) for at, each in enumerate(ids)):
+                raise ModelError(f"{config}: must have an integer `true_token_id`. Given: {shorten(content)}")
+            return [each for each in ids if each is not None]
+    return []
+
+
+def max_seq_length(folder: Path) -> int | None:
+    """Return the most tokens of a text that sentence-transformers reads; None: as many as the model has positions."""
+    path = folder / TRANSFORMER_FILE
+    config = _read(path) if path.exists() else None
+    length = config.get("max_seq_length") if isinstance(config, Mapping) else None
+    return length if type(length) is int and length > 0 else None
+
+
+def _reranker(folder: Path, spec: ModelSpec) -> Pooling:
+    """Return the pooling of a model with a classifier. Its activation function is that of sentence-transformers."""
+    mode = PoolingMode.LAST
+    if not spec.network.causal:
+        mode = PoolingMode(spec.config.get("classifier_pooling") or PoolingMode.FIRST)
+    own = spec.config.get("sentence_transformers")
+    named = dict(own) if isinstance(own, Mapping) else {}
+    named |= {key: spec.config.get(key) for key in _ACTIVATION_KEYS if isinstance(spec.config.get(key), str)}
+    path = folder / "config_sentence_transformers.json"
+    if path.exists() and isinstance(config := _read(path), Mapping):
+        named |= config
+    activation = next((named[key] for key in _ACTIVATION_KEYS if isinstance(named.get(key), str)), "Sigmoid")
+    kind = activation.rsplit(".", 1)[-1]
+    if kind not in _ACTIVATIONS:
+        raise ModelError(f"{folder}: activation function {shorten(activation)} of scores is not served")
+    return Pooling(False, embedding_only=True, mode=mode, scores=True, applies_sigmoid=_ACTIVATIONS[kind])
+
+
+def _modules(folder: Path) -> list[tuple[str, Path]]:
+    """Return the name and the configuration file of each module; empty without `modules.json`."""
     path = folder / MODULES_NAME
     if not path.exists():
-        return None
+        return []
     modules = _read(path)
     if not isinstance(modules, list):
         raise ModelError(f"{path}: must be a list of modules. Given: {shorten(modules)}")
-    normalises = False
+    found = []
     for module in modules:
         place, kind = (module.get("path"), module.get("type")) if isinstance(module, dict) else (None, None)
         if not isinstance(place, str) or not isinstance(kind, str):
             raise ModelError(f"{path}: each module must have `path` and `type`. Given: {shorten(module)}")
         name = kind.rsplit(".", 1)[-1]
-        if name == "Pooling":
-            _check_pooling(_inside(folder, place, path) / "config.json")
-        elif name == "Normalize":
-            normalises = True
-        elif name != "Transformer":
-            raise ModelError(f"{path}: module {name} is not served, only Transformer, Pooling and Normalize")
-    return Pooling(normalises, embedding_only=True)
+        if name != "Transformer" and (place in (".", "..") or Path(place).name != place):
+            raise ModelError(f"{path}: `path` of a module must name a folder beside it. Given: {shorten(place)}")
+        found.append((name, folder / place / "config.json"))
+    return found
 
 
-def _inside(folder: Path, place: str, path: Path) -> Path:
-    if place in (".", "..") or Path(place).name != place:
-        raise ModelError(f"{path}: `path` of a module must name a folder beside it. Given: {shorten(place)}")
-    return folder / place
-
-
-def _check_pooling(path: Path) -> None:
+def _pooling_mode(path: Path) -> PoolingMode:
     if not path.exists():
         raise ModelError(f"{path} is missing, which {MODULES_NAME} names: it says how vectors are pooled")
     config = _read(path)
     if not isinstance(config, Mapping):
         raise ModelError(f"{path}: must be a JSON object. Given: {shorten(config)}")
     modes = _modes(config)
-    if modes != [_LAST]:
+    if len(modes) != 1 or modes[0] not in _MODES:
         raise ModelError(
-            f"{path}: pooling mode {' + '.join(modes) or 'none'} is not served, only {_LAST}; "
+            f"{path}: pooling mode {' + '.join(modes) or 'none'} is not served, only lasttoken, cls and mean; "
             f"`model_config.pooling: last` takes the last token all the same"
         )
+    return _MODES[modes[0]]
 
 
 def _modes(config: Mapping[str, Any]) -> list[str]:

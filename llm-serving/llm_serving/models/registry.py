@@ -56,18 +56,30 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
     "StableLmForCausalLM": ("stablelm", "stablelm"),
     "Starcoder2ForCausalLM": ("starcoder2", "starcoder2"),
     "GPTNeoXForCausalLM": ("gpt_neox", "gpt_neox"),
+    "BertModel": ("bert", "bert"),
+    "BertForMaskedLM": ("bert", "bert"),
+    "BertForSequenceClassification": ("bert", "bert_classifier"),
+    "RobertaModel": ("bert", "roberta"),
+    "RobertaForSequenceClassification": ("bert", "roberta_classifier"),
+    "XLMRobertaModel": ("bert", "roberta"),
+    "XLMRobertaForMaskedLM": ("bert", "roberta"),
+    "XLMRobertaForSequenceClassification": ("bert", "roberta_classifier"),
+    "ModernBertModel": ("modernbert", "modernbert"),
+    "ModernBertForMaskedLM": ("modernbert", "modernbert"),
+    "ModernBertForSequenceClassification": ("modernbert", "modernbert_classifier"),
 }
 """Name in `architectures` of a configuration -> (module of this package, function)."""
 
 
-_DECODERS_THAT_EMBED: Final = ("Qwen3", "Qwen2", "Mistral", "Llama")
 _ENCODERS: Final = re.compile(r"Bert|Roberta|Electra|Deberta|MPNet|XLM|T5Encoder|NewModel|(?i:bidirectional)")
+_OF_DECODERS: Final = re.compile(r"(Model|ForSequenceClassification)$")
 _WHAT_FOR: Final = re.compile(r"(For[A-Z]\w*|LMHead)?(Model)?$")
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> str:
-    """Return the first known name in `architectures`; `Qwen3Model`, which has no LM head, counts as `Qwen3ForCausalLM`.
-    Raise ModelError if no name is known or the network is bidirectional.
+    """Return the first known name in `architectures`; `Qwen3Model`, which has no LM head, and
+    `Qwen3ForSequenceClassification`, which has a classifier instead, count as `Qwen3ForCausalLM`. Raise ModelError if
+    no name is known, or a decoder is to attend to both sides.
     """
     known = ", ".join(FAMILIES)
     names = config.get("architectures")
@@ -76,11 +88,14 @@ def architecture_of(config: Mapping[str, Any], where: str) -> str:
     for name in names:
         if not isinstance(name, str):
             continue
-        whole = name if name in FAMILIES else f"{name.removesuffix('Model')}ForCausalLM"
-        if config.get("is_causal") is False or config.get("use_bidirectional_attention") or _ENCODERS.search(name):
+        whole = name if name in FAMILIES else f"{_OF_DECODERS.sub('', name)}ForCausalLM"
+        is_encoder = _ENCODERS.search(name) is not None
+        of_both_sides = config.get("is_causal") is False or config.get("use_bidirectional_attention")
+        if (of_both_sides or is_encoder) and not (is_encoder and whole in FAMILIES):
+            encoders = ", ".join(each for each in FAMILIES if _ENCODERS.search(each))
             raise ModelError(
-                f"{where}: {shorten(name)} is an encoder (bidirectional). Only decoders are supported, also as "
-                f"embedding models, such as those based on {', '.join(_DECODERS_THAT_EMBED)}"
+                f"{where}: {shorten(name)} is an encoder (bidirectional) that is not supported. Known encoders: "
+                f"{encoders}"
             )
         if whole in FAMILIES:
             return whole

@@ -18,8 +18,9 @@ from llm_serving.formats.quantization_schemes import scheme_of
 from llm_serving.models import chatglm
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.gguf import is_gguf, read_config
+from llm_serving.models.layers import SCORE_TOKENS
 from llm_serving.models.mindformers import config_from_mindformers
-from llm_serving.models.pooling import is_embedding_model
+from llm_serving.models.pooling import is_embedding_model, max_seq_length, score_tokens
 from llm_serving.models.registry import architecture_of, describe
 from llm_serving.network.builder import Network
 from llm_serving.network.caches import CacheShape
@@ -87,7 +88,11 @@ class ModelSpec:
 
     @cached_property
     def window(self) -> int | None:
-        """Largest number of tokens that a token attends to in any layer, including itself; None: all."""
+        """Largest number of tokens that a token attends to in any layer, including itself; None: all, or to both sides
+        of it.
+        """
+        if not self.network.causal:
+            return None
         windows = [each.attributes["window"] for each in self.network.operations if each.kind == "attention"]
         return max(windows) if windows and all(windows) else None
 
@@ -164,8 +169,18 @@ class ModelSpec:
         ):
             config["quantization_config"] = older
         if is_embedding_model(folder):
-            config["tie_word_embeddings"] = True  # the LM head is never read and may be missing
-        return cls.from_hugging_face(config, str(path))
+            config["tie_word_embeddings"] = config.get("tie_word_embeddings", True)
+            if tokens := score_tokens(folder):
+                config[SCORE_TOKENS] = tokens
+            else:
+                config["tie_word_embeddings"] = True  # the LM head is never read and may be missing
+        spec = cls.from_hugging_face(config, str(path))
+        longest = None if spec.network.causal else max_seq_length(folder)
+        if longest is not None and longest < spec.max_position_embeddings:
+            limited = replace(spec, max_position_embeddings=longest)
+            limited.__dict__.update({name: spec.__dict__[name] for name in ("network", "scheme")})
+            return limited
+        return spec
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any], where: str = CONFIG_NAME) -> ModelSpec:
@@ -177,11 +192,12 @@ class ModelSpec:
         scheme = scheme_of(config, where)
         network = describe(architecture, reader)
         longest = reader.integer("model_max_length", _UNLIMITED) if architecture == "BaichuanForCausalLM" else 2048
+        longest = reader.integer("max_position_embeddings", longest)
         spec = cls(
             architecture=architecture,
             config=dict(config),
             vocab_size=reader.integer("vocab_size"),
-            max_position_embeddings=reader.integer("max_position_embeddings", longest),
+            max_position_embeddings=longest if network.positions is None else network.positions.num_positions,
             bos_token_id=next(iter(reader.token_ids("bos_token_id")), None),
             eos_token_ids=reader.token_ids("eos_token_id"),
             pad_token_id=next(iter(reader.token_ids("pad_token_id")), None),

@@ -95,6 +95,9 @@ __all__ = ["INDEX_NAME", "WeightReader"]
 _BASE: Final = "model."
 _WITHOUT_BASE: Final = "embed_tokens.weight"
 """Tensor of embedding models without LM head, whose folders have no `model.` prefix."""
+_ENCODER_BASES: Final = ("bert.", "roberta.", "model.")
+"""Prefixes of encoders beside a head. Encoders without a head have none."""
+_ENCODER_TABLES: Final = ("embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight")
 
 # For smaller models, reading ahead saves less time than the thread costs.
 _MIN_READ_AHEAD_BYTES: Final = 1 << 26
@@ -115,13 +118,14 @@ class WeightReader:
         stored: Mapping[str, ReadableTensor] = files if scheme is None else scheme.weights(files)
         theirs = are_of_mindformers(stored)
         prefix = _BASE if _WITHOUT_BASE in stored else ""
+        base = next((each for each in _ENCODER_BASES if any(each + name in stored for name in _ENCODER_TABLES)), "")
         for stored_name, tensor in stored.items():
             if theirs and is_fused(stored_name):
                 raise ModelError(
                     f"{tensor.file}: {stored_name} holds several projections in an order that no file specifies: "
                     f"`llm-serving convert {folder} OUT --to hf --joined {'|'.join(ORDERS)}` separates them"
                 )
-            name = hugging_face_name(stored_name) if theirs else prefix + stored_name
+            name = hugging_face_name(stored_name) if theirs else prefix + stored_name.removeprefix(base)
             if name in self._tensors:
                 raise ModelError(f"{tensor.file}: tensor {name} occurs twice, also in {self._tensors[name].file}")
             self._tensors[name] = tensor

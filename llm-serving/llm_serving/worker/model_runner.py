@@ -24,6 +24,7 @@ from llm_serving.worker.block_guard import BlockGuard, BlockTags, check_block_mo
 from llm_serving.worker.compiled_graph import StepNetworks, compile_networks
 from llm_serving.worker.kv_cache import GraphOwnedCache, KVTensors, TransferMemory
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs
+from llm_serving.worker.pooling import means, num_states_per_result, with_all_states, with_token_types
 from llm_serving.worker.rank_group import RankGroup
 from llm_serving.worker.sampler import check_allowed, check_sampling, choose_tokens_for, sample
 from llm_serving.worker.scoring import check_scoring, score
@@ -85,7 +86,7 @@ class ModelRunner:
             self.kv_tensors = GraphOwnedCache.of(backend, num_blocks, block_size)
         most_tokens = Window.from_model(spec.window, 1, max_model_len).max_request_tokens(block_size, num_blocks)
         max_positions = min(max_model_len, most_tokens)
-        self._limits = ModelLimits(spec.vocab_size, max_positions, num_blocks, block_size, spec.window)
+        self._limits = ModelLimits(spec.network.num_input_ids, max_positions, num_blocks, block_size, spec.window)
         self._num_prompt_rows = num_prompt_rows
         if networks is None:
             lowered = lower(
@@ -163,9 +164,10 @@ class ModelRunner:
         # submitted already, can refer to them and must still compute its other rows.
         previous, self._previous = self._previous, np.full(step.sampling.num_samples, -1, np.int32)
         self._next_step += 1
-        check_sampling(step.sampling, self._limits.vocab_size)
-        check_scoring(step.scoring, self._limits.vocab_size)
-        inputs = build_model_inputs(step, previous, self._limits)
+        network = self.spec.network
+        check_sampling(step.sampling, network.vocab)
+        check_scoring(step.scoring, network.vocab)
+        inputs = with_token_types(build_model_inputs(step, previous, self._limits), network.vocab, network.positions)
         tensors = self.kv_tensors
         sizes = tensors.num_blocks, tensors.num_swap_blocks, tensors.num_transfer_blocks
         check_block_moves(step.block_moves, *sizes)
@@ -180,7 +182,7 @@ class ModelRunner:
             step = self._with_allowed_tokens(step, await_allowed)
             output = sample(step.step, logits, step.sampling, previous, self._choose_tokens)
         else:
-            states = self._states_of(inputs)
+            states = self._pooled_states_of(inputs, step.result_tokens)
             self._export(step.exports)
             output = self._results(self._with_allowed_tokens(step, await_allowed), states, previous)
         self._previous = output.token_ids
@@ -203,10 +205,12 @@ class ModelRunner:
     def _results(self, step: StepInput, states: Float32Array, previous: Int32Array) -> StepOutput:
         num_samples, num_scored = step.sampling.num_samples, step.scoring.num_results
         vectors = states[num_samples + num_scored :]
-        logits = self._logits_of(states[: max(num_samples, 1)])[:num_samples]
+        if self.spec.network.num_labels:
+            vectors = self._logits_of(vectors)
+        vocab_size = self.spec.network.vocab
+        logits = self._logits_of(states[:num_samples]) if num_samples else np.empty((0, vocab_size), np.float32)
         output = sample(step.step, logits, step.sampling, previous, self._choose_tokens)
         to_score = states[num_samples : num_samples + num_scored]
-        vocab_size = self._limits.vocab_size
         scored = score(to_score, step.scoring, self._logits_of, vocab_size, self._choose_tokens)
         errors = {num_samples + index: error for index, error in scored.errors.items()}
         for index in np.flatnonzero(~np.isfinite(vectors).all(axis=1)).tolist():
@@ -215,7 +219,7 @@ class ModelRunner:
         return replace(output, row_errors=output.row_errors | errors, scores=scored.scores, vectors=vectors.copy())
 
     def _logits_of(self, states: Float32Array) -> Float32Array:
-        """Return the logits [P, V] of hidden states [P, H]."""
+        """Return the logits [P, V] or scores [P, labels] of hidden states [P, H]."""
         return self._head((states, *step_inputs_for_rows(len(states))))
 
     def _states_of(self, inputs: ModelInputs) -> Float32Array:
@@ -223,6 +227,13 @@ class ModelRunner:
         if self._prompts is None or not inputs.are_whole_prompts or inputs.num_rows > self._num_prompt_rows:
             return self._states(_network_arguments(self._planned(inputs)))
         return self._prompts(_network_arguments(inputs.padded_to(self._num_prompt_rows)))
+
+    def _pooled_states_of(self, inputs: ModelInputs, result_tokens: Int32Array) -> Float32Array:
+        """Return the hidden states of `_states_of`, of which those of results of kind MEAN are means."""
+        counts = num_states_per_result(result_tokens)
+        if counts is None:
+            return self._states_of(inputs)
+        return means(self._states_of(with_all_states(inputs, counts)), counts)
 
     def _planned(self, inputs: ModelInputs) -> ModelInputs:
         """Return the inputs in the rows that the backend's attention needs."""

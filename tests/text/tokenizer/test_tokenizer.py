@@ -105,9 +105,9 @@ class TestTokenizersFile:
     def test_an_unknown_decoder_is_refused(self, tmp_path):
         byte_level_folder(tmp_path)
         path = tmp_path / "tokenizer.json"
-        content = json.loads(path.read_text()) | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}
+        content = json.loads(path.read_text()) | {"decoder": {"type": "BPEDecoder", "suffix": "</w>"}}
         path.write_text(json.dumps(content))
-        with pytest.raises(ModelError, match=r"decoder 'WordPiece' is not supported\. Known: ByteLevel, "):
+        with pytest.raises(ModelError, match=r"decoder 'BPEDecoder' is not supported\. Known: ByteLevel, "):
             Tokenizer.load(tmp_path)
 
 

@@ -189,7 +189,7 @@ def read_limited(path: Path) -> bytes:
 
 
 def _decoder_steps(decoder: Any, path: Path) -> list[dict[str, Any]]:
-    known = ("ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip")
+    known = ("ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece")
     steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else [decoder]
     for step in steps:
         kind = step.get("type") if isinstance(step, dict) else None
@@ -201,6 +201,8 @@ def _decoder_steps(decoder: Any, path: Path) -> list[dict[str, Any]]:
 def _removes_leading_space(step: Mapping[str, Any]) -> bool:
     if step["type"] == "Strip":
         return bool(step.get("content") == " " and step.get("start", 0) > 0)
+    if step["type"] == "WordPiece":
+        return True
     return bool(step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
 
 
@@ -210,6 +212,9 @@ def _apply_steps(piece: str, steps: list[dict[str, Any]]) -> bytes:
             piece = piece.replace(step["pattern"]["String"], step["content"])
         elif step["type"] == "Metaspace":
             piece = piece.replace(step.get("replacement", SPACE_SYMBOL), " ")
+        elif step["type"] == "WordPiece":  # pieces of one word follow each other without a space
+            prefix = step.get("prefix", "##")
+            piece = piece.removeprefix(prefix) if piece.startswith(prefix) else f" {piece}"
         elif step["type"] == "ByteFallback" and (match := BYTE_PIECE.fullmatch(piece)):
             return bytes.fromhex(match[1])
     return piece.encode()
