@@ -74,8 +74,8 @@ struct WeightQValues {
 
 // Gate function, applied to the first half of a row before it is multiplied by the second: x * sigmoid(x), GELU in its
 // tanh approximation, GELU, or x * sigmoid(1.702 x) of x <= 7 times one more than the second half in [-7, 7] (gpt-oss).
-// Tanh is only a function of values without a gate.
-enum class Gate : uint8_t { kNone, kSilu, kGeluTanh, kGelu, kClamped, kTanh };
+// The numbers are those of programs. Tanh is only a function of values without a gate.
+enum class Gate : uint8_t { kNone, kSilu, kGeluTanh, kGelu, kClamped, kTanh = 6 };
 
 // Function of the second factor of a product of two values.
 enum class Factor : uint8_t { kItself, kSilu, kSigmoid };
