@@ -38,6 +38,8 @@ def test_schemes_dequantize_to_their_definition(tmp_path, layout):
         ("GPTQ, 4 bits, act-order", (4, 32, True, True)),
         ("GPTQ, 8 bits", (8, 96, False, False)),
         ("AWQ, 4 bits", (4, 32, True, False)),
+        ("GPTQ, 8 bits, zeros", (8, 96, True, False)),
+        ("compressed-tensors, W8A16, zeros", (8, 96, True, False)),
     ],
 )
 def test_schemes_return_stored_quantized_values(tmp_path, name, expected):
@@ -113,7 +115,7 @@ def test_schemes_dequantize_8_bits_with_asymmetric_zeros(tmp_path):
     parts["qzeros"] = parts["qzeros"] + 1  # zeros of the first of every four rows
     write_safetensors(tmp_path / "model.safetensors", {f"a.{ending}": each for ending, each in parts.items()})
     reader = WeightReader(tmp_path, scheme_of({"quantization_config": of_gptq(bits=8, group_size=-1)}, "config.json"))
-    found = reader.read_packed("a.weight", (8, 32))
+    found = reader.read("a.weight", (8, 32))
     scales = tensor.scales.astype(np.float16).astype(np.float32)
     expected = values - np.where(np.arange(8) % 4 == 0, scales[:, 0], 0)[:, None]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)

@@ -137,7 +137,7 @@ GOOD = {
         ({"bits": 8}, "quantized values must be"),
         ({"bits": 3}, "quantized values must be"),
         ({"qvalues": np.zeros(8, np.uint8)}, "quantized values must be"),
-        ({"qvalues": np.zeros((2, 8), np.int8), "bits": 8}, "zeros must be"),
+        ({"qvalues": np.zeros((2, 8), np.int8), "bits": 8}, "zeros must be int8"),
         ({"group_size": 0}, "scales must be"),
         ({"group_size": 3}, "scales must be"),
         ({"scales": np.ones((2, 2))}, "scales must be float32"),

@@ -28,6 +28,8 @@ pytestmark = pytest.mark.mindspore
         ("GPTQ, 4 bits, act-order", "w4a16"),
         ("compressed-tensors, W4A16, act-order", "w4a8"),
         ("AWQ, 4 bits", "w8a8"),
+        ("GPTQ, 8 bits, zeros", "w4a8"),
+        ("compressed-tensors, W8A16, zeros", "w8a16"),
     ],
 )
 def test_stored_quantized_values_generate_the_tokens_of_their_values(tmp_path, family, layout, kept):
@@ -48,6 +50,8 @@ def test_stored_quantized_values_generate_the_tokens_of_their_values(tmp_path, f
         ("compressed-tensors, W4A16, act-order", "w4a8", False),
         ("AWQ, 4 bits", "w8a8", False),
         ("compressed-tensors, W8A8", "w8a8", True),
+        ("compressed-tensors, W8A16, zeros", "w8a16", False),
+        ("GPTQ, 8 bits, zeros", "w8a8", False),
     ],
 )
 def test_weights_that_no_product_takes_are_counted_in_the_model_dtype(tmp_path, caplog, layout, kept, is_kept):

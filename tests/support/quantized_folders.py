@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,8 +54,16 @@ def unsigned(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray]:
     """Return quantized values and zeros, both >= 0, int64."""
     half = 2 ** (tensor.bits - 1)
     qvalues = tensor.qvalues.astype(np.int64) + (half if tensor.bits == 8 else 0)
-    zeros = np.full(tensor.scales.shape, half) if tensor.zeros is None else tensor.zeros.astype(np.int64)
+    zeros = np.full(tensor.scales.shape, half)
+    if tensor.zeros is not None:
+        zeros = tensor.zeros.astype(np.int64) + (half if tensor.bits == 8 else 0)
     return qvalues, zeros
+
+
+def with_zeros(tensor: QuantizedTensor) -> QuantizedTensor:
+    """Return the 8-bit values with another zero point in each group."""
+    zeros = (np.arange(tensor.scales.size) % 256 - 128).astype(np.int8).reshape(tensor.scales.shape)
+    return replace(tensor, zeros=zeros)
 
 
 def act_order(tensor: QuantizedTensor) -> QuantizedTensor:
@@ -180,6 +189,13 @@ LAYOUTS: dict[str, Layout] = {
         of_gptq(desc_act=True), lambda w: gptq(act_order(quantize_w4(w, 32, symmetric=False)))
     ),
     "GPTQ, 8 bits": Layout(of_gptq(bits=8, group_size=-1), lambda w: gptq(quantize_w8(w))),
+    "GPTQ, 8 bits, zeros": Layout(
+        of_gptq(bits=8, group_size=-1, sym=False), lambda w: gptq(with_zeros(quantize_w8(w)))
+    ),
+    "compressed-tensors, W8A16, zeros": Layout(
+        compressed("pack-quantized", num_bits=8, strategy="channel", symmetric=False),
+        lambda w: pack_quantized(with_zeros(quantize_w8(w))),
+    ),
     "AWQ, 4 bits": Layout(
         {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
         lambda w: awq(quantize_w4(w, 32, symmetric=False)),

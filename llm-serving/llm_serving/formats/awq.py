@@ -56,7 +56,7 @@ class Awq:
         check_shape(name, parts, "qzeros", (groups, out_words))
         return PackedTensor(name, (out, width), parts, self._unpacked)
 
-    def _unpacked(self, arrays: Mapping[str, Array]) -> QuantizedTensor | Array:
+    def _unpacked(self, arrays: Mapping[str, Array]) -> QuantizedTensor:
         qvalues, zeros = (_unpack_rows(arrays[name]) for name in ("qweight", "qzeros"))
         scales = np.ascontiguousarray(to_float32(arrays["scales"]).T)
         return from_unsigned(qvalues, scales, zeros, 4, self.group_size or qvalues.shape[1], None)

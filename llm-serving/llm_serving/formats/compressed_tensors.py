@@ -120,9 +120,7 @@ def _stored_shape(name: str, parts: Parts) -> tuple[int, int]:
     return out, width
 
 
-def _unpacked(
-    arrays: Mapping[str, Array], shape: tuple[int, int], bits: int, group_size: int
-) -> QuantizedTensor | Array:
+def _unpacked(arrays: Mapping[str, Array], shape: tuple[int, int], bits: int, group_size: int) -> QuantizedTensor:
     scales = np.ascontiguousarray(_by_row(to_float32(arrays[SCALE]), shape[0]))
     zeros = None if ZERO not in arrays else _zeros(arrays[ZERO], scales.shape, bits)
     if PACKED in arrays:

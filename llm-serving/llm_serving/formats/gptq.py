@@ -36,6 +36,7 @@ class Gptq:
         group_size: Columns of a group; 0: a row is one group.
         zeros_less_one: Whether files store zero points minus one, as version 1 of the format does.
         act_order: Whether the columns of a group may lie anywhere in a row.
+        has_zeros: Whether zero points may differ from the middle of the range.
     """
 
     description: str
@@ -44,10 +45,11 @@ class Gptq:
     zeros_less_one: bool = True
     activation_bits: int | None = None
     act_order: bool = False
+    has_zeros: bool = False
 
     @property
     def form(self) -> QValuesForm:
-        return QValuesForm(self.bits, self.group_size, not self.act_order)
+        return QValuesForm(self.bits, self.group_size, not self.act_order, self.has_zeros and self.bits == 8)
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         return assemble_weights(tensors, _ENDINGS, self._packed)
@@ -65,7 +67,7 @@ class Gptq:
             check_shape(name, parts, "g_idx", (width,))
         return PackedTensor(name, (out, width), parts, self._unpacked)
 
-    def _unpacked(self, arrays: Mapping[str, Array]) -> QuantizedTensor | Array:
+    def _unpacked(self, arrays: Mapping[str, Array]) -> QuantizedTensor:
         qvalues = unpack_words(np.asarray(arrays["qweight"]).T, self.bits)
         out, width = qvalues.shape
         group_size = self.group_size or width

@@ -56,7 +56,8 @@ def _gptq(given: Mapping[str, Any], description: str) -> Scheme:
     if given.get("dynamic"):
         raise _RefusedError(f"must not have `dynamic`, settings for single layers. Given: {shorten(given['dynamic'])}")
     group_size, act_order = _group_size(given, ("group_size",)), given.get("desc_act") is True
-    return Gptq(description, bits, group_size, zeros_less_one=form == "gptq", act_order=act_order)
+    has_zeros = given.get("sym") is False
+    return Gptq(description, bits, group_size, zeros_less_one=form == "gptq", act_order=act_order, has_zeros=has_zeros)
 
 
 def _awq(given: Mapping[str, Any], description: str) -> Scheme:
@@ -100,7 +101,12 @@ def _compressed(given: Mapping[str, Any], description: str) -> Scheme:
 def _form(weights: Sequence[Mapping[str, Any]]) -> QValuesForm | None:
     """Return the form that all groups of modules of compressed-tensors have; None: they differ or are floats."""
     forms = {
-        QValuesForm(row["num_bits"], _group_size(row, ("group_size",)), row.get("actorder") not in _UNORDERED)
+        QValuesForm(
+            row["num_bits"],
+            _group_size(row, ("group_size",)),
+            row.get("actorder") not in _UNORDERED,
+            row["num_bits"] == 8 and row.get("symmetric") is False,
+        )
         for row in weights
         if (row.get("type") or "int") == "int"
     }

@@ -36,11 +36,13 @@ class QValuesForm(NamedTuple):
     Attributes:
         group_size: Columns of a group; 0: a row is one group.
         in_order: Whether the columns of a group are adjacent, that is, without GPTQ's act-order.
+        has_zeros: Whether values of 8 bits have zero points, which products take only in 4 bits.
     """
 
     bits: int
     group_size: int
     in_order: bool = True
+    has_zeros: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +52,7 @@ class QuantizedTensor:
     Attributes:
         qvalues: [out, in]; int8 for 8 bits, uint8 0..15 for 4 bits.
         scales: [out, groups], float32; one group is a scale for a whole row.
-        zeros: [out, groups], uint8: the zero points, only in 4 bits. None: `SYMMETRIC_ZERO` in 4 bits, 0 in 8 bits.
+        zeros: [out, groups]: the zero points, of the type of `qvalues`. None: `SYMMETRIC_ZERO` in 4 bits, 0 in 8 bits.
         group_size: Columns of a group; the number of columns where a row is one group.
         g_idx: [in], int32: group of each column (GPTQ's act-order). None: j // group_size.
         rotated: Whether rows were rotated before rounding (kernels/rotation.py) and divided by the block of the
@@ -59,7 +61,7 @@ class QuantizedTensor:
 
     qvalues: NDArray[np.int8] | NDArray[np.uint8]
     scales: NDArray[np.float32]
-    zeros: NDArray[np.uint8] | None
+    zeros: Array | None
     bits: int
     group_size: int
     g_idx: NDArray[np.int32] | None = None
@@ -78,10 +80,8 @@ class QuantizedTensor:
         if self.scales.dtype != np.float32:
             raise ModelError(f"scales must be float32. Given: {self.scales.dtype}")
         check_scales(self.scales)
-        if self.zeros is not None and (
-            self.bits != 4 or self.zeros.dtype != np.uint8 or self.zeros.shape != self.scales.shape
-        ):
-            raise ModelError(f"zeros must be uint8, of 4 bits and of the shape of scales, for {self._description()}")
+        if self.zeros is not None and (self.zeros.dtype, self.zeros.shape) != (self.qvalues.dtype, self.scales.shape):
+            raise ModelError(f"zeros must be {self.qvalues.dtype} of the shape of scales, for {self._description()}")
         if self.g_idx is not None and not self._g_idx_fits(self.g_idx):
             raise ModelError(f"g_idx must be int32 [in], each a group, for {self._description()}")
         if self.scales.size and float(np.abs(self.scales).max()) > _SAFE_SCALE:
@@ -102,7 +102,8 @@ class QuantizedTensor:
 
     @property
     def form(self) -> QValuesForm:
-        return QValuesForm(self.bits, 0 if self.num_groups == 1 else self.group_size, self.g_idx is None)
+        size, has_zeros = 0 if self.num_groups == 1 else self.group_size, self.bits == 8 and self.zeros is not None
+        return QValuesForm(self.bits, size, self.g_idx is None, has_zeros)
 
     def with_groups_of(self, size: int) -> QuantizedTensor:
         """Return the same values in smaller groups of `size`, a divisor of the group size."""
@@ -178,25 +179,20 @@ def from_unsigned(
     bits: int,
     group_size: int,
     columns: Array | None,
-) -> QuantizedTensor | Array:
-    """Return a tensor of unsigned values [out, in]; 8-bit tensors with zero points other than 128 are dequantized.
-    `scales` [out, groups], float32; `zeros` [out, groups], None: the middle of the range. `columns`: `g_idx` of
-    `QuantizedTensor`.
+) -> QuantizedTensor:
+    """Return a tensor of unsigned values [out, in]. `scales` [out, groups], float32; `zeros` [out, groups], None: the
+    middle of the range. `columns`: `g_idx` of `QuantizedTensor`.
     """
+    if zeros is not None and (zeros == 2 ** (bits - 1)).all():
+        zeros = None
     if bits == 4:
-        if zeros is not None and (zeros == SYMMETRIC_ZERO).all():
-            zeros = None
         return QuantizedTensor(qvalues, scales, zeros, 4, group_size, columns)
-    if zeros is None or (zeros == 128).all():
-        return QuantizedTensor((qvalues ^ np.uint8(128)).view(np.int8), scales, None, 8, group_size, columns)
-    check_scales(scales)
-    group_of = np.arange(qvalues.shape[1]) // group_size if columns is None else columns
-    values: Array = qvalues.astype(np.float32)
-    values -= zeros[:, group_of]
-    with np.errstate(over="ignore"):
-        values *= scales[:, group_of]
-    check_values(values)
-    return values
+    signed_zeros = None if zeros is None else _signed(zeros)
+    return QuantizedTensor(_signed(qvalues), scales, signed_zeros, 8, group_size, columns)
+
+
+def _signed(values: NDArray[np.uint8]) -> NDArray[np.int8]:
+    return (values ^ np.uint8(128)).view(np.int8)
 
 
 def quantize_w8(weight: Array) -> QuantizedTensor:
