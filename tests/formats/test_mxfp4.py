@@ -74,6 +74,24 @@ def test_damaged_weights_are_refused(tmp_path, change, message):
         WeightReader(tmp_path, spec.scheme).read(name, spec.tensors[name])
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
+def test_other_tensors_must_be_numbers_of_a_model_dtype(tmp_path, dtype):
+    write(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(dtype)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"tensor model\.norm\.weight must be .*, F32\. Found: "):
+        check_folder(tmp_path)
+
+
+def test_a_matrix_is_stored_once(tmp_path):
+    write(tmp_path)
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.experts.down_proj"
+    save_file({**tensors, name: np.zeros((8, 64, 64), np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=f"tensor {name} occurs twice, also as {name}_blocks"):
+        check_folder(tmp_path)
+
+
 def test_products_of_8_bits_take_the_stored_values(tmp_path):
     """The rows of gate and up alternate in the file."""
     write(tmp_path)

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from llm_serving.errors import ModelError
-from llm_serving.formats.packed import PackedTensor, ReadableTensor
+from llm_serving.formats.packed import PackedTensor, ReadableTensor, check_plain
 from llm_serving.formats.quantized_tensor import QuantizedTensor, QValuesForm
 from llm_serving.formats.stored_tensor import Array, StoredTensor
 
@@ -48,8 +48,10 @@ class Mxfp4:
             if not isinstance(blocks, StoredTensor) or not isinstance(scales, StoredTensor):
                 file = (blocks or scales or next(iter(tensors.values()))).file
                 raise ModelError(f"{file}: {name} must have {' and '.join(name + ending for ending in _ENDINGS)}")
+            if name in weights:
+                raise ModelError(f"{blocks.file}: tensor {name} occurs twice, also as {name}{_ENDINGS[0]}")
             weights[name] = _packed(name, blocks, scales)
-        return weights
+        return check_plain(weights)
 
 
 def _packed(name: str, blocks: StoredTensor, scales: StoredTensor) -> PackedTensor:

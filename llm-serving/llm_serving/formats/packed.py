@@ -127,6 +127,11 @@ def assemble_weights(
         if name in weights:
             raise ModelError(f"{weights[name].file}: tensor {name} occurs twice, also as {', '.join(sorted(parts))}")
         weights[name] = pack(name, parts)
+    return check_plain(weights)
+
+
+def check_plain(weights: dict[str, ReadableTensor]) -> dict[str, ReadableTensor]:
+    """Return `weights`. Raise ModelError if a tensor that is not packed has no model dtype."""
     for name, tensor in weights.items():
         if isinstance(tensor, StoredTensor) and tensor.dtype not in NUMPY_DTYPES:
             raise ModelError(f"{tensor.file}: tensor {name} must be {', '.join(NUMPY_DTYPES)}. Found: {tensor.dtype}")
