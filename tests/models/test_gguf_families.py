@@ -236,6 +236,14 @@ def test_gguf_file_has_the_weights_of_the_folder(tmp_path, name, kind):
     reader.check_all_read()
 
 
+def test_a_file_of_the_larger_baichuan_may_lack_its_context_length(tmp_path):
+    architecture, config = case("baichuan, 13B")
+    write_family(tmp_path / "a.gguf", architecture, config, 0)
+    content = (tmp_path / "a.gguf").read_bytes()
+    (tmp_path / "a.gguf").write_bytes(content.replace(b"baichuan.context_length", b"baichuan.another_length"))
+    assert check_folder(tmp_path / "a.gguf").max_position_embeddings == 2**20
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen3moe", "phi3", "gemma3", "chatglm", "granite"])
 def test_gguf_weights_in_blocks_of_256(tmp_path, name):
     architecture, config = case(name)

@@ -109,7 +109,7 @@ def _phi3(reader: MetadataReader, config: Config) -> None:
 def _baichuan(reader: MetadataReader, config: Config) -> None:
     """Rename the context length in the 13B model, which has 40 layers and uses ALiBi instead of rotary embedding."""
     if config["num_hidden_layers"] == 40:
-        config["model_max_length"] = config.pop("max_position_embeddings")
+        config["model_max_length"] = config.pop("max_position_embeddings", None)
 
 
 def _granite(reader: MetadataReader, config: Config) -> None:
