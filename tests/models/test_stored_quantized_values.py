@@ -66,6 +66,13 @@ def test_weights_that_no_product_takes_are_counted_in_the_model_dtype(tmp_path, 
     assert is_kept or f"no {kept} product takes" in warnings[0]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dequantized_weights_are_counted_in_the_model_dtype(layout):
+    spec = tiny_spec(quantization_config=LAYOUTS[layout].config)
+    quantization = Quantization(QuantizationName.DEQUANTIZED)
+    assert weight_bytes(spec, 2, quantization) == spec.num_weight_elements * 2
+
+
 @pytest.mark.parametrize(
     "name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"]
 )

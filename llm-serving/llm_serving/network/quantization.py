@@ -153,7 +153,7 @@ def _power_of_two_in(group_size: int) -> int:
 def can_multiply(kept: QuantizationName, form: QValuesForm) -> bool:
     """Return whether products of a scheme take stored values of a form."""
     in_groups = kept != QuantizationName.W8A8 and _power_of_two_in(form.group_size) >= MIN_GROUP_SIZE
-    has_form = form.bits == BITS[kept] and form.in_order and not form.has_zeros
+    has_form = form.bits == BITS.get(kept) and form.in_order and not form.has_zeros
     return has_form and (form.group_size == 0 or in_groups)
 
 
