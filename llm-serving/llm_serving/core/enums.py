@@ -138,6 +138,18 @@ class ToolFormatName(enum.StrEnum):
     GLM_LINES = "glm_lines"
 
 
+class ReasoningFormatName(enum.StrEnum):
+    """Syntax of a model's reasoning; see `text.output_parsers.reasoning_formats`."""
+
+    SEED = "seed"
+    COHERE = "cohere"
+    MISTRAL = "mistral"
+    GRANITE = "granite"
+    THINK_RESPONSE = "think_response"
+    THINK_ANSWER = "think_answer"
+    THINK = "think"
+
+
 class SpeculativeMethodName(enum.StrEnum):
     """Method of speculative decoding; see `speculation`."""
 

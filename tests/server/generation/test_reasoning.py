@@ -21,7 +21,7 @@ OPENING, CLOSING = 7, 8
 )
 def test_reasoning_tokens_are_counted_for_any_text_pieces(token_ids, is_open, count):
     for size in range(1, len(token_ids) + 1):
-        counter = ReasoningTokenCounter(OPENING, CLOSING, is_open=is_open)
+        counter = ReasoningTokenCounter([OPENING], CLOSING, is_open=is_open)
         for begin in range(0, len(token_ids), size):
             counter.add(token_ids[begin : begin + size])
         assert counter.num_tokens == count

@@ -125,6 +125,14 @@ def test_reasoning_opened_by_the_prompt() -> None:
     assert response.json()["choices"][0]["message"]["reasoning_content"] == "Hmm."
 
 
+def test_reasoning_between_special_tokens() -> None:
+    tokenizer = tokenizer_with("{{ messages[0].content }}{# [THINK] #}")
+    response, engine = ask(tokenizer, "[THI", "NK]Hmm.[/THINK]", "Yes.", tools=None)
+    message = response.json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hmm.", "Yes.")
+    assert not engine.submitted[0].sampling.skip_special_tokens
+
+
 def test_parsers_can_be_turned_off(hermes: Tokenizer) -> None:
     response, _ = ask(hermes, "<think>a</think>b", tools=None, limits={"reasoning_parser": "none"})
     assert response.json()["choices"][0]["message"]["content"] == "<think>a</think>b"

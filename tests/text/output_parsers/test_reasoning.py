@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.text.output_parsers.reasoning import ReasoningParser
+from llm_serving.text.output_parsers.reasoning_formats import REASONING_FORMATS, reasoning_format_in
 
 
-def split(text: str, cuts: Sequence[int] = (), *, is_open: bool = False) -> tuple[str, str]:
-    parser = ReasoningParser(is_open=is_open)
+def split(text: str, cuts: Sequence[int] = (), *, form: str = "think", is_open: bool = False) -> tuple[str, str]:
+    parser = ReasoningParser(REASONING_FORMATS[form], is_open=is_open)
     edges = [0, *sorted(cuts), len(text)]
     parts = [parser.add(text[start:end]) for start, end in pairwise(edges)]
     parts.append(parser.flush())
@@ -36,14 +37,75 @@ def test_reasoning_is_split_from_the_answer(text: str, is_open: bool, reasoning:
     assert split(text, is_open=is_open) == (reasoning, answer)
 
 
-fragments = st.sampled_from(["<think>", "</think>", "<th", "</thi", "nk>", " ", "\n", "a", "<", "b c", "</"])
+@pytest.mark.parametrize(
+    ("form", "text", "reasoning", "answer"),
+    [
+        ("seed", "<seed:think>Two and two.</seed:think>\nFour.", "Two and two.", "Four."),
+        ("mistral", "[THINK]Two and two.[/THINK]Four.", "Two and two.", "Four."),
+        ("granite", "Here is my thought process: Two.\n\nHere is my response: Four.", "Two.", "Four."),
+        ("granite", "Here is my answer: Four.", "", "Here is my answer: Four."),
+        ("cohere", "<|START_THINKING|>Two.<|END_THINKING|><|START_RESPONSE|>Four.<|END_RESPONSE|>", "Two.", "Four."),
+        ("cohere", "<|START_RESPONSE|>Four.<|END_RESPONSE|>", "", "Four."),
+        ("cohere", "<|START_THINKING|>Two.<|END_THINKING|><|START_ACTION|>[]", "Two.", "<|START_ACTION|>[]"),
+        ("think_response", "<think>\nTwo.\n</think>\n\n<response>\nFour.\n\n</response>\n", "Two.", "Four.\n"),
+        ("think_response", "<think>Two.</think>\nFour. <response>", "Two.", "Four. <response>"),
+        ("think_response", "<think>Two.</think><response>Four.", "Two.", "Four."),
+        ("think_response", "<response>Four.</response>\n\n<tool_call>", "", "Four.<tool_call>"),
+        ("think_answer", "<think>\nTwo.\n</think>\n<answer>\nFour.\n</answer>", "Two.", "Four."),
+    ],
+)
+def test_reasoning_formats(form: str, text: str, reasoning: str, answer: str) -> None:
+    assert split(text, form=form) == (reasoning, answer)
+    assert split(text, range(len(text)), form=form) == (reasoning, answer)
 
 
-@given(text=st.lists(fragments, max_size=16).map("".join), is_open=st.booleans(), data=st.data())
-def test_reasoning_split_is_independent_of_text_pieces(text: str, is_open: bool, data: st.DataObject) -> None:
+COMMON = [" ", "\n", "a", "<", "b c", "</", *" \n"]
+
+
+@pytest.mark.parametrize("form", REASONING_FORMATS)
+@given(is_open=st.booleans(), data=st.data())
+def test_reasoning_split_is_independent_of_text_pieces(form: str, is_open: bool, data: st.DataObject) -> None:
+    about = REASONING_FORMATS[form]
+    marks = [mark for mark in (about.opening, about.closing, *about.answer) if mark]
+    fragments = st.sampled_from([*COMMON, *marks, *(mark[:4] for mark in marks), *(mark[4:] for mark in marks)])
+    text = data.draw(st.lists(fragments, max_size=16).map("".join))
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=len(text)))
-    whole = split(text, is_open=is_open)
-    assert split(text, cuts, is_open=is_open) == split(text, range(len(text)), is_open=is_open) == whole
+    whole = split(text, form=form, is_open=is_open)
+    assert split(text, cuts, form=form, is_open=is_open) == whole
+    assert split(text, range(len(text)), form=form, is_open=is_open) == whole
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("{{ '<think>\\n' }}", "think"),
+        ("{% if '</think>' in content %}", "think"),
+        ("<minimax:tool_call> {{- '\\n<response>' }} </think>", "think"),
+        ("'<think>\\n' + reasoning + '</think>\\n\\n<response>\\n'", "think_response"),
+        ("between <think></think> and between <response></response>", "think_response"),
+        ("content.split('<answer>') '<think>\\n\\n</think>'", "think_answer"),
+        ("'<seed:think>'", "seed"),
+        ("<|START_THINKING|> <|START_RESPONSE|>", "cohere"),
+        ("'[THINK]' + block", "mistral"),
+        ("after 'Here is my thought process:' and", "granite"),
+        ("{{ messages }}", None),
+    ],
+)
+def test_chat_template_selects_reasoning_format(template: str, form: str | None) -> None:
+    assert reasoning_format_in(template) == (None if form is None else REASONING_FORMATS[form])
+
+
+@pytest.mark.parametrize(
+    ("form", "prompt", "is_open"),
+    [
+        ("think", "assistant\n<think>\n", True),
+        ("think", "assistant\n</think>\n", False),
+        ("seed", "assistant\n<seed:think><seed:cot_budget_reflect>", True),
+        ("seed", "assistant\n", False),
+    ],
+)
+def test_prompt_may_end_with_the_start_of_reasoning(form: str, prompt: str, is_open: bool) -> None:
+    assert REASONING_FORMATS[form].is_open(prompt) == is_open
 
 
 @pytest.mark.parametrize(("begin", "is_open"), [("", False), ("", True), ("<think>", False), ("a", True)])

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from jsonschema_rs import validator_for
+from llm_serving.text.output_parsers.reasoning_formats import REASONING_FORMATS, THINK
 from llm_serving.text.structured_output import Grammar, GrammarError
-from llm_serving.text.structured_output.chat_grammar import Calls, answer_grammar
+from llm_serving.text.structured_output.chat_grammar import Calls, Thinking, answer_grammar
 from llm_serving.text.structured_output.grammars import json_grammar
 from llm_serving.text.tool_parsers import TOOL_FORMATS, Call, Callee, Marks
 from support.constraint_runs import allowed_ids, random_answer
@@ -122,9 +123,27 @@ def test_answer_is_structured_output_or_calls() -> None:
 
 @pytest.mark.parametrize(("is_open", "before"), [(True, "Hm.</think>"), (False, "<think>Hm.</think>\n\n"), (False, "")])
 def test_reasoning_precedes_the_answer(is_open: bool, before: str) -> None:
-    grammar = answer_grammar(json_grammar('{"const": 1}'), None, is_open, TEXT_MARKS)
+    grammar = answer_grammar(json_grammar('{"const": 1}'), None, Thinking(THINK, is_open), TEXT_MARKS)
     assert {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, before)} >= {"1"}
     assert "2" not in {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, before)}
+
+
+@pytest.mark.parametrize("special", [{}, {"<|START_RESPONSE|>": 1, "<|END_RESPONSE|>": 3}])
+@pytest.mark.parametrize("must_match", [True, False])
+def test_answer_may_have_texts_around_it(special: dict[str, int], must_match: bool) -> None:
+    form = json_grammar('{"const": 1}') if must_match else None
+    thinking = Thinking(REASONING_FORMATS["cohere"], is_open=False)
+    grammar = answer_grammar(form, None, thinking, Marks(special.get))
+
+    def may_end_after(*parts: str) -> bool:
+        matcher = DEMO_CONSTRAINTS.compiled(grammar).create_matcher()
+        ids = [each for part in parts for each in ([special[part]] if part in special else tokens_of(part))]
+        return DEMO_TOKENIZER.eos_token_ids[0] in allowed_ids(matcher.allowed_words(ids))
+
+    thought = "" if special else "<|START_THINKING|>Hm.<|END_THINKING|>"
+    assert may_end_after("1")
+    assert may_end_after(thought, "<|START_RESPONSE|>", "1", "<|END_RESPONSE|>")
+    assert may_end_after("<|START_RESPONSE|>", "2", "<|END_RESPONSE|>") != must_match
 
 
 def test_marks_that_are_special_tokens_are_named_by_their_ids() -> None:
@@ -144,7 +163,7 @@ def test_reasoning_ends_at_its_budget(form: Grammar | None, budget: int) -> None
     opening, closing = 0, 1
     marks = Marks({"<think>": opening, "</think>": closing}.get)
     for thinks_open in (True, False):
-        constraint = DEMO_CONSTRAINTS.compiled(answer_grammar(form, None, thinks_open, marks, budget))
+        constraint = DEMO_CONSTRAINTS.compiled(answer_grammar(form, None, Thinking(THINK, thinks_open, budget), marks))
         for seed in range(6):
             output = [] if thinks_open else [opening]
             matcher, choice = constraint.create_matcher(), random.Random(seed).choice
@@ -159,7 +178,7 @@ def test_reasoning_ends_at_its_budget(form: Grammar | None, budget: int) -> None
 
 def test_reasoning_budget_needs_a_closing_token() -> None:
     with pytest.raises(GrammarError, match="the model has no token for </think>"):
-        answer_grammar(None, None, True, TEXT_MARKS, 5)
+        answer_grammar(None, None, Thinking(THINK, True, 5), TEXT_MARKS)
 
 
 def test_unsupported_constraints_of_a_lenient_tool_are_ignored() -> None:

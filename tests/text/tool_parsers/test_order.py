@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from llm_serving.text.output_parsers.chat_message import AnswerParser
 from llm_serving.text.output_parsers.reasoning import ReasoningParser
-from llm_serving.text.tool_parsers import TOOL_FORMATS, Call, Part
+from llm_serving.text.tool_parsers import TOOL_FORMATS, Call, Part, Thought
 from support.tool_cases import WRITERS
 
 NAME = "größe_測る"
@@ -145,11 +145,13 @@ def test_reasoning_precedes_calls_for_any_text_pieces(form: str, text: str) -> N
         parser = AnswerParser(ReasoningParser(is_open=False), TOOL_FORMATS[form].create(NAMES), None)
         reasoning, parts = "", list[Part]()
         for number, piece in enumerate(pieces, 1):
-            part = parser.add(piece, ended=number == len(pieces))
-            assert not (part.reasoning and parts), "a thought behind the answer"
-            assert all(part.answer)
-            reasoning += part.reasoning
-            parts += part.answer
+            for part in parser.add(piece, ended=number == len(pieces)):
+                assert part
+                if isinstance(part, Thought):
+                    assert not parts, "a thought behind the answer"
+                    reasoning += part.text
+                else:
+                    parts.append(part)
         return reasoning, in_order(parts)
 
     whole = parts_of([answer])

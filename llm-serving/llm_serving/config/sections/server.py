@@ -29,7 +29,13 @@ from llm_serving.config.rules import (
 )
 from llm_serving.config.tls import CERTFILE, KEYFILE, PASSWORD_FILE, tls_context
 from llm_serving.config.values import Values
-from llm_serving.core.enums import JsonWhitespaceName, RoutingName, SpecialTokensName, ToolFormatName
+from llm_serving.core.enums import (
+    JsonWhitespaceName,
+    ReasoningFormatName,
+    RoutingName,
+    SpecialTokensName,
+    ToolFormatName,
+)
 from llm_serving.errors import ConfigError
 from llm_serving.log import LEVELS
 
@@ -92,9 +98,10 @@ class ServerConfig:
     tool_call_parser: str = option("auto", choice(("auto", "none", *ToolFormatName)))
     """Format in which the model writes tool calls. `auto`: the format of its chat template. `none`: requests with
     `tools` are refused with 400. The other formats are described in docs/guides/tools.md."""
-    reasoning_parser: str = option("auto", choice(("auto", "none", "think")))
-    """`think`: text between `<think>` and `</think>` becomes the `reasoning_content` of a chat response. `auto`: the
-    same where the chat template contains these tags. `none`: it stays part of the text."""
+    reasoning_parser: str = option("auto", choice(("auto", "none", *ReasoningFormatName)))
+    """Format in which the model writes its reasoning, which becomes the `reasoning_content` of a chat response.
+    `think`: between `<think>` and `</think>`. `auto`: the format of its chat template. `none`: the reasoning stays part
+    of the text. The other formats are described in docs/guides/tools.md."""
     batch_path: Path | None = option(None, path(Kind.MADE_FILE))
     """SQLite file for the Batch API: uploaded files, batches and their results. Relative to the working folder of the
     server. null: no Batch API."""

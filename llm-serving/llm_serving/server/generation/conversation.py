@@ -27,6 +27,7 @@ from llm_serving.server.generation.tools import (
     output_parser,
     reasoning_budget,
     reasoning_counter,
+    reasoning_format,
     template_call,
 )
 from llm_serving.server.parsing.offload import INLINE_BYTES, FairThreads, off_loop
@@ -65,7 +66,8 @@ class ConversationRequest(ProtocolRequest):
         self.offered = offered = offered_tools(engine, chat)
         decided: dict[str, Any] = {"logprobs": logprobs, "bad_words": await bad_words(engine, chat.bad_words)}
         limited_by, self._limit = _output_limit(chat)
-        if offered is not None and offered.format.special_tokens:
+        thinks = reasoning_format(engine)
+        if (offered is not None and offered.format.special_tokens) or (thinks is not None and thinks.special_tokens):
             decided["skip_special_tokens"] = False
         least, most = (1, engine.max_model_len) if self._limit is None else (self._limit, self._limit)
         self._sampling = sampling_params(

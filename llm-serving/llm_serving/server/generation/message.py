@@ -20,8 +20,8 @@ from llm_serving.server.protocols.openai.schemas import (
     ToolCall,
     ToolCallDelta,
 )
-from llm_serving.text.output_parsers.chat_message import AnswerParser, AnswerParts
-from llm_serving.text.tool_parsers import Call
+from llm_serving.text.output_parsers.chat_message import AnswerParser
+from llm_serving.text.tool_parsers import Call, Part, Thought
 
 CALLED: Final = "tool_calls"
 """Finish reason of a choice that calls tools."""
@@ -53,25 +53,28 @@ class MessageParser:
         calls = [call for delta in deltas if delta.tool_calls is not UNSET for call in delta.tool_calls]
         return ChatDelta(
             content="".join(delta.content for delta in deltas if delta.content is not UNSET) or UNSET,
-            reasoning_content=deltas[0].reasoning_content,
+            reasoning_content="".join(
+                delta.reasoning_content for delta in deltas if delta.reasoning_content is not UNSET
+            )
+            or UNSET,
             tool_calls=calls or UNSET,
         )
 
     def deltas(self, output: RequestOutput) -> list[ChatDelta]:
-        """Return what an output adds to the message: first reasoning, then each piece of content or call."""
+        """Return what an output adds to the message: each piece of reasoning, content or call."""
         if self._parser is None:
-            parts = AnswerParts(answer=[output.text] if output.text else [])
+            parts: list[Part] = [output.text] if output.text else []
         else:
             parts = self._parser.add(output.text, ended=output.finished)
         if self._counter is not None:
             self._counter.add(output.token_ids)
         deltas: list[ChatDelta] = []
-        if parts.reasoning:
-            self._has_reasoning = True
-            deltas.append(ChatDelta(reasoning_content=parts.reasoning))
-        for part in parts.answer:
+        for part in parts:
             if isinstance(part, Call):
                 deltas.append(ChatDelta(tool_calls=[self._call(part)]))
+            elif isinstance(part, Thought):
+                self._has_reasoning = True
+                deltas.append(ChatDelta(reasoning_content=part.text))
             else:
                 deltas.append(ChatDelta(content=part))
         return deltas

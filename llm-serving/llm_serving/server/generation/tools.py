@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import Any, Final, NamedTuple
@@ -19,8 +19,9 @@ from llm_serving.errors import RequestError
 from llm_serving.server.generation.structured_output import StructuredOutput, json_whitespace, refuse_unknown_keys
 from llm_serving.server.protocols.openai.schemas import ChatCompletionRequest, Tool, ToolCallOfMessage
 from llm_serving.text.output_parsers.chat_message import AnswerParser
-from llm_serving.text.output_parsers.reasoning import CLOSING, OPENING, ReasoningParser
-from llm_serving.text.structured_output.chat_grammar import Calls, answer_grammar, arguments_grammar
+from llm_serving.text.output_parsers.reasoning import ReasoningParser
+from llm_serving.text.output_parsers.reasoning_formats import REASONING_FORMATS, ReasoningFormat, reasoning_format_in
+from llm_serving.text.structured_output.chat_grammar import Calls, Thinking, answer_grammar, arguments_grammar
 from llm_serving.text.tool_parsers import TOOL_FORMATS, Callee, Marks, ToolFormat, format_in
 
 MAX_BUDGET: Final = 2**24
@@ -33,26 +34,31 @@ class ReasoningTokenCounter:
     """Counts the reasoning tokens of one choice, without the tokens that mark its start and end.
 
     Args:
-        opening: Id of the token that starts reasoning; None: the model has no such token.
+        opening: Ids of the tokens that start reasoning; empty: the model has no such tokens.
         closing: Id of the token that ends reasoning.
-        is_open: Whether the prompt ends with the start token.
+        is_open: Whether the prompt ends with the start tokens.
+        reopens: Whether reasoning may start several times.
     """
 
-    def __init__(self, opening: int | None, closing: int, *, is_open: bool) -> None:
-        self._opening = opening
+    def __init__(self, opening: Sequence[int], closing: int, *, is_open: bool, reopens: bool = False) -> None:
+        self._opening = list(opening)
         self._closing = closing
+        self._reopens = reopens
         self._is_open = is_open
         self._is_closed = False
+        self._tail: list[int] = []
+        """Last tokens outside the reasoning, as many as start it."""
         self.num_tokens = 0
 
     def add(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
             if self._is_open and token_id == self._closing:
-                self._is_open, self._is_closed = False, True
+                self._is_open, self._is_closed, self._tail = False, not self._reopens, []
             elif self._is_open:
                 self.num_tokens += 1
-            elif token_id == self._opening and not self._is_closed:
-                self._is_open = True
+            elif self._opening and not self._is_closed:
+                self._tail = [*self._tail, token_id][-len(self._opening) :]
+                self._is_open = self._tail == self._opening
 
 
 class ReasoningBudget(NamedTuple):
@@ -157,23 +163,23 @@ def chat_output(
     constrained_by = None if offered is None else offered.constrained_by
     if content is None and constrained_by is None and budget is None:
         return None
-    reasoning = _reasoning_parser(engine, request, prompt)
-    if budget is not None and reasoning is None:
+    thinking = _thinking(engine, request, prompt)
+    if budget is not None and (thinking is None or thinking.is_open is None):
         raise RequestError(budget.field, "is not supported: the model's chat template does not mark reasoning")
-    is_open = None if reasoning is None else reasoning.is_open
     calls = None if offered is None else Calls(offered.format, offered.callees, offered.must_call, offered.max_calls)
     marks = Marks(engine.tokenizer.mark_id, json_whitespace(engine))
-    limit = None if budget is None else budget.num_tokens
+    if thinking is not None and budget is not None:
+        thinking = replace(thinking, budget=budget.num_tokens)
     parts = [] if content is None else [content]
     if budget is not None:
-        parts.append(StructuredOutput(budget.field, lambda _: answer_grammar(None, None, is_open, marks, limit)))
+        parts.append(StructuredOutput(budget.field, lambda _: answer_grammar(None, None, thinking, marks)))
     if request.tools is not None and offered is not None:
         fields = {tool.function.name: f"tools[{i}].function.parameters" for i, tool in enumerate(request.tools)}
         parts += [StructuredOutput(fields[each.name], partial(arguments_grammar, each)) for each in offered.callees]
     return StructuredOutput(
         parts[0].field if content is not None or constrained_by is None else constrained_by,
         lambda whitespace: answer_grammar(
-            None if content is None else content.make(whitespace), calls, is_open, marks, limit
+            None if content is None else content.make(whitespace), calls, thinking, marks
         ),
         parts,
         (lambda: 0) if content is None else content.size,
@@ -184,9 +190,12 @@ def output_parser(
     engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int], offered: OfferedTools | None
 ) -> AnswerParser | None:
     """Return the parser for one choice's text; None if all text is content."""
-    reasoning = _reasoning_parser(engine, request, prompt)
-    if reasoning is None and offered is None:
+    thinking = _thinking(engine, request, prompt)
+    if thinking is None and offered is None:
         return None
+    reasoning = None
+    if thinking is not None:
+        reasoning = ReasoningParser(thinking.format, is_open=bool(thinking.is_open))
     tools = None if offered is None else offered.format.create(offered.schemas)
     return AnswerParser(reasoning, tools, 1 if request.parallel_tool_calls is False else None)
 
@@ -195,10 +204,11 @@ def reasoning_counter(
     engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]
 ) -> ReasoningTokenCounter | None:
     """Return the counter of one choice's reasoning tokens; None if they cannot be counted."""
-    reasoning, closing = _reasoning_parser(engine, request, prompt), engine.tokenizer.mark_id(CLOSING)
-    if reasoning is None or closing is None:
+    thinking = _thinking(engine, request, prompt)
+    if thinking is None or (closing := engine.tokenizer.mark_id(thinking.format.closing)) is None:
         return None
-    return ReasoningTokenCounter(engine.tokenizer.mark_id(OPENING), closing, is_open=reasoning.is_open)
+    opening = engine.tokenizer.mark_id(thinking.format.opening)
+    return ReasoningTokenCounter([] if opening is None else [opening], closing, is_open=bool(thinking.is_open))
 
 
 def template_call(field: str, call: ToolCallOfMessage) -> dict[str, Any]:
@@ -223,18 +233,21 @@ def arguments_of(field: str, given: str | dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def parses_reasoning(engine: AsyncEngine) -> bool:
-    """Return whether reasoning is separated from the content of a response."""
+def reasoning_format(engine: AsyncEngine) -> ReasoningFormat | None:
+    """Return the format of reasoning, which is separated from the content of a response; None: it is not."""
     wanted = engine.config.serving.reasoning_parser
-    return wanted != "none" and (wanted != "auto" or CLOSING in engine.tokenizer.chat_template())
+    if wanted == "auto":
+        return reasoning_format_in(engine.tokenizer.chat_template())
+    return None if wanted == "none" else REASONING_FORMATS[wanted]
 
 
-def _reasoning_parser(engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]) -> ReasoningParser | None:
-    if not parses_reasoning(engine):
+def _thinking(engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]) -> Thinking | None:
+    """Return how the reasoning of an answer starts; None if the answer has none."""
+    form = reasoning_format(engine)
+    if form is None:
         return None
-    tail = engine.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
-    is_open = tail.rstrip().endswith(OPENING)
-    return None if request.continue_final_message and not is_open else ReasoningParser(is_open=is_open)
+    is_open = form.is_open(engine.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False))
+    return None if request.continue_final_message and not is_open else Thinking(form, is_open)
 
 
 def _tool_choice(request: ChatCompletionRequest) -> tuple[str, str | None]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llm_serving.text.output_parsers.reasoning import CLOSING, OPENING
+from llm_serving.text.output_parsers.reasoning_formats import ReasoningFormat
 from llm_serving.text.structured_output.grammars import Grammar, GrammarError, json_grammar, lark_grammar
 from llm_serving.text.tool_parsers import Callee, Marks, ToolFormat
 from llm_serving.text.tool_parsers.base import COMMON
@@ -28,26 +28,42 @@ class Calls:
     most: int | None
 
 
-def answer_grammar(
-    form: Grammar | None, calls: Calls | None, thinks_open: bool | None, marks: Marks, budget: int | None = None
-) -> Grammar:
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The reasoning before an answer.
+
+    Attributes:
+        is_open: Whether the prompt ends with the start of reasoning; None: the answer has no reasoning.
+        budget: Maximum number of reasoning tokens; None: unlimited.
+    """
+
+    format: ReasoningFormat
+    is_open: bool | None
+    budget: int | None = None
+
+
+def answer_grammar(form: Grammar | None, calls: Calls | None, thinking: Thinking | None, marks: Marks) -> Grammar:
     """Return the grammar of an answer. Raise GrammarError if the schema of a tool, or the budget, cannot be enforced.
 
     Args:
         form: Grammar of the text; None: any text.
         calls: Allowed tool calls; None: no calls.
-        thinks_open: Whether the prompt ends with `<think>`; None: the model does not reason.
+        thinking: None: the model does not reason.
         marks: Special texts of the model, such as `</think>`.
-        budget: Maximum number of reasoning tokens; None: unlimited.
     """
-    if form is not None and calls is None and thinks_open is None:
+    if form is not None and calls is None and thinking is None:
         return form
     said = "TEXT?" if form is None else "@form"
-    body = said if calls is None else "calls" if calls.must else "calls | @form" if form is not None else "free"
-    text = f"start: {_thought(thinks_open, marks)} body\nbody: {body}\n"
+    plain = said if calls is None else "calls" if calls.must else "free" if form is None else f"calls | {said}"
+    framed = "" if calls is not None and calls.must else _framed(said, thinking, marks)
+    if calls is None and thinking is not None and thinking.format.has_channels:
+        body = framed
+    else:
+        body = f"{plain} | {framed}" if framed else plain
+    text = f"start: {_thought(thinking, marks)} body\nbody: {body}\n"
     named = {} if form is None else {"form": form}
-    if thinks_open is not None:
-        text += marks.up_to("thought", CLOSING) if budget is None else _bounded_thought(budget, marks)
+    if thinking is not None and thinking.is_open is not None:
+        text += _thought_rule(thinking, marks)
     if calls is not None:
         text += calls.format.rules(calls.callees, calls.most, marks)
         named |= {f"args{i}": arguments_grammar(each, marks.whitespace) for i, each in enumerate(calls.callees)}
@@ -59,15 +75,27 @@ def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
     return json_grammar(json.dumps({"type": "object", **callee.schema}), whitespace, lenient=not callee.strict)
 
 
-def _bounded_thought(budget: int, marks: Marks) -> str:
-    """Return the grammar rule of a reasoning text with at most `budget` tokens."""
-    if not marks.are_special(CLOSING):
-        raise GrammarError(f"cannot be enforced: the model has no token for {CLOSING}")
-    thinking = f"thinking[max_tokens={budget}]: /(?s:.*)/\n" if budget else ""
-    return f"thought: {'thinking' if budget else ''} {marks(CLOSING)}\n{thinking}"
-
-
-def _thought(thinks_open: bool | None, marks: Marks) -> str:
-    if thinks_open is None:
+def _framed(said: str, thinking: Thinking | None, marks: Marks) -> str:
+    """Return the term `said` between the texts around an answer; "" if there are none, or it may contain them."""
+    opening, closing = ("", "") if thinking is None else thinking.format.answer
+    if not opening or (
+        said == "TEXT?" and not (thinking and thinking.format.has_channels) and not marks.are_special(opening)
+    ):
         return ""
-    return "thought WS?" if thinks_open else f"({marks(OPENING)} thought)? WS?"
+    return f"{marks(opening)} WS? {said}" + (f" WS? {marks(closing)} WS?" if closing else "")
+
+
+def _thought_rule(thinking: Thinking, marks: Marks) -> str:
+    closing, budget = thinking.format.closing, thinking.budget
+    if budget is None:
+        return marks.up_to("thought", closing)
+    if not marks.are_special(marks.parts(closing)[0]):
+        raise GrammarError(f"cannot be enforced: the model has no token for {closing}")
+    bounded = f"thinking[max_tokens={budget}]: /(?s:.*)/\n" if budget else ""
+    return f"thought: {'thinking' if budget else ''} {marks(closing)}\n{bounded}"
+
+
+def _thought(thinking: Thinking | None, marks: Marks) -> str:
+    if thinking is None or thinking.is_open is None:
+        return ""
+    return "thought WS?" if thinking.is_open else f"({marks(thinking.format.opening)} thought)? WS?"

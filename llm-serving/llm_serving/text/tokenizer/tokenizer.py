@@ -14,7 +14,7 @@ from llm_serving.errors import ModelError, shorten
 from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.text.chat_template.template import Conversations, read_templates, templates_of
-from llm_serving.text.output_parsers.reasoning import CLOSING, OPENING
+from llm_serving.text.output_parsers.reasoning_formats import REASONING_FORMATS
 from llm_serving.text.tokenizer.files import find_vocabulary, read_vocabulary
 from llm_serving.text.tokenizer.gguf import read_gguf_tokenizer
 from llm_serving.text.tokenizer.typed_text import TypedText
@@ -172,8 +172,9 @@ class Tokenizer:
     @cached_property
     def mark_ids(self) -> frozenset[int]:
         """Ids of tokens that are not text in structured output: special tokens and reasoning tags."""
-        marks = (self._vocabulary.token_id(text) for text in (OPENING, CLOSING))
-        return self.special_token_ids.union(token_id for token_id in marks if token_id is not None)
+        marks = {text for each in REASONING_FORMATS.values() for text in (each.opening, each.closing)}
+        ids = map(self._vocabulary.token_id, marks)
+        return self.special_token_ids.union(token_id for token_id in ids if token_id is not None)
 
     def mark_id(self, text: str) -> int | None:
         """Return the id of a token in `mark_ids` by its text, else None."""

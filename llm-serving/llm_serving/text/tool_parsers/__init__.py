@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from llm_serving.core.enums import ToolFormatName
 from llm_serving.text.tool_parsers import deepseek, glm, glm_lines, hermes, kimi, llama, mistral, xml_calls
-from llm_serving.text.tool_parsers.base import Call, Callee, Marks, Part, ToolParser
+from llm_serving.text.tool_parsers.base import Call, Callee, Marks, Part, Thought, ToolParser
 
-__all__ = ["TOOL_FORMATS", "Call", "Callee", "Marks", "Part", "ToolFormat", "ToolParser", "format_in"]
+__all__ = ["TOOL_FORMATS", "Call", "Callee", "Marks", "Part", "Thought", "ToolFormat", "ToolParser", "format_in"]
 
 
 @dataclass(frozen=True)

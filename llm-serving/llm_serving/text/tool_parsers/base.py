@@ -35,7 +35,13 @@ class Call(NamedTuple):
     """Id that the model gives the call; empty: none."""
 
 
-Part = str | Call
+class Thought(NamedTuple):
+    """A piece of the reasoning."""
+
+    text: str
+
+
+Part = str | Thought | Call
 
 
 class NotACallError(Exception):
@@ -179,6 +185,8 @@ def _joined(parts: list[Part]) -> list[Part]:
         last = joined[-1] if joined else None
         if isinstance(part, str) and isinstance(last, str):
             joined[-1] = last + part
+        elif isinstance(part, Thought) and isinstance(last, Thought):
+            joined[-1] = Thought(last.text + part.text)
         elif isinstance(part, Call) and isinstance(last, Call) and not part.name:
             joined[-1] = last._replace(arguments=last.arguments + part.arguments)
         else:
@@ -210,12 +218,20 @@ class Marks:
         return self._special_id(text) is not None
 
     def __call__(self, text: str) -> str:
-        token_id = self._special_id(text)
-        return literal(text) if token_id is None else f"<[{token_id}]>"
+        return " ".join(self._term(part) for part in self.parts(text))
+
+    def _term(self, part: str) -> str:
+        token_id = self._special_id(part)
+        return literal(part) if token_id is None else f"<[{token_id}]>"
+
+    @staticmethod
+    def parts(text: str) -> list[str]:
+        """Split a text into parts that may be special tokens each."""
+        return [part for part in re.split(r"(<\|\w+\|>)", text) if part]
 
     def up_to(self, name: str, text: str) -> str:
-        """Return a rule named `name` that matches any text up to and including the mark `text`."""
-        if self.are_special(text):
+        """Return a rule named `name` that matches any text up to and including the marks `text`."""
+        if self.are_special(self.parts(text)[0]):
             return f"{name}: TEXT? {self(text)}\n"
         return f"{name}[lazy]: /(?s:.*){escaped(text)}/\n"
 

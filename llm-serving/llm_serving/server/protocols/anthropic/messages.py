@@ -31,7 +31,7 @@ from llm_serving.server.generation.message import CALLED, BlockKind, MessageBloc
 from llm_serving.server.generation.pipeline import start_generation
 from llm_serving.server.generation.response import ResponseBuilder, respond
 from llm_serving.server.generation.streaming import named_event
-from llm_serving.server.generation.tools import offered_tools, parses_reasoning
+from llm_serving.server.generation.tools import offered_tools, reasoning_format
 from llm_serving.server.parsing.body import check_model, read_fields
 from llm_serving.server.parsing.errors import error_headers
 from llm_serving.server.parsing.headers import REQUEST_ID_HEADER, ResponseIdentity
@@ -97,7 +97,7 @@ async def create_message(engine: AsyncEngine, http_request: Request) -> Response
         seed=body.seed,
         response_format=response_format_of(body.output_config),
         thinking_token_budget=budget_of(body.thinking),
-        reasoning_effort=effort_of(body.thinking) if parses_reasoning(engine) and not continues else None,
+        reasoning_effort=effort_of(body.thinking) if reasoning_format(engine) is not None and not continues else None,
         tools=tools_of(body.tools),
         tool_choice=choice_of(body.tool_choice),
         parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),

@@ -1,0 +1,72 @@
+"""Formats in which models write their reasoning before an answer: one table row for each format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from llm_serving.core.enums import ReasoningFormatName
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """Texts of a format.
+
+    Attributes:
+        mark: Regular expression that matches only chat templates of such models. The first matching format in the table
+            is used.
+        opening: Text before the reasoning.
+        closing: Text after the reasoning.
+        answer: Texts around the answer, which models may omit; empty: none.
+        opening_suffix: Text after the opening in prompts that ask for no reasoning.
+        special_tokens: Whether its marks are special tokens, which answers normally omit.
+        has_channels: Whether every part of an answer has a header, so that reasoning may also follow calls or text.
+    """
+
+    mark: str
+    opening: str = "<think>"
+    closing: str = "</think>"
+    answer: tuple[str, str] = ("", "")
+    opening_suffix: str = ""
+    special_tokens: bool = False
+    has_channels: bool = False
+
+    def is_open(self, prompt: str) -> bool:
+        """Return whether the prompt ends with the start of reasoning."""
+        return prompt.rstrip().removesuffix(self.opening_suffix).endswith(self.opening)
+
+
+THINK: Final = ReasoningFormat("</?think>")
+REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
+    ReasoningFormatName.SEED: ReasoningFormat(
+        "<seed:think>",
+        "<seed:think>",
+        "</seed:think>",
+        opening_suffix="<seed:cot_budget_reflect>",
+        special_tokens=True,
+    ),
+    ReasoningFormatName.COHERE: ReasoningFormat(
+        r"<\|START_THINKING\|>",
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        special_tokens=True,
+    ),
+    ReasoningFormatName.MISTRAL: ReasoningFormat(r"\[THINK\]", "[THINK]", "[/THINK]", special_tokens=True),
+    ReasoningFormatName.GRANITE: ReasoningFormat(
+        "Here is my thought process:", "Here is my thought process:", "Here is my response:"
+    ),
+    ReasoningFormatName.THINK_RESPONSE: ReasoningFormat(
+        r"<response>(?:\\n|\n|</response>)", answer=("<response>", "</response>")
+    ),
+    ReasoningFormatName.THINK_ANSWER: ReasoningFormat(
+        "(?s)<think>.*<answer>|<answer>.*<think>", answer=("<answer>", "</answer>")
+    ),
+    ReasoningFormatName.THINK: THINK,
+}
+
+
+def reasoning_format_in(template: str) -> ReasoningFormat | None:
+    return next((each for each in REASONING_FORMATS.values() if re.search(each.mark, template)), None)
