@@ -81,7 +81,15 @@ def kimi(*calls: Written) -> str:
     return f"<|tool_calls_section_begin|>{''.join(texts)}<|tool_calls_section_end|>"
 
 
+def harmony(*calls: Written) -> str:
+    texts = (
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
+        for name, arguments in calls
+    )
+    return "<|start|>assistant".join(texts)
+
+
 WRITERS: dict[str, Callable[..., str]] = {
-    each.__name__: each for each in (qwen_xml, seed, minimax, deepseek, deepseek_fenced, kimi)
+    each.__name__: each for each in (qwen_xml, seed, minimax, deepseek, deepseek_fenced, kimi, harmony)
 }
 """Format -> function that returns the text of calls."""

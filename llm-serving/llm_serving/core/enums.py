@@ -125,6 +125,7 @@ class JsonWhitespaceName(enum.StrEnum):
 class ToolFormatName(enum.StrEnum):
     """Syntax of a model's tool calls; see `text.tool_parsers`."""
 
+    HARMONY = "harmony"
     KIMI = "kimi"
     DEEPSEEK_FENCED = "deepseek_fenced"
     DEEPSEEK = "deepseek"
@@ -141,6 +142,7 @@ class ToolFormatName(enum.StrEnum):
 class ReasoningFormatName(enum.StrEnum):
     """Syntax of a model's reasoning; see `text.output_parsers.reasoning_formats`."""
 
+    HARMONY = "harmony"
     SEED = "seed"
     COHERE = "cohere"
     MISTRAL = "mistral"

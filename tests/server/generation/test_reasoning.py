@@ -25,3 +25,13 @@ def test_reasoning_tokens_are_counted_for_any_text_pieces(token_ids, is_open, co
         for begin in range(0, len(token_ids), size):
             counter.add(token_ids[begin : begin + size])
         assert counter.num_tokens == count
+
+
+def test_reasoning_tokens_are_counted_in_several_parts():
+    opening = [7, 1, 9]
+    for size in range(1, 20):
+        counter = ReasoningTokenCounter(opening, CLOSING, is_open=False, reopens=True)
+        token_ids = [*opening, 4, 5, CLOSING, 7, 7, 1, 9, 6, CLOSING, 7, 2, 9, 6, CLOSING]
+        for begin in range(0, len(token_ids), size):
+            counter.add(token_ids[begin : begin + size])
+        assert counter.num_tokens == 3

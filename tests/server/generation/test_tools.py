@@ -133,6 +133,58 @@ def test_reasoning_between_special_tokens() -> None:
     assert not engine.submitted[0].sampling.skip_special_tokens
 
 
+HARMONY = "{{ messages[0].content }}{# <|channel|> {{ reasoning_effort }} #}<|start|>assistant"
+ANSWER = ("<|channel|>analysis<|mess", "age|>Hmm.<|end|><|start|>assistant", "<|channel|>final<|message|>Yes.")
+
+
+@pytest.mark.parametrize(
+    ("limits", "tools", "reasoning", "content"),
+    [
+        ({}, None, "Hmm.", "Yes."),
+        ({}, [WEATHER], "Hmm.", "Yes."),
+        ({"tool_call_parser": "none"}, None, "Hmm.", "Yes."),
+        ({"reasoning_parser": "none"}, None, None, "Hmm.\n\nYes."),
+        ({"reasoning_parser": "none"}, [WEATHER], None, "Hmm.\n\nYes."),
+    ],
+)
+def test_answers_with_channels(limits: dict[str, Any], tools: Any, reasoning: str | None, content: str) -> None:
+    response, engine = ask(tokenizer_with(HARMONY), *ANSWER, limits=limits, tools=tools)
+    message = response.json()["choices"][0]["message"]
+    assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+    assert not engine.submitted[0].sampling.skip_special_tokens
+
+
+def test_stream_of_an_answer_with_channels_has_a_call() -> None:
+    text = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    response, _ = ask(tokenizer_with(HARMONY), *ANSWER[:2], text, ARGUMENTS[:5], ARGUMENTS[5:], "", stream=True)
+    choices = [chunk["choices"][0] for chunk in events(response)[:-1]]
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+    assert "".join(choice["delta"].get("reasoning_content", "") for choice in choices) == "Hmm."
+    assert [call["function"]["arguments"] for call in calls] == [ARGUMENTS[:5], ARGUMENTS[5:]]
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+def test_forced_call_in_a_channel() -> None:
+    tokenizer = tokenizer_with(HARMONY)
+    found = answers_to(tokenizer, tool_choice=CHOSEN, tools=[SWITCH])
+    assert {call["function"]["name"] for calls in found for call in calls} == {"switch"}
+
+
+def test_continued_answer_with_channels_is_text() -> None:
+    tokenizer = tokenizer_with("{{ messages[-1].content }}{# <|channel|> #}")
+    messages = [*USER, {"role": "assistant", "content": "Y"}]
+    response, _ = ask(tokenizer, "es.", tools=None, messages=messages, continue_final_message=True)
+    assert response.json()["choices"][0]["message"]["content"] == "es."
+
+
+def test_chat_template_has_the_reasoning_effort() -> None:
+    tokenizer = copy.copy(tokenizer_with("{{ messages[0].content }} {{ reasoning_effort }}{# </think> #}"))
+    tokenizer.mark_id = {"<think>": 0, "</think>": 1}.get  # type: ignore[method-assign]
+    for effort, given in (("high", "high"), ("minimal", "low"), (None, "")):
+        _, engine = ask(tokenizer, "x", tools=None, reasoning_effort=effort)
+        assert tokenizer.decode(engine.submitted[0].prompt_token_ids).split(" ")[1:] == [given]
+
+
 def test_parsers_can_be_turned_off(hermes: Tokenizer) -> None:
     response, _ = ask(hermes, "<think>a</think>b", tools=None, limits={"reasoning_parser": "none"})
     assert response.json()["choices"][0]["message"]["content"] == "<think>a</think>b"

@@ -62,7 +62,7 @@ def test_reasoning_formats(form: str, text: str, reasoning: str, answer: str) ->
 COMMON = [" ", "\n", "a", "<", "b c", "</", *" \n"]
 
 
-@pytest.mark.parametrize("form", REASONING_FORMATS)
+@pytest.mark.parametrize("form", [name for name, each in REASONING_FORMATS.items() if not each.has_channels])
 @given(is_open=st.booleans(), data=st.data())
 def test_reasoning_split_is_independent_of_text_pieces(form: str, is_open: bool, data: st.DataObject) -> None:
     about = REASONING_FORMATS[form]
@@ -84,6 +84,7 @@ def test_reasoning_split_is_independent_of_text_pieces(form: str, is_open: bool,
         ("'<think>\\n' + reasoning + '</think>\\n\\n<response>\\n'", "think_response"),
         ("between <think></think> and between <response></response>", "think_response"),
         ("content.split('<answer>') '<think>\\n\\n</think>'", "think_answer"),
+        ("<|channel|>analysis<|message|>", "harmony"),
         ("'<seed:think>'", "seed"),
         ("<|START_THINKING|> <|START_RESPONSE|>", "cohere"),
         ("'[THINK]' + block", "mistral"),

@@ -104,15 +104,21 @@ def test_arguments_follow_the_json_white_space_setting(form: str, whitespace: st
         ("minimax", 'Well <minimax:tool_call>\n<invoke name="'),
         ("deepseek", "Well <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"),
         ("deepseek_fenced", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"),
+        (
+            "harmony",
+            "<|channel|>commentary<|message|>I ask.<|end|><|start|>assistant<|channel|>commentary to=functions.",
+        ),
         ("kimi", "I ask.<|tool_calls_section_begin|><|tool_call_begin|>functions."),
     ],
 )
 def test_call_opening_must_continue_as_a_call(form: str, begun: str) -> None:
-    grammar = answer_grammar(None, Calls(TOOL_FORMATS[form], TOOLS, must=False, most=None), None, TEXT_MARKS)
+    thinking = Thinking(REASONING_FORMATS["harmony"], None) if form == "harmony" else None
+    grammar = answer_grammar(None, Calls(TOOL_FORMATS[form], TOOLS, must=False, most=None), thinking, TEXT_MARKS)
     follows = {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, begun)}
     assert "s" in follows
     assert form == "glm_lines" or follows.isdisjoint({"x", "1", "]"})
-    assert {"x", "1", "]"} <= {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, "Hello")}
+    hello = "<|channel|>final<|message|>Hello" if form == "harmony" else "Hello"
+    assert {"x", "1", "]"} <= {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, hello)}
 
 
 def test_answer_is_structured_output_or_calls() -> None:
@@ -144,6 +150,25 @@ def test_answer_may_have_texts_around_it(special: dict[str, int], must_match: bo
     assert may_end_after("1")
     assert may_end_after(thought, "<|START_RESPONSE|>", "1", "<|END_RESPONSE|>")
     assert may_end_after("<|START_RESPONSE|>", "2", "<|END_RESPONSE|>") != must_match
+
+
+def test_answer_has_channels() -> None:
+    special = {"<|channel|>": 0, "<|message|>": 1, "<|end|>": 3}
+    form = json_grammar('{"const": 7}')
+    calls = Calls(TOOL_FORMATS["harmony"], TOOLS, must=False, most=None)
+    for budget in (None, 2):
+        thinking = Thinking(REASONING_FORMATS["harmony"], is_open=False, budget=budget)
+        matcher = DEMO_CONSTRAINTS.compiled(answer_grammar(form, calls, thinking, Marks(special.get))).create_matcher()
+        thought = [0, *tokens_of("analysis"), 1, *tokens_of("Hm"), 3, *tokens_of("<|start|>assistant")]
+        if budget is not None:
+            assert allowed_ids(matcher.allowed_words(thought[: -len(tokens_of("<|start|>assistant")) - 1])) == [3]
+        for begun in ([], thought):
+            assert 0 in allowed_ids(matcher.allowed_words(begun))
+            assert tokens_of("7")[0] not in allowed_ids(matcher.allowed_words(begun))
+            answer = [*begun, 0, *tokens_of("final"), 1, *tokens_of("7")]
+            assert DEMO_TOKENIZER.eos_token_ids[0] in allowed_ids(matcher.allowed_words(answer))
+            call = [*begun, 0, *tokens_of("commentary to=functions.switch json"), 1]
+            assert {DEMO_TOKENIZER.token_text(each)[0] for each in allowed_ids(matcher.allowed_words(call))} == {"{"}
 
 
 def test_marks_that_are_special_tokens_are_named_by_their_ids() -> None:

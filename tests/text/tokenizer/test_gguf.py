@@ -256,6 +256,19 @@ def test_gguf_sentencepiece_of_gemma(tmp_path):
     assert named.eos_token_ids == (facts["eos_token_id"], first)
 
 
+def test_gguf_end_of_one_message_is_not_the_end_of_a_turn(tmp_path):
+    facts = sentencepiece_facts()
+    first = len(facts["tokens"])
+    facts |= {
+        "tokens": [*facts["tokens"], "<|end|>", "<|call|>", "<|return|>"],
+        "scores": [*facts["scores"], *[-1000.0] * 3],
+        "token_type": [*facts["token_type"], 3, 3, 3],
+    }
+    for named in ({}, {"eot_token_id": first}):
+        ours = Tokenizer.load(write(tmp_path / "a.gguf", **facts, **named))
+        assert ours.eos_token_ids == (facts["eos_token_id"], first + 1, first + 2)
+
+
 def test_gguf_special_tokens_of_phi3_absorb_white_space(tmp_path):
     facts = sentencepiece_facts()
     facts |= {

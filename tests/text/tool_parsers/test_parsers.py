@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llm_serving.text.tool_parsers import TOOL_FORMATS, Call, Part, format_in
+from llm_serving.text.tool_parsers import TOOL_FORMATS, Call, Part, Thought, format_in
 from llm_serving.text.tool_parsers.base import MAX_CALL_CHARS
 from support.tool_cases import WRITERS
 
@@ -32,11 +32,12 @@ def answer_of(form: str, text: str, cuts: Sequence[int] = ()) -> tuple[str, list
         parts += parser.add(text[start:end])
     parts += parser.flush()
     said = "".join(part for part in parts if isinstance(part, str))
+    thought = "".join(part.text for part in parts if isinstance(part, Thought))
     calls: list[Call] = []
     for part in parts:
         if isinstance(part, Call):
             calls = [*calls, part] if part.name else [*calls[:-1], Call(calls[-1].name, calls[-1].arguments + part[1])]
-    return said, [(call.name, value_of(call.arguments)) for call in calls]
+    return said + (thought and f" (thought: {thought})"), [(call.name, value_of(call.arguments)) for call in calls]
 
 
 def value_of(arguments: str) -> Any:
@@ -91,6 +92,7 @@ CASES = [
             [("get_weather", XML), ("add", {})],
         )
         for form, write in WRITERS.items()
+        if form != "harmony"
     ),
     ("qwen_xml", f"{GET[12:-13]} and {GET[:-13]}", " and", 2 * [("get", {"a": ""})]),
     (
@@ -125,6 +127,10 @@ DEEPSEEK = [
     *(f"<｜tool▁{each}｜>" for each in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
 ]
 FRAGMENTS = {
+    "harmony": [
+        *(f"<|{each}|>" for each in ("start", "channel", "message", "constrain", "end", "call", "return")),
+        *("assistant", "analysis", "commentary", "final", " to=functions.add", "<|channel|>analysis<|message|>", "<|"),
+    ],
     "kimi": [
         *(f"<|tool_call{each}|>" for each in ("s_section_begin", "s_section_end", "_begin", "_end", "_argument_begin")),
         *("functions.add:0", ":"),
@@ -166,7 +172,7 @@ def test_parser_result_is_independent_of_text_pieces(form: str, data: st.DataObj
     assert answer_of(form, text, range(len(text))) == whole
 
 
-@pytest.mark.parametrize("form", TOOL_FORMATS)
+@pytest.mark.parametrize("form", [form for form in TOOL_FORMATS if form != "harmony"])
 @given(data=st.data())
 def test_parser_returns_text_without_calls_unchanged(form: str, data: st.DataObject) -> None:
     text = data.draw(texts(form))
@@ -254,6 +260,7 @@ def test_parser_returns_an_incomplete_call(form: str, text: str, arguments: Any,
         ("deepseek", WRITERS["deepseek"](("add", ADD_TEXT))),
         ("deepseek_fenced", WRITERS["deepseek_fenced"](("add", ADD_TEXT))),
         ("kimi", WRITERS["kimi"](("add", ADD_TEXT))),
+        ("harmony", WRITERS["harmony"](("add", ADD_TEXT))),
     ],
 )
 def test_arguments_are_streamed(form: str, text: str) -> None:
@@ -294,6 +301,7 @@ def test_text_before_a_call_is_returned_at_once() -> None:
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
         ("<|start_header_id|> <|python_tag|>", "llama"),
         ("[gMASK]<sop> <|observation|>", "glm_lines"),
+        ("<|channel|>analysis<|message|>", "harmony"),
         ("<tool_call>\\n<function=", "qwen_xml"),
         ("<seed:tool_call>\\n<function=", "seed"),
         ("'<minimax:tool_call>' <invoke name=", "minimax"),

@@ -20,6 +20,7 @@ from llm_serving.server.generation.pipeline import EncodedRequest, PrecheckInput
 from llm_serving.server.generation.prompts import check_length, encode_text, truncate_prompt
 from llm_serving.server.generation.sampling import bad_words, choices_of, sampling_params
 from llm_serving.server.generation.structured_output import check_compatible, structured_output_of
+from llm_serving.server.generation.template_messages import adapted_message
 from llm_serving.server.generation.tools import (
     OfferedTools,
     chat_output,
@@ -27,7 +28,7 @@ from llm_serving.server.generation.tools import (
     output_parser,
     reasoning_budget,
     reasoning_counter,
-    reasoning_format,
+    shows_special_tokens,
     template_call,
 )
 from llm_serving.server.parsing.offload import INLINE_BYTES, FairThreads, off_loop
@@ -36,9 +37,9 @@ from llm_serving.text.chat_template.template import NUM_PROCESSES
 
 MAX_MESSAGES: Final = 4096
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
-FALLBACK_ROLES: Final = {"developer": "system", "function": "tool"}
-"""Role -> its replacement for chat templates that do not mention it."""
 RESERVED_VARIABLES: Final = ("add_generation_prompt", "continue_final_message", "messages", "self", "tools")
+MIN_EFFORT: Final = "low"
+"""Lowest effort that chat templates know."""
 MAX_TEMPLATE_FACTOR: Final = 2
 """Maximum ratio of the rendered conversation's length to the length of its JSON."""
 _LIMIT: Final = Whole(1)
@@ -66,8 +67,7 @@ class ConversationRequest(ProtocolRequest):
         self.offered = offered = offered_tools(engine, chat)
         decided: dict[str, Any] = {"logprobs": logprobs, "bad_words": await bad_words(engine, chat.bad_words)}
         limited_by, self._limit = _output_limit(chat)
-        thinks = reasoning_format(engine)
-        if (offered is not None and offered.format.special_tokens) or (thinks is not None and thinks.special_tokens):
+        if shows_special_tokens(engine, offered):
             decided["skip_special_tokens"] = False
         least, most = (1, engine.max_model_len) if self._limit is None else (self._limit, self._limit)
         self._sampling = sampling_params(
@@ -136,13 +136,14 @@ async def encode_chat(
     if offered is not None:
         extra["tools"] = offered.for_template
 
+    effort, template = request.reasoning_effort, engine.tokenizer.chat_template(with_tools=offered is not None)
+    if effort is not None and "reasoning_effort" in template:
+        extra.setdefault("reasoning_effort", MIN_EFFORT if effort in ("none", "minimal") else effort)
+
     is_typed = engine.config.serving.special_tokens_in_content == SpecialTokensName.TEXT
 
     def render() -> tuple[str, str]:
-        template = engine.tokenizer.chat_template(with_tools=offered is not None)
-        plain = [template_message(i, message) for i, message in enumerate(messages)]
-        for each in plain:
-            each["role"] = template_role(template, each["role"])
+        plain = [adapted_message(template, template_message(i, message)) for i, message in enumerate(messages)]
         plain, mark = engine.tokenizer.typed_text.mark(plain) if is_typed else (plain, "")
         text = engine.tokenizer.apply_chat_template(
             plain,
@@ -158,11 +159,6 @@ async def encode_chat(
         return await encode_text(engine, text, "messages", adds_special)
     check_length(engine, text.replace(mark, ""), "messages")
     return await asyncio.to_thread(engine.tokenizer.typed_text.encode, text, mark, adds_special)
-
-
-def template_role(template: str, role: str) -> str:
-    is_named = f"'{role}'" in template or f'"{role}"' in template
-    return role if is_named else FALLBACK_ROLES.get(role, role)
 
 
 def template_message(index: int, message: ChatMessage) -> dict[str, Any]:

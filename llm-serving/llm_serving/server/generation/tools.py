@@ -23,6 +23,7 @@ from llm_serving.text.output_parsers.reasoning import ReasoningParser
 from llm_serving.text.output_parsers.reasoning_formats import REASONING_FORMATS, ReasoningFormat, reasoning_format_in
 from llm_serving.text.structured_output.chat_grammar import Calls, Thinking, answer_grammar, arguments_grammar
 from llm_serving.text.tool_parsers import TOOL_FORMATS, Callee, Marks, ToolFormat, format_in
+from llm_serving.text.tool_parsers.harmony import HarmonyParser
 
 MAX_BUDGET: Final = 2**24
 _BUDGETS: Final = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")
@@ -193,22 +194,31 @@ def output_parser(
     thinking = _thinking(engine, request, prompt)
     if thinking is None and offered is None:
         return None
-    reasoning = None
-    if thinking is not None:
-        reasoning = ReasoningParser(thinking.format, is_open=bool(thinking.is_open))
-    tools = None if offered is None else offered.format.create(offered.schemas)
-    return AnswerParser(reasoning, tools, 1 if request.parallel_tool_calls is False else None)
+    most = 1 if request.parallel_tool_calls is False else None
+    if thinking is not None and thinking.format.has_channels:
+        names = None if offered is None else offered.schemas
+        parser = HarmonyParser(names, thinks=thinking.is_open is not None, in_thought=bool(thinking.is_open))
+        return AnswerParser(None, parser, most)
+    reasoning = None if thinking is None else ReasoningParser(thinking.format, is_open=bool(thinking.is_open))
+    return AnswerParser(reasoning, None if offered is None else offered.format.create(offered.schemas), most)
 
 
 def reasoning_counter(
     engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]
 ) -> ReasoningTokenCounter | None:
     """Return the counter of one choice's reasoning tokens; None if they cannot be counted."""
-    thinking = _thinking(engine, request, prompt)
-    if thinking is None or (closing := engine.tokenizer.mark_id(thinking.format.closing)) is None:
+    thinking, tokenizer = _thinking(engine, request, prompt), engine.tokenizer
+    if thinking is None or thinking.is_open is None:
         return None
-    opening = engine.tokenizer.mark_id(thinking.format.opening)
-    return ReasoningTokenCounter([] if opening is None else [opening], closing, is_open=bool(thinking.is_open))
+    form = thinking.format
+    closing = tokenizer.mark_id(Marks.parts(form.closing)[0])
+    if closing is None:
+        return None
+    marks = [tokenizer.mark_id(form.opening)]
+    opening = (
+        tokenizer.encode(form.opening, False) if form.has_channels else [each for each in marks if each is not None]
+    )
+    return ReasoningTokenCounter(opening, closing, is_open=thinking.is_open, reopens=form.has_channels)
 
 
 def template_call(field: str, call: ToolCallOfMessage) -> dict[str, Any]:
@@ -241,11 +251,25 @@ def reasoning_format(engine: AsyncEngine) -> ReasoningFormat | None:
     return None if wanted == "none" else REASONING_FORMATS[wanted]
 
 
+def shows_special_tokens(engine: AsyncEngine, offered: OfferedTools | None) -> bool:
+    """Return whether the parsers of an answer need special tokens in its text."""
+    form = _format_of_parts(engine)
+    return (offered is not None and offered.format.special_tokens) or (form is not None and form.special_tokens)
+
+
+def _format_of_parts(engine: AsyncEngine) -> ReasoningFormat | None:
+    """Return the format of reasoning. That of an answer with channels is needed even if reasoning is not separated."""
+    own = reasoning_format_in(engine.tokenizer.chat_template())
+    return reasoning_format(engine) or (own if own is not None and own.has_channels else None)
+
+
 def _thinking(engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]) -> Thinking | None:
-    """Return how the reasoning of an answer starts; None if the answer has none."""
-    form = reasoning_format(engine)
+    """Return how the reasoning of an answer starts; None if the answer has none and consists of one part."""
+    form = _format_of_parts(engine)
     if form is None:
         return None
+    if reasoning_format(engine) is None:
+        return None if request.continue_final_message else Thinking(form, None)
     is_open = form.is_open(engine.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False))
     return None if request.continue_final_message and not is_open else Thinking(form, is_open)
 

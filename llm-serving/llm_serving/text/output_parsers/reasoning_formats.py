@@ -40,6 +40,14 @@ class ReasoningFormat:
 
 THINK: Final = ReasoningFormat("</?think>")
 REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
+    ReasoningFormatName.HARMONY: ReasoningFormat(
+        r"<\|channel\|>",
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant",
+        ("<|channel|>final<|message|>", ""),
+        special_tokens=True,
+        has_channels=True,
+    ),
     ReasoningFormatName.SEED: ReasoningFormat(
         "<seed:think>",
         "<seed:think>",

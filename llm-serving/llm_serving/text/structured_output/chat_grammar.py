@@ -54,12 +54,14 @@ def answer_grammar(form: Grammar | None, calls: Calls | None, thinking: Thinking
     if form is not None and calls is None and thinking is None:
         return form
     said = "TEXT?" if form is None else "@form"
-    plain = said if calls is None else "calls" if calls.must else "free" if form is None else f"calls | {said}"
-    framed = "" if calls is not None and calls.must else _framed(said, thinking, marks)
-    if calls is None and thinking is not None and thinking.format.has_channels:
-        body = framed
+    plain = "" if thinking is not None and thinking.format.has_channels else said
+    if calls is None:
+        options = [plain, _framed(said, thinking, marks)]
+    elif calls.must:
+        options = ["calls"]
     else:
-        body = f"{plain} | {framed}" if framed else plain
+        options = [*(["free"] if form is None else ["calls", plain]), _framed(said, thinking, marks)]
+    body = " | ".join(filter(None, options))
     text = f"start: {_thought(thinking, marks)} body\nbody: {body}\n"
     named = {} if form is None else {"form": form}
     if thinking is not None and thinking.is_open is not None:
@@ -77,10 +79,10 @@ def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
 
 def _framed(said: str, thinking: Thinking | None, marks: Marks) -> str:
     """Return the term `said` between the texts around an answer; "" if there are none, or it may contain them."""
-    opening, closing = ("", "") if thinking is None else thinking.format.answer
-    if not opening or (
-        said == "TEXT?" and not (thinking and thinking.format.has_channels) and not marks.are_special(opening)
-    ):
+    if thinking is None or not thinking.format.answer[0]:
+        return ""
+    opening, closing = thinking.format.answer
+    if said == "TEXT?" and not (thinking.format.has_channels or marks.are_special(opening)):
         return ""
     return f"{marks(opening)} WS? {said}" + (f" WS? {marks(closing)} WS?" if closing else "")
 

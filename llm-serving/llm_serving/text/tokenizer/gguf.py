@@ -30,6 +30,8 @@ _KEYS: Final = "tokenizer.ggml."
 _TEMPLATE: Final = "tokenizer.chat_template"
 _TURN_ENDS: Final = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 """Texts of tokens that end a turn, for files that do not name such a token."""
+_HARMONY_ENDS: Final = ("<|call|>", "<|return|>")
+"""The same for gpt-oss, where `<|end|>` only ends a message of several in a turn."""
 _PHI3: Final = "phi3"
 _KEEPS_SPACE: Final = ("<unk>", "<s>", "<|endoftext|>")
 """Special tokens of Phi-3 that do not absorb the white space behind them."""
@@ -108,9 +110,11 @@ class _Metadata:
     def end_ids(self, tokens: Sequence[str], types: Sequence[int]) -> list[int]:
         """Return the end tokens that the file names. If it names no end of a turn, add tokens with the usual texts."""
         ids = [self.token_id(f"{name}_token_id", len(tokens)) for name in ("eos", "eot", "eom")]
-        if ids[1] is None:
-            ids += [i for i, text in enumerate(tokens) if types[i] in (CONTROL, USER_DEFINED) and text in _TURN_ENDS]
-        return [each for each in ids if each is not None]
+        usual: tuple[str, ...] = _TURN_ENDS if ids[1] is None else ()
+        if _HARMONY_ENDS[0] in tokens:
+            ids, usual = ids[:1], _HARMONY_ENDS
+        ids += [i for i, text in enumerate(tokens) if types[i] in (CONTROL, USER_DEFINED) and text in usual]
+        return list(dict.fromkeys(each for each in ids if each is not None))
 
     def config(self, tokens: Sequence[str], begins: bool) -> dict[str, Any]:
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from llm_serving.core.enums import ToolFormatName
-from llm_serving.text.tool_parsers import deepseek, glm, glm_lines, hermes, kimi, llama, mistral, xml_calls
+from llm_serving.text.tool_parsers import deepseek, glm, glm_lines, harmony, hermes, kimi, llama, mistral, xml_calls
 from llm_serving.text.tool_parsers.base import Call, Callee, Marks, Part, Thought, ToolParser
 
 __all__ = ["TOOL_FORMATS", "Call", "Callee", "Marks", "Part", "Thought", "ToolFormat", "ToolParser", "format_in"]
@@ -36,6 +36,7 @@ def _xml(layout: xml_calls.Layout, mark: str) -> ToolFormat:
 
 
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
+    ToolFormatName.HARMONY: ToolFormat(harmony.create, harmony.rules, r"<\|channel\|>", special_tokens=True),
     ToolFormatName.KIMI: ToolFormat(kimi.create, kimi.rules, r"<\|tool_calls_section_begin\|>", special_tokens=True),
     ToolFormatName.DEEPSEEK_FENCED: ToolFormat(
         deepseek.create, deepseek.fenced_rules, "(?s)<｜tool▁calls▁begin｜>.*```json", special_tokens=True

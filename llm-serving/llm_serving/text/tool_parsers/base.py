@@ -106,13 +106,13 @@ class MarkedCalls:
         parts = self._take(ended=True)
         if self._spaces and not self._has_called:
             parts.append("".join(self._spaces))
-        return _joined(parts)
+        return joined(parts)
 
     def _take(self, *, ended: bool) -> list[Part]:
         parts: list[Part] = []
         while self._step(parts, ended):
             pass
-        return _joined(parts)
+        return joined(parts)
 
     def _step(self, parts: list[Part], ended: bool) -> bool:
         """Process one opening or one call. Return False if more text is needed."""
@@ -179,7 +179,8 @@ def overlap(text: str, opening: str) -> int:
     return next((length for length in range(longest, 0, -1) if text.endswith(opening[:length])), 0)
 
 
-def _joined(parts: list[Part]) -> list[Part]:
+def joined(parts: list[Part]) -> list[Part]:
+    """Return the parts with neighbours of the same kind joined."""
     joined: list[Part] = []
     for part in parts:
         last = joined[-1] if joined else None

@@ -1,0 +1,45 @@
+"""Adapts messages to what a chat template reads: its names of roles and fields, and its types of values."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Final
+
+FALLBACK_ROLES: Final = {"developer": "system", "function": "tool"}
+"""Role -> its replacement for chat templates that do not mention it."""
+_THINKING: Final = re.compile(r"\.thinking\b|\[['\"]thinking['\"]\]")
+_NO_CONTENT: Final = re.compile(r"\[['\"]content['\"]\] is none\b")
+_ARGUMENTS_AS_TEXT: Final = re.compile(
+    r"\+\s*\w+(?:\[['\"]function['\"]\]|\.function)?(?:\[['\"]arguments['\"]\]|\.arguments)\s*(?:\+|-?\}\})"
+)
+"""An expression that appends the arguments of a call to a text, which fails for an object."""
+_ONE_TEXT: Final = "message.content and message.thinking"
+"""Condition under which the template of gpt-oss refuses a message with calls."""
+
+
+def template_role(template: str, role: str) -> str:
+    is_named = f"'{role}'" in template or f'"{role}"' in template
+    return role if is_named else FALLBACK_ROLES.get(role, role)
+
+
+def adapted_message(template: str, message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message, as `template_message` returns it, in the form that this template reads."""
+    adapted = message | {"role": template_role(template, message["role"])}
+    calls = message.get("tool_calls")
+    if "reasoning_content" in message and "reasoning_content" not in template and _THINKING.search(template):
+        adapted["thinking"] = adapted.pop("reasoning_content")
+        if calls and message["content"] and _ONE_TEXT in template:
+            adapted |= {"thinking": f"{adapted['thinking']}\n\n{message['content']}", "content": ""}
+    if calls and not message["content"] and _NO_CONTENT.search(template):
+        adapted["content"] = None
+    if calls and _ARGUMENTS_AS_TEXT.search(template):
+        adapted["tool_calls"] = [
+            call | {"function": call["function"] | {"arguments": _text(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return adapted
+
+
+def _text(arguments: dict[str, Any]) -> str:
+    return json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,215 @@
+"""Answers of gpt-oss: messages, each with a header that names its channel and, for a call, the tool as recipient.
+
+`<|channel|>analysis<|message|>`reasoning`<|end|><|start|>assistant<|channel|>final<|message|>`text
+`<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>`
+
+The recipient may also stand before the channel. Text in `commentary` without a recipient is content like `final`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from llm_serving.text.structured_output.grammars import literal
+from llm_serving.text.tool_parsers.base import (
+    MAX_CALL_CHARS,
+    Call,
+    Callee,
+    Marks,
+    NotACallError,
+    Part,
+    Thought,
+    any_of,
+    joined,
+    overlap,
+)
+from llm_serving.text.tool_parsers.json_text import JsonEnd, StreamedCall, arguments_of, is_name, parsed
+
+NEXT: Final = "<|end|><|start|>assistant"
+"""Text between two messages."""
+_MESSAGE: Final = "<|message|>"
+_FUNCTIONS: Final = "functions."
+_ENDS: Final = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
+"""Texts that end a message. The last two already belong to the next header."""
+_END: Final = re.compile("|".join(map(re.escape, _ENDS)))
+_STARTS: Final = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, "to=")
+"""Texts with which a header starts; the prompt ends with `<|start|>assistant`."""
+_MARK: Final = re.compile(r"<\|(?:start|channel|constrain)\|>")
+_WORDS: Final = re.compile(r"[\w\s.=/:\-]*")
+_MAX_HEADER_CHARS: Final = 512
+_CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
+_BETWEEN: Final = "\n\n"
+"""Text between two messages of the same kind, which become one text."""
+
+
+class HarmonyParser:
+    """Parses one answer incrementally, however it is divided into pieces. A call of a tool that is not in `names` is
+    returned only when it is complete.
+
+    Args:
+        names: Names of the offered tools; None: calls are text.
+        thinks: Whether reasoning is separated from the content.
+        in_thought: Whether the prompt ends with the header of a reasoning message.
+    """
+
+    def __init__(self, names: Collection[str] | None, *, thinks: bool = True, in_thought: bool = False) -> None:
+        self._names = names
+        self._thinks = thinks
+        self._step = self._body if in_thought else self._header
+        self._text = ""
+        """Text that has not been returned yet."""
+        self._kind: type[str] | type[Thought] = Thought if in_thought and thinks else str
+        self._begun: set[type] = set()
+        """Kinds of text that have been returned."""
+        self._is_new = False
+        """Whether nothing of the message has been returned."""
+        self._drops_spaces = False
+        self._name = ""
+        self._written: StreamedCall | None = None
+        self._num_chars = 0
+        """Returned characters of the arguments."""
+        self._json = JsonEnd()
+
+    def add(self, text: str) -> list[Part]:
+        self._text += text
+        return self._take(ended=False)
+
+    def flush(self) -> list[Part]:
+        return self._take(ended=True)
+
+    def _take(self, *, ended: bool) -> list[Part]:
+        parts: list[Part] = []
+        while self._step(parts, ended):
+            pass
+        return joined(parts)
+
+    def _header(self, parts: list[Part], ended: bool) -> bool:
+        header, found, rest = self._text.partition(_MESSAGE)
+        if found and len(header) <= _MAX_HEADER_CHARS and _may_be_header(header + _MESSAGE):
+            self._text = rest
+            self._open(header)
+            return True
+        may_be_header = not found and len(header) < _MAX_HEADER_CHARS + len(_MESSAGE) and _may_be_header(header)
+        if may_be_header and not ended:
+            return False
+        if may_be_header and ("<" in header or (not header.strip() and self._begun)):
+            self._text = ""
+            return False
+        self._emit(self._text[:1], parts)  # not a header, so it is text
+        self._text, self._step = self._text[1:], self._body
+        return True
+
+    def _open(self, header: str) -> None:
+        """Start the message behind a header."""
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        is_thought = channel is not None and channel[1] == "analysis"
+        self._kind = Thought if is_thought and self._thinks else str
+        self._is_new, self._drops_spaces, self._step = True, False, self._body
+        to = "" if recipient is None else recipient[1]
+        name = to if self._names is not None and to in self._names else to.removeprefix(_FUNCTIONS)
+        if self._names is not None and is_name(name) and (name in self._names or name != to):
+            self._name, self._written, self._num_chars, self._json = name, None, 0, JsonEnd()
+            self._step = self._call
+
+    def _body(self, parts: list[Part], ended: bool) -> bool:
+        found = _END.search(self._text)
+        if found is not None:
+            self._emit(self._text[: found.start()], parts)
+            keeps = found[0] in _STARTS
+            self._text, self._step = self._text[found.start() if keeps else found.end() :], self._header
+            return True
+        kept = 0 if ended else max(overlap(self._text, each) for each in _ENDS)
+        split = len(self._text) - kept
+        self._emit(self._text[:split], parts)
+        self._text = self._text[split:]
+        return False
+
+    def _call(self, parts: list[Part], ended: bool) -> bool:
+        """Read the arguments of a call. What is not a JSON object is text."""
+        start = len(self._text) - len(self._text.lstrip())
+        if start == len(self._text) and not ended and start <= _MAX_HEADER_CHARS:
+            return False
+        if self._name in (self._names or ()) and self._text.startswith("{", start):
+            return self._stream(start, parts, ended)
+        try:
+            self._step = self._body
+            if not self._text.startswith("{", start):
+                raise NotACallError
+            end = self._json.find(self._text[: MAX_CALL_CHARS + 1], start)
+            if end is None and not ended and len(self._text) <= MAX_CALL_CHARS:
+                self._step = self._call
+                return False
+            if end is None:
+                raise NotACallError
+            parts.append(Call(self._name, arguments_of(parsed(self._text[start:end]))))
+        except NotACallError:
+            return True
+        self._close(end)
+        return True
+
+    def _stream(self, start: int, parts: list[Part], ended: bool) -> bool:
+        self._written = self._written or StreamedCall(self._name, start)
+        body = self._text[: MAX_CALL_CHARS + 1]
+        is_whole = len(body) == len(self._text)
+        call = self._written.read(body, ended=ended and is_whole)
+        if not self._num_chars:
+            parts.append(call)
+        elif len(call.arguments) > self._num_chars:
+            parts.append(Call("", call.arguments[self._num_chars :]))
+        self._num_chars = len(call.arguments)
+        if is_whole and not ended and not self._written.is_whole:
+            return False
+        self._close(self._written.end)
+        return True
+
+    def _close(self, end: int) -> None:
+        """Continue behind the arguments of a call, with text if there is any."""
+        self._text, self._step = self._text[end:], self._body
+        self._kind, self._is_new, self._drops_spaces = str, True, True
+
+    def _emit(self, text: str, parts: list[Part]) -> None:
+        if self._drops_spaces:
+            text = text.lstrip()
+        if not text:
+            return
+        if self._is_new and self._kind in self._begun:
+            text = _BETWEEN + text
+        self._is_new = self._drops_spaces = False
+        self._begun.add(self._kind)
+        parts.append(self._kind(text))
+
+
+def _may_be_header(text: str) -> bool:
+    """Return whether a text may be, or become, a header with the mark of its message."""
+    stripped = text.lstrip()
+    if not any(stripped.startswith(each) or each.startswith(stripped) for each in _STARTS):
+        return False
+    words, found, mark = _MARK.sub("", stripped).partition("<")
+    return _WORDS.fullmatch(words) is not None and (
+        not found or any(each.startswith("<" + mark) for each in (*_STARTS[:3], _MESSAGE))
+    )
+
+
+def create(names: Collection[str]) -> HarmonyParser:
+    return HarmonyParser(frozenset(names))
+
+
+def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+    """Return the grammar rules, see `base`. An answer has one call, because the model ends it with `<|call|>`."""
+    del most
+    calls = "".join(
+        f"call{i}: {marks('<|channel|>')} {literal(f'commentary to={_FUNCTIONS}{each.name}')} format?"
+        f" {marks(_MESSAGE)} @args{i}\n"
+        for i, each in enumerate(callees)
+    )
+    return (
+        f"calls: {any_of(callees)}\n"
+        "free: preamble? calls\n"
+        f"preamble: {marks('<|channel|>commentary<|message|>')} preface\n"
+        f"{marks.up_to('preface', NEXT)}"
+        f'format: " "? {marks("<|constrain|>")} "json" | " json"\n'
+        f"{calls}"
+    )

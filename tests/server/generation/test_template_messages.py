@@ -1,0 +1,46 @@
+"""Messages in the form that the chat template of a model reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from llm_serving.server.generation.template_messages import adapted_message
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "é"}}}
+AS_TEXT = CALL | {"function": {"name": "add", "arguments": '{"a": "é"}'}}
+GPT_OSS = (
+    "{% if message.content and message.thinking %}{{ raise_exception() }}{% endif %}"
+    "{{ message.thinking + message.tool_calls[0].function.arguments | tojson }}"
+)
+DEEPSEEK = "{{ '<｜tool▁sep｜>' + tool['function']['arguments'] + '<｜tool▁call▁end｜>' }}"
+DEEPSEEK_V3 = "{% if message['content'] is none %}{{ '```json' + '\\n' + tool['function']['arguments'] + '```' }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "expected"),
+    [
+        ("{{ message.content }}", {"reasoning_content": "Hm."}, {"reasoning_content": "Hm."}),
+        (GPT_OSS, {"reasoning_content": "Hm."}, {"thinking": "Hm."}),
+        (GPT_OSS, {"reasoning_content": "Hm.", "tool_calls": [CALL]}, {"thinking": "Hm.", "tool_calls": [CALL]}),
+        (
+            GPT_OSS,
+            {"content": "I look.", "reasoning_content": "Hm.", "tool_calls": [CALL]},
+            {"content": "", "thinking": "Hm.\n\nI look.", "tool_calls": [CALL]},
+        ),
+        (
+            "{{ message['thinking'] }}{{ message.reasoning_content }}",
+            {"reasoning_content": "Hm."},
+            {"reasoning_content": "Hm."},
+        ),
+        (DEEPSEEK, {"tool_calls": [CALL]}, {"tool_calls": [AS_TEXT]}),
+        (DEEPSEEK_V3, {"tool_calls": [CALL]}, {"content": None, "tool_calls": [AS_TEXT]}),
+        (DEEPSEEK_V3, {"content": "x", "tool_calls": [CALL]}, {"content": "x", "tool_calls": [AS_TEXT]}),
+        ("{{ '<a>' + tool['function']['arguments']|tojson + '</a>' }}", {"tool_calls": [CALL]}, {"tool_calls": [CALL]}),
+        ("{{ call.arguments if call.arguments is string else '' }}", {"tool_calls": [CALL]}, {"tool_calls": [CALL]}),
+        ("{% if m['content'] is not none %}", {"tool_calls": [CALL]}, {"tool_calls": [CALL]}),
+    ],
+)
+def test_message_is_adapted_to_the_template(template: str, given: dict[str, Any], expected: dict[str, Any]) -> None:
+    plain = {"role": "assistant", "content": ""}
+    assert adapted_message(template, plain | given) == plain | expected
