@@ -22,7 +22,7 @@ from llm_serving.hub.base import DownloadProgress
 from llm_serving.log import get_logger
 from llm_serving.models.pooling import pooling_mode
 from llm_serving.models.spec import ModelSpec
-from llm_serving.observability.metrics import Metrics, WorkAgentMemory
+from llm_serving.observability.metrics import Metrics, StateSlotUsage, WorkAgentMemory
 from llm_serving.scheduler import Scheduler
 from llm_serving.server.app import run_file, serve
 from llm_serving.server.batches.schemas import RequestCounts
@@ -96,11 +96,13 @@ def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
                 spec.window,
                 whole_prompts=not spec.network.causal,
                 pooling=pooling,
+                has_states=bool(spec.states),
                 notice=loaded.notice,
                 compute_fingerprint=loaded.compute_fingerprint,
             )
             metrics.moves.block_bytes = loaded.block_bytes
             metrics.watch_memory(index, partial(_memory_of, config, engine.scheduler, executor))
+            metrics.watch_state_slots(index, partial(_state_slots_of, engine.scheduler))
             yield engine
         finally:
             executor.close()
@@ -115,3 +117,10 @@ def _memory_of(config: ServingConfig, scheduler: Scheduler, executor: Supervised
     num_committed = pool.num_touched_blocks if is_lazy else pool.num_blocks
     block_bytes = executor.loaded.block_bytes * config.cluster.tensor_parallel
     return WorkAgentMemory(pool.num_blocks * block_bytes, num_committed * block_bytes, executor.resident_bytes)
+
+
+def _state_slots_of(scheduler: Scheduler) -> StateSlotUsage:
+    if scheduler.blocks.states is None:
+        return StateSlotUsage()
+    pool = scheduler.blocks.states.pool
+    return StateSlotUsage(pool.num_blocks, pool.num_used_blocks, pool.num_cached_blocks)

@@ -26,6 +26,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import StepInput
 from llm_serving.errors import ModelError, WorkerDiedError
+from llm_serving.kvcache import BlockPool
 from llm_serving.models.spec import ModelSpec
 from llm_serving.worker.model_runner import ModelRunner
 from support.engine_harness import bytes_of
@@ -34,6 +35,7 @@ from support.graph_model import backend, implementation_of, poison
 from support.without_library import cell_of, is_without_library
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS = 16, 32, 12
+NUM_STATE_SLOTS, MAX_NUM_SEQS = 14, 8
 NEW_TOKENS = 10
 KERNELS: Final = ("program", "primitives", "plain")
 MINDFORMERS: Final = (ImplementationName.MINDFORMERS, ImplementationName.MINDFORMERS_LEGACY)
@@ -61,6 +63,7 @@ class Served:
             BLOCK_SIZE,
             longest,
             num_swap_blocks=NUM_SWAP_BLOCKS,
+            num_state_slots=NUM_STATE_SLOTS,
             as_program=kernels in ("program", CODED_CACHE),
             implementation=implementation_of(kernels),
             int8_cache=kernels == CODED_CACHE,
@@ -90,7 +93,10 @@ class Served:
             "max_num_batched_tokens": 128,
             "max_model_len": NUM_BLOCKS * BLOCK_SIZE,
             "window": self.window if slides else None,
+            "max_num_seqs": MAX_NUM_SEQS,
         }
+        if self._runner.spec.states:
+            options["num_spare_states"] = NUM_STATE_SLOTS - MAX_NUM_SEQS
         harness = FragileHarness(new_runner=self._new_runner, **options | scheduler)
         harness.executor.spoil = partial(self._poison_free_blocks, harness)
         return harness
@@ -166,20 +172,27 @@ class Served:
 
     def _new_runner(self) -> ModelRunner:
         """The state of a new WorkAgent, except the cache."""
-        self._poison(range(NUM_BLOCKS))
+        self._poison(range(NUM_BLOCKS), range(NUM_STATE_SLOTS))
         self._runner._next_step = 0
         return self._runner
 
     def _poison_free_blocks(self, harness: FragileHarness, step: StepInput) -> None:
-        """Fill free blocks with NaN: those that no request, no cached prefix and no submitted step uses."""
-        pool = harness.scheduler.blocks.pool
-        used = {each for each in range(NUM_BLOCKS) if pool.ref_count(each) or pool._hashes[each] is not None}
-        for submitted in (step, *harness.executor._submitted):
+        """Fill free blocks and slots of states with NaN: those that no request, no cached prefix and no submitted step
+        uses.
+        """
+        blocks, steps = harness.scheduler.blocks, (step, *harness.executor._submitted)
+        used, used_slots = _held(blocks.pool), _held(blocks.states.pool) if blocks.states is not None else set()
+        for submitted in steps:
             used.update(submitted.block_tables.ravel().tolist(), submitted.block_moves[:, 1:3].ravel().tolist())
-        self._poison(set(range(NUM_BLOCKS)) - used)
+            used_slots.update(submitted.states[:, 2].tolist())
+        self._poison(set(range(NUM_BLOCKS)) - used, set(range(NUM_STATE_SLOTS)) - used_slots)
 
-    def _poison(self, block_ids: Iterable[int]) -> None:
-        poison(self._runner.kv_tensors, block_ids)
+    def _poison(self, block_ids: Iterable[int], state_slots: Iterable[int]) -> None:
+        poison(self._runner.kv_tensors, block_ids, state_slots)
+
+
+def _held(pool: BlockPool) -> set[int]:
+    return {each for each in range(pool.num_blocks) if pool.ref_count(each) or pool._hashes[each] is not None}
 
 
 SCENARIOS: Final[dict[str, Callable[[Served], dict[str, str]]]] = {

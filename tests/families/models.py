@@ -29,6 +29,7 @@ from families import (
     gpt_oss,
     internlm,
     layer_norms,
+    lfm2,
     llama,
     llama_likes,
     mixtures,
@@ -57,6 +58,7 @@ FAMILIES = (
     mixtures,
     gpt_oss,
     deepseek,
+    lfm2,
 )
 WRITERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "bfloat16": to_bfloat16,

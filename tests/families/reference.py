@@ -38,6 +38,8 @@ except ImportError as error:
 from families import published
 
 FILLING = 7
+ROUTERS = ("mlp.gate", "block_sparse_moe.gate", "block_sparse_moe.router", "feed_forward.gate")
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 
 
 class Reference:
@@ -90,7 +92,7 @@ class Reference:
         if unread:
             raise ValueError(f"{folder}: transformers does not read it whole: {unread}")
         for name, module in network.named_modules():
-            if name.endswith(("mlp.gate", "block_sparse_moe.gate", "block_sparse_moe.router")):
+            if name.endswith(ROUTERS):
                 module.register_forward_hook(
                     functools.partial(self._see_router, network.get_submodule(name.rpartition(".")[0]))
                 )
@@ -108,7 +110,7 @@ class Reference:
         x = inputs[0].reshape(-1, weight.shape[1])
         scores = torch.nn.functional.linear(x, weight.to(x.dtype))
         holders = (module, around, getattr(module, "moe_statics", None))
-        found = (getattr(each, "e_score_correction_bias", None) for each in holders)
+        found = (getattr(each, name, None) for each in holders for name in CORRECTIONS)
         correction = next((each for each in found if each is not None), None)
         if correction is not None:
             scores = (scores.softmax(-1) if holders[2] is not None else scores.sigmoid()) + correction.reshape(-1)

@@ -22,7 +22,13 @@ pytestmark = pytest.mark.mindspore
 
 @pytest.mark.parametrize(
     ("name", "kernels"),
-    [("mistral", "program"), ("qwen3-moe", "program"), ("deepseek-v2", "program"), ("gemma2", CODED_CACHE)],
+    [
+        ("mistral", "program"),
+        ("qwen3-moe", "program"),
+        ("deepseek-v2", "program"),
+        ("gemma2", CODED_CACHE),
+        ("lfm2", "program"),
+    ],
 )
 def test_answers_of_families_are_batch_invariant(tmp_path: Path, name: str, kernels: str) -> None:
     assert not differing(Served(name, tmp_path, kernels))
@@ -41,9 +47,9 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def test_answer_survives_a_work_agent_restart(tmp_path: Path) -> None:
-    """A model with windows and experts; the tests above cover the others."""
-    name = "mixtral-window"
+@pytest.mark.parametrize("name", ["mixtral-window", "lfm2-moe"])
+def test_answer_survives_a_work_agent_restart(tmp_path: Path, name: str) -> None:
+    """A model with windows and experts, and one with states and experts; the tests above cover the others."""
     models.write(name, tmp_path)
     write_tokenizer(tmp_path, models.model(name).config["vocab_size"])
     prompt = models.golden(name).prompts[max(models.golden(name).prompts)].token_ids.tolist()[:150]

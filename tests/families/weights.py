@@ -26,6 +26,9 @@ CHOOSING = (
     "kv_a_proj_with_mqa",
     "kv_b_proj",
 )
+HEAD_NORMS = tuple(
+    f"{name}.weight" for name in ("q_norm", "k_norm", "query_layernorm", "key_layernorm", "q_layernorm", "k_layernorm")
+)
 
 
 def weights_of(key: str, model: Model) -> dict[str, np.ndarray]:
@@ -42,10 +45,9 @@ def _tensor(key: str, name: str, shape: tuple[int, ...], model: Model) -> np.nda
 def _gain_or_bias(name: str, model: Model) -> tuple[float, float]:
     if name.endswith(".bias"):
         return 0.0, model.bias_spread
-    if name == "model.norm.weight" and model.tied:
+    if name in ("model.norm.weight", "model.embedding_norm.weight") and model.tied:
         return -model.norm_offset, 1.2
-    heads = ("q_norm.weight", "k_norm.weight", "query_layernorm.weight", "key_layernorm.weight")
-    centre = 1.5 if name.endswith(heads) else 1.0
+    centre = 1.5 if name.endswith(HEAD_NORMS) else 1.0
     return centre - model.norm_offset, 0.3
 
 

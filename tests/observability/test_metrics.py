@@ -8,7 +8,7 @@ from llm_serving import __version__
 from llm_serving.core.request import FinishReason
 from llm_serving.core.step import BlockMove, BlockMoveKind
 from llm_serving.observability.metric_families import Histogram
-from llm_serving.observability.metrics import Metrics, ReplicaCounts, WorkAgentMemory
+from llm_serving.observability.metrics import Metrics, ReplicaCounts, StateSlotUsage, WorkAgentMemory
 from llm_serving.observability.transfer_metrics import SwapLoad
 from llm_serving.scheduler.schedule import Preemption
 from prometheus_client.parser import text_string_to_metric_families
@@ -89,6 +89,16 @@ def test_memory_of_work_agents_is_read_at_every_scrape():
     assert found["llm_serving:kv_cache_committed_bytes", "", "0"] == 1024
     assert found["llm_serving:work_agent_resident_memory_bytes", "", "0"] == 10_000
     assert found["llm_serving:kv_cache_reserved_bytes", "1", "10.0.0.2"] == 8192
+
+
+def test_state_slots_are_read_at_every_scrape():
+    metrics, used = Metrics("demo"), [2]
+    metrics.watch_state_slots(0, lambda: StateSlotUsage(8, used[0], 1))
+    assert scrape(metrics)["llm_serving:state_slots_used", "", "0"] == 2
+    used[0] = 3
+    found = scrape(metrics)
+    names = ("state_slots", "state_slots_used", "state_checkpoints")
+    assert [found[f"llm_serving:{name}", "", "0"] for name in names] == [8, 3, 1]
 
 
 def test_metrics_include_the_master_process():

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,8 +41,10 @@ def implementation_of(kernels: str) -> ImplementationName:
     return ImplementationName(kernels) if kernels in tuple(ImplementationName) else ImplementationName.NATIVE
 
 
-def poison(kv_tensors: KVTensors, block_ids: Iterable[int]) -> None:
-    """Fill these blocks of every layer with NaN."""
+def poison(kv_tensors: KVTensors, block_ids: Iterable[int], state_slots: Iterable[int] = ()) -> None:
+    """Fill these blocks and states of every layer with NaN."""
+    for states in kv_tensors.states:
+        states.storage[list(state_slots)] = np.nan
     for cache in (cache for layer in kv_tensors.layers for cache in layer):
         cache.storage.view(np.uint8)[list(block_ids)] = 0xFF  # NaN in every dtype
 
@@ -60,12 +63,20 @@ class GraphModel:
         quantization: Quantization | None = None,
         implementation: ImplementationName = ImplementationName.NATIVE,
     ) -> None:
-        kv_tensors = KVTensors.allocate(spec, backend, num_blocks, BLOCK_SIZE, num_swap_blocks)
+        kv_tensors = KVTensors.allocate(
+            spec, backend, num_blocks, BLOCK_SIZE, num_swap_blocks, num_state_slots=num_blocks
+        )
         self.kv_tensors = kv_tensors
-        poison(kv_tensors, range(num_blocks))
+        poison(kv_tensors, range(num_blocks), range(num_blocks))
         max_positions = min(spec.max_position_embeddings, num_blocks * BLOCK_SIZE)
         weights = WeightReader(folder, spec.scheme)
-        ways = {"as_program": as_program, "quantization": quantization, "implementation": implementation}
+        self._keeps_states = len(spec.states) > 0
+        ways = {
+            "states": kv_tensors.states,
+            "as_program": as_program,
+            "quantization": quantization,
+            "implementation": implementation,
+        }
         lowered = lower(spec, backend, weights, kv_tensors.layers, max_positions, **ways)
         self._network = None if lowered.logits is None else CompiledNetwork(lowered.logits)
         self._states = CompiledNetwork(lowered.states)
@@ -94,5 +105,15 @@ class GraphModel:
 
     def _arrays(self, rows, samples):
         inputs = build_model_inputs(step_input(rows, samples=samples), NO_TOKENS, self._limits)
-        indices = np.arange(len(inputs.token_ids), dtype=np.int32) if samples is None else inputs.sample_indices
-        return (*inputs.arrays()[:-1], indices)
+        if samples is None:
+            inputs = replace(inputs, sample_indices=np.arange(len(inputs.token_ids), dtype=np.int32))
+        if self._keeps_states:
+            inputs = replace(inputs, states=_states_of(rows))
+        return inputs.arrays()
+
+
+def _states_of(rows) -> tuple[np.ndarray, np.ndarray]:
+    """Return the slots of the states: a sequence has that of the number of its first block."""
+    state_in = [block_ids[0] if num_computed else -1 for _, num_computed, block_ids in rows]
+    state_out = [slot for token_ids, _, block_ids in rows for slot in [-1] * (len(token_ids) - 1) + [block_ids[0]]]
+    return np.array(state_in, np.int32), np.array(state_out, np.int32)

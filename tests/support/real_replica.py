@@ -38,6 +38,7 @@ class RealReplica:
         self.executor = SupervisedExecutor(self._start, serving.step_timeout_s, serving.max_worker_restarts)
         self._pieces: dict[str, list[RequestOutput]] = defaultdict(list)
         loaded = self.executor.loaded
+        spec = ModelSpec.from_folder(self.config.model.model_path)
         self.engine = build_engine(
             self.config,
             loaded.num_blocks,
@@ -46,7 +47,8 @@ class RealReplica:
             Metrics(),
             self._publish,
             num_swap_blocks=loaded.num_swap_blocks,
-            window=ModelSpec.from_folder(self.config.model.model_path).window,
+            window=spec.window,
+            has_states=bool(spec.states),
         )
 
     @property

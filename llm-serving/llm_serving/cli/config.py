@@ -81,8 +81,10 @@ def _bounds(config: ServingConfig) -> list[str]:
         return []
     from llm_serving.engine.replica import build_scheduler
 
-    window = None if config.model.model_path is None else ModelSpec.from_folder(config.model.model_path).window
-    scheduler = build_scheduler(config, config.pa.num_blocks, config.pa.num_swap_blocks, window=window)
+    spec = None if config.model.model_path is None else ModelSpec.from_folder(config.model.model_path)
+    window, has_states = (None, False) if spec is None else (spec.window, bool(spec.states))
+    sizes = config.pa.num_blocks, config.pa.num_swap_blocks
+    scheduler = build_scheduler(config, *sizes, window=window, has_states=has_states)
     return ["# bounds:", *(f"#   - {bounds}" for bounds in scheduler.bounds)]
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from llm_serving.config.rules import Option, Rule
 from llm_serving.config.sections.cluster import ClusterConfig
-from llm_serving.config.sections.device import CacheConfig, DeviceConfig, QuantConfig
+from llm_serving.config.sections.device import CacheConfig, DeviceConfig, QuantConfig, num_state_slots
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
@@ -71,6 +71,11 @@ class ServingConfig:
             return 0
         longest = -(-self.model.max_generate_length // self.pa.block_size)
         return self.cluster.num_transfer_blocks or 4 * longest
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots for states of each WorkAgent, if the model has layers that keep states."""
+        return num_state_slots(self.pa.num_state_slots, self.model.decode_batch_size)
 
     @property
     def num_processes(self) -> int:

@@ -14,7 +14,7 @@ from llm_serving.core.step import all_tokens_allowed
 from llm_serving.errors import LLMServingError, WorkerError
 from llm_serving.executor.executor import Executor, RestartFailedError, StepFailedError
 from llm_serving.executor.step_builder import StepBuilder
-from llm_serving.kvcache import BlockManager
+from llm_serving.kvcache import BlockManager, StateSlots
 from llm_serving.log import get_logger
 from llm_serving.observability.metrics import Metrics
 from llm_serving.scheduler import Schedule, Scheduler, SchedulerLimits
@@ -133,10 +133,11 @@ class Recovery:
         Answers are batch-invariant, so a copy causes the same failure as its request.
         """
         scheduler, executor = self._scheduler, self._executor
-        pool = scheduler.blocks.pool
-        blocks = BlockManager(
-            pool.num_blocks, scheduler.blocks.block_size, prefix_caching=False, window=scheduler.blocks.window
-        )
+        pool, size, states = scheduler.blocks.pool, scheduler.blocks.block_size, scheduler.blocks.states
+        if states is not None:
+            states = StateSlots(states.pool.num_blocks, states.max_running, size)
+        window = scheduler.blocks.window
+        blocks = BlockManager(pool.num_blocks, size, prefix_caching=False, window=window, states=states)
         trial = Scheduler(
             _trial_limits(scheduler.limits), Mixed(ServingConfig()), blocks, (RequestClass(name="trial", rank=0),)
         )

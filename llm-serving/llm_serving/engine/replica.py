@@ -15,7 +15,7 @@ from llm_serving.core.window import Window
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.engine_requests import Publish
 from llm_serving.executor.executor import Executor
-from llm_serving.kvcache import BlockManager
+from llm_serving.kvcache import BlockManager, StateSlots
 from llm_serving.kvcache.transfer_pool import TransferPool
 from llm_serving.log import get_logger
 from llm_serving.observability.event_log import EventLog
@@ -44,15 +44,21 @@ def build_scheduler(
     window: int | None = None,
     clock: Clock = monotonic,
     whole_prompts: bool = False,
+    *,
+    has_states: bool = False,
 ) -> Scheduler:
     """Create the scheduler of replica `index`, with a KV cache of `num_blocks` and a host pool of `num_swap_blocks`.
 
     If the configuration names a folder for recordings, the scheduler's decisions are recorded until it is freed.
     `window`: number of latest tokens that every layer of the model attends to; None: some layer attends to all.
     `whole_prompts`: whether a step must compute whole prompts, because tokens attend to later ones.
+    `has_states`: whether layers of the model keep states of fixed size.
     """
     scheduler = config.scheduler
     sliding_window = Window.from_model(window, scheduler.max_prefill_tokens, config.model.max_generate_length)
+    states = None
+    if has_states:
+        states = StateSlots(config.num_state_slots, config.model.decode_batch_size, config.pa.block_size)
     blocks = BlockManager(
         num_blocks,
         config.pa.block_size,
@@ -60,6 +66,7 @@ def build_scheduler(
         prefix_caching=scheduler.prefix_caching and not whole_prompts,
         window=sliding_window,
         exports=create_transfer_pool(config.num_transfer_blocks, index),
+        states=states,
     )
     limits, policy, classes, order, _ = build_rules(config, blocks.max_request_tokens, whole_prompts=whole_prompts)
     if scheduler.record_path is None:
@@ -160,13 +167,16 @@ def build_engine(
     window: int | None = None,
     clock: Clock = monotonic,
     whole_prompts: bool = False,
+    has_states: bool = False,
     build_drafter: Callable[[ServingConfig, Executor, Clock], SpeculationController | None] = build_drafter,
     **options: Any,
 ) -> Engine:
-    """Create the engine of replica `index`. For the numbers of blocks, `window` and `whole_prompts` see
+    """Create the engine of replica `index`. For the numbers of blocks, `window`, `whole_prompts` and `has_states` see
     `build_scheduler`.
     """
-    scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, window, clock, whole_prompts)
+    scheduler = build_scheduler(
+        config, num_blocks, num_swap_blocks, index, window, clock, whole_prompts, has_states=has_states
+    )
     longest = _longest_request(config, scheduler.blocks)
     logger.info("replica %d: %d blocks of %d tokens; %s", index, num_blocks, config.pa.block_size, longest)
     event_log = EventLog(config.serving.explain_requests, config.serving.timeline_steps)

@@ -56,6 +56,8 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
     "StableLmForCausalLM": ("stablelm", "stablelm"),
     "Starcoder2ForCausalLM": ("starcoder2", "starcoder2"),
     "GPTNeoXForCausalLM": ("gpt_neox", "gpt_neox"),
+    "Lfm2ForCausalLM": ("lfm2", "lfm2"),
+    "Lfm2MoeForCausalLM": ("lfm2", "lfm2_moe"),
     "BertModel": ("bert", "bert"),
     "BertForMaskedLM": ("bert", "bert"),
     "BertForSequenceClassification": ("bert", "bert_classifier"),

@@ -23,7 +23,7 @@ from llm_serving.models.mindformers import config_from_mindformers
 from llm_serving.models.pooling import is_embedding_model, max_seq_length, score_tokens
 from llm_serving.models.registry import architecture_of, describe
 from llm_serving.network.builder import Network
-from llm_serving.network.caches import CacheShape
+from llm_serving.network.caches import CacheShape, StateShape
 from llm_serving.network.operations import Weight
 from llm_serving.network.sharding import sharded
 
@@ -85,6 +85,16 @@ class ModelSpec:
     @property
     def caches(self) -> tuple[CacheShape, ...]:
         return tuple(self.network.caches)
+
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        """The states of fixed size that layers keep in place of keys and values; empty: they keep none."""
+        return tuple(self.network.states)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of one slot: the states of a request over all layers."""
+        return sum(state.num_bytes for state in self.states)
 
     @cached_property
     def window(self) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Final, NamedTuple
 
@@ -66,6 +66,15 @@ class WorkAgentMemory(NamedTuple):
     """Resident memory of the WorkAgent's processes; 0: it runs on another machine."""
 
 
+class StateSlotUsage(NamedTuple):
+    """The slots for states of fixed size of one replica."""
+
+    total: int = 0
+    used: int = 0
+    checkpoints: int = 0
+    """Slots, used or free, whose state a prefix hit can use."""
+
+
 class Metrics(Collector):
     """The metrics of a server. Names that start with `vllm:` match those of existing dashboards. Times are in seconds.
 
@@ -86,6 +95,7 @@ class Metrics(Collector):
         self._compilations: dict[int, Callable[[], int]] = {}
         self._machines: dict[int, Callable[[], str]] = {}
         self._memory: dict[int, Callable[[], WorkAgentMemory]] = {}
+        self._state_slots: dict[int, Callable[[], StateSlotUsage]] = {}
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self.draft_tokens = {name: dict.fromkeys(map(str, Proposer), 0) for name in _DRAFT_TOKENS}
         """Metric -> proposer -> count."""
@@ -128,6 +138,9 @@ class Metrics(Collector):
 
     def watch_memory(self, replica: int, memory: Callable[[], WorkAgentMemory]) -> None:
         self._memory[replica] = memory
+
+    def watch_state_slots(self, replica: int, usage: Callable[[], StateSlotUsage]) -> None:
+        self._state_slots[replica] = usage
 
     def machine(self, replica: int) -> str:
         """Return the address of the machine of a replica's WorkAgent; empty for the master's own."""
@@ -280,12 +293,8 @@ class Metrics(Collector):
             for replica, of_replica in sorted(self._loads.items()):
                 family.add_metric([*values, str(replica), self.machine(replica)], getattr(of_replica, field))
             yield family
-        memory = {replica: read() for replica, read in sorted(self._memory.items())}
-        for name, text, field in _MEMORY_GAUGES:
-            family = GaugeMetricFamily(name, text, labels=[*names, "replica", "machine"])
-            for replica, of_agent in memory.items():
-                family.add_metric([*values, str(replica), self.machine(replica)], getattr(of_agent, field))
-            yield family
+        yield from self._watched(_MEMORY_GAUGES, self._memory)
+        yield from self._watched(_STATE_GAUGES, self._state_slots)
         for name, text in _COUNTERS.items():
             yield counter(name, text, labels, self._counts[name])
         finished = {reason.value: count for reason, count in self._finished.items()}
@@ -305,6 +314,18 @@ class Metrics(Collector):
         yield from self.swaps.collect()
         yield from self.moves.collect()
         yield from self.http.collect()
+
+    def _watched(
+        self, gauges: Sequence[tuple[str, str, str]], watched: Mapping[int, Callable[[], NamedTuple]]
+    ) -> Iterator[Metric]:
+        """Yield gauges (metric, help text, field) of the functions that `watched` has for each replica."""
+        found = {replica: read() for replica, read in sorted(watched.items())}
+        for name, text, field in gauges:
+            family = GaugeMetricFamily(name, text, labels=[*self._labels, "replica", "machine"])
+            for replica, usage in found.items():
+                labels = [*self._labels.values(), str(replica), self.machine(replica)]
+                family.add_metric(labels, getattr(usage, field))
+            yield family
 
 
 class HttpMetrics:
@@ -359,6 +380,12 @@ _MEMORY_GAUGES: Final = (
     ),
 )
 """Metric, help text and field of `WorkAgentMemory`."""
+_STATE_GAUGES: Final = (
+    ("llm_serving:state_slots", "Slots for states of fixed size, of each replica.", "total"),
+    ("llm_serving:state_slots_used", "Slots for states in use, of each replica.", "used"),
+    ("llm_serving:state_checkpoints", "States that a prefix hit can use, of each replica.", "checkpoints"),
+)
+"""Metric, help text and field of `StateSlotUsage`."""
 RELOADS: Final = ("applied", "refused", "unchanged")
 SHARES: Final = ("tenant_limit", "class_weight")
 _COUNTERS: Final = {

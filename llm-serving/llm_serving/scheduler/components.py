@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from llm_serving.core.request import Request
@@ -42,7 +43,9 @@ class SchedulerComponents:
         limits, policy, order = rules.limits, rules.policy, rules.order
         classes = tuple(rules.classes)
         blocks.prefix_caching = rules.prefix_caching
-        self.rules = rules._replace(classes=classes)
+        if blocks.states is not None:  # a reload cannot add slots
+            limits = replace(limits, max_num_seqs=min(limits.max_num_seqs, blocks.states.max_running))
+        self.rules = rules._replace(classes=classes, limits=limits)
         self.waiting = WaitingQueue(classes, limits, order, blocks.pool.num_blocks)
         self.slots = RunningSlots(limits, blocks, classes)
         self.bounds = class_bounds(

@@ -97,8 +97,7 @@ class RunningSlots:
         each running request stays free, so that each can fill a block before a preemption.
         """
         num_running = len(self.running) - len(without)
-        states = self._blocks.states
-        if num_running >= self._limits.max_num_seqs or (states is not None and num_running >= states.max_running):
+        if num_running >= self._limits.max_num_seqs:
             return False
         return self.num_blocks_to_admit(request, parent, without) + num_running <= self._blocks.pool.num_free_blocks
 

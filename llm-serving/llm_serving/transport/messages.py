@@ -33,7 +33,7 @@ import msgspec
 from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT, ComputeFingerprint
 from llm_serving.core.step import DraftRequest
 
-PROTOCOL_VERSION = 22
+PROTOCOL_VERSION = 23
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -93,6 +93,8 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     draft_model_path: str | None = None
     num_transfer_blocks: int = 0
     """Number of blocks in the transfer pool, all replicas together."""
+    num_state_slots: int = 0
+    """Number of slots for states of fixed size; no effect on a model without them."""
     num_ranks: int = 1
     rank: int = 0
 

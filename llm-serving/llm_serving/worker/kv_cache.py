@@ -142,6 +142,7 @@ class KVTensors:
     num_swap_blocks: int
     block_size: int
     transfer: TransferMemory | None = None
+    states: tuple[ms.Parameter, ...] = ()  # of each operation that keeps states, [num_state_slots, ...]
 
     @property
     def block_bytes(self) -> int:
@@ -160,6 +161,7 @@ class KVTensors:
         block_size: int,
         num_swap_blocks: int = 0,
         *,
+        num_state_slots: int = 0,
         int8: bool = False,
     ) -> KVTensors:
         """Allocate zeroed tensors, in 8 bits if `int8`. Raise ConfigError if there are more KV slots than an int32 slot
@@ -176,7 +178,10 @@ class KVTensors:
         host_layers = tuple(
             (host_blocks(keys, num_swap_blocks), host_blocks(values, num_swap_blocks)) for keys, values in layers
         )
-        return cls(backend, layers, host_layers, num_blocks, num_swap_blocks, block_size)
+        states = tuple(
+            backend.states(num_state_slots, state, f"state.{index}") for index, state in enumerate(spec.states)
+        )
+        return cls(backend, layers, host_layers, num_blocks, num_swap_blocks, block_size, states=states)
 
     def clear(self) -> None:
         """Return the pages of all blocks in this process to the system, which provides zeroed ones on access."""

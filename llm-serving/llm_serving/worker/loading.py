@@ -128,6 +128,7 @@ def load_runner(
         settings.block_size,
         settings.max_model_len,
         num_swap_blocks=settings.num_swap_blocks,
+        num_state_slots=settings.num_state_slots,
         as_program=device.kernels != "primitives",
         implementation=implementation,
         num_prompt_rows=settings.max_num_seqs if device.exactness == ExactnessName.FAST else 0,
@@ -152,6 +153,9 @@ def _draft_model(
 ) -> DraftModel:
     folder = Path(settings.draft_model_path or "")
     draft = check_folder(folder)
+    if draft.states:
+        rule = "must name a model without states of fixed size"
+        raise ConfigError(f"scheduler_config.draft_model_path {rule}. Given: {draft.architecture}")
     on_progress(f"reading {draft.num_weight_elements / 1e6:,.1f} M weights of the draft model from {folder.name}")
     size = settings.block_size
     as_program = device.kernels != "primitives"
@@ -263,6 +267,7 @@ def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
     step = settings.max_num_batched_tokens, settings.max_num_seqs
     keys = num_mask_keys(settings.device_target, settings.max_model_len)
     left = kv_cache_bytes_left(limit, spec, element_bytes(backend), *step, _quantization(settings, backend), keys)
+    left -= settings.num_state_slots * spec.state_bytes
     if settings.draft_model_path is not None:
         draft = ModelSpec.from_folder(Path(settings.draft_model_path))
         left -= draft_model_bytes(draft, element_bytes(backend), settings.block_size)

@@ -78,6 +78,8 @@ class ModelInputs:
     query_lens: Int32Array  # [B]
     context_lens: Int32Array  # [B], tokens attended to: those in the cache and those of this step
     sample_indices: Int32Array  # [R], the tokens that give a result, in the order of `StepInput.result_tokens`
+    states: tuple[Int32Array, ...] = ()
+    """Those of `lowering.step_inputs.STATE_INPUTS`; empty for a model without states."""
 
     @property
     def num_rows(self) -> int:
@@ -120,6 +122,7 @@ class ModelInputs:
             self.query_lens,
             self.context_lens,
             self.sample_indices,
+            *self.states,
         )
 
 

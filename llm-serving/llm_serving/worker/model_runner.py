@@ -28,6 +28,7 @@ from llm_serving.worker.pooling import means, num_states_per_result, with_all_st
 from llm_serving.worker.rank_group import RankGroup
 from llm_serving.worker.sampler import check_allowed, check_sampling, choose_tokens_for, sample
 from llm_serving.worker.scoring import check_scoring, score
+from llm_serving.worker.state_guard import StateGuard
 
 _FIRST_TAG: Final = 1
 """Tag of the first step among ranks. Work before it has tag 0."""
@@ -48,6 +49,7 @@ class ModelRunner:
         max_model_len: int,
         num_swap_blocks: int = 0,
         *,
+        num_state_slots: int = 0,
         as_program: bool = True,
         num_prompt_rows: int = 0,
         quantization: Quantization | None = None,
@@ -78,7 +80,9 @@ class ModelRunner:
         self._ranks, self._step_timeout_s = ranks, step_timeout_s
         if networks is None:
             sizes = num_blocks, block_size, num_swap_blocks
-            self.kv_tensors = KVTensors.allocate(spec, backend, *sizes, int8=int8_cache)
+            self.kv_tensors = KVTensors.allocate(
+                spec, backend, *sizes, num_state_slots=num_state_slots, int8=int8_cache
+            )
             if transfer_fd is not None:
                 transfer = TransferMemory(transfer_fd, num_transfer_blocks, self.kv_tensors.layers)
                 self.kv_tensors = replace(self.kv_tensors, transfer=transfer)
@@ -99,6 +103,7 @@ class ModelRunner:
                 whole_prompts=num_prompt_rows > 0,
                 quantization=quantization,
                 implementation=implementation,
+                states=self.kv_tensors.states,
             )
             networks = compile_networks(lowered, spec.network.hidden, num_prompt_rows)
         self._network, self._states, self._head, self._prompts = networks
@@ -106,6 +111,7 @@ class ModelRunner:
         shared = self.kv_tensors.transfer
         tags = None if shared is None else BlockTags(shared.epochs, shared.num_written)
         self._guard = BlockGuard(num_blocks, self.kv_tensors.num_swap_blocks, block_size, spec.window, tags)
+        self._state_guard = StateGuard(num_state_slots) if spec.states else None
         self._next_step = 0
         self._previous: Int32Array = NO_TOKENS
 
@@ -128,6 +134,7 @@ class ModelRunner:
                 query_lens=lens,
                 context_lens=lens,
                 sample_indices=np.arange(num_rows, dtype=np.int32),
+                states=(np.full(num_rows, -1, np.int32), np.full(num_tokens, -1, np.int32)) if self.spec.states else (),
             )
             self._forward(inputs)
             self._logits_of(self._states(self._planned(inputs).arrays()))
@@ -174,6 +181,8 @@ class ModelRunner:
         check_block_moves(step.exports, *sizes, exports=True)
         self._guard.move(step.block_moves)
         self._guard.check(step)
+        if self._state_guard is not None:
+            inputs = replace(inputs, states=self._state_guard.check(step))
         tensors.move_blocks(step.block_moves)
         self._guard.check_imports(step.block_moves)
         if len(step.result_tokens) == step.sampling.num_samples:
@@ -248,8 +257,9 @@ class ModelRunner:
 
 def _network_arguments(inputs: ModelInputs) -> tuple[Int32Array, ...]:
     """Return the network's arguments. A step without results requests one, because some kernels need one."""
-    arrays = inputs.arrays()
-    return arrays if len(inputs.sample_indices) else (*arrays[:-1], np.zeros(1, np.int32))
+    if not len(inputs.sample_indices):
+        inputs = replace(inputs, sample_indices=np.zeros(1, np.int32))
+    return inputs.arrays()
 
 
 def _first_error_per_row(errors: dict[int, str], result_tokens: Int32Array) -> dict[int, str]:

@@ -84,9 +84,19 @@ class CacheConfig:
     num_swap_blocks: int = option(0, integer(0), expert=True)
     """Number of KV blocks in the host memory of each WorkAgent, for requests preempted by swap
     (`scheduler_config.preemption_mode`). When the pool is full, preempted requests are recomputed. 0: no pool."""
+    num_state_slots: int | None = option(None, integer(1), expert=True)
+    """Number of slots of each WorkAgent for the states of models whose layers keep a state of fixed size for each
+    request, such as LFM2. At least `model_config.decode_batch_size`, one for each running request; the others hold
+    states at the end of cached prefixes, after draft tokens, and of requests preempted by swap. null: twice that
+    number. No effect on other models."""
     decode_seq_length: int | None = option(None, integer(1), expert=True)
     """Accepted from older files, which repeat `model_config.max_generate_length` here. No effect; a smaller value is
     reported in the log."""
+
+
+def num_state_slots(given: int | None, max_running: int) -> int:
+    """Return the number of slots for `max_running` requests. `given`: value of `pa_config.num_state_slots`."""
+    return given or 2 * max_running
 
 
 _PROGRAM_KERNELS: Final = ("auto", "program", "plugin")
@@ -169,6 +179,7 @@ def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormer
     _check_exactness(values)
     _check_quantization(values)
     _check_kv_cache(values, spec)
+    _check_states(values, spec)
     _notice_swap(values)
 
 
@@ -263,6 +274,16 @@ def _check_kv_cache(values: Values, spec: ModelSpec | None) -> None:
         values.require(name, (auto,), f"for {spec.architecture}, which has {lacks}")
 
 
+def _check_states(values: Values, spec: ModelSpec | None) -> None:
+    name, running = "pa_config.num_state_slots", values["model_config.decode_batch_size"]
+    if values[name] is None or spec is None:
+        return
+    if not spec.states:
+        values.notice(name, f"{values[name]} has no effect: {spec.architecture} has no states of fixed size")
+    elif values[name] < running:
+        raise values.error(name, f"must be at least {running}, as `model_config.decode_batch_size`")
+
+
 def _where(values: Values) -> str:
     return f"with {TARGET}: {values[TARGET]} and {KERNELS}: {values[KERNELS]}"
 
@@ -282,12 +303,14 @@ def _check_memory(values: Values, spec: ModelSpec) -> None:
     keys = num_mask_keys(values[TARGET], values["model_config.max_generate_length"])
     working = working_bytes(spec, dtype_bytes, budget, seqs, keys)
     coded = values["quant_config.kv_cache_dtype"] == KVCacheDtypeName.INT8
+    states = spec.state_bytes * num_state_slots(values["pa_config.num_state_slots"], seqs)
     block = values[BLOCK_SIZE] * spec.kv_bytes_per_token(dtype_bytes, int8=coded)
-    minimum = PROCESS_BYTES + weights + working + block
+    minimum = PROCESS_BYTES + weights + working + states + block
     if limit < minimum:
         rule = (
             f"must be at least {minimum} bytes: {PROCESS_BYTES} for the process, {weights} for the weights, {working} "
-            f"for the largest step and {block} for one block of the KV cache"
+            f"for the largest step{f', {states} for the states' if states else ''} and {block} for one block of the KV "
+            "cache"
         )
         raise values.error("device_config.max_device_memory", rule)
 

@@ -1,0 +1,87 @@
+"""Checks and memory of models whose layers keep states of fixed size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from families import models
+from llm_serving.config import load_config
+from llm_serving.config.model_size import model_size
+from llm_serving.config.schema import ServingConfig
+from llm_serving.engine.replica import build_scheduler
+from llm_serving.errors import ConfigError
+from llm_serving.executor.supervisor import load_settings
+from llm_serving.models.spec import ModelSpec
+from llm_serving.network.sharding import sharded
+
+STATE_BYTES = 3 * 2 * 64 * 4
+"""Three convolutions, of two earlier rows of 64 columns each."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    models.write("lfm2", tmp_path)
+    return tmp_path
+
+
+def load(folder: Path, *overrides: str) -> ServingConfig:
+    return load_config(None, ["model_config.decode_batch_size=6", *overrides], folder)
+
+
+def test_a_spec_names_its_states(folder: Path) -> None:
+    spec = ModelSpec.from_folder(folder)
+    assert (len(spec.states), spec.state_bytes, len(spec.caches)) == (3, STATE_BYTES, 1)
+
+
+def test_there_are_twice_as_many_slots_as_running_requests(folder: Path) -> None:
+    assert load_settings(load(folder), 0).num_state_slots == 12
+    assert load_settings(load(folder, "pa_config.num_state_slots=7"), 0).num_state_slots == 7
+
+
+def test_too_few_slots_are_refused(folder: Path) -> None:
+    rule = r"`pa_config\.num_state_slots` must be at least 6, as `model_config\.decode_batch_size`\. Given: 5"
+    with pytest.raises(ConfigError, match=rule):
+        load(folder, "pa_config.num_state_slots=5")
+
+
+def test_slots_have_no_effect_on_other_models() -> None:
+    config = load_config(None, ["pa_config.num_state_slots=5"], Path("demo"))
+    assert any("num_state_slots: 5 has no effect: LlamaForCausalLM has no states" in each for each in config.notices)
+
+
+def test_a_reload_cannot_add_running_requests_without_slots(folder: Path) -> None:
+    scheduler = build_scheduler(load(folder), 20, has_states=True)
+    assert scheduler.limits.max_num_seqs == 6
+    more = build_scheduler(load(folder, "model_config.decode_batch_size=9"), 20)._components.rules
+    scheduler.reload(more)
+    assert scheduler.limits.max_num_seqs == 6
+
+
+def test_states_are_not_transferred_between_replicas(folder: Path) -> None:
+    roles = "cluster_config.replicas=2", "cluster_config.roles=[prefill, decode]"
+    rule = r"`cluster_config\.roles` must contain only `both` for Lfm2ForCausalLM: states of fixed size are not"
+    with pytest.raises(ConfigError, match=rule):
+        load(folder, *roles)
+
+
+def test_each_rank_keeps_whole_states(folder: Path) -> None:
+    network = ModelSpec.from_folder(folder).network
+    for rank in range(2):
+        part = sharded(network, rank, 2)
+        assert part.states == network.states
+        assert [cache.kv_heads for cache in part.caches] == [1]
+
+
+def test_memory_estimates_count_states(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1_210_000_000))
+    few, many = (load(folder, f"pa_config.num_state_slots={count}") for count in (10, 30_000))
+    lines = model_size(few).lines
+    assert any(line.split("  ")[-1].strip() == "10 slots of 0.0 MB, 0.0 MB" for line in lines)
+    assert model_size(few).fits
+    assert not model_size(many).fits, "46 MB of states beside 600 MB of a process"
+    needed = r"`device_config\.max_device_memory` must be at least .* for the largest step, 46080000 for the states and"
+    with pytest.raises(ConfigError, match=needed):
+        load(folder, "pa_config.num_state_slots=30000", "device_config.max_device_memory=610MB")
