@@ -82,7 +82,7 @@ class Simulation:
         *,
         fast_forward: bool = True,
     ) -> None:
-        notices, window = tuple(_notices(config, workload)), _window(config)
+        notices, (window, has_states) = tuple(_notices(config, workload)), _cache_kinds(config)
         speculates = config.scheduler.speculative_method != "none" and workload.has_answer_texts
         self._config = config = _simulated(config)
         self._workload, self._profile, self._seed = workload, profile, seed
@@ -112,6 +112,7 @@ class Simulation:
             [each.answer_token_ids for each in requests] if speculates else [],
             workload.vocab_size,
             window,
+            has_states,
             seed,
             self._counters,
             self._cpu,
@@ -357,9 +358,11 @@ def _simulated(config: ServingConfig) -> ServingConfig:
     )
 
 
-def _window(config: ServingConfig) -> int | None:
+def _cache_kinds(config: ServingConfig) -> tuple[int | None, bool]:
+    """Return the sliding window of the model, if every layer has one, and whether layers keep states."""
     path = config.model.model_path
-    return None if path is None else ModelSpec.from_folder(path).window
+    spec = None if path is None else ModelSpec.from_folder(path)
+    return (None, False) if spec is None else (spec.window, bool(spec.states))
 
 
 def _notices(config: ServingConfig, workload: Workload) -> Iterator[str]:

@@ -3,15 +3,17 @@
     PYTHONPATH=tests .venv/bin/python -m families.exactness [NAME ...] [--kernels program plain kv8 ...]
 
 Four requests are answered alone, each prompt in one step and no block ever given back; then in chunks, beside others,
-after hits of their beginnings, brought back from host memory or computed again after they lost their places, and after
-the death of the WorkAgent. Tokens and log-probabilities must be the same bytes. What a dead WorkAgent held is NaN, and
-so is whatever no request holds, so that nothing stale can be read unnoticed. `plain` is asked in a process of its own,
-without the operator library, which would take the place of MindSpore's products. Needs no device and no torch; minutes.
+after hits of their beginnings, brought back from host memory or computed again after they lost their places, after the
+death of the WorkAgent, and with draft tokens. Tokens and log-probabilities must be the same bytes. What a dead
+WorkAgent held is NaN, and so is whatever no request holds, so that nothing stale can be read unnoticed. `plain` is
+asked in a process of its own, without the operator library, which would take the place of MindSpore's products. Needs
+no device and no torch; minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -30,6 +32,7 @@ from llm_serving.kvcache import BlockPool
 from llm_serving.models.spec import ModelSpec
 from llm_serving.worker.model_runner import ModelRunner
 from support.engine_harness import bytes_of
+from support.fake_speculation import KnownAnswerDrafts
 from support.fragile_harness import FragileHarness
 from support.graph_model import backend, implementation_of, poison
 from support.without_library import cell_of, is_without_library
@@ -79,7 +82,12 @@ class Served:
             "short": (short, greedy),
             "sampled": (long[half:end], sampled),
         }
-        self.alone = {name: self._answer(self.harness(slides=False), name)[name] for name in self._requests}
+        self.alone: dict[str, str] = {}
+        self._tokens: dict[str, list[int]] = {}
+        for name in self._requests:
+            harness = self.harness(slides=False)
+            self.alone |= self._answer(harness, name)
+            self._tokens[name] = harness.token_ids(name)
 
     def request(self, name: str, request_id: str | None = None, priority: int = 0) -> Request:
         prompt, sampling = self._requests[name]
@@ -124,6 +132,15 @@ class Served:
 
     def swapped(self) -> dict[str, str]:
         return self._displaced(preemption_mode="swap", num_swap_blocks=NUM_SWAP_BLOCKS)
+
+    def with_drafts(self) -> dict[str, str]:
+        """Draft tokens, of which a third are wrong, are verified beside others."""
+        drafter = KnownAnswerDrafts(random.Random(3), self._tokens, 0.3)
+        drafter.vocab_size = self._runner.spec.vocab_size
+        harness = self.harness(drafter=drafter, prefix_caching=True)
+        found = self._answer(harness, *self._requests)
+        assert sum(harness.metrics.draft_tokens["vllm:spec_decode_num_draft_tokens_total"].values()) > 10
+        return found
 
     def after_deaths(self) -> dict[str, str]:
         """The WorkAgent dies in a prefill step, and twice during decoding."""
@@ -202,6 +219,7 @@ SCENARIOS: Final[dict[str, Callable[[Served], dict[str, str]]]] = {
     "recompute": Served.computed_again,
     "swap": Served.swapped,
     "deaths": Served.after_deaths,
+    "drafts": Served.with_drafts,
 }
 
 

@@ -23,13 +23,15 @@ def states_of(blocks: BlockManager) -> StateSlots:
 def compute(blocks: BlockManager, request: Request, num_tokens: int, num_drafts: int = 0) -> list[tuple[int, int]]:
     """Compute tokens of a request in a step of its own; return (token, slot) of its accesses."""
     start, states = request.num_computed_tokens, states_of(blocks)
-    states.add_row(0, request.request_id, start, num_tokens + num_drafts, num_drafts)
+    if num_drafts:
+        states.add_drafts(request.request_id, num_drafts)
+    states.add_row(0, request.request_id, start, num_tokens + num_drafts)
     accesses = states.pop_accesses()
     request.num_computed_tokens = start + num_tokens
     blocks.cache_full_blocks(request, request.num_computed_tokens)
     request.num_confirmed_tokens = request.num_computed_tokens
     blocks.check_integrity()
-    return [(access.token, access.slot) for access in accesses]
+    return sorted((access.token, access.slot) for access in accesses)
 
 
 def admit(blocks: BlockManager, request: Request) -> int:
@@ -107,6 +109,24 @@ def test_the_least_recently_used_checkpoint_gives_its_slot() -> None:
     assert found == [4, 4, 0]
 
 
+def test_the_latest_block_of_an_output_has_a_checkpoint_in_place_of_the_one_before() -> None:
+    blocks = manager()
+    admit(blocks, request := create_request(6, request_id="a", max_tokens=20))
+    compute(blocks, request, 6)
+    accesses = []
+    for token_id in range(8):
+        request.output_token_ids.append(token_id)
+        blocks.grow("a", request.num_tokens)
+        accesses.append(compute(blocks, request, 1))
+    assert accesses[1:3] == [[(STATE_BEFORE, 0), (0, 2)], [(STATE_BEFORE, 2), (0, 0)]]
+    assert accesses[5] == [(STATE_BEFORE, 0), (0, 2)], "the slot of the dropped checkpoint is used again"
+    assert states_of(blocks).pool.num_cached_blocks == 2, "those after 4 and after 12 tokens"
+    blocks.free("a")
+    longer = create_request(6, request_id="b")
+    longer.prompt_token_ids.extend(request.output_token_ids)
+    assert admit(blocks, longer) == 12
+
+
 def test_every_running_request_finds_a_slot_beside_checkpoints_and_drafts() -> None:
     blocks = manager(num_spare=3, max_running=3)
     admit(blocks, first := create_request(10, request_id="a"))
@@ -127,6 +147,21 @@ def test_rejected_drafts_are_rolled_back_by_the_choice_of_a_slot() -> None:
     request.num_computed_tokens += 2
     assert compute(blocks, request, 1) == [(STATE_BEFORE, 2), (0, 2)]
     assert states_of(blocks).pool.num_used_blocks == 1
+
+
+def test_checkpoints_take_no_slot_that_drafts_of_the_step_need() -> None:
+    blocks = manager(num_spare=1)
+    requests = [create_request(7, request_id=name) for name in "ab"]
+    for number, request in enumerate(requests):
+        request.prompt_token_ids[:] = [number] * 7
+        admit(blocks, request)
+        compute(blocks, request, 7)
+        request.output_token_ids.append(5)
+    states = states_of(blocks)
+    states.add_drafts("b", 1)
+    states.add_row(0, "a", 7, 1)
+    states.add_row(1, "b", 7, 2)
+    assert [(row, token) for row, token, _, _ in states.pop_accesses()] == [(0, -1), (0, 0), (1, -1), (1, 1), (1, 0)]
 
 
 def test_drafts_that_are_all_rejected_leave_the_state_after_the_newest_token() -> None:
@@ -170,7 +205,7 @@ def test_a_lost_cache_has_no_checkpoints() -> None:
     blocks = manager()
     admit(blocks, request := create_request(10, request_id="a"))
     compute(blocks, request, 10)
-    states_of(blocks).add_row(0, "a", 10, 1, 0)
+    states_of(blocks).add_row(0, "a", 10, 1)
     blocks.reset()
     blocks.check_integrity()
     assert states_of(blocks).pool.num_used_blocks == 0

@@ -143,6 +143,7 @@ def _facts(schedule: Schedule) -> tuple[Any, ...]:
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap", "auto"])
 def test_every_policy_composition_and_preemption_mode(policy: str, separate: bool, preemption_mode: str) -> None:
     options = {"policy": policy, "separate": separate, "num_swap_blocks": 8, "max_preemptions": 2}
+    options["num_spare_states"] = 3 if separate else None
     data = small_recording(preemption_mode=preemption_mode, prefix_caching=True, **options)
     assert replay(data).hash == seal(data)
 

@@ -20,6 +20,8 @@ FINISHED_TOKENS = 2**10
 class RandomDrafts(SpeculationController):
     """Drafts at random steps; a share `wrong` of the draft tokens is drawn at random."""
 
+    vocab_size = VOCAB_SIZE
+
     def __init__(self, rng: random.Random, wrong: float = 0.2, window: int = NO_WINDOW) -> None:
         self._rng, self._wrong, self._window = rng, wrong, window
         super().__init__(MAX_DRAFT_TOKENS, NgramProposer(3, FinishedAnswersIndex(3, FINISHED_TOKENS)))
@@ -47,7 +49,7 @@ class RandomDrafts(SpeculationController):
         for _ in range(self._rng.randint(0, MAX_DRAFT_TOKENS)):
             token_id = self._next_of(request, token_ids)
             if self._rng.random() < self._wrong:
-                token_id = self._rng.randrange(VOCAB_SIZE)
+                token_id = self._rng.randrange(self.vocab_size)
             draft.append(token_id)
             token_ids.append(token_id)
         return draft
@@ -65,4 +67,4 @@ class KnownAnswerDrafts(RandomDrafts):
 
     def _next_of(self, request: Request, token_ids: list[int]) -> int:
         answer, position = self._answers[request.request_id], len(token_ids) - request.num_prompt_tokens
-        return answer[position] if position < len(answer) else self._rng.randrange(VOCAB_SIZE)
+        return answer[position] if position < len(answer) else self._rng.randrange(self.vocab_size)

@@ -115,7 +115,8 @@ class SimulatedAgent:
         if location is not None and transfer is not None:  # each machine has a transfer pool of its own
             transfer = FakeTransferPool(len(transfer.blocks))
             self.block_link = SimulatedBlockLink(rng, transfer, location, self._end)
-        self._runner = FakeRunner(*sizes, blocks.window.num_tokens, transfer)
+        num_slots = 0 if blocks.states is None else blocks.states.pool.num_blocks
+        self._runner = FakeRunner(*sizes, blocks.window.num_tokens, transfer, num_slots)
         self._reads_at_once = rng.random() < 0.5
         self._unread: deque[RunStep | SetAllowedTokens] = deque()
         self._next_fault: str | None = None

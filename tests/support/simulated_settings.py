@@ -51,6 +51,7 @@ def draw_scheduler(rng: random.Random) -> dict[str, Any]:
             low={"max_running_share": share, "max_kv_share": share},
             high={"max_waiting": rng.choice((None, 1))},
         ),
+        "num_spare_states": rng.choice((None, None, 0, 2, 10)),
     }
 
 

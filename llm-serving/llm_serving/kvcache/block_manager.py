@@ -170,7 +170,8 @@ class BlockManager:
         end = len(table.ids)
         if self.states is not None:
             hashes = self._hashes_of(request, request.max_prefix_hit_tokens // self.block_size)
-            self.states.admit(request, [] if unshared or not self.prefix_caching else hashes, end, self.pool.is_cached)
+            is_shared = self.prefix_caching and not unshared
+            self.states.admit(request, hashes if is_shared else None, end, self.pool.is_cached)
         if end:
             self.pool.add_references(table)
         table.extend(self.pool.allocate(self._table_end(table.start, num_tokens) - end), self.pool)

@@ -95,6 +95,15 @@ class BlockPool:
             self._hashes[block_id] = block_hash
             self._blocks_by_hash[block_hash] = block_id
 
+    def forget_hash(self, block_id: int) -> None:
+        """Drop the hash of a block, if it has one. A free block is allocated next."""
+        block_hash = self._hashes[block_id]
+        if block_hash is not None:
+            del self._blocks_by_hash[block_hash]
+            self._hashes[block_id] = None
+            if self._ref_counts[block_id] == 0:
+                self._free.move_to_end(block_id, last=False)
+
     def find_cached(self, block_hash: bytes) -> int | None:
         return self._blocks_by_hash.get(block_hash)
 

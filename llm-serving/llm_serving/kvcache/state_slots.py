@@ -36,7 +36,9 @@ class StateSlots:
         self._drafts: dict[str, list[int]] = {}
         """Request id -> slots of the states after each draft token of a step without a reply."""
         self._wanted: dict[str, list[int]] = {}
-        """Request id -> numbers of tokens after which checkpoints are wanted."""
+        """Request id -> numbers of prompt tokens after which checkpoints are wanted; no entry: nowhere."""
+        self._latest: dict[str, tuple[int, int]] = {}
+        """Request id -> slot and epoch of the latest checkpoint in its output."""
         self._unconfirmed: dict[str, list[tuple[int, int]]] = {}
         """Request id -> (number of tokens, slot) of checkpoints that a step without a reply stores."""
         self._accesses: list[StateAccess] = []
@@ -61,21 +63,22 @@ class StateSlots:
         return checkpoint if checkpoint <= num_tokens else 0
 
     def admit(
-        self, request: Request, hashes: Sequence[bytes], num_shared: int, is_cached: Callable[[bytes], bool]
+        self, request: Request, hashes: Sequence[bytes] | None, num_shared: int, is_cached: Callable[[bytes], bool]
     ) -> None:
         """Give a request its own slot. It continues from the checkpoint after its first `num_shared` blocks.
 
         Checkpoints are wanted after the last full block of its prompt, and after the last block that is cached already,
-        because that prefix is common. `hashes`: those of all blocks that it may share; empty: it shares none.
+        because that prefix is common. `hashes`: those of all blocks that it may share; None: it shares none, nor do
+        other requests find its checkpoints.
         """
         request_id = request.request_id
-        if num_shared:
+        if num_shared and hashes is not None:
             source = self.pool.find_cached(hashes[num_shared - 1])
             assert source is not None, f"request {request_id} would continue from a lost checkpoint"
             self.pool.add_references([source])
             self._sources[request_id] = source
         (self._own[request_id],) = self.pool.allocate(1)
-        if hashes:
+        if hashes is not None:
             num_cached = next((at for at, each in enumerate(hashes) if not is_cached(each)), len(hashes))
             ends = {num_cached * self._block_size, self._prompt_checkpoint(request)}
             self._wanted[request_id] = [each for each in sorted(ends) if each > num_shared * self._block_size]
@@ -105,6 +108,7 @@ class StateSlots:
             slots.append(self._sources.pop(request_id))
         self._swapped.discard(request_id)
         self._wanted.pop(request_id, None)
+        self._latest.pop(request_id, None)
         self.pool.free(slots)
 
     def reset(self) -> None:
@@ -117,31 +121,28 @@ class StateSlots:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def add_row(self, row: int, request_id: str, start: int, query_len: int, num_drafts: int) -> None:
-        """Plan row number `row` of a step, which computes `query_len` tokens after `start` computed ones. The last
-        `num_drafts` of them are draft tokens, at most `num_spare`.
+    def add_drafts(self, request_id: str, num_drafts: int) -> None:
+        """Allocate slots for the states after a row's draft tokens, at most `num_spare`, before any row is added."""
+        self._drafts[request_id] = self.pool.allocate(num_drafts)
+
+    def add_row(self, row: int, request_id: str, start: int, query_len: int) -> None:
+        """Plan row number `row` of a step, which computes `query_len` tokens after `start` computed ones. Draft tokens
+        (`add_drafts`) are the last of them.
         """
-        own, source = self._own[request_id], self._sources.pop(request_id, None)
+        own, source, drafts = self._own[request_id], self._sources.pop(request_id, None), self._drafts.get(request_id)
         if start:
             self._access(row, STATE_BEFORE, own if source is None else source)
         if source is not None:
             self._read.append(source)
-        last = query_len - num_drafts - 1
-        for num_tokens in self._wanted.get(request_id, ()):
-            token = num_tokens - start - 1
-            if 0 <= token <= last and self.num_spare > 0:
-                (slot,) = self.pool.allocate(1)
-                self._unconfirmed.setdefault(request_id, []).append((num_tokens, slot))
+        if request_id in self._wanted:
+            self._add_checkpoints(row, request_id, start, query_len)
+        last = query_len - 1
+        if drafts is not None:
+            last -= len(drafts)
+            for token, slot in enumerate(drafts, last + 1):
                 self._access(row, token, slot)
-                if token == last:
-                    self.pool.add_references([slot])
-                    self._sources[request_id] = slot
         if request_id not in self._sources:
             self._access(row, last, own)
-        if num_drafts:
-            self._drafts[request_id] = slots = self.pool.allocate(num_drafts)
-            for token, slot in enumerate(slots, last + 1):
-                self._access(row, token, slot)
 
     def pop_accesses(self) -> list[StateAccess]:
         """Return the accesses of the rows since the last call, and release the checkpoints that they read."""
@@ -178,9 +179,33 @@ class StateSlots:
         drafts = chain.from_iterable(self._drafts.values())
         self.pool.check_integrity([*self._own.values(), *self._sources.values(), *drafts, *unconfirmed, *self._read])
 
+    def _add_checkpoints(self, row: int, request_id: str, start: int, query_len: int) -> None:
+        """Store the checkpoints that are wanted within a row: those of the prompt, and in the output, where a row has
+        one token, the state after each block in place of the one after the block before.
+        """
+        ends = self._wanted[request_id]
+        is_output = query_len == 1 and (start + 1) % self._block_size == 0 and start + 1 not in ends
+        if is_output:
+            ends = [start + 1]
+            slot, epoch = self._latest.pop(request_id, (0, 0))
+            if self.pool.epoch(slot) == epoch and self.pool.ref_count(slot) == 0:
+                self.pool.forget_hash(slot)
+        for end in ends:
+            if not start < end <= start + query_len or self.num_spare < 1:
+                continue
+            (slot,) = self.pool.allocate(1)
+            self._unconfirmed.setdefault(request_id, []).append((end, slot))
+            self._access(row, end - start - 1, slot)
+            if end == start + query_len:
+                self.pool.add_references([slot])
+                self._sources[request_id] = slot
+            if is_output:
+                self._latest[request_id] = slot, self.pool.epoch(slot)
+
     def _prompt_checkpoint(self, request: Request) -> int:
         """Return the number of tokens after which the checkpoint of a prompt is wanted; 0: nowhere."""
         return (request.num_prompt_tokens - 1) // self._block_size * self._block_size
 
     def _access(self, row: int, token: int, slot: int) -> None:
-        self._accesses.append(StateAccess(row, token, slot, self.pool.epoch(slot)))
+        access = (row, token, slot, self.pool.epoch(slot))
+        self._accesses.append(tuple.__new__(StateAccess, access))  # half the cost of calling StateAccess

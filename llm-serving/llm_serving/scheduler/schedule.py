@@ -261,8 +261,11 @@ def plan_exports(rows: Sequence[ScheduledRow], blocks: BlockManager) -> tuple[li
 
 def plan_states(rows: Sequence[ScheduledRow], states: StateSlots) -> list[StateAccess]:
     """Return the state accesses of a step with these rows."""
-    for index, row in enumerate(rows):
-        states.add_row(index, row.request.request_id, row.num_computed, row.query_len, row.num_drafts)
+    for request, _, _, num_samples, _ in rows:
+        if num_samples > 1:
+            states.add_drafts(request.request_id, num_samples - 1)
+    for index, (request, num_computed, query_len, _, _) in enumerate(rows):
+        states.add_row(index, request.request_id, num_computed, query_len)
     return states.pop_accesses()
 
 
