@@ -1,11 +1,12 @@
 import numpy as np
 import pytest
 from llm_serving.core.enums import QuantizationName
-from llm_serving.formats.quantized_tensor import QuantizedTensor, quantize_w4, quantize_w8
+from llm_serving.formats.quantized_tensor import QuantizedTensor, QValuesForm, quantize_w4, quantize_w8
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.registry import describe
 from llm_serving.network.operations import Weight
 from llm_serving.network.quantization import Quantization, bytes_saved, quantized_weights, stored_qvalues
+from llm_serving.network.sharding import sharded
 from support.family_configs import config_of
 
 RNG = np.random.default_rng(1)
@@ -113,3 +114,26 @@ def test_stored_qvalues_divide_groups_into_powers_of_two(group_size, divided):
     found = stored_qvalues(Weight(("a",), (16, 1920), ((16, 1920),)), [tensor], QuantizationName.W4A16)
     assert (found and found.group_size) == divided
     assert found is None or np.array_equal(found.dequantized(), tensor.dequantized())
+
+
+def test_stored_qvalues_of_a_rank_divide_groups_that_its_columns_divide():
+    """The second of two ranks has columns 96 to 191 of groups of 64."""
+    values = RNG.standard_normal((16, 192), dtype=np.float32)
+    tensor, columns = quantize_w4(values, 64, symmetric=False), tuple(range(96, 192))
+    weight = Weight(("a",), (16, 96), ((16, 192),), columns=columns)
+    found = stored_qvalues(weight, [tensor], QuantizationName.W4A16)
+    assert found is not None
+    assert found.group_size == 32
+    assert np.array_equal(found.dequantized(), tensor.dequantized()[:, 96:])
+
+
+@pytest.mark.parametrize(("name", "num_kept"), [("llama", 9), ("llama, odd heads and odd inner", 6)])
+def test_bytes_saved_know_the_groups_of_stored_values(name, num_kept):
+    """On each of two ranks, down_proj has 48 or 45 columns, and odd heads are padded: both divide groups of 32."""
+    network, form = sharded(empty_network(name), 0, 2), QValuesForm(8, 32)
+    quantization = Quantization(QuantizationName.W8A16)
+    weights = quantized_weights(network, quantization)
+    shapes = [each.shape for each in weights if each.shape[1] % 32 == 0 and -1 not in (each.columns or ())]
+    expected = sum(rows * (columns * (2 - 1) - 4 * columns // 32) for rows, columns in shapes)
+    assert bytes_saved(network, quantization, 2, form) == expected
+    assert len(shapes) == num_kept + 1  # and the LM head

@@ -67,7 +67,7 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: Quantization |
     stored = spec.scheme.form if spec.scheme is not None else None
     if stored is not None and quantization is not None and not can_multiply(quantization.name, stored):
         return elements * dtype_bytes
-    return elements * dtype_bytes - bytes_saved(spec.network, quantization, dtype_bytes)
+    return elements * dtype_bytes - bytes_saved(spec.network, quantization, dtype_bytes, stored)
 
 
 def draft_model_bytes(spec: ModelSpec, dtype_bytes: int, block_size: int) -> int:

@@ -85,10 +85,9 @@ def stored_qvalues(
     if not can_multiply(kept, tensors[0].form):
         return None
     if weight.columns is not None:
-        picked = [each.with_columns(np.array(weight.columns)) for each in tensors]
-        tensors = [each for each in picked if each is not None]
-        if len(tensors) < len(parts):
-            return None
+        tensors = _with_columns(tensors, np.array(weight.columns))
+    if not tensors:
+        return None
     first = tensors[0]
     if weight.shape[-1] != first.shape[1]:
         return None
@@ -146,6 +145,28 @@ def _in_groups_of_products(tensor: QuantizedTensor) -> QuantizedTensor:
     return tensor if size in (0, tensor.group_size) or tensor.g_idx is not None else tensor.with_groups_of(size)
 
 
+def _with_columns(tensors: list[QuantizedTensor], columns: NDArray[np.int64]) -> list[QuantizedTensor]:
+    """Return some columns of tensors of the same form, in the largest groups that the columns do not divide. Return an
+    empty list if they divide groups of `MIN_GROUP_SIZE` columns.
+    """
+    while True:
+        picked = [each.with_columns(columns) for each in tensors]
+        found = [each for each in picked if each is not None]
+        size = tensors[0].group_size // 2
+        if len(found) == len(tensors) or size < MIN_GROUP_SIZE:
+            return found if len(found) == len(tensors) else []
+        tensors = [each.with_groups_of(size) for each in tensors]
+
+
+def _divide_groups(columns: tuple[int, ...] | None) -> bool:
+    """Return whether a weight's columns divide groups of `MIN_GROUP_SIZE` columns, so that no product takes them."""
+    if columns is None:
+        return False
+    firsts = np.array(columns[::MIN_GROUP_SIZE])
+    whole = (firsts[:, None] + np.arange(MIN_GROUP_SIZE)).reshape(-1)
+    return bool((firsts % MIN_GROUP_SIZE).any()) or not np.array_equal(whole, columns)
+
+
 def _power_of_two_in(group_size: int) -> int:
     return group_size & -group_size
 
@@ -157,13 +178,21 @@ def can_multiply(kept: QuantizationName, form: QValuesForm) -> bool:
     return has_form and (form.group_size == 0 or in_groups)
 
 
-def bytes_saved(network: Network, quantization: Quantization | None, dtype_bytes: int) -> int:
-    """Return how many bytes quantization saves against the model dtype; scales take 4 bytes each."""
+def bytes_saved(
+    network: Network, quantization: Quantization | None, dtype_bytes: int, stored: QValuesForm | None = None
+) -> int:
+    """Return how many bytes quantization saves against the model dtype; scales take 4 bytes each. `stored`: form of
+    stored values that products take.
+    """
     total = 0
     for weight, kept in quantized_weights(network, quantization).items():
         assert quantization is not None
         rows, columns = math.prod(weight.shape[:-1]), weight.shape[-1]
         numbers = {QuantizationName.W8A8: 2, QuantizationName.W8A16: 1}.get(kept, columns // quantization.group_size)
+        if stored is not None and stored.group_size and stored.bits == BITS[kept]:
+            if _divide_groups(weight.columns):
+                continue
+            numbers = columns // _power_of_two_in(stored.group_size)
         total += rows * (columns * dtype_bytes - columns * BITS[kept] // 8 - 4 * numbers)
     return total
 
