@@ -85,3 +85,13 @@ def test_invariant_backend_names_the_missing_package(monkeypatch, package, messa
     monkeypatch.setitem(sys.modules, "ms_custom_ops", package)
     with pytest.raises(KernelError, match=f"products need ms_custom_ops.matmul_batch_invariant: .*{message}"):
         create_backend("ascend_invariant", "bfloat16")
+
+
+@pytest.mark.parametrize("error", ["OSError('libopapi.so: cannot open')", "RuntimeError('no kernels')"])
+def test_invariant_backend_names_the_error_of_a_package_that_does_not_load(monkeypatch, tmp_path, error):
+    """A package of operators loads shared libraries when it is imported."""
+    (tmp_path / "ms_custom_ops.py").write_text(f"raise {error}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ms_custom_ops", raising=False)
+    with pytest.raises(KernelError, match=r"need ms_custom_ops\.matmul_batch_invariant: .*(cannot open|no kernels)"):
+        create_backend("ascend_invariant", "bfloat16")

@@ -41,7 +41,7 @@ class AscendInvariantBackend(AscendBackend):
         super().__init__(dtype)
         try:
             self._product = getattr(importlib.import_module(PACKAGE), PRODUCT)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, OSError, RuntimeError) as error:
             raise KernelError(f"batch-invariant products need {PACKAGE}.{PRODUCT}: {error}") from None
         if not has_cann_package(os.environ):
             raise KernelError(
