@@ -15,6 +15,7 @@ import contextlib
 import http.client
 import json
 import random
+import shutil
 import socket
 import statistics
 import subprocess
@@ -51,6 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=2, metavar="N")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override any key")
     arguments = parser.parse_args(argv)
+    if arguments.rounds < 1:
+        parser.error(f"--rounds must be at least 1. Given: {arguments.rounds}")
+    if arguments.llama_server is not None and shutil.which(arguments.llama_server) is None:
+        parser.error(f"--llama-server must be an executable file. Given: {arguments.llama_server}")
     overrides = ["scheduler_config.speculative_method=none", "device_config.num_threads=2", *arguments.set]
     settings = [part for override in overrides for part in ("--set", override)]
     ours = [sys.executable, "-m", "llm_serving", "serve", "--model", str(arguments.model), *settings]

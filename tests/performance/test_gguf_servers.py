@@ -34,3 +34,16 @@ def test_main_shows_the_log_of_a_server_that_does_not_start(tmp_path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"no model")
     with pytest.raises(SystemExit, match=r"did not start:\n(.|\n)*a\.gguf"):
         gguf_servers.main(["--model", str(tmp_path / "a.gguf"), "--rounds", "1"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rounds", "0"], "--rounds must be at least 1. Given: 0"),
+        (["--llama-server", "/none/llama-server"], "--llama-server must be an executable file. Given: /none/llama-"),
+    ],
+)
+def test_main_refuses_options_before_it_starts_a_server(capsys, options, message) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        gguf_servers.main(["--model", "demo", *options])
+    assert message in capsys.readouterr().err
