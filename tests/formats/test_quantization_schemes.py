@@ -98,6 +98,13 @@ def test_schemes_accept_negative_and_zero_scales(tmp_path, layout, scale):
         np.testing.assert_allclose(found, ones.read(PROJECTION, (64, 96)) * np.float32(scale), rtol=0.01)
 
 
+@pytest.mark.parametrize(("group_size", "in_order"), [(-1, True), (32, False)])
+def test_act_order_needs_groups(group_size, in_order):
+    """Where a row is one group, files of act-order have the columns in order."""
+    given = of_gptq(group_size=group_size, desc_act=True)
+    assert scheme_of({"quantization_config": given}, "config.json").form.in_order == in_order
+
+
 def test_schemes_refuse_8_bit_zeros_with_infinite_values(tmp_path):
     parts, _ = gptq(quantize_w8(np.ones((8, 32), np.float32)))
     parts |= {"qzeros": parts["qzeros"] + 1, "scales": np.full((1, 8), 3e38, np.float32)}

@@ -55,7 +55,8 @@ def _gptq(given: Mapping[str, Any], description: str) -> Scheme:
         raise _RefusedError(f"must have a `checkpoint_format` of gptq or gptq_v2. Given: {shorten(form)}")
     if given.get("dynamic"):
         raise _RefusedError(f"must not have `dynamic`, settings for single layers. Given: {shorten(given['dynamic'])}")
-    group_size, act_order = _group_size(given, ("group_size",)), given.get("desc_act") is True
+    group_size = _group_size(given, ("group_size",))
+    act_order = group_size > 0 and given.get("desc_act") is True
     has_zeros = given.get("sym") is False
     return Gptq(description, bits, group_size, zeros_less_one=form == "gptq", act_order=act_order, has_zeros=has_zeros)
 
