@@ -89,7 +89,25 @@ def harmony(*calls: Written) -> str:
     return "<|start|>assistant".join(texts)
 
 
+def granite(*calls: Written) -> str:
+    each = (f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in calls)
+    return f"<|tool_call|>[{', '.join(each)}]"
+
+
+def hunyuan(*calls: Written) -> str:
+    return f"<tool_calls>{granite(*calls).removeprefix('<|tool_call|>')}</tool_calls>"
+
+
+def cohere(*calls: Written) -> str:
+    each = (
+        f'    {{"tool_call_id": "{i}", "tool_name": "{name}", "parameters": {arguments}}}'
+        for i, (name, arguments) in enumerate(calls)
+    )
+    return "<|START_ACTION|>[\n" + ",\n".join(each) + "\n]<|END_ACTION|>"
+
+
 WRITERS: dict[str, Callable[..., str]] = {
-    each.__name__: each for each in (qwen_xml, seed, minimax, deepseek, deepseek_fenced, kimi, harmony)
+    each.__name__: each
+    for each in (qwen_xml, seed, minimax, deepseek, deepseek_fenced, kimi, harmony, granite, hunyuan, cohere)
 }
 """Format -> function that returns the text of calls."""

@@ -83,7 +83,7 @@ def test_unquoted_strings_may_contain_any_characters(
 
 
 @pytest.mark.parametrize("whitespace", ["", " "])
-@pytest.mark.parametrize("form", ["hermes", "llama", "mistral"])
+@pytest.mark.parametrize("form", ["hermes", "llama", "mistral", "granite", "hunyuan", "cohere"])
 def test_arguments_follow_the_json_white_space_setting(form: str, whitespace: str) -> None:
     calls = Calls(TOOL_FORMATS[form], TOOLS, must=True, most=1)
     for text in answers(answer_grammar(None, calls, None, Marks(lambda text: None, whitespace))):
@@ -108,6 +108,9 @@ def test_arguments_follow_the_json_white_space_setting(form: str, whitespace: st
             "harmony",
             "<|channel|>commentary<|message|>I ask.<|end|><|start|>assistant<|channel|>commentary to=functions.",
         ),
+        ("granite", 'I ask.<|tool_call|>[{"name": "'),
+        ("hunyuan", '<tool_calls>[{"name": "'),
+        ("cohere", '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "'),
         ("kimi", "I ask.<|tool_calls_section_begin|><|tool_call_begin|>functions."),
     ],
 )

@@ -103,6 +103,14 @@ CASES = [
     ),
     ("deepseek", WRITERS["deepseek_fenced"](*TEXTS), "", BOTH),
     ("deepseek_fenced", FENCED.removesuffix("```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"), "", BOTH),
+    ("granite", f"<tool_call>{json.dumps([{'name': 'add', 'arguments': ADD}])} Done", " Done", BOTH[1:]),
+    ("hunyuan", WRITERS["hunyuan"](*TEXTS).removesuffix("</tool_calls>"), "", BOTH),
+    (
+        "cohere",
+        "<|START_ACTION|>" + json.dumps({"tool_name": "add", "parameters": ADD}, indent=1),
+        "",
+        BOTH[1:],
+    ),
     ("kimi", KIMI.removesuffix("<|tool_calls_section_end|>") + " Done", " Done", BOTH),
 ]
 
@@ -127,6 +135,9 @@ DEEPSEEK = [
     *(f"<｜tool▁{each}｜>" for each in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
 ]
 FRAGMENTS = {
+    "granite": ["<|tool_call|>", "<tool_call>", "<|tool", '[{"name": "add", "arguments": {}}]'],
+    "hunyuan": ["<tool_calls>", "</tool_calls>", "<tool", '[{"name": "add", "arguments": {}}]'],
+    "cohere": ["<|START_ACTION|>", "<|END_ACTION|>", "<|", '[{"tool_name": "add", "parameters": {}}]'],
     "harmony": [
         *(f"<|{each}|>" for each in ("start", "channel", "message", "constrain", "end", "call", "return")),
         *("assistant", "analysis", "commentary", "final", " to=functions.add", "<|channel|>analysis<|message|>", "<|"),
@@ -206,6 +217,11 @@ def test_parser_returns_text_without_calls_unchanged(form: str, data: st.DataObj
         ("deepseek", "<｜tool▁calls▁begin｜>add<｜tool▁calls▁end｜>"),
         ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a b<｜tool▁sep｜>{}"),
         ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>other<｜tool▁sep｜>{a: 1}<｜tool▁call▁end｜>"),
+        ("granite", "<|tool_call|>[]"),
+        ("granite", '<|tool_call|>[{"name": "add", "arguments": {}}, 5]'),
+        ("granite", '<|tool_call|>[{"name": "add", "arguments": {}}'),
+        ("hunyuan", "<tool_calls>add</tool_calls>"),
+        ("cohere", '<|START_ACTION|>[{"name": "add", "parameters": {}}]<|END_ACTION|>'),
         ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0{}"),
     ],
 )
@@ -308,6 +324,9 @@ def test_text_before_a_call_is_returned_at_once() -> None:
         ("'<｜tool▁calls▁begin｜>' + '\\n' + '```json'", "deepseek_fenced"),
         ("'<｜tool▁calls▁begin｜>' + '<｜tool▁sep｜>'", "deepseek"),
         ("<|tool_calls_section_begin|>", "kimi"),
+        ("respond only with <|tool_call|> followed by a JSON list", "granite"),
+        ("<tool_calls>[{", "hunyuan"),
+        ("<|START_ACTION|>[ ```json", "cohere"),
         ("{{ messages }}", None),
     ],
 )

@@ -9,7 +9,18 @@ from functools import partial
 from typing import Any, Final
 
 from llm_serving.core.enums import ToolFormatName
-from llm_serving.text.tool_parsers import deepseek, glm, glm_lines, harmony, hermes, kimi, llama, mistral, xml_calls
+from llm_serving.text.tool_parsers import (
+    deepseek,
+    glm,
+    glm_lines,
+    harmony,
+    hermes,
+    json_lists,
+    kimi,
+    llama,
+    mistral,
+    xml_calls,
+)
 from llm_serving.text.tool_parsers.base import Call, Callee, Marks, Part, Thought, ToolParser
 
 __all__ = ["TOOL_FORMATS", "Call", "Callee", "Marks", "Part", "Thought", "ToolFormat", "ToolParser", "format_in"]
@@ -35,6 +46,11 @@ def _xml(layout: xml_calls.Layout, mark: str) -> ToolFormat:
     return ToolFormat(create, rules, mark, special_tokens=layout is not xml_calls.QWEN)
 
 
+def _json(layout: json_lists.Layout, mark: str, *, special_tokens: bool = False) -> ToolFormat:
+    create, rules = partial(json_lists.create, layout), partial(json_lists.rules, layout)
+    return ToolFormat(create, rules, mark, special_tokens)
+
+
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     ToolFormatName.HARMONY: ToolFormat(harmony.create, harmony.rules, r"<\|channel\|>", special_tokens=True),
     ToolFormatName.KIMI: ToolFormat(kimi.create, kimi.rules, r"<\|tool_calls_section_begin\|>", special_tokens=True),
@@ -48,6 +64,9 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     ToolFormatName.MINIMAX: _xml(xml_calls.MINIMAX, "<minimax:tool_call>"),
     ToolFormatName.SEED: _xml(xml_calls.SEED, "<seed:tool_call>"),
     ToolFormatName.QWEN_XML: _xml(xml_calls.QWEN, "<function="),
+    ToolFormatName.COHERE: _json(json_lists.COHERE, r"<\|START_ACTION\|>", special_tokens=True),
+    ToolFormatName.GRANITE: _json(json_lists.GRANITE, r"<\|tool_call\|>", special_tokens=True),
+    ToolFormatName.HUNYUAN: _json(json_lists.HUNYUAN, "<tool_calls>"),
     ToolFormatName.GLM: ToolFormat(glm.create, glm.rules, "<arg_key>"),
     ToolFormatName.HERMES: ToolFormat(hermes.create, hermes.rules, "<tool_call>"),
     ToolFormatName.LLAMA: ToolFormat(llama.create, llama.rules, r"<\|python_tag\|>", special_tokens=True),

@@ -252,13 +252,18 @@ def framed(opening: str, inside: str, marks: Marks) -> str:
     return f"calls: {marks(opening)} {inside}\nfree: (opened {inside})? TEXT?\n{marks.up_to('opened', opening)}"
 
 
-def json_calls(callees: Sequence[Callee], arguments: str, marks: Marks) -> str:
-    """Return rules that define `call`: a JSON object with the name and, under the key `arguments`, the arguments."""
+def json_calls(
+    callees: Sequence[Callee], arguments: str, marks: Marks, *, name: str = "name", first: Sequence[str] = ()
+) -> str:
+    """Return rules that define `call`: a JSON object with the tool's name and its arguments, under these keys. `first`:
+    grammar terms of the members before.
+    """
     rules = [f"call: {any_of(callees)}\n"]
     for i, each in enumerate(callees):
-        parts = ("{", literal("name"), ":", literal(each.name), ",", literal(arguments), ":")
+        parts = (literal(name), ":", literal(each.name), ",", literal(arguments), ":")
+        terms = (literal("{"), *first, *map(literal, parts))
         gap = "GAP? " if marks.whitespace else ""
-        rules.append(f"call{i}: {''.join(f'{literal(part)} {gap}' for part in parts)}@args{i} {gap}{literal('}')}\n")
+        rules.append(f"call{i}: {''.join(f'{term} {gap}' for term in terms)}@args{i} {gap}{literal('}')}\n")
     if marks.whitespace:
         rules.append(f"GAP: /{marks.whitespace}/\n")
     return "".join(rules)

@@ -1,0 +1,93 @@
+"""Tool calls as a list of JSON objects, as Granite 3, Hunyuan and Cohere's Command R7B and A write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from llm_serving.text.tool_parsers.base import (
+    Call,
+    Callee,
+    MarkedCalls,
+    Marks,
+    NotACallError,
+    Read,
+    ToolParser,
+    framed,
+    json_calls,
+    repeated,
+)
+from llm_serving.text.tool_parsers.json_text import JsonEnd, call_of, parsed
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Texts of a format.
+
+    Attributes:
+        openings: Texts before the list. Bound answers have the first.
+        closing: Text after the list, which some models omit; empty: none.
+        name: Key of the tool's name.
+        arguments: Key of the arguments.
+        first: Grammar terms of the other members of an object, which come first.
+    """
+
+    openings: tuple[str, ...]
+    closing: str = ""
+    name: str = "name"
+    arguments: str = "arguments"
+    first: tuple[str, ...] = ()
+
+
+GRANITE: Final = Layout(("<|tool_call|>", "<tool_call>"))
+HUNYUAN: Final = Layout(("<tool_calls>",), "</tool_calls>")
+COHERE: Final = Layout(
+    ("<|START_ACTION|>",),
+    "<|END_ACTION|>",
+    "tool_name",
+    "parameters",
+    first=(r'"\"tool_call_id\""', '":"', r"/\"[0-9]{1,3}\"/", '","'),
+)
+
+
+class _Reader:
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._json = JsonEnd()
+        self._end: int | None = None
+        self._calls: list[Call] = []
+
+    def read(self, body: str, *, ended: bool) -> Read | None:
+        if self._end is None:
+            self._end = self._json.find(body)
+            if self._end is None:
+                return None
+            value = parsed(body[: self._end])
+            self._calls = [self._call(each) for each in (value if isinstance(value, list) else [value])]
+            if not self._calls:
+                raise NotACallError
+        closing = self._layout.closing
+        behind = body[self._end :].lstrip()
+        if closing.startswith(behind) and len(behind) < len(closing) and not ended:
+            return Read(self._calls, self._end, may_continue=True)
+        left = behind.removeprefix(closing)
+        return Read(self._calls, self._end if left == behind else len(body) - len(left))
+
+    def _call(self, value: Any) -> Call:
+        if not isinstance(value, dict):
+            raise NotACallError
+        return call_of(value | {"name": value.get(self._layout.name)})
+
+
+def create(layout: Layout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
+    del schemas
+    return MarkedCalls(dict.fromkeys(layout.openings, partial(_Reader, layout)))
+
+
+def rules(layout: Layout, callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+    several = repeated("call", 'WS? "," WS?', most)
+    inside = f'WS? "[" WS? {several} WS? "]"' + (f" WS? {marks(layout.closing)}" if layout.closing else "")
+    calls = json_calls(callees, layout.arguments, marks, name=layout.name, first=layout.first)
+    return framed(layout.openings[0], inside, marks) + calls
