@@ -106,8 +106,34 @@ def cohere(*calls: Written) -> str:
     return "<|START_ACTION|>[\n" + ",\n".join(each) + "\n]<|END_ACTION|>"
 
 
+def _pythonic(*calls: Written) -> list[str]:
+    values = ((name, json.loads(arguments).items()) for name, arguments in calls)
+    return [f"{name}({', '.join(f'{key}={value!r}' for key, value in items)})" for name, items in values]
+
+
+def lfm2(*calls: Written) -> str:
+    return f"<|tool_call_start|>[{', '.join(_pythonic(*calls))}]<|tool_call_end|>"
+
+
+def olmo(*calls: Written) -> str:
+    return "<function_calls>\n" + "\n".join(_pythonic(*calls)) + "\n</function_calls>"
+
+
 WRITERS: dict[str, Callable[..., str]] = {
     each.__name__: each
-    for each in (qwen_xml, seed, minimax, deepseek, deepseek_fenced, kimi, harmony, granite, hunyuan, cohere)
+    for each in (
+        qwen_xml,
+        seed,
+        minimax,
+        deepseek,
+        deepseek_fenced,
+        kimi,
+        harmony,
+        granite,
+        hunyuan,
+        cohere,
+        lfm2,
+        olmo,
+    )
 }
 """Format -> function that returns the text of calls."""

@@ -136,6 +136,8 @@ class ToolFormatName(enum.StrEnum):
     COHERE = "cohere"
     GRANITE = "granite"
     HUNYUAN = "hunyuan"
+    LFM2 = "lfm2"
+    OLMO = "olmo"
     GLM = "glm"
     HERMES = "hermes"
     LLAMA = "llama"

@@ -103,6 +103,18 @@ CASES = [
     ),
     ("deepseek", WRITERS["deepseek_fenced"](*TEXTS), "", BOTH),
     ("deepseek_fenced", FENCED.removesuffix("```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"), "", BOTH),
+    (
+        "lfm2",
+        "<|tool_call_start|>[get(a=null, b=[true, None, -1.5], c={'d': \"e\"})]",
+        "",
+        [("get", {"a": None, "b": [True, None, -1.5], "c": {"d": "e"}})],
+    ),
+    (
+        "olmo",
+        "<function_calls>get(a='</function_calls>')</function_calls>x",
+        "x",
+        [("get", {"a": "</function_calls>"})],
+    ),
     ("granite", f"<tool_call>{json.dumps([{'name': 'add', 'arguments': ADD}])} Done", " Done", BOTH[1:]),
     ("hunyuan", WRITERS["hunyuan"](*TEXTS).removesuffix("</tool_calls>"), "", BOTH),
     (
@@ -135,6 +147,8 @@ DEEPSEEK = [
     *(f"<｜tool▁{each}｜>" for each in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
 ]
 FRAGMENTS = {
+    "lfm2": ["<|tool_call_start|>", "<|tool_call_end|>", "<|", "[add(a=1)]", "add(", "a='", "'", ")", "null"],
+    "olmo": ["<function_calls>", "</function_calls>", "<func", "add(a=1)", "add(", "a='", "'", ")", "null"],
     "granite": ["<|tool_call|>", "<tool_call>", "<|tool", '[{"name": "add", "arguments": {}}]'],
     "hunyuan": ["<tool_calls>", "</tool_calls>", "<tool", '[{"name": "add", "arguments": {}}]'],
     "cohere": ["<|START_ACTION|>", "<|END_ACTION|>", "<|", '[{"tool_name": "add", "parameters": {}}]'],
@@ -217,6 +231,16 @@ def test_parser_returns_text_without_calls_unchanged(form: str, data: st.DataObj
         ("deepseek", "<｜tool▁calls▁begin｜>add<｜tool▁calls▁end｜>"),
         ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a b<｜tool▁sep｜>{}"),
         ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>other<｜tool▁sep｜>{a: 1}<｜tool▁call▁end｜>"),
+        ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[add(1)]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[add(**{})]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[add(a=1 + 1), add(a=b'x')]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[add(a=1), 5]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[add(a=open('x'))]<|tool_call_end|>"),
+        ("lfm2", f"<|tool_call_start|>[add(a={'[' * 10_000}{']' * 10_000})]<|tool_call_end|>"),
+        ("lfm2", f"<|tool_call_start|>[add(a={'9' * 10_000})]<|tool_call_end|>"),
+        ("olmo", "<function_calls>import os\nadd(a=1)</function_calls>"),
+        ("olmo", "<function_calls>" + 40 * "add(</function_calls>"),
         ("granite", "<|tool_call|>[]"),
         ("granite", '<|tool_call|>[{"name": "add", "arguments": {}}, 5]'),
         ("granite", '<|tool_call|>[{"name": "add", "arguments": {}}'),
@@ -327,6 +351,8 @@ def test_text_before_a_call_is_returned_at_once() -> None:
         ("respond only with <|tool_call|> followed by a JSON list", "granite"),
         ("<tool_calls>[{", "hunyuan"),
         ("<|START_ACTION|>[ ```json", "cohere"),
+        ("List of tools: <|tool_list_start|>[", "lfm2"),
+        ("wrapped in <function_calls></function_calls> XML tags", "olmo"),
         ("{{ messages }}", None),
     ],
 )
@@ -338,6 +364,27 @@ def test_call_has_the_id_that_the_model_writes() -> None:
     parser = TOOL_FORMATS["kimi"].create(NAMES)
     [call, other] = parser.add(WRITERS["kimi"](("add", "{}"), ("other", "{}")))
     assert (call, other) == (Call("add", "{}", "functions.add:0"), Call("other", "{}", "functions.other:1"))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("'a\\nb\\\\ \\' \\x41 \\d'", "a\nb\\ ' A \\d"),
+        (r'"\ud83d\ude8b \/ \u00e9 \""', '🚋 / é "'),
+        ("'two\nlines'", "two\nlines"),
+        ("'''it's'''", "it's"),
+        ("''", ""),
+        ("007", 7),
+        ("-1.5e3", -1500.0),
+        ("(1, [True, null],)", [1, [True, None]]),
+        ("{'a': {\"b\": False}}", {"a": {"b": False}}),
+    ],
+)
+def test_values_of_pythonic_calls(text: str, value: Any) -> None:
+    assert answer_of("lfm2", f"<|tool_call_start|>[get(from={text})]<|tool_call_end|>") == (
+        "",
+        [("get", {"from": value})],
+    )
 
 
 @pytest.mark.parametrize("end", ["", "b", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'])

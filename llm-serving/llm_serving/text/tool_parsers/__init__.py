@@ -19,6 +19,7 @@ from llm_serving.text.tool_parsers import (
     kimi,
     llama,
     mistral,
+    pythonic,
     xml_calls,
 )
 from llm_serving.text.tool_parsers.base import Call, Callee, Marks, Part, Thought, ToolParser
@@ -51,6 +52,11 @@ def _json(layout: json_lists.Layout, mark: str, *, special_tokens: bool = False)
     return ToolFormat(create, rules, mark, special_tokens)
 
 
+def _python(layout: pythonic.Layout, mark: str) -> ToolFormat:
+    create, rules = partial(pythonic.create, layout), partial(pythonic.rules, layout)
+    return ToolFormat(create, rules, mark, special_tokens=layout is pythonic.LFM2)
+
+
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     ToolFormatName.HARMONY: ToolFormat(harmony.create, harmony.rules, r"<\|channel\|>", special_tokens=True),
     ToolFormatName.KIMI: ToolFormat(kimi.create, kimi.rules, r"<\|tool_calls_section_begin\|>", special_tokens=True),
@@ -67,6 +73,8 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     ToolFormatName.COHERE: _json(json_lists.COHERE, r"<\|START_ACTION\|>", special_tokens=True),
     ToolFormatName.GRANITE: _json(json_lists.GRANITE, r"<\|tool_call\|>", special_tokens=True),
     ToolFormatName.HUNYUAN: _json(json_lists.HUNYUAN, "<tool_calls>"),
+    ToolFormatName.LFM2: _python(pythonic.LFM2, r"<\|tool_(?:call|list)_start\|>"),
+    ToolFormatName.OLMO: _python(pythonic.OLMO, "<function_calls>"),
     ToolFormatName.GLM: ToolFormat(glm.create, glm.rules, "<arg_key>"),
     ToolFormatName.HERMES: ToolFormat(hermes.create, hermes.rules, "<tool_call>"),
     ToolFormatName.LLAMA: ToolFormat(llama.create, llama.rules, r"<\|python_tag\|>", special_tokens=True),

@@ -1,0 +1,246 @@
+"""Tool calls as calls of Python functions with named arguments, as LFM2 and OLMo 3 write them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from llm_serving.text.structured_output.grammars import GrammarError, json_options, literal
+from llm_serving.text.tool_parsers.base import (
+    Call,
+    Callee,
+    MarkedCalls,
+    Marks,
+    NotACallError,
+    Read,
+    ToolParser,
+    any_of,
+    framed,
+    repeated,
+)
+from llm_serving.text.tool_parsers.json_text import arguments_of, is_name
+
+_MAX_ENDS: Final = 16
+"""Maximum number of closing texts in the strings of one answer's calls."""
+_CONSTANTS: Final[Mapping[str, bool | None]] = {
+    "true": True,
+    "True": True,
+    "false": False,
+    "False": False,
+    "null": None,
+    "None": None,
+}
+_TOOL: Final = re.compile(r"[\w.\-]+")
+_NAME: Final = re.compile(r"[^\W\d]\w*")
+_NUMBER: Final = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
+_SPACES: Final = re.compile(r"\s*")
+_STRINGS: Final = {
+    quote: re.compile(rf"(?s){3 * quote}(.*?){3 * quote}|{quote}([^{quote}\\]*(?:\\.[^{quote}\\]*)*){quote}")
+    for quote in "'\""
+}
+_ESCAPE: Final = re.compile(r"(?s)\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)")
+_ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""} | {each: each for each in "\\'\"/"}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Texts of a format.
+
+    Attributes:
+        opening: Text before calls.
+        closing: Text after calls.
+        between: Text between two calls.
+        is_list: Whether calls are written as a Python list.
+    """
+
+    opening: str
+    closing: str
+    between: str
+    is_list: bool
+
+
+LFM2: Final = Layout("<|tool_call_start|>", "<|tool_call_end|>", ", ", is_list=True)
+OLMO: Final = Layout("<function_calls>", "</function_calls>", "\n", is_list=False)
+
+
+class _Reader:
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._searched = self._num_ends = 0
+
+    def read(self, body: str, *, ended: bool) -> Read | None:
+        closing = self._layout.closing
+        while (end := body.find(closing, self._searched)) >= 0:
+            self._searched = end + 1
+            self._num_ends += 1
+            try:
+                return Read(_calls(body[:end]), end + len(closing))
+            except _IncompleteError:  # the closing text may be part of a string
+                if self._num_ends == _MAX_ENDS:
+                    raise
+        self._searched = max(self._searched, len(body) - len(closing) + 1)
+        return Read(_calls(body), len(body)) if ended else None
+
+
+class _IncompleteError(NotACallError):
+    """The text ends within a call."""
+
+
+def _calls(text: str) -> list[Call]:
+    """Return the calls in a text, which may be a list. Raise NotACallError if it contains anything else."""
+    try:
+        return _Source(text).calls()
+    except (ValueError, RecursionError):  # a number with thousands of digits, or deep nesting
+        raise NotACallError from None
+
+
+class _Source:
+    """Reads calls and their values, in Python's or JSON's syntax, from a text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+
+    def calls(self) -> list[Call]:
+        calls: list[Call] = []
+        ends = "]" if self._takes("[") else ""
+        while not (self._takes(ends) if ends else self._peek(may_end=True) == ""):
+            calls.append(self._call())
+            self._takes(",")
+        if not calls or self._peek(may_end=True):
+            raise NotACallError
+        return calls
+
+    def _call(self) -> Call:
+        name = self._match(_TOOL)[0]
+        self._expect("(")
+        arguments: dict[str, Any] = {}
+        while not self._takes(")"):
+            key = self._match(_NAME)[0]
+            self._expect("=")
+            arguments[key] = self._value()
+            if self._peek() != ")":
+                self._expect(",")
+        if not is_name(name):
+            raise NotACallError
+        return Call(name, arguments_of(arguments))
+
+    def _value(self) -> Any:
+        char = self._peek()
+        if char in "[(":
+            return self._items("]" if char == "[" else ")")
+        if char == "{":
+            return self._object()
+        if char in "'\"":
+            return self._string(char)
+        if char.isalpha():
+            word = self._match(_NAME)[0]
+            if word not in _CONSTANTS:
+                raise NotACallError
+            return _CONSTANTS[word]
+        number = self._match(_NUMBER)
+        return float(number[0]) if number[1] or number[2] else int(number[0])
+
+    def _items(self, end: str) -> list[Any]:
+        self._at += 1
+        items: list[Any] = []
+        while not self._takes(end):
+            items.append(self._value())
+            if self._peek() != end:
+                self._expect(",")
+        return items
+
+    def _object(self) -> dict[str, Any]:
+        self._at += 1
+        members: dict[str, Any] = {}
+        while not self._takes("}"):
+            key = self._value()
+            if not isinstance(key, str):
+                raise NotACallError
+            self._expect(":")
+            members[key] = self._value()
+            if self._peek() != "}":
+                self._expect(",")
+        return members
+
+    def _string(self, quote: str) -> str:
+        found = _STRINGS[quote].match(self._text, self._at)
+        if found is None:
+            raise _IncompleteError
+        self._at = found.end()
+        return unescaped(found[1] if found[1] is not None else found[2])
+
+    def _peek(self, *, may_end: bool = False) -> str:
+        """Return the next character that is no white space; "" at the end, if that is allowed."""
+        found = _SPACES.match(self._text, self._at)
+        assert found is not None
+        self._at = found.end()
+        if self._at == len(self._text) and not may_end:
+            raise _IncompleteError
+        return self._text[self._at : self._at + 1]
+
+    def _takes(self, char: str) -> bool:
+        found = self._peek(may_end=char in ",[") == char
+        self._at += found
+        return found
+
+    def _expect(self, char: str) -> None:
+        if not self._takes(char):
+            raise NotACallError
+
+    def _match(self, pattern: re.Pattern[str]) -> re.Match[str]:
+        self._peek()
+        found = pattern.match(self._text, self._at)
+        if found is None:
+            raise NotACallError
+        self._at = found.end()
+        return found
+
+
+def unescaped(text: str) -> str:
+    """Replace the escape sequences of Python and JSON in the text of a string. Others are kept."""
+    if "\\" not in text:
+        return text
+    units = _ESCAPE.sub(_unescaped, text)
+    return units.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")  # joins pairs of \u escapes
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    escape = found[1]
+    return chr(int(escape[1:], 16)) if len(escape) > 1 else _ESCAPES.get(escape, found[0])
+
+
+def create(layout: Layout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
+    del schemas
+    return MarkedCalls({layout.opening: partial(_Reader, layout)})
+
+
+def rules(layout: Layout, callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+    """Return the grammar rules, see `base`: arguments come in the order of their schema, with values as JSON."""
+    several = repeated("call", literal(layout.between), most)
+    inside = f'"[" {several} "]"' if layout.is_list else f"WS? {several} WS?"
+    calls = "".join(_call_rules(f"call{i}", each, marks.whitespace) for i, each in enumerate(callees))
+    return f"{framed(layout.opening, f'{inside} {marks(layout.closing)}', marks)}call: {any_of(callees)}\n{calls}"
+
+
+def _call_rules(rule: str, callee: Callee, whitespace: str) -> str:
+    """Return the rules of a call. `first{k}` matches the arguments from the k-th on; `more{k}` too, with a comma."""
+    properties, required = callee.schema.get("properties"), callee.schema.get("required", ())
+    about = properties if isinstance(properties, dict) else {}
+    if others := [name for name in about if not _NAME.fullmatch(name)]:
+        raise GrammarError(f"cannot be enforced in calls of this model: an argument named {others[0]!r}")
+    definitions = {name: callee.schema[name] for name in ("$defs", "definitions") if name in callee.schema}
+    rules = [f'{rule}: {literal(callee.name + "(")} {rule}_first0 ")"\n']
+    for k, (name, schema) in enumerate(about.items()):
+        whole = {**definitions, **(schema if isinstance(schema, dict) else {}), **json_options(whitespace)}
+        rules.append(f"{rule}_value{k}: {literal(name + '=')} %json {json.dumps(whole)}\n")
+        for kind, before in (("first", ""), ("more", '", " ')):
+            given = f"{before}{rule}_value{k} {rule}_more{k + 1}"
+            left_out = "" if name in required else f" | {rule}_{kind}{k + 1}"
+            rules.append(f"{rule}_{kind}{k}: {given}{left_out}\n")
+    rules += [f'{rule}_{kind}{len(about)}: ""\n' for kind in ("first", "more")]
+    return "".join(rules)
