@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llm_serving.server.generation.template_messages import adapted_message
+from llm_serving.server.generation.template_messages import adapted_message, with_system_text
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "é"}}}
 AS_TEXT = CALL | {"function": {"name": "add", "arguments": '{"a": "é"}'}}
+USER = {"role": "user", "content": "hello"}
+SYSTEM = {"role": "system", "content": "Be brief."}
 GPT_OSS = (
     "{% if message.content and message.thinking %}{{ raise_exception() }}{% endif %}"
     "{{ message.thinking + message.tool_calls[0].function.arguments | tojson }}"
@@ -44,3 +46,15 @@ DEEPSEEK_V3 = "{% if message['content'] is none %}{{ '```json' + '\\n' + tool['f
 def test_message_is_adapted_to_the_template(template: str, given: dict[str, Any], expected: dict[str, Any]) -> None:
     plain = {"role": "assistant", "content": ""}
     assert adapted_message(template, plain | given) == plain | expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([USER], [{"role": "system", "content": "T"}, USER]),
+        ([SYSTEM, USER], [SYSTEM | {"content": "Be brief.\n\nT"}, USER]),
+        ([SYSTEM | {"content": ""}, USER], [SYSTEM | {"content": "T"}, USER]),
+    ],
+)
+def test_text_is_added_to_the_system_message(messages: list[Any], expected: list[Any]) -> None:
+    assert with_system_text(messages, "T") == expected

@@ -216,6 +216,21 @@ def test_calls_have_the_ids_that_the_model_writes() -> None:
         assert re.fullmatch(r"call_[A-Za-z0-9]{24}" if again else "functions.get_weather:1", second["id"])
 
 
+@pytest.mark.parametrize(("mark", "call"), [("", "｜>name<｜tool"), ("```json", "name\n```json\narguments")])
+def test_tools_are_described_where_the_template_shows_none(mark: str, call: str) -> None:
+    for shows in ("", "{{ tools }}"):
+        tokenizer = tokenizer_with("{{ messages | tojson }}{# <｜tool▁calls▁begin｜>" + mark + "#}" + shows)
+        _, engine = ask(tokenizer, "x")
+        messages, _ = json.JSONDecoder().raw_decode(tokenizer.decode(engine.submitted[0].prompt_token_ids))
+        assert messages[-1:] == USER
+        if not shows:
+            assert messages[0]["role"] == "system"
+            assert "### get_weather\n" in messages[0]["content"]
+            assert json.dumps(WEATHER["function"]["parameters"]) in messages[0]["content"]
+            assert call in messages[0]["content"]
+        assert len(messages) == (1 if shows else 2)
+
+
 def test_tool_calls_and_results_reach_the_template(hermes: Tokenizer) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
     messages = [

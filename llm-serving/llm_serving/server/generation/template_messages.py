@@ -14,6 +14,7 @@ _ARGUMENTS_AS_TEXT: Final = re.compile(
     r"\+\s*\w+(?:\[['\"]function['\"]\]|\.function)?(?:\[['\"]arguments['\"]\]|\.arguments)\s*(?:\+|-?\}\})"
 )
 """An expression that appends the arguments of a call to a text, which fails for an object."""
+_TOOLS: Final = re.compile(r"\btools\b")
 _ONE_TEXT: Final = "message.content and message.thinking"
 """Condition under which the template of gpt-oss refuses a message with calls."""
 
@@ -39,6 +40,18 @@ def adapted_message(template: str, message: dict[str, Any]) -> dict[str, Any]:
             for call in calls
         ]
     return adapted
+
+
+def shows_tools(template: str) -> bool:
+    return _TOOLS.search(template) is not None
+
+
+def with_system_text(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Return the messages with a text at the end of the system message, or in one of its own."""
+    first = messages[0]
+    if first["role"] != "system":
+        return [{"role": "system", "content": text}, *messages]
+    return [first | {"content": f"{first['content']}\n\n{text}" if first["content"] else text}, *messages[1:]]
 
 
 def _text(arguments: dict[str, Any]) -> str:

@@ -40,6 +40,8 @@ class ToolFormat:
     """Whether its marks are special tokens, which answers normally omit."""
     id_chars: int = 24
     id_prefix: str = "call_"
+    describe_tools: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
+    """Returns a text that describes tools, for chat templates that show none; None: there is no usual text."""
 
 
 def _xml(layout: xml_calls.Layout, mark: str) -> ToolFormat:
@@ -61,9 +63,19 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     ToolFormatName.HARMONY: ToolFormat(harmony.create, harmony.rules, r"<\|channel\|>", special_tokens=True),
     ToolFormatName.KIMI: ToolFormat(kimi.create, kimi.rules, r"<\|tool_calls_section_begin\|>", special_tokens=True),
     ToolFormatName.DEEPSEEK_FENCED: ToolFormat(
-        deepseek.create, deepseek.fenced_rules, "(?s)<｜tool▁calls▁begin｜>.*```json", special_tokens=True
+        deepseek.create,
+        deepseek.fenced_rules,
+        "(?s)<｜tool▁calls▁begin｜>.*```json",
+        special_tokens=True,
+        describe_tools=deepseek.describe_fenced,
     ),
-    ToolFormatName.DEEPSEEK: ToolFormat(deepseek.create, deepseek.rules, "<｜tool▁calls▁begin｜>", special_tokens=True),
+    ToolFormatName.DEEPSEEK: ToolFormat(
+        deepseek.create,
+        deepseek.rules,
+        "<｜tool▁calls▁begin｜>",
+        special_tokens=True,
+        describe_tools=deepseek.describe,
+    ),
     ToolFormatName.MISTRAL: ToolFormat(
         mistral.create, mistral.rules, r"\[TOOL_CALLS\]", special_tokens=True, id_chars=9, id_prefix=""
     ),

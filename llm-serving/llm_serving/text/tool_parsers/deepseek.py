@@ -6,10 +6,11 @@ arguments as a fenced block. The parser reads both.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from llm_serving.text.structured_output.grammars import literal
 from llm_serving.text.tool_parsers.base import Callee, MarkedCalls, Marks, ToolParser, any_of, framed, repeated
@@ -32,6 +33,29 @@ _LAYOUT: Final = Layout(
 
 def create(names: Collection[str]) -> ToolParser:
     return MarkedCalls({OPENING: partial(HeadedReader, _LAYOUT, frozenset(names))})
+
+
+def describe(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text that describes tools to V3.1, whose chat template shows none."""
+    return _describe(tools, f"{_CALL}name{_NAME_END}arguments{_CALL_END}")
+
+
+def describe_fenced(tools: Sequence[Mapping[str, Any]]) -> str:
+    return _describe(tools, f"{_CALL}function{_NAME_END}name{_JSON}arguments{_JSON_END}{_CALL_END}")
+
+
+def _describe(tools: Sequence[Mapping[str, Any]], call: str) -> str:
+    parts = ["## Tools\nYou have access to the following tools:"]
+    for tool in tools:
+        about = tool["function"]
+        parameters = json.dumps(about.get("parameters", {}), ensure_ascii=False)
+        description = f"Description: {about['description']}\n\n" if about.get("description") else ""
+        parts.append(f"### {about['name']}\n{description}Parameters: {parameters}")
+    parts.append(
+        f"Call tools in exactly this format, with the name of a tool and its arguments as JSON that conforms to its"
+        f" parameters:\n{OPENING}{call}{CLOSING}\nSeveral calls follow each other without a separator."
+    )
+    return "\n\n".join(parts)
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
