@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llm_serving.server.generation.template_messages import adapted_message, with_system_text
+from llm_serving.server.generation.template_messages import adapted_message, with_shown_calls, with_system_text
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "é"}}}
 AS_TEXT = CALL | {"function": {"name": "add", "arguments": '{"a": "é"}'}}
@@ -58,3 +58,19 @@ def test_message_is_adapted_to_the_template(template: str, given: dict[str, Any]
 )
 def test_text_is_added_to_the_system_message(messages: list[Any], expected: list[Any]) -> None:
     assert with_system_text(messages, "T") == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
+        ("{# <|tool_call|> #}", 'I look.<|tool_call|>[{"name": "add", "arguments": {"a": "é"}}]'),
+        ("{# <|tool_list_start|> #}", 'I look.<|tool_call_start|>[add(a="é")]<|tool_call_end|>'),
+        ("{# <function_calls> #}", 'I look.<function_calls>add(a="é")</function_calls>'),
+        ("{# <|tool_call|> #}{{ message.tool_calls }}", "I look."),
+        ("{# <tool_call> #}", "I look."),
+        ("{{ message.content }}", "I look."),
+    ],
+)
+def test_calls_are_text_where_the_template_shows_none(template: str, content: str) -> None:
+    message = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
+    assert with_shown_calls(template, [USER, message]) == [USER, message | {"content": content}]

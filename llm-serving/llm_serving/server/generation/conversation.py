@@ -20,7 +20,12 @@ from llm_serving.server.generation.pipeline import EncodedRequest, PrecheckInput
 from llm_serving.server.generation.prompts import check_length, encode_text, truncate_prompt
 from llm_serving.server.generation.sampling import bad_words, choices_of, sampling_params
 from llm_serving.server.generation.structured_output import check_compatible, structured_output_of
-from llm_serving.server.generation.template_messages import adapted_message, shows_tools, with_system_text
+from llm_serving.server.generation.template_messages import (
+    adapted_message,
+    shows_tools,
+    with_shown_calls,
+    with_system_text,
+)
 from llm_serving.server.generation.tools import (
     OfferedTools,
     chat_output,
@@ -147,6 +152,7 @@ async def encode_chat(
         if offered is not None and offered.format.describe_tools is not None and not shows_tools(template):
             plain = with_system_text(plain, offered.format.describe_tools(offered.for_template))
         plain, mark = engine.tokenizer.typed_text.mark(plain) if is_typed else (plain, "")
+        plain = with_shown_calls(template, plain)  # with special tokens that are not marked
         text = engine.tokenizer.apply_chat_template(
             plain,
             add_generation_prompt=adds_prompt,

@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any, Final
 
+from llm_serving.text.tool_parsers import TOOL_FORMATS, format_in
+
 FALLBACK_ROLES: Final = {"developer": "system", "function": "tool"}
 """Role -> its replacement for chat templates that do not mention it."""
 _THINKING: Final = re.compile(r"\.thinking\b|\[['\"]thinking['\"]\]")
@@ -52,6 +54,19 @@ def with_system_text(messages: list[dict[str, Any]], text: str) -> list[dict[str
     if first["role"] != "system":
         return [{"role": "system", "content": text}, *messages]
     return [first | {"content": f"{first['content']}\n\n{text}" if first["content"] else text}, *messages[1:]]
+
+
+def with_shown_calls(template: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with their calls at the end of their texts, if the template shows no calls."""
+    name = None if "tool_calls" in template else format_in(template)
+    write = None if name is None else TOOL_FORMATS[name].written
+    if write is None:
+        return messages
+    shown = []
+    for message in messages:
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+        shown.append(message | {"content": message["content"] + write(calls)} if calls else message)
+    return shown
 
 
 def _text(arguments: dict[str, Any]) -> str:

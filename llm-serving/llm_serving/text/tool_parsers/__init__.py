@@ -42,6 +42,8 @@ class ToolFormat:
     id_prefix: str = "call_"
     describe_tools: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
     """Returns a text that describes tools, for chat templates that show none; None: there is no usual text."""
+    written: Callable[[Sequence[tuple[str, dict[str, Any]]]], str] | None = None
+    """Returns calls, each a name and arguments, as the model writes them, for chat templates that show none."""
 
 
 def _xml(layout: xml_calls.Layout, mark: str) -> ToolFormat:
@@ -51,12 +53,13 @@ def _xml(layout: xml_calls.Layout, mark: str) -> ToolFormat:
 
 def _json(layout: json_lists.Layout, mark: str, *, special_tokens: bool = False) -> ToolFormat:
     create, rules = partial(json_lists.create, layout), partial(json_lists.rules, layout)
-    return ToolFormat(create, rules, mark, special_tokens)
+    return ToolFormat(create, rules, mark, special_tokens, written=partial(json_lists.written, layout))
 
 
 def _python(layout: pythonic.Layout, mark: str) -> ToolFormat:
     create, rules = partial(pythonic.create, layout), partial(pythonic.rules, layout)
-    return ToolFormat(create, rules, mark, special_tokens=layout is pythonic.LFM2)
+    written = partial(pythonic.written, layout)
+    return ToolFormat(create, rules, mark, special_tokens=layout is pythonic.LFM2, written=written)
 
 
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {

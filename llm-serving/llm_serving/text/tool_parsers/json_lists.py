@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -79,6 +80,12 @@ class _Reader:
         if not isinstance(value, dict):
             raise NotACallError
         return call_of(value | {"name": value.get(self._layout.name)})
+
+
+def written(layout: Layout, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Return calls, each a name and arguments, as the model writes them."""
+    values = [{layout.name: name, layout.arguments: arguments} for name, arguments in calls]
+    return layout.openings[0] + json.dumps(values, ensure_ascii=False) + layout.closing
 
 
 def create(layout: Layout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:

@@ -214,6 +214,16 @@ def _unescaped(found: re.Match[str]) -> str:
     return chr(int(escape[1:], 16)) if len(escape) > 1 else _ESCAPES.get(escape, found[0])
 
 
+def written(layout: Layout, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Return calls, each a name and arguments, as the model writes them, with values as JSON."""
+    texts = (
+        f"{name}({', '.join(f'{key}={json.dumps(each, ensure_ascii=False)}' for key, each in arguments.items())})"
+        for name, arguments in calls
+    )
+    inside = layout.between.join(texts)
+    return f"{layout.opening}{f'[{inside}]' if layout.is_list else inside}{layout.closing}"
+
+
 def create(layout: Layout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
     del schemas
     return MarkedCalls({layout.opening: partial(_Reader, layout)})
