@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from llm_serving.core.enums import ReasoningFormatName
@@ -76,5 +77,6 @@ REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
 }
 
 
+@lru_cache(maxsize=16)
 def reasoning_format_in(template: str) -> ReasoningFormat | None:
     return next((each for each in REASONING_FORMATS.values() if re.search(each.mark, template)), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final
 
 from llm_serving.core.enums import ToolFormatName
@@ -97,5 +97,6 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
 }
 
 
+@lru_cache(maxsize=16)
 def format_in(template: str) -> str | None:
     return next((name for name, each in TOOL_FORMATS.items() if re.search(each.mark, template)), None)

@@ -52,6 +52,8 @@ class HeadedReader:
     """Head of the call whose arguments are being read."""
     _written: StreamedCall | None = None
     _json: JsonEnd = field(default_factory=JsonEnd)
+    _is_closed: bool = False
+    """Whether the text after the calls is not part of them."""
 
     def read(self, body: str, *, ended: bool) -> Read | None:
         try:
@@ -60,6 +62,8 @@ class HeadedReader:
         except NotACallError:
             if not self._calls:
                 raise
+            self._is_closed = True
+        if self._is_closed:
             return Read(self._calls, self._at)
         begun = [] if self._written is None else [self._written.read(body, ended=ended)]
         calls = self._calls + begun
@@ -75,8 +79,8 @@ class HeadedReader:
         if not rest.startswith(self.layout.opening):
             if self._calls and self.layout.end and rest.startswith(self.layout.end):
                 self._at = len(body) - len(rest) + len(self.layout.end)
-                raise NotACallError
-            if not any(mark.startswith(rest) for mark in (self.layout.opening, self.layout.end)):
+                self._is_closed = True
+            elif not any(mark.startswith(rest) for mark in (self.layout.opening, self.layout.end)):
                 raise NotACallError
             return False
         start = len(body) - len(rest) + len(self.layout.opening)
