@@ -98,9 +98,7 @@ def build_head_program(network: Network, dtype: str) -> Program:
     return assemble(rewrite(select_rows([given, *operations])), 0, dtype, first)
 
 
-def assemble(
-    plan: Plan, num_caches: int, dtype: str, first: Sequence[Weight] = (), *, num_states: int = 0
-) -> Program:
+def assemble(plan: Plan, num_caches: int, dtype: str, first: Sequence[Weight] = (), *, num_states: int = 0) -> Program:
     """Encode a plan with the given numbers of KV caches and of states. `first`: weights that get the first numbers; by
     default those of the last operation.
     """
