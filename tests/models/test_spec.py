@@ -262,6 +262,12 @@ def test_layers_share_their_orders_of_rows_and_columns(name):
     assert len({id(each) for each in orders}) == len(set(orders))
 
 
+def test_rotated_elements_of_minimax_are_not_rounded():
+    config = config_of("minimax") | {"head_dim": 44, "rotary_dim": 30}
+    (rotary,) = ModelSpec.from_hugging_face(config).network.rotaries
+    assert rotary.rotary_dim == 30
+
+
 def test_sliding_windows_may_start_in_the_first_layer():
     spec = ModelSpec.from_hugging_face(config_of("qwen2") | {"max_window_layers": 0})
     assert spec.window == 7

@@ -23,7 +23,7 @@ from mindspore import nn, ops
 
 from llm_serving.backends.ascend import AscendBackend
 from llm_serving.backends.base import Array
-from llm_serving.errors import KernelError
+from llm_serving.errors import KernelError, ModelError
 
 PACKAGE = "ms_custom_ops"
 PRODUCT = "matmul_batch_invariant"
@@ -60,6 +60,8 @@ class AscendInvariantBackend(AscendBackend):
         return self._copy(np.ascontiguousarray(array.T), name)
 
     def tied_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
+        if array.shape[0] == array.shape[1]:  # the product could not tell whether it is transposed
+            raise ModelError(f"`vocab_size` must differ from `hidden_size` for batch-invariant products: {len(array)}")
         return self._copy(array, name)
 
 

@@ -1,5 +1,7 @@
 """MiniMax-M2: experts in every layer, and norms of query and key that extend over all heads."""
 
+import math
+
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (
     HEAD_NORMS,
@@ -16,7 +18,9 @@ from llm_serving.network.operations import Value
 
 def minimax_m2(c: ConfigReader) -> Network:
     net, heads = empty_network(c), attention_heads(c)
-    fraction = c.integer("rotary_dim", heads.own) / heads.own
+    rotary_dim = c.integer("rotary_dim", heads.own)
+    # Rounded up, so that its product with the size of a head is not rounded to the integer below `rotary_dim`.
+    fraction = 1.0 if rotary_dim == heads.own else math.nextafter(rotary_dim / heads.own, math.inf)
     rotary = rotary_embedding(c, heads, theta=5e6, fraction=fraction, fraction_key="rotary_dim")
     count = c.integer("num_local_experts")
     routing = ExpertRouting(c.integer("num_experts_per_tok"), score="sigmoid", correction="e_score_correction_bias")
