@@ -142,12 +142,13 @@ def test_program_sigmoid_gate(isa: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-@pytest.mark.parametrize("function", ["", "silu", "sigmoid"])
+@pytest.mark.parametrize("function", ["", "silu", "sigmoid", "relu"])
 def test_program_products_of_two_values(isa: str, dtype: str, function: str) -> None:
     x = random(33, 102, dtype)
     y = result_of(x, 51, lambda net, whole: net.multiply(*net.split(whole, 51, 51), function=function))
     a, b = np.split(x.values.astype(np.float64), 2, axis=1)
-    expected = a * {"": b, "silu": b / (1 + np.exp(-b)), "sigmoid": 1 / (1 + np.exp(-b))}[function]
+    functions = {"": b, "silu": b / (1 + np.exp(-b)), "sigmoid": 1 / (1 + np.exp(-b)), "relu": np.maximum(b, 0)}
+    expected = a * functions[function]
     assert_close(typed(y.array, dtype), expected, np.abs(expected) * 1e-6)
 
 

@@ -249,8 +249,8 @@ def _add(step: Step, a: Array, b: Array, scale: float) -> Array:
 
 
 def _multiply(step: Step, a: Array, b: Array, function: str) -> Array:
-    b = 1 / (1 + np.exp(-b)) if function == "sigmoid" else _activation(step, b, function) if function else b
-    return a * b
+    functions = {"": b, "relu": np.maximum(b, 0), "sigmoid": 1 / (1 + np.exp(-b)), "silu": b / (1 + np.exp(-b))}
+    return a * functions[function]
 
 
 def _causal_conv(step: Step, x: Array, taps: Array, function: str, state: int, bias: Any = None) -> Array:

@@ -206,7 +206,9 @@ def _repeated_heads(x: Floats, count: int, heads: int) -> Doubles:
 
 
 def matrices_of_states(states: Floats, width: int) -> Doubles:
-    """Return states of `network.states` [slots, heads, blocks * rows, LANES] as matrices [slots, heads, rows, width]."""
+    """Return states of `network.states` as matrices: [slots, heads, blocks * rows, LANES] -> [slots, heads, rows,
+    width].
+    """
     slots, heads, _, lanes = states.shape
     blocks = _double(states).reshape(slots, heads, -(-width // lanes), -1, lanes)
     matrices: Doubles = blocks.transpose(0, 1, 3, 2, 4).reshape(slots, heads, blocks.shape[3], -1)[..., :width]

@@ -241,6 +241,8 @@ class Network:
         unpadded: int = 0,
         eps: float | None = None,
         rows: Sequence[int] | None = None,
+        as_stored: bool = False,
+        of_row: bool = False,
     ) -> Value:
         """Compute x / sqrt(mean(x^2) + eps) * gamma in float32, with gamma in the tensor `<name>.weight`.
 
@@ -249,16 +251,17 @@ class Network:
             unpadded: Number of columns of a group without its zero padding; 0: all.
             eps: None: the default of the network.
             rows: As `Weight.rows`, for the norm weight.
+            as_stored: Whether the network's transform of norm weights does not apply.
+            of_row: Whether gamma has an element for each column of a row; otherwise for each one of a group.
         """
         size = group or x.width
         unpadded = unpadded or size
-        transform = (
-            self._gamma_transform if unpadded == size else _PaddedMeanScale(unpadded / size, self._gamma_transform)
-        )
+        transform = None if as_stored else self._gamma_transform
+        transform = transform if unpadded == size else _PaddedMeanScale(unpadded / size, transform)
         dtype: ElementType = "model" if transform is None else "float32"
-        gamma = Weight(
-            (f"{name}.weight",), (size,), ((unpadded,),), _order(rows, unpadded), transform=transform, dtype=dtype
-        )
+        count = x.width // size if of_row else 1
+        shape, stored = (count * size,), (count * unpadded,)
+        gamma = Weight((f"{name}.weight",), shape, (stored,), _order(rows, stored[0]), transform=transform, dtype=dtype)
         # The mean over all columns is smaller by unpadded / size than the mean over the unpadded ones; so is eps.
         attributes = {"eps": (self._eps if eps is None else eps) * unpadded / size, "group": group}
         return self.record("rms_norm", {"x": x}, {"gamma": gamma}, attributes | {"centred": False}, x.width)
@@ -361,7 +364,7 @@ class Network:
     def add(self, a: Value, b: Value, scale: float = 1.0) -> Value:
         return self.record("add", {"a": a, "b": b}, {}, {"scale": scale}, a.width)
 
-    def multiply(self, a: Value, b: Value, function: Literal["", "silu", "sigmoid"] = "") -> Value:
+    def multiply(self, a: Value, b: Value, function: Literal["", "silu", "sigmoid", "relu"] = "") -> Value:
         """Compute a * function(b), element by element, rounded once."""
         return self.record("multiply", {"a": a, "b": b}, {}, {"function": function}, a.width)
 

@@ -34,7 +34,7 @@ KINDS: Final = tuple(SIGNATURES)
 INSTRUCTION_LENGTH: Final = 1 + max(
     len(each.outputs) + len(each.inputs) + len(each.weights) + len(each.attributes) for each in SIGNATURES.values()
 )
-FUNCTIONS: Final = ("", "silu", "gelu_tanh", "gelu", "clamped", "sigmoid", "tanh")
+FUNCTIONS: Final = ("", "silu", "gelu_tanh", "gelu", "clamped", "sigmoid", "tanh", "relu")
 SCORES: Final = ("softmax", "sigmoid")
 FLOATS: Final = ("scale", "cap", "eps", "low", "high")
 """Attributes that are float32 numbers."""

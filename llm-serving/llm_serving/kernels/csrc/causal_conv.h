@@ -29,16 +29,31 @@ void convolve_columns(const CausalConvArgs& args, size_t sequence, size_t first,
     if (at < before) return load_first(history[at] + column, left);
     return load_first(x + (at - before) * args.x_stride + column, left);
   };
+  auto finish = [&](size_t row, size_t column, size_t left, Floats sum) {
+    if (kGate == Gate::kSilu) sum = gate_times<Gate::kSilu>(sum, broadcast(1.0f));
+    store_first(y + row * args.y_stride + column, sum, left);
+  };
+  const float* bias = args.bias == nullptr ? nullptr : args.bias + first;
+  const float* weight = args.weight + first;
   for (size_t row = 0; row < static_cast<size_t>(args.sequences.lens[sequence]); row++) {
-    for (size_t column = 0; column < count; column += kLanes) {
-      const size_t left = count - column;
-      Floats sum = args.bias == nullptr ? zeros() : load_first(args.bias + first + column, left);
-      for (size_t tap = 0; tap < args.taps; tap++) {
-        const Floats weight = load_first(args.weight + tap * args.size + first + column, left);
-        sum = multiply_add(input(row + tap, column, left), weight, sum);
+    size_t column = 0;
+    if (row >= before) {  // the same sums as below, of whole registers of the sequence alone
+      const Element* oldest = x + (row - before) * args.x_stride;
+      for (; column + kLanes <= count; column += kLanes) {
+        Floats sum = bias == nullptr ? zeros() : load(bias + column);
+        for (size_t tap = 0; tap < args.taps; tap++) {
+          sum = multiply_add(load(oldest + tap * args.x_stride + column), load(weight + tap * args.size + column), sum);
+        }
+        finish(row, column, kLanes, sum);
       }
-      if (kGate == Gate::kSilu) sum = gate_times<Gate::kSilu>(sum, broadcast(1.0f));
-      store_first(y + row * args.y_stride + column, sum, left);
+    }
+    for (; column < count; column += kLanes) {
+      const size_t left = count - column;
+      Floats sum = bias == nullptr ? zeros() : load_first(bias + column, left);
+      for (size_t tap = 0; tap < args.taps; tap++) {
+        sum = multiply_add(input(row + tap, column, left), load_first(weight + tap * args.size + column, left), sum);
+      }
+      finish(row, column, left, sum);
     }
     const int64_t slot = args.sequences.out[first_row + row];
     if (slot < 0) continue;

@@ -220,6 +220,7 @@ void multiply_by(const AddArgs& args) {
       const Floats first = load_first(a + i, left), second = load_first(b + i, left);
       Floats product = first * second;
       if (kFactor == Factor::kSilu) product = gate_times<Gate::kSilu>(second, first);
+      if (kFactor == Factor::kRelu) product = first * maximum(second, zeros());
       if (kFactor == Factor::kSigmoid) product = first * sigmoid_of(second);
       store_first(y + i, product, left);
     }
@@ -231,6 +232,8 @@ void multiply_elements(const AddArgs& args) {
   switch (args.factor) {
     case Factor::kSilu:
       return multiply_by<Element, Factor::kSilu>(args);
+    case Factor::kRelu:
+      return multiply_by<Element, Factor::kRelu>(args);
     case Factor::kSigmoid:
       return multiply_by<Element, Factor::kSigmoid>(args);
     default:

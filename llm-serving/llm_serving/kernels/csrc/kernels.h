@@ -78,7 +78,7 @@ struct WeightQValues {
 enum class Gate : uint8_t { kNone, kSilu, kGeluTanh, kGelu, kClamped, kTanh = 6 };
 
 // Function of the second factor of a product of two values.
-enum class Factor : uint8_t { kItself, kSilu, kSigmoid };
+enum class Factor : uint8_t { kItself, kSilu, kSigmoid, kRelu };
 
 // y [m, n] = x [m, k] times the transpose of a packed weight [n, k] (packed_weights.h); y is of type `dtype` or
 // float32, or int32 for sums of products of qvalues. `bias` and `residual` are rounded to the element type as separate

@@ -169,11 +169,31 @@ int run_add(const Instruction& in) {
   return 0;
 }
 
-// multiply: y | a b | | function. y = a * function(b), rounded once; function: 0 none, 1 silu, 5 sigmoid.
+// multiply: y | a b | | function. y = a * function(b), rounded once; function: 0 none, 1 silu, 5 sigmoid, 7 relu.
+
+// Returns false for another function.
+bool read_factor(int32_t function, Factor& factor) {
+  switch (function) {
+    case 0:
+      factor = Factor::kItself;
+      return true;
+    case 1:
+      factor = Factor::kSilu;
+      return true;
+    case 5:
+      factor = Factor::kSigmoid;
+      return true;
+    case 7:
+      factor = Factor::kRelu;
+      return true;
+    default:
+      return false;
+  }
+}
 
 int check_multiply(const Instruction& in) {
-  const int32_t function = in.integer(0);
-  if (function != 0 && function != 1 && function != 5) return in.fail("function must be 0, 1 or 5, is %d", function);
+  Factor factor;
+  if (!read_factor(in.integer(0), factor)) return in.fail("function must be 0, 1, 5 or 7, is %d", in.integer(0));
   return check_pair(in);
 }
 
@@ -181,8 +201,7 @@ int run_multiply(const Instruction& in) {
   static OperatorClock clock("Mul");
   const Timed timed(clock);
   AddArgs args = pair_args(in);
-  const int32_t function = in.integer(0);
-  args.factor = function == 0 ? Factor::kItself : function == 1 ? Factor::kSilu : Factor::kSigmoid;
+  read_factor(in.integer(0), args.factor);
   if (args.rows > 0) kernels().multiply(args);
   return 0;
 }
