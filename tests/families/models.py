@@ -36,6 +36,7 @@ from families import (
     phi3,
     post_norms,
     qwen,
+    qwen_next,
 )
 from families.drawn import to_bfloat16
 from families.model import Model
@@ -59,6 +60,7 @@ FAMILIES = (
     gpt_oss,
     deepseek,
     lfm2,
+    qwen_next,
 )
 WRITERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "bfloat16": to_bfloat16,

@@ -47,6 +47,8 @@ def _gain_or_bias(name: str, model: Model) -> tuple[float, float]:
         return 0.0, model.bias_spread
     if name in ("model.norm.weight", "model.embedding_norm.weight") and model.tied:
         return -model.norm_offset, 1.2
+    if name.endswith("linear_attn.norm.weight"):  # stored as it is used
+        return 1.0, 0.3
     centre = 1.5 if name.endswith(HEAD_NORMS) else 1.0
     return centre - model.norm_offset, 0.3
 

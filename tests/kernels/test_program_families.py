@@ -18,7 +18,7 @@ from support.family_configs import CONFIGS, RandomTensors, config_of
 from support.kernel_calls import Array, Typed
 from support.network_reference import parameters, step_of_prompt
 from support.network_reference import run as run_reference
-from support.program_calls import BLOCK_SIZE, Blocks, Runnable, create_caches, run, runnable_of
+from support.program_calls import BLOCK_SIZE, Blocks, Runnable, States, create_caches, run, runnable_of
 
 PROMPT = 150
 ERROR = 1e-4
@@ -69,14 +69,21 @@ def together(*steps: Step) -> Step:
     return Step(**joined, samples=samples)
 
 
-def in_parts(runnable: Runnable, tokens: list[int], table: list[int], ends: list[int]) -> tuple[Array, list[Blocks]]:
+BEFORE_LAST, LAST = 1, 2
+"""Slots of the states before the last two rows of a prompt, and before the last row."""
+
+
+def in_parts(
+    runnable: Runnable, tokens: list[int], table: list[int], ends: list[int]
+) -> tuple[Array, list[Blocks], States]:
     """Bits of all logits of a prompt that is computed in chunks with these ends."""
-    caches = create_caches(runnable)
-    parts = [
-        run(runnable, step_of(tokens, table, first, last), caches).bits
-        for first, last in zip([0, *ends], ends, strict=False)
-    ]
-    return np.concatenate(parts), caches
+    caches, states = create_caches(runnable), States.of(runnable)
+    parts = []
+    for first, last in zip([0, *ends], ends, strict=False):
+        out = [{ends[-1] - 3: BEFORE_LAST, ends[-1] - 2: LAST}.get(row, -1) for row in range(first, last - 1)]
+        slots = states.at([0 if first else -1], [*out, 0])
+        parts.append(run(runnable, step_of(tokens, table, first, last), caches, slots).bits)
+    return np.concatenate(parts), caches, states
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -93,7 +100,7 @@ def test_program_logits_of_families_equal_the_reference(isa: str, name: str) -> 
 def test_program_rewriting_changes_no_bit(isa: str, name: str, dtype: str) -> None:
     net = network(name)
     short = runnable(name, dtype)
-    program = assemble(select_rows(net.operations), len(net.caches), dtype)
+    program = assemble(select_rows(net.operations), len(net.caches), dtype, num_states=len(net.states))
     weights = dict(zip(short.program.weights, short.weights, strict=True))
     long = replace(short, program=program, weights=[weights[each] for each in program.weights])
     assert len(program.instructions) > len(short.program.instructions)
@@ -109,16 +116,18 @@ def test_program_rewriting_changes_no_bit(isa: str, name: str, dtype: str) -> No
 def test_program_of_families_is_batch_invariant(isa: str, name: str, dtype: str) -> None:
     given = runnable(name, dtype)
     tokens, table = tokens_of(PROMPT), [7, 3, 9, 1, 20, 4, 8, 2, 11, 15]
-    whole, caches = in_parts(given, tokens, table, [PROMPT])
+    whole, caches, states = in_parts(given, tokens, table, [PROMPT])
     with library.use_threads(1):
-        parts, others = in_parts(given, tokens, table[::-1], [1, 2, 65, 66, 130, PROMPT])
+        parts, others, other_states = in_parts(given, tokens, table[::-1], [1, 2, 65, 66, 130, PROMPT])
     assert np.array_equal(parts, whole)
     # Two rows of the prompt beside a chunk of another request.
     beside = step_of(tokens_of(40)[::-1], [21, 22, 23], 0, 40)
     last = step_of(tokens, table, PROMPT - 2, PROMPT)
-    assert np.array_equal(run(given, together(beside, last), caches).bits[-2:], whole[-2:])
+    slots = states.at([-1, BEFORE_LAST], [-1] * 42)
+    assert np.array_equal(run(given, together(beside, last), caches, slots).bits[-2:], whole[-2:])
     last = step_of(tokens, table[::-1], PROMPT - 1, PROMPT)
-    assert np.array_equal(run(given, replace(last, samples=[0]), others).bits, whole[-1:])
+    slots = other_states.at([LAST], [-1])
+    assert np.array_equal(run(given, replace(last, samples=[0]), others, slots).bits, whole[-1:])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -134,9 +143,9 @@ def test_program_of_families_writes_nothing_for_an_empty_step(name: str) -> None
 def test_program_reads_no_blocks_before_the_window(isa: str, name: str, dtype: str) -> None:
     given = runnable(name, dtype)
     tokens, table = tokens_of(PROMPT), [7, 3, 9, 1, 20, 4, 8, 2, 11, 15]
-    whole, _ = in_parts(given, tokens, table, [PROMPT])
+    whole, _, _ = in_parts(given, tokens, table, [PROMPT])
     for first in (PROMPT - 1, PROMPT - 20, 70):
-        _, caches = in_parts(given, tokens, table, [first])
+        _, caches, _ = in_parts(given, tokens, table, [first])
         freed = (first - 7 + 1) // BLOCK_SIZE
         for cache in caches:
             for part in (cache.key, cache.value):

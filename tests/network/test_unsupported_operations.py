@@ -13,7 +13,9 @@ from llm_serving.network.quantization import (
     unsupported_by_cells,
     unsupported_quantization,
 )
-from llm_serving.network.states import causal_conv
+from llm_serving.network.states import causal_conv, delta_rule, ssm
+
+DELTA = "the gated delta rule"
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,7 @@ from llm_serving.network.states import causal_conv
         ("baichuan2-13b", "attention with slopes", None),
         ("gpt-oss", "attention with sinks", "attention with sinks"),
         ("cohere", "layer norms", "layer norms"),
+        ("qwen3-next", f"causal convolutions and {DELTA}", f"causal convolutions and {DELTA}"),
         ("ernie4.5-moe", "experts chosen by anything but the largest of a softmax", None),
         ("deepseek-v2-lite", "products with a weight for each head", "products with a weight for each head"),
     ],
@@ -66,6 +69,7 @@ def feed_forward(body):
 
 
 CHOSEN = "experts chosen by anything but the largest of a softmax"
+PARTS = {"rates": "rates", "bias": "bias"}
 SLOPES = Weight((), (4,), generate=lambda num_positions: np.zeros(4, np.float32))
 
 
@@ -83,6 +87,11 @@ SLOPES = Weight((), (4,), generate=lambda num_positions: np.zeros(4, np.float32)
         (feed_forward(lambda net, x: net.gated_activation(x, "clamped")), "activation function clamped"),
         (feed_forward(lambda net, x: net.multiply(x, x)), "products of two values"),
         (feed_forward(lambda net, x: causal_conv(net, net.multiply(x, x), "conv", 3)), "causal convolutions"),
+        (feed_forward(lambda net, x: delta_rule(net, x, x, x, x, x, key_heads=4, **PARTS, scale=1.0)), DELTA),
+        (
+            feed_forward(lambda net, x: ssm(net, x, x, x, x, groups=4, **PARTS, skip="skip")),
+            "state space models (Mamba-2)",
+        ),
         (experts(), None),
         (experts(bias=True), "experts chosen with a bias"),
         (experts(score="sigmoid"), CHOSEN),

@@ -17,6 +17,12 @@ _COMMON = {
 }
 _ROPE = {"rope_theta": 500.0}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 _LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
 
 CONFIGS = {
@@ -93,6 +99,11 @@ CONFIGS = {
     "minimax": ("MiniMaxM2ForCausalLM", {"num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 16}),
     "gpt-neox": ("GPTNeoXForCausalLM", {"rotary_pct": 0.5, "rope_theta": None, "rotary_emb_base": 500}),
     "starcoder2": ("Starcoder2ForCausalLM", {"sliding_window": 7}),
+    "lfm2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}),
+    "qwen3-next": (
+        "Qwen3NextForCausalLM",
+        {"full_attention_interval": 2, "num_experts": 5, "shared_expert_intermediate_size": 32, **_EXPERTS, **_DELTA},
+    ),
 }
 """(architecture, changes to the common configuration) by name."""
 

@@ -12,7 +12,7 @@ from llm_serving.models.layers import (
     self_attention,
     sliding_window,
 )
-from llm_serving.network.builder import ExpertRouting, Network
+from llm_serving.network.builder import ExpertRouting, ExpertStacks, Network
 from llm_serving.network.operations import Value
 
 
@@ -29,18 +29,7 @@ def _qwen(c: ConfigReader, *, bias: bool, out_bias: bool = False, norms: tuple[s
     net, heads = empty_network(c), attention_heads(c)
     rotary, num_layers = rotary_embedding(c, heads), c.integer("num_hidden_layers")
     experts = next((c.integer(key) for key in ("num_experts", "num_local_experts") if c.has(key)), 0)
-    dense, every = c.integers("mlp_only_layers"), c.integer("decoder_sparse_step", 1)
     c.choice("hidden_act", ("silu",), "silu")
-
-    def feed_forward(x: Value, index: int, at: str) -> Value:
-        if not experts or index in dense or (index + 1) % every:
-            return gated_mlp(net, x, at, c.integer("intermediate_size"))
-        routing = ExpertRouting(c.integer("num_experts_per_tok"), normalise=c.boolean("norm_topk_prob"))
-        routed = mixture_of_experts(net, c, x, at, experts, "moe_intermediate_size", routing)
-        if not c.has("shared_expert_intermediate_size"):
-            return routed
-        shared = gated_mlp(net, x, at + "shared_expert.", c.integer("shared_expert_intermediate_size"))
-        return net.add(routed, net.sigmoid_gate(shared, net.linear(x, at + "shared_expert_gate", 1)))
 
     def window(index: int) -> int | None:
         slides = c.boolean("use_sliding_window") and index >= c.integer("max_window_layers", 28, least=0)
@@ -54,6 +43,31 @@ def _qwen(c: ConfigReader, *, bias: bool, out_bias: bool = False, norms: tuple[s
         x = self_attention(net, x, at, heads, rotary, norms=norms, window=seen, bias=bias, out_bias=out_bias)
         hidden = net.add(hidden, x)
         x = net.rms_norm(hidden, at + "post_attention_layernorm")
-        return net.add(hidden, feed_forward(x, index, at + "mlp."))
+        return net.add(hidden, feed_forward(net, c, x, index, at + "mlp.", experts))
 
     return decoder(net, c, layer)
+
+
+def feed_forward(
+    net: Network,
+    c: ConfigReader,
+    x: Value,
+    index: int,
+    at: str,
+    experts: int,
+    *,
+    stacks: ExpertStacks | None = None,
+    normalise: bool = False,
+) -> Value:
+    """Add the feed-forward block of a layer: `experts` with a shared expert, if there is one, or a gated MLP.
+    `normalise`: default of `norm_topk_prob`.
+    """
+    dense, every = c.integers("mlp_only_layers"), c.integer("decoder_sparse_step", 1)
+    if not experts or index in dense or (index + 1) % every:
+        return gated_mlp(net, x, at, c.integer("intermediate_size"))
+    routing = ExpertRouting(c.integer("num_experts_per_tok"), normalise=c.boolean("norm_topk_prob", normalise))
+    routed = mixture_of_experts(net, c, x, at, experts, "moe_intermediate_size", routing, stacks=stacks)
+    if not c.has("shared_expert_intermediate_size"):
+        return routed
+    shared = gated_mlp(net, x, at + "shared_expert.", c.integer("shared_expert_intermediate_size"))
+    return net.add(routed, net.sigmoid_gate(shared, net.linear(x, at + "shared_expert_gate", 1)))

@@ -214,7 +214,9 @@ def unsupported_by_cells(network: Network) -> str | None:
         return _BOTH_SIDES
     if network.num_labels:
         return "a classifier in place of the LM head"
-    for each in sorted(network.operations, key=lambda each: "state" not in each.attributes):
+    if kinds := dict.fromkeys(each.kind for each in network.operations if "state" in each.attributes):
+        return " and ".join(_WITHOUT_CELL[kind] for kind in kinds)
+    for each in network.operations:
         if each.kind == "linear" and each.attributes["heads"] > 1:
             return "products with a weight for each head"
         if _is_latent(each):

@@ -1,6 +1,7 @@
 """Tensor parallelism: the part of a network that one rank computes, by rules that are independent of the model family.
 
-    attention, store_kv  heads are split: a rank computes its own heads and stores only their keys and values
+    attention, store_kv  heads are split, and columns of a gate on the result: a rank computes its own heads and stores
+                         only their keys and values
     gated_activation     columns of the gate and the matching columns of its other half are split
     experts              the same within each expert
     linear               the producer of a split value holds the rows of its weight that the rank needs. The consumer
@@ -27,7 +28,7 @@ from llm_serving.network.rewriting import Graph
 
 KEY: Final = "cluster_config.tensor_parallel"
 
-_OF_SPLIT_VALUES: Final = frozenset({"rope", "attention", "gated_activation", "activation"})
+_OF_SPLIT_VALUES: Final = frozenset({"rope", "attention", "gated_activation", "activation", "multiply"})
 
 Indices = tuple[int, ...]
 """Columns of a value, or rows or columns of a weight, that a rank holds."""
@@ -91,7 +92,8 @@ class _Sharding:
         store = self._graph.store_of(attend)
         kv_heads = self._network.caches[attend.attributes["layer"]].kv_heads
         products: dict[Value, list[tuple[int, int]]] = {}
-        for value in (attend.inputs["q"], store.inputs["k"], store.inputs["v"]):
+        gates = [each.inputs["b"] for each in self._graph.consumers(attend.outputs["y"]) if each.kind == "multiply"]
+        for value in (attend.inputs["q"], store.inputs["k"], store.inputs["v"], *gates):
             made = self._product_of(value)
             products.setdefault(made.root, []).append((made.start, made.width))
         if kv_heads % self._count:

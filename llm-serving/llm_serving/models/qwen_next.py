@@ -1,0 +1,129 @@
+"""Qwen3-Next and Qwen3.5: three of four layers have the gated delta rule in place of attention, whose output has a gate
+in the others. Feed-forward blocks are those of Qwen2.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.gemma import plus_one
+from llm_serving.models.layers import (
+    FULL,
+    HEAD_MULTIPLE,
+    HEAD_NORMS,
+    MAX_WIDTH,
+    QKV,
+    Heads,
+    attention_heads,
+    decoder,
+    empty_network,
+    rotary_embedding,
+)
+from llm_serving.models.qwen import feed_forward
+from llm_serving.network.builder import ExpertStacks, Network, padded_order, repeated_order
+from llm_serving.network.operations import Value
+from llm_serving.network.rope import Rotary
+from llm_serving.network.states import MAX_TAPS, causal_conv, delta_rule
+
+LINEAR = "linear_attention"
+
+
+def qwen3_next(c: ConfigReader) -> Network:
+    return _hybrid(c, ("in_proj_qkvz", "in_proj_ba"), stacked=False)
+
+
+def qwen3_5(c: ConfigReader) -> Network:
+    return _hybrid(c, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), stacked=c.has("num_experts"))
+
+
+def _hybrid(c: ConfigReader, names: tuple[str, ...], *, stacked: bool) -> Network:
+    """`names`: the input projections of a layer with the delta rule. `stacked`: whether tensors stack all experts."""
+    net, heads = empty_network(c, plus_one), attention_heads(c)
+    rotary, bias = rotary_embedding(c, heads, fraction=0.25), c.boolean("attention_bias")
+    count, every = c.integer("num_hidden_layers"), c.integer("full_attention_interval", 4)
+    usual = [LINEAR if (index + 1) % every else FULL for index in range(count)]
+    kinds = c.choices("layer_types", (FULL, LINEAR), count) or usual
+    experts = c.integer("num_experts", 0, least=0)
+    stacks = ExpertStacks(experts, "experts.gate_up_proj", "experts.down_proj") if stacked else None
+    c.choice("hidden_act", ("silu",), "silu")
+
+    def layer(hidden: Value, index: int, at: str) -> Value:
+        x = net.rms_norm(hidden, at + "input_layernorm")
+        if kinds[index] == FULL:
+            x = _gated_attention(net, x, at, heads, rotary, bias=bias)
+        else:
+            x = _delta_net(net, c, x, at + "linear_attn.", names)
+        hidden = net.add(hidden, x)
+        x = net.rms_norm(hidden, at + "post_attention_layernorm")
+        return net.add(hidden, feed_forward(net, c, x, index, at + "mlp.", experts, stacks=stacks, normalise=True))
+
+    net.allow_unused("mtp.")  # multi-token prediction, which is not used
+    return decoder(net, c, layer)
+
+
+def _gated_attention(net: Network, x: Value, at: str, heads: Heads, rotary: Rotary, *, bias: bool) -> Value:
+    """Add attention with norms of heads, whose output is multiplied by a sigmoid. The gate of each head follows its
+    query in the tensor of queries.
+    """
+    kv_rows = heads.kv * heads.own
+    sizes, names = (2 * heads.q * heads.own, kv_rows, kv_rows), [at + name for name in QKV]
+    rows = _gated_rows(heads, tuple(rotary.order()))
+    widths = heads.q_width, heads.kv_width, heads.kv_width, heads.q_width
+    q, k, v, gate = net.split(net.linear(x, names, sizes, bias=bias, rows=rows), *widths)
+    q, k = (
+        net.rope(net.rms_norm(part, at + name, group=heads.dim, unpadded=heads.own, rows=rotary.order()), rotary)
+        for part, name in zip((q, k), HEAD_NORMS, strict=True)
+    )
+    attended = net.attention(q, net.store_kv(k, v, heads.kv), scale=heads.own**-0.5)
+    columns = repeated_order(heads.q, heads.own, padded_order(heads.own, HEAD_MULTIPLE))
+    gated = net.multiply(attended, gate, "sigmoid")
+    return net.linear(gated, at + "self_attn.o_proj", net.hidden, bias=bias, columns=columns)
+
+
+@lru_cache(8)
+def _gated_rows(heads: Heads, rotated: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the row order that puts queries, keys, values and gates one after another."""
+    own, plain = heads.own, padded_order(heads.own, HEAD_MULTIPLE)
+    q, k = [2 * own * head for head in range(heads.q)], [own * (2 * heads.q + head) for head in range(heads.kv)]
+    v, gate = [start + own * heads.kv for start in k], [start + own for start in q]
+    parts = ((q, rotated), (k, rotated), (v, plain), (gate, plain))
+    return tuple(-1 if i < 0 else start + i for starts, order in parts for start in starts for i in order)
+
+
+def _delta_net(net: Network, c: ConfigReader, x: Value, at: str, names: tuple[str, ...]) -> Value:
+    """Add projections, a convolution of queries, keys and values, the delta rule, and the gated norm of its heads."""
+    key_heads, heads = c.integer("linear_num_key_heads", 16), c.integer("linear_num_value_heads", 32)
+    key_dim, dim = c.integer("linear_key_head_dim", 128), c.integer("linear_value_head_dim", 128)
+    taps = c.integer("linear_conv_kernel_dim", 4, least=2)
+    if heads % key_heads:
+        raise c.fail("linear_num_value_heads", f"must be a multiple of `linear_num_key_heads` {key_heads}")
+    keys, values = key_heads * key_dim, heads * dim
+    if max(keys, values) > MAX_WIDTH:
+        raise c.fail("linear_num_value_heads", f"must have at most {MAX_WIDTH} elements together")
+    if taps > MAX_TAPS:
+        raise c.fail("linear_conv_kernel_dim", f"must be at most {MAX_TAPS}")
+    widths = 2 * keys + values, values, heads, heads
+    sizes = widths if len(names) == 4 else (sum(widths[:2]), 2 * heads)
+    rows = None if len(names) == 4 else _grouped_rows(key_heads, key_dim, heads // key_heads, dim)
+    mixed, z, b, a = net.split(net.linear(x, [at + name for name in names], sizes, rows=rows), *widths)
+    mixed = causal_conv(net, mixed, at + "conv1d", taps, function="silu")
+    q, k, v = net.split(mixed, keys, keys, values)
+    scale, rates, bias = key_dim**-0.5, at + "A_log", at + "dt_bias"
+    y = delta_rule(net, q, k, v, a, b, key_heads=key_heads, scale=scale, rates=rates, bias=bias)
+    y = net.rms_norm(y, at + "norm", group=dim, as_stored=True)
+    return net.linear(net.multiply(y, z, "silu"), at + "out_proj", net.hidden)
+
+
+@lru_cache(8)
+def _grouped_rows(key_heads: int, key_dim: int, ratio: int, dim: int) -> tuple[int, ...]:
+    """Return the row order that puts q, k, v, z, b and a one after another; a tensor has the parts of each key head."""
+    first = (key_dim, key_dim, ratio * dim, ratio * dim)
+    return (*_transposed(0, key_heads, first), *_transposed(key_heads * sum(first), key_heads, (ratio, ratio)))
+
+
+def _transposed(start: int, groups: int, widths: tuple[int, ...]) -> list[int]:
+    """Return the order that puts the first parts of all groups, which begin at `start`, before the second parts."""
+    rows = np.arange(start, start + groups * sum(widths)).reshape(groups, -1)
+    parts = np.split(rows, np.cumsum(widths)[:-1], axis=1)
+    return [each for part in parts for each in part.reshape(-1).tolist()]
