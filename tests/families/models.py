@@ -32,6 +32,7 @@ from families import (
     lfm2,
     llama,
     llama_likes,
+    mamba,
     mixtures,
     phi3,
     post_norms,
@@ -61,6 +62,7 @@ FAMILIES = (
     deepseek,
     lfm2,
     qwen_next,
+    mamba,
 )
 WRITERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "bfloat16": to_bfloat16,

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.mindspore
         ("gemma2", CODED_CACHE),
         ("lfm2", "program"),
         ("qwen3.5", "program"),
+        ("granite-hybrid", "program"),
     ],
 )
 def test_answers_of_families_are_batch_invariant(tmp_path: Path, name: str, kernels: str) -> None:

@@ -49,13 +49,15 @@ def _gain_or_bias(name: str, model: Model) -> tuple[float, float]:
         return -model.norm_offset, 1.2
     if name.endswith("linear_attn.norm.weight"):  # stored as it is used
         return 1.0, 0.3
+    if name.endswith((".A_log", ".dt_bias")) and "linear_attn" not in name:  # so that states remember many tokens
+        return -1.0, 0.6
     centre = 1.5 if name.endswith(HEAD_NORMS) else 1.0
     return centre - model.norm_offset, 0.3
 
 
 def _spread(name: str, shape: tuple[int, ...], model: Model) -> float:
     part = name.split(".")[-2]
-    if part in ("embed_tokens", "tok_embeddings", "embed_in"):
+    if part in ("embed_tokens", "tok_embeddings", "embed_in", "embeddings"):
         return 0.15 if model.tied else 1.0
     factor = 1.2
     if part in ("lm_head", "output", "embed_out"):

@@ -183,7 +183,7 @@ def test_program_refuses_invalid_weights() -> None:
 STRANGE = (-(2**31), -2, -1, 0, 1, 2, 3, 15, 16, 17, 64, 1024, 2**16, 2**31 - 1)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2, experts", "gemma2", "deepseek2", "qwen3-next"])
+@pytest.mark.parametrize("name", ["llama", "qwen2, experts", "gemma2", "deepseek2", "qwen3-next", "nemotron-h"])
 def test_program_with_any_integer_stays_within_its_memory(name: str) -> None:
     config = config_of(name)
     net = describe(config["architectures"][0], ConfigReader(config, name))

@@ -23,6 +23,7 @@ _DELTA = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+_MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 12}
 _LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
 
 CONFIGS = {
@@ -104,6 +105,7 @@ CONFIGS = {
         "Qwen3NextForCausalLM",
         {"full_attention_interval": 2, "num_experts": 5, "shared_expert_intermediate_size": 32, **_EXPERTS, **_DELTA},
     ),
+    "nemotron-h": ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*-", **_MAMBA}),
 }
 """(architecture, changes to the common configuration) by name."""
 

@@ -1,4 +1,6 @@
-"""Granite: Llama with multipliers for embeddings, attention scores, residuals and logits. Granite 3 MoE has experts."""
+"""Granite: Llama with multipliers for embeddings, attention scores, residuals and logits. Granite 3 MoE has experts;
+Granite 4 has Mamba-2 layers among those with attention, which do not rotate, and a shared expert.
+"""
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (
@@ -10,21 +12,42 @@ from llm_serving.models.layers import (
     rotary_embedding,
     self_attention,
 )
+from llm_serving.models.mamba import mamba_mixer, mamba_sizes
 from llm_serving.network.builder import ExpertRouting, ExpertStacks, Network
 from llm_serving.network.operations import Value
 
+MIXERS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
+"""Kind of a layer -> whether it has Mamba-2 in place of attention."""
+
 
 def granite(c: ConfigReader) -> Network:
+    return _granite(c, rotates=True)
+
+
+def granite_hybrid(c: ConfigReader) -> Network:
+    rotates = c.has("position_embedding_type") and c.choice("position_embedding_type", ("rope", "nope")) == "rope"
+    return _granite(c, rotates=rotates, is_hybrid=True)
+
+
+def _granite(c: ConfigReader, *, rotates: bool, is_hybrid: bool = False) -> Network:
     net, heads = empty_network(c), attention_heads(c)
-    rotary, inner = rotary_embedding(c, heads), c.integer("intermediate_size")
+    rotary, inner = rotary_embedding(c, heads) if rotates else None, c.integer("intermediate_size")
+    count = c.integer("num_hidden_layers")
+    kinds = (c.choices("layer_types", tuple(MIXERS), count) or ["mamba"] * count) if is_hybrid else []
+    mamba = mamba_sizes(c) if any(MIXERS[kind] for kind in kinds) else None
     scale, factor = c.number("attention_multiplier", 1.0), c.number("residual_multiplier", 1.0)
     bias, mlp_bias = c.boolean("attention_bias"), c.boolean("mlp_bias")
-    experts = c.integer("num_local_experts") if c.has("num_local_experts") else 0
+    experts = c.integer("num_local_experts", 0, least=0)
+    shared = c.integer("shared_intermediate_size", 1024) if is_hybrid else 0
     c.choice("hidden_act", ("silu",), "silu")
 
     def feed_forward(x: Value, at: str) -> Value:
-        if not experts:
-            return gated_mlp(net, x, at + "mlp.", inner, bias=mlp_bias)
+        if not shared:
+            return routed(x, at) if experts else gated_mlp(net, x, at + "mlp.", inner, bias=mlp_bias)
+        of_all = gated_mlp(net, x, at + "shared_mlp.", shared, gate_up=("input_linear",), down="output_linear")
+        return net.add(routed(x, at), of_all) if experts else of_all
+
+    def routed(x: Value, at: str) -> Value:
         routing = ExpertRouting(c.integer("num_experts_per_tok", 2))
         stacks = ExpertStacks(experts, "input_linear.weight", "output_linear.weight")
         apart = c.boolean("separate_experts")  # as in GGUF files
@@ -41,9 +64,12 @@ def granite(c: ConfigReader) -> Network:
             stacks=None if apart else stacks,
         )
 
-    def layer(hidden: Value, _: int, at: str) -> Value:
+    def layer(hidden: Value, index: int, at: str) -> Value:
         x = net.rms_norm(hidden, at + "input_layernorm")
-        x = self_attention(net, x, at, heads, rotary, scale=scale, bias=bias, out_bias=bias)
+        if mamba is not None and MIXERS[kinds[index]]:
+            x = mamba_mixer(net, x, at + "mamba.", mamba)
+        else:
+            x = self_attention(net, x, at, heads, rotary, scale=scale, bias=bias, out_bias=bias)
         hidden = net.add(hidden, x, factor)
         x = net.rms_norm(hidden, at + "post_attention_layernorm")
         return net.add(hidden, feed_forward(x, at), factor)

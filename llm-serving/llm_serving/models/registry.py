@@ -52,6 +52,8 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
     "HunYuanMoEV1ForCausalLM": ("hunyuan", "hunyuan"),
     "Exaone4ForCausalLM": ("exaone", "exaone4"),
     "GraniteMoeForCausalLM": ("granite", "granite"),
+    "GraniteMoeHybridForCausalLM": ("granite", "granite_hybrid"),
+    "NemotronHForCausalLM": ("nemotron", "nemotron_h"),
     "Ministral3ForCausalLM": ("mistral", "ministral3"),
     "GptOssForCausalLM": ("gpt_oss", "gpt_oss"),
     "CohereForCausalLM": ("cohere", "cohere"),

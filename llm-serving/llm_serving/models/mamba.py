@@ -1,0 +1,82 @@
+"""Mamba-2 layers (Dao and Gu 2024), which several families mix with attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.layers import MAX_WIDTH
+from llm_serving.network.builder import Network
+from llm_serving.network.operations import Value
+from llm_serving.network.states import MAX_TAPS, causal_conv, ssm
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """The sizes of Mamba-2 layers.
+
+    Attributes:
+        groups: Number of vectors B and C that the heads share.
+        state_size: Elements of B and C.
+        taps: Width of the convolution.
+        bias, conv_bias: Whether the projections and the convolution have biases.
+        limits: Limits of the time step.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_size: int
+    taps: int
+    bias: bool
+    conv_bias: bool
+    limits: tuple[float, float]
+
+
+def mamba_sizes(c: ConfigReader) -> Mamba:
+    """Read the keys that begin with `mamba_`."""
+    heads, inner = c.integer("mamba_n_heads", 128), c.integer("mamba_expand", 2) * c.integer("hidden_size")
+    has_dim = isinstance(c.config.get("mamba_d_head"), int)
+    head_dim = c.integer("mamba_d_head") if has_dim else inner // heads
+    if heads * head_dim != inner:
+        raise c.fail(
+            "mamba_n_heads", f"times `mamba_d_head` {head_dim} must be {inner}, `mamba_expand` times the width"
+        )
+    sizes = c.integer("mamba_n_groups", 1), c.integer("mamba_d_state", 256), c.integer("mamba_d_conv", 4)
+    biases = c.boolean("mamba_proj_bias"), c.boolean("mamba_conv_bias", True)
+    return checked(c, "mamba_n_heads", Mamba(heads, head_dim, *sizes, *biases, limits=time_step_limits(c)))
+
+
+def checked(c: ConfigReader, key: str, sizes: Mamba) -> Mamba:
+    """Return the sizes. Raise ModelError, which names `key`, if the kernels cannot compute them."""
+    width = max(sizes.heads * sizes.head_dim, sizes.groups * sizes.state_size)
+    if sizes.heads % sizes.groups or width > MAX_WIDTH or not 2 <= sizes.taps <= MAX_TAPS:
+        rule = f"must be a multiple of its groups, with at most {MAX_WIDTH} elements and 2 to {MAX_TAPS} taps"
+        raise c.fail(key, f"{rule}: {sizes}")
+    return sizes
+
+
+def time_step_limits(c: ConfigReader) -> tuple[float, float]:
+    limits = c.config.get("time_step_limit")
+    if limits is None:
+        return 0.0, math.inf
+    numbers = isinstance(limits, list) and all(isinstance(each, int | float) for each in limits)
+    if not numbers or len(limits) != 2 or not 0 <= limits[0] < limits[1]:
+        raise c.fail("time_step_limit", "must be two ascending numbers >= 0")
+    return float(limits[0]), float(limits[1])
+
+
+def mamba_mixer(net: Network, x: Value, at: str, sizes: Mamba) -> Value:
+    """Add the projections, the convolution, the state space model and the norm of its gated result. `at`: tensor name
+    prefix.
+    """
+    inner, shared = sizes.heads * sizes.head_dim, sizes.groups * sizes.state_size
+    widths = inner, inner + 2 * shared, sizes.heads
+    z, mixed, dt = net.split(net.linear(x, at + "in_proj", sum(widths), bias=sizes.bias), *widths)
+    mixed = causal_conv(net, mixed, at + "conv1d", sizes.taps, bias=sizes.conv_bias, function="silu")
+    values, b, c = net.split(mixed, inner, shared, shared)
+    tensors = {"rates": at + "A_log", "bias": at + "dt_bias", "skip": at + "D"}
+    y = ssm(net, values, dt, b, c, groups=sizes.groups, limits=sizes.limits, **tensors)
+    y = net.rms_norm(net.multiply(y, z, "silu"), at + "norm", group=inner // sizes.groups, of_row=True)
+    return net.linear(y, at + "out_proj", net.hidden, bias=sizes.bias)

@@ -1,0 +1,62 @@
+"""Nemotron-H: a layer is Mamba-2, attention without rotary embedding, or a squared ReLU between two products."""
+
+import math
+
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.layers import attention_heads, decoder, empty_network, self_attention
+from llm_serving.models.mamba import Mamba, checked, mamba_mixer
+from llm_serving.network.builder import Network
+from llm_serving.network.operations import Value
+
+MAMBA, ATTENTION, MLP = "M*-"
+KINDS = {
+    "mamba": MAMBA,
+    "linear_attention": MAMBA,
+    "attention": ATTENTION,
+    "full_attention": ATTENTION,
+    "mlp": MLP,
+}
+"""Kind of a layer in `layers_block_type` -> its character in `hybrid_override_pattern`."""
+
+
+def nemotron_h(c: ConfigReader) -> Network:
+    net = empty_network(c, eps=1e-5, eps_key="layer_norm_epsilon")
+    heads = attention_heads(c if c.has("head_dim") else ConfigReader({**c.config, "head_dim": 128}, c.where))
+    pattern, mamba = _pattern(c), _mamba_sizes(c)
+    inner, bias = c.integer("intermediate_size"), c.boolean("mlp_bias")
+    c.choice("mlp_hidden_act", ("relu2",), "relu2")
+    c.choice("mamba_hidden_act", ("silu",), "silu")
+    names = [f"mixer.{part}_proj" for part in "qkv"]
+
+    def layer(hidden: Value, index: int, at: str) -> Value:
+        x = net.rms_norm(hidden, at + "norm")
+        if pattern[index] == MAMBA:
+            x = mamba_mixer(net, x, at + "mixer.", mamba)
+        elif pattern[index] == ATTENTION:
+            x = self_attention(net, x, at, heads, None, names=names, out="mixer.o_proj")
+        else:
+            x = net.linear(x, at + "mixer.up_proj", inner, bias=bias)
+            x = net.linear(net.multiply(x, x, "relu"), at + "mixer.down_proj", net.hidden, bias=bias)
+        return net.add(hidden, x)
+
+    net.allow_unused("mtp.")  # multi-token prediction, which is not used
+    return decoder(net, c, layer, table="backbone.embeddings", layers="backbone.layers", norm="backbone.norm_f")
+
+
+def _pattern(c: ConfigReader) -> str:
+    """Return the character of each layer."""
+    count = c.integer("num_hidden_layers")
+    kinds = c.choices("layers_block_type", tuple(KINDS), count)
+    pattern = c.config.get("hybrid_override_pattern") if kinds is None else "".join(KINDS[kind] for kind in kinds)
+    if not isinstance(pattern, str) or len(pattern) != count or set(pattern) - {MAMBA, ATTENTION, MLP}:
+        rule = f"must be {count} of {MAMBA}, {ATTENTION} and {MLP}; experts are not supported"
+        raise c.fail("hybrid_override_pattern", rule)
+    return pattern
+
+
+def _mamba_sizes(c: ConfigReader) -> Mamba:
+    heads, head_dim = c.integer("mamba_num_heads", 128), c.integer("mamba_head_dim", 64)
+    sizes = c.integer("n_groups", 8), c.integer("ssm_state_size", 128), c.integer("conv_kernel", 4)
+    limits = c.number("time_step_min", 0.001), math.inf
+    biases = c.boolean("use_bias"), c.boolean("use_conv_bias", True)
+    return checked(c, "mamba_num_heads", Mamba(heads, head_dim, *sizes, *biases, limits=limits))
