@@ -10,7 +10,7 @@ from llm_serving.network.operations import Value
 from llm_serving.network.states import causal_conv, delta_rule, ssm
 from support.decoder_calls import Step
 from support.kernel_calls import FLOAT_TYPES, ROUNDING_UNIT, Array, Typed, assert_close, typed
-from support.program_calls import Runnable, States, parameters, status_of_program
+from support.program_calls import Runnable, States, changed, parameters, status_of_program
 from support.state_calls import (
     Part,
     StateOperation,
@@ -199,6 +199,30 @@ def test_requests_may_read_one_state() -> None:
     states = random_states(runnable, OPERATIONS["conv"], NUM_SLOTS, "bfloat16")
     one, other = run_parts(runnable, [Part([1], slot=2, stores={0: 0}), Part([1], slot=2, stores={0: 1})], states)
     assert np.array_equal(one.bits, other.bits)
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "value", "message"),
+    [
+        ("conv", 1, -1, "(causal_conv): y is absent"),
+        ("conv", 3, -1, "(causal_conv): taps are absent"),
+        ("conv", 5, 2, "(causal_conv): function must be 0 or 1, is 2"),
+        ("conv", 6, 1, "(causal_conv): there is no state 1"),
+        ("delta rule", 2, -1, "(delta_rule): q is absent"),
+        ("delta rule", 6, -1, "(delta_rule): b is absent"),
+        ("delta rule", 7, -1, "(delta_rule): rates and bias go together"),
+        ("delta rule", 11, 3, "(delta_rule): 3 heads do not divide 4 heads of values and 64 columns, or those 128 "),
+        ("delta rule", 12, -1, "(delta_rule): there is no state -1"),
+        ("ssm", 5, -1, "(ssm): dt is absent"),
+    ],
+)
+def test_invalid_instructions_are_refused(name: str, word: int, value: int, message: str) -> None:
+    runnable, _ = runnable_of(name, "bfloat16")
+    instructions = runnable.program.instructions.copy()
+    instructions[2, word] = value
+    with pytest.raises(AssertionError, match="program: "):
+        run_parts(changed(runnable, instructions=instructions), [Part([0, 1])], States.of(runnable, NUM_SLOTS))
+    assert library.last_error().startswith(f"program: instruction 1 {message}")
 
 
 @pytest.mark.parametrize(
