@@ -1,9 +1,10 @@
-"""Granite 4 and Nemotron-H: Mamba-2 layers among those with attention."""
+"""Granite 4, Nemotron-H and Falcon-H1: Mamba-2 layers among those with attention, or beside it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from families.llama import LLAMA
 from families.llama_likes import GRANITE
 from families.model import NEAR, PUBLISHED, Model
 from families.shapes import Shapes, attention, decoder, linear, mlp, norms
@@ -26,6 +27,18 @@ NEMOTRON: dict[str, Any] = PUBLISHED | {
     "num_attention_heads": 4, "num_hidden_layers": 5, "num_key_value_heads": 2, "ssm_state_size": 16,
     "conv_kernel": 4, "tie_word_embeddings": False, "time_step_limit": [0.0, 1e9], "time_step_min": 0.001,
     "use_bias": False, "use_conv_bias": True, "vocab_size": 200,
+}  # fmt: skip
+
+
+FALCON: dict[str, Any] = LLAMA | {
+    "architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "attention_in_multiplier": 0.8, "head_dim": 24,
+    "attention_out_multiplier": 0.7, "embedding_multiplier": 3.0, "hidden_size": 64, "intermediate_size": 104,
+    "key_multiplier": 0.9, "lm_head_multiplier": 0.6, "mamba_chunk_size": 16, "mamba_conv_bias": True,
+    "mamba_d_conv": 4, "mamba_d_head": 20, "mamba_d_ssm": 80, "mamba_d_state": 24, "mamba_expand": 2,
+    "mamba_n_groups": 1, "mamba_n_heads": 4, "mamba_norm_before_gate": False, "mamba_proj_bias": False,
+    "mamba_rms_norm": False, "mlp_bias": False, "mlp_multipliers": [0.7, 0.8], "num_attention_heads": 4,
+    "num_key_value_heads": 2, "projectors_bias": False, "rms_norm_eps": 1e-5, "rope_theta": 100000000000.0,
+    "ssm_in_multiplier": 1.3, "ssm_multipliers": [0.7, 0.9, 1.2, 0.8, 1.1], "ssm_out_multiplier": 0.6,
 }  # fmt: skip
 
 
@@ -87,6 +100,23 @@ def _nemotron(changes: dict[str, Any], *matters: dict[str, Any]) -> Model:
     return Model(config, shapes, matters=matters)
 
 
+def _falcon(changes: dict[str, Any], *matters: dict[str, Any]) -> Model:
+    config = FALCON | changes
+    mamba = config["hidden_size"], config["mamba_n_heads"], config["mamba_d_ssm"]
+    shared = config["mamba_n_groups"] * config["mamba_d_state"]
+
+    def layer(_: int) -> Shapes:
+        mixer = _mixer("mamba.", *mamba, shared, config["mamba_d_conv"], False, config["mamba_conv_bias"])
+        if not config["mamba_rms_norm"]:
+            del mixer["mamba.norm.weight"]
+        rest = mlp(config, at="feed_forward.") | norms(config, "input_layernorm", "pre_ff_layernorm")
+        return mixer | attention(config) | rest
+
+    shapes = decoder(config, layer)
+    shapes["model.final_layernorm.weight"] = shapes.pop("model.norm.weight")
+    return Model(config, shapes, matters=matters)
+
+
 def models() -> dict[str, Model]:
     return {
         "granite-hybrid": _hybrid({}, {"num_experts_per_tok": 2}, {"position_embedding_type": "rope"}),
@@ -103,6 +133,20 @@ def models() -> dict[str, Model]:
             {"position_embedding_type": "nope"},
             {"time_step_limit": [0.5, 1.0]},
         ),
+        "falcon-h1": _falcon(
+            {},
+            {"attention_in_multiplier": 1.0},
+            {"attention_out_multiplier": 1.0},
+            {"embedding_multiplier": 1.0},
+            {"key_multiplier": 2.0},
+            {"lm_head_multiplier": 1.0},
+            {"mlp_multipliers": [1.0, 0.8]},
+            {"mlp_multipliers": [0.7, 1.0]},
+            {"ssm_in_multiplier": 1.0},
+            {"ssm_out_multiplier": 1.0},
+            {"ssm_multipliers": [0.7, 0.9, 1.2, 0.8, 2.0]},
+        ),
+        "falcon-h1-norms": _falcon({"mamba_rms_norm": True, "mamba_norm_before_gate": True, "mamba_n_groups": 2}),
         "nemotron-h": _nemotron({}, {"time_step_min": 0.5}),
         "nemotron-h-biases": _nemotron(
             {"mlp_bias": True, "use_bias": True, "use_conv_bias": False, "n_groups": 1, "head_dim": 16}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import MAX_WIDTH
 from llm_serving.network.builder import Network
-from llm_serving.network.operations import Value
+from llm_serving.network.operations import Transform, Value
 from llm_serving.network.states import MAX_TAPS, causal_conv, ssm
 
 
@@ -37,6 +38,7 @@ class Mamba:
 def mamba_sizes(c: ConfigReader) -> Mamba:
     """Read the keys that begin with `mamba_`."""
     heads, inner = c.integer("mamba_n_heads", 128), c.integer("mamba_expand", 2) * c.integer("hidden_size")
+    inner = c.integer("mamba_d_ssm", inner)
     has_dim = isinstance(c.config.get("mamba_d_head"), int)
     head_dim = c.integer("mamba_d_head") if has_dim else inner // heads
     if heads * head_dim != inner:
@@ -67,16 +69,34 @@ def time_step_limits(c: ConfigReader) -> tuple[float, float]:
     return float(limits[0]), float(limits[1])
 
 
-def mamba_mixer(net: Network, x: Value, at: str, sizes: Mamba) -> Value:
-    """Add the projections, the convolution, the state space model and the norm of its gated result. `at`: tensor name
-    prefix.
+def mamba_mixer(
+    net: Network,
+    x: Value,
+    at: str,
+    sizes: Mamba,
+    *,
+    norm: Literal["", "before", "after"] = "after",
+    transform: Transform | None = None,
+) -> Value:
+    """Add the projections, the convolution, the state space model and the gate of its result.
+
+    Args:
+        at: Tensor name prefix.
+        norm: Whether a norm comes before or after the gate; empty: there is none.
+        transform: Applied to the weight of the input projection.
     """
     inner, shared = sizes.heads * sizes.head_dim, sizes.groups * sizes.state_size
     widths = inner, inner + 2 * shared, sizes.heads
-    z, mixed, dt = net.split(net.linear(x, at + "in_proj", sum(widths), bias=sizes.bias), *widths)
+    projected = net.linear(x, at + "in_proj", sum(widths), bias=sizes.bias, transform=transform)
+    z, mixed, dt = net.split(projected, *widths)
     mixed = causal_conv(net, mixed, at + "conv1d", sizes.taps, bias=sizes.conv_bias, function="silu")
     values, b, c = net.split(mixed, inner, shared, shared)
     tensors = {"rates": at + "A_log", "bias": at + "dt_bias", "skip": at + "D"}
     y = ssm(net, values, dt, b, c, groups=sizes.groups, limits=sizes.limits, **tensors)
-    y = net.rms_norm(net.multiply(y, z, "silu"), at + "norm", group=inner // sizes.groups, of_row=True)
+
+    def normalized(y: Value) -> Value:
+        return net.rms_norm(y, at + "norm", group=inner // sizes.groups, of_row=True)
+
+    y = net.multiply(normalized(y) if norm == "before" else y, z, "silu")
+    y = normalized(y) if norm == "after" else y
     return net.linear(y, at + "out_proj", net.hidden, bias=sizes.bias)

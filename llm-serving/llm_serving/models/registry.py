@@ -53,6 +53,7 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
     "Exaone4ForCausalLM": ("exaone", "exaone4"),
     "GraniteMoeForCausalLM": ("granite", "granite"),
     "GraniteMoeHybridForCausalLM": ("granite", "granite_hybrid"),
+    "FalconH1ForCausalLM": ("falcon_h1", "falcon_h1"),
     "NemotronHForCausalLM": ("nemotron", "nemotron_h"),
     "Ministral3ForCausalLM": ("mistral", "ministral3"),
     "GptOssForCausalLM": ("gpt_oss", "gpt_oss"),

@@ -1,0 +1,61 @@
+"""Falcon-H1: Mamba-2 and attention side by side in each layer, and factors for many values. Factors of linear parts are
+factors of what follows; those before a function are factors of rows of a weight.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.layers import attention_heads, decoder, empty_network, rotary_embedding, self_attention
+from llm_serving.models.mamba import mamba_mixer, mamba_sizes
+from llm_serving.network.builder import Network
+from llm_serving.network.operations import Float32Array, Value
+
+PARTS = ("gate", "up", "down")
+BIASES = ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
+
+
+@dataclass(frozen=True)
+class RowScales:
+    """Multiplies consecutive rows of a weight. `parts`: (number of rows, factor)."""
+
+    parts: tuple[tuple[int, float], ...]
+
+    def __call__(self, weight: Float32Array) -> Float32Array:
+        factors = np.repeat([factor for _, factor in self.parts], [count for count, _ in self.parts])
+        scaled: Float32Array = weight * factors.astype(np.float32)[:, None]
+        return scaled
+
+
+def falcon_h1(c: ConfigReader) -> Network:
+    net, heads, sizes = empty_network(c, eps=1e-5), attention_heads(c), mamba_sizes(c)
+    rotary, inner = rotary_embedding(c, heads), c.integer("intermediate_size")
+    for key in BIASES:
+        if c.boolean(key):
+            raise c.fail(key, "must be false")
+    c.choice("hidden_act", ("silu",), "silu")
+    width, shared = sizes.heads * sizes.head_dim, sizes.groups * sizes.state_size
+    of_parts = c.numbers("ssm_multipliers", 5) if c.has("ssm_multipliers") else (1.0,) * 5
+    ssm_in = c.number("ssm_in_multiplier", 1.0)
+    rows = zip((width, width, shared, shared, sizes.heads), of_parts, strict=True)
+    projection = RowScales(tuple((count, factor * ssm_in) for count, factor in rows))
+    gate, down = c.numbers("mlp_multipliers", 2) if c.has("mlp_multipliers") else (1.0, 1.0)
+    attention_in, ssm_out = c.number("attention_in_multiplier", 1.0), c.number("ssm_out_multiplier", 1.0)
+    attention_out = attention_in * c.number("attention_out_multiplier", 1.0)
+    scale = heads.own**-0.5 * attention_in**2 * c.number("key_multiplier", 1.0)
+    norm: Literal["", "before", "after"] = "before" if c.boolean("mamba_norm_before_gate", True) else "after"
+    norm = norm if c.boolean("mamba_rms_norm") else ""
+
+    def layer(hidden: Value, _: int, at: str) -> Value:
+        x = net.rms_norm(hidden, at + "input_layernorm")
+        mixed = mamba_mixer(net, x, at + "mamba.", sizes, norm=norm, transform=projection)
+        attended = self_attention(net, x, at, heads, rotary, scale=scale)
+        hidden = net.add(net.add(hidden, mixed, ssm_out), attended, attention_out)
+        x, names = net.rms_norm(hidden, at + "pre_ff_layernorm"), [f"{at}feed_forward.{part}_proj" for part in PARTS]
+        both = net.linear(x, names[:2], (inner, inner), transform=RowScales(((inner, gate), (inner, 1.0))))
+        return net.add(hidden, net.linear(net.gated_activation(both, "silu"), names[2], net.hidden), down)
+
+    factors = c.number("embedding_multiplier", 1.0), c.number("lm_head_multiplier", 1.0)
+    return decoder(net, c, layer, norm="model.final_layernorm", table_scale=factors[0], scale=factors[1])
