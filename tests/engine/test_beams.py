@@ -85,9 +85,19 @@ searches = st.lists(
     policy=st.sampled_from(["prefill_first", "fcfs", "mixed"]),
     prefix_caching=st.booleans(),
     separate=st.booleans(),
+    num_spare_states=st.sampled_from([None, 0, 5]),
 )
 def test_beam_search_answers_do_not_depend_on_load_chunks_slots_or_preemption(
-    searches, ahead, budget, num_blocks, num_swap_blocks, max_num_seqs, policy, prefix_caching, separate
+    searches,
+    ahead,
+    budget,
+    num_blocks,
+    num_swap_blocks,
+    max_num_seqs,
+    policy,
+    prefix_caching,
+    separate,
+    num_spare_states,
 ) -> None:
     harness = Harness(
         ahead=ahead,
@@ -98,6 +108,7 @@ def test_beam_search_answers_do_not_depend_on_load_chunks_slots_or_preemption(
         max_num_seqs=max_num_seqs,
         prefix_caching=prefix_caching,
         separate=separate,
+        num_spare_states=num_spare_states,
     )
     requests: list[tuple[int, Request]] = []
     for index, (at, num_prompt, width, max_tokens, priority) in enumerate(searches):

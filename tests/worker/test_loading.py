@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import psutil
 import pytest
+from families import models
 from llm_serving.backends import create_backend
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.device import CacheConfig, DeviceConfig
@@ -86,6 +87,13 @@ def test_the_cache_uses_the_memory_left_by_the_limit(load):
     assert load(max_device_memory=TAKEN_BYTES + 20 * BLOCK_BYTES + 1).num_blocks == 20
     with pytest.raises(ConfigError, match="must have room for one block of 4096 bytes"):
         load(max_device_memory=TAKEN_BYTES)
+
+
+def test_a_draft_model_with_states_is_refused(folder, tmp_path):
+    models.write("lfm2", tmp_path)
+    given = msgspec.structs.replace(settings(folder, None), draft_model_path=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"must name a model without states of fixed size\. Given: Lfm2ForCausalLM"):
+        loading._draft_model(given, None, None, None, lambda text: None)
 
 
 LLAMA_2_7B = {

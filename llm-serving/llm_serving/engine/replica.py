@@ -179,6 +179,11 @@ def build_engine(
     )
     longest = _longest_request(config, scheduler.blocks)
     logger.info("replica %d: %d blocks of %d tokens; %s", index, num_blocks, config.pa.block_size, longest)
+    if (states := scheduler.blocks.states) is not None:
+        of_running = states.max_running
+        logger.info(
+            "replica %d: %d slots for states, %d of running requests", index, states.pool.num_blocks, of_running
+        )
     event_log = EventLog(config.serving.explain_requests, config.serving.timeline_steps)
     engine = Engine(
         scheduler,
