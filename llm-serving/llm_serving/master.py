@@ -96,7 +96,7 @@ def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
                 spec.window,
                 whole_prompts=not spec.network.causal,
                 pooling=pooling,
-                has_states=bool(spec.states),
+                num_state_slots=config.num_state_slots(spec.state_bytes),
                 notice=loaded.notice,
                 compute_fingerprint=loaded.compute_fingerprint,
             )

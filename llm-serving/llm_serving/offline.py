@@ -67,7 +67,7 @@ class LLM:
             window=self.model_spec.window,
             whole_prompts=not self.model_spec.network.causal,
             pooling=pooling_mode(config.model.pooling, config.model.model_path, self.model_spec),
-            has_states=bool(self.model_spec.states),
+            num_state_slots=config.num_state_slots(self.model_spec.state_bytes),
         )
         self.end_token_ids = end_token_ids(config.model, self.model_spec, self.tokenizer)
         serving = config.serving

@@ -82,7 +82,7 @@ class Simulation:
         *,
         fast_forward: bool = True,
     ) -> None:
-        notices, (window, has_states) = tuple(_notices(config, workload)), _cache_kinds(config)
+        notices, (window, num_state_slots) = tuple(_notices(config, workload)), _cache_kinds(config)
         speculates = config.scheduler.speculative_method != "none" and workload.has_answer_texts
         self._config = config = _simulated(config)
         self._workload, self._profile, self._seed = workload, profile, seed
@@ -112,7 +112,7 @@ class Simulation:
             [each.answer_token_ids for each in requests] if speculates else [],
             workload.vocab_size,
             window,
-            has_states,
+            num_state_slots,
             seed,
             self._counters,
             self._cpu,
@@ -358,11 +358,11 @@ def _simulated(config: ServingConfig) -> ServingConfig:
     )
 
 
-def _cache_kinds(config: ServingConfig) -> tuple[int | None, bool]:
-    """Return the sliding window of the model, if every layer has one, and whether layers keep states."""
+def _cache_kinds(config: ServingConfig) -> tuple[int | None, int]:
+    """Return the sliding window of the model, if every layer has one, and the number of slots for states."""
     path = config.model.model_path
     spec = None if path is None else ModelSpec.from_folder(path)
-    return (None, False) if spec is None else (spec.window, bool(spec.states))
+    return (None, 0) if spec is None else (spec.window, config.num_state_slots(spec.state_bytes))
 
 
 def _notices(config: ServingConfig, workload: Workload) -> Iterator[str]:

@@ -52,8 +52,8 @@ class ReplicaOptions:
     vocab_size: int
     window: int | None
     """Sliding window of the model, if every layer has one."""
-    has_states: bool
-    """Whether layers of the model keep states of fixed size."""
+    num_state_slots: int
+    """Slots for states of fixed size; 0: no layer of the model keeps any."""
     seed: int
     counters: StepCounters
     master: MasterCPU
@@ -136,7 +136,7 @@ class VirtualReplica:
                 config.pa.num_swap_blocks,
                 options.window,
                 clock=self.clock,
-                has_states=options.has_states,
+                num_state_slots=options.num_state_slots,
                 build_drafter=lambda config, executor, clock: self._drafter,
                 build_step=self._build_step,
                 attach_sink=self._attach_sink,

@@ -36,8 +36,13 @@ def test_a_spec_names_its_states(folder: Path) -> None:
     assert (len(spec.states), spec.state_bytes, len(spec.caches)) == (3, STATE_BYTES, 1)
 
 
-def test_there_are_twice_as_many_slots_as_running_requests(folder: Path) -> None:
-    assert load_settings(load(folder), 0).num_state_slots == 12
+def test_spare_slots_are_as_many_as_running_requests_within_bounds(folder: Path) -> None:
+    assert load(folder).num_state_slots(STATE_BYTES) == 6 + 8
+    more = load(folder, "model_config.decode_batch_size=20")
+    assert more.num_state_slots(STATE_BYTES) == 20 + 20
+    assert more.num_state_slots(100_000_000) == 20 + 10, "large states have about 1 GiB of spare slots"
+    assert more.num_state_slots(0) == 0
+    assert load(folder, "pa_config.num_state_slots=7").num_state_slots(STATE_BYTES) == 7
     assert load_settings(load(folder, "pa_config.num_state_slots=7"), 0).num_state_slots == 7
 
 
@@ -53,7 +58,7 @@ def test_slots_have_no_effect_on_other_models() -> None:
 
 
 def test_a_reload_cannot_add_running_requests_without_slots(folder: Path) -> None:
-    scheduler = build_scheduler(load(folder), 20, has_states=True)
+    scheduler = build_scheduler(load(folder), 20, num_state_slots=14)
     assert scheduler.limits.max_num_seqs == 6
     more = build_scheduler(load(folder, "model_config.decode_batch_size=9"), 20)._components.rules
     scheduler.reload(more)

@@ -48,7 +48,7 @@ class RealReplica:
             self._publish,
             num_swap_blocks=loaded.num_swap_blocks,
             window=spec.window,
-            has_states=bool(spec.states),
+            num_state_slots=self.config.num_state_slots(spec.state_bytes),
         )
 
     @property

@@ -82,9 +82,9 @@ def _bounds(config: ServingConfig) -> list[str]:
     from llm_serving.engine.replica import build_scheduler
 
     spec = None if config.model.model_path is None else ModelSpec.from_folder(config.model.model_path)
-    window, has_states = (None, False) if spec is None else (spec.window, bool(spec.states))
+    window, slots = (None, 0) if spec is None else (spec.window, config.num_state_slots(spec.state_bytes))
     sizes = config.pa.num_blocks, config.pa.num_swap_blocks
-    scheduler = build_scheduler(config, *sizes, window=window, has_states=has_states)
+    scheduler = build_scheduler(config, *sizes, window=window, num_state_slots=slots)
     return ["# bounds:", *(f"#   - {bounds}" for bounds in scheduler.bounds)]
 
 

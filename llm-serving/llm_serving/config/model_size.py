@@ -75,7 +75,7 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
 def _states(config: ServingConfig, spec: ModelSpec) -> list[tuple[str, str]]:
     if not spec.states:
         return []
-    slots, one = config.num_state_slots, spec.state_bytes
+    slots, one = config.num_state_slots(spec.state_bytes), spec.state_bytes
     return [("states of requests", f"{slots} slots of {readable_size(one)}, {readable_size(slots * one)}")]
 
 
@@ -134,7 +134,7 @@ def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token
         if config.num_processes > 1:
             source += f", for each of {config.num_processes} WorkAgents"
         limit -= config.pa.num_swap_blocks * config.pa.block_size * per_token
-    limit -= _draft_bytes(config, dtype_bytes) + config.num_state_slots * spec.state_bytes
+    limit -= _draft_bytes(config, dtype_bytes) + config.num_state_slots(spec.state_bytes) * spec.state_bytes
     step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size, config.quant.weights_on(config.device)
     keys = num_mask_keys(config.device.device_target, config.model.max_generate_length)
     size, left = config.pa.block_size, kv_cache_bytes_left(limit, spec, dtype_bytes, *step, keys)

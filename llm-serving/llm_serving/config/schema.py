@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from llm_serving.config.rules import Option, Rule
 from llm_serving.config.sections.cluster import ClusterConfig
-from llm_serving.config.sections.device import CacheConfig, DeviceConfig, QuantConfig, num_state_slots
+from llm_serving.config.sections.device import CacheConfig, DeviceConfig, QuantConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
@@ -18,6 +18,7 @@ from llm_serving.config.tables import TABLES, ApiKey
 from llm_serving.core.enums import RoleName
 from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
 from llm_serving.hub import HubModel
+from llm_serving.models.memory import num_state_slots
 
 __all__ = ["DEFAULTS", "OPTIONS", "RULES", "SECTIONS", "TABLES", "ApiKey", "Origin", "ServingConfig"]
 
@@ -72,10 +73,9 @@ class ServingConfig:
         longest = -(-self.model.max_generate_length // self.pa.block_size)
         return self.cluster.num_transfer_blocks or 4 * longest
 
-    @property
-    def num_state_slots(self) -> int:
-        """Slots for states of each WorkAgent, if the model has layers that keep states."""
-        return num_state_slots(self.pa.num_state_slots, self.model.decode_batch_size)
+    def num_state_slots(self, state_bytes: int) -> int:
+        """Return the number of slots for states of each WorkAgent, of `state_bytes` each; 0: the model has none."""
+        return num_state_slots(state_bytes, self.model.decode_batch_size, self.pa.num_state_slots)
 
     @property
     def num_processes(self) -> int:

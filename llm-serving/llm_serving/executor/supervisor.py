@@ -230,7 +230,7 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         ),
         step_timeout_s=config.serving.step_timeout_s,
         num_transfer_blocks=config.num_replicas * config.num_transfer_blocks,
-        num_state_slots=config.num_state_slots,
+        num_state_slots=config.pa.num_state_slots,
         num_ranks=config.cluster.tensor_parallel,
         draft_model_path=_text(config.scheduler.draft_model_path),
     )

@@ -28,12 +28,26 @@ MASK_BYTES: Final = 1 + 4 + 4 + 2
 """Peak bytes per element of an NPU's attention mask: a bool, two float32 and the model dtype."""
 LOGITS_BYTES: Final = 2**25
 """Maximum bytes of prompt logits that one step computes at a time."""
+MIN_SPARE_SLOTS: Final = 8
+SPARE_STATE_BYTES: Final = 2**30
+"""About the bytes of the spare slots for states without `pa_config.num_state_slots`, if they are more than
+`MIN_SPARE_SLOTS`.
+"""
 MAX_SLOTS: Final = 2**31 - 1
 """Maximum number of tokens in a KV cache, because slot numbers are int32."""
 
 
 def readable_size(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.1f} MB"
+
+
+def num_state_slots(state_bytes: int, max_running: int, given: int | None = None) -> int:
+    """Return the number of slots for states of fixed size, one for each of `max_running` requests and spare ones; 0 for
+    a model without states. `state_bytes`: bytes of a slot. `given`: value of `pa_config.num_state_slots`.
+    """
+    if not state_bytes:
+        return 0
+    return given or max_running + max(MIN_SPARE_SLOTS, min(max_running, SPARE_STATE_BYTES // state_bytes))
 
 
 def num_mask_keys(device_target: str, max_model_len: int) -> int:

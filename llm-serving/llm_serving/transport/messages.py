@@ -93,8 +93,8 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     draft_model_path: str | None = None
     num_transfer_blocks: int = 0
     """Number of blocks in the transfer pool, all replicas together."""
-    num_state_slots: int = 0
-    """Number of slots for states of fixed size; no effect on a model without them."""
+    num_state_slots: int | None = None
+    """Number of slots for states of fixed size; None: see `models.memory.num_state_slots`."""
     num_ranks: int = 1
     rank: int = 0
 

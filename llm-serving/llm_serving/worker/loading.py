@@ -33,6 +33,7 @@ from llm_serving.models.memory import (
     draft_model_bytes,
     kv_cache_bytes_left,
     num_mask_keys,
+    num_state_slots,
     readable_size,
 )
 from llm_serving.models.spec import ModelSpec
@@ -128,7 +129,7 @@ def load_runner(
         settings.block_size,
         settings.max_model_len,
         num_swap_blocks=settings.num_swap_blocks,
-        num_state_slots=settings.num_state_slots,
+        num_state_slots=_num_state_slots(settings, spec),
         as_program=device.kernels != "primitives",
         implementation=implementation,
         num_prompt_rows=settings.max_num_seqs if device.exactness == ExactnessName.FAST else 0,
@@ -252,6 +253,10 @@ def _npu_memory(settings: LoadModel) -> int:
     return limit
 
 
+def _num_state_slots(settings: LoadModel, spec: ModelSpec) -> int:
+    return num_state_slots(spec.state_bytes, settings.max_num_seqs, settings.num_state_slots)
+
+
 def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
     """Return the number of blocks that fit into memory, limited to what all running requests can fill."""
     one = block_bytes(spec, backend, settings.block_size, int8=_has_int8_cache(settings))
@@ -267,7 +272,7 @@ def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
     step = settings.max_num_batched_tokens, settings.max_num_seqs
     keys = num_mask_keys(settings.device_target, settings.max_model_len)
     left = kv_cache_bytes_left(limit, spec, element_bytes(backend), *step, _quantization(settings, backend), keys)
-    left -= settings.num_state_slots * spec.state_bytes
+    left -= _num_state_slots(settings, spec) * spec.state_bytes
     if settings.draft_model_path is not None:
         draft = ModelSpec.from_folder(Path(settings.draft_model_path))
         left -= draft_model_bytes(draft, element_bytes(backend), settings.block_size)

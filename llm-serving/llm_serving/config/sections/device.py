@@ -12,7 +12,14 @@ from llm_serving.config.rules import BOOLEAN, MEMORY, TEXT, choice, integer, one
 from llm_serving.config.values import Values
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.enums import ExactnessName, KVCacheDtypeName, QuantizationName
-from llm_serving.models.memory import MAX_SLOTS, PROCESS_BYTES, num_mask_keys, weight_bytes, working_bytes
+from llm_serving.models.memory import (
+    MAX_SLOTS,
+    PROCESS_BYTES,
+    num_mask_keys,
+    num_state_slots,
+    weight_bytes,
+    working_bytes,
+)
 from llm_serving.models.spec import MAX_VOCAB_SIZE, ModelSpec
 from llm_serving.network.quantization import (
     Quantization,
@@ -87,16 +94,11 @@ class CacheConfig:
     num_state_slots: int | None = option(None, integer(1), expert=True)
     """Number of slots of each WorkAgent for the states of models whose layers keep a state of fixed size for each
     request, such as LFM2. At least `model_config.decode_batch_size`, one for each running request; the others hold
-    states at the end of cached prefixes, after draft tokens, and of requests preempted by swap. null: twice that
-    number. No effect on other models."""
+    states at the end of cached prefixes, after draft tokens, and of requests preempted by swap. null: as many
+    again, at most about 1 GiB of them and at least 8. No effect on other models."""
     decode_seq_length: int | None = option(None, integer(1), expert=True)
     """Accepted from older files, which repeat `model_config.max_generate_length` here. No effect; a smaller value is
     reported in the log."""
-
-
-def num_state_slots(given: int | None, max_running: int) -> int:
-    """Return the number of slots for `max_running` requests. `given`: value of `pa_config.num_state_slots`."""
-    return given or 2 * max_running
 
 
 _PROGRAM_KERNELS: Final = ("auto", "program", "plugin")
@@ -303,7 +305,7 @@ def _check_memory(values: Values, spec: ModelSpec) -> None:
     keys = num_mask_keys(values[TARGET], values["model_config.max_generate_length"])
     working = working_bytes(spec, dtype_bytes, budget, seqs, keys)
     coded = values["quant_config.kv_cache_dtype"] == KVCacheDtypeName.INT8
-    states = spec.state_bytes * num_state_slots(values["pa_config.num_state_slots"], seqs)
+    states = spec.state_bytes * num_state_slots(spec.state_bytes, seqs, values["pa_config.num_state_slots"])
     block = values[BLOCK_SIZE] * spec.kv_bytes_per_token(dtype_bytes, int8=coded)
     minimum = PROCESS_BYTES + weights + working + states + block
     if limit < minimum:
