@@ -164,8 +164,8 @@ class LLM:
         beam_search: BeamSearchParams | None = None,
     ) -> Request:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        vocab_size, blocks = self.model_spec.vocab_size, self.engine.scheduler.blocks
-        check_request(token_ids, sampling, priority, vocab_size, self.config.model, blocks, self.end_token_ids)
+        num_ids, blocks = self.model_spec.network.num_input_ids, self.engine.scheduler.blocks
+        check_request(token_ids, sampling, priority, num_ids, self.config.model, blocks, self.end_token_ids)
         return Request(
             request_id=f"offline-{next(self._counter)}",
             prompt_token_ids=token_ids,

@@ -71,6 +71,7 @@ class AsyncEngine:
         """Sampling parameters that the model recommends for OpenAI requests. Others have those of `SamplingParams`."""
         self.pooling: Pooling | None = None if path is None else resolve_pooling(config.model.pooling, path, model_spec)
         """How hidden states become embeddings; None: the model does not produce embeddings."""
+        self._num_input_ids = model_spec.vocab_size if path is None else model_spec.network.num_input_ids
         self._dispatcher = dispatcher = RequestDispatcher(config, metrics, open_replica, clock, self._fail)
         self.replicas, self.coalesced = dispatcher.replicas, dispatcher.coalesced
         self._requests, self._queue = dispatcher.requests, dispatcher.queue
@@ -227,7 +228,7 @@ class AsyncEngine:
                 prompt_token_ids,
                 sampling,
                 caller.priority,
-                self.model_spec.vocab_size,
+                self._num_input_ids,
                 self.config.model,
                 self._router.smallest_cache(),
                 self.end_token_ids,

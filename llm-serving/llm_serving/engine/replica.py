@@ -68,6 +68,8 @@ def build_scheduler(
         exports=create_transfer_pool(config.num_transfer_blocks, index),
         states=states,
     )
+    if whole_prompts:
+        blocks.max_request_tokens = min(blocks.max_request_tokens, scheduler.max_prefill_tokens)
     limits, policy, classes, order, _ = build_rules(config, blocks.max_request_tokens, whole_prompts=whole_prompts)
     if scheduler.record_path is None:
         return Scheduler(limits, policy, blocks, classes, order)
@@ -86,16 +88,17 @@ def create_transfer_pool(num_transfer_blocks: int, index: int) -> TransferPool:
 
 
 def build_rules(config: ServingConfig, max_request_tokens: int, *, whole_prompts: bool = False) -> SchedulingRules:
-    """Return the rules of a scheduler whose KV cache holds requests of up to `max_request_tokens`."""
+    """Return the rules of a scheduler whose KV cache holds requests of up to `max_request_tokens`. With `whole_prompts`
+    the token budget is at least the longest request, also after a reload.
+    """
     scheduler, model = config.scheduler, config.model
-    if whole_prompts:
-        max_request_tokens = min(max_request_tokens, scheduler.max_prefill_tokens)
+    max_model_len = min(model.max_generate_length, max_request_tokens)
     policy = POLICIES[scheduler.policy](config)
     limits = SchedulerLimits(
-        max_num_batched_tokens=scheduler.max_prefill_tokens,
+        max_num_batched_tokens=max(scheduler.max_prefill_tokens, max_model_len * whole_prompts),
         max_num_seqs=model.decode_batch_size,
         max_prefill_seqs=model.prefill_batch_size or model.decode_batch_size,
-        max_model_len=min(model.max_generate_length, max_request_tokens),
+        max_model_len=max_model_len,
         max_prefill_gap=scheduler.max_consecutive_decode_steps,
         max_preemptions=scheduler.max_preemptions_per_request,
         max_overtakes=scheduler.max_overtakes if policy.honours_classes else 0,

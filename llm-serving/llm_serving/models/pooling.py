@@ -33,6 +33,17 @@ _ACTIVATIONS: Final[Mapping[str, bool]] = {"Sigmoid": True, "Identity": False}
 _ACTIVATION_KEYS: Final = ("activation_fn", "activation_function", "sbert_ce_default_activation_function")
 
 
+_PAIR_TEMPLATES: Final[Mapping[str, str]] = {
+    "Qwen3ForCausalLM": (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+        "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
+        "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+}
+"""Architecture -> `Pooling.pair_template`, as the model's card documents it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pooling:
     """The pooling of a model that produces embeddings or scores."""
@@ -46,6 +57,8 @@ class Pooling:
     """Whether the result is the score of a pair of texts, not a vector."""
     applies_sigmoid: bool = True
     """Whether the score is the sigmoid of the model's result by default."""
+    pair_template: str | None = None
+    """Text of a pair, with `{query}` and `{document}`, for a decoder whose folder has no template for pairs."""
 
 
 def resolve_pooling(mode: str, folder: Path, spec: ModelSpec) -> Pooling | None:
@@ -129,7 +142,14 @@ def _reranker(folder: Path, spec: ModelSpec) -> Pooling:
     kind = activation.rsplit(".", 1)[-1]
     if kind not in _ACTIVATIONS:
         raise ModelError(f"{folder}: activation function {shorten(activation)} of scores is not served")
-    return Pooling(False, embedding_only=True, mode=mode, scores=True, applies_sigmoid=_ACTIVATIONS[kind])
+    return Pooling(
+        False,
+        embedding_only=True,
+        mode=mode,
+        scores=True,
+        applies_sigmoid=_ACTIVATIONS[kind],
+        pair_template=_PAIR_TEMPLATES.get(spec.architecture),
+    )
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:

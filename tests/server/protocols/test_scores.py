@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from llm_serving.core.request import FinishReason
+from llm_serving.models.pooling import Pooling
 from llm_serving.server.protocols.openai.embeddings import cosine
 from support.fakes import FakeEngine, Piece, Script
 from support.server_client import error_of, post
@@ -85,3 +88,58 @@ def test_score_errors_name_the_field(path, body, param):
     assert response.status_code == 400
     assert error_of(response)["param"] == param
     assert engine.submitted == []
+
+
+def create_reranker(**pooling):
+    engine = FakeEngine(SILENT, max_body_bytes=2**16)
+    engine.pooling = Pooling(False, embedding_only=True, scores=True, **pooling)
+    return engine
+
+
+def result_of(engine, text):
+    """The score of a pair before the sigmoid. The fake model gives many numbers; the score is the first."""
+    return float(engine.vector_of(engine.tokenizer.encode(text, add_special_tokens=False))[0])
+
+
+def test_reranker_reads_both_texts_together():
+    engine = create_reranker(pair_template="query {query} document {document}")
+    answer = post(engine, "/v1/score", {"text_1": "a", "text_2": ["b", "c"]}).json()
+    raw = [result_of(engine, f"query a document {each}") for each in "bc"]
+    assert [each["score"] for each in answer["data"]] == pytest.approx([1 / (1 + math.exp(-each)) for each in raw])
+    assert len(engine.submitted) == 2
+    engine = create_reranker(pair_template="query {query} document {document}", applies_sigmoid=False)
+    body = {"query": "a", "documents": ["b", "c"]}
+    results = post(engine, "/rerank", body).json()["results"]
+    assert [each["relevance_score"] for each in results] == sorted(raw, reverse=True)
+    results = post(engine, "/rerank", body | {"use_activation": True}).json()["results"]
+    assert results[0]["relevance_score"] == pytest.approx(1 / (1 + math.exp(-max(raw))))
+
+
+def test_reranker_joins_texts_that_the_client_has_written_by_the_template():
+    engine = create_reranker(pair_template="query {query} document {document}")
+    answer = post(engine, "/v1/score", {"text_1": "query a document ", "text_2": "b"}).json()
+    raw = result_of(engine, "query a document b")
+    assert answer["data"][0]["score"] == pytest.approx(1 / (1 + math.exp(-raw)))
+
+
+def test_reranker_without_template_joins_the_tokens():
+    engine = create_reranker()
+    post(engine, "/v1/score", {"text_1": "one two", "text_2": "three"})
+    encode = engine.tokenizer.encode
+    assert engine.submitted[0].prompt_token_ids == encode("one two", False) + encode("three", False)
+
+
+def test_reranker_cuts_long_pairs_where_the_request_says_so():
+    engine = create_reranker(pair_template="query {query} document {document}")
+    body = {"query": "a", "documents": ["b " * 300]}
+    error = error_of(post(engine, "/rerank", body))
+    assert (error["param"], error["code"]) == ("documents[0]", "context_length_exceeded")
+    assert post(engine, "/rerank", body | {"truncate_prompt_tokens": 40}).status_code == 200
+    assert post(engine, "/rerank", body | {"max_tokens_per_doc": 5}).status_code == 200
+    whole, document = (len(each.prompt_token_ids) for each in engine.submitted)
+    assert document < whole <= 40
+
+
+def test_reranker_refuses_embeddings():
+    response = post(create_reranker(), "/v1/embeddings", {"input": "a"})
+    assert "is a reranker" in error_of(response)["message"]

@@ -28,9 +28,10 @@ class SchedulerConfig:
     one with the earliest deadline. null: `fair` with `tenant_fairness`, otherwise `arrival`. With `policy: fcfs`:
     `arrival` only."""
     max_prefill_tokens: int = option(2048, integer(1, 2**20), derived=True, reloadable=True)
-    """Token budget of one step (vLLM's max_num_batched_tokens); a longer prompt is computed in chunks. At least
-    `model_config.decode_batch_size`. null: 2048; on a CPU 512, and fewer for a large model (256 with 7 billion
-    parameters), but at least `decode_batch_size` + 128."""
+    """Token budget of one step (vLLM's max_num_batched_tokens); a longer prompt is computed in chunks, but a longer
+    text of an encoder is refused. At least `model_config.decode_batch_size`. null: 2048; on a CPU 512, and fewer for a
+    large model (256 with 7 billion parameters), but at least `decode_batch_size` + 128, and for an encoder its longest
+    text, up to 8192 tokens."""
     max_waiting_queue: int = option(2000, integer(1, 10**6), reloadable=True)
     """Maximum number of waiting requests. When it is reached, further requests are refused with 429 and Retry-After."""
     slo_refusal_factor: float | None = option(
@@ -120,6 +121,8 @@ CPU_STEP_TOKENS: Final = 512
 """Default token budget on a CPU; larger steps are no faster per token and delay streams."""
 MIN_PROMPT_TOKENS: Final = 128
 """Matrix products of this many rows reach 90 % of the speed of larger ones."""
+MAX_WHOLE_TOKENS: Final = 8192
+"""Longest text of an encoder that a step computes by default; a longer one needs a larger `max_prefill_tokens`."""
 SEPARATE_PREFILL_STEPS: Final = 4
 """Default without mixed steps: a decode step after every prefill step would take half of the time."""
 
@@ -129,7 +132,7 @@ def choose_step_budget(values: Values, spec: ModelSpec | None) -> None:
 
     On a CPU the default is `CPU_STEP_TOKENS`, halved until the matrix products (two operations for each weight and
     token) need at most `CPU_STEP_OPERATIONS`. On every device the budget has room for all running requests and a part
-    of a prompt.
+    of a prompt; for an encoder also for a whole text, up to `MAX_WHOLE_TOKENS`.
     """
     gap, mixed = "scheduler_config.max_consecutive_prefill_steps", "scheduler_config.enable_mixed_chunk"
     if not values.is_given(gap) and not values[mixed]:
@@ -143,7 +146,10 @@ def choose_step_budget(values: Values, spec: ModelSpec | None) -> None:
         while tokens > MIN_PROMPT_TOKENS and 2 * spec.num_active_parameters * tokens > CPU_STEP_OPERATIONS:
             tokens, source = tokens // 2, "size of the model"
     slots, long_prefill = "model_config.decode_batch_size", "scheduler_config.max_long_prefill_tokens"
-    for key, minimum in ((slots, values[slots] + MIN_PROMPT_TOKENS), (long_prefill, values[long_prefill] or 0)):
+    longest = "model_config.max_generate_length"
+    whole = 0 if spec is None or spec.network.causal else min(values[longest], MAX_WHOLE_TOKENS)
+    minima = (slots, values[slots] + MIN_PROMPT_TOKENS), (long_prefill, values[long_prefill] or 0), (longest, whole)
+    for key, minimum in minima:
         if minimum > tokens:
             tokens, source = minimum, key
     if tokens != values[name]:

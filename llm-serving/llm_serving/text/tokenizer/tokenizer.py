@@ -20,7 +20,9 @@ from llm_serving.text.tokenizer.gguf import read_gguf_tokenizer
 from llm_serving.text.tokenizer.typed_text import TypedText
 from llm_serving.text.tokenizer.vocabulary import (
     MORE_SPECIAL,
+    TokenizersVocabulary,
     Vocabulary,
+    cut_lengths,
     flag,
     more_special_texts,
     read_tokenizer_config,
@@ -108,6 +110,17 @@ class Tokenizer:
             if self._add_eos and self.eos_token_ids:
                 ids = [*ids, self.eos_token_ids[0]]
         return ids
+
+    def encode_pair(self, first: str, second: str, max_tokens: int | None = None) -> tuple[list[int], list[int]]:
+        """Return the ids of two texts with the special tokens around them, and the type of each token: 0 or 1. With
+        `max_tokens`, the longer text is cut first. Only `tokenizer.json` specifies special tokens of pairs.
+        """
+        if isinstance(self._vocabulary, TokenizersVocabulary):
+            return self._vocabulary.encode_pair(first, second, max_tokens)
+        lists = self.encode(first, False), self.encode(second, False)
+        lengths = cut_lengths(len(lists[0]), len(lists[1]), max_tokens)
+        ids = [token_id for part, length in zip(lists, lengths, strict=True) for token_id in part[:length]]
+        return ids, [0] * len(ids)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. Ids without a text are skipped."""

@@ -178,9 +178,31 @@ class TokenizersVocabulary:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def encode_pair(self, first: str, second: str, max_tokens: int | None) -> tuple[list[int], list[int]]:
+        texts = [self._tokenizer.encode(text, add_special_tokens=False) for text in (first, second)]
+        if max_tokens is not None:
+            room = max(0, max_tokens - self._tokenizer.num_special_tokens_to_add(True))
+            for text, length in zip(texts, cut_lengths(len(texts[0]), len(texts[1]), room), strict=True):
+                text.truncate(length)
+        pair = self._tokenizer.post_process(texts[0], texts[1], add_special_tokens=True)
+        return pair.ids, pair.type_ids
+
     def token_id(self, token: str) -> int | None:
         token_id: int | None = self._tokenizer.token_to_id(token)
         return token_id
+
+
+def cut_lengths(first: int, second: int, most: int | None) -> tuple[int, int]:
+    """Return the lengths of two texts that have `most` tokens together; the longer one is cut first, as by
+    `longest_first` of the tokenizers library.
+    """
+    if most is None or first + second <= most:
+        return first, second
+    shorter, longer = sorted((first, second))
+    longer = shorter if shorter > most else max(shorter, most - shorter)
+    if shorter + longer > most:
+        shorter, longer = most // 2, most // 2 + most % 2
+    return (longer, shorter) if first > second else (shorter, longer)
 
 
 def read_limited(path: Path) -> bytes:

@@ -26,6 +26,7 @@ from llm_serving.server.generation.response import complete_whole
 from llm_serving.server.parsing.body import check_model, read_fields
 from llm_serving.server.parsing.headers import ResponseIdentity
 from llm_serving.server.parsing.offload import INLINE_ITEMS, large_json_response, off_loop
+from llm_serving.server.protocols.openai.pairs import TextPair, encode_pair
 from llm_serving.server.protocols.openai.vector_schemas import (
     EmbeddingItem,
     Embeddings,
@@ -59,14 +60,15 @@ async def compute_vectors(
     engine: AsyncEngine,
     http_request: Request,
     body: VectorRequest,
-    texts: Sequence[Prompt],
+    texts: Sequence[Prompt | TextPair],
     field_name: FieldName,
     *,
     prefix: str,
     truncations: Sequence[int | None] | None = None,
     add_special_tokens: bool = True,
 ) -> TextVectors:
-    """Compute the vector of each text. Raise LLMServingError if the model gives none, or a text is refused.
+    """Compute the vector of each text, or the score of each pair. Raise LLMServingError if the model gives none, or a
+    text is refused.
 
     `field_name` names a text in errors; `prefix` begins the response's id. `truncations` are the maximum numbers of
     tokens of each text; None: `truncate_prompt_tokens` of the body for all.
@@ -92,7 +94,7 @@ class _TextsRequest(ProtocolRequest):
         engine: AsyncEngine,
         http_request: Request,
         body: VectorRequest,
-        texts: Sequence[Prompt],
+        texts: Sequence[Prompt | TextPair],
         field_name: FieldName,
         limits: Sequence[int | None],
         add_special_tokens: bool,
@@ -108,7 +110,8 @@ class _TextsRequest(ProtocolRequest):
     async def prepare(self) -> PrecheckInput:
         field = self._field_name(len(self._texts) - 1).partition("[")[0]
         truncates = any(limit is not None for limit in self._limits)
-        return PrecheckInput(self._texts, 0, {"prompt": field, "n": field}, truncates=truncates)
+        texts = [each.text if isinstance(each, TextPair) else each for each in self._texts]
+        return PrecheckInput(texts, 0, {"prompt": field, "n": field}, truncates=truncates)
 
     async def encode(self) -> EncodedRequest:
         engine, name = self.engine, self._field_name
@@ -146,7 +149,7 @@ async def _collect(generation: Generation, count: int) -> list[Float32Array]:
 
 async def _encode(
     engine: AsyncEngine,
-    texts: Sequence[Prompt],
+    texts: Sequence[Prompt | TextPair],
     field_name: FieldName,
     limits: Sequence[int | None],
     add_special_tokens: bool,
@@ -155,15 +158,18 @@ async def _encode(
     for index, (text, limit) in enumerate(zip(texts, limits, strict=True)):
         if limit is not None and limit != -1 and limit < 1:
             raise RequestError("truncate_prompt_tokens", "must be -1 or an integer of at least 1", limit)
-        if isinstance(text, str):
-            check_length(engine, text, field_name(index))
+        if isinstance(text, str | TextPair):
+            check_length(engine, text if isinstance(text, str) else text.text, field_name(index))
 
     def encode() -> list[list[int]]:
         encoder = engine.tokenizer.encode
         prompts = []
         for text, limit in zip(texts, limits, strict=True):
-            ids = encoder(text, add_special_tokens) if isinstance(text, str) else text
             count = most if limit == -1 else limit
+            if isinstance(text, TextPair):
+                prompts.append(encode_pair(engine, text, count))
+                continue
+            ids = encoder(text, add_special_tokens) if isinstance(text, str) else text
             if count is not None and len(ids) > count:
                 ending = _ending(ids, encoder(text, False)) if isinstance(text, str) else []
                 ending = ending[-count:]
@@ -171,7 +177,8 @@ async def _encode(
             prompts.append(ids)
         return prompts
 
-    num_chars = sum(len(text) + INLINE_CHARS // 64 for text in texts if isinstance(text, str))
+    written = [each.text if isinstance(each, TextPair) else each for each in texts]
+    num_chars = sum(len(text) + INLINE_CHARS // 64 for text in written if isinstance(text, str))
     return await off_loop(num_chars > INLINE_CHARS or len(texts) > INLINE_ITEMS, encode)
 
 
@@ -187,14 +194,14 @@ def _ending(ids: list[int], of_text: list[int]) -> list[int]:
 def _check_lengths(engine: AsyncEngine, prompts: Sequence[list[int]], field_name: FieldName) -> None:
     """Refuse empty or too long texts under their own names, because the engine sees only one prompt at a time."""
     most = min(engine.config.model.max_input_len, engine.max_model_len)
-    vocab_size = engine.model_spec.vocab_size
+    num_ids = engine.model_spec.network.num_input_ids
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise RequestError(field_name(index), "must hold at least one token", 0)
         if len(prompt) > most:
             rule = f"must be at most {most} tokens long; `truncate_prompt_tokens` cuts it"
             raise ContextLengthError(field_name(index), rule, len(prompt))
-        check_token_ids(field_name(index), prompt, vocab_size)
+        check_token_ids(field_name(index), prompt, num_ids)
 
 
 async def create_embeddings(engine: AsyncEngine, http_request: Request) -> Response:
@@ -202,6 +209,8 @@ async def create_embeddings(engine: AsyncEngine, http_request: Request) -> Respo
     if body.encoding_format not in (None, *FORMATS):
         raise RequestError("encoding_format", f"must be {' or '.join(FORMATS)}", body.encoding_format)
     texts = await read_prompts(body.input, "input", MAX_INPUTS, "texts")
+    if engine.pooling is not None and engine.pooling.scores:
+        raise RequestError("model", "is a reranker, which answers only /v1/score and /rerank")
     hidden = engine.model_spec.network.hidden
     size = hidden if body.dimensions is None else body.dimensions
     if not 1 <= size <= hidden:

@@ -1,4 +1,6 @@
-"""POST /v1/score (vLLM), and /rerank, /v1/rerank and /v2/rerank (Jina, Cohere): cosine similarity of texts."""
+"""POST /v1/score (vLLM), and /rerank, /v1/rerank and /v2/rerank (Jina, Cohere): scores of a reranker, or the cosine
+similarity of the vectors of an embedding model.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.parsing.body import read_fields
 from llm_serving.server.parsing.offload import large_json_response, off_loop
 from llm_serving.server.protocols.openai.embeddings import MAX_INPUTS, TextVectors, compute_vectors, cosine
+from llm_serving.server.protocols.openai.pairs import TextPair, score_of
 from llm_serving.server.protocols.openai.vector_schemas import (
+    PairsRequest,
     RankedDocument,
     Ranking,
     RerankRequest,
@@ -41,8 +45,15 @@ async def create_scores(engine: AsyncEngine, http_request: Request) -> Response:
         name, at = (first_name, index) if index < len(first) else (second_name, index - len(first))
         return f"{name}[{at}]"
 
-    computed = await compute_vectors(engine, http_request, body, [*first, *second], field_name, prefix="score")
-    scores, identity = await _scores(computed, len(first)), computed.identity
+    if _is_reranker(engine):
+        pairs = [TextPair(first[index % len(first)], each) for index, each in enumerate(second)]
+        names = f"{second_name}[{{}}]".format
+        computed = await compute_vectors(engine, http_request, body, pairs, names, prefix="score")
+        scores = _scores_of_pairs(engine, body, computed)
+    else:
+        computed = await compute_vectors(engine, http_request, body, [*first, *second], field_name, prefix="score")
+        scores = await _scores(computed, len(first))
+    identity = computed.identity
     response = ScoreList(
         id=identity.id,
         created=identity.created,
@@ -63,16 +74,22 @@ async def create_ranking(engine: AsyncEngine, http_request: Request) -> Response
     texts = [each.text if isinstance(each, TextDocument) else each for each in body.documents]
     default = body.truncate_prompt_tokens
     of_document = default if body.max_tokens_per_doc is None else body.max_tokens_per_doc
-    computed = await compute_vectors(
-        engine,
-        http_request,
-        body,
-        [body.query, *texts],
-        lambda index: f"documents[{index - 1}]" if index else "query",
-        prefix="rerank",
-        truncations=[default, *[of_document] * len(texts)],
-    )
-    scores, identity = await _scores(computed, 1), computed.identity
+    if _is_reranker(engine):
+        pairs = [TextPair(body.query, text, body.max_tokens_per_doc) for text in texts]
+        computed = await compute_vectors(engine, http_request, body, pairs, "documents[{}]".format, prefix="rerank")
+        scores = _scores_of_pairs(engine, body, computed)
+    else:
+        computed = await compute_vectors(
+            engine,
+            http_request,
+            body,
+            [body.query, *texts],
+            lambda index: f"documents[{index - 1}]" if index else "query",
+            prefix="rerank",
+            truncations=[default, *[of_document] * len(texts)],
+        )
+        scores = await _scores(computed, 1)
+    identity = computed.identity
     order = sorted(range(len(texts)), key=lambda index: -scores[index])
     shown = body.return_documents is not False
     results = [
@@ -101,6 +118,16 @@ def _sides(body: ScoreRequest) -> list[tuple[str, list[str]]]:
 def _check_count(name: str, count: int) -> None:
     if not 1 <= count < MAX_INPUTS:
         raise RequestError(name, f"must hold 1 to {MAX_INPUTS - 1} texts", count)
+
+
+def _is_reranker(engine: AsyncEngine) -> bool:
+    return engine.pooling is not None and engine.pooling.scores
+
+
+def _scores_of_pairs(engine: AsyncEngine, body: PairsRequest, computed: TextVectors) -> list[float]:
+    assert engine.pooling is not None
+    sigmoid = engine.pooling.applies_sigmoid if body.use_activation is None else body.use_activation
+    return [score_of(vector, applies_sigmoid=sigmoid) for vector in computed.vectors]
 
 
 async def _scores(computed: TextVectors, num_first: int) -> list[float]:

@@ -40,7 +40,12 @@ class EmbeddingsRequest(VectorRequest, kw_only=True):
     """Whether the tokenizer adds its special tokens to the text. Default: true."""
 
 
-class ScoreRequest(VectorRequest, kw_only=True):
+class PairsRequest(VectorRequest, kw_only=True):
+    use_activation: bool | None = None
+    """Whether the score of a reranker is the sigmoid of its result. Default: as the model's folder specifies."""
+
+
+class ScoreRequest(PairsRequest, kw_only=True):
     """Two lists of texts under one of two pairs of names: one text and several, or equally many."""
 
     text_1: str | list[str] | None = None
@@ -53,7 +58,7 @@ class TextDocument(Struct):
     text: str
 
 
-class RerankRequest(VectorRequest, kw_only=True):
+class RerankRequest(PairsRequest, kw_only=True):
     query: str
     documents: list[str | TextDocument]
     top_n: int | None = None

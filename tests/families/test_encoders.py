@@ -1,0 +1,75 @@
+"""Vectors and scores of small encoders and rerankers are those of `transformers`, and depend on the text alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from families import encoders
+from families.encoder_precision import Served, largest_error
+from llm_serving.core.step import StepInput
+from llm_serving.errors import ModelError, WorkerDiedError
+from llm_serving.models.pooling import resolve_pooling
+from llm_serving.models.weight_reader import check_folder
+
+pytestmark = pytest.mark.mindspore
+
+
+@pytest.mark.parametrize("name", encoders.models())
+def test_encoder_gives_the_values_of_transformers(name: str) -> None:
+    assert largest_error(name, "float32") <= 1e-5
+
+
+@pytest.mark.parametrize("name", encoders.models())
+def test_encoder_is_pooled_as_its_folder_says(tmp_path: Path, name: str) -> None:
+    model = encoders.models()[name]
+    encoders.write(name, tmp_path)
+    pooling = resolve_pooling("auto", tmp_path, check_folder(tmp_path))
+    assert pooling is not None
+    assert (pooling.mode, pooling.scores, pooling.normalises) == (
+        model.pooling,
+        model.is_reranker,
+        not model.is_reranker,
+    )
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm-roberta-reranker", "modernbert"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_encoder_is_batch_invariant(tmp_path: Path, name: str, dtype: str) -> None:
+    served = Served(name, tmp_path, dtype)
+    lengths = encoders.LENGTHS
+    alone = [served.answers(served.harness(), length)[0].tobytes() for length in lengths]
+    for options in ({}, {"max_num_batched_tokens": 256}, {"max_num_seqs": 2}, {"max_long_prefill_tokens": 16}):
+        together = served.answers(served.harness(**options), *lengths)
+        assert [vector.tobytes() for vector in together] == alone, options
+
+
+def test_encoder_answers_after_the_death_of_its_work_agent(tmp_path: Path) -> None:
+    served = Served("modernbert", tmp_path)
+    harness = served.harness(max_num_batched_tokens=256)
+    deaths = [0, 1]
+
+    def die(step: StepInput) -> None:
+        if deaths and step.step == deaths[0]:
+            del deaths[0]
+            raise WorkerDiedError("killed")
+
+    harness.executor.spoil = die
+    found = served.answers(harness, *encoders.LENGTHS)
+    alone = [served.answers(served.harness(), length)[0] for length in encoders.LENGTHS]
+    assert harness.executor.num_restarts == 2
+    assert [vector.tobytes() for vector in found] == [vector.tobytes() for vector in alone]
+
+
+def test_encoder_in_bfloat16_is_close(tmp_path: Path) -> None:
+    served = Served("xlm-roberta", tmp_path, "bfloat16")
+    golden = encoders.golden("xlm-roberta")
+    for expected, vector in zip(golden.values(), served.answers(served.harness(), *golden), strict=True):
+        cosine = float(vector @ expected / np.linalg.norm(vector) / np.linalg.norm(expected))
+        assert cosine > 0.999
+
+
+def test_encoder_is_refused_by_cells(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="attention to both sides"):
+        Served("bert", tmp_path, as_program=False)
