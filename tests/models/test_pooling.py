@@ -178,10 +178,10 @@ def test_embedding_model_needs_no_lm_head_and_no_prefix(tmp_path, architecture):
 
 
 def test_pooling_files_are_required(tmp_path):
-    sizes = {"config.json": 1, "modules.json": 1, "1_Pooling/config.json": 1, "onnx/config.json": 1}
-    assert set(small_files(sizes)) == {"config.json", "modules.json", "1_Pooling/config.json"}
+    sizes = {"config.json": 1, "modules.json": 1, "1_Pooling/config.json": 1, "1_LogitScore/config.json": 1}
+    assert set(small_files(sizes | {"onnx/config.json": 1})) == set(sizes)
     write_small_model(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert missing_files(tmp_path) == []
-    (tmp_path / "modules.json").write_text("[]")
+    (tmp_path / "modules.json").write_text(json.dumps(modules("Transformer", "Pooling")))
     assert missing_files(tmp_path) == ["1_Pooling/config.json"]

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from llm_serving.errors import ModelError
 from llm_serving.formats.folder import INDEX_NAME, SINGLE_NAME, indexed_names
-from llm_serving.models.pooling import MODULES_NAME, POOLING_FILES
+from llm_serving.models.pooling import MODULE_FILE, MODULES_NAME, missing_module_files
 from llm_serving.models.spec import CONFIG_NAME
 
 DEFAULT_REVISIONS: Final = {"huggingface": "main", "modelscope": "master"}
@@ -27,7 +27,7 @@ _FILE_ENDINGS: Final = (".safetensors", ".json", ".ckpt", ".bin", ".pt", ".pth",
 _REVISION: Final = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_./-]{0,254}[A-Za-z0-9_-])?")
 NAME_FORM: Final = "the name of a model on a hub is owner/name, such as Qwen/Qwen3-0.6B"
 LOG_INTERVAL_S: Final = 10.0
-TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "tekken.json", "*.tiktoken", "merges.txt")
+TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "tekken.json", "*.tiktoken", "merges.txt", "vocab.txt")
 """Patterns of tokenizer files; a model needs one match."""
 _SMALL: Final = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _TEMPLATE: Final = re.compile(r"additional_chat_templates/[^/]+\.jinja")
@@ -182,7 +182,8 @@ class _LineStream:
 
 def small_files(sizes: Mapping[str, int]) -> list[str]:
     """Return the names of configuration and tokenizer files in `sizes` (name -> bytes), config.json first."""
-    wanted = [name for name in sizes if _matches(name, _SMALL) or name in POOLING_FILES or _TEMPLATE.fullmatch(name)]
+    patterns = (MODULE_FILE, _TEMPLATE)
+    wanted = [name for name in sizes if _matches(name, _SMALL) or any(each.fullmatch(name) for each in patterns)]
     names = [name for name in wanted if sizes[name] <= _MAX_SMALL_BYTES]
     unwanted = [name for name in names if name.endswith(".index.json") and name != INDEX_NAME]
     return sorted(set(names) - set(unwanted), key=lambda name: (name != CONFIG_NAME, name))
@@ -207,7 +208,7 @@ def missing_files(folder: Path) -> list[str]:
     if not any(_matches(name, TOKENIZERS) for name in names):
         missing.append("a tokenizer")
     if MODULES_NAME in names:
-        missing += [name for name in POOLING_FILES if not (folder / name).exists()]
+        missing += missing_module_files(folder)
     weights = weight_files(names, folder / INDEX_NAME)
     return missing + ([name for name in weights if name not in names] if weights else ["*.safetensors"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from llm_serving.models.spec import ModelSpec
 
 MODULES_NAME: Final = "modules.json"
-POOLING_FILES: Final = ("1_Pooling/config.json",)
-"""Usual paths of pooling files."""
+MODULE_FILE: Final = re.compile(r"\d+_\w+/config\.json")
+"""Usual path of the configuration of a module."""
 TRANSFORMER_FILE: Final = "sentence_bert_config.json"
 _MAX_BYTES: Final = 2**20
 _MODE: Final = "pooling_mode_"
@@ -117,6 +118,12 @@ def score_tokens(folder: Path) -> list[int]:
                 raise ModelError(f"{config}: must have an integer `true_token_id`. Given: {shorten(content)}")
             return [each for each in ids if each is not None]
     return []
+
+
+def missing_module_files(folder: Path) -> list[str]:
+    """Return the configurations of modules that the folder lacks. Raise ModelError if `modules.json` is not valid."""
+    needed = [path for name, path in _modules(folder) if name in ("Pooling", "LogitScore")]
+    return [str(path.relative_to(folder)) for path in needed if not path.exists()]
 
 
 def max_seq_length(folder: Path) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from llm_serving.errors import ModelError
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from llm_serving.text.tokenizer.vocabulary import cut_lengths
 from tokenizers import Tokenizer as TokenizersTokenizer
@@ -27,7 +28,7 @@ PIECES = [
 def bert(tmp_path: Path) -> Tokenizer:
     """WordPiece, as BERT has it."""
     made = TokenizersTokenizer(models.WordPiece({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer(lowercase=True, strip_accents=False)
+    made.normalizer = normalizers.BertNormalizer(lowercase=True)
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     made.decoder = decoders.WordPiece("##")
@@ -59,6 +60,20 @@ def test_word_pieces_of_a_text(bert: Tokenizer) -> None:
 def test_word_pieces_of_a_pair_have_types(bert: Tokenizer) -> None:
     assert bert.encode_pair("one", "twos") == ([2, 4, 3, 5, 6, 3], [0, 0, 0, 1, 1, 1])
     assert bert.encode_pair("one two three four", "two", 6) == ([2, 4, 5, 3, 5, 3], [0, 0, 0, 0, 1, 1])
+
+
+def test_word_pieces_from_a_list(tmp_path: Path, bert: Tokenizer) -> None:
+    folder = tmp_path / "older"
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("\n".join([*WORDS, "One"]))
+    listed = Tokenizer.load(folder)
+    for text in ("One twos?", "one \u00e9 four", "", "three  two"):
+        assert listed.encode_pair(text, "twos") == bert.encode_pair(text, "twos")
+    (folder / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    assert Tokenizer.load(folder).encode("One one") == [2, 10, 4, 3]
+    (folder / "vocab.txt").write_text("[CLS]\none")
+    with pytest.raises(ModelError, match=r"Missing: \[UNK\], \[SEP\]"):
+        Tokenizer.load(folder)
 
 
 def test_unigrams_of_a_text_and_of_a_pair(xlm_roberta: Tokenizer) -> None:

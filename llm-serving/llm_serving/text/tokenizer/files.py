@@ -29,6 +29,7 @@ from llm_serving.text.tokenizer.vocabulary import (
     read_limited,
     special_texts,
 )
+from llm_serving.text.tokenizer.word_pieces import PIECES_FILE, read_word_pieces
 
 TEKKEN_FILE: Final = "tekken.json"
 FILES: Final = ("tokenizer.json", "tokenizer.model", TEKKEN_FILE, "qwen.tiktoken")
@@ -41,7 +42,9 @@ def find_vocabulary(folder: Path) -> Path:
             return folder / name
     if all((folder / name).exists() for name in (VOCAB_FILE, MERGES_FILE)):
         return folder / VOCAB_FILE
-    files = f"{', '.join(FILES)}, {VOCAB_FILE} with {MERGES_FILE}"
+    if (folder / PIECES_FILE).exists():
+        return folder / PIECES_FILE
+    files = f"{', '.join(FILES)}, {PIECES_FILE}, {VOCAB_FILE} with {MERGES_FILE}"
     what = f"none of {files}; model_config.tokenizer_path (--tokenizer) names a file elsewhere"
     raise ModelError(f"{folder}: has no tokenizer file: {what}")
 
@@ -59,6 +62,8 @@ def read_vocabulary(path: Path, config: Mapping[str, Any]) -> Vocabulary:
         return TiktokenVocabulary(read_tekken(path), added)
     if path.name == VOCAB_FILE:
         return read_byte_pairs(path, config, added, special)
+    if path.name == PIECES_FILE:
+        return read_word_pieces(path, config, added, special)
     if path.suffix == ".json":
         return TokenizersVocabulary(path, added, special)
     if path.suffix == ".tiktoken" or is_tiktoken_file(read_limited(path)[:256]):
