@@ -112,9 +112,10 @@ class LLM:
         yield from self._run([self._request(*each) for each in zip(prompts, sampling, priorities, strict=True)])
 
     def embed(self, prompts: Sequence[Prompt]) -> list[Float32Array]:
-        """Return the last hidden state of each prompt after the final norm (the input of the LM head), float32 [hidden
-        size]. Raise RequestError if a prompt can never be computed; then none is started. Raise WorkerError if
-        computing a prompt failed.
+        """Return the vector of each prompt as the model pools it, float32 [hidden size], before it is normalized; of a
+        reranker its result, [1]. Without pooling it is the last hidden state, the input of the LM head. Raise
+        RequestError if a prompt can never be computed; then none is started. Raise WorkerError if computing a prompt
+        failed.
         """
         requests = [self._request(prompt, SamplingParams(max_tokens=0), wants_vector=True) for prompt in prompts]
         vectors: dict[int, Float32Array] = {}

@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 from families import encoders
 from families.encoder_precision import Served, largest_error
+from llm_serving.config import load_config
 from llm_serving.core.step import StepInput
-from llm_serving.errors import ModelError, WorkerDiedError
+from llm_serving.errors import ContextLengthError, ModelError, WorkerDiedError
 from llm_serving.models.pooling import resolve_pooling
 from llm_serving.models.weight_reader import check_folder
+from llm_serving.offline import LLM
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
 
 pytestmark = pytest.mark.mindspore
 
@@ -68,6 +72,27 @@ def test_encoder_in_bfloat16_is_close(tmp_path: Path) -> None:
     for expected, vector in zip(golden.values(), served.answers(served.harness(), *golden), strict=True):
         cosine = float(vector @ expected / np.linalg.norm(vector) / np.linalg.norm(expected))
         assert cosine > 0.999
+
+
+def test_encoder_without_a_server(tmp_path: Path) -> None:
+    """A step holds the longest text unless the configuration says otherwise; then longer texts are refused."""
+    encoders.write("bert", tmp_path)
+    words = {f"<{number}>": number for number in range(encoders.VOCAB)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<0>"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = ["model_config.model_dtype=float32", "pa_config.num_blocks=64", "model_config.decode_batch_size=4"]
+    model = LLM(load_config(None, settings, tmp_path))
+    assert model.engine.scheduler.limits.max_num_batched_tokens >= 256
+    golden = encoders.golden("bert")
+    texts = [(ids + types * encoders.VOCAB).tolist() for ids, types in (encoders.prompt("bert", n) for n in golden)]
+    for _ in range(2):
+        for vector, expected in zip(model.embed(texts), golden.values(), strict=True):
+            assert np.abs(vector - expected).max() <= 1e-5 * max(1.0, np.abs(expected).max())
+    model = LLM(load_config(None, [*settings, "scheduler_config.max_prefill_tokens=150"], tmp_path))
+    model.embed(texts[:3])
+    with pytest.raises(ContextLengthError):
+        model.embed(texts[3:])
 
 
 def test_encoder_is_refused_by_cells(tmp_path: Path) -> None:
