@@ -63,6 +63,7 @@ def parts_of(
         ("<|channel|>final", []),
         ("<|channel|>?", ["<|channel|>?"]),
         ("to=be", ["to=be"]),
+        ("<|start|><|<|start|>", ["<|start|><|"]),
         (f"<|channel|>{'x' * 600}<|message|>b", [f"<|channel|>{'x' * 600}<|message|>b"]),
         (f"{CALL}no object<|call|>", ["no object"]),
         (f"{CALL.replace('.add', '.other')}{{a}}<|call|>", ["{a}"]),

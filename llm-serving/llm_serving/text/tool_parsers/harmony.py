@@ -187,7 +187,7 @@ def _may_be_header(text: str) -> bool:
     stripped = text.lstrip()
     if not any(stripped.startswith(each) or each.startswith(stripped) for each in _STARTS):
         return False
-    words, found, mark = _MARK.sub("", stripped).partition("<")
+    words, found, mark = _MARK.sub(" ", stripped).partition("<")
     return _WORDS.fullmatch(words) is not None and (
         not found or any(each.startswith("<" + mark) for each in (*_STARTS[:3], _MESSAGE))
     )
