@@ -11,7 +11,7 @@ import pytest
 from jsonschema_rs import validator_for
 from llm_serving.text.output_parsers.reasoning_formats import REASONING_FORMATS, THINK
 from llm_serving.text.structured_output import Grammar, GrammarError
-from llm_serving.text.structured_output.chat_grammar import Calls, Thinking, answer_grammar
+from llm_serving.text.structured_output.chat_grammar import AnswerReasoning, Calls, answer_grammar
 from llm_serving.text.structured_output.grammars import json_grammar
 from llm_serving.text.tool_parsers import TOOL_FORMATS, Call, Callee, Marks
 from support.constraint_runs import allowed_ids, random_answer
@@ -117,7 +117,7 @@ def test_arguments_follow_the_json_white_space_setting(form: str, whitespace: st
     ],
 )
 def test_call_opening_must_continue_as_a_call(form: str, begun: str) -> None:
-    thinking = Thinking(REASONING_FORMATS["harmony"], None) if form == "harmony" else None
+    thinking = AnswerReasoning(REASONING_FORMATS["harmony"], None) if form == "harmony" else None
     grammar = answer_grammar(None, Calls(TOOL_FORMATS[form], TOOLS, must=False, most=None), thinking, TEXT_MARKS)
     follows = {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, begun)}
     assert "s" in follows
@@ -134,7 +134,7 @@ def test_answer_is_structured_output_or_calls() -> None:
 
 @pytest.mark.parametrize(("is_open", "before"), [(True, "Hm.</think>"), (False, "<think>Hm.</think>\n\n"), (False, "")])
 def test_reasoning_precedes_the_answer(is_open: bool, before: str) -> None:
-    grammar = answer_grammar(json_grammar('{"const": 1}'), None, Thinking(THINK, is_open), TEXT_MARKS)
+    grammar = answer_grammar(json_grammar('{"const": 1}'), None, AnswerReasoning(THINK, is_open), TEXT_MARKS)
     assert {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, before)} >= {"1"}
     assert "2" not in {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, before)}
 
@@ -143,7 +143,7 @@ def test_reasoning_precedes_the_answer(is_open: bool, before: str) -> None:
 @pytest.mark.parametrize("must_match", [True, False])
 def test_answer_may_have_texts_around_it(special: dict[str, int], must_match: bool) -> None:
     form = json_grammar('{"const": 1}') if must_match else None
-    thinking = Thinking(REASONING_FORMATS["cohere"], is_open=False)
+    thinking = AnswerReasoning(REASONING_FORMATS["cohere"], is_open=False)
     grammar = answer_grammar(form, None, thinking, Marks(special.get))
 
     def may_end_after(*parts: str) -> bool:
@@ -162,7 +162,7 @@ def test_answer_has_channels() -> None:
     form = json_grammar('{"const": 7}')
     calls = Calls(TOOL_FORMATS["harmony"], TOOLS, must=False, most=None)
     for budget in (None, 2):
-        thinking = Thinking(REASONING_FORMATS["harmony"], is_open=False, budget=budget)
+        thinking = AnswerReasoning(REASONING_FORMATS["harmony"], is_open=False, budget=budget)
         matcher = DEMO_CONSTRAINTS.compiled(answer_grammar(form, calls, thinking, Marks(special.get))).create_matcher()
         thought = [0, *tokens_of("analysis"), 1, *tokens_of("Hm"), 3, *tokens_of("<|start|>assistant")]
         if budget is not None:
@@ -193,7 +193,9 @@ def test_reasoning_ends_at_its_budget(form: Grammar | None, budget: int) -> None
     opening, closing = 0, 1
     marks = Marks({"<think>": opening, "</think>": closing}.get)
     for thinks_open in (True, False):
-        constraint = DEMO_CONSTRAINTS.compiled(answer_grammar(form, None, Thinking(THINK, thinks_open, budget), marks))
+        constraint = DEMO_CONSTRAINTS.compiled(
+            answer_grammar(form, None, AnswerReasoning(THINK, thinks_open, budget), marks)
+        )
         for seed in range(6):
             output = [] if thinks_open else [opening]
             matcher, choice = constraint.create_matcher(), random.Random(seed).choice
@@ -208,7 +210,7 @@ def test_reasoning_ends_at_its_budget(form: Grammar | None, budget: int) -> None
 
 def test_reasoning_budget_needs_a_closing_token() -> None:
     with pytest.raises(GrammarError, match="the model has no token for </think>"):
-        answer_grammar(None, None, Thinking(THINK, True, 5), TEXT_MARKS)
+        answer_grammar(None, None, AnswerReasoning(THINK, True, 5), TEXT_MARKS)
 
 
 def test_unsupported_constraints_of_a_lenient_tool_are_ignored() -> None:

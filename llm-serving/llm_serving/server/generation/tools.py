@@ -21,7 +21,7 @@ from llm_serving.server.protocols.openai.schemas import ChatCompletionRequest, T
 from llm_serving.text.output_parsers.chat_message import AnswerParser
 from llm_serving.text.output_parsers.reasoning import ReasoningParser
 from llm_serving.text.output_parsers.reasoning_formats import REASONING_FORMATS, ReasoningFormat, reasoning_format_in
-from llm_serving.text.structured_output.chat_grammar import Calls, Thinking, answer_grammar, arguments_grammar
+from llm_serving.text.structured_output.chat_grammar import AnswerReasoning, Calls, answer_grammar, arguments_grammar
 from llm_serving.text.tool_parsers import TOOL_FORMATS, Callee, Marks, ToolFormat, format_in
 from llm_serving.text.tool_parsers.harmony import HarmonyParser
 
@@ -164,23 +164,23 @@ def chat_output(
     constrained_by = None if offered is None else offered.constrained_by
     if content is None and constrained_by is None and budget is None:
         return None
-    thinking = _thinking(engine, request, prompt)
-    if budget is not None and (thinking is None or thinking.is_open is None):
+    reasoning = _reasoning_of(engine, request, prompt)
+    if budget is not None and (reasoning is None or reasoning.is_open is None):
         raise RequestError(budget.field, "is not supported: the model's chat template does not mark reasoning")
     calls = None if offered is None else Calls(offered.format, offered.callees, offered.must_call, offered.max_calls)
     marks = Marks(engine.tokenizer.mark_id, json_whitespace(engine))
-    if thinking is not None and budget is not None:
-        thinking = replace(thinking, budget=budget.num_tokens)
+    if reasoning is not None and budget is not None:
+        reasoning = replace(reasoning, budget=budget.num_tokens)
     parts = [] if content is None else [content]
     if budget is not None:
-        parts.append(StructuredOutput(budget.field, lambda _: answer_grammar(None, None, thinking, marks)))
+        parts.append(StructuredOutput(budget.field, lambda _: answer_grammar(None, None, reasoning, marks)))
     if request.tools is not None and offered is not None:
         fields = {tool.function.name: f"tools[{i}].function.parameters" for i, tool in enumerate(request.tools)}
         parts += [StructuredOutput(fields[each.name], partial(arguments_grammar, each)) for each in offered.callees]
     return StructuredOutput(
         parts[0].field if content is not None or constrained_by is None else constrained_by,
         lambda whitespace: answer_grammar(
-            None if content is None else content.make(whitespace), calls, thinking, marks
+            None if content is None else content.make(whitespace), calls, reasoning, marks
         ),
         parts,
         (lambda: 0) if content is None else content.size,
@@ -191,26 +191,26 @@ def output_parser(
     engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int], offered: OfferedTools | None
 ) -> AnswerParser | None:
     """Return the parser for one choice's text; None if all text is content."""
-    thinking = _thinking(engine, request, prompt)
-    if thinking is None and offered is None:
+    reasoning = _reasoning_of(engine, request, prompt)
+    if reasoning is None and offered is None:
         return None
     most = 1 if request.parallel_tool_calls is False else None
-    if thinking is not None and thinking.format.has_channels:
+    if reasoning is not None and reasoning.format.has_channels:
         names = None if offered is None else offered.schemas
-        parser = HarmonyParser(names, thinks=thinking.is_open is not None, in_thought=bool(thinking.is_open))
+        parser = HarmonyParser(names, thinks=reasoning.is_open is not None, in_thought=bool(reasoning.is_open))
         return AnswerParser(None, parser, most)
-    reasoning = None if thinking is None else ReasoningParser(thinking.format, is_open=bool(thinking.is_open))
-    return AnswerParser(reasoning, None if offered is None else offered.format.create(offered.schemas), most)
+    thoughts = None if reasoning is None else ReasoningParser(reasoning.format, is_open=bool(reasoning.is_open))
+    return AnswerParser(thoughts, None if offered is None else offered.format.create(offered.schemas), most)
 
 
 def reasoning_counter(
     engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]
 ) -> ReasoningTokenCounter | None:
     """Return the counter of one choice's reasoning tokens; None if they cannot be counted."""
-    thinking, tokenizer = _thinking(engine, request, prompt), engine.tokenizer
-    if thinking is None or thinking.is_open is None:
+    reasoning, tokenizer = _reasoning_of(engine, request, prompt), engine.tokenizer
+    if reasoning is None or reasoning.is_open is None:
         return None
-    form = thinking.format
+    form = reasoning.format
     closing = tokenizer.mark_id(Marks.parts(form.closing)[0])
     if closing is None:
         return None
@@ -218,7 +218,7 @@ def reasoning_counter(
     opening = (
         tokenizer.encode(form.opening, False) if form.has_channels else [each for each in marks if each is not None]
     )
-    return ReasoningTokenCounter(opening, closing, is_open=thinking.is_open, reopens=form.has_channels)
+    return ReasoningTokenCounter(opening, closing, is_open=reasoning.is_open, reopens=form.has_channels)
 
 
 def template_call(field: str, call: ToolCallOfMessage) -> dict[str, Any]:
@@ -263,15 +263,15 @@ def _format_of_parts(engine: AsyncEngine) -> ReasoningFormat | None:
     return reasoning_format(engine) or (own if own is not None and own.has_channels else None)
 
 
-def _thinking(engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]) -> Thinking | None:
+def _reasoning_of(engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]) -> AnswerReasoning | None:
     """Return how the reasoning of an answer starts; None if the answer has none and consists of one part."""
     form = _format_of_parts(engine)
     if form is None:
         return None
     if reasoning_format(engine) is None:
-        return None if request.continue_final_message else Thinking(form, None)
+        return None if request.continue_final_message else AnswerReasoning(form, None)
     is_open = form.is_open(engine.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False))
-    return None if request.continue_final_message and not is_open else Thinking(form, is_open)
+    return None if request.continue_final_message and not is_open else AnswerReasoning(form, is_open)
 
 
 def _tool_choice(request: ChatCompletionRequest) -> tuple[str, str | None]:

@@ -29,7 +29,7 @@ class Calls:
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
+class AnswerReasoning:
     """The reasoning before an answer.
 
     Attributes:
@@ -42,30 +42,32 @@ class Thinking:
     budget: int | None = None
 
 
-def answer_grammar(form: Grammar | None, calls: Calls | None, thinking: Thinking | None, marks: Marks) -> Grammar:
+def answer_grammar(
+    form: Grammar | None, calls: Calls | None, reasoning: AnswerReasoning | None, marks: Marks
+) -> Grammar:
     """Return the grammar of an answer. Raise GrammarError if the schema of a tool, or the budget, cannot be enforced.
 
     Args:
         form: Grammar of the text; None: any text.
         calls: Allowed tool calls; None: no calls.
-        thinking: None: the model does not reason.
+        reasoning: None: the model does not reason.
         marks: Special texts of the model, such as `</think>`.
     """
-    if form is not None and calls is None and thinking is None:
+    if form is not None and calls is None and reasoning is None:
         return form
     said = "TEXT?" if form is None else "@form"
-    plain = "" if thinking is not None and thinking.format.has_channels else said
+    plain = "" if reasoning is not None and reasoning.format.has_channels else said
     if calls is None:
-        options = [plain, _framed(said, thinking, marks)]
+        options = [plain, _framed(said, reasoning, marks)]
     elif calls.must:
         options = ["calls"]
     else:
-        options = [*(["free"] if form is None else ["calls", plain]), _framed(said, thinking, marks)]
+        options = [*(["free"] if form is None else ["calls", plain]), _framed(said, reasoning, marks)]
     body = " | ".join(filter(None, options))
-    text = f"start: {_thought(thinking, marks)} body\nbody: {body}\n"
+    text = f"start: {_thought(reasoning, marks)} body\nbody: {body}\n"
     named = {} if form is None else {"form": form}
-    if thinking is not None and thinking.is_open is not None:
-        text += _thought_rule(thinking, marks)
+    if reasoning is not None and reasoning.is_open is not None:
+        text += _thought_rule(reasoning, marks)
     if calls is not None:
         text += calls.format.rules(calls.callees, calls.most, marks)
         named |= {f"args{i}": arguments_grammar(each, marks.whitespace) for i, each in enumerate(calls.callees)}
@@ -77,18 +79,18 @@ def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
     return json_grammar(json.dumps({"type": "object", **callee.schema}), whitespace, lenient=not callee.strict)
 
 
-def _framed(said: str, thinking: Thinking | None, marks: Marks) -> str:
+def _framed(said: str, reasoning: AnswerReasoning | None, marks: Marks) -> str:
     """Return the term `said` between the texts around an answer; "" if there are none, or it may contain them."""
-    if thinking is None or not thinking.format.answer[0]:
+    if reasoning is None or not reasoning.format.answer[0]:
         return ""
-    opening, closing = thinking.format.answer
-    if said == "TEXT?" and not (thinking.format.has_channels or marks.are_special(opening)):
+    opening, closing = reasoning.format.answer
+    if said == "TEXT?" and not (reasoning.format.has_channels or marks.are_special(opening)):
         return ""
     return f"{marks(opening)} WS? {said}" + (f" WS? {marks(closing)} WS?" if closing else "")
 
 
-def _thought_rule(thinking: Thinking, marks: Marks) -> str:
-    closing, budget = thinking.format.closing, thinking.budget
+def _thought_rule(reasoning: AnswerReasoning, marks: Marks) -> str:
+    closing, budget = reasoning.format.closing, reasoning.budget
     if budget is None:
         return marks.up_to("thought", closing)
     if not marks.are_special(marks.parts(closing)[0]):
@@ -97,7 +99,7 @@ def _thought_rule(thinking: Thinking, marks: Marks) -> str:
     return f"thought: {'thinking' if budget else ''} {marks(closing)}\n{bounded}"
 
 
-def _thought(thinking: Thinking | None, marks: Marks) -> str:
-    if thinking is None or thinking.is_open is None:
+def _thought(reasoning: AnswerReasoning | None, marks: Marks) -> str:
+    if reasoning is None or reasoning.is_open is None:
         return ""
-    return "thought WS?" if thinking.is_open else f"({marks(thinking.format.opening)} thought)? WS?"
+    return "thought WS?" if reasoning.is_open else f"({marks(reasoning.format.opening)} thought)? WS?"

@@ -46,17 +46,17 @@ class ToolFormat:
     """Returns calls, each a name and arguments, as the model writes them, for chat templates that show none."""
 
 
-def _xml(layout: xml_calls.Layout, mark: str) -> ToolFormat:
+def _xml(layout: xml_calls.XmlLayout, mark: str) -> ToolFormat:
     create, rules = partial(xml_calls.create, layout), partial(xml_calls.rules, layout)
     return ToolFormat(create, rules, mark, special_tokens=layout is not xml_calls.QWEN)
 
 
-def _json(layout: json_lists.Layout, mark: str, *, special_tokens: bool = False) -> ToolFormat:
+def _json(layout: json_lists.JsonListLayout, mark: str, *, special_tokens: bool = False) -> ToolFormat:
     create, rules = partial(json_lists.create, layout), partial(json_lists.rules, layout)
     return ToolFormat(create, rules, mark, special_tokens, written=partial(json_lists.written, layout))
 
 
-def _python(layout: pythonic.Layout, mark: str) -> ToolFormat:
+def _python(layout: pythonic.PythonicLayout, mark: str) -> ToolFormat:
     create, rules = partial(pythonic.create, layout), partial(pythonic.rules, layout)
     written = partial(pythonic.written, layout)
     return ToolFormat(create, rules, mark, special_tokens=layout is pythonic.LFM2, written=written)

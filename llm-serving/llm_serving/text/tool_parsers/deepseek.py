@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from llm_serving.text.structured_output.grammars import literal
 from llm_serving.text.tool_parsers.base import Callee, MarkedCalls, Marks, ToolParser, any_of, framed, repeated
-from llm_serving.text.tool_parsers.headed_calls import HeadedReader, Layout
+from llm_serving.text.tool_parsers.headed_calls import HeadedLayout, HeadedReader
 
 OPENING: Final = "<｜tool▁calls▁begin｜>"
 CLOSING: Final = "<｜tool▁calls▁end｜>"
@@ -23,7 +23,7 @@ _CALL_END: Final = "<｜tool▁call▁end｜>"
 _NAME_END: Final = "<｜tool▁sep｜>"
 _JSON: Final = "\n```json\n"
 _JSON_END: Final = "\n```"
-_LAYOUT: Final = Layout(
+_LAYOUT: Final = HeadedLayout(
     _CALL,
     re.compile(rf"\s*(?:\w+{_NAME_END})?\s*(?P<name>[\w.\-]+)\s*(?:{_NAME_END}|```json)\s*(?=\{{)"),
     ("```", _CALL_END),

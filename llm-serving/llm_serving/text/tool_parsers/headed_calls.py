@@ -21,7 +21,7 @@ _MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class HeadedLayout:
     """Texts of a format.
 
     Attributes:
@@ -43,7 +43,7 @@ class HeadedReader:
     is returned only when it is complete.
     """
 
-    layout: Layout
+    layout: HeadedLayout
     names: Collection[str]
     _calls: list[Call] = field(default_factory=list)
     _at: int = 0

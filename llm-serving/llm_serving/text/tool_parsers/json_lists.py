@@ -24,7 +24,7 @@ from llm_serving.text.tool_parsers.json_text import JsonEnd, call_of, parsed
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class JsonListLayout:
     """Texts of a format.
 
     Attributes:
@@ -42,9 +42,9 @@ class Layout:
     first: tuple[str, ...] = ()
 
 
-GRANITE: Final = Layout(("<|tool_call|>", "<tool_call>"))
-HUNYUAN: Final = Layout(("<tool_calls>",), "</tool_calls>")
-COHERE: Final = Layout(
+GRANITE: Final = JsonListLayout(("<|tool_call|>", "<tool_call>"))
+HUNYUAN: Final = JsonListLayout(("<tool_calls>",), "</tool_calls>")
+COHERE: Final = JsonListLayout(
     ("<|START_ACTION|>",),
     "<|END_ACTION|>",
     "tool_name",
@@ -54,7 +54,7 @@ COHERE: Final = Layout(
 
 
 class _Reader:
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: JsonListLayout) -> None:
         self._layout = layout
         self._json = JsonEnd()
         self._end: int | None = None
@@ -82,18 +82,18 @@ class _Reader:
         return call_of(value | {"name": value.get(self._layout.name)})
 
 
-def written(layout: Layout, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+def written(layout: JsonListLayout, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
     """Return calls, each a name and arguments, as the model writes them."""
     values = [{layout.name: name, layout.arguments: arguments} for name, arguments in calls]
     return layout.openings[0] + json.dumps(values, ensure_ascii=False) + layout.closing
 
 
-def create(layout: Layout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
+def create(layout: JsonListLayout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
     del schemas
     return MarkedCalls(dict.fromkeys(layout.openings, partial(_Reader, layout)))
 
 
-def rules(layout: Layout, callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+def rules(layout: JsonListLayout, callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
     several = repeated("call", 'WS? "," WS?', most)
     inside = f'WS? "[" WS? {several} WS? "]"' + (f" WS? {marks(layout.closing)}" if layout.closing else "")
     calls = json_calls(callees, layout.arguments, marks, name=layout.name, first=layout.first)

@@ -9,14 +9,14 @@ from typing import Final
 
 from llm_serving.text.structured_output.grammars import literal
 from llm_serving.text.tool_parsers.base import Callee, MarkedCalls, Marks, ToolParser, any_of, framed, repeated
-from llm_serving.text.tool_parsers.headed_calls import HeadedReader, Layout
+from llm_serving.text.tool_parsers.headed_calls import HeadedLayout, HeadedReader
 
 OPENING: Final = "<|tool_calls_section_begin|>"
 CLOSING: Final = "<|tool_calls_section_end|>"
 _CALL: Final = "<|tool_call_begin|>"
 _ARGUMENTS: Final = "<|tool_call_argument_begin|>"
 _CALL_END: Final = "<|tool_call_end|>"
-_LAYOUT: Final = Layout(
+_LAYOUT: Final = HeadedLayout(
     _CALL,
     re.compile(rf"\s*(?P<id>(?:functions\.)?(?P<name>[\w.\-]+)(?::\d{{1,9}})?)\s*{re.escape(_ARGUMENTS)}\s*(?=\{{)"),
     (_CALL_END,),

@@ -47,7 +47,7 @@ _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": 
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PythonicLayout:
     """Texts of a format.
 
     Attributes:
@@ -63,12 +63,12 @@ class Layout:
     is_list: bool
 
 
-LFM2: Final = Layout("<|tool_call_start|>", "<|tool_call_end|>", ", ", is_list=True)
-OLMO: Final = Layout("<function_calls>", "</function_calls>", "\n", is_list=False)
+LFM2: Final = PythonicLayout("<|tool_call_start|>", "<|tool_call_end|>", ", ", is_list=True)
+OLMO: Final = PythonicLayout("<function_calls>", "</function_calls>", "\n", is_list=False)
 
 
 class _Reader:
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: PythonicLayout) -> None:
         self._layout = layout
         self._searched = self._num_ends = 0
 
@@ -214,7 +214,7 @@ def _unescaped(found: re.Match[str]) -> str:
     return chr(int(escape[1:], 16)) if len(escape) > 1 else _ESCAPES.get(escape, found[0])
 
 
-def written(layout: Layout, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+def written(layout: PythonicLayout, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
     """Return calls, each a name and arguments, as the model writes them, with values as JSON."""
     texts = (
         f"{name}({', '.join(f'{key}={json.dumps(each, ensure_ascii=False)}' for key, each in arguments.items())})"
@@ -224,12 +224,12 @@ def written(layout: Layout, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
     return f"{layout.opening}{f'[{inside}]' if layout.is_list else inside}{layout.closing}"
 
 
-def create(layout: Layout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
+def create(layout: PythonicLayout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
     del schemas
     return MarkedCalls({layout.opening: partial(_Reader, layout)})
 
 
-def rules(layout: Layout, callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+def rules(layout: PythonicLayout, callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
     """Return the grammar rules, see `base`: arguments come in the order of their schema, with values as JSON."""
     several = repeated("call", literal(layout.between), most)
     inside = f'"[" {several} "]"' if layout.is_list else f"WS? {several} WS?"

@@ -25,7 +25,7 @@ from llm_serving.text.tool_parsers.xml_values import arguments_term, schema_of, 
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class XmlLayout:
     """Texts of a format.
 
     Attributes:
@@ -47,9 +47,9 @@ class Layout:
 
 _FUNCTION: Final = ("<function=", ">", "</function>")
 _PARAMETER: Final = ("<parameter=", ">", "</parameter>")
-QWEN: Final = Layout("<tool_call>", "</tool_call>", _FUNCTION, _PARAMETER, margin="\n")
-SEED: Final = Layout("<seed:tool_call>", "</seed:tool_call>", _FUNCTION, _PARAMETER)
-MINIMAX: Final = Layout(
+QWEN: Final = XmlLayout("<tool_call>", "</tool_call>", _FUNCTION, _PARAMETER, margin="\n")
+SEED: Final = XmlLayout("<seed:tool_call>", "</seed:tool_call>", _FUNCTION, _PARAMETER)
+MINIMAX: Final = XmlLayout(
     "<minimax:tool_call>",
     "</minimax:tool_call>",
     ('<invoke name="', '">', "</invoke>"),
@@ -63,7 +63,7 @@ _SPACES: Final = re.compile(r"\s*")
 class _Reader:
     """Reads the calls after one opening. `in_call`: whether the opening was that of a call."""
 
-    def __init__(self, layout: Layout, schemas: Mapping[str, Mapping[str, Any]], *, in_call: bool) -> None:
+    def __init__(self, layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]], *, in_call: bool) -> None:
         self._layout = layout
         self._schemas = schemas
         self._step = self._name if in_call else self._between
@@ -175,7 +175,7 @@ def _end_of_spaces(text: str, start: int) -> int:
     return found.end()
 
 
-def create(layout: Layout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
+def create(layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
     """Return a parser. It needs the schemas to distinguish numbers from texts that look like numbers."""
     readers = {
         layout.opening: partial(_Reader, layout, schemas, in_call=False),
@@ -184,7 +184,7 @@ def create(layout: Layout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolPars
     return MarkedCalls(readers)
 
 
-def rules(layout: Layout, callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+def rules(layout: XmlLayout, callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
     """Return the grammar rules, see `base` and `arguments_term`."""
     most_inside = most if layout.several else 1
     inside = f"WS? {repeated('call', 'WS?', most_inside)} WS? {marks(layout.closing)}"
@@ -202,7 +202,7 @@ def rules(layout: Layout, callees: Sequence[Callee], most: int | None, marks: Ma
     )
 
 
-def _call_rule(layout: Layout, rule: str, callee: Callee, whitespace: str) -> str:
+def _call_rule(layout: XmlLayout, rule: str, callee: Callee, whitespace: str) -> str:
     before, after, closing = layout.call
     key, key_end, value_end = layout.argument
     arguments = arguments_term(
