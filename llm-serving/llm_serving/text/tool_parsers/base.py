@@ -247,9 +247,13 @@ def repeated(rule: str, between: str, most: int | None) -> str:
     return rule if most == 1 else f"{rule} ({between} {rule}){times}"
 
 
-def framed(opening: str, inside: str, marks: Marks) -> str:
-    """Return the rules of a format in which all calls of an answer, the term `inside`, follow one opening."""
-    return f"calls: {marks(opening)} {inside}\nfree: (opened {inside})? TEXT?\n{marks.up_to('opened', opening)}"
+def framed(openings: Sequence[str], inside: str, marks: Marks) -> str:
+    """Return the rules of a format in which all calls of an answer, the term `inside`, follow one of the openings.
+    Bound answers have the first.
+    """
+    opened = [marks.up_to(f"opened{i}", each) for i, each in enumerate(openings)]
+    names = " | ".join(f"opened{i}" for i in range(len(openings)))
+    return f"calls: {marks(openings[0])} {inside}\nfree: (({names}) {inside})? TEXT?\n{''.join(opened)}"
 
 
 def json_calls(

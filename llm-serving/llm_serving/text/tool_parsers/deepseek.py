@@ -75,4 +75,4 @@ def _rules(callees: Sequence[Callee], most: int | None, marks: Marks, head: Call
         for i, each in enumerate(callees)
     )
     inside = f"{repeated('call', 'WS?', most)} {marks(CLOSING)}"
-    return f"{framed(OPENING, inside, marks)}call: {any_of(callees)}\n{calls}"
+    return f"{framed([OPENING], inside, marks)}call: {any_of(callees)}\n{calls}"

@@ -97,4 +97,4 @@ def rules(layout: JsonListLayout, callees: Sequence[Callee], most: int | None, m
     several = repeated("call", 'WS? "," WS?', most)
     inside = f'WS? "[" WS? {several} WS? "]"' + (f" WS? {marks(layout.closing)}" if layout.closing else "")
     calls = json_calls(callees, layout.arguments, marks, name=layout.name, first=layout.first)
-    return framed(layout.openings[0], inside, marks) + calls
+    return framed(layout.openings, inside, marks) + calls

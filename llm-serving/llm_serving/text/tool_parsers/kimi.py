@@ -36,4 +36,4 @@ def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
         for i, each in enumerate(callees)
     )
     inside = f"{repeated('call', 'WS?', most)} {marks(CLOSING)}"
-    return f"{framed(OPENING, inside, marks)}call: {any_of(callees)}\n{calls}NUMBER: /[0-9]{{1,4}}/\n"
+    return f"{framed([OPENING], inside, marks)}call: {any_of(callees)}\n{calls}NUMBER: /[0-9]{{1,4}}/\n"

@@ -96,4 +96,4 @@ def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
         several = repeated("call", 'WS? "," WS?', most)
         behind = f'WS? "[" WS? {several} WS? "]"'
         call = json_calls(callees, "arguments", marks)
-    return f"{framed(OPENING, behind, marks)}{call}"
+    return f"{framed([OPENING], behind, marks)}{call}"

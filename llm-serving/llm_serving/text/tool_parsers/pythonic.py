@@ -234,7 +234,7 @@ def rules(layout: PythonicLayout, callees: Sequence[Callee], most: int | None, m
     several = repeated("call", literal(layout.between), most)
     inside = f'"[" {several} "]"' if layout.is_list else f"WS? {several} WS?"
     calls = "".join(_call_rules(f"call{i}", each, marks.whitespace) for i, each in enumerate(callees))
-    return f"{framed(layout.opening, f'{inside} {marks(layout.closing)}', marks)}call: {any_of(callees)}\n{calls}"
+    return f"{framed([layout.opening], f'{inside} {marks(layout.closing)}', marks)}call: {any_of(callees)}\n{calls}"
 
 
 def _call_rules(rule: str, callee: Callee, whitespace: str) -> str:

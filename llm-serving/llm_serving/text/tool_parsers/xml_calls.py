@@ -190,19 +190,21 @@ def rules(layout: XmlLayout, callees: Sequence[Callee], most: int | None, marks:
     inside = f"WS? {repeated('call', 'WS?', most_inside)} WS? {marks(layout.closing)}"
     most_outside = 1 if layout.several else most
     times = "*" if most_outside is None else f"{{0,{most_outside}}}"
-    calls = "".join(_call_rule(layout, f"call{i}", each, marks.whitespace) for i, each in enumerate(callees))
+    calls = "".join(_call_rules(layout, i, each, marks.whitespace) for i, each in enumerate(callees))
     return (
         f"calls: {repeated('whole', 'WS?', most_outside)}\n"
         f"whole: {marks(layout.opening)} {inside}\n"
-        f"free: (opened {inside}){times} TEXT?\n"
+        f"free: (opened {inside} | bare rest (WS? {marks(layout.closing)})?){times} TEXT?\n"
         f"{marks.up_to('opened', layout.opening)}"
+        f"{marks.up_to('bare', layout.call[0])}"
+        f"rest: {' | '.join(f'rest{i}' for i in range(len(callees)))}\n"
         f"call: {any_of(callees)}\n{calls}"
         f"{unquoted_rule(layout.margin + layout.argument[2])}"
         'NAME: /[^<>"\\n]{1,64}/\n'
     )
 
 
-def _call_rule(layout: XmlLayout, rule: str, callee: Callee, whitespace: str) -> str:
+def _call_rules(layout: XmlLayout, index: int, callee: Callee, whitespace: str) -> str:
     before, after, closing = layout.call
     key, key_end, value_end = layout.argument
     arguments = arguments_term(
@@ -210,4 +212,7 @@ def _call_rule(layout: XmlLayout, rule: str, callee: Callee, whitespace: str) ->
     )
     if arguments is None:
         arguments = f"({literal(key)} NAME {literal(key_end + layout.margin)} unquoted WS?)*"
-    return f"{rule}: {literal(before + callee.name + after)} WS? {arguments} {literal(closing)}\n"
+    return (
+        f"call{index}: {literal(before)} rest{index}\n"
+        f"rest{index}: {literal(callee.name + after)} WS? {arguments} {literal(closing)}\n"
+    )
