@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.config_reader import TEXT_CONFIG, ConfigReader
 from llm_serving.models.gemma import plus_one
 from llm_serving.models.layers import (
     FULL,
@@ -58,14 +58,14 @@ def _hybrid(c: ConfigReader, names: tuple[str, ...], *, stacked: bool) -> Networ
         x = net.rms_norm(hidden, at + "post_attention_layernorm")
         return net.add(hidden, feed_forward(net, c, x, index, at + "mlp.", experts, stacks=stacks, normalise=True))
 
-    net.allow_unused("mtp.")  # multi-token prediction, which is not used
-    return decoder(net, c, layer)
+    for unused in ("mtp.", "model.visual."):  # multi-token prediction, and what reads images
+        net.allow_unused(unused)
+    at = "model.language_model" if c.has(TEXT_CONFIG) else "model"
+    return decoder(net, c, layer, table=f"{at}.embed_tokens", layers=f"{at}.layers", norm=f"{at}.norm")
 
 
 def _gated_attention(net: Network, x: Value, at: str, heads: Heads, rotary: Rotary, *, bias: bool) -> Value:
-    """Add attention with norms of heads, whose output is multiplied by a sigmoid. The gate of each head follows its
-    query in the tensor of queries.
-    """
+    """Add attention with norms of heads and a gate on its output, which the tensor of queries has after each query."""
     kv_rows = heads.kv * heads.own
     sizes, names = (2 * heads.q * heads.own, kv_rows, kv_rows), [at + name for name in QKV]
     rows = _gated_rows(heads, tuple(rotary.order()))

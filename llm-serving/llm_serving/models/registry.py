@@ -24,6 +24,8 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
     "Qwen3NextForCausalLM": ("qwen_next", "qwen3_next"),
     "Qwen3_5ForCausalLM": ("qwen_next", "qwen3_5"),
     "Qwen3_5MoeForCausalLM": ("qwen_next", "qwen3_5"),
+    "Qwen3_5ForConditionalGeneration": ("qwen_next", "qwen3_5"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen_next", "qwen3_5"),
     "MistralForCausalLM": ("mistral", "mistral"),
     "MixtralForCausalLM": ("mistral", "mistral"),
     "Phi3ForCausalLM": ("phi3", "phi3"),

@@ -16,7 +16,7 @@ from llm_serving.formats.folder import how_to_convert
 from llm_serving.formats.packed import Scheme
 from llm_serving.formats.quantization_schemes import scheme_of
 from llm_serving.models import chatglm
-from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.config_reader import TEXT_CONFIG, ConfigReader
 from llm_serving.models.gguf import is_gguf, read_config
 from llm_serving.models.layers import SCORE_TOKENS
 from llm_serving.models.mindformers import config_from_mindformers
@@ -198,6 +198,8 @@ class ModelSpec:
         architecture = architecture_of(config, where)
         if architecture in chatglm.ARCHITECTURES:
             config = chatglm.normalized_config(ConfigReader(config, where))
+        if config.get(TEXT_CONFIG) is not None:
+            config = {**config, **ConfigReader(config, where).inner(TEXT_CONFIG).config}
         reader = ConfigReader(config, where)
         scheme = scheme_of(config, where)
         network = describe(architecture, reader)
