@@ -114,10 +114,11 @@ class _TextsRequest(ProtocolRequest):
         return PrecheckInput(texts, 0, {"prompt": field, "n": field}, truncates=truncates)
 
     async def encode(self) -> EncodedRequest:
-        engine, name = self.engine, self._field_name
-        prompts = await _encode(engine, self._texts, name, self._limits, self._add_special_tokens)
-        num_tokens = sum(map(len, prompts))
-        await off_loop(num_tokens > INLINE_ITEMS, lambda: _check_lengths(engine, prompts, name))
+        engine, texts, name = self.engine, self._texts, self._field_name
+        prompts = await _encode(engine, texts, name, self._limits, self._add_special_tokens)
+        num_tokens, spec = sum(map(len, prompts)), engine.model_spec
+        num_ids = spec.network.num_input_ids if isinstance(texts[0], TextPair) else spec.vocab_size
+        await off_loop(num_tokens > INLINE_ITEMS, lambda: _check_lengths(engine, prompts, name, num_ids))
         return EncodedRequest(prompts, _PROMPT_ONLY)
 
 
@@ -191,10 +192,9 @@ def _ending(ids: list[int], of_text: list[int]) -> list[int]:
     return ids[before + len(of_text) :]
 
 
-def _check_lengths(engine: AsyncEngine, prompts: Sequence[list[int]], field_name: FieldName) -> None:
+def _check_lengths(engine: AsyncEngine, prompts: Sequence[list[int]], field_name: FieldName, num_ids: int) -> None:
     """Refuse empty or too long texts under their own names, because the engine sees only one prompt at a time."""
     most = min(engine.config.model.max_input_len, engine.max_model_len)
-    num_ids = engine.model_spec.network.num_input_ids
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise RequestError(field_name(index), "must hold at least one token", 0)
