@@ -188,9 +188,7 @@ def _may_be_header(text: str) -> bool:
     if not any(stripped.startswith(each) or each.startswith(stripped) for each in _STARTS):
         return False
     words, found, mark = _MARK.sub(" ", stripped).partition("<")
-    return _WORDS.fullmatch(words) is not None and (
-        not found or any(each.startswith("<" + mark) for each in (*_STARTS[:3], _MESSAGE))
-    )
+    return _WORDS.fullmatch(words) is not None and (not found or any(each.startswith("<" + mark) for each in _STARTS))
 
 
 def create(names: Collection[str]) -> HarmonyParser:
