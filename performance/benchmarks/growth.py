@@ -1,14 +1,15 @@
 """Time of a decode step by number of running requests and context length.
 
-    python performance/run.py growth [--model FOLDER] [--out growth] [--gigabytes 2.5]
+    python performance/run.py growth [--model FOLDER | --shape SHAPE] [--out growth] [--gigabytes 2.5]
 
 A decode step of a WorkAgent (arrays, network, sampling) is measured for each number of running requests and each
-context length. Its limit is the time to read every weight and context once and to compute every product, at the memory
-bandwidth and arithmetic peak measured before and after. The cache holds zeros, which cost as much time as other values.
+context length. Its limit is the time to read every weight and context once, to read and write every state of fixed
+size, and to compute every product, at the memory bandwidth and arithmetic peak measured before and after. The cache
+holds zeros, which cost as much time as other values.
 Combinations whose contexts need more than `--gigabytes` of cache are left out.
 
-Without `--model` the weights are random (`run.py make_model 15m`). Writes OUT.md, OUT.json and, with matplotlib,
-OUT.svg.
+Without `--model` the weights are random, of a shape that `run.py make_model` knows (`15m` by default). Writes OUT.md,
+OUT.json and, with matplotlib, OUT.svg.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 from benchmarks.make_model import SHAPES, make_model
 from harness.machine_limits import Limits, LostCoresMeter, StepCost
 from llm_serving.config import load_config
-from llm_serving.core.step import ResultKind, SamplingInput, StepInput
+from llm_serving.core.step import STATE_BEFORE, ResultKind, SamplingInput, StateAccess, StepInput
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.operations import ELEMENT_BYTES
@@ -56,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = arguments.model
         if model is None:
             model = Path(folder)
-            make_model({**SHAPES["15m"], "max_position_embeddings": max(arguments.contexts) + BLOCK_SIZE}, model)
+            make_model(
+                {**SHAPES[arguments.shape], "max_position_embeddings": max(arguments.contexts) + BLOCK_SIZE}, model
+            )
         else:
             model = load_config(None, [], model).model.model_path
         runner = _runner(model, arguments)
@@ -86,15 +89,17 @@ def step_seconds(runner: ModelRunner, running: int, context: int, seconds: float
     number = runner._next_step
     started = time.perf_counter()
     while len(times) < 7 or time.perf_counter() - started < seconds:
-        step = decode_step(number + len(times), running, context)
+        step = decode_step(number + len(times), running, context, has_states=bool(runner.spec.states))
+        if runner._state_guard is not None:
+            runner._state_guard._num_tokens[:] = context - 1  # as if the slots held the states of these contexts
         start = time.perf_counter()
         runner.execute(step)
         times.append(time.perf_counter() - start)
     return statistics.median(times[2:])
 
 
-def decode_step(number: int, running: int, context: int) -> StepInput:
-    """Return a decode step in which every request has blocks of its own."""
+def decode_step(number: int, running: int, context: int, *, has_states: bool = False) -> StepInput:
+    """Return a decode step in which every request has blocks of its own, and a slot for its state."""
     num_blocks = _num_blocks(context)
     tables = np.arange(running * num_blocks, dtype=np.int32).reshape(running, num_blocks)
     return StepInput(
@@ -106,13 +111,18 @@ def decode_step(number: int, running: int, context: int) -> StepInput:
         block_epochs=np.zeros_like(tables),
         result_tokens=np.array([(row, 0, ResultKind.TOKEN) for row in range(running)], np.int32),
         sampling=SamplingInput.plain(running, position=np.full(running, context, np.int32)),
+        states=np.array(
+            [StateAccess(row, token, row, 0) for row in range(running * has_states) for token in (STATE_BEFORE, 0)],
+            np.int32,
+        ).reshape(-1, len(StateAccess._fields)),
     )
 
 
 def judged(medians: Mapping[tuple[int, int], float], cost: StepCost, limits: Limits) -> Iterable[Point]:
     for (running, context), seconds in medians.items():
         pairs = running * context
-        least_s = limits.seconds(cost.num_bytes(pairs), cost.flop(running, running, pairs))
+        num_bytes = cost.num_bytes(pairs) + 2 * running * cost.spec.state_bytes
+        least_s = limits.seconds(num_bytes, cost.flop(running, running, pairs))
         yield Point(running, context, seconds, least_s)
 
 
@@ -186,6 +196,7 @@ def _num_blocks(context: int) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face folder, or `demo`")
+    parser.add_argument("--shape", choices=SHAPES, default="15m", help="of random weights")
     parser.add_argument("--running", type=_integers, default=list(RUNNING), metavar="1,2,4")
     parser.add_argument("--contexts", type=_integers, default=list(CONTEXTS), metavar="128,512")
     parser.add_argument("--gigabytes", type=float, default=2.5, help="of the cache")

@@ -3,7 +3,8 @@
     python performance/run.py make_model SHAPE FOLDER
 
 `1.1b` has the shape of TinyLlama, `135m` that of SmolLM2, `15m` that of stories15M (llama2.c). `1b-active` is a Qwen3
-mixture of experts with 3.1 billion weights, 1.0 billion of them active for a token. All have a vocabulary of 32,000
+mixture of experts with 3.1 billion weights, 1.0 billion of them active for a token. `350m-hybrid` is a Qwen3.5, three
+of whose four layers keep states of fixed size; `350m` is a Llama with as many bytes. All have a vocabulary of 32,000
 tokens and seeded normal weights in bfloat16. The tokenizer is the demo model's, extended by one word for each further
 id: a server sends an event only when there is text, so every token needs a text for its arrival to be visible.
 """
@@ -14,11 +15,12 @@ import argparse
 import json
 import shutil
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from llm_serving.models.spec import ModelSpec
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "llm-serving" / "llm_serving" / "demo_model"
 SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -47,6 +49,30 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
         "num_attention_heads": 6,
         "num_key_value_heads": 6,
         "head_dim": 48,
+        "tie_word_embeddings": True,
+    },
+    "350m": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "350m-hybrid": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": 1024,
+        "intermediate_size": 2336,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
         "tie_word_embeddings": True,
     },
     "1b-active": {
@@ -96,7 +122,7 @@ def make_model(shape: Mapping[str, Any], folder: Path) -> None:
         **shape,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    _write_safetensors(folder / "model.safetensors", list(_tensors(shape)))
+    _write_safetensors(folder / "model.safetensors", list(ModelSpec.from_hugging_face(config).tensors.items()))
     shutil.copy(DEMO_MODEL / "tokenizer_config.json", folder)
     demo_size = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
     words = b"".join(_piece(f"\u2581word{token_id}") for token_id in range(demo_size, VOCAB_SIZE))
@@ -111,38 +137,6 @@ def _piece(text: str) -> bytes:
     encoded = text.encode()
     message = b"\x0a" + bytes([len(encoded)]) + encoded + b"\x15" + struct.pack("<f", -1e9)
     return b"\x0a" + bytes([len(message)]) + message
-
-
-def _tensors(shape: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield name and shape of every weight, in Hugging Face form."""
-    hidden, dim, experts = shape["hidden_size"], shape["head_dim"], shape.get("num_experts", 0)
-    heads, kv_heads = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
-    yield "model.embed_tokens.weight", (VOCAB_SIZE, hidden)
-    for index in range(shape["num_hidden_layers"]):
-        layer = f"model.layers.{index}"
-        yield f"{layer}.input_layernorm.weight", (hidden,)
-        yield f"{layer}.self_attn.q_proj.weight", (heads, hidden)
-        yield f"{layer}.self_attn.k_proj.weight", (kv_heads, hidden)
-        yield f"{layer}.self_attn.v_proj.weight", (kv_heads, hidden)
-        yield f"{layer}.self_attn.o_proj.weight", (hidden, heads)
-        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
-        if not experts:
-            yield from _gated(f"{layer}.mlp", hidden, shape["intermediate_size"])
-            continue
-        yield f"{layer}.self_attn.q_norm.weight", (dim,)
-        yield f"{layer}.self_attn.k_norm.weight", (dim,)
-        yield f"{layer}.mlp.gate.weight", (experts, hidden)
-        for number in range(experts):
-            yield from _gated(f"{layer}.mlp.experts.{number}", hidden, shape["moe_intermediate_size"])
-    yield "model.norm.weight", (hidden,)
-    if not shape["tie_word_embeddings"]:
-        yield "lm_head.weight", (VOCAB_SIZE, hidden)
-
-
-def _gated(at: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{at}.gate_proj.weight", (inner, hidden)
-    yield f"{at}.up_proj.weight", (inner, hidden)
-    yield f"{at}.down_proj.weight", (hidden, inner)
 
 
 def _write_safetensors(path: Path, tensors: list[tuple[str, tuple[int, ...]]]) -> None:
