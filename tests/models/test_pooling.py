@@ -117,6 +117,16 @@ def test_pooling_of_a_reranker_by_the_logits_of_two_tokens(tmp_path):
         check_folder(tmp_path)
 
 
+def test_pooling_of_a_reranker_by_the_tokens_of_its_configuration(tmp_path):
+    write_small_model(tmp_path, classifier_from_token=["no", "yes"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"yes": 7, "no": 9}}}))
+    (head,) = [each for each in check_folder(tmp_path).network.head_operations if each.kind == "linear"]
+    assert head.weights["weight"].rows == (7, 9)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"yes": 7}}}))
+    with pytest.raises(ModelError, match="must hold two tokens"):
+        check_folder(tmp_path)
+
+
 def test_an_encoder_reads_as_many_tokens_as_sentence_transformers(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BERT | {"architectures": ["XLMRobertaModel"], "pad_token_id": 1}))
     assert ModelSpec.from_folder(tmp_path).max_position_embeddings == 38

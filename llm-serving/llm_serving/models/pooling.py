@@ -21,6 +21,7 @@ MODULE_FILE: Final = re.compile(r"\d+_\w+/config\.json")
 """Usual path of the configuration of a module."""
 TRANSFORMER_FILE: Final = "sentence_bert_config.json"
 _MAX_BYTES: Final = 2**20
+_MAX_TOKENIZER_BYTES: Final = 2**28
 _MODE: Final = "pooling_mode_"
 _MODES: Final[Mapping[str, PoolingMode]] = {
     "lasttoken": PoolingMode.LAST,
@@ -106,16 +107,19 @@ def read_pooling(folder: Path) -> Pooling | None:
     return Pooling(normalises, embedding_only=True, mode=modes[-1] if modes else PoolingMode.LAST)
 
 
-def score_tokens(folder: Path) -> list[int]:
+def score_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
     """Return the token whose logit is the score of a reranker, and the token whose logit is subtracted; empty for other
-    models. The module LogitScore of sentence-transformers names them.
+    models. The module LogitScore of sentence-transformers names them, or `classifier_from_token` of config.json (vLLM):
+    the texts of the second token and of the first.
     """
-    for name, config in _modules(folder):
+    if (texts := config.get("classifier_from_token")) is not None:
+        return _token_ids(folder, texts)
+    for name, path in _modules(folder):
         if name == "LogitScore":
-            content = _read(config)
+            content = _read(path)
             ids = [content.get(key) for key in ("true_token_id", "false_token_id")] if isinstance(content, dict) else []
             if not ids or not all(type(each) is int or (at == 1 and each is None) for at, each in enumerate(ids)):
-                raise ModelError(f"{config}: must have an integer `true_token_id`. Given: {shorten(content)}")
+                raise ModelError(f"{path}: must have an integer `true_token_id`. Given: {shorten(content)}")
             return [each for each in ids if each is not None]
     return []
 
@@ -132,6 +136,18 @@ def max_seq_length(folder: Path) -> int | None:
     config = _read(path) if path.exists() else None
     length = config.get("max_seq_length") if isinstance(config, Mapping) else None
     return length if type(length) is int and length > 0 else None
+
+
+def _token_ids(folder: Path, texts: Any) -> list[int]:
+    path = folder / "tokenizer.json"
+    content = _read(path, _MAX_TOKENIZER_BYTES) if path.exists() else {}
+    model = content.get("model") if isinstance(content, Mapping) else None
+    vocab = model.get("vocab") if isinstance(model, Mapping) else None
+    known = vocab if isinstance(vocab, Mapping) else {}
+    if not isinstance(texts, list) or len(texts) != 2 or not all(type(known.get(each)) is int for each in texts):
+        rule = "must hold two tokens of tokenizer.json, such as no and yes"
+        raise ModelError(f"{folder}: `classifier_from_token` {rule}. Given: {shorten(texts)}")
+    return [known[each] for each in reversed(texts)]
 
 
 def _reranker(folder: Path, spec: ModelSpec) -> Pooling:
@@ -201,8 +217,8 @@ def _modes(config: Mapping[str, Any]) -> list[str]:
     return [key.removeprefix(_MODE) for key, value in config.items() if key.startswith(_MODE) and value is True]
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, max_bytes: int = _MAX_BYTES) -> Any:
     try:
-        return json.loads(read_regular(path, _MAX_BYTES))
+        return json.loads(read_regular(path, max_bytes))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None

@@ -178,12 +178,10 @@ class ModelSpec:
             and (older := _older_quantization_config(folder, config)) is not None
         ):
             config["quantization_config"] = older
-        if is_embedding_model(folder):
-            config["tie_word_embeddings"] = config.get("tie_word_embeddings", True)
-            if tokens := score_tokens(folder):
-                config[SCORE_TOKENS] = tokens
-            else:
-                config["tie_word_embeddings"] = True  # the LM head is never read and may be missing
+        if tokens := score_tokens(folder, config):
+            config[SCORE_TOKENS] = tokens
+        elif is_embedding_model(folder):
+            config["tie_word_embeddings"] = True  # the LM head is never read and may be missing
         spec = cls.from_hugging_face(config, str(path))
         longest = None if spec.network.causal else max_seq_length(folder)
         if longest is not None and longest < spec.max_position_embeddings:
