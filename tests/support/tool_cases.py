@@ -98,6 +98,10 @@ def hunyuan(*calls: Written) -> str:
     return f"<tool_calls>{granite(*calls).removeprefix('<|tool_call|>')}</tool_calls>"
 
 
+def nemotron(*calls: Written) -> str:
+    return f"<TOOLCALL>{granite(*calls).removeprefix('<|tool_call|>')}</TOOLCALL>"
+
+
 def cohere(*calls: Written) -> str:
     each = (
         f'    {{"tool_call_id": "{i}", "tool_name": "{name}", "parameters": {arguments}}}'

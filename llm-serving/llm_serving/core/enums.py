@@ -136,6 +136,7 @@ class ToolFormatName(enum.StrEnum):
     COHERE = "cohere"
     GRANITE = "granite"
     HUNYUAN = "hunyuan"
+    NEMOTRON = "nemotron"
     LFM2 = "lfm2"
     OLMO = "olmo"
     GLM = "glm"

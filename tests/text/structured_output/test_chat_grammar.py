@@ -113,6 +113,7 @@ def test_arguments_follow_the_json_white_space_setting(form: str, whitespace: st
         ("granite", 'I ask.<|tool_call|>[{"name": "'),
         ("granite", 'I ask.<tool_call>[{"name": "'),
         ("hunyuan", '<tool_calls>[{"name": "'),
+        ("nemotron", '<TOOLCALL>[{"name": "'),
         ("cohere", '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "'),
         ("lfm2", "I ask.<|tool_call_start|>["),
         ("olmo", "I ask.\n<function_calls>\n"),

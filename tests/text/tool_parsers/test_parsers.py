@@ -151,6 +151,7 @@ FRAGMENTS = {
     "olmo": ["<function_calls>", "</function_calls>", "<func", "add(a=1)", "add(", "a='", "'", ")", "null"],
     "granite": ["<|tool_call|>", "<tool_call>", "<|tool", '[{"name": "add", "arguments": {}}]'],
     "hunyuan": ["<tool_calls>", "</tool_calls>", "<tool", '[{"name": "add", "arguments": {}}]'],
+    "nemotron": ["<TOOLCALL>", "</TOOLCALL>", "<TOOL", '[{"name": "add", "arguments": {}}]'],
     "cohere": ["<|START_ACTION|>", "<|END_ACTION|>", "<|", '[{"tool_name": "add", "parameters": {}}]'],
     "harmony": [
         *(f"<|{each}|>" for each in ("start", "channel", "message", "constrain", "end", "call", "return")),
@@ -350,6 +351,7 @@ def test_text_before_a_call_is_returned_at_once() -> None:
         ("<|tool_calls_section_begin|>", "kimi"),
         ("respond only with <|tool_call|> followed by a JSON list", "granite"),
         ("<tool_calls>[{", "hunyuan"),
+        ("'<TOOLCALL>[{{' </think>", "nemotron"),
         ("<|START_ACTION|>[ ```json", "cohere"),
         ("List of tools: <|tool_list_start|>[", "lfm2"),
         ("wrapped in <function_calls></function_calls> XML tags", "olmo"),

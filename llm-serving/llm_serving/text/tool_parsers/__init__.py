@@ -88,6 +88,7 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     ToolFormatName.COHERE: _json(json_lists.COHERE, r"<\|START_ACTION\|>", special_tokens=True),
     ToolFormatName.GRANITE: _json(json_lists.GRANITE, r"<\|tool_call\|>", special_tokens=True),
     ToolFormatName.HUNYUAN: _json(json_lists.HUNYUAN, "<tool_calls>"),
+    ToolFormatName.NEMOTRON: _json(json_lists.NEMOTRON, "<TOOLCALL>", special_tokens=True),
     ToolFormatName.LFM2: _python(pythonic.LFM2, r"<\|tool_(?:call|list)_start\|>"),
     ToolFormatName.OLMO: _python(pythonic.OLMO, "<function_calls>"),
     ToolFormatName.GLM: ToolFormat(glm.create, glm.rules, "<arg_key>"),

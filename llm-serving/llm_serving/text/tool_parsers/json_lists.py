@@ -1,4 +1,4 @@
-"""Tool calls as a list of JSON objects, as Granite 3, Hunyuan and Cohere's Command R7B and A write them."""
+"""Tool calls as a list of JSON objects, as Granite 3, Hunyuan, Nemotron and Cohere's Command R7B and A write them."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ class JsonListLayout:
 
 GRANITE: Final = JsonListLayout(("<|tool_call|>", "<tool_call>"))
 HUNYUAN: Final = JsonListLayout(("<tool_calls>",), "</tool_calls>")
+NEMOTRON: Final = JsonListLayout(("<TOOLCALL>",), "</TOOLCALL>")
 COHERE: Final = JsonListLayout(
     ("<|START_ACTION|>",),
     "<|END_ACTION|>",
