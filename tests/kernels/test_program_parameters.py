@@ -63,10 +63,10 @@ def with_first(part: str, index: int, value: int) -> Change:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (with_first("instructions", 0, 1), "the version must be 6, is 1"),
+        (with_first("instructions", 0, 1), "the version must be 7, is 1"),
         (with_first("instructions", 5, 3), "the model's type must be 0, 1 or 2, is 3"),
         (with_first("instructions", 5, 0), "weight 0 must be [V, H] of the model's type or int8"),
-        (with_first("instructions", 4, 20), "instructions have 19 numbers, the header says 20"),
+        (with_first("instructions", 4, 21), "instructions have 20 numbers, the header says 21"),
         (with_first("instructions", 1, 0), "the header says 0 weights, 1 layers, "),
         (with_first("instructions", 2, 2), "expects 9 parameters, "),
         (with_first("instructions", 6, 1), "expects 9 parameters, "),
