@@ -158,7 +158,7 @@ def program_of_sum(x: Typed) -> Runnable:
     """Adds the sum over all ranks to rows."""
     net = Network(x.array.shape[1], len(x.array))
     rows = net.embedding("x")
-    net.lm_head(net.add(rows, net._record("all_reduce", {"x": rows}, {}, {})), "one")
+    net.lm_head(net.add(rows, net.record("all_reduce", {"x": rows}, {}, {})), "one")
     given = {"x.weight": x.values, "one.weight": np.eye(x.array.shape[1])}
     with library.use_isa("plain"):  # which keeps weights as they are
         return runnable_of(net, {weight: given[weight.names[0]] for weight in net.weights}, x.dtype)
