@@ -97,6 +97,7 @@ def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
                 whole_prompts=not spec.network.causal,
                 pooling=pooling,
                 num_state_slots=config.num_state_slots(spec.state_bytes),
+                num_state_pieces=-(-spec.state_bytes // max(1, loaded.block_bytes)),
                 notice=loaded.notice,
                 compute_fingerprint=loaded.compute_fingerprint,
             )

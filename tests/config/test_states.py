@@ -65,13 +65,6 @@ def test_a_reload_cannot_add_running_requests_without_slots(folder: Path) -> Non
     assert scheduler.limits.max_num_seqs == 6
 
 
-def test_states_are_not_transferred_between_replicas(folder: Path) -> None:
-    roles = "cluster_config.replicas=2", "cluster_config.roles=[prefill, decode]"
-    rule = r"`cluster_config\.roles` must contain only `both` for Lfm2ForCausalLM: states of fixed size are not"
-    with pytest.raises(ConfigError, match=rule):
-        load(folder, *roles)
-
-
 def test_each_rank_keeps_whole_states(folder: Path) -> None:
     network = ModelSpec.from_folder(folder).network
     for rank in range(2):

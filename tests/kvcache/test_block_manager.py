@@ -12,7 +12,7 @@ from llm_serving.core.step import BlockMoveKind
 from llm_serving.kvcache import BlockManager
 from support.factories import create_request
 
-COPY, SWAP_OUT, SWAP_IN, EXPORT, IMPORT = map(int, BlockMoveKind)
+COPY, SWAP_OUT, SWAP_IN, EXPORT, IMPORT, *_ = map(int, BlockMoveKind)
 
 
 def admit(blocks: BlockManager, request: Request, parent: Request | None = None) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from llm_serving.core.request import Request
-from llm_serving.core.step import STATE_BEFORE
+from llm_serving.core.step import STATE_BEFORE, BlockMoveKind
 from llm_serving.kvcache import BlockManager, StateSlots
+from llm_serving.kvcache.transfer_pool import TransferPool
 from support.factories import create_request
 
 BLOCK_SIZE = 4
@@ -213,8 +214,26 @@ def test_a_lost_cache_has_no_checkpoints() -> None:
     assert admit(blocks, create_request(10, request_id="b")) == 0
 
 
-def test_states_are_not_exported() -> None:
-    blocks = manager()
-    admit(blocks, request := create_request(10, request_id="a"))
-    compute(blocks, request, 10)
-    assert blocks.export("a", 10) is None
+def test_a_state_is_exported_behind_the_blocks_and_imported_to_a_slot() -> None:
+    states = StateSlots(4, 2, BLOCK_SIZE, num_pieces=2)
+    source = BlockManager(32, BLOCK_SIZE, states=states, exports=TransferPool(8))
+    admit(source, request := create_request(10, request_id="a"))
+    compute(source, request, 10)
+    moves = source.export("a", 10)
+    assert moves is not None
+    own, epoch = 0, states.pool.epoch(0)
+    assert [move.kind for move in moves] == [BlockMoveKind.EXPORT] * 3 + [BlockMoveKind.EXPORT_STATE] * 2
+    assert [(*move[1:4], move.num_tokens) for move in moves[3:]] == [(own, 3, epoch, 10), (own, 4, epoch, 10)]
+    source.check_integrity()
+    transfer = source.transfer_pool.hand_over("a")
+    target = manager()
+    migrated = create_request(10, request_id="a")
+    migrated.num_computed_tokens = transfer.num_tokens
+    target.add_import("a", transfer)
+    target.admit(migrated, 11)
+    target.check_integrity()
+    imports = target.pop_block_moves()
+    assert [move.kind for move in imports] == [BlockMoveKind.IMPORT] * 3 + [BlockMoveKind.IMPORT_STATE] * 2
+    assert [move[1:3] for move in imports[3:]] == [(3, 0), (4, 0)]
+    assert target.pop_released_imports() == transfer.blocks
+    assert compute(target, migrated, 1) == [(STATE_BEFORE, 0), (0, 0)]

@@ -34,6 +34,8 @@ from llm_serving.worker.state_guard import StateGuard
 from support.step_factories import top_tokens
 
 VOCAB_SIZE = 1000
+_EXPORTED_STATES: dict[int, tuple[int, ...]] = {}
+"""What a block of a transfer pool has in place of a state -> the state."""
 _LOGITS = 4 * np.random.default_rng(0).normal(size=1 << 18)
 """Logits of a context start at an offset in this array that depends on the context."""
 
@@ -86,10 +88,11 @@ class FakeRunner:
             BlockLocation.HOST: self._host,
             BlockLocation.TRANSFER: transfer.blocks,
         }
-        known_window = window if window < NO_WINDOW else None
-        self._guard = BlockGuard(num_blocks, num_swap_blocks, block_size, known_window, transfer.tags)
-        self._states: list[tuple[int, ...]] = [()] * num_state_slots
         self._state_guard = StateGuard(num_state_slots)
+        known_window = window if window < NO_WINDOW else None
+        sizes = num_blocks, num_swap_blocks, block_size
+        self._guard = BlockGuard(*sizes, known_window, transfer.tags, self._state_guard.tags)
+        self._states: list[tuple[int, ...]] = [()] * num_state_slots
         self._previous: list[int] = []
         self.compute_fingerprint = UNKNOWN_FINGERPRINT
 
@@ -172,6 +175,14 @@ class FakeRunner:
 
     def _move_blocks(self, moves: list[list[int]]) -> None:
         for kind, source, target, *_ in moves:
+            if kind == BlockMoveKind.EXPORT_STATE:
+                key = zlib.crc32(repr(self._states[source]).encode()) >> 1
+                _EXPORTED_STATES[key] = self._states[source]
+                self._memories[BlockLocation.TRANSFER][target] = [key] * self.block_size
+                continue
+            if kind == BlockMoveKind.IMPORT_STATE:
+                self._states[target] = _EXPORTED_STATES[self._memories[BlockLocation.TRANSFER][source][0]]
+                continue
             out_of, into = (self._memories[each] for each in SOURCE_AND_TARGET[BlockMoveKind(kind)])
             assert 0 <= source < len(out_of), (kind, source, target)
             assert 0 <= target < len(into), (kind, source, target)

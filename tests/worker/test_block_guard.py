@@ -6,7 +6,7 @@ from llm_serving.errors import WorkerError
 from llm_serving.worker.block_guard import BlockGuard, BlockTags
 from support.step_factories import block_moves, step_input
 
-COPY, SWAP_OUT, SWAP_IN, EXPORT, IMPORT = map(int, BlockMoveKind)
+COPY, SWAP_OUT, SWAP_IN, EXPORT, IMPORT, *_ = map(int, BlockMoveKind)
 INSIDE = (BlockMoveKind.COPY, BlockMoveKind.SWAP_OUT, BlockMoveKind.SWAP_IN)
 
 

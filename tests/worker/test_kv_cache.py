@@ -236,8 +236,8 @@ def test_no_moves_need_no_host_pool():
             (TAKE, 4, 9),
             r"IMPORT from a block of the transfer pool must name one below `num_transfer_blocks` 4\. Given: 4",
         ),
-        ((3, 0, 0), r"of the kinds 0 COPY, 1 SWAP_OUT, 2 SWAP_IN, 4 IMPORT\. Given: 3"),
-        ((-1, 0, 0), r"of the kinds 0 COPY, 1 SWAP_OUT, 2 SWAP_IN, 4 IMPORT\. Given: -1"),
+        ((3, 0, 0), r"of the kinds 0 COPY, 1 SWAP_OUT, 2 SWAP_IN, 4 IMPORT, 6 IMPORT_STATE\. Given: 3"),
+        ((-1, 0, 0), r"of the kinds 0 COPY, 1 SWAP_OUT, 2 SWAP_IN, 4 IMPORT, 6 IMPORT_STATE\. Given: -1"),
     ],
 )
 def test_check_block_moves_names_the_wrong_move(move, message):
@@ -251,7 +251,7 @@ def test_exports_must_stay_inside_the_transfer_pool():
     check_block_moves(block_moves((BlockMoveKind.EXPORT, 9, 3)), 10, 3, 4, exports=True)
     with pytest.raises(WorkerError, match="EXPORT to a block of the transfer pool"):
         check_block_moves(block_moves((BlockMoveKind.EXPORT, 9, 4)), 10, 3, 4, exports=True)
-    with pytest.raises(WorkerError, match=r"of the kinds 3 EXPORT\. Given: 0"):
+    with pytest.raises(WorkerError, match=r"of the kinds 3 EXPORT, 5 EXPORT_STATE\. Given: 0"):
         check_block_moves(block_moves((COPY, 9, 3)), 10, 3, 4, exports=True)
 
 

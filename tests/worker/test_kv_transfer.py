@@ -5,17 +5,25 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 import pytest
+from families import models
+from llm_serving.core.step import BlockMoveKind
 from llm_serving.errors import ChannelClosedError, WorkerError
+from llm_serving.models.spec import ModelSpec
 from llm_serving.transport.messages import MasterMessage, ReadBlocks
-from llm_serving.worker.kv_cache import TransferMemory
+from llm_serving.transport.shared_memory import transfer_memory
+from llm_serving.worker.kv_cache import KVTensors, TransferMemory
 from llm_serving.worker.kv_transfer import SHARE, BackgroundThrottle, serve_blocks
 from support.fake_runner import FakeTransferPool
+from support.graph_model import backend
+from support.step_factories import block_moves
 
 SHAPES = ((4, 2, 3), (4, 6))
 BLOCK_BYTES = 2 * (6 * 2 + 6 * 1)
@@ -40,6 +48,26 @@ def fill(pool: TransferMemory) -> None:
         array[:] = rng.integers(0, 100, array.shape)
     pool.epochs[:] = 5, 6, 7, 8
     pool.num_written[:] = 4, 4, 3, 0
+
+
+@pytest.mark.mindspore
+def test_a_state_travels_in_pieces_of_a_block(tmp_path: Path) -> None:
+    """With an int8 cache a block is smaller than a state."""
+    models.write("lfm2", tmp_path)
+    spec = ModelSpec.from_folder(tmp_path)
+    given = KVTensors.allocate(spec, backend("cpu", "bfloat16"), 2, 16, num_state_slots=3, int8=True)
+    assert given.block_bytes < spec.state_bytes < 2 * given.block_bytes
+    with transfer_memory() as fd:
+        tensors = replace(given, transfer=TransferMemory(fd, 6, given.layers))
+        rng = np.random.default_rng(0)
+        for states in tensors.states:
+            states.storage[:] = rng.standard_normal(states.storage.shape)
+        before = [states.storage.copy() for states in tensors.states]
+        out, back = BlockMoveKind.EXPORT_STATE, BlockMoveKind.IMPORT_STATE
+        tensors.move_blocks(block_moves((out, 2, 5), (out, 1, 0), (out, 2, 3), (out, 1, 1)))
+        tensors.move_blocks(block_moves((back, 5, 0), (back, 3, 0)))
+        for states, old in zip(tensors.states, before, strict=True):
+            assert np.array_equal(states.storage, old[[2, 1, 2]])
 
 
 def test_a_transferred_block_arrives_in_all_layers(here: TransferMemory, there: TransferMemory) -> None:

@@ -32,6 +32,11 @@ class BlockMoveKind(enum.IntEnum):
     EXPORT = 3
     """From the cache to the transfer pool, which other WorkAgents read."""
     IMPORT = 4
+    EXPORT_STATE = 5
+    """A piece of the state in a slot (`StateAccess`) to a block of the transfer pool. The moves of a slot are in the
+    order of the pieces, each of the size of a block.
+    """
+    IMPORT_STATE = 6
 
 
 class BlockMove(NamedTuple):
@@ -44,7 +49,7 @@ class BlockMove(NamedTuple):
     source_epoch: int
     target_epoch: int
     num_tokens: int
-    """Number of valid tokens at the start of the block."""
+    """Number of valid tokens at the start of the block; of a state, the number of tokens after which it is."""
 
 
 def no_block_moves() -> Int32Array:

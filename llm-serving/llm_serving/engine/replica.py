@@ -46,19 +46,22 @@ def build_scheduler(
     whole_prompts: bool = False,
     *,
     num_state_slots: int = 0,
+    num_state_pieces: int = 1,
 ) -> Scheduler:
     """Create the scheduler of replica `index`, with a KV cache of `num_blocks` and a host pool of `num_swap_blocks`.
 
     If the configuration names a folder for recordings, the scheduler's decisions are recorded until it is freed.
     `window`: number of latest tokens that every layer of the model attends to; None: some layer attends to all.
     `whole_prompts`: whether a step must compute whole prompts, because tokens attend to later ones.
-    `num_state_slots`: slots for states of fixed size; 0: no layer of the model keeps any.
+    `num_state_slots`: slots for states of fixed size; 0: no layer of the model keeps any. `num_state_pieces`: blocks of
+    the transfer pool that one state takes.
     """
     scheduler = config.scheduler
     sliding_window = Window.from_model(window, scheduler.max_prefill_tokens, config.model.max_generate_length)
     states = None
     if num_state_slots:
-        states = StateSlots(num_state_slots, config.model.decode_batch_size, config.pa.block_size)
+        sizes = num_state_slots, config.model.decode_batch_size, config.pa.block_size, num_state_pieces
+        states = StateSlots(*sizes)
     blocks = BlockManager(
         num_blocks,
         config.pa.block_size,
@@ -171,15 +174,15 @@ def build_engine(
     clock: Clock = monotonic,
     whole_prompts: bool = False,
     num_state_slots: int = 0,
+    num_state_pieces: int = 1,
     build_drafter: Callable[[ServingConfig, Executor, Clock], SpeculationController | None] = build_drafter,
     **options: Any,
 ) -> Engine:
     """Create the engine of replica `index`. For the numbers of blocks and of slots, `window` and `whole_prompts` see
     `build_scheduler`.
     """
-    scheduler = build_scheduler(
-        config, num_blocks, num_swap_blocks, index, window, clock, whole_prompts, num_state_slots=num_state_slots
-    )
+    sizes = {"num_state_slots": num_state_slots, "num_state_pieces": num_state_pieces}
+    scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, window, clock, whole_prompts, **sizes)
     longest = _longest_request(config, scheduler.blocks)
     logger.info("replica %d: %d blocks of %d tokens; %s", index, num_blocks, config.pa.block_size, longest)
     if (states := scheduler.blocks.states) is not None:

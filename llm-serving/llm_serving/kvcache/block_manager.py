@@ -163,8 +163,6 @@ class BlockManager:
             self._unshared.add(request_id)
         if request_id in self._host_tables or request_id in self._import_tables:
             self._load_swapped_or_imported(request, num_tokens)
-            if self.states is not None:
-                self.states.swap_in(request_id)
             return request.num_computed_tokens
         table = self._shared_blocks(request, parent, unshared)
         end = len(table.ids)
@@ -277,15 +275,20 @@ class BlockManager:
 
     def export(self, request_id: str, num_tokens: int) -> list[BlockMove] | None:
         """Export the blocks of the first `num_tokens` tokens that the request still needs to the transfer pool. Return
-        moves for the step that computes the last of these tokens; None if the transfer pool is full, or has no states.
+        moves for the step that computes the last of these tokens; None if the transfer pool is full. A state follows
+        the blocks.
         """
-        if self.states is not None:
-            return None
         table = self._tables[request_id]
         start = max(table.start, self.window.first_block(num_tokens, self.block_size))
         end = self.num_blocks_for(num_tokens)
-        target = self.transfer_pool.allocate(request_id, start, end, num_tokens)
-        return None if target is None else self._moves_of(BlockMoveKind.EXPORT, table, target, start, end, num_tokens)
+        num_pieces = 0 if self.states is None else self.states.num_pieces
+        target = self.transfer_pool.allocate(request_id, start, end + num_pieces, num_tokens)
+        if target is None:
+            return None
+        moves = self._moves_of(BlockMoveKind.EXPORT, table, target, start, end, num_tokens)
+        if self.states is not None:
+            moves += self.states.export(request_id, target.blocks(end), num_tokens)
+        return moves
 
     def pop_released_imports(self) -> list[TransferBlock]:
         """Return the imported blocks since the last call that can be reclaimed after the steps formed so far."""
@@ -412,12 +415,18 @@ class BlockManager:
         self._move(kind, outside, table, start * self.block_size, request.num_computed_tokens)
         if kind is BlockMoveKind.SWAP_IN:
             self.host_pool.free(outside)
+            if self.states is not None:
+                self.states.swap_in(request_id)
         else:
             self._release_import(outside)
+            if self.states is not None:
+                computed = request.num_computed_tokens
+                pieces = outside.blocks(self.num_blocks_for(computed))
+                self._block_moves += self.states.admit_import(request_id, pieces, computed)
         self._tables[request_id] = table
 
     def _release_import(self, table: BlockTable) -> None:
-        self._released_imports += zip(table.ids[table.start :], table.epochs[table.start :], strict=True)
+        self._released_imports += table.blocks(table.start)
 
     def _move(self, kind: BlockMoveKind, source: BlockTable, target: BlockTable, start: int, end: int) -> None:
         """Move the tokens [start, end) between the same entries of two tables. `start` is the start of a block."""

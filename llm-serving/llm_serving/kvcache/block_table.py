@@ -47,6 +47,10 @@ class BlockTable:
         self.start = start
         return block_ids
 
+    def blocks(self, start: int) -> list[tuple[int, int]]:
+        """Return (block id, epoch) of the entries from `start`, which must have blocks."""
+        return list(zip(self.ids[start:], self.epochs[start:], strict=True))
+
     @property
     def end(self) -> int:
         """Number of entries, with and without blocks."""

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 from llm_serving.core.request import Request
-from llm_serving.core.step import STATE_BEFORE, StateAccess
+from llm_serving.core.step import STATE_BEFORE, BlockMove, BlockMoveKind, StateAccess
 from llm_serving.kvcache.block_pool import BlockPool
+from llm_serving.kvcache.transfer_pool import TransferBlock
 
 
 class StateSlots:
@@ -23,10 +24,12 @@ class StateSlots:
     write states at the same time, so slots that its rows read become free only after all its rows are planned.
     """
 
-    def __init__(self, num_slots: int, max_running: int, block_size: int) -> None:
+    def __init__(self, num_slots: int, max_running: int, block_size: int, num_pieces: int = 1) -> None:
+        """`num_pieces`: blocks of the transfer pool that one state takes."""
         assert num_slots >= max_running, f"{num_slots} slots cannot hold the states of {max_running} requests"
         self.pool = BlockPool(num_slots)
         self.max_running = max_running
+        self.num_pieces = num_pieces
         self._block_size = block_size
         self._own: dict[str, int] = {}
         """Request id -> slot, for running and swapped requests."""
@@ -82,6 +85,21 @@ class StateSlots:
             num_cached = next((at for at, each in enumerate(hashes) if not is_cached(each)), len(hashes))
             ends = {num_cached * self._block_size, self._prompt_checkpoint(request)}
             self._wanted[request_id] = [each for each in sorted(ends) if each > num_shared * self._block_size]
+
+    def admit_import(self, request_id: str, pieces: Iterable[TransferBlock], num_tokens: int) -> list[BlockMove]:
+        """Give a request from another replica its own slot. Return the moves of its state, which is that after
+        `num_tokens` tokens.
+        """
+        (slot,) = self.pool.allocate(1)
+        self._own[request_id] = slot
+        kind, epoch = int(BlockMoveKind.IMPORT_STATE), self.pool.epoch(slot)
+        return [BlockMove(kind, block_id, slot, each, epoch, num_tokens) for block_id, each in pieces]
+
+    def export(self, request_id: str, pieces: Iterable[TransferBlock], num_tokens: int) -> list[BlockMove]:
+        """Return the moves of a request's state after the planned step, which is that after `num_tokens` tokens."""
+        slot = self._sources.get(request_id, self._own[request_id])
+        kind, epoch = int(BlockMoveKind.EXPORT_STATE), self.pool.epoch(slot)
+        return [BlockMove(kind, slot, block_id, epoch, each, num_tokens) for block_id, each in pieces]
 
     def swap_in(self, request_id: str) -> None:
         self._swapped.remove(request_id)

@@ -140,8 +140,8 @@ class Scheduler:
             add_draft_tokens(plan, self.blocks)
         rows = list(plan.rows.values())
         results = collect_prompt_results(rows) if self._num_with_prompt_results else []
-        migrating, exports = plan_exports(rows, self.blocks) if self._num_migrating else ([], [])
         states = [] if self.blocks.states is None else plan_states(rows, self.blocks.states)
+        migrating, exports = plan_exports(rows, self.blocks) if self._num_migrating else ([], [])
         started = self._advance(plan, rows, running)
         if plan.considers_prompts:
             self._closed_classes = plan.closed_classes

@@ -20,6 +20,7 @@ from llm_serving.core.step import (
     SamplingInput,
     Scores,
     ScoringInput,
+    StateAccess,
     StepInput,
     StepOutput,
     TopTokens,
@@ -41,6 +42,7 @@ _NUM_ARRAYS = 1 + len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS) + len(_SCORING_ARRAY
 _NUM_ALLOWED_ARRAYS = 1 + len(AllowedTokens._fields)
 _RESULT_BYTES = len(ResultToken._fields) * 4
 _MOVE_BYTES = len(BlockMove._fields) * 4
+_STATE_BYTES: Final = len(StateAccess._fields) * 4
 _BIAS_BYTES: Final = 8 * 4096
 _SAMPLE_BYTES: Final = 4 * len(_SAMPLING_ARRAYS) + 4
 """Bytes of one sample's parameters (one of them has 8 bytes), and of the length of its shared history prefix."""
@@ -143,9 +145,9 @@ def max_step_bytes(
     allowed_bytes = MAX_VOCAB_SIZE // 8 + 4
     sample_bytes = _SAMPLE_BYTES + _BIAS_BYTES
     per_row = (2 * 4 + 5 * _MOVE_BYTES) * max_row_blocks + 4 * max_model_len + sample_bytes
-    per_row += 2 * _RESULT_BYTES
+    per_row += 2 * _RESULT_BYTES + 4 * _STATE_BYTES  # read, stored, and at most two checkpoints of a prompt
     per_token = 4 + _RESULT_BYTES + 3 * 4 + allowed_bytes  # each may be a draft token
-    num_bytes = per_token * max_tokens + max_rows * per_row + max_draft_tokens * (4 + sample_bytes)
+    num_bytes = per_token * max_tokens + max_rows * per_row + max_draft_tokens * (4 + sample_bytes + _STATE_BYTES)
     return num_bytes + 64 * (_NUM_ARRAYS + _NUM_ALLOWED_ARRAYS)
 
 

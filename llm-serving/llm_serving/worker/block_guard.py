@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from llm_serving.core.step import BlockMove, BlockMoveKind, Int32Array, StepInput
 from llm_serving.errors import WorkerError
+from llm_serving.transport.shared_memory import MAX_TOKENS_PER_BLOCK
 from llm_serving.worker.model_inputs import any_true, first_visible_blocks
 
 
@@ -19,6 +20,7 @@ class BlockLocation(enum.StrEnum):
     CACHE = "cache"
     HOST = "host pool"
     TRANSFER = "transfer pool"
+    STATES = "states"
 
 
 SOURCE_AND_TARGET: Final = {
@@ -27,12 +29,16 @@ SOURCE_AND_TARGET: Final = {
     BlockMoveKind.SWAP_IN: (BlockLocation.HOST, BlockLocation.CACHE),
     BlockMoveKind.EXPORT: (BlockLocation.CACHE, BlockLocation.TRANSFER),
     BlockMoveKind.IMPORT: (BlockLocation.TRANSFER, BlockLocation.CACHE),
+    BlockMoveKind.EXPORT_STATE: (BlockLocation.STATES, BlockLocation.TRANSFER),
+    BlockMoveKind.IMPORT_STATE: (BlockLocation.TRANSFER, BlockLocation.STATES),
 }
 _SIZES: Final = {
     BlockLocation.CACHE: "num_blocks",
     BlockLocation.HOST: "num_swap_blocks",
     BlockLocation.TRANSFER: "num_transfer_blocks",
+    BlockLocation.STATES: "num_state_slots",
 }
+_EXPORTS: Final = (BlockMoveKind.EXPORT, BlockMoveKind.EXPORT_STATE)
 
 
 def check_block_moves(
@@ -40,16 +46,17 @@ def check_block_moves(
     num_blocks: int,
     num_swap_blocks: int,
     num_transfer_blocks: int = 0,
+    num_state_slots: int = 0,
     *,
     exports: bool = False,
 ) -> None:
-    """Raise WorkerError unless every move stays inside its memories and, only with `exports`, has kind EXPORT."""
+    """Raise WorkerError unless every move stays inside its memories and, only with `exports`, is an export."""
     if block_moves.ndim != 2 or block_moves.shape[1] != len(BlockMove._fields):
         raise WorkerError(f"block_moves must be [N, {len(BlockMove._fields)}]. Given: {list(block_moves.shape)}")
     if not len(block_moves):
         return
     kinds = block_moves[:, 0]
-    allowed = [kind for kind in BlockMoveKind if (kind is BlockMoveKind.EXPORT) == exports]
+    allowed = [kind for kind in BlockMoveKind if (kind in _EXPORTS) == exports]
     if (unknown := ~np.isin(kinds, allowed)).any():
         known = ", ".join(f"{kind.value} {kind.name}" for kind in allowed)
         raise WorkerError(f"block_moves must be of the kinds {known}. Given: {kinds[unknown][0]}")
@@ -57,6 +64,7 @@ def check_block_moves(
         BlockLocation.CACHE: num_blocks,
         BlockLocation.HOST: num_swap_blocks,
         BlockLocation.TRANSFER: num_transfer_blocks,
+        BlockLocation.STATES: num_state_slots,
     }
     for kind in sorted(set(map(BlockMoveKind, kinds.tolist()))):
         moves = block_moves[kinds == kind]
@@ -95,8 +103,11 @@ class BlockGuard:
         block_size: int,
         window: int | None = None,
         transfer: BlockTags | None = None,
+        states: BlockTags | None = None,
     ) -> None:
-        """`window`: sliding window in tokens. `transfer`: tags of the transfer pool, shared with other WorkAgents."""
+        """`window`: sliding window in tokens. `transfer`: tags of the transfer pool, shared with other WorkAgents.
+        `states`: tags of the slots of states.
+        """
         self._block_size = block_size
         self._window = window
         self._cache = BlockTags.of_empty(num_blocks)
@@ -104,6 +115,7 @@ class BlockGuard:
             BlockLocation.CACHE: self._cache,
             BlockLocation.HOST: BlockTags.of_empty(num_swap_blocks),
             BlockLocation.TRANSFER: BlockTags.of_empty(0) if transfer is None else transfer,
+            BlockLocation.STATES: BlockTags.of_empty(0) if states is None else states,
         }
 
     def move(self, block_moves: Int32Array) -> None:
@@ -118,7 +130,7 @@ class BlockGuard:
         """Check moves to the transfer pool before they are executed. `finish_exports` makes their targets readable."""
         num_written = self._memories[BlockLocation.TRANSFER].num_written
         for move in map(BlockMove._make, exports.tolist()):
-            self._check_source(self._cache, move)
+            self._check_source(self._memories[SOURCE_AND_TARGET[BlockMoveKind(move.kind)][0]], move)
             num_written[move.target] = 0
 
     def finish_exports(self, exports: Int32Array) -> None:
@@ -126,12 +138,12 @@ class BlockGuard:
         tags = self._memories[BlockLocation.TRANSFER]
         for move in map(BlockMove._make, exports.tolist()):
             tags.epochs[move.target] = move.target_epoch
-            tags.num_written[move.target] = move.num_tokens
+            tags.num_written[move.target] = min(move.num_tokens, MAX_TOKENS_PER_BLOCK)
 
     def check_imports(self, block_moves: Int32Array) -> None:
         """Raise WorkerError if blocks just read from the transfer pool have been overwritten meanwhile."""
         for move in map(BlockMove._make, block_moves.tolist()):
-            if move.kind == BlockMoveKind.IMPORT:
+            if move.kind in (BlockMoveKind.IMPORT, BlockMoveKind.IMPORT_STATE):
                 self._check_source(self._memories[BlockLocation.TRANSFER], move)
 
     def check(self, step: StepInput) -> None:
@@ -161,7 +173,7 @@ class BlockGuard:
 
     def _check_source(self, source: BlockTags, move: BlockMove) -> None:
         block_id = move.source
-        if source.num_written.item(block_id) < move.num_tokens:
+        if source.num_written.item(block_id) < min(move.num_tokens, MAX_TOKENS_PER_BLOCK):
             raise WorkerError(f"{BlockMoveKind(move.kind).name} would read more of block {block_id} than was written")
         if source.epochs.item(block_id) != move.source_epoch:
             raise WorkerError(

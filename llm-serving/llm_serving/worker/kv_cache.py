@@ -64,11 +64,11 @@ class TransferMemory:
             arrays.append(elements.reshape(shape))
             offset += size
         self.layers: tuple[tuple[Array, Array], ...] = tuple(zip(arrays[::2], arrays[1::2], strict=True))
-        self._arrays = arrays
+        self.arrays = arrays
 
     @property
     def block_bytes(self) -> int:
-        return sum(array[0].nbytes for array in self._arrays)
+        return sum(array[0].nbytes for array in self.arrays)
 
     def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]:
         """Return the tokens written in each block, and the contents in the order of `transport.messages.BlockContents`.
@@ -77,7 +77,7 @@ class TransferMemory:
         ids = self._ids(block_ids, epochs)
         num_written = self.num_written[ids].tolist()
         self._check_owners(ids, epochs)
-        content = b"".join([array[ids].tobytes() for array in self._arrays])
+        content = b"".join([array[ids].tobytes() for array in self.arrays])
         self._check_owners(ids, epochs)
         return num_written, content
 
@@ -96,7 +96,7 @@ class TransferMemory:
             raise WorkerError(f"{rule}. Given: {list(num_written)}, epochs {list(epochs)}")
         self.num_written[ids] = 0
         offset = 0
-        for array in self._arrays:
+        for array in self.arrays:
             shape = len(ids), *array.shape[1:]
             given = np.frombuffer(content, array.dtype, math.prod(shape), offset)
             array[ids] = given.reshape(shape)
@@ -191,9 +191,28 @@ class KVTensors:
     def move_blocks(self, block_moves: Int32Array) -> None:
         """Move whole blocks of all layers in the given order. The moves must have passed `check_block_moves`."""
         for kind, pairs in group_by_kind(block_moves):
+            if kind in (BlockMoveKind.EXPORT_STATE, BlockMoveKind.IMPORT_STATE):
+                self._move_states(kind, pairs)
+                continue
             sources, targets = map(self._layers_of, SOURCE_AND_TARGET[kind])
             for source, target in zip(chain(*sources), chain(*targets), strict=True):
                 self.backend.copy_blocks(source, target, pairs)
+
+    def _move_states(self, kind: BlockMoveKind, pairs: Int32Array) -> None:
+        """Copy states to blocks of the transfer pool or back, in pieces of the bytes that a block has."""
+        assert self.transfer is not None
+        exports = kind is BlockMoveKind.EXPORT_STATE
+        slots, blocks = (pairs[:, 0], pairs[:, 1]) if exports else (pairs[:, 1], pairs[:, 0])
+        for slot in dict.fromkeys(slots.tolist()):
+            states = [_bytes_of(each.storage[slot]) for each in self.states]
+            memory = [
+                _bytes_of(array[block]) for block in blocks[slots == slot].tolist() for array in self.transfer.arrays
+            ]
+            _copy_bytes(states, memory) if exports else _copy_bytes(memory, states)
+
+    @property
+    def num_state_slots(self) -> int:
+        return len(self.states[0].storage) if self.states else 0
 
     def _layers_of(self, memory: BlockLocation) -> Sequence[tuple[BlockMemory, BlockMemory]]:
         if memory is BlockLocation.CACHE:
@@ -218,6 +237,21 @@ class GraphOwnedCache(KVTensors):
                 "with model_config.backend: ge caches lie inside a graph, which copies no blocks: "
                 "n, best_of and beams are not served"
             )
+
+
+def _bytes_of(array: Array) -> Array:
+    """Return a contiguous array as a view of its bytes."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def _copy_bytes(sources: Sequence[Array], targets: Sequence[Array]) -> None:
+    """Copy the bytes of `sources`, one after another, over those of `targets`, as many as both have."""
+    content = np.concatenate(sources)
+    offset = 0
+    for target in targets:
+        part = content[offset : offset + len(target)]
+        target[: len(part)] = part
+        offset += len(target)
 
 
 def element_bytes(backend: Backend) -> int:

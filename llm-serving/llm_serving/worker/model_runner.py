@@ -110,8 +110,10 @@ class ModelRunner:
         self._choose_tokens = choose_tokens_for(backend.name)
         shared = self.kv_tensors.transfer
         tags = None if shared is None else BlockTags(shared.epochs, shared.num_written)
-        self._guard = BlockGuard(num_blocks, self.kv_tensors.num_swap_blocks, block_size, spec.window, tags)
         self._state_guard = StateGuard(num_state_slots) if spec.states else None
+        states = None if self._state_guard is None else self._state_guard.tags
+        sizes = num_blocks, self.kv_tensors.num_swap_blocks, block_size
+        self._guard = BlockGuard(*sizes, spec.window, tags, states)
         self._next_step = 0
         self._previous: Int32Array = NO_TOKENS
 
@@ -176,7 +178,7 @@ class ModelRunner:
         check_scoring(step.scoring, network.vocab)
         inputs = with_token_types(build_model_inputs(step, previous, self._limits), network.vocab, network.positions)
         tensors = self.kv_tensors
-        sizes = tensors.num_blocks, tensors.num_swap_blocks, tensors.num_transfer_blocks
+        sizes = tensors.num_blocks, tensors.num_swap_blocks, tensors.num_transfer_blocks, tensors.num_state_slots
         check_block_moves(step.block_moves, *sizes)
         check_block_moves(step.exports, *sizes, exports=True)
         self._guard.move(step.block_moves)

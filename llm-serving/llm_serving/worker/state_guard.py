@@ -6,6 +6,7 @@ import numpy as np
 
 from llm_serving.core.step import STATE_BEFORE, Int32Array, StateAccess, StepInput
 from llm_serving.errors import WorkerError
+from llm_serving.worker.block_guard import BlockTags
 from llm_serving.worker.model_inputs import all_in_range, any_true
 
 NO_SLOT = -1
@@ -20,8 +21,8 @@ class StateGuard:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._epochs = np.zeros(num_slots, np.int32)
-        self._num_tokens = np.zeros(num_slots, np.int32)
+        self.tags = BlockTags.of_empty(num_slots)
+        self._epochs, self._num_tokens = self.tags
 
     def check(self, step: StepInput) -> tuple[Int32Array, Int32Array]:
         """Check the state accesses of a step whose other indices are valid, and tag the slots it writes.

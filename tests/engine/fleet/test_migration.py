@@ -55,7 +55,8 @@ class Pair:
         """Start another WorkAgent, with empty caches and the same transfer pool."""
         blocks = harness.scheduler.blocks
         sizes = blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks, blocks.window.num_tokens
-        harness.runner = Mortal(*sizes, self.pool)
+        num_slots = 0 if blocks.states is None else blocks.states.pool.num_blocks
+        harness.runner = Mortal(*sizes, self.pool, num_slots)
         harness.executor._runner = harness.runner
         harness.executor._submitted.clear()
         harness.executor.next_step = 0
@@ -101,9 +102,11 @@ def num_computed(runner: FakeRunner) -> int:
     return sum(step.num_tokens for step in runner.steps)
 
 
-@pytest.mark.parametrize("window", [None, 6])
-def test_one_replica_computes_the_prompts_and_the_other_only_decodes(window: int | None) -> None:
-    pair = Pair(window=window)
+@pytest.mark.parametrize(("window", "num_spare_states"), [(None, None), (6, None), (None, 2)])
+def test_one_replica_computes_the_prompts_and_the_other_only_decodes(
+    window: int | None, num_spare_states: int | None
+) -> None:
+    pair = Pair(window=window, num_spare_states=num_spare_states)
     pair.submit(*requests(3))
     pair.run()
     if window is None:

@@ -90,7 +90,7 @@ def check_cluster(values: Values, spec: ModelSpec | None) -> None:
         _check_sent_weights(values)
     if values["cluster_config.tensor_parallel"] > 1:
         _check_ranks(values, spec)
-    _check_roles(values, spec)
+    _check_roles(values)
 
 
 def _check_sent_weights(values: Values) -> None:
@@ -121,7 +121,7 @@ def _check_ranks(values: Values, spec: ModelSpec | None) -> None:
         raise values.error(name, unmet)
 
 
-def _check_roles(values: Values, spec: ModelSpec | None) -> None:
+def _check_roles(values: Values) -> None:
     name, blocks_key = "cluster_config.roles", "cluster_config.num_transfer_blocks"
     roles = values[name]
     if RoleName.PREFILL not in (roles or ()) and values[blocks_key] is not None:
@@ -140,9 +140,6 @@ def _check_roles(values: Values, spec: ModelSpec | None) -> None:
         )
     if set(roles) == {RoleName.PREFILL}:
         raise values.error(name, "must contain `decode` or `both` if it contains `prefill`", given)
-    if spec is not None and spec.states:
-        rule = f"must contain only `both` for {spec.architecture}: states of fixed size are not transferred"
-        raise values.error(name, rule, given)
     for other, needed, why in _FOR_ROLES:
         if values[other] != needed:
             raise values.error(name, f"must contain only `both` with `{other}: {values[other]}`: {why}", given)
