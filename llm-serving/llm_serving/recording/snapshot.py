@@ -12,7 +12,7 @@ import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Final
 
 from llm_serving.core.request import Request
@@ -132,6 +132,12 @@ def _declared(kind: type[Any]) -> list[str]:
     return [field.name for field in fields(kind)] if is_dataclass(kind) else list(getattr(kind, "__slots__", ()))
 
 
+def _constants(kind: type[Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass with a constant default."""
+    every = fields(kind) if is_dataclass(kind) else ()
+    return {field.name: field.default for field in every if field.default is not MISSING}
+
+
 def _make(node: list[Any], layouts: Layouts, made: list[Any]) -> Any:
     name, *parts = node
     if name == SamplingParams.__name__:
@@ -150,6 +156,7 @@ def _make(node: list[Any], layouts: Layouts, made: list[Any]) -> Any:
         return kind(*values)
     instance = object.__new__(kind)
     attributes = dict(zip(layouts[name], values, strict=True)) | dict.fromkeys(_LEFT_OUT.get(kind, ()))
+    attributes = _constants(kind) | attributes  # a version without a field decided as with its default
     if (declared := _declared(kind)) and attributes.keys() != set(declared):
         raise ValueError(f"{name} has other attributes now")
     for attribute, value in attributes.items():
