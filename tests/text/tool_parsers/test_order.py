@@ -59,6 +59,7 @@ ANSWERS = [
         f"{hermes('add', ADD)}<tool_call>no call</tool_call>{hermes(NAME, ARGUMENTS)[:-30]}",
     ),
     ("hermes", f'{hermes("add", ADD)} x <tool_call>{{"name": "ad'),
+    ("hermes", hermes("add", '{"a": [<1}') + " nachher"),
     ("llama", f"{llama(NAME, ARGUMENTS)}; {llama('add', ADD)}"),
     (
         "llama",

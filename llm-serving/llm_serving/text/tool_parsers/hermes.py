@@ -29,16 +29,20 @@ class _Reader:
         self._written: StreamedCall | None = None
         self._end = JsonEnd()
         self._object_end: int | None = None
+        self._is_malformed = False
 
     def read(self, body: str, *, ended: bool) -> Read | None:
         self._written = self._written or streamed_call(body, 0, self._names)
         call = None if self._written is None else self._written.read(body, ended=ended)
-        try:
-            if self._object_end is None:
+        if self._object_end is None and not self._is_malformed:
+            try:
                 self._object_end = self._end.find(body)
-        except NotACallError:
-            if call is None:
-                raise
+            except NotACallError:
+                if call is None:
+                    raise
+                self._is_malformed = True
+        if self._is_malformed:
+            assert call is not None
             return self._closed(body, call, ended=ended)
         if self._object_end is None:
             return None if call is None else self._partial(call, ended=ended)
