@@ -71,6 +71,8 @@ def test_word_pieces_from_a_list(tmp_path: Path, bert: Tokenizer) -> None:
         assert listed.encode_pair(text, "twos") == bert.encode_pair(text, "twos")
     (folder / "tokenizer_config.json").write_text('{"do_lower_case": false}')
     assert Tokenizer.load(folder).encode("One one") == [2, 10, 4, 3]
+    (folder / "vocab.txt").write_text("\r\n".join([*WORDS, "\u2028", "a\x85", "One"]), newline="")
+    assert Tokenizer.load(folder).encode("One one") == [2, 12, 4, 3]
     (folder / "vocab.txt").write_text("[CLS]\none")
     with pytest.raises(ModelError, match=r"Missing: \[UNK\], \[SEP\]"):
         Tokenizer.load(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,9 +30,11 @@ def read_word_pieces(
     of pieces with the special tokens of the config.
     """
     try:
-        lines = read_limited(path).decode().splitlines()
+        text = read_limited(path).decode()
     except UnicodeDecodeError as error:
         raise ModelError(f"{path}: must be UTF-8: {error}") from None
+    # `str.splitlines` would also split at U+2028 and U+0085, which may be pieces, and so change all later ids.
+    lines = [line.removesuffix("\n") for line in StringIO(text, newline=None)]
     vocab = {piece: number for number, piece in enumerate(lines)}
     names = {**_NAMES, **special_texts(config)}
     missing = [names[name] for name in ("unk_token", "cls_token", "sep_token") if names[name] not in vocab]
