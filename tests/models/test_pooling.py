@@ -82,6 +82,11 @@ def test_pooling_of_an_encoder(tmp_path, pooling, mode):
     [
         ({"architectures": ["BertForSequenceClassification"]}, PoolingMode.FIRST, True),
         (
+            {"architectures": ["BertForSequenceClassification"], "classifier_pooling": "mean"},
+            PoolingMode.FIRST,
+            True,
+        ),
+        (
             {
                 "architectures": ["XLMRobertaForSequenceClassification"],
                 "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
@@ -100,6 +105,11 @@ def test_pooling_of_a_reranker(tmp_path, changes, mode, sigmoid):
     spec = spec_of(**changes)
     expected = Pooling(False, embedding_only=True, mode=mode, scores=True, applies_sigmoid=sigmoid)
     assert resolve_pooling("auto", tmp_path, spec) == expected
+
+
+def test_unknown_pooling_of_a_classifier_is_refused():
+    with pytest.raises(ModelError, match="classifier_pooling"):
+        spec_of(architectures=["ModernBertForSequenceClassification"], classifier_pooling="last")
 
 
 def test_pooling_of_a_reranker_by_the_logits_of_two_tokens(tmp_path):
@@ -150,6 +160,7 @@ def test_pooling_last_serves_embeddings_of_any_model(tmp_path):
         ([{"path": "../x", "type": "a.Pooling"}], LAST, "must name a folder beside it"),
         ([{"path": "..", "type": "a.Pooling"}], LAST, "must name a folder beside it"),
         ([{"path": "other", "type": "a.Pooling"}], LAST, "is missing"),
+        ([{"path": "x" * 300, "type": "a.Pooling"}], LAST, "must name a folder beside it"),
         ([{"path": 5}], LAST, "`path` and `type`"),
         ({}, LAST, "a list of modules"),
     ],

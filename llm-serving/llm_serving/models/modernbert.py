@@ -1,5 +1,6 @@
 """ModernBERT: an encoder with rotary embeddings, local and global attention in turn, and gates; few biases."""
 
+from llm_serving.core.enums import PoolingMode
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import (
     FULL,
@@ -27,6 +28,7 @@ def modernbert_classifier(c: ConfigReader) -> Network:
     net, count = empty_network(c, eps=1e-5, eps_key="norm_eps", causal=False), classifier_labels(c)
     hidden = _hidden_states(net, c)
     c.choice("classifier_activation", ("gelu",), "gelu")
+    c.choice("classifier_pooling", (PoolingMode.FIRST, PoolingMode.MEAN), PoolingMode.FIRST)
     net.begin_head()
     x = net.activation(net.linear(hidden, "head.dense", net.hidden, bias=c.boolean("classifier_bias")), "gelu")
     x = net.layer_norm(x, "head.norm", bias=c.boolean("norm_bias"))

@@ -22,6 +22,8 @@ MODULE_FILE: Final = re.compile(r"\d+_\w+/config\.json")
 TRANSFORMER_FILE: Final = "sentence_bert_config.json"
 _MAX_BYTES: Final = 2**20
 _MAX_TOKENIZER_BYTES: Final = 2**28
+_MAX_PLACE_CHARS: Final = 60
+"""Maximum length of a module's `path`; file systems allow 255 bytes."""
 _MODE: Final = "pooling_mode_"
 _MODES: Final[Mapping[str, PoolingMode]] = {
     "lasttoken": PoolingMode.LAST,
@@ -154,7 +156,8 @@ def _reranker(folder: Path, spec: ModelSpec) -> Pooling:
     """Return the pooling of a model with a classifier. Its activation function is that of sentence-transformers."""
     mode = PoolingMode.LAST
     if not spec.network.causal:
-        mode = PoolingMode(spec.config.get("classifier_pooling") or PoolingMode.FIRST)
+        pools_all = "ModernBert" in spec.architecture and spec.config.get("classifier_pooling") == PoolingMode.MEAN
+        mode = PoolingMode.MEAN if pools_all else PoolingMode.FIRST
     own = spec.config.get("sentence_transformers")
     named = dict(own) if isinstance(own, Mapping) else {}
     named |= {key: spec.config.get(key) for key in _ACTIVATION_KEYS if isinstance(spec.config.get(key), str)}
@@ -189,7 +192,8 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
         if not isinstance(place, str) or not isinstance(kind, str):
             raise ModelError(f"{path}: each module must have `path` and `type`. Given: {shorten(module)}")
         name = kind.rsplit(".", 1)[-1]
-        if name != "Transformer" and (place in (".", "..") or Path(place).name != place):
+        is_beside = place not in (".", "..") and Path(place).name == place and len(place) <= _MAX_PLACE_CHARS
+        if name != "Transformer" and not is_beside:
             raise ModelError(f"{path}: `path` of a module must name a folder beside it. Given: {shorten(place)}")
         found.append((name, folder / place / "config.json"))
     return found
