@@ -116,6 +116,22 @@ def test_ascend_accepts_blocks_of_128(tmp_path):
     assert load_config(None, [ASCEND, "pa_config.block_size=128"], model).pa.block_size == 128
 
 
+@pytest.mark.parametrize(
+    ("overrides", "head_dim", "size"),
+    [
+        ([], 64, 16),
+        ([ASCEND], 128, 32),
+        ([ASCEND], 256, 32),
+        ([ASCEND, "device_config.exactness=fast"], 128, 128),
+        ([ASCEND, "device_config.exactness=fast"], 256, 64),
+        ([ASCEND, "pa_config.block_size=16"], 128, 16),
+    ],
+)
+def test_default_block_size(tmp_path, overrides, head_dim, size):
+    model = write_config(tmp_path / "model", head_dim=head_dim)
+    assert load_config(None, overrides, model).pa.block_size == size
+
+
 @pytest.mark.parametrize("key", ["num_blocks", "num_swap_blocks"])
 def test_number_of_kv_slots_is_limited(key):
     message = error_of(f"pa_config.{key}=200000000")

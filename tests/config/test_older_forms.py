@@ -283,7 +283,8 @@ def test_form_is_accepted_with_its_values(name: str, target: str, tmp_path: Path
         given["model_config.end_token"],
         given["model_config.vocab_size"],
     )
-    assert (config.pa.num_blocks, config.pa.block_size) == (given.get(BLOCKS), given.get(BLOCK, 16))
+    default = 32 if target == "Ascend" else 16
+    assert (config.pa.num_blocks, config.pa.block_size) == (given.get(BLOCKS), given.get(BLOCK, default))
     assert (config.serving.server_ip, config.serving.server_port) == (given["serving_config.server_ip"], given[PORT])
     assert config.serving.start_device_id == given["serving_config.start_device_id"]
     ranks = len(given.get(GRAPHS[0], [""]))

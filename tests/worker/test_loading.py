@@ -110,19 +110,19 @@ def blocks_of_llama(folder, monkeypatch, free, limit):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: pytest.fail("the host's memory says nothing of an NPU's"))
     model = ModelConfig(model_path=folder, model_dtype="float16", decode_batch_size=128)
     device = DeviceConfig(device_target="Ascend", max_device_memory=limit)
-    given = load_settings(ServingConfig(model=model, device=device), 0)
+    given = load_settings(ServingConfig(model=model, device=device, pa=CacheConfig(block_size=32)), 0)
     spec = ModelSpec.from_folder(folder)
     found = loading._num_blocks(given, spec, create_backend("ascend", "float16"))
-    return found, found * 16 * spec.kv_bytes_per_token(2) + 2 * spec.num_parameters
+    return found, found * 32 * spec.kv_bytes_per_token(2) + 2 * spec.num_parameters
 
 
 @pytest.mark.parametrize(
     ("free", "max_device_memory", "num_blocks"),
     [
-        (29, None, 1600),
-        (61, None, 5286),
-        (61, 40, 3379),
-        (29, 58, 1843),  # an older YAML for a larger device
+        (29, None, 800),
+        (61, None, 2643),
+        (61, 40, 1689),
+        (29, 58, 921),  # an older YAML for a larger device
     ],
 )
 def test_the_cache_of_llama_2_7b_fits_into_the_memory_of_the_npu(
@@ -134,7 +134,7 @@ def test_the_cache_of_llama_2_7b_fits_into_the_memory_of_the_npu(
     assert held < min(free, max_device_memory or free) * 2**30
 
 
-@pytest.mark.parametrize(("limit", "num_blocks"), [(None, None), (40 * 2**30, 3379)])
+@pytest.mark.parametrize(("limit", "num_blocks"), [(None, None), (40 * 2**30, 1689)])
 def test_a_device_that_reports_no_free_memory_needs_a_limit(tmp_path, monkeypatch, limit, num_blocks):
     if num_blocks is not None:
         assert blocks_of_llama(tmp_path, monkeypatch, 0, limit)[0] == num_blocks

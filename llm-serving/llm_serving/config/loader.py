@@ -26,7 +26,7 @@ from llm_serving.config.legacy import (
 from llm_serving.config.paths import CREATED, DEMO_WORD, find, resolve, resolve_model, search_folders
 from llm_serving.config.schema import DEFAULTS, OPTIONS, RULES, SECTIONS, TABLES, Origin, ServingConfig
 from llm_serving.config.sections.cluster import check_cluster
-from llm_serving.config.sections.device import check_device
+from llm_serving.config.sections.device import check_device, set_block_size
 from llm_serving.config.sections.model import (
     MINDIR_INI,
     MINDIR_PATH,
@@ -128,6 +128,7 @@ def _check(
     values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None, tables: dict[str, TableReader]
 ) -> None:
     """Derive the values that are not given, and check all of them. Each section declares its own checks."""
+    set_block_size(values, spec)
     choose_step_budget(values, spec)
     check_model(values, spec, mindformers)
     for name, option in OPTIONS.items():

@@ -43,6 +43,9 @@ ASCEND_HEAD_MULTIPLE: Final = 32
 ASCEND_MAX_HEAD_DIM: Final = 256
 ASCEND_MAX_BLOCK_ELEMENTS: Final = 16384
 """Maximum number of elements of one head in one block that PagedAttention accepts on Ascend."""
+_FAST_BLOCK_SIZES: Final = (128, 64)
+_EXACT_BLOCK_SIZES: Final = (32,)
+"""With 64 and 128, the order of a row's sums depends on other rows (`worker.exactness.check_block_size`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +90,8 @@ class CacheConfig:
     """Number of KV blocks of each WorkAgent. null: as many as fit into the memory of `device_config.max_device_memory`.
     A request that needs more blocks than there are is refused with 400."""
     block_size: int = option(16, integer(1, 1024))
-    """Tokens in one KV block: a multiple of 16, or any number with `device_config.kernels: plain`."""
+    """Tokens in one KV block: a multiple of 16, or any number with `device_config.kernels: plain`. On Ascend the
+    default is 128 with `exactness: fast` (64 if heads are wider than 128) and 32 with `exact`."""
     num_swap_blocks: int = option(0, integer(0), expert=True)
     """Number of KV blocks in the host memory of each WorkAgent, for requests preempted by swap
     (`scheduler_config.preemption_mode`). When the pool is full, preempted requests are recomputed. 0: no pool."""
@@ -150,6 +154,19 @@ def _stored(runs_programs: bool) -> Quantization | None:
 
 def _runs_programs(target: str, kernels: str) -> bool:
     return target == "CPU" and kernels in _PROGRAM_KERNELS
+
+
+def set_block_size(values: Values, spec: ModelSpec | None) -> None:
+    """Set the default block size on Ascend: the largest with which attention takes the model's heads and keeps the
+    exactness. Exported graphs contain their block size.
+    """
+    if values[TARGET] != "Ascend" or values.is_given(BLOCK_SIZE) or values["model_config.mindir_path"] is not None:
+        return
+    widest = max(spec.head_dims) if spec is not None else ASCEND_MAX_HEAD_DIM
+    is_fast = values["device_config.exactness"] == ExactnessName.FAST
+    sizes = _FAST_BLOCK_SIZES if is_fast else _EXACT_BLOCK_SIZES
+    fitting = [size for size in sizes if widest * size <= ASCEND_MAX_BLOCK_ELEMENTS]
+    values.set(BLOCK_SIZE, fitting[0] if fitting else MULTIPLE, "default on Ascend")
 
 
 def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None) -> None:
