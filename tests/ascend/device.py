@@ -13,7 +13,10 @@ import ctypes
 import json
 import os
 import sys
+import timeit
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -39,6 +42,8 @@ class Job(NamedTuple):
     max_device_memory: int | None = None
     steps: tuple[tuple[tuple[int, int], ...], ...] = ()
     """Steps; each has (tokens of the step, tokens of the context before them) for each row."""
+    num_timed: int = 0
+    """How often each step is timed."""
     without: str | None = None
     """A setting to leave out: `environment`, `threads` or `swiglu`."""
 
@@ -92,14 +97,18 @@ def run(job: Job) -> dict[str, Any]:
         "cache": tensors.num_blocks * tensors.block_bytes,
         "held": psutil.Process().memory_info().rss - before,
     }
-    return found | {"steps": [counts_of(runner, rows, job.block_size, index) for index, rows in enumerate(job.steps)]}
+    return found | {"steps": [results_of(runner, job, index) for index in range(len(job.steps))]}
 
 
-def counts_of(runner: Any, rows: Any, block_size: int, index: int) -> dict[str, int]:
-    """Compute the logits of one step twice, and return what the second time copied and waited for."""
+def results_of(runner: Any, job: Job, index: int) -> dict[str, dict[str, float]]:
+    """Run a step of a job twice with greedy tokens, then twice with drawn ones. Return for both what the second run
+    copied and waited for, and the seconds of the fastest timed run.
+    """
     import numpy as np
+    from llm_serving.core.step import SamplingInput
     from llm_serving.worker.model_inputs import ModelInputs
 
+    rows, block_size = job.steps[index], job.block_size
     query_lens = np.array([tokens for tokens, _ in rows], np.int32)
     context_lens = np.array([tokens + before for tokens, before in rows], np.int32)
     width = -(-int(context_lens.max()) // block_size)
@@ -114,13 +123,23 @@ def counts_of(runner: Any, rows: Any, block_size: int, index: int) -> dict[str, 
         context_lens=context_lens,
         sample_indices=ends - 1,
     )
+    temperature = np.ones(len(rows), np.float32)
+    found = {}
     mark("first", index)
-    runner._forward(inputs)
-    before = read_counts()
-    runner._forward(inputs)
-    after = read_counts()
+    for name, sampling in (
+        ("greedy", SamplingInput.plain(len(rows))),
+        ("drawn", SamplingInput.plain(len(rows), temperature=temperature)),
+    ):
+        step = SimpleNamespace(step=0, sampling=sampling, allowed_follow=False, exports=())
+        compute = partial(runner._sample, step, inputs, np.empty(0, np.int32), None)
+        compute()
+        before = read_counts()
+        compute()
+        found[name] = {each: end - start for each, start, end in zip(COUNTS, before, read_counts(), strict=True)}
+        if job.num_timed:
+            found[name]["seconds"] = min(timeit.repeat(compute, number=1, repeat=job.num_timed))
     mark("end", index)
-    return {name: end - start for name, start, end in zip(COUNTS, before, after, strict=True)}
+    return found
 
 
 def configure_once(loading: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +18,10 @@ TABLE: Final = Path(__file__).with_name("kernels.json")
 
 _OF_CANN: Final = {
     "AddExt": "aclnnAdd",
+    "ArgMaxWithValue": "aclnnMaxDim",
     "Cast": "aclnnCast",
+    "Concat": "aclnnCat",
+    "Div": "aclnnDiv",
     "DynamicQuantExt": "aclnnDynamicQuant",
     "Greater": "aclnnGtTensor",
     "GroupedMatmulV4": "aclnnGroupedMatmulV4",
@@ -38,7 +42,7 @@ _ATB: Final = {"FlashAttentionScore", "PagedAttention"}
 """Operations of MindSpore's library whose own kernels are disabled, so that ATB's compute them."""
 
 
-def kernels_of(job: Job) -> dict[str, str]:
+def kernels_of(job: Job, nodes: Iterable[str]) -> dict[str, str]:
     """Return the kernel of each operation: `ATB`, `internal` (MindSpore's library), a function of CANN, `TBE` (compiled
     by CANN), `runtime` or `CPU`.
     """
@@ -54,20 +58,28 @@ def kernels_of(job: Job) -> dict[str, str]:
             return _OF_CANN[node]
         return "runtime" if node in _RUNTIME else "CPU"
 
-    return {node: kernel(node) for node in sorted(job.nodes)}
+    return {node: kernel(node) for node in sorted(nodes)}
 
 
 def rows_of(name: str, ended: Ended) -> dict[str, Any]:
-    """Return the rows of the table for a process: of each model its settings, kernels, and the counts of each step."""
+    """Return the rows of the table for a process: of each model its settings, the kernels of the graph of single tokens
+    and of the other graphs, and the counts of each step.
+    """
     rows = {}
     for job in PROCESSES[name].jobs:
         found = ended.jobs[job["name"]]
         settings = {key: value for key, value in job.items() if key not in ("name", "folder", "steps")}
         steps = [
-            {"rows": len(rows), "tokens": sum(tokens for tokens, _ in rows)} | counts
-            for rows, counts in zip(job.get("steps", ()), found.found["steps"], strict=True)
+            {"rows": len(rows), "tokens": sum(tokens for tokens, _ in rows), "sampling": sampling} | counts
+            for rows, runs in zip(job.get("steps", ()), found.found["steps"], strict=True)
+            for sampling, counts in runs.items()
         ]
-        rows[f"{job['name']} ({name})"] = {"settings": settings, "kernels": kernels_of(found), "steps": steps}
+        rows[f"{job['name']} ({name})"] = {
+            "settings": settings,
+            "kernels": kernels_of(found, found.token_graph),
+            "other kernels": kernels_of(found, found.other_graphs),
+            "steps": steps,
+        }
     return rows
 
 
@@ -98,8 +110,11 @@ def write_table(table: dict[str, Any]) -> None:
     lines = ["{"]
     for index, (name, row) in enumerate(table.items()):
         lines += [f" {json.dumps(name)}: {{", f'  "settings": {json.dumps(row["settings"])},', '  "kernels": {']
-        kernels = [f"   {json.dumps(node)}: {json.dumps(kernel)}" for node, kernel in row["kernels"].items()]
-        lines += [",\n".join(kernels), "  },", '  "steps": [']
+        kernels, others = (
+            ",\n".join(f"   {json.dumps(node)}: {json.dumps(kernel)}" for node, kernel in row[part].items())
+            for part in ("kernels", "other kernels")
+        )
+        lines += [kernels, "  },", '  "other kernels": {', others, "  },", '  "steps": [']
         lines += [",\n".join(f"   {json.dumps(step)}" for step in row["steps"]), "  ]"]
         lines.append(" }" if index == len(table) - 1 else " },")
     TABLE.write_text("\n".join([*lines, "}"]) + "\n")

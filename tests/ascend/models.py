@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from families import models
 from llm_serving.config.paths import DEMO_FOLDER
 from llm_serving.models.spec import ModelSpec
-from support.family_configs import config_of
+from support.family_configs import CONFIGS, config_of
 from support.model_factories import write_model
 
 FAMILIES: Final = ("llama, biases, tied", "qwen3, experts")
 """Names in `support.family_configs`. Together they have each kind of operation that Ascend serves."""
-MORE_FAMILIES: Final = (
-    "llama",
-    "llama, yarn",
-    "qwen2, experts",
-    "qwen3",
-    "mixtral",
-    "internlm2",
-    "internlm3",
-    "baichuan2, 7B",
-    "granite",
-    "smollm3",
-)
-"""The other families that Ascend serves. They take minutes, so only `python -m ascend.all_families` starts them."""
+_NO_WINDOW: Final = {"sliding_window": None}
+MORE_FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "llama": {},
+    "llama, yarn": {},
+    "qwen2": _NO_WINDOW | {"use_sliding_window": False},
+    "qwen2, experts": {},
+    "qwen3": {},
+    "mistral": _NO_WINDOW,
+    "mixtral": {},
+    "phi3": _NO_WINDOW,
+    "internlm2": {},
+    "internlm3": {},
+    "baichuan2, 7B": {},
+    "glm": {},
+    "glm4": {},
+    "gemma": {},
+    "granite": {},
+    "smollm3": {},
+    "seed-oss": {},
+    "ernie4.5": {},
+    "hunyuan": {},
+    "hunyuan-moe": {},
+    "ministral3": {},
+    "olmo2-odd": {},
+    "exaone4-full": {},
+    "granite-moe": {"num_attention_heads": 2, "num_key_value_heads": 1},
+}
+"""The other families that Ascend serves: names in `support.family_configs` or `families.models`, with changes that
+remove sliding windows or make heads a multiple of 32 wide. They take minutes, so only `python -m ascend.all_families`
+starts them.
+"""
 
 
 _LARGE: Final = {"num_hidden_layers": 1, "hidden_size": 1024, "vocab_size": 20000}
@@ -34,13 +53,13 @@ LARGE_BYTES: Final = 2 * 2 * 1024 * 20000
 """Bytes of the token embedding and the LM head of the model `large`, nearly all of its weights."""
 
 
-def write_models(folder: Path, families: Sequence[str] = FAMILIES) -> dict[str, Path]:
+def write_models(folder: Path, families: Sequence[str] = FAMILIES, demo_layers: int = 1) -> dict[str, Path]:
     """Write a folder for `demo`, for `large` and for each family. All have few layers, because MindSpore compiles each
     for half a second.
     """
-    demo = json.loads((DEMO_FOLDER / "config.json").read_text()) | {"num_hidden_layers": 1}
+    demo = json.loads((DEMO_FOLDER / "config.json").read_text()) | {"num_hidden_layers": demo_layers}
     configs: dict[str, dict[str, Any]] = {"demo": demo, "large": config_of("llama") | _LARGE}
-    configs |= {name: _short(config_of(name)) for name in families}
+    configs |= {name: _short(family_config(name)) for name in families}
     folders = {}
     for index, (name, config) in enumerate(configs.items()):
         folders[name] = folder / str(index)
@@ -48,6 +67,12 @@ def write_models(folder: Path, families: Sequence[str] = FAMILIES) -> dict[str, 
         (folders[name] / "config.json").write_text(json.dumps(config))
         write_model(folders[name], ModelSpec.from_folder(folders[name]))
     return folders
+
+
+def family_config(name: str) -> dict[str, Any]:
+    """Return the configuration of one of `FAMILIES` or `MORE_FAMILIES`."""
+    config = config_of(name) if name in CONFIGS else models.model(name).config
+    return {**config, **MORE_FAMILIES.get(name, {})}
 
 
 def _short(config: dict[str, Any]) -> dict[str, Any]:

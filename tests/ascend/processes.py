@@ -25,6 +25,9 @@ STEPS: Final = (
 """Steps with a row whose context is 300 tokens, alone and beside others, and steps of prompts. A row is (its tokens in
 the step, tokens of its context before them).
 """
+SQUARE: Final = ((1, 79), (79, 0))
+"""A step with as many tokens as its mask has columns."""
+STEPS_OF_FAMILIES: Final = (*STEPS[:5], SQUARE)
 DECODES: Final = (((1, 40),) * 4, ((1, 40),) * 32)
 
 
@@ -69,7 +72,7 @@ PROCESSES: Final[Mapping[str, Process]] = {
     ),
     "families": Process(
         [
-            _job("demo", "demo", steps=STEPS[:5], max_model_len=8192),
+            _job("demo", "demo", steps=STEPS_OF_FAMILIES, max_model_len=8192),
             *(_job(name, name, **_ONE_STEP) for name in FAMILIES),
         ],
         {"processors": 8, "gigabytes": 32, "soc": "Ascend910_9391"},

@@ -5,18 +5,27 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ascend.device import MARK
 
 SCRIPT: Final = Path(__file__).with_name("device.py")
+RANK_SCRIPT: Final = Path(__file__).with_name("rank.py")
 TIMEOUT_S: Final = 300
+PRINTING: Final = {
+    "INTERNAL_PRINT_TILING": "1",
+    "ASCEND_GLOBAL_LOG_LEVEL": "1",
+    "ASCEND_SLOG_PRINT_TO_STDOUT": "1",
+    "MS_SUBMODULE_LOG_v": "{SESSION:1,ME:1}",
+}
+"""Prints the plans of kernels, the order of operations, and which of them MindSpore's own library computes."""
 
 _PLAN: Final = re.compile(
     r"split Core BN\w* end formerbatch: (?P<rows>\d+) formerHeadSplit: (?P<heads>\d+) tailBatch:(?P<tail>\d+) "
@@ -25,7 +34,7 @@ _PLAN: Final = re.compile(
     re.DOTALL,
 )
 _INTERNAL: Final = re.compile(r"Supported by InternalKernel: (\w+)")
-_NODE: Final = re.compile(r"PrintGraphExecuteOrder\] Index\[\d+\].*?ValueNode<Primitive> (?:PrimFunc_)?(\w+)")
+_NODE: Final = re.compile(r"PrintGraphExecuteOrder\] Index\[(\d+)\].*?ValueNode<Primitive> (?:PrimFunc_)?(\w+)")
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,26 @@ class Plan:
         return self.heads, self.tail, self.key_splits, self.group, self.keys_at_once, self.key
 
 
+class Mask(NamedTuple):
+    """What PagedAttention reads of a mask."""
+
+    kind: int
+    """`NO_MASK`, `ROW_FOR_EACH_TOKEN`, or another number of ATB's `MaskType`."""
+    columns: int
+    first_elements: Mapping[int, tuple[int, int]]
+    """Number of a request -> (its tokens in the step, first element of the mask that it reads)."""
+
+    @staticmethod
+    def read(line: str) -> Mask:
+        kind, columns, *requests = line.split()[1:]
+        parts = (map(int, request.split(":")) for request in requests)
+        return Mask(int(kind), int(columns), {number: (rows, first) for number, rows, first in parts})
+
+
+NO_MASK: Final = 0
+ROW_FOR_EACH_TOKEN: Final = 3
+
+
 @dataclass(frozen=True)
 class Job:
     """What one job found and printed."""
@@ -70,10 +99,30 @@ class Job:
         assert match is not None, self.output_of_step(index)[-3000:]
         return Plan(**{name: int(value) for name, value in match.groupdict().items()})
 
+    def masks(self, index: int) -> list[Mask]:
+        """Return the masks that PagedAttention read in a step, one for each plan that was copied to the device."""
+        lines = _between(self.trace, f"first {index}", f"end {index}").splitlines()
+        return [Mask.read(line) for line in lines if line.startswith("mask ")]
+
     @property
-    def nodes(self) -> Counter[str]:
-        """Operations of the graphs, by name."""
-        return Counter(_NODE.findall(self.output))
+    def graphs(self) -> list[Counter[str]]:
+        """Operations of each graph, by name."""
+        found: list[Counter[str]] = []
+        for index, node in _NODE.findall(self.output):
+            if index == "0":
+                found.append(Counter())
+            found[-1][node] += 1
+        return found
+
+    @property
+    def token_graph(self) -> Counter[str]:
+        """Operations of the graph of steps whose rows have one token."""
+        (graph,) = [graph for graph in self.graphs if "ArgMaxWithValue" in graph]
+        return graph
+
+    @property
+    def other_graphs(self) -> Counter[str]:
+        return sum((graph for graph in self.graphs if "ArgMaxWithValue" not in graph), Counter())
 
     @property
     def internal(self) -> set[str]:
@@ -103,24 +152,15 @@ def run(
     processors: int = 32,
     gigabytes: int = 64,
     soc: str = "Ascend910B2",
+    traced: bool = True,
 ) -> Ended:
-    """Run jobs, which are the fields of `device.Job`, on a machine and device of this size."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("MS_", "ASCEND_", "FAKE_"))}
-    trace, home = folder / "trace.txt", folder / "home"
-    home.mkdir()
-    environment = own | cann | {
-        "FAKE_PROCESSORS": str(processors),
-        "FAKE_HBM_GB": str(gigabytes),
-        "FAKE_SOC": soc,
-        "FAKE_TRACE": str(trace),
-        # Print the plans of kernels, the order of operations, and which of them MindSpore's own library computes.
-        "INTERNAL_PRINT_TILING": "1",
-        "ASCEND_GLOBAL_LOG_LEVEL": "1",
-        "ASCEND_SLOG_PRINT_TO_STDOUT": "1",
-        "MS_SUBMODULE_LOG_v": "{SESSION:1,ME:1}",
-        # Kernels write log files there.
-        "ASCEND_PROCESS_LOG_PATH": str(home),
-    }  # fmt: skip
+    """Run jobs, which are the fields of `device.Job`, on a machine and device of this size. Kernels print only if
+    `traced`.
+    """
+    trace = folder / "trace.txt"
+    environment = _environment(cann, folder, processors, gigabytes, soc)
+    if traced:
+        environment |= PRINTING | {"FAKE_TRACE": str(trace)}
     ended = subprocess.run(
         [sys.executable, str(SCRIPT)],
         input=json.dumps(list(jobs)),
@@ -133,12 +173,49 @@ def run(
         check=False,
     )
     traced = trace.read_text() if trace.exists() else ""
-    found = [json.loads(line) for line in re.findall(rf"^{MARK}(\{{.*)$", ended.stdout, re.MULTILINE)]
+    found = [json.loads(line) for line in _results(ended.stdout)]
     by_name = {
         each["job"]: Job(each, *(_between(text, f"load {each['job']}", None) for text in (ended.stdout, traced)))
         for each in found
     }
     return Ended(ended.returncode, ended.stdout, by_name)
+
+
+def run_ranks(cann: Mapping[str, str], folder: Path, model: Path, num_ranks: int) -> list[dict[str, Any]]:
+    """Run the ranks of a replica as `rank.py` does, and return what each found. Raise RuntimeError if one fails."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    environment = _environment(cann, folder, 16, 32, "Ascend910B2")
+    environment["PYTHONPATH"] += f":{RANK_SCRIPT.parents[1]}"
+    started = []
+    for rank in range(num_ranks):
+        command = [sys.executable, str(RANK_SCRIPT), *map(str, (rank, num_ranks, port, model))]
+        with (folder / f"{rank}.txt").open("w") as output:
+            started.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(TIMEOUT_S) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    outputs = [(folder / f"{rank}.txt").read_text() for rank in range(num_ranks)]
+    if any(codes):
+        raise RuntimeError(f"ranks ended with {codes}: {outputs[0][-3000:]}\n{outputs[-1][-3000:]}")
+    return [json.loads(text) for output in outputs for text in _results(output)]
+
+
+def _environment(cann: Mapping[str, str], folder: Path, processors: int, gigabytes: int, soc: str) -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MS_", "ASCEND_", "FAKE_"))}
+    home = folder / "home"
+    home.mkdir()
+    of_machine = {"FAKE_PROCESSORS": str(processors), "FAKE_HBM_GB": str(gigabytes), "FAKE_SOC": soc}
+    # Kernels write log files into their folder of logs.
+    return own | dict(cann) | of_machine | {"ASCEND_PROCESS_LOG_PATH": str(home)}
+
+
+def _results(output: str) -> list[str]:
+    """Return the lines of JSON that a script wrote after `MARK`."""
+    return re.findall(rf"^{MARK}(\{{.*)$", output, re.MULTILINE)
 
 
 def _between(text: str, first: str, last: str | None) -> str:

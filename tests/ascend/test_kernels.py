@@ -16,8 +16,27 @@ def test_kernels_and_copies_are_those_of_the_table(ended, name):
     table = read_table()
     for model, row in rows_of(name, ended(name)).items():
         expected = table[model]
-        for part in ("settings", "kernels", "steps"):
+        for part in ("settings", "kernels", "other kernels", "steps"):
             assert row[part] == expected[part], f"{part} of {model}"
+
+
+def test_a_decode_step_has_no_kernel_of_the_cpu_or_compiled_by_cann():
+    for model, row in read_table().items():
+        assert not {"CPU", "TBE"} & set(row["kernels"].values()), model
+
+
+def is_decode(step):
+    return step["rows"] == step["tokens"]
+
+
+def test_copies_of_a_decode_step():
+    for model, row in read_table().items():
+        exact = "exact" in model
+        for step in filter(is_decode, row["steps"]):
+            copies = step["to_device"], step["to_host"], step["on_device"], step["synchronisations"]
+            assert copies == (5 if exact else 3, 1, 0, 1), (model, step)
+            if step["sampling"] == "greedy":
+                assert step["bytes_to_host"] == 8 * step["rows"], (model, step)
 
 
 def test_the_table_has_no_other_models():

@@ -49,7 +49,7 @@ SETTINGS = (
     Setting("set_inputs", "dynamic shapes", "vllm_mindspore/model_executor/models/model_base.py", 706,
             "worker/compiled_graph.py"),
     Setting("phase", "increment", "vllm_mindspore/model_executor/models/mf_models/mindformers.py", 381,
-            "it lets a step skip shape inference; not measured on a device, so not used yet"),
+            "worker/compiled_graph.py"),
     Setting("set_kernel_launch_group", "4 threads, 16 groups", "vllm_mindspore/model_executor/models/mf_models/"
             "mindformers.py", 428, "experimental; a number of dispatch threads is set instead"),
     Setting("CUSTOM_MATMUL_SHUFFLE", "on", VLLM, 55, "MindSpore's default, which `fast` keeps"),

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 from llm_serving.backends import create_backend
+from llm_serving.config.sections.device import DeviceConfig
+from llm_serving.worker.device import configure_device
 from llm_serving.worker.model_inputs import ModelInputs
 from llm_serving.worker.model_runner import ModelRunner
 from support.model_factories import tiny_spec, write_model
@@ -31,6 +33,7 @@ def step(query_lens, num_computed):
 
 
 def logits(folder, attention_rows):
+    configure_device(DeviceConfig())
     backend = create_backend("cpu", "bfloat16")
     backend.attention_rows = attention_rows
     runner = ModelRunner(SPEC, folder, backend, 8, 16, 32, as_program=False)

@@ -91,14 +91,14 @@ class AscendBackend:
     def store_kv(self) -> nn.Cell:
         return cells.AscendStoreKV()
 
-    def host_lengths(self) -> nn.Cell:
-        return cells.AscendHostLengths()
-
     def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
         return cells.AscendCausalMask(max_positions, block_size, self.activation_dtype)
 
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
         return cells.AscendPagedAttention(shape.num_heads, shape.num_kv_heads, shape.scale)
+
+    def largest_logits(self) -> nn.Cell | None:
+        return cells.AscendLargestLogits()
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         return cells.AscendPromptAttention(shape.num_heads, shape.scale, cells.prompt_mask(self.activation_dtype))

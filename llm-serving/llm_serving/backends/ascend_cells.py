@@ -117,13 +117,6 @@ class AscendRotary(nn.Cell):
         return self.rotate(q, k, cos, sin, context_lens)
 
 
-class AscendHostLengths(nn.Cell):
-    """Copies lengths to the host, where the device's attention reads them to plan its work."""
-
-    def construct(self, lengths: ms.Tensor) -> ms.Tensor:
-        return ops.move_to(lengths, "CPU")
-
-
 class AscendCausalMask(nn.Cell):
     """[T, keys], added to scores: 0 up to a row's own position, -10,000 after it.
 
@@ -177,6 +170,17 @@ class AscendPagedAttention(nn.Cell):
         return self.paged_attention(
             q, key_cache, value_cache, block_tables, context_lens, None, None, mask, query_lens, None
         )
+
+
+class AscendLargestLogits(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = ops.ArgMaxWithValue(axis=-1, keep_dims=True)
+        self.cast, self.concat = ops.Cast(), ops.Concat(-1)
+
+    def construct(self, logits: ms.Tensor) -> ms.Tensor:
+        ids, values = self.largest(logits)
+        return self.concat((self.cast(ids, ms.float32), values))
 
 
 class AscendPromptAttention(nn.Cell):

@@ -31,7 +31,7 @@ class AscendRouter(nn.Cell):
     def __init__(self, attributes: Mapping[str, Any]) -> None:
         super().__init__()
         self.choose = gen_ops_prim.MoeGatingTopKSoftmax()
-        self.split, self.sum, self.div = gen_ops_prim.SplitWithSize(), ops.AddN(), ops.RealDiv()
+        self.split, self.add, self.div = gen_ops_prim.SplitWithSize(), gen_ops_prim.AddExt(), gen_ops_prim.Div()
         self.top_k = attributes["top_k"]
         self.normalise = attributes["normalise"]
         self.scale = float(np.float32(attributes["scale"]))
@@ -40,7 +40,11 @@ class AscendRouter(nn.Cell):
         topk_weights, topk_ids, _ = self.choose(logits, None, self.top_k)
         if self.normalise and self.top_k > 1:
             # Every device adds in this order.
-            topk_weights = self.div(topk_weights, self.sum(self.split(topk_weights, (1,) * self.top_k, -1)))
+            parts = self.split(topk_weights, (1,) * self.top_k, -1)
+            total = parts[0]
+            for part in parts[1:]:
+                total = self.add(total, part, 1)
+            topk_weights = self.div(topk_weights, total)
         elif self.normalise:
             topk_weights = self.div(topk_weights, topk_weights)
         topk_weights = topk_weights * self.scale if self.scale != 1 else topk_weights

@@ -114,9 +114,6 @@ class Backend(Protocol):
         row; another slot outside the cache raises an error.
         """
 
-    def host_lengths(self) -> nn.Cell:
-        """(int32[B]) -> the same lengths in the memory from which attention reads them."""
-
     def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
         """(positions int32[T], block_tables int32[B, W]) -> mask or positions that select the keys up to each row's
         own.
@@ -125,9 +122,15 @@ class Backend(Protocol):
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
         """(q, key_cache, value_cache, block_tables, query_lens, context_lens, attention_mask) -> [T, num_heads*D].
 
-        block_tables int32[B, W]; query_lens and context_lens int32[B], from `host_lengths`. Request b has
-        `query_lens[b]` rows, the last ones of its context of `context_lens[b]` tokens. Decode rows, chunks and whole
-        prompts may be mixed. `slopes`: ALiBi, float32 [num_heads].
+        block_tables int32[B, W]; query_lens and context_lens int32[B]. Request b has `query_lens[b]` rows, the last
+        ones of its context of `context_lens[b]` tokens. Decode rows, chunks and whole prompts may be mixed. `slopes`:
+        ALiBi, float32 [num_heads]. If each row has one token, Ascend's attention takes no mask (None). Without
+        `query_lens` (None) each row has one token.
+        """
+
+    def largest_logits(self) -> nn.Cell | None:
+        """(logits float32 [S, V]) -> float32 [S, 2]: the index of the largest logit of a row, the first of equal ones,
+        and the logit. None: steps of one token per row have no graph of their own on this backend.
         """
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
@@ -152,7 +155,7 @@ class Backend(Protocol):
         """(gate_up [T, 2*I], gate first) -> [T, I] = silu(gate) * up"""
 
     def add(self) -> nn.Cell:
-        """(a [T, H], b [T, H]) -> a + b"""
+        """(a [T, H], b [T, H] or [H]) -> a + b"""
 
     def all_reduce(self) -> nn.Cell:
         """(x [T, N]) -> the sum of x over all ranks. Raise ModelError if the backend has no tensor parallelism."""

@@ -90,14 +90,14 @@ class PlainBackend:
     def store_kv(self) -> nn.Cell:
         return PlainStoreKV()
 
-    def host_lengths(self) -> nn.Cell:
-        return nn.Identity()
-
     def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
         return PlainVisiblePositions()
 
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
         return PlainPagedAttention(shape, slopes)
+
+    def largest_logits(self) -> nn.Cell | None:
+        return None
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         return None

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import mindspore as ms
-from mindspore import nn
+from mindspore import nn, ops
+from mindspore.ops.auto_generate import gen_ops_prim
 
 from llm_serving.backends.base import AttentionShape, Backend
 from llm_serving.errors import ModelError
 from llm_serving.lowering import operations as cells
 from llm_serving.lowering.parameters import Parameters
-from llm_serving.lowering.step_inputs import KVCaches
+from llm_serving.lowering.step_inputs import NUM_TOKEN_ARRAYS, SINGLE_TOKEN_INPUTS, TOKEN_ROW_INPUTS, KVCaches
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Operation, Value, Weight
 from llm_serving.network.rewriting import Plan, apply, fuse_residual_into_norm, select_rows
@@ -41,6 +42,8 @@ class CellNetwork(nn.Cell):
         whole_prompts: Whether the graph computes only steps of whole prompts; B is then fixed, and unused rows have
             length 0.
         of_states: Whether the result is the input of the LM head.
+        single_tokens: Whether the graph computes only steps whose rows have one token, for which attention has no mask.
+        all_rows: Whether the result has a row for each token, so that there are no `sample_indices`.
     """
 
     def __init__(
@@ -53,15 +56,18 @@ class CellNetwork(nn.Cell):
         *,
         whole_prompts: bool = False,
         of_states: bool = False,
+        single_tokens: bool = False,
+        all_rows: bool = False,
     ) -> None:
         super().__init__()
         lacks = backend.unsupported(network, max_positions)
         if lacks is not None:
             raise ModelError(f"the Cells of {backend.name} do not support {lacks}; kernels: program does")
         operations = network.hidden_states() if of_states else network.operations
-        plan = apply(select_rows(operations), (fuse_residual_into_norm,))
-        self.attention_mask = backend.attention_mask(max_positions, kv_caches[0][0].shape[1])
-        self.host_lengths = backend.host_lengths()
+        rows = Plan(list(operations), frozenset()) if all_rows else select_rows(operations)
+        plan = apply(rows, (fuse_residual_into_norm,))
+        masked = not single_tokens
+        self.attention_mask = backend.attention_mask(max_positions, kv_caches[0][0].shape[1]) if masked else NoMask()
         listing = _Schedule(plan, network, backend, parameters, kv_caches, max_positions, whole_prompts)
         self.steps = nn.CellList(listing.cells)
 
@@ -76,13 +82,73 @@ class CellNetwork(nn.Cell):
         sample_indices: ms.Tensor,
     ) -> ms.Tensor:
         seen = self.attention_mask(positions, block_tables)
-        lengths = self.host_lengths(q_seq_lens), self.host_lengths(batch_valid_length)
         rows = token_ids, positions, slot_mapping, block_tables, q_seq_lens, batch_valid_length, sample_indices
-        arguments = (*rows, *lengths, seen)
+        arguments = (*rows, seen)
         registers = (token_ids,) * NUM_REGISTERS
         for step in self.steps:
             registers = step(registers, arguments)
         return registers[0]
+
+
+class NoMask(nn.Cell):
+    """(positions, block_tables) -> None"""
+
+    def construct(self, positions: ms.Tensor, block_tables: ms.Tensor) -> None:
+        return None
+
+
+class TokenNetwork(nn.Cell):
+    """A network for steps whose rows have one token. Its results are logits float32 [S, V], and
+    `Backend.largest_logits` of them.
+
+    Args:
+        network: A `CellNetwork` with `single_tokens`.
+    """
+
+    inputs: Sequence[tuple[str, int]]
+    """(name, number of dimensions) of the arguments of `construct`. The first one, [3, T], has token ids, positions and
+    slots, which so reach a device as one copy.
+    """
+
+    def __init__(self, network: nn.Cell, backend: Backend) -> None:
+        super().__init__()
+        largest = backend.largest_logits()
+        assert largest is not None
+        self.network, self.largest = network, largest
+        self.split, self.reshape = gen_ops_prim.SplitWithSize(), ops.Reshape()
+
+    def arrays_of(self, tokens: ms.Tensor) -> Any:
+        first, second, third = self.split(tokens, (1,) * NUM_TOKEN_ARRAYS, 0)
+        return self.reshape(first, (-1,)), self.reshape(second, (-1,)), self.reshape(third, (-1,))
+
+
+class SingleTokenNetwork(TokenNetwork):
+    """Each row has a token, which gives a result: S = T = B. `network` has `all_rows`."""
+
+    inputs = SINGLE_TOKEN_INPUTS
+
+    def construct(self, tokens: ms.Tensor, block_tables: ms.Tensor, batch_valid_length: ms.Tensor) -> Any:
+        token_ids, positions, slots = self.arrays_of(tokens)
+        logits = self.network(token_ids, positions, slots, block_tables, None, batch_valid_length, None)
+        return logits, self.largest(logits)
+
+
+class TokenRowsNetwork(TokenNetwork):
+    """For a backend with `attention_rows`: the rows after the first T have no tokens."""
+
+    inputs = TOKEN_ROW_INPUTS
+
+    def construct(
+        self,
+        tokens: ms.Tensor,
+        block_tables: ms.Tensor,
+        batch_valid_length: ms.Tensor,
+        q_seq_lens: ms.Tensor,
+        sample_indices: ms.Tensor,
+    ) -> Any:
+        token_ids, positions, slots = self.arrays_of(tokens)
+        logits = self.network(token_ids, positions, slots, block_tables, q_seq_lens, batch_valid_length, sample_indices)
+        return logits, self.largest(logits)
 
 
 class CellLmHead(nn.Cell):

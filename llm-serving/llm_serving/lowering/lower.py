@@ -11,7 +11,7 @@ from mindspore import nn
 from llm_serving.backends.base import Backend
 from llm_serving.core.enums import ImplementationName
 from llm_serving.errors import ModelError
-from llm_serving.lowering.cells import CellLmHead, CellNetwork
+from llm_serving.lowering.cells import CellLmHead, CellNetwork, SingleTokenNetwork, TokenNetwork, TokenRowsNetwork
 from llm_serving.lowering.mindformers import MindFormersLlamaNetwork, MindFormersNetwork
 from llm_serving.lowering.parameters import Parameters, parameters_of
 from llm_serving.lowering.program import ProgramNetwork
@@ -34,6 +34,8 @@ class Lowered(NamedTuple):
     """(float32 [P, H], `lowering.step_inputs.step_inputs_for_rows`) -> float32 [P, V], or scores [P, labels]."""
     of_prompts: nn.Cell | None = None
     """As `states`, for steps without a cached prefix; None: `states` computes those steps too."""
+    of_tokens: TokenNetwork | None = None
+    """For steps whose rows have one token; None: `states` and `head` compute those steps too."""
 
     @staticmethod
     def head_inputs(hidden: int) -> list[ms.Tensor]:
@@ -91,7 +93,12 @@ def lower(
         settings = network, backend, parameters, kv_caches, max_positions
         states = CellNetwork(*settings, of_states=True)
         of_prompts = CellNetwork(*settings, of_states=True, whole_prompts=True) if whole_prompts else None
-        return Lowered(None, states, CellLmHead(network, backend, parameters), of_prompts)
+        of_tokens = None
+        if backend.largest_logits() is not None and not network.num_labels:
+            rows = backend.attention_rows > 0
+            inner = CellNetwork(*settings, single_tokens=True, all_rows=not rows)
+            of_tokens = (TokenRowsNetwork if rows else SingleTokenNetwork)(inner, backend)
+        return Lowered(None, states, CellLmHead(network, backend, parameters), of_prompts, of_tokens)
     dtype = backend.dtype
     of_states = build_hidden_states_program(network, dtype)
     hidden = _network(of_states, backend, parameters, kv_caches, network.hidden, states)

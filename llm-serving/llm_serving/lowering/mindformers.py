@@ -166,7 +166,6 @@ class MindFormersNetwork(nn.Cell):
         self.model = _build(spec, backend, max_positions)
         _set_weights(self.model, spec.network, parameters)
         self.attention_mask = backend.attention_mask(max_positions, kv_caches[0][0].shape[1])
-        self.host_lengths = backend.host_lengths()
         self.embedding = backend.embedding()
         self.key_caches = ms.ParameterTuple([keys for keys, _ in kv_caches])
         self.value_caches = ms.ParameterTuple([values for _, values in kv_caches])
@@ -184,8 +183,8 @@ class MindFormersNetwork(nn.Cell):
         hidden = self.model(
             input_ids=token_ids,
             positions=positions,
-            batch_valid_length=self.host_lengths(batch_valid_length),
-            q_seq_lens=self.host_lengths(q_seq_lens),
+            batch_valid_length=batch_valid_length,
+            q_seq_lens=q_seq_lens,
             block_tables=block_tables,
             slot_mapping=slot_mapping,
             attention_mask=self.attention_mask(positions, block_tables),
@@ -204,7 +203,7 @@ def _build(spec: ModelSpec, backend: Backend, max_positions: int) -> nn.Cell:
     network.add_flags_custom_mcore(is_prefill=False)  # PagedAttention in every step
     model: nn.Cell = network.model
     model.return_hidden_states = True
-    model.move_lens_to_cpu = False  # `Backend.host_lengths` moves them
+    model.move_lens_to_cpu = False  # Ascend's attention finds lengths by the names of the graph's parameters
     return model
 
 
@@ -284,7 +283,6 @@ class MindFormersLlamaNetwork(nn.Cell):
         self.model = _build_legacy(spec, backend, max_positions, kv_caches[0][0].shape[1])
         _set_legacy_weights(self.model, network, parameters, kv_caches)
         self.attention_mask = backend.attention_mask(max_positions, kv_caches[0][0].shape[1])
-        self.host_lengths = backend.host_lengths()
         self.embedding = backend.embedding()
         self.reshape = ops.Reshape()
         self.hidden = network.hidden
@@ -301,12 +299,12 @@ class MindFormersLlamaNetwork(nn.Cell):
     ) -> ms.Tensor:
         hidden = self.model(
             self.reshape(token_ids, (1, -1)),
-            batch_valid_length=self.host_lengths(batch_valid_length),
+            batch_valid_length=batch_valid_length,
             block_tables=block_tables,
             slot_mapping=slot_mapping,
             attention_mask=self.attention_mask(positions, block_tables),
             position_ids=positions,
-            q_seq_lens=self.host_lengths(q_seq_lens),
+            q_seq_lens=q_seq_lens,
         )
         return self.embedding(sample_indices, self.reshape(hidden, (-1, self.hidden))).astype(ms.float32)
 

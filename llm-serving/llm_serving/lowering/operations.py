@@ -1,8 +1,7 @@
 """The operations of a network as Cells, each composed of operations of a backend or of MindSpore.
 
 Every Cell takes a tuple of the values it reads and the step inputs, and returns a tuple of the values it writes. The
-step inputs are `lowering.step_inputs.STEP_INPUTS`, then both lengths in the memory from which attention reads them,
-and the attention mask (`Backend.host_lengths`, `Backend.attention_mask`).
+step inputs are `lowering.step_inputs.STEP_INPUTS`, then the attention mask (`Backend.attention_mask`).
 """
 
 from __future__ import annotations
@@ -93,17 +92,12 @@ class LinearCell(nn.Cell):
         self.weight = ms.ParameterTuple(weight)
         self.has_bias = bias is not None
         if bias is not None:
-            # `Backend.add` takes two tensors of one shape, so the bias is looked up once for each row.
             self.bias = bias
-            self.repeat = backend.embedding()
             self.add = backend.add()
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
         x = self.product(read[0], *self.weight)
-        if self.has_bias:
-            first_row = ops.zeros((x.shape[0],), ms.int32)
-            x = self.add(x, self.repeat(first_row, self.bias))
-        return (x,)
+        return (self.add(x, self.bias) if self.has_bias else x,)
 
 
 class RmsNormCell(nn.Cell):
@@ -181,7 +175,7 @@ class AttentionCell(nn.Cell):
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
         q = ops.depend(read[0], read[1])
-        return (self.attention(q, self.key_cache, self.value_cache, step[3], step[7], step[8], step[9]),)
+        return (self.attention(q, self.key_cache, self.value_cache, step[3], step[4], step[5], step[7]),)
 
 
 class PromptAttentionCell(nn.Cell):
@@ -193,7 +187,7 @@ class PromptAttentionCell(nn.Cell):
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
         q = ops.depend(read[0], read[1])
-        return (self.attention(q, read[2], read[3], step[7], step[8]),)
+        return (self.attention(q, read[2], read[3], step[4], step[5]),)
 
 
 class GatedActivationCell(nn.Cell):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import mindspore as ms
-import numpy as np
 
 from llm_serving.backends.base import Backend
 from llm_serving.backends.quantize import quantize
@@ -60,7 +59,7 @@ def parameters_of(
 
     Args:
         max_positions: Longest context of a row, in tokens.
-        as_cells: Whether experts have Parameters in the form of Cells, and biases are tables of one row.
+        as_cells: Whether experts have Parameters in the form of Cells.
         quantization: None: weights have the model dtype, except GGUF blocks that the kernels can multiply.
     """
     multiplied = products(network.operations)
@@ -68,7 +67,6 @@ def parameters_of(
     in_blocks = block_weights(network) if quantization is None and not as_cells else set()
     experts = _experts(network.operations) if as_cells else {}
     tables = {each.weights["table"] for each in network.operations if "table" in each.weights}
-    biases = {each.weights["bias"] for each in network.operations if "bias" in each.weights}
     made: dict[Weight, list[ms.Parameter]] = {}
     dequantized = []
     for index, weight in enumerate(network.weights):
@@ -104,10 +102,10 @@ def parameters_of(
             made[weight] = [create(values, name)]
         elif weight.dtype == "float32":
             made[weight] = [backend.numbers(values, name)]
-        elif values.ndim == 1 and not (weight in biases and as_cells):
+        elif values.ndim == 1:
             made[weight] = [backend.vector(values, name=name)]
         else:
-            made[weight] = [backend.table(np.atleast_2d(values), name)]
+            made[weight] = [backend.table(values, name)]
     if dequantized and quantization is not None:
         logger.warning(
             "%d of %d weights are served in %s: no %s product takes their stored integers, and rounding them again "

@@ -33,11 +33,24 @@ stores to must not be used by another one.
 """
 
 
+NUM_TOKEN_ARRAYS: Final = 3
+"""Arrays of `SINGLE_TOKEN_INPUTS[0]`, the first of `STEP_INPUTS`."""
+SINGLE_TOKEN_INPUTS: Final = (("tokens", 2), ("block_tables", 2), ("batch_valid_length", 1))
+"""As `STEP_INPUTS`, for steps whose rows have one token each, all of which give a result. `tokens` is [3, T]."""
+TOKEN_ROW_INPUTS: Final = (*SINGLE_TOKEN_INPUTS, ("q_seq_lens", 1), ("sample_indices", 1))
+"""As `SINGLE_TOKEN_INPUTS`, with rows without tokens and tokens without results."""
+
+
 def step_inputs_for_rows(count: int) -> tuple[NDArray[np.int32], ...]:
     """Return a step of one request whose `count` rows are all sampled, for a network without attention."""
     rows, nothing = np.arange(count, dtype=np.int32), np.zeros(count, np.int32)
     whole = np.array([count], np.int32)
     return rows, nothing, nothing - 1, np.zeros((1, 1), np.int32), whole, whole, rows
+
+
+def dynamic(inputs: Sequence[tuple[str, int]]) -> list[ms.Tensor]:
+    """Return int32 inputs whose every dimension is dynamic."""
+    return [ms.Tensor(shape=[None] * rank, dtype=ms.int32) for _, rank in inputs]
 
 
 def dynamic_inputs(num_rows: int | None = None) -> list[ms.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import mindspore as ms
 import numpy as np
@@ -17,7 +17,7 @@ from llm_serving.errors import ConfigError, KernelError
 from llm_serving.lowering.lower import Lowered
 from llm_serving.lowering.mindir import graph_file, inputs_of
 from llm_serving.lowering.program import ProgramNetwork
-from llm_serving.lowering.step_inputs import STEP_INPUTS, dynamic_inputs
+from llm_serving.lowering.step_inputs import STEP_INPUTS, dynamic, dynamic_inputs
 from llm_serving.models.spec import ModelSpec
 
 try:
@@ -26,20 +26,28 @@ except ImportError:  # another release
     _cell_graph_executor = None
 
 
-LITE_PACKAGE = "mindspore_lite"
+LITE_PACKAGE: Final = "mindspore_lite"
+_DECODE_PHASE: Final = "increment"
+"""Name by which MindSpore recognizes the graph of decode steps."""
 
 
 class CompiledNetwork:
     """One graph for batches of every shape, called without the checks of `Cell.__call__`, which take 140 of 160
     microseconds and are unnecessary, because the arguments always have the same types and ranks. The faster call uses
-    private names of MindSpore; if a release lacks them, the ordinary call is used. `inputs`: the arguments, as for
-    `Cell.set_inputs`, if they are not those of a step.
+    private names of MindSpore; if a release lacks them, the ordinary call is used.
+
+    Args:
+        inputs: The arguments, as for `Cell.set_inputs`, if they are not those of a step.
+        is_decode: Whether the graph computes decode steps. On Ascend, MindSpore then keeps the shapes, kernel arguments
+            and memory of a step for the next one of the same shapes.
     """
 
-    def __init__(self, network: nn.Cell, inputs: Sequence[ms.Tensor] | None = None) -> None:
+    def __init__(self, network: nn.Cell, inputs: Sequence[ms.Tensor] | None = None, *, is_decode: bool = False) -> None:
         network.set_train(False)
         if not isinstance(network, ProgramNetwork):
             network.set_inputs(*(dynamic_inputs() if inputs is None else inputs))
+        if is_decode:
+            network.phase = _DECODE_PHASE
         self._network = network
         self._execute: Any = getattr(_cell_graph_executor, "_graph_executor", None)
         self._phase: str | None = None
@@ -48,7 +56,7 @@ class CompiledNetwork:
     def num_compilations(self) -> int:
         return len(self._network.compile_cache)
 
-    def __call__(self, arrays: Sequence[Int32Array | Float32Array]) -> NDArray[Any]:
+    def __call__(self, arrays: Sequence[Any]) -> NDArray[Any]:
         """Run the graph; the first call compiles it. Arguments are not copied, so they must not change before this
         returns. The result of a program is valid until the next call.
         """
@@ -56,17 +64,26 @@ class CompiledNetwork:
             result = self._network.bind_inputs(arrays)
             float(self._run(()))  # waits for the result ten times faster than `asnumpy`
             return result
-        tensors = tuple([ms.Tensor.from_numpy(np.ascontiguousarray(array)) for array in arrays])
-        values: NDArray[Any] = self._run(tensors).asnumpy()
+        values: NDArray[Any] = self.submit(arrays).asnumpy()
         return values
 
-    def _run(self, tensors: tuple[ms.Tensor, ...]) -> ms.Tensor:
+    def submit(self, arrays: Sequence[Any]) -> Any:
+        """Start the graph. The result of a graph of Cells stays on the device."""
+        if isinstance(self._network, ProgramNetwork):
+            return self(arrays)
+        return self._run(tuple([each if isinstance(each, ms.Tensor) else _tensor(each) for each in arrays]))
+
+    def _run(self, tensors: tuple[ms.Tensor, ...]) -> Any:
         if self._phase is not None:
             return self._execute(tensors, self._phase)
         result = self._network(*tensors)
         if self._execute is not None and self.num_compilations == 1:
             (self._phase,) = self._network.compile_cache
         return result
+
+
+def _tensor(array: NDArray[Any]) -> ms.Tensor:
+    return ms.Tensor.from_numpy(np.ascontiguousarray(array))
 
 
 def load_lite() -> Any:
@@ -112,6 +129,9 @@ class LiteNetwork:
                 f"Found: {', '.join(found)}"
             )
 
+    def submit(self, arrays: Sequence[Int32Array | Float32Array]) -> NDArray[Any]:
+        return self(arrays)
+
     def __call__(self, arrays: Sequence[Int32Array | Float32Array]) -> NDArray[Any]:
         tensors = [self._lite.Tensor(np.ascontiguousarray(array)) for array in arrays]
         (result,) = self._model.predict(tensors)
@@ -131,8 +151,11 @@ class StepNetwork(Protocol):
     @property
     def num_compilations(self) -> int: ...
 
-    def __call__(self, arrays: Sequence[Int32Array | Float32Array]) -> NDArray[Any]:
-        """Run the graph. The arguments must not change before this returns."""
+    def __call__(self, arrays: Sequence[Any]) -> NDArray[Any]:
+        """Run the graph. The arguments must not change before this returns. They are arrays, or results of `submit`."""
+
+    def submit(self, arrays: Sequence[Any]) -> Any:
+        """Start the graph, and return its result, which may still be computed on a device."""
 
 
 class StepNetworks(NamedTuple):
@@ -142,16 +165,18 @@ class StepNetworks(NamedTuple):
     states: StepNetwork
     head: StepNetwork
     prompts: StepNetwork | None = None
+    tokens: CompiledNetwork | None = None
 
 
 def compile_networks(lowered: Lowered, hidden: int, num_prompt_rows: int = 0) -> StepNetworks:
     """Return networks that are compiled at their first call. `num_prompt_rows`: requests in a whole-prompt step."""
-    prompts = lowered.of_prompts
+    prompts, tokens = lowered.of_prompts, lowered.of_tokens
     return StepNetworks(
         None if lowered.logits is None else CompiledNetwork(lowered.logits),
         CompiledNetwork(lowered.states),
         CompiledNetwork(lowered.head, lowered.head_inputs(hidden)),
         None if prompts is None else CompiledNetwork(prompts, dynamic_inputs(num_prompt_rows)),
+        None if tokens is None else CompiledNetwork(tokens, dynamic(tokens.inputs), is_decode=True),
     )
 
 

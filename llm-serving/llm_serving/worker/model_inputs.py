@@ -86,6 +86,11 @@ class ModelInputs:
         return len(self.query_lens)
 
     @property
+    def selected_indices(self) -> Int32Array:
+        """The tokens whose hidden states a network selects: those with results, or one, which some kernels need."""
+        return self.sample_indices if len(self.sample_indices) else np.zeros(1, np.int32)
+
+    @property
     def are_whole_prompts(self) -> bool:
         """Whether no row has computed tokens from earlier steps."""
         return bool((self.context_lens == self.query_lens).all())
@@ -121,7 +126,7 @@ class ModelInputs:
             self.block_tables,
             self.query_lens,
             self.context_lens,
-            self.sample_indices,
+            self.selected_indices,
             *self.states,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -21,14 +21,22 @@ from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader
 from llm_serving.network.quantization import Quantization
 from llm_serving.worker.block_guard import BlockGuard, BlockTags, check_block_moves
-from llm_serving.worker.compiled_graph import StepNetworks, compile_networks
+from llm_serving.worker.compiled_graph import StepNetwork, StepNetworks, compile_networks
 from llm_serving.worker.kv_cache import GraphOwnedCache, KVTensors, TransferMemory
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs
 from llm_serving.worker.pooling import means, num_states_per_result, with_all_states, with_token_types
 from llm_serving.worker.rank_group import RankGroup
-from llm_serving.worker.sampler import check_allowed, check_sampling, choose_tokens_for, sample
+from llm_serving.worker.sampler import (
+    check_allowed,
+    check_sampling,
+    choose_tokens_for,
+    greedy_output,
+    is_greedy,
+    sample,
+)
 from llm_serving.worker.scoring import check_scoring, score
 from llm_serving.worker.state_guard import StateGuard
+from llm_serving.worker.token_graph import TokenGraph
 
 _FIRST_TAG: Final = 1
 """Tag of the first step among ranks. Work before it has tag 0."""
@@ -106,7 +114,8 @@ class ModelRunner:
                 states=self.kv_tensors.states,
             )
             networks = compile_networks(lowered, spec.network.hidden, num_prompt_rows)
-        self._network, self._states, self._head, self._prompts = networks
+        self._network, self._states, self._head, self._prompts, tokens = networks
+        self._tokens = None if tokens is None else TokenGraph(tokens, backend.attention_rows)
         self._choose_tokens = choose_tokens_for(backend.name)
         shared = self.kv_tensors.transfer
         tags = None if shared is None else BlockTags(shared.epochs, shared.num_written)
@@ -120,7 +129,7 @@ class ModelRunner:
     @property
     def num_compilations(self) -> int:
         """Number of graphs compiled so far. After `warm_up` it is one per part of the network and does not grow."""
-        parts = self._network, self._states, self._head, self._prompts
+        parts = self._network, self._states, self._head, self._prompts, self._tokens
         return sum(each.num_compilations for each in parts if each is not None)
 
     def warm_up(self) -> None:
@@ -139,6 +148,7 @@ class ModelRunner:
                 states=(np.full(num_rows, -1, np.int32), np.full(num_tokens, -1, np.int32)) if self.spec.states else (),
             )
             self._forward(inputs)
+            self._states_of(inputs)
             self._logits_of(self._states(self._planned(inputs).arrays()))
         self.kv_tensors.clear()
 
@@ -188,16 +198,33 @@ class ModelRunner:
         tensors.move_blocks(step.block_moves)
         self._guard.check_imports(step.block_moves)
         if len(step.result_tokens) == step.sampling.num_samples:
-            logits = self._forward(inputs)[: len(step.result_tokens)]
-            self._export(step.exports)
-            step = self._with_allowed_tokens(step, await_allowed)
-            output = sample(step.step, logits, step.sampling, previous, self._choose_tokens)
+            output = self._sample(step, inputs, previous, await_allowed)
         else:
             states = self._pooled_states_of(inputs, step.result_tokens)
             self._export(step.exports)
             output = self._results(self._with_allowed_tokens(step, await_allowed), states, previous)
         self._previous = output.token_ids
         return output
+
+    def _sample(
+        self,
+        step: StepInput,
+        inputs: ModelInputs,
+        previous: Int32Array,
+        await_allowed: Callable[[], AllowedTokens] | None,
+    ) -> StepOutput:
+        if self._tokens is not None and self._tokens.computes(inputs):
+            computed = self._tokens.submit(inputs)
+            if not step.allowed_follow and is_greedy(step.sampling) and (tokens := computed.most_likely()) is not None:
+                self._export(step.exports)
+                return greedy_output(step.step, tokens[: step.sampling.num_samples])
+            logits = computed.copy()
+        else:
+            logits = self._forward(inputs)
+        self._export(step.exports)
+        step = self._with_allowed_tokens(step, await_allowed)
+        samples = logits[: step.sampling.num_samples]
+        return sample(step.step, samples, step.sampling, previous, self._choose_tokens)
 
     def _export(self, exports: Int32Array) -> None:
         if len(exports):
@@ -235,9 +262,14 @@ class ModelRunner:
 
     def _states_of(self, inputs: ModelInputs) -> Float32Array:
         """Return the hidden states that the LM head reads, [max(S, 1), H]."""
+        network, arrays = self._states_network(inputs)
+        return network(arrays)
+
+    def _states_network(self, inputs: ModelInputs) -> tuple[StepNetwork, Sequence[Int32Array]]:
+        """Return the network that computes hidden states of a step, and its arguments."""
         if self._prompts is None or not inputs.are_whole_prompts or inputs.num_rows > self._num_prompt_rows:
-            return self._states(_network_arguments(self._planned(inputs)))
-        return self._prompts(_network_arguments(inputs.padded_to(self._num_prompt_rows)))
+            return self._states, self._planned(inputs).arrays()
+        return self._prompts, inputs.padded_to(self._num_prompt_rows).arrays()
 
     def _pooled_states_of(self, inputs: ModelInputs, result_tokens: Int32Array) -> Float32Array:
         """Return the hidden states of `_states_of`, of which those of results of kind MEAN are means."""
@@ -253,15 +285,11 @@ class ModelRunner:
 
     def _forward(self, inputs: ModelInputs) -> Float32Array:
         if self._network is not None:
-            return self._network(_network_arguments(self._planned(inputs)))
-        return self._logits_of(self._states_of(inputs))
-
-
-def _network_arguments(inputs: ModelInputs) -> tuple[Int32Array, ...]:
-    """Return the network's arguments. A step without results requests one, because some kernels need one."""
-    if not len(inputs.sample_indices):
-        inputs = replace(inputs, sample_indices=np.zeros(1, np.int32))
-    return inputs.arrays()
+            return self._network(self._planned(inputs).arrays())
+        if self._tokens is not None and self._tokens.computes(inputs):
+            return self._tokens.submit(inputs).copy()
+        network, arrays = self._states_network(inputs)
+        return self._head((network.submit(arrays), *step_inputs_for_rows(len(inputs.selected_indices))))
 
 
 def _first_error_per_row(errors: dict[int, str], result_tokens: Int32Array) -> dict[int, str]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.core.sampling_params import LOGIT_BIAS, RULES, Real
-from llm_serving.core.step import SAMPLE_FIELDS, SAMPLING_DTYPES, SamplingInput, StepOutput
+from llm_serving.core.step import SAMPLE_FIELDS, SAMPLING_DTYPES, SamplingInput, StepOutput, no_top_tokens
 from llm_serving.errors import KernelError, WorkerError
 from llm_serving.kernels import library
 from llm_serving.log import get_logger
@@ -181,6 +181,24 @@ def sample(
     )
     row_errors = {} if all_zero(choices.failures) else _row_errors(choices)
     return StepOutput(step, choices.token_ids, logprobs, top, row_errors)
+
+
+def is_greedy(sampling: SamplingInput) -> bool:
+    """Return whether every sample is the token of the largest logit and no log-probabilities are wanted."""
+    return (
+        not len(sampling.bias_token_ids)
+        and not len(sampling.allowed_words)
+        and bool(((sampling.temperature == 0) | (sampling.top_k == 1)).all())
+        and bool((sampling.num_logprobs < 0).all())
+        and bool((sampling.repetition_penalty == 1).all())
+        and all_zero(sampling.presence_penalty)
+        and all_zero(sampling.frequency_penalty)
+    )
+
+
+def greedy_output(step: int, token_ids: Int32Array) -> StepOutput:
+    """Return the output of a step for which `is_greedy` holds."""
+    return StepOutput(step, token_ids, np.zeros(len(token_ids), np.float32), no_top_tokens(len(token_ids)))
 
 
 def _row_errors(choices: SampledTokens) -> dict[int, str]:
