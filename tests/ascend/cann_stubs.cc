@@ -141,6 +141,33 @@ template <typename T> std::string joined(const T *values, uint64_t number) {
   return text;
 }
 
+// Writes which rows of the mask each request of PagedAttention reads, if the
+// copied words are its plan: the type of the mask, its columns, and of each
+// request its number, rows and first element in the mask. The layout is that of
+// ATB's paged_attention_tiling_dependency.h.
+void trace_mask(const void *source, size_t size) {
+  constexpr size_t kHead = 44, kRequest = 17;
+  constexpr size_t kBatch = 0, kColumns = 13, kHeadSize = 17,
+                   kRequestSize = 18, kMaskType = 37;
+  constexpr size_t kRows = 0, kNumber = 8, kHigh = 10, kLow = 14;
+  if (trace_file() == nullptr || size < (kHead + kRequest) * sizeof(uint32_t))
+    return;
+  const auto *words = static_cast<const uint32_t *>(source);
+  const size_t requests = words[kBatch];
+  if (words[kHeadSize] != kHead || words[kRequestSize] != kRequest ||
+      size / sizeof(uint32_t) < kHead + requests * kRequest)
+    return;
+  std::string line = "mask " + std::to_string(words[kMaskType]) + " " +
+                     std::to_string(words[kColumns]);
+  for (size_t index = 0; index < requests; ++index) {
+    const uint32_t *request = words + kHead + index * kRequest;
+    const uint64_t first = (uint64_t{request[kHigh]} << 32) | request[kLow];
+    line += " " + std::to_string(request[kNumber]) + ":" +
+            std::to_string(request[kRows]) + ":" + std::to_string(first);
+  }
+  trace(line);
+}
+
 std::string type_name(int type) {
   static const std::map<int, std::string> names = {
       {0, "float32"}, {1, "float16"}, {2, "int8"},    {3, "int32"},
@@ -294,8 +321,10 @@ int aclrtMemcpy(void *target, size_t, const void *source, size_t size,
 int aclrtMemcpyAsync(void *target, size_t, const void *source, size_t size,
                      int kind, void *) {
   count_copy(size, kind);
-  if (size > 0 && target != nullptr && source != nullptr)
+  if (size > 0 && target != nullptr && source != nullptr) {
+    trace_mask(source, size);
     memcpy(target, source, size);
+  }
   return kOk;
 }
 int aclrtMemset(void *address, size_t, int32_t value, size_t size) {
@@ -442,17 +471,6 @@ int rtRegisterAllKernel(const void *, void **result) {
   *result = handle();
   return kOk;
 }
-
-// Communication: one rank.
-int HcclGetRankSize(void *, uint32_t *size) {
-  *size = 1;
-  return kOk;
-}
-int HcclGetRankId(void *, uint32_t *rank) {
-  *rank = 0;
-  return kOk;
-}
-const char *HcclGetErrorString(int) { return "no error"; }
 
 // The checked functions of the C library that CANN brings.
 int memcpy_s(void *target, size_t, const void *source, size_t size) {

@@ -1,8 +1,9 @@
 """Builds stubs of CANN's shared objects, with which MindSpore's Ascend plugin runs on a machine without a device.
 
 MindSpore's x86 wheel contains the whole plugin and the host code of its kernels; only CANN is missing. The stubs define
-every symbol that the plugin asks of CANN: `cann_stubs.cc` implements some, and every other one returns 0. Shape
-inference, selection of kernels, checks of arguments and tiling then run as on a device; results mean nothing.
+every symbol that the plugin asks of CANN: `cann_stubs.cc` and `hccl_stubs.cc` implement some, and every other one
+returns 0. Shape inference, selection of kernels, checks of arguments and tiling then run as on a device. Results mean
+nothing, except those of copies and collectives.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ HERE: Final = Path(__file__).parent
 KNOWN_VERSIONS: Final = ("2.10.0",)
 """Versions of MindSpore for which the list of symbols was checked."""
 
+SOURCES: Final = ("cann_stubs.cc", "hccl_stubs.cc")
 RUNTIME: Final = "all_symbols"
 LIBRARIES: Final = (
     "acl_op_compiler acl_tdt_channel acl_tdt_queue alog ascend_hal ascend_ml ascendalog ascendcl atb c_sec "
@@ -79,10 +81,12 @@ def build(folder: Path) -> dict[str, str]:
     folder = folder / "cann"
     folder.mkdir()
     plugins = _plugins()
-    _run(
-        "g++", "-O1", "-fPIC", "-D_GLIBCXX_USE_CXX11_ABI=0", "-c", str(HERE / "cann_stubs.cc"), "-o", "own.o", at=folder
-    )
-    own = _symbols([folder / "own.o"], "--defined-only")
+    objects = []
+    for source in SOURCES:
+        objects.append(f"{Path(source).stem}.o")
+        options = "-O1", "-fPIC", "-D_GLIBCXX_USE_CXX11_ABI=0"
+        _run("g++", *options, "-c", str(HERE / source), "-o", objects[-1], at=folder)
+    own = _symbols([folder / each for each in objects], "--defined-only")
     texts = set().union(*map(_texts, plugins))
     operators = sorted({text.removesuffix("GetWorkspaceSize") for text in texts if _OPERATOR.fullmatch(text)})
     wanted = _symbols(plugins, "--dynamic", "--undefined-only") - _provided(plugins)
@@ -93,7 +97,7 @@ def build(folder: Path) -> dict[str, str]:
     _run("g++", "-c", "generated.s", "-o", "generated.o", at=folder)
     libraries = folder / "lib64"
     (libraries / "driver").mkdir(parents=True)
-    _link(libraries / f"lib{RUNTIME}.so", "own.o", "generated.o", at=folder)
+    _link(libraries / f"lib{RUNTIME}.so", *objects, "generated.o", "-lrt", at=folder)
     (folder / "empty.c").write_text("")
     for name in LIBRARIES:
         needed = "-Wl,--no-as-needed", f"-L{libraries}", f"-l{RUNTIME}", "-Wl,-rpath,$ORIGIN"
@@ -103,10 +107,10 @@ def build(folder: Path) -> dict[str, str]:
     for data in ("data", "runtime/data", "x86_64-linux/data"):
         shutil.copytree(HERE / "platform_config", folder / data / "platform_config")
     (folder / "opp").mkdir()
-    package = folder / "python" / "hccl" / "manage"
+    package = folder / "python" / "hccl"
     package.mkdir(parents=True)
-    (package.parent / "__init__.py").write_text("")
-    (package / "__init__.py").write_text('class sys_version:\n    __sys_version__ = "0.1.0"\n')
+    (package / "__init__.py").write_text("")
+    (package / "sys_version.py").write_text('__sys_version__ = "0.1.0"\n')
     _link(folder / "processors.so", str(HERE / "processors.cc"), at=folder)
     return {
         "ASCEND_HOME_PATH": str(folder),

@@ -6,8 +6,11 @@ import pytest
 from ascend.cann_stubs import build, reason_not_to_build, unknown_version
 from ascend.models import write_models
 from ascend.processes import PROCESSES, start
+from ascend.runs import run_ranks
 
 PARALLEL = 2
+NUM_RANKS = 2
+RANKS = "ranks"
 
 
 @pytest.fixture(scope="session")
@@ -27,11 +30,24 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def ended(cann, models, tmp_path_factory):
-    """Name of a process of `ascend.processes` -> what it found. Two run at a time."""
-    folders = {name: tmp_path_factory.mktemp("run") for name in PROCESSES}
+def started(cann, models, tmp_path_factory):
+    """Name of a process of `ascend.processes`, or `RANKS` -> its future. Two run at a time."""
+    folders = {name: tmp_path_factory.mktemp("run") for name in (*PROCESSES, RANKS)}
     with ThreadPoolExecutor(PARALLEL) as pool:
-        started = {
+        futures = {
             name: pool.submit(start, process, cann, models, folders[name]) for name, process in PROCESSES.items()
         }
-        yield lambda name: started[name].result()
+        futures[RANKS] = pool.submit(run_ranks, cann, folders[RANKS], models["demo"], NUM_RANKS)
+        yield futures
+
+
+@pytest.fixture(scope="session")
+def ended(started):
+    """Name of a process of `ascend.processes` -> what it found."""
+    return lambda name: started[name].result()
+
+
+@pytest.fixture(scope="session")
+def ranks(started):
+    """What each rank of a replica found."""
+    return started[RANKS].result()
