@@ -1,7 +1,7 @@
 """How PagedAttention splits the rows of a step on a device, by the shape of the batch."""
 
-from ascend.processes import PROCESSES, STEPS
-from ascend.runs import Plan
+from ascend.processes import PROCESSES, STEPS, STEPS_OF_FAMILIES
+from ascend.runs import NO_MASK, ROW_FOR_EACH_TOKEN, Plan
 
 OWN_SHAPE = {
     0: Plan(rows=1, heads=4, tail=0, keys=16, key_splits=19, group=2, keys_at_once=32, key=16),
@@ -33,6 +33,27 @@ def test_the_plan_of_a_row_in_exact_mode_does_not(ended):
     assert [plan.rows for plan in plans] == [120, 120, 120, 120, 240, 120, 2040]
 
 
+def test_each_request_reads_its_rows_of_the_mask(ended):
+    """ATB's other kind of mask would give all requests the first rows, or, for a square mask, rows by position."""
+    demo = ended("families").jobs["demo"]
+    for index in (3, 5):
+        rows = STEPS_OF_FAMILIES[index]
+        columns = -(-max(map(sum, rows)) // 16) * 16
+        expected, first = {}, 0
+        for number, (tokens, _) in enumerate(rows):
+            expected[number] = tokens, first * columns
+            first += tokens
+        assert demo.masks(index)
+        for mask in demo.masks(index):
+            assert mask == (ROW_FOR_EACH_TOKEN, columns, expected)
+
+
+def test_rows_of_one_token_have_no_mask(ended):
+    for name, indices in (("families", (0, 1, 2, 4)), ("exact", range(7))):
+        job = ended(name).jobs["demo"]
+        assert {mask.kind for index in indices for mask in job.masks(index)} == {NO_MASK}
+
+
 def test_exact_products_start_each_sum_at_its_first_element(ended):
     exact, fast = ended("exact").output, ended("fast").output
     assert "enShuffleK = 0" in exact
@@ -42,4 +63,4 @@ def test_exact_products_start_each_sum_at_its_first_element(ended):
 
 def test_the_processes_read_here_have_these_steps():
     assert PROCESSES["exact"].jobs[0]["steps"] == STEPS
-    assert PROCESSES["families"].jobs[0]["steps"] == STEPS[:5]
+    assert PROCESSES["families"].jobs[0]["steps"] == STEPS_OF_FAMILIES
