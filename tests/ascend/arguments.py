@@ -2,9 +2,8 @@
 
 A device refuses such a call with ACLNN_ERR_PARAM_INVALID (161002); the stubs of CANN accept any.
 
-Read in the repositories ops-nn and ops-transformer of CANN (2026): aclnnQuantMatmulV4, aclnnGroupedMatmulV4,
-aclnnMoeInitRoutingV2, aclnnMoeGatingTopKSoftmax and aclnnMoeTokenUnpermute. The rules of aclnnDynamicQuant and
-aclnnMoeInitRoutingQuantV2 are derived from these and from how MindSpore calls the two; their documents were not read.
+Read in the repositories ops-nn and ops-transformer of CANN (2026), in the document of each operator. The rules admit
+only what this project uses of an operator.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def _quant_matmul(
 
 def _dynamic_quant(x: Tensor, smooth: int, y: Tensor, scales: Tensor) -> None:
     _require(x.dtype in _HALVES, "the rows must be float16 or bfloat16")
-    _require(len(x.shape) >= 2, "the rows must have 2 dimensions")
+    _require(2 <= len(x.shape) <= 8, "the rows must have 2 to 8 dimensions")
     _require(not smooth, "smooth scales are not used")
     _require(y == Tensor("int8", x.shape), "the result must be int8 of the same shape")
     _require(scales == Tensor("float32", x.shape[:-1]), "there must be one float32 scale for each row")
