@@ -141,7 +141,7 @@ def test_num_parameters_includes_biases():
         ),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1]}}, "`short_factor` must be a list of 64 numbers"),
         ({"architectures": ["Qwen4ForCausalLM"]}, "'Qwen4ForCausalLM' is not supported. Nearest: Qwen3ForCausalLM."),
-        ({"architectures": ["IdeficsForConditionalGeneration"]}, "'IdeficsForConditionalGeneration' is not supported. K"),
+        ({"architectures": ["IdeficsForVisionText2Text"]}, "'IdeficsForVisionText2Text' is not supported. K"),
         (
             {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {}},
             "is not supported. It accepts images; only text models are supported. Known: Llama",
