@@ -176,7 +176,7 @@ class Attention(nn.Cell):
         self.split = backend.split((NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM))
         self.rotary, self.store = backend.rotary(HEAD_DIM), backend.store_kv()
         self.attention = backend.paged_attention(shape)
-        self.lengths, self.seen = backend.host_lengths(), backend.attention_mask(48, 16)
+        self.seen = backend.attention_mask(48, 16)
 
     def construct(
         self, qkv: Any, cos: Any, sin: Any, slots: Any, positions: Any, tables: Any, query_lens: Any, contexts: Any
@@ -184,9 +184,8 @@ class Attention(nn.Cell):
         q, k, v = self.split(qkv)
         q, k = self.rotary(q, k, cos, sin, contexts)
         q = ops.depend(q, self.store(k, v, self.key_cache, self.value_cache, slots))
-        lengths = self.lengths(query_lens), self.lengths(contexts)
         seen = self.seen(positions, tables)
-        return self.attention(q, self.key_cache, self.value_cache, tables, lengths[0], lengths[1], seen)
+        return self.attention(q, self.key_cache, self.value_cache, tables, query_lens, contexts, seen)
 
 
 def test_attention_over_mixed_steps(backend: Backend) -> None:
