@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.kernels import library, reference
-from llm_serving.network.builder import Expert, ExpertRouting, Network
+from llm_serving.network.builder import Network
+from llm_serving.network.experts import Expert, ExpertRouting
 from llm_serving.network.operations import Value, Weight
 from llm_serving.network.program import assemble
 from llm_serving.network.rewriting import select_rows

@@ -5,7 +5,8 @@ from llm_serving.config import load_config
 from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ConfigError
 from llm_serving.models.spec import ModelSpec
-from llm_serving.network.builder import Expert, ExpertRouting, Network
+from llm_serving.network.builder import Network
+from llm_serving.network.experts import Expert, ExpertRouting
 from llm_serving.network.operations import Value, Weight
 from llm_serving.network.quantization import (
     Quantization,

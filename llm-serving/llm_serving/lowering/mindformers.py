@@ -29,8 +29,8 @@ from llm_serving.backends.base import Backend
 from llm_serving.errors import KernelError, ModelError
 from llm_serving.lowering.parameters import Parameters
 from llm_serving.lowering.step_inputs import KVCaches
+from llm_serving.models.attention import attention_heads
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import attention_heads
 from llm_serving.models.mindformers import (
     MINDFORMERS_CLASSES,
     mindformers_llama_parameter,

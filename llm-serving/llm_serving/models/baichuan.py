@@ -6,16 +6,9 @@ al. 2021) and no `max_position_embeddings`.
 
 import numpy as np
 
+from llm_serving.models.attention import QKV, attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    QKV,
-    attention_heads,
-    decoder,
-    empty_network,
-    gated_mlp,
-    rotary_embedding,
-    self_attention,
-)
+from llm_serving.models.layers import decoder, empty_network, gated_mlp
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Float32Array, Value, Weight
 

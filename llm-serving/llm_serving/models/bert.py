@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Final, Literal
 
+from llm_serving.models.attention import attention_heads, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import attention_heads, classifier_labels, empty_network, plain_mlp, self_attention
+from llm_serving.models.layers import classifier_labels, empty_network, plain_mlp
 from llm_serving.network.builder import Network, PositionEmbedding
 from llm_serving.network.operations import Value
 

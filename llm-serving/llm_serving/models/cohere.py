@@ -3,19 +3,9 @@
 Command R rotates adjacent pairs. Cohere 2 does so only in layers with a sliding window.
 """
 
+from llm_serving.models.attention import HEAD_NORMS, attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    FULL,
-    HEAD_NORMS,
-    SLIDING,
-    attention_heads,
-    decoder,
-    empty_network,
-    gated_mlp,
-    layer_kinds,
-    rotary_embedding,
-    self_attention,
-)
+from llm_serving.models.layers import FULL, SLIDING, decoder, empty_network, gated_mlp, layer_kinds
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 

@@ -5,21 +5,14 @@ queries into the latent space, where the latent vector is both key and value, an
 (absorbed form: DeepSeek-V2, Liu et al. 2024, section 2.1).
 """
 
+from llm_serving.models.attention import HEAD_MULTIPLE, MAX_WIDTH, rope_config, rope_scaling
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    HEAD_MULTIPLE,
-    MAX_WIDTH,
-    decoder,
-    empty_network,
-    gated_mlp,
-    mixture_of_experts,
-    rope_config,
-    rope_scaling,
-    shared_experts_size,
-    sigmoid_routing,
-)
-from llm_serving.network.builder import ExpertRouting, Network, padded_order, repeated_order
+from llm_serving.models.layers import decoder, empty_network, gated_mlp
+from llm_serving.models.mixtures import mixture_of_experts, shared_experts_size, sigmoid_routing
+from llm_serving.network.builder import Network
+from llm_serving.network.experts import ExpertRouting
 from llm_serving.network.operations import Float32Array, Value
+from llm_serving.network.orders import padded_order, repeated_order
 from llm_serving.network.rope import Rotary, yarn_mscale
 
 LATENT_EPS = 1e-6

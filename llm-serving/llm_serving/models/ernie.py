@@ -2,18 +2,12 @@
 which are chosen by a corrected softmax.
 """
 
+from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    attention_heads,
-    empty_network,
-    gated_mlp,
-    mixture_of_experts,
-    pre_norm,
-    rotary_embedding,
-    self_attention,
-    shared_experts_size,
-)
-from llm_serving.network.builder import ExpertRouting, Network
+from llm_serving.models.layers import empty_network, gated_mlp, pre_norm
+from llm_serving.models.mixtures import mixture_of_experts, shared_experts_size
+from llm_serving.network.builder import Network
+from llm_serving.network.experts import ExpertRouting
 from llm_serving.network.operations import Value
 
 _PREDICTING = ("block", "emb_norm", "hidden_norm", "linear_proj")

@@ -1,18 +1,8 @@
 """EXAONE 4: norms follow the sublayers. Models with sliding windows have rotary embeddings only in those layers."""
 
+from llm_serving.models.attention import HEAD_NORMS, attention_heads, rotary_embedding, self_attention, sliding_window
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    HEAD_NORMS,
-    SLIDING,
-    attention_heads,
-    decoder,
-    empty_network,
-    gated_mlp,
-    layer_kinds,
-    rotary_embedding,
-    self_attention,
-    sliding_window,
-)
+from llm_serving.models.layers import SLIDING, decoder, empty_network, gated_mlp, layer_kinds
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 

@@ -7,8 +7,9 @@ from typing import Literal
 
 import numpy as np
 
+from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import attention_heads, decoder, empty_network, rotary_embedding, self_attention
+from llm_serving.models.layers import decoder, empty_network
 from llm_serving.models.mamba import mamba_mixer, mamba_sizes
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Float32Array, Value

@@ -8,19 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from llm_serving.models.attention import HEAD_NORMS, attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    FULL,
-    HEAD_NORMS,
-    SLIDING,
-    attention_heads,
-    decoder,
-    empty_network,
-    gated_mlp,
-    layer_kinds,
-    rotary_embedding,
-    self_attention,
-)
+from llm_serving.models.layers import FULL, SLIDING, decoder, empty_network, gated_mlp, layer_kinds
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Float32Array, Value
 from llm_serving.network.rope import Rotary

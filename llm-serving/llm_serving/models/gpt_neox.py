@@ -5,15 +5,9 @@ feed-forward block usually read the same residual, each through its own norm.
 from collections.abc import Mapping
 from typing import Final, Literal
 
+from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    attention_heads,
-    decoder,
-    empty_network,
-    plain_mlp,
-    rotary_embedding,
-    self_attention,
-)
+from llm_serving.models.layers import decoder, empty_network, plain_mlp
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 

@@ -2,18 +2,12 @@
 of their own; their tensors stack all experts, and rows of gate and up alternate.
 """
 
+from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    SLIDING,
-    attention_heads,
-    empty_network,
-    layer_kinds,
-    mixture_of_experts,
-    pre_norm,
-    rotary_embedding,
-    self_attention,
-)
-from llm_serving.network.builder import ExpertRouting, ExpertStacks, Network
+from llm_serving.models.layers import SLIDING, empty_network, layer_kinds, pre_norm
+from llm_serving.models.mixtures import mixture_of_experts
+from llm_serving.network.builder import Network
+from llm_serving.network.experts import ExpertRouting, ExpertStacks
 from llm_serving.network.operations import Value
 
 _FIXED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}

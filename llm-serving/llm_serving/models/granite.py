@@ -2,18 +2,13 @@
 Granite 4 has Mamba-2 layers among those with attention, which do not rotate, and a shared expert.
 """
 
+from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    attention_heads,
-    decoder,
-    empty_network,
-    gated_mlp,
-    mixture_of_experts,
-    rotary_embedding,
-    self_attention,
-)
+from llm_serving.models.layers import decoder, empty_network, gated_mlp
 from llm_serving.models.mamba import mamba_mixer, mamba_sizes
-from llm_serving.network.builder import ExpertRouting, ExpertStacks, Network
+from llm_serving.models.mixtures import mixture_of_experts
+from llm_serving.network.builder import Network
+from llm_serving.network.experts import ExpertRouting, ExpertStacks
 from llm_serving.network.operations import Value
 
 MIXERS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}

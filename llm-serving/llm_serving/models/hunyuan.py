@@ -2,19 +2,12 @@
 
 from dataclasses import replace
 
+from llm_serving.models.attention import Heads, attention_heads, rope_config, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    Heads,
-    attention_heads,
-    empty_network,
-    gated_mlp,
-    mixture_of_experts,
-    pre_norm,
-    rope_config,
-    rotary_embedding,
-    self_attention,
-)
-from llm_serving.network.builder import ExpertRouting, Network
+from llm_serving.models.layers import empty_network, gated_mlp, pre_norm
+from llm_serving.models.mixtures import mixture_of_experts
+from llm_serving.network.builder import Network
+from llm_serving.network.experts import ExpertRouting
 from llm_serving.network.operations import Value
 from llm_serving.network.rope import Rotary
 

@@ -1,14 +1,8 @@
 """InternLM2: query, key and value are interleaved by KV head in one tensor. InternLM3: Llama with other biases."""
 
+from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    attention_heads,
-    decoder,
-    empty_network,
-    gated_mlp,
-    rotary_embedding,
-    self_attention,
-)
+from llm_serving.models.layers import decoder, empty_network, gated_mlp
 from llm_serving.models.llama import llama_like
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value

@@ -1,18 +1,11 @@
 """LFM2: most layers are gated short convolutions in place of attention. LFM2-MoE has experts in all but some layers."""
 
+from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    FULL,
-    Layer,
-    attention_heads,
-    decoder,
-    empty_network,
-    gated_mlp,
-    mixture_of_experts,
-    rotary_embedding,
-    self_attention,
-)
-from llm_serving.network.builder import ExpertRouting, Network
+from llm_serving.models.layers import FULL, Layer, decoder, empty_network, gated_mlp
+from llm_serving.models.mixtures import mixture_of_experts
+from llm_serving.network.builder import Network
+from llm_serving.network.experts import ExpertRouting
 from llm_serving.network.operations import Value
 from llm_serving.network.states import MAX_TAPS, causal_conv
 

@@ -1,14 +1,8 @@
 """Llama 2 and 3, and Seed-OSS. The configuration specifies biases, tied embeddings and RoPE scaling."""
 
+from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    attention_heads,
-    empty_network,
-    gated_mlp,
-    pre_norm,
-    rotary_embedding,
-    self_attention,
-)
+from llm_serving.models.layers import empty_network, gated_mlp, pre_norm
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 

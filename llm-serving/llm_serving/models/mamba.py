@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from llm_serving.models.attention import MAX_WIDTH
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import MAX_WIDTH
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Transform, Value
 from llm_serving.network.states import MAX_TAPS, causal_conv, ssm

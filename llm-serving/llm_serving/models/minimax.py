@@ -2,17 +2,12 @@
 
 import math
 
+from llm_serving.models.attention import HEAD_NORMS, attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    HEAD_NORMS,
-    attention_heads,
-    decoder,
-    empty_network,
-    mixture_of_experts,
-    rotary_embedding,
-    self_attention,
-)
-from llm_serving.network.builder import ExpertRouting, Network
+from llm_serving.models.layers import decoder, empty_network
+from llm_serving.models.mixtures import mixture_of_experts
+from llm_serving.network.builder import Network
+from llm_serving.network.experts import ExpertRouting
 from llm_serving.network.operations import Value
 
 

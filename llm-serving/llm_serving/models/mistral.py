@@ -4,20 +4,12 @@ queries grow with their position.
 
 from dataclasses import replace
 
+from llm_serving.models.attention import attention_heads, rope_config, rotary_embedding, self_attention, sliding_window
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    attention_heads,
-    decoder,
-    empty_network,
-    gated_mlp,
-    mixture_of_experts,
-    pre_norm,
-    rope_config,
-    rotary_embedding,
-    self_attention,
-    sliding_window,
-)
-from llm_serving.network.builder import ExpertRouting, Network
+from llm_serving.models.layers import decoder, empty_network, gated_mlp, pre_norm
+from llm_serving.models.mixtures import mixture_of_experts
+from llm_serving.network.builder import Network
+from llm_serving.network.experts import ExpertRouting
 from llm_serving.network.operations import Value
 
 

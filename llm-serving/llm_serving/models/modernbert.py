@@ -1,17 +1,9 @@
 """ModernBERT: an encoder with rotary embeddings, local and global attention in turn, and gates; few biases."""
 
 from llm_serving.core.enums import PoolingMode
+from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    FULL,
-    SLIDING,
-    attention_heads,
-    classifier_labels,
-    empty_network,
-    gated_mlp,
-    rotary_embedding,
-    self_attention,
-)
+from llm_serving.models.layers import FULL, SLIDING, classifier_labels, empty_network, gated_mlp
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 

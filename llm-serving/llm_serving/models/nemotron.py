@@ -2,8 +2,9 @@
 
 import math
 
+from llm_serving.models.attention import attention_heads, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import attention_heads, decoder, empty_network, self_attention
+from llm_serving.models.layers import decoder, empty_network
 from llm_serving.models.mamba import Mamba, checked, mamba_mixer
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value

@@ -5,19 +5,9 @@ OLMo 3 has sliding windows in most layers. Only its other layers scale the rotar
 
 from dataclasses import replace
 
+from llm_serving.models.attention import HEAD_NORMS, attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    FULL,
-    HEAD_NORMS,
-    SLIDING,
-    attention_heads,
-    decoder,
-    empty_network,
-    gated_mlp,
-    layer_kinds,
-    rotary_embedding,
-    self_attention,
-)
+from llm_serving.models.layers import FULL, SLIDING, decoder, empty_network, gated_mlp, layer_kinds
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 from llm_serving.network.rope import Rotary

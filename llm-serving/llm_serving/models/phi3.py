@@ -1,15 +1,8 @@
 """Phi-3 and Phi-4: query, key and value are stacked, and so are gate and up. Only part of each head may rotate."""
 
+from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention, sliding_window
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    attention_heads,
-    decoder,
-    empty_network,
-    gated_mlp,
-    rotary_embedding,
-    self_attention,
-    sliding_window,
-)
+from llm_serving.models.layers import decoder, empty_network, gated_mlp
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 

@@ -1,18 +1,11 @@
 """Qwen2 has biases of query, key and value; Qwen3 has norms of heads instead. Both may have experts in most layers."""
 
+from llm_serving.models.attention import HEAD_NORMS, attention_heads, rotary_embedding, self_attention, sliding_window
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    HEAD_NORMS,
-    attention_heads,
-    decoder,
-    empty_network,
-    gated_mlp,
-    mixture_of_experts,
-    rotary_embedding,
-    self_attention,
-    sliding_window,
-)
-from llm_serving.network.builder import ExpertRouting, ExpertStacks, Network
+from llm_serving.models.layers import decoder, empty_network, gated_mlp
+from llm_serving.models.mixtures import mixture_of_experts
+from llm_serving.network.builder import Network
+from llm_serving.network.experts import ExpertRouting, ExpertStacks
 from llm_serving.network.operations import Value
 
 

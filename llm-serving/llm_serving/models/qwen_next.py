@@ -6,23 +6,23 @@ from functools import lru_cache
 
 import numpy as np
 
-from llm_serving.models.config_reader import TEXT_CONFIG, ConfigReader
-from llm_serving.models.gemma import plus_one
-from llm_serving.models.layers import (
-    FULL,
+from llm_serving.models.attention import (
     HEAD_MULTIPLE,
     HEAD_NORMS,
     MAX_WIDTH,
     QKV,
     Heads,
     attention_heads,
-    decoder,
-    empty_network,
     rotary_embedding,
 )
+from llm_serving.models.config_reader import TEXT_CONFIG, ConfigReader
+from llm_serving.models.gemma import plus_one
+from llm_serving.models.layers import FULL, decoder, empty_network
 from llm_serving.models.qwen import feed_forward
-from llm_serving.network.builder import ExpertStacks, Network, padded_order, repeated_order
+from llm_serving.network.builder import Network
+from llm_serving.network.experts import ExpertStacks
 from llm_serving.network.operations import Value
+from llm_serving.network.orders import padded_order, repeated_order
 from llm_serving.network.rope import Rotary
 from llm_serving.network.states import MAX_TAPS, causal_conv, delta_rule
 

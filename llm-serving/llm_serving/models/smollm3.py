@@ -1,14 +1,8 @@
 """SmolLM3: Llama without rotary embeddings in some layers."""
 
+from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    attention_heads,
-    decoder,
-    empty_network,
-    gated_mlp,
-    rotary_embedding,
-    self_attention,
-)
+from llm_serving.models.layers import decoder, empty_network, gated_mlp
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 

@@ -1,15 +1,8 @@
 """StarCoder 2: layer norms, biases everywhere, and a feed-forward block without a gate."""
 
+from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention, sliding_window
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import (
-    attention_heads,
-    empty_network,
-    plain_mlp,
-    pre_norm,
-    rotary_embedding,
-    self_attention,
-    sliding_window,
-)
+from llm_serving.models.layers import empty_network, plain_mlp, pre_norm
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 

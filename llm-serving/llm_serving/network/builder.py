@@ -7,79 +7,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from llm_serving.errors import ModelError
 from llm_serving.network.caches import CacheShape, StateShape
+from llm_serving.network.experts import MAX_EXPERTS, Expert, ExpertRouting, ExpertStacks, Gate, expert_weights
 from llm_serving.network.operations import BY_TOKEN, ElementType, Float32Array, Operation, Transform, Value, Weight
+from llm_serving.network.orders import order_of
 from llm_serving.network.rope import Rotary
-
-PANEL_ROWS: Final = 16
-"""Weight rows that a product computes together. Widths of experts are padded to multiples of it."""
-
-Gate = Literal["silu", "gelu_tanh", "gelu", "clamped"]
-"""Function of a gate; "clamped" is that of gpt-oss (csrc/kernels.h)."""
-
-MAX_EXPERTS: Final = 2**16
-"""Maximum number of experts over all layers, several times that of any known model."""
-
-
-@dataclass(frozen=True)
-class Expert:
-    """Tensor names of one expert."""
-
-    gate: str
-    up: str
-    down: str
-
-
-@dataclass(frozen=True)
-class ExpertStacks:
-    """Names of the tensors that stack all experts: gate and up [count, 2 * inner, H], and down [count, H, inner].
-
-    Attributes:
-        biases: Names of the biases of both, [count, 2 * inner] and [count, H]; empty: none.
-        interleaved: Whether rows of gate and up alternate; otherwise gate is first.
-        transposed: Whether the last two axes are exchanged: gate and up [count, H, 2 * inner], down [count, inner, H].
-    """
-
-    count: int
-    gate_up: str
-    down: str
-    biases: tuple[str, ...] = ()
-    interleaved: bool = False
-    transposed: bool = False
-
-
-@dataclass(frozen=True)
-class ExpertRouting:
-    """How the router chooses the experts of a row. It scores a float32 product; ties go to the lower expert number.
-
-    Attributes:
-        top_k: Number of experts per row.
-        score: Function that turns router logits into scores.
-        normalise: Whether the weights of a row's experts sum to 1.
-        scale: Factor of the weights, applied last.
-        groups, top_groups: The experts form `groups` of equal size; a row uses only the best `top_groups` of them.
-        correction: Tensor added to the scores only for the choice (DeepSeek-V3).
-        correction_rows: Rows of that tensor in the checkpoint: 0 for a vector.
-        bias: Whether the router has a bias, and so has each expert that is not stacked with others.
-        function: Gate of the experts.
-    """
-
-    top_k: int
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    normalise: bool = True
-    scale: float = 1.0
-    groups: int = 1
-    top_groups: int = 1
-    correction: str | None = None
-    correction_rows: int = 0
-    bias: bool = False
-    function: Gate = "silu"
 
 
 @dataclass(frozen=True)
@@ -221,14 +158,14 @@ class Network:
                 tuple(f"{name}.weight" for name in names),
                 (width, x.width // heads),
                 shapes,
-                _order(rows, sum(sizes)),
-                _order(columns, num_columns),
+                order_of(rows, sum(sizes)),
+                order_of(columns, num_columns),
                 transform,
             )
         }
         if bias:
             biases = tuple(f"{name}.bias" for name in names)
-            weights["bias"] = Weight(biases, (width,), tuple((size,) for size in sizes), _order(rows, sum(sizes)))
+            weights["bias"] = Weight(biases, (width,), tuple((size,) for size in sizes), order_of(rows, sum(sizes)))
         attributes = {"function": "", "scale": 1.0, "tiled": False, "heads": heads}
         return self.record("linear", {"x": x}, weights, attributes, width)
 
@@ -261,7 +198,9 @@ class Network:
         dtype: ElementType = "model" if transform is None else "float32"
         count = x.width // size if of_row else 1
         shape, stored = (count * size,), (count * unpadded,)
-        gamma = Weight((f"{name}.weight",), shape, (stored,), _order(rows, stored[0]), transform=transform, dtype=dtype)
+        gamma = Weight(
+            (f"{name}.weight",), shape, (stored,), order_of(rows, stored[0]), transform=transform, dtype=dtype
+        )
         # The mean over all columns is smaller by unpadded / size than the mean over the unpadded ones; so is eps.
         attributes = {"eps": (self._eps if eps is None else eps) * unpadded / size, "group": group}
         return self.record("rms_norm", {"x": x}, {"gamma": gamma}, attributes | {"centred": False}, x.width)
@@ -288,7 +227,10 @@ class Network:
         shape = stored_shape or (x.width // len(names),)
         weights = {
             role: Weight(
-                tuple(f"{name}.{kind}" for name in names), (x.width,), (shape,) * len(names), _order(rows, x.width)
+                tuple(f"{name}.{kind}" for name in names),
+                (x.width,),
+                (shape,) * len(names),
+                order_of(rows, x.width),
             )
             for role, kind in (("gamma", "weight"), ("beta", "bias"))[: 1 + bias]
         }
@@ -396,7 +338,7 @@ class Network:
             "topk_ids": Value(f"chosen{number}", top_k, "int32"),
         }
         self.operations.append(Operation("route", {"x": x}, chosen, outputs, attributes))
-        weights = _expert_weights(experts, x.width, inner, bias=routing.bias)
+        weights = expert_weights(experts, x.width, inner, bias=routing.bias)
         if routing.bias:
             chosen["bias"] = Weight((f"{router}.bias",), (count,), ((count,),), dtype="float32")
         attributes = {"function": routing.function, "scale": 1.0, "experts": count}
@@ -440,51 +382,6 @@ class Network:
         return y
 
 
-def _expert_weights(
-    experts: Sequence[Expert] | ExpertStacks, hidden: int, inner: int, *, bias: bool
-) -> dict[str, Weight]:
-    """Return the weights of the operation `experts`: gate_up [count * 2 * inner, H] and down [count * H, inner]."""
-    wide = padded_order(inner, PANEL_ROWS)
-    above: tuple[str, ...]
-    below: tuple[str, ...]
-    shapes: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
-    if isinstance(experts, ExpertStacks):
-        count, above, below = experts.count, (experts.gate_up,), (experts.down,)
-        shapes = ((count, 2 * inner, hidden),), ((count, hidden, inner),)
-        if experts.transposed:
-            shapes = ((count, hidden, 2 * inner),), ((count, inner, hidden),)
-    else:
-        count = len(experts)
-        above = tuple(f"{name}.weight" for each in experts for name in (each.gate, each.up))
-        below = tuple(f"{each.down}.weight" for each in experts)
-        shapes = ((inner, hidden),) * (2 * count), ((hidden, inner),) * count
-    rows = _gate_up_rows(count, inner, isinstance(experts, ExpertStacks) and experts.interleaved)
-    biases: dict[str, Weight] = {}
-    if isinstance(experts, ExpertStacks) and experts.biases:
-        gate_up, down = experts.biases
-        biases["gate_up_bias"] = Weight((gate_up,), (count * 2 * len(wide),), ((count, 2 * inner),), rows)
-        biases["down_bias"] = Weight((down,), (count * hidden,), ((count, hidden),))
-    elif bias and not isinstance(experts, ExpertStacks):
-        names = [tuple(name.replace(".weight", ".bias") for name in each) for each in (above, below)]
-        biases["gate_up_bias"] = Weight(names[0], (count * 2 * len(wide),), ((inner,),) * (2 * count), rows)
-        biases["down_bias"] = Weight(names[1], (count * hidden,), ((hidden,),) * count)
-    turned = isinstance(experts, ExpertStacks) and experts.transposed
-    return biases | {
-        "gate_up": Weight(above, (count * 2 * len(wide), hidden), shapes[0], rows, transposed=turned),
-        "down": Weight(below, (count * hidden, len(wide)), shapes[1], columns=_order(wide, inner), transposed=turned),
-    }
-
-
-@lru_cache(8)
-def _gate_up_rows(count: int, inner: int, interleaved: bool) -> tuple[int, ...] | None:
-    """Return the order that puts the rows of each expert's gate before those of up, both padded."""
-    wide = padded_order(inner, PANEL_ROWS)
-    if not interleaved:
-        return None if len(wide) == inner else tuple(repeated_order(2 * count, inner, wide))
-    order = [*(-1 if i < 0 else 2 * i for i in wide), *(-1 if i < 0 else 2 * i + 1 for i in wide)]
-    return tuple(repeated_order(count, 2 * inner, order))
-
-
 @dataclass(frozen=True)
 class _PaddedMeanScale:
     """Scales a norm weight to compensate for zero padding that the mean includes."""
@@ -495,29 +392,3 @@ class _PaddedMeanScale:
     def __call__(self, gamma: Float32Array) -> Float32Array:
         changed = gamma if self.transform is None else self.transform(gamma)
         return changed * np.float32(math.sqrt(self.share))
-
-
-def padded_order(unpadded: int, multiple: int) -> list[int]:
-    """Return 0, 1, ..., unpadded - 1, then -1 up to a multiple: the order of elements padded with zeros."""
-    return [i if i < unpadded else -1 for i in range(-(-unpadded // multiple) * multiple)]
-
-
-def repeated_order(count: int, size: int, order: Sequence[int]) -> list[int]:
-    """Repeat an order in each of `count` consecutive blocks of `size` elements."""
-    return [-1 if i < 0 else block * size + i for block in range(count) for i in order]
-
-
-def _order(numbers: Sequence[int] | None, size: int) -> tuple[int, ...] | None:
-    order = None if numbers is None else shared_order(tuple(numbers))
-    return None if order is None or _is_unchanged(order, size) else order
-
-
-@lru_cache(64)
-def _is_unchanged(order: tuple[int, ...], size: int) -> bool:
-    return order == tuple(range(size))
-
-
-@lru_cache(64)
-def shared_order(order: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the same tuple for equal orders of rows or columns, because layers of the same shape have equal orders."""
-    return order

@@ -1,0 +1,81 @@
+"""Mixtures of experts of all model families."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from llm_serving.models.attention import MAX_WIDTH
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.network.builder import Network
+from llm_serving.network.experts import Expert, ExpertRouting, ExpertStacks
+from llm_serving.network.operations import Value
+from llm_serving.network.orders import PANEL_ROWS
+
+MAX_EXPERT_COLUMNS: Final = 2**21
+"""Maximum intermediate columns of all experts in a layer."""
+
+
+def mixture_of_experts(
+    net: Network,
+    c: ConfigReader,
+    x: Value,
+    at: str,
+    count: int,
+    inner_key: str,
+    routing: ExpertRouting,
+    *,
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    router: str = "gate",
+    stacks: ExpertStacks | None = None,
+    top_k_key: str = "num_experts_per_tok",
+) -> Value:
+    """Add a router and `count` experts, whose intermediate size is the configuration's value of `inner_key`.
+    The names of `routing`, `parts`, `router` and `stacks` follow the prefix `at`. Without `stacks`, tensors that stack
+    all experts, `parts` are the tensors of one expert, behind its number. Errors call `routing.top_k` `top_k_key`.
+    """
+    inner = c.integer(inner_key)
+    if count % routing.groups:
+        raise c.fail("n_routed_experts", f"must be a multiple of `n_group` {routing.groups}")
+    if routing.top_groups > routing.groups:
+        raise c.fail("topk_group", f"must be at most `n_group` {routing.groups}")
+    if routing.top_k > count // routing.groups * routing.top_groups:
+        share = "" if routing.groups == 1 else f" in {routing.top_groups} of {routing.groups} groups"
+        raise c.fail(top_k_key, f"must be at most the number of experts{share}, of {count} in all")
+    if net.hidden % PANEL_ROWS:
+        raise c.fail("hidden_size", f"must be a multiple of {PANEL_ROWS} where there are experts")
+    if count * inner > MAX_EXPERT_COLUMNS:
+        raise c.fail(inner_key, f"must be at most {MAX_EXPERT_COLUMNS // count} for {count} experts")
+    names: Sequence[Expert] | ExpertStacks
+    if stacks is None:
+        names = [Expert(*(f"{at}experts.{number}.{part}" for part in parts)) for number in range(count)]
+    else:
+        biases = tuple(at + name for name in stacks.biases)
+        names = replace(stacks, gate_up=at + stacks.gate_up, down=at + stacks.down, biases=biases)
+    if routing.correction is not None:
+        routing = replace(routing, correction=at + routing.correction)
+    return net.experts(x, at + router, routing, names, inner)
+
+
+def shared_experts_size(c: ConfigReader, count_key: str, default: int | None = None, *, least: int = 1) -> int:
+    """Return the columns of all shared experts of a layer, which are one feed-forward block."""
+    count, inner = c.integer(count_key, default, least=least), c.integer("moe_intermediate_size")
+    if count * inner > MAX_WIDTH:
+        raise c.fail(count_key, f"times `moe_intermediate_size` {inner} must be at most {MAX_WIDTH}")
+    return count * inner
+
+
+def sigmoid_routing(c: ConfigReader, groups: tuple[int, int], scale: float) -> ExpertRouting:
+    """Return the routing of DeepSeek-V3 without auxiliary loss (section 2.1.2), whose correction is stored beside the
+    router. `groups` and `scale` are the defaults of `n_group` and `topk_group`, and of `routed_scaling_factor`.
+    """
+    return ExpertRouting(
+        c.integer("num_experts_per_tok"),
+        score="sigmoid",
+        normalise=c.boolean("norm_topk_prob", True),
+        scale=c.number("routed_scaling_factor", scale),
+        groups=c.integer("n_group", groups[0]),
+        top_groups=c.integer("topk_group", groups[1]),
+        correction="gate.e_score_correction_bias",
+    )

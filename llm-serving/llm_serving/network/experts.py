@@ -1,0 +1,116 @@
+"""Experts: how a router chooses them, the names of their tensors, and the weights made of these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, Literal
+
+from llm_serving.network.operations import Weight
+from llm_serving.network.orders import PANEL_ROWS, order_of, padded_order, repeated_order
+
+Gate = Literal["silu", "gelu_tanh", "gelu", "clamped"]
+"""Function of a gate; "clamped" is that of gpt-oss (csrc/kernels.h)."""
+MAX_EXPERTS: Final = 2**16
+"""Maximum number of experts over all layers, several times that of any known model."""
+
+
+@dataclass(frozen=True)
+class Expert:
+    """Tensor names of one expert."""
+
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True)
+class ExpertStacks:
+    """Names of the tensors that stack all experts: gate and up [count, 2 * inner, H], and down [count, H, inner].
+
+    Attributes:
+        biases: Names of the biases of both, [count, 2 * inner] and [count, H]; empty: none.
+        interleaved: Whether rows of gate and up alternate; otherwise gate is first.
+        transposed: Whether the last two axes are exchanged: gate and up [count, H, 2 * inner], down [count, inner, H].
+    """
+
+    count: int
+    gate_up: str
+    down: str
+    biases: tuple[str, ...] = ()
+    interleaved: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertRouting:
+    """How the router chooses the experts of a row. It scores a float32 product; ties go to the lower expert number.
+
+    Attributes:
+        top_k: Number of experts per row.
+        score: Function that turns router logits into scores.
+        normalise: Whether the weights of a row's experts sum to 1.
+        scale: Factor of the weights, applied last.
+        groups, top_groups: The experts form `groups` of equal size; a row uses only the best `top_groups` of them.
+        correction: Tensor added to the scores only for the choice (DeepSeek-V3).
+        correction_rows: Rows of that tensor in the checkpoint: 0 for a vector.
+        bias: Whether the router has a bias, and so has each expert that is not stacked with others.
+        function: Gate of the experts.
+    """
+
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    correction: str | None = None
+    correction_rows: int = 0
+    bias: bool = False
+    function: Gate = "silu"
+
+
+def expert_weights(
+    experts: Sequence[Expert] | ExpertStacks, hidden: int, inner: int, *, bias: bool
+) -> dict[str, Weight]:
+    """Return the weights of the operation `experts`: gate_up [count * 2 * inner, H] and down [count * H, inner]."""
+    wide = padded_order(inner, PANEL_ROWS)
+    above: tuple[str, ...]
+    below: tuple[str, ...]
+    shapes: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
+    if isinstance(experts, ExpertStacks):
+        count, above, below = experts.count, (experts.gate_up,), (experts.down,)
+        shapes = ((count, 2 * inner, hidden),), ((count, hidden, inner),)
+        if experts.transposed:
+            shapes = ((count, hidden, 2 * inner),), ((count, inner, hidden),)
+    else:
+        count = len(experts)
+        above = tuple(f"{name}.weight" for each in experts for name in (each.gate, each.up))
+        below = tuple(f"{each.down}.weight" for each in experts)
+        shapes = ((inner, hidden),) * (2 * count), ((hidden, inner),) * count
+    rows = _gate_up_rows(count, inner, isinstance(experts, ExpertStacks) and experts.interleaved)
+    biases: dict[str, Weight] = {}
+    if isinstance(experts, ExpertStacks) and experts.biases:
+        gate_up, down = experts.biases
+        biases["gate_up_bias"] = Weight((gate_up,), (count * 2 * len(wide),), ((count, 2 * inner),), rows)
+        biases["down_bias"] = Weight((down,), (count * hidden,), ((count, hidden),))
+    elif bias and not isinstance(experts, ExpertStacks):
+        names = [tuple(name.replace(".weight", ".bias") for name in each) for each in (above, below)]
+        biases["gate_up_bias"] = Weight(names[0], (count * 2 * len(wide),), ((inner,),) * (2 * count), rows)
+        biases["down_bias"] = Weight(names[1], (count * hidden,), ((hidden,),) * count)
+    turned = isinstance(experts, ExpertStacks) and experts.transposed
+    return biases | {
+        "gate_up": Weight(above, (count * 2 * len(wide), hidden), shapes[0], rows, transposed=turned),
+        "down": Weight(below, (count * hidden, len(wide)), shapes[1], columns=order_of(wide, inner), transposed=turned),
+    }
+
+
+@lru_cache(8)
+def _gate_up_rows(count: int, inner: int, interleaved: bool) -> tuple[int, ...] | None:
+    """Return the order that puts the rows of each expert's gate before those of up, both padded."""
+    wide = padded_order(inner, PANEL_ROWS)
+    if not interleaved:
+        return None if len(wide) == inner else tuple(repeated_order(2 * count, inner, wide))
+    order = [*(-1 if i < 0 else 2 * i for i in wide), *(-1 if i < 0 else 2 * i + 1 for i in wide)]
+    return tuple(repeated_order(count, 2 * inner, order))

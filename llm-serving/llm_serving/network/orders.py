@@ -1,0 +1,37 @@
+"""The orders in which a weight takes the rows and columns of its tensors; -1 stands for a row or column of zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+PANEL_ROWS: Final = 16
+"""Weight rows that a product computes together. Widths of experts are padded to multiples of it."""
+
+
+def padded_order(unpadded: int, multiple: int) -> list[int]:
+    """Return 0, 1, ..., unpadded - 1, then -1 up to a multiple: the order of elements padded with zeros."""
+    return [i if i < unpadded else -1 for i in range(-(-unpadded // multiple) * multiple)]
+
+
+def repeated_order(count: int, size: int, order: Sequence[int]) -> list[int]:
+    """Repeat an order in each of `count` consecutive blocks of `size` elements."""
+    return [-1 if i < 0 else block * size + i for block in range(count) for i in order]
+
+
+def order_of(numbers: Sequence[int] | None, size: int) -> tuple[int, ...] | None:
+    """Return an order as `Weight.rows` takes it; None if it keeps all `size` rows or columns as they are."""
+    order = None if numbers is None else shared_order(tuple(numbers))
+    return None if order is None or _is_unchanged(order, size) else order
+
+
+@lru_cache(64)
+def _is_unchanged(order: tuple[int, ...], size: int) -> bool:
+    return order == tuple(range(size))
+
+
+@lru_cache(64)
+def shared_order(order: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the same tuple for equal orders of rows or columns, because layers of the same shape have equal orders."""
+    return order
