@@ -60,6 +60,22 @@ CASES = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "lfm2": ("lfm2", "lfm2", {"norm_eps": 1e-5, "conv_L_cache": 3, "head_dim": 32, "tie_word_embeddings": True}),
+    "lfm2moe": (
+        "lfm2moe",
+        "lfm2",
+        {
+            "architectures": ["Lfm2MoeForCausalLM"],
+            "norm_eps": 1e-5,
+            "conv_L_cache": 4,
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "num_dense_layers": 1,
+        },
+    ),
     "exaone4": ("exaone4", "llama", {"architectures": ["Exaone4ForCausalLM"], "sliding_window": None}),
     "exaone4, windows": (
         "exaone4",
@@ -477,6 +493,10 @@ def test_gguf_latent_weights_of_older_files(tmp_path):
     ("name", "facts", "message"),
     [
         ("qwen2", {"qwen2.expert_count": 4}, "`qwen2.expert_count` must be 0: this architecture has no experts here"),
+        ("lfm2", {"lfm2.attention.head_count_kv": [0, 0, 0]}, "`num_key_value_heads` must be an integer >= 1"),
+        ("lfm2", {"lfm2.attention.head_count_kv": [0, 2]}, "`layer_types` must be a list of 3"),
+        ("lfm2", {"lfm2.attention.head_count_kv": [0.5, 2.0]}, "must be at most 1024 integers >= 0"),
+        ("qwen2", {"qwen2.attention.head_count_kv": [2, 2]}, "must be one value and no list"),
         ("minimax-m2", {"minimax-m2.expert_gating_func": 1}, "`minimax-m2.expert_gating_func` must be 2 .sigmoid."),
         ("hunyuan-moe", {"hunyuan-moe.expert_feed_forward_length": 8}, "must be the feed_forward_length"),
         ("glm4moe", {"glm4moe.nextn_predict_layers": 3}, "`num_hidden_layers` must be an integer >= 1"),

@@ -35,7 +35,25 @@ _SHARED = {
 }
 _AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 _HUNYUAN = {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"}
+_LFM2 = {
+    "model.embedding_norm": "token_embd_norm",
+    "operator_norm": "attn_norm",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "self_attn.out_proj": "attn_output",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.expert_bias": "exp_probs_b",
+}
 _MORE_ROLES = {
+    "lfm2": _LFM2,
+    "lfm2moe": _LFM2,
     "exaone4": _AFTER,
     "granitemoe": {"block_sparse_moe.router.layer": "ffn_gate_inp"},
     "minimax-m2": {
@@ -109,7 +127,16 @@ _MANY = {
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
 }
+_CONVOLUTIONS = {"norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache"}
 _MORE_FACTS = {
+    "lfm2": _CONVOLUTIONS,
+    "lfm2moe": {
+        **_CONVOLUTIONS,
+        "num_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "num_dense_layers": "leading_dense_block_count",
+    },
     "exaone4": {"sliding_window": "attention.sliding_window"},
     "granitemoe": {**_GRANITE, **_LOCAL},
     "minimax-m2": {**_LOCAL, "rotary_dim": "rope.dimension_count"},
@@ -178,7 +205,10 @@ def family_facts(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]
         fraction := config.get("partial_rotary_factor", 0.5 if architecture in ("glm4", "glm4moe", "chatglm") else 1)
     ) != 1:
         own["rope.dimension_count"] = int(config["head_dim"] * fraction)
-    if architecture == "glm4moe":
+    if "norm_eps" in config:
+        kv_heads = config["num_key_value_heads"]
+        own["attention.head_count_kv"] = [kv_heads if each != "conv" else 0 for each in config["layer_types"]]
+    if architecture in ("glm4moe", "lfm2moe"):
         own |= {"expert_gating_func": 2, "expert_weights_norm": True}
     if architecture == "mistral3":
         own |= _yarn_facts(config["rope_scaling"])
@@ -209,6 +239,8 @@ def family_tensors(architecture: str, config: Mapping[str, Any], weights: Mappin
     def put(layer: str, role: str, kind: str, array: np.ndarray) -> None:
         if architecture in PAIRS and role in ("attn_q", "attn_k"):
             array = neighbours(array, heads if role == "attn_q" else kv_heads)
+        if role == "shortconv.conv":
+            array = array[:, 0]
         if role == "ffn_gate_inp_shexp" or (role == "exp_probs_b" and array.ndim == 2):
             array = array[0]
         tensors[f"{f'blk.{layer}.' if layer else ''}{role}.{kind}"] = np.ascontiguousarray(array)

@@ -36,6 +36,7 @@ _LATENT_KEYS, _LATENT_VALUES = "attn_k_b", "attn_v_b"
 _WHOLE: Final[Mapping[str, str]] = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
+    "token_embd_norm": "model.embedding_norm",
     "output": "lm_head",
 }
 _ROTATED: Final = ("self_attn.q_proj", "self_attn.k_proj")
@@ -65,6 +66,22 @@ _BLOCK_SPARSE: Final[Mapping[str, str]] = {
     "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
     "ffn_up_exps": "block_sparse_moe.experts.*.w3",
     "ffn_down_exps": "block_sparse_moe.experts.*.w2",
+}
+
+
+_CONVOLUTION: Final = "conv.conv"
+_LFM2: Final[Mapping[str, str]] = {
+    "attn_norm": "operator_norm",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "shortconv.conv": _CONVOLUTION,
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
 }
 
 
@@ -134,6 +151,17 @@ NAMINGS: Final[Mapping[str, Naming]] = {
     "gemma3": Naming(_GEMMA, plus_one=True),
     "seed_oss": Naming({"post_attention_norm": "post_attention_layernorm"}),
     "olmo2": Naming(_AFTER),
+    "lfm2": Naming(_LFM2),
+    "lfm2moe": Naming(
+        {
+            **_LFM2,
+            "ffn_gate_inp": "feed_forward.gate",
+            "exp_probs_b": "feed_forward.expert_bias",
+            "ffn_gate_exps": "feed_forward.experts.*.w1",
+            "ffn_up_exps": "feed_forward.experts.*.w3",
+            "ffn_down_exps": "feed_forward.experts.*.w2",
+        }
+    ),
     "exaone4": Naming(_AFTER),
     "ernie4_5": Naming(),
     "ernie4_5-moe": Naming({**_EXPERTS, **_shared("shared_experts"), "exp_probs_b": _ERNIE_CORRECTION}),
@@ -187,7 +215,7 @@ NAMINGS: Final[Mapping[str, Naming]] = {
 """`general.architecture` -> names and layouts."""
 
 _NAME: Final = re.compile(
-    r"^(?:blk\.(?P<layer>\d{1,6})\.)?(?P<role>[a-z0-9_]+)(?:\.(?P<expert>\d{1,4}))?\.(?P<kind>weight|bias)$"
+    r"^(?:blk\.(?P<layer>\d{1,6})\.)?(?P<role>(?:shortconv\.)?[a-z0-9_]+)(?:\.(?P<expert>\d{1,4}))?\.(?P<kind>weight|bias)$"
 )
 _PREDICTING: Final = re.compile(r"^blk\.(?=\d{1,6}\.nextn\.)")
 """Start of the names that only layers that predict further tokens have."""
@@ -267,6 +295,8 @@ def _in_layout(name: str, known: str, tensor: ReadableTensor, naming: Naming, he
         return _with_split_pairs(name, tensor, heads.q if known == _ROTATED[0] else heads.kv)
     if naming.plus_one and known.endswith("norm") and isinstance(tensor, StoredTensor):
         return PackedTensor(name, tensor.shape, {"values": tensor}, _less_one)
+    if known == _CONVOLUTION and len(tensor.shape) == 2 and isinstance(tensor, StoredTensor):
+        return replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
     if known.endswith(_ONE_ROW) and len(tensor.shape) == 1 and isinstance(tensor, StoredTensor):
         return replace(tensor, shape=(1, *tensor.shape))
     return tensor

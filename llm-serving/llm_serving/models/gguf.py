@@ -69,6 +69,8 @@ def config_of(found: GgufFile) -> dict[str, Any]:
         reader.needed(name)
     config: Config = {"architectures": [architecture.family], "rope_theta": _ROPE_THETA}
     for name, known in {**_NUMBERS, **architecture.numbers}.items():
+        if architecture.has_convolutions and reader.numbers(name) is not None:
+            continue  # a number for each layer, which `complete` reads
         if (value := reader.own(name)) is not None:
             config[known] = value
     table = found.tensors.get("token_embd.weight")

@@ -10,7 +10,7 @@ import numpy as np
 
 from llm_serving.models.config_reader import MAX_LAYERS
 from llm_serving.models.gguf_metadata import MetadataReader
-from llm_serving.models.layers import FULL, SLIDING
+from llm_serving.models.layers import CONVOLUTION, FULL, SLIDING
 
 Config = dict[str, Any]
 
@@ -27,6 +27,7 @@ class Architecture:
         complete: Function that adds missing keys to the configuration, or changes its values.
         rotates_a_part: Whether `rope.dimension_count` may be less than the size of a head.
         has_experts: Whether the file may have experts.
+        has_convolutions: Whether layers without KV heads have a short convolution in place of attention.
     """
 
     family: str
@@ -36,6 +37,7 @@ class Architecture:
     complete: Callable[[MetadataReader, Config], None] | None = None
     rotates_a_part: bool = False
     has_experts: bool = False
+    has_convolutions: bool = False
 
 
 _EXPERTS: Final[Mapping[str, str]] = {
@@ -203,6 +205,24 @@ def _olmo2(reader: MetadataReader, config: Config) -> None:
         _kinds_of_layers(reader, config)
 
 
+def _lfm2(reader: MetadataReader, config: Config) -> None:
+    _set_layer_types(reader, config)
+    config["block_auto_adjust_ff_dim"] = False
+
+
+def _lfm2_experts(reader: MetadataReader, config: Config) -> None:
+    _scores(reader, 2, (2,))
+    _set_layer_types(reader, config)
+    config["use_expert_bias"] = any(name.endswith(".exp_probs_b.bias") for name in reader.found.tensors)
+
+
+def _set_layer_types(reader: MetadataReader, config: Config) -> None:
+    counts = reader.numbers("attention.head_count_kv")
+    if counts:
+        config["layer_types"] = [FULL if each else CONVOLUTION for each in counts]
+        config["num_key_value_heads"] = max(counts)
+
+
 def _exaone4(reader: MetadataReader, config: Config) -> None:
     """Read which layers have a window. Older files of the model with 64 layers do not mention its window."""
     if config["num_hidden_layers"] == 64:
@@ -222,6 +242,7 @@ def _stablelm(reader: MetadataReader, config: Config) -> None:
 
 
 _LAYER_NORM: Final = "attention.layer_norm_epsilon"
+_RMS_NORM: Final = "attention.layer_norm_rms_epsilon"
 _GRANITE: Final[Mapping[str, str]] = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -294,6 +315,24 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         "SeedOssForCausalLM", bias={**_ATTENTION_BIAS, "attention_out_bias": ("attn_output.bias",)}
     ),
     "olmo2": Architecture("Olmo2ForCausalLM", _WINDOW, complete=_olmo2),
+    "lfm2": Architecture(
+        "Lfm2ForCausalLM",
+        {_RMS_NORM: "norm_eps", "shortconv.l_cache": "conv_L_cache"},
+        complete=_lfm2,
+        has_convolutions=True,
+    ),
+    "lfm2moe": Architecture(
+        "Lfm2MoeForCausalLM",
+        {
+            **_EXPERTS,
+            _RMS_NORM: "norm_eps",
+            "shortconv.l_cache": "conv_L_cache",
+            "leading_dense_block_count": "num_dense_layers",
+        },
+        complete=_lfm2_experts,
+        has_experts=True,
+        has_convolutions=True,
+    ),
     "exaone4": Architecture("Exaone4ForCausalLM", _WINDOW, complete=_exaone4),
     "mistral3": Architecture("Ministral3ForCausalLM", complete=_mistral3),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", bias={"use_bias": _QKV}),

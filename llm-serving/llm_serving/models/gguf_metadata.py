@@ -8,6 +8,7 @@ import numpy as np
 
 from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.gguf import GgufFile
+from llm_serving.models.config_reader import MAX_LAYERS
 
 
 class MetadataReader:
@@ -41,6 +42,15 @@ class MetadataReader:
     def own(self, name: str) -> int | float | None:
         """Return the number with the metadata key `<architecture>.<name>`."""
         return self.number(self.key(name))
+
+    def numbers(self, name: str) -> list[int] | None:
+        """Return the integers of the metadata key `<architecture>.<name>`, one for each layer; None for a number."""
+        value = self.found.metadata.get(self.key(name))
+        if not isinstance(value, np.ndarray):
+            return None
+        if len(value) > MAX_LAYERS or not np.issubdtype(value.dtype, np.integer) or (value < 0).any():
+            raise self.fail(self.key(name), f"must be at most {MAX_LAYERS} integers >= 0")
+        return [int(each) for each in value]
 
     def needed(self, name: str) -> int | float:
         value = self.own(name)

@@ -11,6 +11,7 @@ from llm_serving.network.operations import Float32Array, Transform, Value
 
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
+CONVOLUTION: Final = "conv"
 SCORE_TOKENS: Final = "score_token_ids"
 """Configuration key: the token whose logit is the score of a reranker, and the token whose logit is subtracted."""
 Norm = Callable[[Value, str], Value]

@@ -2,14 +2,13 @@
 
 from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
-from llm_serving.models.layers import FULL, Layer, decoder, empty_network, gated_mlp
+from llm_serving.models.layers import CONVOLUTION, FULL, Layer, decoder, empty_network, gated_mlp
 from llm_serving.models.mixtures import mixture_of_experts
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting
 from llm_serving.network.operations import Value
 from llm_serving.network.states import MAX_TAPS, causal_conv
 
-CONV = "conv"
 PARTS = ("w1", "w3", "w2")
 
 
@@ -47,7 +46,9 @@ def _lfm2(net: Network, c: ConfigReader, feed_forward: Layer) -> Network:
     if not 2 <= taps <= MAX_TAPS:
         raise c.fail("conv_L_cache", f"must be from 2 to {MAX_TAPS}")
     attends = c.integers("full_attn_idxs") if c.has("full_attn_idxs") else range(count)
-    kinds = c.choices("layer_types", (FULL, CONV), count) or [FULL if i in attends else CONV for i in range(count)]
+    kinds = c.choices("layer_types", (FULL, CONVOLUTION), count) or [
+        FULL if i in attends else CONVOLUTION for i in range(count)
+    ]
 
     def short_convolution(x: Value, at: str) -> Value:
         product = net.linear(x, at + "in_proj", 3 * net.hidden, bias=bias)
@@ -57,7 +58,7 @@ def _lfm2(net: Network, c: ConfigReader, feed_forward: Layer) -> Network:
 
     def layer(hidden: Value, index: int, at: str) -> Value:
         x = net.rms_norm(hidden, at + "operator_norm")
-        if kinds[index] == CONV:
+        if kinds[index] == CONVOLUTION:
             x = short_convolution(x, at + "conv.")
         else:
             norms = ("self_attn.q_layernorm", "self_attn.k_layernorm")
