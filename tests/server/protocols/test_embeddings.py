@@ -91,7 +91,7 @@ class TestLongTexts:
         ask(engine, input=[[*range(5, 150)]], truncate_prompt_tokens=-1)
         assert [each.prompt_token_ids for each in engine.submitted] == [[5, 6, 7, 8], [*range(5, 133)]]
 
-    def test_embedding_truncation_keeps_the_final_special_token(self):
+    def test_embedding_truncation_keeps_the_final_special_token(self, monkeypatch):
         class Ending:
             max_token_chars = 8
 
@@ -105,6 +105,11 @@ class TestLongTexts:
             ask(engine, input="hello", truncate_prompt_tokens=count)
         prompts = [each.prompt_token_ids for each in engine.submitted]
         assert prompts == [[1, ord("h"), ord("e"), 2], [1, 2], [2]]
+        monkeypatch.setattr(embeddings, "COUNTED_CHARS", 2000)
+        ask(engine, input="h" * 2000, truncate_prompt_tokens=3)
+        assert engine.submitted[-1].prompt_token_ids == [1, ord("h"), 2]
+        refused = ask(engine, input="h" * 2001, truncate_prompt_tokens=3)
+        assert error_of(refused)["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,9 @@ def _encode_all(engine: AsyncEngine, prompts: Sequence[Prompt], add_special_toke
     return [encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
-def check_length(engine: AsyncEngine, text: str, field: str) -> None:
-    """Raise ContextLengthError if a text has more characters than the longest prompt can have."""
-    max_chars = engine.config.model.max_input_len * engine.tokenizer.max_token_chars
+def check_length(engine: AsyncEngine, text: str, field: str, least_chars: int = 0) -> None:
+    """Raise ContextLengthError if a text has more than `least_chars`, and more than the longest prompt can have."""
+    max_chars = max(engine.config.model.max_input_len * engine.tokenizer.max_token_chars, least_chars)
     if len(text) > max_chars:
         rule = f"must be at most {engine.config.model.max_input_len} tokens long, which {max_chars} characters exceed"
         raise ContextLengthError(field, rule, len(text))

@@ -37,6 +37,10 @@ from llm_serving.server.protocols.openai.vector_schemas import (
 
 MAX_INPUTS: Final = 2048
 """Maximum number of texts in one request (OpenAI's limit)."""
+COUNTED_CHARS: Final = 2**18
+"""Length of a text whose tokens are counted for any model, because the request may cut it, and one token of an encoder
+may stand for a long unknown word. A thread counts them in about a second.
+"""
 _PROMPT_ONLY: Final = SamplingParams(max_tokens=0)
 FORMATS: Final = ("float", "base64")
 MAX_VALUES: Final = 2**22
@@ -160,7 +164,7 @@ async def _encode(
         if limit is not None and limit != -1 and limit < 1:
             raise RequestError("truncate_prompt_tokens", "must be -1 or an integer of at least 1", limit)
         if isinstance(text, str | TextPair):
-            check_length(engine, text if isinstance(text, str) else text.text, field_name(index))
+            check_length(engine, text if isinstance(text, str) else text.text, field_name(index), COUNTED_CHARS)
 
     def encode() -> list[list[int]]:
         encoder = engine.tokenizer.encode
