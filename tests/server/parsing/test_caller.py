@@ -267,6 +267,7 @@ def test_headers_of_a_gateway_give_priority_or_class(path, headers, priority):
         ),
         ({"x-request-class": "urgent"}, {}, "`priority_class` must be one of interactive, standard, batch"),
         ({"x-request-class": "batch", "x-priority": "1"}, {}, "`priority_class` must not be given together with"),
+        ({"x-priority": "1"}, {"priority_class": ""}, "`priority_class` must not be given together with"),
     ],
 )
 def test_wrong_headers_of_a_gateway_are_refused(headers, fields, message):

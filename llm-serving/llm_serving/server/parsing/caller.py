@@ -145,7 +145,7 @@ def _with_headers(http_request: Request, priority: int | None, class_name: str |
         priority = int(number)
     if class_name is not None and name not in (None, class_name):
         raise RequestError("priority_class", f"must equal the header {CLASS_HEADER} if both are given", class_name)
-    return priority, class_name or name
+    return priority, name if class_name is None else class_name
 
 
 def _class_of_tier(config: ServingConfig, http_request: Request, tier: str) -> str | None:
@@ -155,7 +155,9 @@ def _class_of_tier(config: ServingConfig, http_request: Request, tier: str) -> s
         note_ignored(http_request, "service_tier")
         return None
     if tier not in tiers and tier not in TIERS_WITHOUT_CLASS:
-        raise RequestError("service_tier", f"must be one of {', '.join((*tiers, *TIERS_WITHOUT_CLASS))}", tier)
+        raise RequestError(
+            "service_tier", f"must be one of {', '.join(dict.fromkeys((*tiers, *TIERS_WITHOUT_CLASS)))}", tier
+        )
     return tiers.get(tier)
 
 
