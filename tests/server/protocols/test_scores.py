@@ -138,6 +138,8 @@ def test_reranker_cuts_long_pairs_where_the_request_says_so():
     assert post(engine, "/rerank", body | {"max_tokens_per_doc": 5}).status_code == 200
     whole, document = (len(each.prompt_token_ids) for each in engine.submitted)
     assert document < whole <= 40
+    error = error_of(post(engine, "/rerank", body | {"truncate_prompt_tokens": 3}))
+    assert error["param"] == "truncate_prompt_tokens"
 
 
 def test_reranker_refuses_embeddings():

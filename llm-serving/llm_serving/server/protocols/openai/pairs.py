@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from llm_serving.core.step import Float32Array
 from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import RequestError
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 
@@ -25,7 +26,7 @@ class TextPair(NamedTuple):
 
 def encode_pair(engine: AsyncEngine, pair: TextPair, max_tokens: int | None) -> list[int]:
     """Return the token ids of a pair; with `max_tokens`, cut it to that number. Raise RequestError if the model's chat
-    template rejects the pair.
+    template rejects the pair, or `max_tokens` has no room for what is never cut.
 
     An encoder reads both texts with the special tokens of its tokenizer. A decoder reads the text of a template: the
     chat template of the folder if it has a role `document`, else that of the family.
@@ -38,6 +39,7 @@ def encode_pair(engine: AsyncEngine, pair: TextPair, max_tokens: int | None) -> 
     by_chat_template = engine.model_spec.network.causal and _has_document_role(tokenizer.chat_template())
     if template is None and not by_chat_template:
         ids, types = tokenizer.encode_pair(pair.query, pair.document, max_tokens)
+        _check_room(len(ids), max_tokens)
         network = engine.model_spec.network
         num_types = network.num_input_ids // network.vocab
         return [id_ + min(type_, num_types - 1) * network.vocab for id_, type_ in zip(ids, types, strict=True)]
@@ -55,7 +57,8 @@ def encode_pair(engine: AsyncEngine, pair: TextPair, max_tokens: int | None) -> 
     ids = encode(pair.document)
     if max_tokens is not None and len(ids) > max_tokens:
         num_left = len(tokenizer.encode(pair.document, add_special_tokens=False)) - (len(ids) - max_tokens)
-        ids = encode(_cut(tokenizer, pair.document, max(0, num_left)))
+        _check_room(max_tokens - num_left, max_tokens)
+        ids = encode(_cut(tokenizer, pair.document, num_left))
     return ids
 
 
@@ -65,6 +68,12 @@ def score_of(vector: Float32Array, *, applies_sigmoid: bool) -> float:
     if not applies_sigmoid:
         return raw
     return 1 / (1 + math.exp(-raw)) if raw >= 0 else math.exp(raw) / (1 + math.exp(raw))
+
+
+def _check_room(num_tokens: int, max_tokens: int | None) -> None:
+    if max_tokens is not None and num_tokens > max_tokens:
+        rule = f"must be at least {num_tokens}, the tokens of this pair that are never cut"
+        raise RequestError("truncate_prompt_tokens", rule, max_tokens)
 
 
 def _cut(tokenizer: Tokenizer, text: str, max_tokens: int) -> str:
