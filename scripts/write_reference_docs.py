@@ -194,7 +194,9 @@ def limits_markdown() -> str:
         for name, text in key_texts(section_type).items():
             if LIMIT.search(name):
                 option = OPTIONS[f"{section}.{name}"]
-                default = "by the model or machine" if option.derived else f"`{_plain(DEFAULTS[f'{section}.{name}'])}`"
+                default = (
+                    "depends on model and machine" if option.derived else f"`{_plain(DEFAULTS[f'{section}.{name}'])}`"
+                )
                 rows.append((f"`{name}`", default, _first_sentence(text)))
         if rows:
             parts += [f"## `{section}`\n", table(("key", "default", "meaning"), rows)]

@@ -74,7 +74,7 @@ class ServingConfig:
         return self.cluster.num_transfer_blocks or 4 * longest
 
     def num_state_slots(self, state_bytes: int) -> int:
-        """Return the number of slots for states of each WorkAgent, of `state_bytes` each; 0: the model has none."""
+        """Return the number of state slots of each WorkAgent; 0: no states. `state_bytes`: bytes of one slot."""
         return num_state_slots(state_bytes, self.model.decode_batch_size, self.pa.num_state_slots)
 
     @property

@@ -75,14 +75,14 @@ class QuantizationName(enum.StrEnum):
 
 
 class PoolingMode(enum.StrEnum):
-    """How the last hidden states of a text become its vector."""
+    """How an embedding is computed from a prompt's last hidden states."""
 
     LAST = "last"
-    """That of the last token."""
+    """The last hidden state of the last token."""
     FIRST = "cls"
-    """That of the first token."""
+    """The last hidden state of the first token."""
     MEAN = "mean"
-    """Their mean. One step must compute the whole text."""
+    """The mean of all last hidden states. One step must compute the whole prompt."""
 
 
 class KVCacheDtypeName(enum.StrEnum):

@@ -22,8 +22,8 @@ class RequestClass:
     default 0) selects the class with the largest rank at or below it. Every class has a different rank. Required."""
     service_tier: str | None = None
     """Value of the request field `service_tier` (OpenAI's, Anthropic's) that selects the class, such as `flex` or
-    `priority`. If no class has one, the field is ignored and named as ignored. null: the field does not select the
-    class."""
+    `priority`. If no class has one, the server ignores the field and names it in the header `x-ignored-parameters`.
+    null: no value selects this class."""
     weight: int = 1
     """Share of running slots and tokens, relative to the weights of the other classes. It applies while requests of the
     class have waited for longer than `ageing_steps`; before that, classes of smaller rank are scheduled first."""

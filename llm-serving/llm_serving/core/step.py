@@ -57,18 +57,18 @@ def no_block_moves() -> Int32Array:
 
 
 STATE_BEFORE: Final = -1
-"""`StateAccess.token` of the state before a row's first token, which the row reads."""
+"""`StateAccess.token` of the slot that a row reads: the state before its first token."""
 
 
 class StateAccess(NamedTuple):
-    """A slot that a row of a step reads or writes, in models with states of fixed size (`kvcache.state_slots`)."""
+    """A slot that a row of a step reads or writes, in models with fixed-size states (`kvcache.state_slots`)."""
 
     row: int
     token: int
     """Index of the row's token after which the state is stored in the slot, or `STATE_BEFORE`."""
     slot: int
     epoch: int
-    """Number of the slot's allocation."""
+    """Number of the slot's allocation, by which the WorkAgent detects a slot that was allocated again."""
 
 
 def no_state_accesses() -> Int32Array:
@@ -83,11 +83,9 @@ class ResultKind(enum.IntEnum):
     LOGPROBS = 1
     """Log-probabilities of the next token, for the tokens in `ScoringInput` and the most likely ones."""
     VECTOR = 2
-    """Last hidden state of the token, the input of the LM head; or the scores that the model's classifier computes of
-    it.
-    """
+    """Last hidden state of the token, the input of the LM head, or the classifier's scores computed from it."""
     MEAN = 3
-    """As VECTOR, of the mean of the row's last hidden states up to the token."""
+    """Like VECTOR, but from the mean of the row's last hidden states up to and including the token."""
 
 
 class ResultToken(NamedTuple):
@@ -251,7 +249,7 @@ class StepInput:
 
     @property
     def num_vectors(self) -> int:
-        """Number of results of kinds VECTOR and MEAN, in a consistent step."""
+        """Number of results of kinds VECTOR and MEAN: all results but those of `sampling` and `scoring`."""
         return len(self.result_tokens) - self.sampling.num_samples - self.scoring.num_results
 
 

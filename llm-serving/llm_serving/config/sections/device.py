@@ -96,10 +96,11 @@ class CacheConfig:
     """Number of KV blocks in the host memory of each WorkAgent, for requests preempted by swap
     (`scheduler_config.preemption_mode`). When the pool is full, preempted requests are recomputed. 0: no pool."""
     num_state_slots: int | None = option(None, integer(1), expert=True)
-    """Number of slots of each WorkAgent for the states of models whose layers keep a state of fixed size for each
-    request, such as LFM2. At least `model_config.decode_batch_size`, one for each running request; the others hold
-    states at the end of cached prefixes, after draft tokens, and of requests preempted by swap. null: as many
-    again, at most about 1 GiB of them and at least 8. No effect on other models."""
+    """Number of state slots of each WorkAgent, for models with a fixed-size state for each request (LFM2, Qwen3-Next,
+    Mamba-2). At least `model_config.decode_batch_size`: each running request uses one slot. The spare slots hold
+    checkpoints of cached prefixes, the states after draft tokens, and the states of swapped requests. null:
+    `decode_batch_size` and as many spare slots, but at most 1 GiB of spare slots, and always 8 or more. No effect on
+    other models."""
     decode_seq_length: int | None = option(None, integer(1), expert=True)
     """Accepted from older files, which repeat `model_config.max_generate_length` here. No effect; a smaller value is
     reported in the log."""
@@ -298,7 +299,7 @@ def _check_states(values: Values, spec: ModelSpec | None) -> None:
     if values[name] is None or spec is None:
         return
     if not spec.states:
-        values.notice(name, f"{values[name]} has no effect: {spec.architecture} has no states of fixed size")
+        values.notice(name, f"{values[name]} has no effect: {spec.architecture} has no fixed-size states")
     elif values[name] < running:
         raise values.error(name, f"must be at least {running}, as `model_config.decode_batch_size`")
 

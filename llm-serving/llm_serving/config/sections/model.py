@@ -66,9 +66,9 @@ class ModelConfig:
     """Defaults of OpenAI requests. `auto`: temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens of
     the model's generation_config.json, for requests that do not set them. `none`: this server's own defaults."""
     pooling: str = option("auto", choice(("auto", "last", "none")))
-    """How a text becomes a vector for `/v1/embeddings`, `/v1/score` and `/v1/rerank`. `auto`: as the folder of an
-    embedding model or a reranker specifies; other models refuse these routes. `last`: the normalized last hidden state
-    of the last token, for any model without a classifier. `none`: these routes are refused."""
+    """Pooling for `/v1/embeddings`, `/v1/score` and `/v1/rerank`. `auto`: as the model folder specifies; if the model
+    is neither an embedding model nor a reranker, the server refuses these routes. `last`: the normalized last hidden
+    state of the last token, for any model without a classifier. `none`: the server refuses these routes."""
     max_generate_length: int = option(DEFAULT_MAX_GENERATE_LENGTH, integer(2), derived=True)
     """Maximum context length of a request in tokens: prompt and output together (vLLM's max_model_len). A longer prompt
     is refused with 400; generation stops at this length. null: the positions of the model, limited by the size of the

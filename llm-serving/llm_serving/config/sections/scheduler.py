@@ -28,10 +28,10 @@ class SchedulerConfig:
     one with the earliest deadline. null: `fair` with `tenant_fairness`, otherwise `arrival`. With `policy: fcfs`:
     `arrival` only."""
     max_prefill_tokens: int = option(2048, integer(1, 2**20), derived=True, reloadable=True)
-    """Token budget of one step (vLLM's max_num_batched_tokens); a longer prompt is computed in chunks, but a longer
-    text of an encoder is refused. At least `model_config.decode_batch_size`. null: 2048; on a CPU 512, and fewer for a
-    large model (256 with 7 billion parameters), but at least `decode_batch_size` + 128, and for an encoder its longest
-    text, up to 8192 tokens."""
+    """Token budget of one step (vLLM's max_num_batched_tokens); a longer prompt is computed in chunks, and a longer
+    input of an encoder is refused. Minimum: `model_config.decode_batch_size`. null: 2048; on a CPU 512, less for a
+    large model (256 with 7 billion parameters). This default is raised to `decode_batch_size` + 128 and, for an
+    encoder, to the longest input, up to 8192 tokens."""
     max_waiting_queue: int = option(2000, integer(1, 10**6), reloadable=True)
     """Maximum number of waiting requests. When it is reached, further requests are refused with 429 and Retry-After."""
     slo_refusal_factor: float | None = option(
@@ -122,7 +122,7 @@ CPU_STEP_TOKENS: Final = 512
 MIN_PROMPT_TOKENS: Final = 128
 """Matrix products of this many rows reach 90 % of the speed of larger ones."""
 MAX_WHOLE_TOKENS: Final = 8192
-"""Longest text of an encoder that a step computes by default; a longer one needs a larger `max_prefill_tokens`."""
+"""Default limit on an input of an encoder, in tokens; a larger `max_prefill_tokens` raises it."""
 SEPARATE_PREFILL_STEPS: Final = 4
 """Default without mixed steps: a decode step after every prefill step would take half of the time."""
 
@@ -131,8 +131,8 @@ def choose_step_budget(values: Values, spec: ModelSpec | None) -> None:
     """Set `max_prefill_tokens` and `max_consecutive_prefill_steps` where they are not given.
 
     On a CPU the default is `CPU_STEP_TOKENS`, halved until the matrix products (two operations for each weight and
-    token) need at most `CPU_STEP_OPERATIONS`. On every device the budget has room for all running requests and a part
-    of a prompt; for an encoder also for a whole text, up to `MAX_WHOLE_TOKENS`.
+    token) need at most `CPU_STEP_OPERATIONS`. On every device the budget has room for all running requests and
+    `MIN_PROMPT_TOKENS` of a prompt; for an encoder also for a whole input, up to `MAX_WHOLE_TOKENS`.
     """
     gap, mixed = "scheduler_config.max_consecutive_prefill_steps", "scheduler_config.enable_mixed_chunk"
     if not values.is_given(gap) and not values[mixed]:
