@@ -112,10 +112,9 @@ class LLM:
         yield from self._run([self._request(*each) for each in zip(prompts, sampling, priorities, strict=True)])
 
     def embed(self, prompts: Sequence[Prompt]) -> list[Float32Array]:
-        """Return the vector of each prompt as the model pools it, float32 [hidden size], before it is normalized; of a
-        reranker its result, [1]. Without pooling it is the last hidden state, the input of the LM head. Raise
-        RequestError if a prompt can never be computed; then none is started. Raise WorkerError if computing a prompt
-        failed.
+        """Return each prompt's embedding before it is normalized, float32 [hidden size]; for a reranker, the score
+        before the sigmoid, [1]. A model without pooling gives the last token's last hidden state, the input of the LM
+        head. Raise RequestError before any prompt starts if one cannot be computed, WorkerError if computing it fails.
         """
         requests = [self._request(prompt, SamplingParams(max_tokens=0), wants_vector=True) for prompt in prompts]
         vectors: dict[int, Float32Array] = {}

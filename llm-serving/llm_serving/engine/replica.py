@@ -50,11 +50,12 @@ def build_scheduler(
 ) -> Scheduler:
     """Create the scheduler of replica `index`, with a KV cache of `num_blocks` and a host pool of `num_swap_blocks`.
 
-    If the configuration names a folder for recordings, the scheduler's decisions are recorded until it is freed.
+    If the configuration names a folder for recordings, the scheduler records its decisions there until it is
+    garbage-collected.
     `window`: number of latest tokens that every layer of the model attends to; None: some layer attends to all.
     `whole_prompts`: whether a step must compute whole prompts, because tokens attend to later ones.
-    `num_state_slots`: slots for states of fixed size; 0: no layer of the model keeps any. `num_state_pieces`: blocks of
-    the transfer pool that one state takes.
+    `num_state_slots`: number of state slots; 0: the model has no states. `num_state_pieces`: blocks of the transfer
+    pool that one state takes.
     """
     scheduler = config.scheduler
     sliding_window = Window.from_model(window, scheduler.max_prefill_tokens, config.model.max_generate_length)
@@ -186,10 +187,8 @@ def build_engine(
     longest = _longest_request(config, scheduler.blocks)
     logger.info("replica %d: %d blocks of %d tokens; %s", index, num_blocks, config.pa.block_size, longest)
     if (states := scheduler.blocks.states) is not None:
-        of_running = states.max_running
-        logger.info(
-            "replica %d: %d slots for states, %d of running requests", index, states.pool.num_blocks, of_running
-        )
+        text = "replica %d: %d state slots, %d reserved for running requests"
+        logger.info(text, index, states.pool.num_blocks, states.max_running)
     event_log = EventLog(config.serving.explain_requests, config.serving.timeline_steps)
     engine = Engine(
         scheduler,

@@ -67,7 +67,7 @@ class WorkAgentMemory(NamedTuple):
 
 
 class StateSlotUsage(NamedTuple):
-    """The slots for states of fixed size of one replica."""
+    """The state slots of one replica."""
 
     total: int = 0
     used: int = 0
@@ -318,7 +318,7 @@ class Metrics(Collector):
     def _watched(
         self, gauges: Sequence[tuple[str, str, str]], watched: Mapping[int, Callable[[], NamedTuple]]
     ) -> Iterator[Metric]:
-        """Yield gauges (metric, help text, field) of the functions that `watched` has for each replica."""
+        """Yield each gauge (metric, help text, field), read for each replica by its function in `watched`."""
         found = {replica: read() for replica, read in sorted(watched.items())}
         for name, text, field in gauges:
             family = GaugeMetricFamily(name, text, labels=[*self._labels, "replica", "machine"])
@@ -381,7 +381,7 @@ _MEMORY_GAUGES: Final = (
 )
 """Metric, help text and field of `WorkAgentMemory`."""
 _STATE_GAUGES: Final = (
-    ("llm_serving:state_slots", "Slots for states of fixed size, of each replica.", "total"),
+    ("llm_serving:state_slots", "Slots for fixed-size states, of each replica.", "total"),
     ("llm_serving:state_slots_used", "Slots for states in use, of each replica.", "used"),
     ("llm_serving:state_checkpoints", "States that a prefix hit can use, of each replica.", "checkpoints"),
 )

@@ -79,23 +79,25 @@ def class_bounds(
     """Return the bounds of each class. `classes`: in ascending order of rank. `num_running`: requests that already run.
 
     Progress: a running request computes a token in each step that is not full of other prompts. Prompts of `n` tokens
-    fill at most `n * _steps_per_prompt_token` steps. For each token of a contending class, other prompts leave it out
-    for at most `max_decode_gap` steps: the minimum of the policy's gap and the gap of the class's weight.
+    fill at most `n * _steps_per_prompt_token` steps. Other prompts delay each token of a contending class by at most
+    `max_decode_gap` steps: the minimum of the policy's gap and the gap of the class's weight.
     Share: a contending class gets its weight's share of freed slots and blocks, once the running requests have finished
     and it has paid back what it had above its share. As many of its requests run in parallel as fit at full length; if
-    less than one fits, one request runs for this fraction of the time. Gap and share do not add up: let a token take
-    `a` steps, and a class with weight `w` of the sum `s` have the share `d` of slots or cache. It is charged `d` in
-    each step, the others a - d, which is a * d * (s - w) / w by weight. So a token takes a / d = a * (s - w) / w + 1
-    times the steps that it needs if the class has all slots.
-    Recomputation: each preemption computes the tokens of a request once more, as a prompt. A request that needs known
-    output computes nothing while its latest token is in flight.
-    Several schedulers: a class above its share of all counts with 1/`weight_divisor` of its weight, the others with all
-    of theirs; the quantum grows by the same factor.
-    Order: one of `max_overtakes` + 1 admissions is the oldest request's, and preempted requests return before all
-    others.
-    Prompts: before a running prompt come those of its class, with at most as many tokens as the cache holds.
-    Reload: if more requests run than there are slots, none is admitted until enough have finished.
-    Whole prompts: a step that has no room for the next prompt is at least half full with the step after it.
+    less than one fits, one request runs for this fraction of the time.
+    Gap and share together: the gap makes a token take `a` steps, and the class has the fraction `d` of slots or cache.
+    In these steps the class is charged a * d, and the other classes a - d. With the weight `w` of the sum `s`, fair
+    sharing makes the others' charge (s - w) / w times that of the class: a - d = a * d * (s - w) / w. So a token takes
+    a / d = a * (s - w) / w + 1 times the steps that it needs if the class has all slots.
+    Recomputation: each preemption computes the tokens of a request once more, as a prompt. A request with
+    `needs_known_output` computes nothing while its latest token is in flight.
+    Several replicas: a class that exceeds its share of all replicas counts with 1/`weight_divisor` of its weight; the
+    quantum grows by the same factor.
+    Order: at least one of every `max_overtakes` + 1 admissions admits the oldest request, and preempted requests return
+    before all others.
+    Prompts: a running prompt waits at most for the prompts of its class that fit into the cache.
+    Reload: if more requests run than there are slots, no request is admitted until enough have finished.
+    Whole prompts: two consecutive steps use at least one token budget together, unless they compute all waiting
+    prompts, because a prompt that does not fit into the first is in the second.
     Sliding windows: a request holds at most its window and a step, so more of the longest requests run in parallel.
     """
     window = Window() if window is None else window

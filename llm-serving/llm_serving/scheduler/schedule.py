@@ -270,8 +270,8 @@ def plan_states(rows: Sequence[ScheduledRow], states: StateSlots) -> list[StateA
 
 
 def add_draft_tokens(plan: StepPlan, blocks: BlockManager) -> None:
-    """Add draft tokens to the decoding rows, higher classes first, but none to a step with a prompt. With states of
-    fixed size, each draft token needs a spare slot.
+    """Add draft tokens to the decoding rows, higher classes first, but none to a step with a prompt. In models
+    with fixed-size states, each draft token needs a spare slot.
     """
     if plan.prefills:
         return
