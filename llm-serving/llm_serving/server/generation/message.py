@@ -61,7 +61,7 @@ class MessageParser:
         )
 
     def deltas(self, output: RequestOutput) -> list[ChatDelta]:
-        """Return what an output adds to the message: each piece of reasoning, content or call."""
+        """Return the pieces of reasoning, content and tool calls that an output adds to the message."""
         if self._parser is None:
             parts: list[Part] = [output.text] if output.text else []
         else:

@@ -15,10 +15,10 @@ _NO_CONTENT: Final = re.compile(r"\[['\"]content['\"]\] is none\b")
 _ARGUMENTS_AS_TEXT: Final = re.compile(
     r"\+\s*\w+(?:\[['\"]function['\"]\]|\.function)?(?:\[['\"]arguments['\"]\]|\.arguments)\s*(?:\+|-?\}\})"
 )
-"""An expression that appends the arguments of a call to a text, which fails for an object."""
+"""Matches templates that append a call's arguments to a string, so the arguments must be a string."""
 _TOOLS: Final = re.compile(r"\btools\b")
 _ONE_TEXT: Final = "message.content and message.thinking"
-"""Condition under which the template of gpt-oss refuses a message with calls."""
+"""Text of templates (gpt-oss) that reject a message with calls, `content` and `thinking`."""
 
 
 def template_role(template: str, role: str) -> str:
@@ -27,7 +27,7 @@ def template_role(template: str, role: str) -> str:
 
 
 def adapted_message(template: str, message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message, as `template_message` returns it, in the form that this template reads."""
+    """Convert a message of `template_message` to the role, fields and types that this template reads."""
     adapted = message | {"role": template_role(template, message["role"])}
     calls = message.get("tool_calls")
     if "reasoning_content" in message and "reasoning_content" not in template and _THINKING.search(template):
@@ -49,7 +49,7 @@ def shows_tools(template: str) -> bool:
 
 
 def with_system_text(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Return the messages with a text at the end of the system message, or in one of its own."""
+    """Return the messages with a text appended to the system message, or in a new one if there is none."""
     first = messages[0]
     if first["role"] != "system":
         return [{"role": "system", "content": text}, *messages]
@@ -57,7 +57,7 @@ def with_system_text(messages: list[dict[str, Any]], text: str) -> list[dict[str
 
 
 def with_shown_calls(template: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with their calls at the end of their texts, if the template shows no calls."""
+    """Return the messages with calls appended to their content if the template does not render calls."""
     name = None if "tool_calls" in template else format_in(template)
     write = None if name is None else TOOL_FORMATS[name].written
     if write is None:

@@ -48,7 +48,7 @@ class ReasoningTokenCounter:
         self._is_open = is_open
         self._is_closed = False
         self._tail: list[int] = []
-        """Last tokens outside the reasoning, as many as start it."""
+        """The latest tokens outside reasoning, at most as many as `opening` has."""
         self.num_tokens = 0
 
     def add(self, token_ids: Sequence[int]) -> None:
@@ -244,7 +244,7 @@ def arguments_of(field: str, given: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def reasoning_format(engine: AsyncEngine) -> ReasoningFormat | None:
-    """Return the format of reasoning, which is separated from the content of a response; None: it is not."""
+    """Return the format of the reasoning; None: reasoning stays in the content."""
     wanted = engine.config.serving.reasoning_parser
     if wanted == "auto":
         return reasoning_format_in(engine.tokenizer.chat_template())
@@ -258,13 +258,13 @@ def shows_special_tokens(engine: AsyncEngine, offered: OfferedTools | None) -> b
 
 
 def _format_of_parts(engine: AsyncEngine) -> ReasoningFormat | None:
-    """Return the format of reasoning. That of an answer with channels is needed even if reasoning is not separated."""
+    """Return the format of the reasoning. A format with channels is needed even if reasoning stays in the content."""
     own = reasoning_format_in(engine.tokenizer.chat_template())
     return reasoning_format(engine) or (own if own is not None and own.has_channels else None)
 
 
 def _reasoning_of(engine: AsyncEngine, request: ChatCompletionRequest, prompt: list[int]) -> AnswerReasoning | None:
-    """Return how the reasoning of an answer starts; None if the answer has none and consists of one part."""
+    """Return how the reasoning of an answer starts; None if the answer has neither reasoning nor channels."""
     form = _format_of_parts(engine)
     if form is None:
         return None

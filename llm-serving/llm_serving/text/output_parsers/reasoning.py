@@ -8,7 +8,7 @@ from llm_serving.text.output_parsers.reasoning_formats import THINK, ReasoningFo
 from llm_serving.text.tool_parsers.base import overlap
 
 _MAX_SPACES: Final = 64
-"""Maximum white space before the text that precedes an answer."""
+"""Maximum number of white-space characters before an answer's opening delimiter."""
 
 
 class Split(NamedTuple):
@@ -19,10 +19,10 @@ class Split(NamedTuple):
 
 
 class ReasoningParser:
-    """Splits a text that starts with `<think>` at the first `</think>`, or with the texts of another `form`, however it
-    is divided into pieces. White space around the reasoning and before the answer is dropped. A text that does not
-    start with `<think>` is all answer; a text without `</think>` is all reasoning. `is_open`: whether the prompt ends
-    with `<think>`.
+    """Splits streamed text at the delimiters of the format `form` (`<think>`, `</think>`), however it is divided into
+    pieces. White space around the reasoning and before the answer is dropped. Text that does not start with `<think>`
+    is all answer. Text that starts with it and has no `</think>` is all reasoning. `is_open`: whether the prompt ends
+    with `<think>`, so the text starts within the reasoning.
     """
 
     def __init__(self, form: ReasoningFormat = THINK, *, is_open: bool) -> None:
@@ -93,8 +93,8 @@ class ReasoningParser:
 
 
 class _FramedAnswer:
-    """Removes the texts around an answer, each with one line break inside and white space outside, however the answer
-    is divided into pieces. An answer that does not start with `opening` is returned unchanged.
+    """Removes an answer's delimiters, with one line break on their inner side and all white space on their outer side,
+    however the answer is divided into pieces. An answer that does not start with `opening` is returned unchanged.
     """
 
     def __init__(self, opening: str, closing: str) -> None:

@@ -13,16 +13,16 @@ from llm_serving.core.enums import ReasoningFormatName
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Texts of a format.
+    """Delimiters of a format.
 
     Attributes:
         mark: Regular expression that matches only chat templates of such models. The first matching format in the table
             is used.
-        opening: Text before the reasoning.
-        closing: Text after the reasoning.
-        answer: Texts around the answer, which models may omit; empty: none.
+        opening: Delimiter before the reasoning.
+        closing: Delimiter after the reasoning.
+        answer: Delimiters before and after the answer, which models may omit; empty: none.
         opening_suffix: Text after the opening in prompts that ask for no reasoning.
-        special_tokens: Whether its marks are special tokens, which answers normally omit.
+        special_tokens: Whether the delimiters are special tokens, which detokenization normally skips.
         has_channels: Whether every part of an answer has a header, so that reasoning may also follow calls or text.
     """
 

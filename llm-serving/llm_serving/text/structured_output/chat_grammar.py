@@ -33,7 +33,7 @@ class AnswerReasoning:
     """The reasoning before an answer.
 
     Attributes:
-        is_open: Whether the prompt ends with the start of reasoning; None: the answer has no reasoning.
+        is_open: Whether the prompt ends with the opening delimiter; None: the answer has no reasoning.
         budget: Maximum number of reasoning tokens; None: unlimited.
     """
 
@@ -48,10 +48,10 @@ def answer_grammar(
     """Return the grammar of an answer. Raise GrammarError if the schema of a tool, or the budget, cannot be enforced.
 
     Args:
-        form: Grammar of the text; None: any text.
+        form: Grammar of the response format; None: any text.
         calls: Allowed tool calls; None: no calls.
         reasoning: None: the model does not reason.
-        marks: Special texts of the model, such as `</think>`.
+        marks: Grammar terms of delimiters, such as `</think>`.
     """
     if form is not None and calls is None and reasoning is None:
         return form
@@ -80,7 +80,7 @@ def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
 
 
 def _framed(said: str, reasoning: AnswerReasoning | None, marks: Marks) -> str:
-    """Return the term `said` between the texts around an answer; "" if there are none, or it may contain them."""
+    """Return `said`, the term of an answer, between its delimiters; "" if there are none, or if it may contain them."""
     if reasoning is None or not reasoning.format.answer[0]:
         return ""
     opening, closing = reasoning.format.answer
@@ -94,7 +94,7 @@ def _thought_rule(reasoning: AnswerReasoning, marks: Marks) -> str:
     if budget is None:
         return marks.up_to("thought", closing)
     if not marks.are_special(marks.parts(closing)[0]):
-        raise GrammarError(f"cannot be enforced: the model has no token for {closing}")
+        raise GrammarError(f"cannot be enforced: the model has no token for {closing}; leave out the reasoning budget")
     bounded = f"thinking[max_tokens={budget}]: /(?s:.*)/\n" if budget else ""
     return f"thought: {'thinking' if budget else ''} {marks(closing)}\n{bounded}"
 

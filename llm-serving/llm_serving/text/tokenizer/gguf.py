@@ -31,10 +31,10 @@ _TEMPLATE: Final = "tokenizer.chat_template"
 _TURN_ENDS: Final = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 """Texts of tokens that end a turn, for files that do not name such a token."""
 _HARMONY_ENDS: Final = ("<|call|>", "<|return|>")
-"""The same for gpt-oss, where `<|end|>` only ends a message of several in a turn."""
+"""The same for gpt-oss. Its `<|end|>` ends a message, and a turn may have several messages."""
 _PHI3: Final = "phi3"
 _KEEPS_SPACE: Final = ("<unk>", "<s>", "<|endoftext|>")
-"""Special tokens of Phi-3 that do not absorb the white space behind them."""
+"""Special tokens of Phi-3 that do not absorb the white space after them."""
 _BPE: Final = 2
 """`TrainerSpec.model_type` of sentencepiece: pieces are merged by their scores."""
 

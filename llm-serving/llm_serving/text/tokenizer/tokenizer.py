@@ -113,7 +113,8 @@ class Tokenizer:
 
     def encode_pair(self, first: str, second: str, max_tokens: int | None = None) -> tuple[list[int], list[int]]:
         """Return the ids of two texts with the special tokens around them, and the type of each token: 0 or 1. With
-        `max_tokens`, the longer text is cut first. Only `tokenizer.json` specifies special tokens of pairs.
+        `max_tokens`, the longer text is cut first. Without a `tokenizer.json`, which specifies pairs, no special token
+        is added and all types are 0.
         """
         if isinstance(self._vocabulary, TokenizersVocabulary):
             return self._vocabulary.encode_pair(first, second, max_tokens)

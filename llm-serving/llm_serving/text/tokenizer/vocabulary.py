@@ -193,8 +193,8 @@ class TokenizersVocabulary:
 
 
 def cut_lengths(first: int, second: int, most: int | None) -> tuple[int, int]:
-    """Return the lengths of two texts that have `most` tokens together; the longer one is cut first, as by
-    `longest_first` of the tokenizers library.
+    """Return the lengths to which to cut two texts, so that they have at most `most` tokens together. The longer text
+    is cut first, as by `longest_first` of the tokenizers library.
     """
     if most is None or first + second <= most:
         return first, second

@@ -1,4 +1,4 @@
-"""WordPiece tokenizers of BERT from `vocab.txt`, which has one piece a line, as `tokenizer.json`."""
+"""Converts BERT's `vocab.txt`, which has one WordPiece per line, to a `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _NAMES: Final[Mapping[str, str]] = {
     "mask_token": "[MASK]",
 }
 _MAX_WORD_CHARS: Final = 100
-"""A longer word is unknown."""
+"""Maximum characters of a word; a longer word becomes the unknown token."""
 
 
 def read_word_pieces(
     path: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken], special: Sequence[str]
 ) -> TokenizersVocabulary:
-    """Read a `vocab.txt`. `config` is the content of `tokenizer_config.json`. Raise ModelError if the file is no list
-    of pieces with the special tokens of the config.
+    """Read a `vocab.txt`. `config` is the content of `tokenizer_config.json`. Raise ModelError if a line
+    repeats a piece, or a special token of the config is missing.
     """
     try:
         text = read_limited(path).decode()

@@ -32,18 +32,18 @@ class ToolFormat:
     create: Callable[[Mapping[str, Mapping[str, Any]]], ToolParser]
     """Creates a parser of one answer from tool name -> JSON schema of its arguments."""
     rules: Callable[[Sequence[Callee], int | None, Marks], str]
-    """Returns the grammar rules of the tools. Arguments: tools, maximum number of calls (None: unlimited), marks."""
+    """Returns the grammar rules of the tools. Arguments: tools, maximum number of calls (None: unlimited), terms."""
     mark: str
     """Regular expression that matches only chat templates of such models. The first matching format in the table is
     used."""
     special_tokens: bool = False
-    """Whether its marks are special tokens, which answers normally omit."""
+    """Whether its delimiters are special tokens, which detokenization normally skips."""
     id_chars: int = 24
     id_prefix: str = "call_"
     describe_tools: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
-    """Returns a text that describes tools, for chat templates that show none; None: there is no usual text."""
+    """Returns the system text that describes tools, for chat templates that do not render them; None: no such text."""
     written: Callable[[Sequence[tuple[str, dict[str, Any]]]], str] | None = None
-    """Returns calls, each a name and arguments, as the model writes them, for chat templates that show none."""
+    """Returns calls (name, arguments) in the model's syntax, for chat templates that do not render them."""
 
 
 def _xml(layout: xml_calls.XmlLayout, mark: str) -> ToolFormat:

@@ -80,7 +80,7 @@ class ToolParser(Protocol):
 class MarkedCalls:
     """Parser of formats whose calls follow an opening. Text after an opening that is not a call is returned unchanged.
     White space between text and a call, and between calls, is dropped. `readers`: opening -> function that creates a
-    reader of the text after it; `begins_open`: whether the answer starts after an implicit opening, the first of them.
+    reader of the text after it; `begins_open`: whether the answer starts as if after the first opening.
     """
 
     def __init__(self, readers: Mapping[str, Callable[[], CallReader]], *, begins_open: bool = False) -> None:
@@ -174,7 +174,7 @@ class MarkedCalls:
 
 
 def overlap(text: str, opening: str) -> int:
-    """Return the length of the longest end of `text` that is a proper beginning of `opening`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `opening`."""
     longest = min(len(text), len(opening) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(opening[:length])), 0)
 
@@ -227,11 +227,11 @@ class Marks:
 
     @staticmethod
     def parts(text: str) -> list[str]:
-        """Split a text into parts that may be special tokens each."""
+        """Split a text before and after each `<|...|>`. Each part may be a special token."""
         return [part for part in re.split(r"(<\|\w+\|>)", text) if part]
 
     def up_to(self, name: str, text: str) -> str:
-        """Return a rule named `name` that matches any text up to and including the marks `text`."""
+        """Return a rule named `name` that matches any text up to and including `text`."""
         if self.are_special(self.parts(text)[0]):
             return f"{name}: TEXT? {self(text)}\n"
         return f"{name}[lazy]: /(?s:.*){escaped(text)}/\n"
@@ -248,8 +248,8 @@ def repeated(rule: str, between: str, most: int | None) -> str:
 
 
 def framed(openings: Sequence[str], inside: str, marks: Marks) -> str:
-    """Return the rules of a format in which all calls of an answer, the term `inside`, follow one of the openings.
-    Bound answers have the first.
+    """Return the rules of a format in which all calls of an answer, the term `inside`, follow one of the openings. A
+    forced call uses the first opening.
     """
     opened = [marks.up_to(f"opened{i}", each) for i, each in enumerate(openings)]
     names = " | ".join(f"opened{i}" for i in range(len(openings)))
@@ -259,8 +259,8 @@ def framed(openings: Sequence[str], inside: str, marks: Marks) -> str:
 def json_calls(
     callees: Sequence[Callee], arguments: str, marks: Marks, *, name: str = "name", first: Sequence[str] = ()
 ) -> str:
-    """Return rules that define `call`: a JSON object with the tool's name and its arguments, under these keys. `first`:
-    grammar terms of the members before.
+    """Return rules that define `call`: a JSON object with the tool's name under the key `name`, and its arguments under
+    the key `arguments`. `first`: grammar terms of the members before these two.
     """
     rules = [f"call: {any_of(callees)}\n"]
     for i, each in enumerate(callees):

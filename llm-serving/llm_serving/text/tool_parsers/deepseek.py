@@ -36,7 +36,7 @@ def create(names: Collection[str]) -> ToolParser:
 
 
 def describe(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text that describes tools to V3.1, whose chat template shows none."""
+    """Return the text that describes tools to V3.1, whose chat template does not render tools."""
     return _describe(tools, f"{_CALL}name{_NAME_END}arguments{_CALL_END}")
 
 

@@ -71,7 +71,7 @@ def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    """Return the grammar rules, see `base` and `arguments_term`."""
+    """Return the grammar rules of calls (see `base` and `arguments_term`)."""
     rest = f"call {marks(CLOSING)}"
     times = "*" if most is None else f"{{0,{most}}}"
     calls = "".join(_call_rule(f"call{i}", each, marks.whitespace) for i, each in enumerate(callees))

@@ -56,7 +56,7 @@ def create(names: Collection[str]) -> ToolParser:
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    """Return the grammar rules, see `base`. An answer has one call, because these models make one at a time."""
+    """Return the grammar rules of a call (see `base`). An answer has one, because these models write one at a time."""
     del most, marks
     names = "|".join(escaped(each.name) for each in callees)
     calls = [f"call{i}: {literal(each.name + chr(10))} @args{i}\n" for i, each in enumerate(callees)]

@@ -32,7 +32,7 @@ NEXT: Final = "<|end|><|start|>assistant"
 _MESSAGE: Final = "<|message|>"
 _FUNCTIONS: Final = "functions."
 _ENDS: Final = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
-"""Texts that end a message. The last two already belong to the next header."""
+"""Texts that end a message. `<|start|>` and `<|channel|>` also begin the next header."""
 _END: Final = re.compile("|".join(map(re.escape, _ENDS)))
 _STARTS: Final = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, "to=")
 """Texts with which a header starts; the prompt ends with `<|start|>assistant`."""
@@ -47,7 +47,7 @@ _BETWEEN: Final = "\n\n"
 
 class HarmonyParser:
     """Parses one answer incrementally, however it is divided into pieces. A call of a tool that is not in `names` is
-    returned only when it is complete.
+    returned once it is complete; calls of other tools are streamed.
 
     Args:
         names: Names of the offered tools; None: calls are text.
@@ -103,7 +103,7 @@ class HarmonyParser:
         return True
 
     def _open(self, header: str) -> None:
-        """Start the message behind a header."""
+        """Start the message after a header."""
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         is_thought = channel is not None and channel[1] == "analysis"
         self._kind = Thought if is_thought and self._thinks else str
@@ -128,7 +128,7 @@ class HarmonyParser:
         return False
 
     def _call(self, parts: list[Part], ended: bool) -> bool:
-        """Read the arguments of a call. What is not a JSON object is text."""
+        """Read the arguments of a call. If they are not a JSON object, they are text."""
         start = len(self._text) - len(self._text.lstrip())
         if start == len(self._text) and not ended and start <= _MAX_HEADER_CHARS:
             return False
@@ -166,7 +166,7 @@ class HarmonyParser:
         return True
 
     def _close(self, end: int) -> None:
-        """Continue behind the arguments of a call, with text if there is any."""
+        """Continue after the arguments of a call; text that follows is content."""
         self._text, self._step = self._text[end:], self._body
         self._kind, self._is_new, self._drops_spaces = str, True, True
 
@@ -183,7 +183,7 @@ class HarmonyParser:
 
 
 def _may_be_header(text: str) -> bool:
-    """Return whether a text may be, or become, a header with the mark of its message."""
+    """Return whether a text is, or may become, a header that ends with `<|message|>`."""
     stripped = text.lstrip()
     if not any(stripped.startswith(each) or each.startswith(stripped) for each in _STARTS):
         return False
@@ -196,7 +196,7 @@ def create(names: Collection[str]) -> HarmonyParser:
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    """Return the grammar rules, see `base`. An answer has one call, because the model ends it with `<|call|>`."""
+    """Return the grammar rules of a call (see `base`). An answer has one, because the model ends with `<|call|>`."""
     del most
     calls = "".join(
         f"call{i}: {marks('<|channel|>')} {literal(f'commentary to={_FUNCTIONS}{each.name}')} format?"

@@ -40,7 +40,7 @@ class HeadedLayout:
 @dataclass(slots=True)
 class HeadedReader:
     """Reads one or several calls. White space between their parts is ignored. A call of a tool that is not in `names`
-    is returned only when it is complete.
+    is returned once it is complete; calls of other tools are streamed.
     """
 
     layout: HeadedLayout
@@ -53,7 +53,7 @@ class HeadedReader:
     _written: StreamedCall | None = None
     _json: JsonEnd = field(default_factory=JsonEnd)
     _is_closed: bool = False
-    """Whether the text after the calls is not part of them."""
+    """Whether the calls have ended, so that later text is content."""
 
     def read(self, body: str, *, ended: bool) -> Read | None:
         try:

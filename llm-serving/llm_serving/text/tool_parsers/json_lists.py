@@ -28,11 +28,11 @@ class JsonListLayout:
     """Texts of a format.
 
     Attributes:
-        openings: Texts before the list. Bound answers have the first.
+        openings: Texts before the list. A forced call uses the first.
         closing: Text after the list, which some models omit; empty: none.
         name: Key of the tool's name.
         arguments: Key of the arguments.
-        first: Grammar terms of the other members of an object, which come first.
+        first: Grammar terms of further members, which precede name and arguments.
     """
 
     openings: tuple[str, ...]

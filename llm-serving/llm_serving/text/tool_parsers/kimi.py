@@ -25,7 +25,7 @@ _LAYOUT: Final = HeadedLayout(
 
 
 def create(names: Collection[str]) -> ToolParser:
-    """Return a parser. Calls have the ids that the model writes, because its chat template repeats them."""
+    """Return a parser. Calls keep the model's ids, because its chat template writes them into later prompts."""
     return MarkedCalls({OPENING: partial(HeadedReader, _LAYOUT, frozenset(names))})
 
 

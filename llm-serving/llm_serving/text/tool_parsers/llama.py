@@ -66,7 +66,7 @@ def create(names: Collection[str]) -> ToolParser:
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    """Return the grammar rules, see `base`. A text that starts with a brace must be a call."""
+    """Return the grammar rules of calls (see `base`). Text that starts with a brace must be a call."""
     several = repeated("call", '";" WS?', most)
     return (
         f"calls: {several}\n"

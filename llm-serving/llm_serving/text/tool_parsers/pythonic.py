@@ -25,7 +25,7 @@ from llm_serving.text.tool_parsers.base import (
 from llm_serving.text.tool_parsers.json_text import arguments_of, is_name
 
 _MAX_ENDS: Final = 16
-"""Maximum number of closing texts in the strings of one answer's calls."""
+"""Maximum number of closing texts inside string arguments, after each of which all calls are parsed again."""
 _CONSTANTS: Final[Mapping[str, bool | None]] = {
     "true": True,
     "True": True,
@@ -202,7 +202,7 @@ class _Source:
 
 
 def unescaped(text: str) -> str:
-    """Replace the escape sequences of Python and JSON in the text of a string. Others are kept."""
+    """Replace the escape sequences of Python and JSON in the text of a string. Keep unknown ones."""
     if "\\" not in text:
         return text
     units = _ESCAPE.sub(_unescaped, text)
@@ -230,7 +230,7 @@ def create(layout: PythonicLayout, schemas: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def rules(layout: PythonicLayout, callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    """Return the grammar rules, see `base`: arguments come in the order of their schema, with values as JSON."""
+    """Return the grammar rules of calls (see `base`): arguments in schema order, with values as JSON."""
     several = repeated("call", literal(layout.between), most)
     inside = f'"[" {several} "]"' if layout.is_list else f"WS? {several} WS?"
     calls = "".join(_call_rules(f"call{i}", each, marks.whitespace) for i, each in enumerate(callees))
@@ -238,11 +238,12 @@ def rules(layout: PythonicLayout, callees: Sequence[Callee], most: int | None, m
 
 
 def _call_rules(rule: str, callee: Callee, whitespace: str) -> str:
-    """Return the rules of a call. `first{k}` matches the arguments from the k-th on; `more{k}` too, with a comma."""
+    """Return the rules of a call. `first{k}` matches the arguments from the k-th on; `more{k}` a comma and the same."""
     properties, required = callee.schema.get("properties"), callee.schema.get("required", ())
     about = properties if isinstance(properties, dict) else {}
     if others := [name for name in about if not _NAME.fullmatch(name)]:
-        raise GrammarError(f"cannot be enforced in calls of this model: an argument named {others[0]!r}")
+        rule = "is not a Python identifier, which calls of this model need; rename it"
+        raise GrammarError(f"cannot be enforced: argument {others[0]!r} {rule}")
     definitions = {name: callee.schema[name] for name in ("$defs", "definitions") if name in callee.schema}
     rules = [f'{rule}: {literal(callee.name + "(")} {rule}_first0 ")"\n']
     for k, (name, schema) in enumerate(about.items()):

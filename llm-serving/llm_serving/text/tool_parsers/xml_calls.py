@@ -61,14 +61,14 @@ _SPACES: Final = re.compile(r"\s*")
 
 
 class _Reader:
-    """Reads the calls after one opening. `in_call`: whether the opening was that of a call."""
+    """Reads the calls after one opening. `in_call`: whether it opens one call, not a section of calls."""
 
     def __init__(self, layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]], *, in_call: bool) -> None:
         self._layout = layout
         self._schemas = schemas
         self._step = self._name if in_call else self._between
         self._at = self._search = 0
-        """Index after the parts read so far, and the index from which the end of a value is searched."""
+        """`_at`: index after the text that was read. `_search`: index from which to search for the end of a value."""
         self._calls: list[Call] = []
         self._calls_end = 0
         self._tool = self._key = ""
@@ -121,7 +121,7 @@ class _Reader:
         return True
 
     def _value(self, body: str) -> bool:
-        """Read a value up to the first closing that another argument, or the end of the call, follows."""
+        """Read a value up to the first closing tag that precedes another argument or the end of the call."""
         closing = self._layout.argument[2]
         start = self._at
         while (end := body.find(closing, self._search)) >= 0:
@@ -142,8 +142,8 @@ class _Reader:
         return False
 
     def _next(self, body: str, *marks: str, skip: bool = True) -> str:
-        """Return which of two texts follows after white space, and move behind it unless `skip` is false; "" if that
-        is not known yet. Raise NotACallError if neither follows.
+        """Return which of `marks` follows after white space, and skip it if `skip`. Return "" if more text is needed.
+        Raise NotACallError if none follows.
         """
         at = _end_of_spaces(body, self._at)
         if skip:
@@ -157,7 +157,7 @@ class _Reader:
         return ""
 
     def _text_before(self, body: str, mark: str) -> str | None:
-        """Return the name before `mark`, and move behind it; None if it is incomplete."""
+        """Return the name before `mark`, and skip both; None if the name is incomplete."""
         name, found, _ = body[self._at : self._at + MAX_NAME_CHARS + len(mark)].partition(mark)
         if not found:
             if len(name) > MAX_NAME_CHARS or "<" in name:
@@ -185,7 +185,7 @@ def create(layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolP
 
 
 def rules(layout: XmlLayout, callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    """Return the grammar rules, see `base` and `arguments_term`."""
+    """Return the grammar rules of calls (see `base` and `arguments_term`)."""
     most_inside = most if layout.several else 1
     inside = f"WS? {repeated('call', 'WS?', most_inside)} WS? {marks(layout.closing)}"
     most_outside = 1 if layout.several else most

@@ -73,8 +73,8 @@ def unquoted_rule(closing: str) -> str:
 
 
 def arguments_term(callee: Callee, opening: Callable[[str], str], closing: str, whitespace: str) -> str | None:
-    """Return the grammar term for the arguments of a call in the order of their schema; None if it names none. Of
-    constraints on strings only the list of allowed values is enforced.
+    """Return the grammar term for a call's arguments in schema order; None if the schema has no properties. Of the
+    constraints on strings only `enum` and `const` are enforced.
 
     Args:
         opening: Returns the term before the value of the argument with this name.
@@ -103,6 +103,7 @@ def _value_term(schema: Any, definitions: dict[str, Any], callee: Callee, whites
         return "(" + " | ".join(literal(each) for each in texts) + ")"
     if about.get("type", "string") == "string" and not _COMPOUND_KEYS & about.keys():
         if callee.strict and (others := sorted(_TEXT_KEYS & about.keys())):
-            raise GrammarError(f"cannot be enforced in calls of this model: texts with {', '.join(others)}")
+            rule = f"calls of this model support no {', '.join(others)} of strings"
+            raise GrammarError(f"cannot be enforced: {rule}; leave it out, or set `strict: false`")
         return None
     return "%json " + json.dumps({**definitions, **about, **json_options(whitespace)})
