@@ -26,7 +26,7 @@ TIMEOUT_HEADER: Final = "x-request-timeout-s"
 PRIORITY_HEADER: Final = "x-priority"
 CLASS_HEADER: Final = "x-request-class"
 TIERS_WITHOUT_CLASS: Final = ("auto", "default", "standard_only")
-"""Values of `service_tier` that select no class, unless a class has them."""
+"""Values of the field `service_tier` that select no class, unless a class has this `service_tier`."""
 NUMBER: Final = re.compile(r"-?[0-9]{1,7}")
 SECONDS: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 

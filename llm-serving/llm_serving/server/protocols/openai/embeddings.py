@@ -71,8 +71,8 @@ async def compute_vectors(
     truncations: Sequence[int | None] | None = None,
     add_special_tokens: bool = True,
 ) -> TextVectors:
-    """Compute the vector of each text, or the score of each pair. Raise LLMServingError if the model gives none, or a
-    text is refused.
+    """Compute the embedding of each text, or the score of each pair. Raise LLMServingError if the model has no pooling,
+    or if a text is refused.
 
     `field_name` names a text in errors; `prefix` begins the response's id. `truncations` are the maximum numbers of
     tokens of each text; None: `truncate_prompt_tokens` of the body for all.
@@ -214,7 +214,7 @@ async def create_embeddings(engine: AsyncEngine, http_request: Request) -> Respo
         raise RequestError("encoding_format", f"must be {' or '.join(FORMATS)}", body.encoding_format)
     texts = await read_prompts(body.input, "input", MAX_INPUTS, "texts")
     if engine.pooling is not None and engine.pooling.scores:
-        raise RequestError("model", "is a reranker, which answers only /v1/score and /rerank")
+        raise RequestError("model", "is a reranker, which has no embeddings: use /v1/score or /rerank")
     hidden = engine.model_spec.network.hidden
     size = hidden if body.dimensions is None else body.dimensions
     if not 1 <= size <= hidden:

@@ -17,7 +17,7 @@ class TextPair(NamedTuple):
     query: str
     document: str
     max_document_tokens: int | None = None
-    """None: all."""
+    """Maximum number of tokens of the document; None: no limit."""
 
     @property
     def text(self) -> str:
@@ -29,7 +29,7 @@ def encode_pair(engine: AsyncEngine, pair: TextPair, max_tokens: int | None) -> 
     template rejects the pair, or `max_tokens` has no room for what is never cut.
 
     An encoder reads both texts with the special tokens of its tokenizer. A decoder reads the text of a template: the
-    chat template of the folder if it has a role `document`, else that of the family.
+    chat template of the folder if it has a role `document`, otherwise `Pooling.pair_template`.
     """
     pooling, tokenizer = engine.pooling, engine.tokenizer
     assert pooling is not None

@@ -21,14 +21,14 @@ class CallerFields(Struct, kw_only=True):
     """The fields of all generation routes that describe the caller."""
 
     priority: int | None = None
-    """A smaller number runs first. It selects the request class with the largest rank that does not exceed it. Also
-    the header `x-priority`.
+    """A smaller number runs first. Selects the request class with the largest `rank` up to this number. Also the
+    header `x-priority`.
     """
     priority_class: str | None = None
-    """A name of `request_classes`, in place of `priority`; also the header `x-request-class`."""
+    """Name of a request class; not together with `priority`. Also the header `x-request-class`."""
     service_tier: str | None = None
-    """Selects the class of `request_classes` with this `service_tier`; `auto` and `default` select none. It is ignored
-    beside `priority` and `priority_class`.
+    """Selects the class of `request_classes` with this `service_tier`; `auto` and `default` select none. Ignored if
+    `priority` or `priority_class` is given.
     """
     user: str | None = None
     """The tenant, unless an API key identifies it. Tenants share a request class fairly."""
