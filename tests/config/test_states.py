@@ -1,4 +1,4 @@
-"""Checks and memory of models whose layers keep states of fixed size."""
+"""Checks and memory of models whose layers keep fixed-size states."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_too_few_slots_are_refused(folder: Path) -> None:
 
 def test_slots_have_no_effect_on_other_models() -> None:
     config = load_config(None, ["pa_config.num_state_slots=5"], Path("demo"))
-    assert any("num_state_slots: 5 has no effect: LlamaForCausalLM has no states" in each for each in config.notices)
+    notice = "num_state_slots: 5 has no effect: LlamaForCausalLM has no fixed-size states"
+    assert any(notice in each for each in config.notices)
 
 
 def test_a_reload_cannot_add_running_requests_without_slots(folder: Path) -> None:
