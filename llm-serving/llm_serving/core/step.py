@@ -225,7 +225,7 @@ class StepInput:
     token_ids: Int32Array  # [T]; >= 0 a token, < 0 see `reference_to_previous_step`
     query_lens: Int32Array  # [B], each at least 1, sum T
     num_computed: Int32Array  # [B]
-    block_tables: Int32Array  # [B, W] block ids; unused columns are 0, columns behind the window NO_BLOCK
+    block_tables: Int32Array  # [B, W] block ids; unused columns are 0, columns before the window NO_BLOCK
     block_epochs: Int32Array  # [B, W], for each entry of block_tables the epoch of its block
     result_tokens: Int32Array  # [R, 3], each a `ResultToken`; sorted by kind, row, token
     sampling: SamplingInput  # of the S results of kind TOKEN

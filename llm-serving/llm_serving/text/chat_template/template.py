@@ -180,7 +180,7 @@ class Conversations:
         template, given = self._choose(with_tools=tools is not None), self._special_tokens | given | variables
         if not continue_final_message:
             return template.render(messages, **given)
-        mark = secrets.token_hex(16)  # The template does not know the mark, so it appears directly behind the text.
+        mark = secrets.token_hex(16)  # The template does not know the mark, so it appears directly after the text.
         last, marked = _marked(messages[-1], mark + " ")
         text = template.render([*messages[:-1], marked], **given)
         if mark not in text or last.strip() not in text:

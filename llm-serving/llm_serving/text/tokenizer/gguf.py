@@ -186,7 +186,7 @@ def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> 
 
 
 def _absorbing(tokens: Sequence[str], types: Sequence[int]) -> dict[int, AddedToken]:
-    """Return Phi-3's special tokens. As in its tokenizer_config.json, most absorb the white space behind them."""
+    """Return Phi-3's special tokens. As in its tokenizer_config.json, most absorb the white space after them."""
     return {
         token_id: AddedToken(text, special=kind == CONTROL, rstrip=text not in _KEEPS_SPACE)
         for token_id, (text, kind) in enumerate(zip(tokens, types, strict=True))

@@ -126,7 +126,7 @@ class SentencePieceVocabulary:
         if self._legacy or not text.startswith((SPACE_SYMBOL, " ")):
             ids = self._bare.encode(text)
             return ids
-        # Sentencepiece may drop spaces at the start of a text, but not behind other text.
+        # Sentencepiece may drop spaces at the start of a text, but not after other text.
         ids = self._bare.encode(self._unknown + text)
         return ids[self._unknown_len :]
 

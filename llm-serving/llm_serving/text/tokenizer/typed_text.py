@@ -1,6 +1,6 @@
 """Special tokens in texts of users, as characters: `<|im_end|>` in a message ends no message.
 
-A chat template mixes texts of users with control tokens. So each special token in a message gets a mark behind its
+A chat template mixes texts of users with control tokens. So each special token in a message gets a mark after its
 first character before the template is rendered. The prompt is split at the marks, and the parts, none of which
 contains a whole special token of a user, are tokenized one by one. Clients cannot know the mark, which is random.
 """

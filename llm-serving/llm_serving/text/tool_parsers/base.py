@@ -205,7 +205,7 @@ class Callee:
 
 
 class Marks:
-    """Grammar terms for special texts of a model (`special_id`: text -> id or None) and for white space in JSON."""
+    """Grammar terms for delimiters (`special_id`: text -> special token id or None) and for white space in JSON."""
 
     def __init__(
         self,
