@@ -100,6 +100,7 @@ LIMITS: Final[dict[str, str]] = {
     "prompt_logprobs": "0 to 20, for prompts of a limited length; not streamed, and not with a beam search.",
     "priority": "Not together with `priority_class`; API keys and configuration limit it.",
     "priority_class": "One of `request_classes`; API keys and configuration limit it.",
+    "service_tier": "That of a row of `request_classes`, or `auto`, `default` or `standard_only`; API keys limit it.",
     "user": "Of a limited length.",
     "cache_salt": "Of a limited length.",
     "timeout_s": "Above 0, at most `serving_config.max_timeout_s`.",
