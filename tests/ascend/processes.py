@@ -95,7 +95,6 @@ PROCESSES: Final[Mapping[str, Process]] = {
         ],
         {"processors": 64, "gigabytes": 32},
     ),
-    "without environment": Process([_job("demo", "demo", without="environment")]),
     "without threads": Process([_job("demo", "demo", without="threads")], {"processors": 8}),
     "without swiglu": Process([_job("demo", "demo", without="swiglu")]),
 }

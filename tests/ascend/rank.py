@@ -12,13 +12,14 @@ import sys
 from pathlib import Path
 
 import msgspec
-from ascend.device import MARK
+from ascend.device import MARK, freeze_modules
 from llm_serving.core.process import DISABLED_KERNELS, set_mindspore_environment
 
 
 def main(rank: int, num_ranks: int, port: int, folder: Path) -> None:
     os.environ.pop(DISABLED_KERNELS, None)
     set_mindspore_environment()
+    freeze_modules()
     import mindspore as ms
     import numpy as np
     from llm_serving.backends.ascend_cells import AscendUnorderedSum
