@@ -14,7 +14,7 @@ WIDTH = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 
 
 def attention_of(x: Typed, window: int) -> Runnable:
-    """Rows of x are queries, keys and values."""
+    """Return bidirectional attention, in which rows of x are queries, keys and values."""
     net = Network(WIDTH, len(x.array), causal=False)
     q, k, v = net.split(net.embedding("x"), *(heads * HEAD_DIM for heads in (HEADS, KV_HEADS, KV_HEADS)))
     net.lm_head(net.attention(q, net.store_kv(k, v, KV_HEADS), scale=SCALE, window=window), "one")
@@ -24,7 +24,7 @@ def attention_of(x: Typed, window: int) -> Runnable:
 
 
 def answers(x: Typed, window: int, prompts: list[range]) -> list[Array]:
-    """Return the rows of each prompt, all computed in one step, whose blocks lie in descending order."""
+    """Return the attention output of each prompt. One step computes all; their blocks are in descending order."""
     runnable = attention_of(x, window)
     lens = [len(prompt) for prompt in prompts]
     numbers = iter(range(sum(-(-count // BLOCK_SIZE) for count in lens) - 1, -1, -1))
@@ -46,7 +46,7 @@ def answers(x: Typed, window: int, prompts: list[range]) -> list[Array]:
 
 
 def expected(x: Typed, window: int) -> tuple[Array, Array]:
-    """Return the rows and, for their tolerance, the rows of the magnitudes of values."""
+    """Return the expected output, and the same with |v| in place of v, from which the tolerance follows."""
     q, k, v = np.split(x.values.astype(np.float64), np.cumsum([HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM]), axis=1)
     q = q.reshape(len(q), KV_HEADS, -1, HEAD_DIM)
     k, v = (part.reshape(len(q), KV_HEADS, HEAD_DIM) for part in (k, v))

@@ -1,4 +1,4 @@
-"""Operations that keep states of sequences equal their NumPy twins, whatever the steps, slots and neighbours are."""
+"""Operations with states equal their NumPy reference for any division into steps, slots and batch."""
 
 import functools
 
@@ -43,7 +43,7 @@ def _single(values: Array) -> Array:
 
 
 def recurrence(delta: bool, heads: int, key_heads: int, key_dim: int, value_dim: int) -> StateOperation:
-    """Mamba-2, or the gated delta rule."""
+    """Return the operation: the gated delta rule if `delta`, else Mamba-2."""
     values = heads * value_dim
     widths = [key_heads * key_dim] * 2 + [values, heads] + [heads] * delta
     arrays = {"rates": drawn((heads,), 5), "bias": drawn((heads,), 6), "skip": drawn((heads,), 7)}
@@ -99,11 +99,11 @@ MIXED = [
     Part([], slot=-1),
     Part([7, 8], slot=6),
 ]
-"""A prompt, a decode row in place, a chunk that stores early to its own slot, nothing, and rows that store nothing."""
+"""A prompt; a decode row in place; a chunk that stores early to its own slot; an empty part; rows without a store."""
 
 
 def bound_of(expected: Array, dtype: str) -> Array:
-    """Errors of sums relative to their terms, and of one rounding to the type."""
+    """Return the error bound: that of the sums, and of one rounding to the type."""
     return np.abs(expected) * (1e-5 + ROUNDING_UNIT[dtype]) + 1e-5 * np.abs(expected).max()
 
 

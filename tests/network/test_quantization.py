@@ -117,7 +117,7 @@ def test_stored_qvalues_divide_groups_into_powers_of_two(group_size, divided):
 
 
 def test_stored_qvalues_of_a_rank_divide_groups_that_its_columns_divide():
-    """The second of two ranks has columns 96 to 191 of groups of 64."""
+    """Rank 1 of 2 holds columns 96 to 191, which split a group of 64; values are regrouped by 32."""
     values = RNG.standard_normal((16, 192), dtype=np.float32)
     tensor, columns = quantize_w4(values, 64, symmetric=False), tuple(range(96, 192))
     weight = Weight(("a",), (16, 96), ((16, 192),), columns=columns)
@@ -129,7 +129,7 @@ def test_stored_qvalues_of_a_rank_divide_groups_that_its_columns_divide():
 
 @pytest.mark.parametrize(("name", "num_kept"), [("llama", 9), ("llama, odd heads and odd inner", 6)])
 def test_bytes_saved_know_the_groups_of_stored_values(name, num_kept):
-    """On each of two ranks, down_proj has 48 or 45 columns, and odd heads are padded: both divide groups of 32."""
+    """On each of two ranks, the 48 or 45 columns of down_proj, and padded odd heads, split groups of 32."""
     network, form = sharded(empty_network(name), 0, 2), QValuesForm(8, 32)
     quantization = Quantization(QuantizationName.W8A16)
     weights = quantized_weights(network, quantization)

@@ -175,7 +175,7 @@ class AscendBackend:
         raise ModelError(f"the operations of {self.name} do not support an int8 KV cache; use kernels: program")
 
     def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
-        raise ModelError(f"the operations of {self.name} keep no states of sequences; use kernels: program")
+        raise ModelError(f"{self.name} does not support layers with fixed-size states; use kernels: program")
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         for batch in _independent(pairs, source is target):

@@ -140,7 +140,7 @@ class Backend(Protocol):
         """
 
     def program(self) -> nn.Cell | None:
-        """(table) -> float32 [1], a placeholder; None if the backend does not run programs (`network.program`).
+        """Operator that runs a program (`network.program`): (table) -> float32 [1], a placeholder. None: not supported.
 
         `table` holds the address of every array (`kernels.address_table.AddressTable`): instructions and operands, the
         step inputs (`lowering.step_inputs.STEP_INPUTS`), weights, two caches per layer, states followed by
@@ -215,8 +215,8 @@ class Backend(Protocol):
         """
 
     def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
-        """Return the zeroed states of one operation, float32 [num_slots, *shape], for programs. Raise ModelError if
-        this backend has no operations with states.
+        """Return the zeroed states of one operation of a program, float32 [num_slots, *shape]. Raise ModelError if the
+        backend does not support states.
         """
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:

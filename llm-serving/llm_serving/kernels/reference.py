@@ -94,7 +94,7 @@ class Sequences(NamedTuple):
 
 
 Step = Callable[[Doubles, int], Doubles]
-"""(state, row) -> the state after the row."""
+"""(state, row number) -> the state after that row."""
 
 
 def _advance(states: Floats, sequences: Sequences, step: Step) -> None:
@@ -112,8 +112,8 @@ def _advance(states: Floats, sequences: Sequences, step: Step) -> None:
 def causal_conv(
     x: Floats, weight: Floats, bias: Floats | None, states: Floats, sequences: Sequences, *, silu: bool = False
 ) -> Doubles:
-    """[T, C], [taps, C], [C] -> [T, C]: the sum of weight[i] times the row taps - 1 - i before, of the same sequence. A
-    state [taps - 1, C] has the latest rows of x, oldest first.
+    """[T, C], [taps, C], [C] -> [T, C]: y[t] = bias + the sum of weight[i] * x[t - (taps - 1 - i)] within a sequence. A
+    state [taps - 1, C] holds the latest rows of x, oldest first.
     """
     result: Doubles = np.zeros(x.shape)
 
@@ -142,8 +142,9 @@ def delta_rule(
     scale: float,
     eps: float,
 ) -> Doubles:
-    """Gated delta rule (S. Yang et al., Gated Delta Networks, 2024): [T, key_heads*K] twice, [T, heads*V], [T, heads]
-    twice, [heads] twice -> [T, heads*V]. A state is [heads, K, V]; a row decays it by exp(rates * softplus(a + bias)).
+    """Gated delta rule (S. Yang et al., Gated Delta Networks, 2024): q, k [T, key_heads*K], v [T, heads*V], a, b
+    [T, heads], rates, bias [heads] -> [T, heads*V]. A state is [heads, K, V]; a row
+    decays it by exp(rates * softplus(a + bias)).
     """
     heads = a.shape[1]
     queries, keys = (_repeated_heads(each, key_heads, heads) for each in (q, k))
@@ -179,8 +180,8 @@ def ssm(
     low: float = 0.0,
     high: float = np.inf,
 ) -> Doubles:
-    """Mamba-2 (T. Dao and A. Gu, Transformers are SSMs, 2024): [T, heads*P], [T, heads], [T, groups*N] twice, [heads]
-    three times -> [T, heads*P]. A state is [heads, N, P].
+    """Mamba-2 (T. Dao and A. Gu, Transformers are SSMs, 2024): x [T, heads*P], dt [T, heads], b, c [T, groups*N],
+    rates, bias, skip [heads] -> [T, heads*P]. A state is [heads, N, P].
     """
     heads = dt.shape[1]
     values, times = _double(x).reshape(len(x), heads, -1), np.logaddexp(0, _double(dt) + _double(bias))
@@ -200,7 +201,7 @@ def ssm(
 
 
 def _repeated_heads(x: Floats, count: int, heads: int) -> Doubles:
-    """[T, count*D] -> [T, heads, D]; consecutive heads share one of `count`."""
+    """[T, count*D] -> [T, heads, D]: repeat each of `count` heads for heads / count consecutive heads."""
     repeated: Doubles = np.repeat(_double(x).reshape(len(x), count, -1), heads // count, axis=1)
     return repeated
 
@@ -216,7 +217,7 @@ def matrices_of_states(states: Floats, width: int) -> Doubles:
 
 
 def states_of_matrices(matrices: Floats, lanes: int = 16) -> Doubles:
-    """Return the inverse of `matrices_of_states`, with zeros in the columns that fill up the last block."""
+    """Return matrices as states, padded with zero columns to whole blocks: the inverse of `matrices_of_states`."""
     slots, heads, rows, width = matrices.shape
     padded = np.pad(_double(matrices), ((0, 0), (0, 0), (0, 0), (0, -width % lanes)))
     states: Doubles = padded.reshape(slots, heads, rows, -1, lanes).transpose(0, 1, 3, 2, 4)

@@ -27,7 +27,7 @@ class Lowered(NamedTuple):
     """A lowered network: hidden states and LM head as two graphs, and as one graph if that is faster; same bits."""
 
     logits: nn.Cell | None
-    """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> float32 [S, V]; None: `states`, then `head`."""
+    """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> float32 [S, V]; None: call `states`, then `head`."""
     states: nn.Cell
     """Step inputs -> input of the head for the sampled rows, float32 [S, H]."""
     head: nn.Cell

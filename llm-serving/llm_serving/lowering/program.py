@@ -22,11 +22,11 @@ _WEIGHTS: Final = _STEP + len(STEP_INPUTS)
 
 class ProgramNetwork(nn.Cell):
     """Computes the step whose arrays `bind_inputs` has bound; the Cell's own result is a placeholder. The operator gets
-    addresses, because MindSpore is fastest with a graph without arguments and a single Parameter.
+    addresses, because MindSpore runs a graph fastest if it has no arguments and only one Parameter.
 
     Args:
         operator: Result of `Backend.program`.
-        weights: Parameters of the program's weights, in order; without the last one if `rows`.
+        weights: Parameters of the program's weights, in order. If `rows`, the last one is left out.
         width: Columns of the result.
         states: Memory of the states, from `Backend.states`, in order.
         rows: Whether the program's last weight is bound with each step.
@@ -71,7 +71,7 @@ class ProgramNetwork(nn.Cell):
 
     def bind_inputs(self, arrays: Sequence[Int32Array | Float32Array]) -> Float32Array:
         """Bind the arrays of a step for the next run: `lowering.step_inputs.STEP_INPUTS` and, with states,
-        `STATE_INPUTS`. If the program takes rows, they come first: float32 [T, H] in the precision of the model dtype.
+        `STATE_INPUTS`. For a head program, hidden states come first: float32 [T, H], rounded to the model dtype.
         Return the array of the result, float32 [S, width], which is valid until the run after the next.
         """
         step: Sequence[Array] = arrays

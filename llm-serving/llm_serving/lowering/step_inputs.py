@@ -29,7 +29,7 @@ STATE_INPUTS: Final = (
     ("state_out", 1),  # [T], slot that gets the state after the row; -1: none
 )
 """Further inputs of a program whose network has states, after `STEP_INPUTS`. In one step, a slot that one request
-stores to must not be used by another one.
+stores to must not be used by another request.
 """
 
 

@@ -102,11 +102,11 @@ class Network:
 
     @property
     def num_input_ids(self) -> int:
-        """Number of ids of input tokens: with token types, id `token + type * vocab` is a token of a type."""
+        """Number of input ids. With token types, an input id is `token + type * vocab`."""
         return self.vocab * (1 if self.positions is None else self.positions.num_types)
 
     def hidden_states(self) -> list[Operation]:
-        """Return the operations without those of the head, whose input is the result."""
+        """Return the operations before the head. Their result is the head's input."""
         before = self.operations[: -len(self.head_operations)]
         return [*before, Operation("hidden_states", {"x": self.head_input}, {}, {}, {})]
 
@@ -185,11 +185,11 @@ class Network:
 
         Args:
             group: Number of columns that are normalised together; 0: whole rows.
-            unpadded: Number of columns of a group without its zero padding; 0: all.
+            unpadded: Number of columns of a group that are not zero padding; 0: all.
             eps: None: the default of the network.
             rows: As `Weight.rows`, for the norm weight.
             as_stored: Whether the network's transform of norm weights does not apply.
-            of_row: Whether gamma has an element for each column of a row; otherwise for each one of a group.
+            of_row: Whether gamma has one element per column of a row; otherwise one per column of a group.
         """
         size = group or x.width
         unpadded = unpadded or size
@@ -254,8 +254,9 @@ class Network:
 
     def store_kv(self, k: Value, v: Value, kv_heads: int, k_offset: Weight | None = None) -> int:
         """Write keys and values to the cache of the next layer, and return the number of that layer. An int8 cache
-        subtracts `k_offset` from every key before rounding; all scores of a query then change equally, so attention
-        must not have a cap. The layers of a network that is not causal share one cache, because no later step reads it.
+        subtracts `k_offset` from every key before rounding. This shifts all scores of a query equally, which the
+        softmax ignores but a cap does not, so attention must not have a cap. The layers of a network that is not causal
+        share one cache, because no later step reads it.
         """
         shape = CacheShape(kv_heads, k.width // kv_heads, v.width // kv_heads)
         if self.causal or shape not in self.caches:
@@ -282,8 +283,8 @@ class Network:
         Args:
             q: Queries; equal groups of query heads share one KV head.
             layer: Result of `store_kv`.
-            window: Number of tokens that a row attends to, including itself; None: all. If the network is not causal,
-                as many to each side.
+            window: Number of tokens that a row attends to, including itself; None: all. If the network is not causal:
+                tokens less than `window` away on either side.
             cap: Scores s become cap * tanh(s / cap).
             slopes: ALiBi slope of each head (Press et al. 2021), subtracted from a score for each token of distance.
             sinks: Score of each head that takes a share of the softmax and adds no value (gpt-oss).
@@ -357,7 +358,7 @@ class Network:
         self._head_start = len(self.operations)
 
     def scores(self, x: Value, num_labels: int) -> None:
-        """End the network with scores: x, in float32. This is the last operation of a network without LM head."""
+        """Make x the result, float32 scores. This is the last operation of a network without LM head."""
         self.num_labels = num_labels
         self.operations.append(Operation("hidden_states", {"x": x}, {}, {}, {}))
 

@@ -45,7 +45,7 @@ class ExpertStacks:
 
 @dataclass(frozen=True)
 class ExpertRouting:
-    """How the router chooses the experts of a row. It scores a float32 product; ties go to the lower expert number.
+    """How the router chooses the experts of a row. Its logits are float32; ties go to the lower expert number.
 
     Attributes:
         top_k: Number of experts per row.
@@ -53,10 +53,10 @@ class ExpertRouting:
         normalise: Whether the weights of a row's experts sum to 1.
         scale: Factor of the weights, applied last.
         groups, top_groups: The experts form `groups` of equal size; a row uses only the best `top_groups` of them.
-        correction: Tensor added to the scores only for the choice (DeepSeek-V3).
+        correction: Tensor added to the scores only to select experts (DeepSeek-V3).
         correction_rows: Rows of that tensor in the checkpoint: 0 for a vector.
-        bias: Whether the router has a bias, and so has each expert that is not stacked with others.
-        function: Gate of the experts.
+        bias: Whether the router and each unstacked expert have biases.
+        function: Activation function of the experts.
     """
 
     top_k: int
@@ -108,7 +108,7 @@ def expert_weights(
 
 @lru_cache(8)
 def _gate_up_rows(count: int, inner: int, interleaved: bool) -> tuple[int, ...] | None:
-    """Return the order that puts the rows of each expert's gate before those of up, both padded."""
+    """Return the row permutation to [gate, up] of each expert, each padded to a multiple of `PANEL_ROWS`."""
     wide = padded_order(inner, PANEL_ROWS)
     if not interleaved:
         return None if len(wide) == inner else tuple(repeated_order(2 * count, inner, wide))

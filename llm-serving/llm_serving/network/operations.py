@@ -9,7 +9,7 @@ a model folder that it is assembled from. SIGNATURES lists the roles of each ope
                       their layer norm (Ba et al. 2016), which subtracts the mean first
     rope              rotary position embedding (Su et al. 2021) of elements i and i + head_dim / 2 together
     store_kv          write keys and values to the cache of a layer
-    attention         attention over that cache, causal or to both sides
+    attention         attention over that cache, causal or bidirectional
     gated_activation  function(first half of a row) * second half
     activation        function(x)
     add               a + scale * b
@@ -96,7 +96,7 @@ a table or head with `rows` rows; `rows` 0: the weight is not split.
 
 
 BY_TOKEN: Final[Mapping[str, Any]] = {"scale": 1.0, "first": 0, "rows": 0, "of_positions": False}
-"""Attributes of an embedding by token id, not scaled and not split."""
+"""Attributes of an unscaled, unsharded embedding of token ids."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,5 +33,5 @@ def _is_unchanged(order: tuple[int, ...], size: int) -> bool:
 
 @lru_cache(64)
 def shared_order(order: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the same tuple for equal orders of rows or columns, because layers of the same shape have equal orders."""
+    """Return one tuple for all equal permutations. Layers of the same shape share them, which saves memory."""
     return order

@@ -59,8 +59,8 @@ class Program:
     """A network encoded as integers.
 
     Attributes:
-        instructions: int32 [1 + n, INSTRUCTION_LENGTH]; row 0 is VERSION, the numbers of weights and caches, the bytes
-            of memory per row, INSTRUCTION_LENGTH, the number of the model dtype in DTYPES, and the number of states.
+        instructions: int32 [1 + n, INSTRUCTION_LENGTH]. Row 0: VERSION, number of weights, number of caches, bytes of
+            memory per row, INSTRUCTION_LENGTH, index of the model dtype in DTYPES, number of states.
         operands: int32 [m, 6]: offset of the buffer in bytes per row, its columns, the first column and the columns of
             the operand, whether it holds only the sampled rows, and its type (0 model, 1 float32, 2 int32).
         weights: The weights in the order of their numbers; those of the head are first.
@@ -88,8 +88,8 @@ def build_hidden_states_program(network: Network, dtype: str) -> Program:
 
 
 def build_head_program(network: Network, dtype: str) -> Program:
-    """Build the program that computes logits or scores of hidden states. Its last weight is their table, indexed by
-    token ids.
+    """Build the program that computes logits or scores of hidden states. Its last weight is the table of
+    hidden states, which token ids index.
     """
     table = {"table": Weight(("hidden_states",), (0, network.hidden))}
     given = Operation("embedding", {}, table, {"y": network.head_input}, BY_TOKEN)
@@ -99,8 +99,8 @@ def build_head_program(network: Network, dtype: str) -> Program:
 
 
 def assemble(plan: Plan, num_caches: int, dtype: str, first: Sequence[Weight] = (), *, num_states: int = 0) -> Program:
-    """Encode a plan with the given numbers of KV caches and of states. `first`: weights that get the first numbers; by
-    default those of the last operation.
+    """Encode a plan with the given numbers of KV caches and of states. `first`: weights that are numbered first
+    (default: those of the last operation).
     """
     memory = ProgramMemory(plan.operations, ELEMENT_BYTES[dtype])
     first = first or list(plan.operations[-1].weights.values())

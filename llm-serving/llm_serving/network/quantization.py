@@ -146,8 +146,8 @@ def _in_groups_of_products(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _with_columns(tensors: list[QuantizedTensor], columns: NDArray[np.int64]) -> list[QuantizedTensor]:
-    """Return some columns of tensors of the same form, in the largest groups that the columns do not divide. Return an
-    empty list if they divide groups of `MIN_GROUP_SIZE` columns.
+    """Return some columns of tensors of the same form, regrouped by the largest size for which no group is split; empty
+    if even groups of `MIN_GROUP_SIZE` columns would be split.
     """
     while True:
         picked = [each.with_columns(columns) for each in tensors]
@@ -159,7 +159,7 @@ def _with_columns(tensors: list[QuantizedTensor], columns: NDArray[np.int64]) ->
 
 
 def _divide_groups(columns: tuple[int, ...] | None) -> bool:
-    """Return whether a weight's columns divide groups of `MIN_GROUP_SIZE` columns, so that no product takes them."""
+    """Return whether the columns split groups of `MIN_GROUP_SIZE` columns; kernels cannot use such a weight."""
     if columns is None:
         return False
     firsts = np.array(columns[::MIN_GROUP_SIZE])

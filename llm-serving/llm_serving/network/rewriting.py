@@ -96,7 +96,7 @@ class Graph:
                 self._consumers.setdefault(x.root, []).append(each)
 
     def store_of(self, attention: Operation) -> Operation:
-        """Return the operation that stores the keys and values of an attention: the latest of its layer before it."""
+        """Return the `store_kv` operation of an attention operation: the last one of its layer that precedes it."""
         return self._stores[attention]
 
     def producer(self, value: Value) -> Operation | None:

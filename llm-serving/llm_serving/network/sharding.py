@@ -1,6 +1,6 @@
 """Tensor parallelism: the part of a network that one rank computes, by rules that are independent of the model family.
 
-    attention, store_kv  heads are split, and columns of a gate on the result: a rank computes its own heads and stores
+    attention, store_kv  heads, and columns of an output gate, are split: a rank computes its own heads and stores
                          only their keys and values
     gated_activation     columns of the gate and the matching columns of its other half are split
     experts              the same within each expert

@@ -20,7 +20,7 @@ MAX_TAPS: Final = 8
 """Maximum width of a causal convolution; kMaxTaps of csrc/kernels.h."""
 
 LANES: Final = 16
-"""Columns of a matrix that lie together in a state: [heads, columns / LANES * rows, LANES], padded with zeros."""
+"""Number of adjacent columns stored together in a state: [heads, columns / LANES * rows, LANES], padded with zeros."""
 
 
 def causal_conv(
@@ -57,7 +57,7 @@ def delta_rule(
     changes to S' = decay * S + k (sigmoid(b) * (v - decay * S^T k))^T; its result is S'^T q.
 
     Args:
-        q, k: Heads of queries and keys, which are divided by their norms; then q is multiplied by `scale`. Consecutive
+        q, k: Heads of queries and keys. They are L2-normalised; then q is multiplied by `scale`. Consecutive
             heads of v share one of them.
         v: Heads of values, as many as a and b have columns.
         a: decay = exp(-exp(rates) * softplus(a + bias)).

@@ -1,4 +1,4 @@
-// Attention over a paged cache, causal or to both sides, in the style of FlashAttention: keys in chunks at fixed
+// Attention over a paged cache, causal or bidirectional, in the style of FlashAttention: keys in chunks at fixed
 // positions, online softmax.
 //
 // A row's chunks begin at absolute positions 0, 64, 128, ... of its own context, so its operations, and its bits, are
@@ -562,7 +562,7 @@ class AttentionTile {
   const size_t shared_, rows_, dim_;
   const size_t stored_dim_;            // elements of a head in the caches, including its scales
   const size_t rope_dim_;              // 0: keys are not latent
-  const size_t reach_;                 // tokens after its own that a row sees, if the request has as many
+  const size_t reach_;                 // most later tokens that a row attends to; 0 if causal
   const bool has_score_mod_;           // whether scores are modified before the softmax
   const float scale_;                  // factor of scores, in units of log 2
   Activation* q_;                      // [rows, dim]

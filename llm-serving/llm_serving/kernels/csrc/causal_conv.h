@@ -8,7 +8,7 @@
 
 namespace llm::LLM_ISA {
 
-// Columns that a thread computes for all rows of a sequence before it takes others.
+// Columns of a work item: a thread computes them for all rows of a sequence.
 constexpr size_t kConvColumns = 256;
 
 // Computes columns [first, first + count) of the rows of one sequence.
@@ -37,7 +37,7 @@ void convolve_columns(const CausalConvArgs& args, size_t sequence, size_t first,
   const float* weight = args.weight + first;
   for (size_t row = 0; row < static_cast<size_t>(args.sequences.lens[sequence]); row++) {
     size_t column = 0;
-    if (row >= before) {  // the same sums as below, of whole registers of the sequence alone
+    if (row >= before) {  // the same sums as below; all rows are in x, none in the state
       const Element* oldest = x + (row - before) * args.x_stride;
       for (; column + kLanes <= count; column += kLanes) {
         Floats sum = bias == nullptr ? zeros() : load(bias + column);

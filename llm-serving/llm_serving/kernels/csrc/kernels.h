@@ -74,10 +74,10 @@ struct WeightQValues {
 
 // Gate function, applied to the first half of a row before it is multiplied by the second: x * sigmoid(x), GELU in its
 // tanh approximation, GELU, or x * sigmoid(1.702 x) of x <= 7 times one more than the second half in [-7, 7] (gpt-oss).
-// The numbers are those of programs. Tanh is only a function of values without a gate.
+// Values equal the attribute `function` of programs. kTanh is an activation function, never a gate.
 enum class Gate : uint8_t { kNone, kSilu, kGeluTanh, kGelu, kClamped, kTanh = 6 };
 
-// Function of the second factor of a product of two values.
+// Function applied to b in y = a * function(b).
 enum class Factor : uint8_t { kItself, kSilu, kSigmoid, kRelu };
 
 // y [m, n] = x [m, k] times the transpose of a packed weight [n, k] (packed_weights.h); y is of type `dtype` or
@@ -278,7 +278,7 @@ struct AttentionArgs {
   size_t rope_dim = 0;
 };
 
-// The sequences of a step: consecutive rows, processed in turn, and the slots of their states.
+// The sequences of a step. Each has consecutive rows, which are processed in order, and state slots.
 struct Sequences {
   size_t count;
   const int64_t* first_rows;  // [count]
@@ -287,8 +287,8 @@ struct Sequences {
   const int64_t* out;         // [rows of all sequences], slot that gets the state after a row; -1: none
 };
 
-// Depthwise causal convolution: y = function(bias + sum over i of weight[i] times x of taps - 1 - i rows before in the
-// sequence). The state has the last taps - 1 rows of x, oldest first.
+// Depthwise causal convolution: y[t] = function(bias + sum over i of weight[i] * x[t - (taps - 1 - i)]), within a
+// sequence. The state has the last taps - 1 rows of x, oldest first.
 struct CausalConvArgs {
   const void* x;
   const float* weight;  // [taps, size]
@@ -303,10 +303,10 @@ struct CausalConvArgs {
 };
 constexpr size_t kMaxTaps = 8;
 
-// A linear recurrence with a matrix for each head (recurrence.h): the gated delta rule, or without b Mamba-2. Heads of
-// q and k are shared by consecutive heads of v.
+// A linear recurrence with a matrix for each head (recurrence.h): the gated delta rule, or Mamba-2 if b is null.
+// Consecutive heads of v share a head of q and k.
 struct RecurrenceArgs {
-  const void *q, *k, *v;             // [rows, key_heads * key_dim] twice, [rows, heads * value_dim]
+  const void *q, *k, *v;             // q and k [rows, key_heads * key_dim], v [rows, heads * value_dim]
   const void *a, *b;                 // [rows, heads]; b may be null
   const float *rates, *bias, *skip;  // [heads]; skip may be null
   void* y;                           // [rows, heads * value_dim]
@@ -315,7 +315,7 @@ struct RecurrenceArgs {
   DType dtype;
   size_t heads, key_heads, key_dim, value_dim;
   size_t q_stride, k_stride, v_stride, a_stride, b_stride, y_stride;
-  float scale = 1.0f, eps = 0.0f;  // of queries and keys that are divided by their norms
+  float scale = 1.0f, eps = 0.0f;  // delta rule: factor of normalised queries, eps of the norm
   float low, high;                 // limits of softplus(a + bias)
 };
 
@@ -331,7 +331,7 @@ struct Kernels {
   void (*rotary)(const RotaryArgs&);
   void (*swiglu)(const SwigluArgs&);
   void (*add)(const AddArgs&);
-  void (*multiply)(const AddArgs&);  // a must not be null, and scale is not used
+  void (*multiply)(const AddArgs&);  // y = a * factor(b); a is not null, scale is ignored
   void (*silu)(const SigmoidArgs&);
   void (*sigmoid)(const SigmoidArgs&);
   void (*round)(const RoundArgs&);

@@ -145,7 +145,7 @@ int Program::read_states() {
   }
   if (const int status = call_.check_within(in, "state_in", -1, slots, "slots of the states")) return status;
   if (const int status = call_.check_within(out, "state_out", -1, slots, "slots of the states")) return status;
-  // Threads process requests at the same time, so a slot that one of them stores to is its own.
+  // Threads process requests concurrently, so no request may use a slot that another one stores to.
   constexpr size_t kNone = SIZE_MAX;
   std::vector<size_t> owner(slots, kNone);
   size_t row = 0;

@@ -5,8 +5,9 @@
 // inputs are indices of operands, weights indices of the weights of the call. op_program.cc lists the operation
 // numbers.
 //
-// The header: version, number of weights, number of layers, bytes of memory for each row, L, the model's type: 0
-// float32, 1 float16, 2 bfloat16, and the number of states. A weight of products may be int8, packed as qvalues.
+// The header: version, number of weights, number of layers, bytes of memory per row, L (length of an
+// instruction), model dtype (0 float32, 1 float16, 2 bfloat16), number of states. The weight of a matmul may be int8,
+// packed as qvalues.
 //
 // `operands` int32 [m, 6]: columns of a buffer that has a row for each token of the step or, if it is `selected`, for
 // each sampled row.
@@ -207,7 +208,8 @@ extern const Operation kRoute, kExperts;               // program_experts.cc
 extern const Operation kAllReduce;                     // program_ranks.cc
 extern const Operation kCausalConv, kDeltaRule, kSsm;  // program_states.cc
 
-// Whether attribute `function` is a gate: 0 none, 1 silu, 2 gelu_tanh, 3 gelu, 4 clamped. Not 5 sigmoid and 6 tanh.
+// Whether attribute `function` is a gate: 0 none, 1 silu, 2 gelu_tanh, 3 gelu, 4 clamped. 5 (sigmoid) and 6 (tanh) are
+// not gates.
 inline bool is_gate(int32_t function) { return function >= 1 && function <= 4; }
 inline Gate gate_of(int32_t function) { return is_gate(function) ? static_cast<Gate>(function) : Gate::kNone; }
 

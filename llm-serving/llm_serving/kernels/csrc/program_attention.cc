@@ -99,7 +99,7 @@ int run_store_kv(const Instruction& in) {
 // consumer.
 // With k and v: heads are normalised if there are norm weights, rotated if there are tables, and stored, then attended
 // to; without k and v they are already stored. A causal row sees `window` tokens, including its own, or all before it;
-// another row sees the tokens closer than `window` to both sides, or its whole request. With q_rope, keys
+// another row sees the tokens less than `window` away on either side, or its whole request. With q_rope, keys
 // are also the values, and the stored values are the rotary part of keys, which belongs to q_rope (DeepSeek-V2, 2024,
 // section 2.1).
 

@@ -9,7 +9,7 @@ namespace llm {
 namespace {
 
 // embedding: y | | table | scale first rows of_positions. y = scale * table[token_ids or positions], rounded once. If
-// rows is not 0, the table has the rows from `first` on of `rows`, and other tokens have zeros.
+// rows is not 0, the table is a shard that starts at row `first` of `rows`; tokens outside of it get zeros.
 
 int embedded(const Instruction& in) { return in.integer(3) == 0 ? kTokenIds : kPositions; }
 
@@ -171,7 +171,7 @@ int run_add(const Instruction& in) {
 
 // multiply: y | a b | | function. y = a * function(b), rounded once; function: 0 none, 1 silu, 5 sigmoid, 7 relu.
 
-// Returns false for another function.
+// Returns false if `function` is none of these.
 bool read_factor(int32_t function, Factor& factor) {
   switch (function) {
     case 0:

@@ -31,7 +31,8 @@ int check_floats(const Instruction& in, const char* name, int i, size_t size) {
 
 const float* floats_of(const Instruction& in, int i) { return reinterpret_cast<const float*>(in.weight_data(i)); }
 
-// causal_conv: y | x | taps bias | function state. A state has the last rows of x before the next one, oldest first.
+// causal_conv: y | x | taps bias | function state. A state holds the last taps - 1 rows of x,
+// oldest first.
 
 int check_causal_conv(const Instruction& in) {
   const Operand *y = in.output(0), *x = in.input(0);
@@ -58,8 +59,8 @@ int run_causal_conv(const Instruction& in) {
   return 0;
 }
 
-// Checks heads [key_heads, value width / heads] of a recurrence; inputs 0 and 1 are keys or queries, 2 values, the rest
-// numbers of heads. Attribute `heads_at` has the heads of keys, the next one is the state.
+// Checks the shapes of a recurrence. Inputs 0 and 1 are queries and keys, 2 values; the rest have one column per head.
+// Attribute `heads_at` is the number of key heads; the next attribute is the index of the state.
 int check_recurrence(const Instruction& in, const char* const (&names)[5], int inputs, int heads_at) {
   const Operand* y = in.output(0);
   if (const int status = in.check_rows("y", y, false)) return status;

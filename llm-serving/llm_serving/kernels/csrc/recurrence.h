@@ -15,7 +15,7 @@
 
 namespace llm::LLM_ISA {
 
-// Rows whose keys and queries are prepared together, one for each lane.
+// Rows of a chunk, one per SIMD lane; their keys and queries are prepared together.
 constexpr size_t kChunk = kLanes;
 
 // log(1 + e^x) within 4 units in the last place. With z = e^-|x| and s = z / (2 + z), log(1 + z) = 2 atanh(s), by its
@@ -29,7 +29,7 @@ LLM_INLINE Floats softplus(Floats x) {
   return maximum(x, zeros()) + p * s;
 }
 
-// What a chunk of rows needs besides its values.
+// Scratch memory of a chunk of rows.
 struct ChunkOfRows {
   float *q, *k;  // [kChunk, key_dim], of this thread
   float decay[kLanes], beta[kLanes];
@@ -78,7 +78,7 @@ void prepare_chunk(const RecurrenceArgs& args, size_t head, size_t first_row, si
   store(chunk.beta, kDelta ? sigmoid_of(column_of<Element>(args.b, first_row, rows, args.b_stride, head)) : step);
 }
 
-// S^T x of sixteen columns of a state [key_dim, 16].
+// Returns S^T x for one block of a state, S [key_dim, 16].
 LLM_INLINE Floats product_of_state(const float* state, const float* x, size_t dim) {
   Floats sums[4] = {zeros(), zeros(), zeros(), zeros()};
   size_t i = 0;
@@ -112,7 +112,7 @@ LLM_INLINE Floats update_state(const float* from, float* to, const float* k, con
 }
 
 // Computes one head of the rows of one sequence. Sixteen columns of the state go through a chunk of rows before the
-// next sixteen, so that they stay in the nearest cache; a single row reads its state once and writes it once.
+// next sixteen, so that they stay in the L1 cache; a single row reads its state once and writes it once.
 template <class Element, bool kDelta>
 void recur_head(const RecurrenceArgs& args, size_t sequence, size_t head) {
   const size_t dim = args.key_dim, width = args.value_dim, blocks = (width + kLanes - 1) / kLanes;
