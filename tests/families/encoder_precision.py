@@ -65,7 +65,7 @@ class Served:
 
 
 def largest_error(name: str, dtype: str) -> float:
-    """Return the largest error of a model's vectors or scores, as a share of the largest value if that is above 1."""
+    """Return the largest error of a model's vectors or scores, divided by the largest value if this exceeds 1."""
     golden = encoders.golden(name)
     with tempfile.TemporaryDirectory() as folder:
         served = Served(name, Path(folder), dtype)

@@ -154,7 +154,7 @@ def models() -> dict[str, Encoder]:
 
 
 def weights(name: str) -> dict[str, np.ndarray]:
-    """Return the float32 tensors of a model: matrices that keep the size of rows, norms around one."""
+    """Return the float32 tensors of a model: matrices scaled to preserve row norms, norm weights around one."""
     tensors = {}
     for tensor, shape in models()[name].shapes.items():
         drawn = bell(f"{name} {tensor}", shape)
@@ -165,14 +165,14 @@ def weights(name: str) -> dict[str, np.ndarray]:
 
 
 def prompt(name: str, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids and types of a text. With two types, the last third is of the second."""
+    """Return the ids and types of a text. With two types, the last third has type 1."""
     ids = integers(f"{name} {length}", length, 4, VOCAB)
     types = (np.arange(length) >= length * 2 // 3 + 1) * (models()[name].num_types > 1)
     return ids, types.astype(np.int32)
 
 
 def write(name: str, folder: Path) -> None:
-    """Write the model as it is published."""
+    """Write the model folder in the published layout."""
     model = models()[name]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model.config))

@@ -1,13 +1,12 @@
-"""Whether an answer of any family depends on more than the request: as a table, a row for each model.
+"""Test batch invariance of every model family; print a table with a row for each model.
 
     PYTHONPATH=tests .venv/bin/python -m families.exactness [NAME ...] [--kernels program plain kv8 ...]
 
-Four requests are answered alone, each prompt in one step and no block ever given back; then in chunks, beside others,
-after hits of their beginnings, brought back from host memory or computed again after they lost their places, after the
-death of the WorkAgent, and with draft tokens. Tokens and log-probabilities must be the same bytes. What a dead
-WorkAgent held is NaN, and so is whatever no request holds, so that nothing stale can be read unnoticed. `plain` is
-asked in a process of its own, without the operator library, which would take the place of MindSpore's products. Needs
-no device and no torch; minutes.
+The reference runs four requests one at a time, each prompt in one step, without reuse of blocks. The same requests then
+run with chunked prefill, in a batch, after prefix hits, after preemption (swap and recompute), after a WorkAgent
+restart, and with draft tokens. Tokens and log-probabilities must be bit-identical. Free blocks, and all blocks after a
+restart, hold NaN, so that a stale read changes the answer. `plain` runs in a process without the operator library,
+which would replace MindSpore's matrix products. Needs no device and no torch; takes minutes.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ class Served:
         return self._displaced(preemption_mode="swap", num_swap_blocks=NUM_SWAP_BLOCKS)
 
     def with_drafts(self) -> dict[str, str]:
-        """Draft tokens, of which a third are wrong, are verified beside others."""
+        """Answer the requests in one batch with draft tokens, a third of them wrong."""
         drafter = KnownAnswerDrafts(random.Random(3), self._tokens, 0.3)
         drafter.vocab_size = self._runner.spec.vocab_size
         harness = self.harness(drafter=drafter, prefix_caching=True)

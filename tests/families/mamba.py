@@ -1,4 +1,4 @@
-"""Granite 4, Nemotron-H and Falcon-H1: Mamba-2 layers among those with attention, or beside it."""
+"""Granite 4, Nemotron-H and Falcon-H1: Mamba-2 mixed with attention layers, or parallel to attention in each layer."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ QWEN3_5_MOE: dict[str, Any] = QWEN3_5 | EXPERTS | {
 
 
 def _delta_net(config: dict[str, Any], *, grouped: bool) -> Shapes:
-    """`grouped`: whether each key head has its parts of all projections together."""
+    """Return the tensors of a delta-rule layer. `grouped`: whether rows are grouped by key head."""
     at, hidden = "linear_attn.", config["hidden_size"]
     heads = config["linear_num_value_heads"]
     keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]

@@ -75,7 +75,7 @@ def test_encoder_in_bfloat16_is_close(tmp_path: Path) -> None:
 
 
 def test_encoder_without_a_server(tmp_path: Path) -> None:
-    """A step holds the longest text unless the configuration says otherwise; then longer texts are refused."""
+    """By default, a step holds the longest input. With a smaller token budget, longer inputs are refused."""
     encoders.write("bert", tmp_path)
     words = {f"<{number}>": number for number in range(encoders.VOCAB)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<0>"))

@@ -100,7 +100,7 @@ def test_schemes_accept_negative_and_zero_scales(tmp_path, layout, scale):
 
 @pytest.mark.parametrize(("group_size", "in_order"), [(-1, True), (32, False)])
 def test_act_order_needs_groups(group_size, in_order):
-    """Where a row is one group, files of act-order have the columns in order."""
+    """With one group per row, act-order has no effect, so the columns are in order."""
     given = of_gptq(group_size=group_size, desc_act=True)
     assert scheme_of({"quantization_config": given}, "config.json").form.in_order == in_order
 

@@ -187,7 +187,7 @@ GROUPS = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}
         (
             "llama",
             {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}},
-            "rope_scaling: `type` must not be dynamic if only 2 elements of a head rotate. Given: 'dynamic'",
+            "rope_scaling: `type` must not be dynamic if only 2 elements of a head are rotated. Given: 'dynamic'",
         ),
         ("phi3", {"partial_rotary_factor": 0.01}, "`partial_rotary_factor` must select an even number of the 32"),
         ("granite", {"logits_scaling": 1e-320}, "`logits_scaling` must be a number from 1e-30 to 1e+30. Given: 1e-320"),
@@ -195,12 +195,12 @@ GROUPS = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}
         (
             "qwen2, experts",
             {"num_experts_per_tok": 6},
-            "`num_experts_per_tok` must be at most the number of experts, of 5 in all. Given: 6",
+            "`num_experts_per_tok` must be at most the number of experts; there are 5. Given: 6",
         ),
         (
             "mixtral",
             {"num_experts_per_tok": 5},
-            "`num_experts_per_tok` must be at most the number of experts, of 4 in all",
+            "`num_experts_per_tok` must be at most the number of experts; there are 4",
         ),
         ("mixtral", {"hidden_size": 72}, "`hidden_size` must be a multiple of 16 where there are experts. Given: 72"),
         (
@@ -221,7 +221,7 @@ GROUPS = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}
         (
             "deepseek2",
             GROUPS | {"num_experts_per_tok": 3},
-            "`num_experts_per_tok` must be at most the number of experts in 1 of 3 groups, of 6 in all. Given: 3",
+            "`num_experts_per_tok` must be at most the number of experts in 1 of 3 groups; there are 6. Given: 3",
         ),
         (
             "deepseek3",
@@ -230,17 +230,17 @@ GROUPS = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}
         ),
         ("qwen2, experts", {"shared_expert_intermediate_size": 2**31 - 2}, "must be an integer >= 1 and <= 1048576"),
         ("ernie, experts", {"moe_num_experts": 2**21}, "`moe_num_experts` must be an integer >= 1 and <= 4096. Given"),
-        ("ernie, experts", {"moe_k": 6}, "`moe_k` must be at most the number of experts, of 5 in all. Given: 6"),
+        ("ernie, experts", {"moe_k": 6}, "`moe_k` must be at most the number of experts; there are 5. Given: 6"),
         (
             "hunyuan, experts",
             {"moe_topk": [6, 6, 6]},
-            "`moe_topk` must be at most the number of experts, of 5 in all. Given: [6, 6, 6]",
+            "`moe_topk` must be at most the number of experts; there are 5. Given: [6, 6, 6]",
         ),
         ("hunyuan, experts", {"moe_topk": [1, 2, 1]}, "`moe_topk` must be equal in all layers. Given: [1, 2, 1]"),
         (
             "hunyuan, experts",
             {"head_dim": 2, "rope_scaling": {"type": "dynamic", "alpha": 50.0}},
-            "rope_scaling: `alpha` must be absent if only 2 elements of a head rotate. Given: 50.0",
+            "rope_scaling: `alpha` must be absent if only 2 elements of a head are rotated. Given: 50.0",
         ),
         ("gpt-neox", {"rotary_pct": 0.3}, "`rotary_pct` must select an even number of the 32 elements of a head"),
         ("gpt-neox", {"rotary_emb_base": 1}, "`rotary_emb_base` must be a number from 2 to 1e+30. Given: 1"),
@@ -256,7 +256,7 @@ def test_spec_refuses_unsupported_features_by_name(family, changes, text):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layers_share_their_orders_of_rows_and_columns(name):
-    """An order has up to 2 million numbers."""
+    """A permutation has up to 2 million numbers."""
     weights = ModelSpec.from_hugging_face(config_of(name)).network.weights
     orders = [order for each in weights for order in (each.rows, each.columns) if order is not None]
     assert len({id(each) for each in orders}) == len(set(orders))

@@ -15,9 +15,9 @@
     Q6_K     256         128 nibbles, 64 upper bits, 16 int8 scales, d f16                          (q - 32) d s
     IQ4_XS   256         d f16, scales: 2 upper bits and 4 nibbles, 128 nibbles                     table[q] d (s - 32)
 
-Parts are in file order: d and m are float16 numbers, u32 has 4 bytes, and other numbers count bytes ("16 nibbles": 16
-bytes with two 4-bit values each). q is the quantized value of an element; s and n are the scale and minimum of its
-group. A group has 16 elements in Q2_K, Q3_K and Q6_K, otherwise 32.
+Parts are in file order. The number before a part is its size in bytes ("16 nibbles": 16 bytes with two 4-bit values
+each); d and m are float16, u32 has 4 bytes. q is the quantized value of an element; s and n are the scale and minimum
+of its group. A group has 16 elements in Q2_K, Q3_K and Q6_K, otherwise 32.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def _shared(name: str) -> dict[str, str]:
 _CORRECTION: Final = "mlp.gate.e_score_correction_bias"
 _ERNIE_CORRECTION: Final = "mlp.moe_statics.e_score_correction_bias"
 _ONE_ROW: Final = ("shared_expert_gate", _ERNIE_CORRECTION)
-"""Vectors that are matrices of one row in Hugging Face's layout."""
+"""Tensors that are vectors in GGUF and matrices of one row in Hugging Face's layout."""
 _HUNYUAN: Final[Mapping[str, str]] = {
     "attn_q_norm": "self_attn.query_layernorm",
     "attn_k_norm": "self_attn.key_layernorm",
@@ -218,7 +218,7 @@ _NAME: Final = re.compile(
     r"^(?:blk\.(?P<layer>\d{1,6})\.)?(?P<role>(?:shortconv\.)?[a-z0-9_]+)(?:\.(?P<expert>\d{1,4}))?\.(?P<kind>weight|bias)$"
 )
 _PREDICTING: Final = re.compile(r"^blk\.(?=\d{1,6}\.nextn\.)")
-"""Start of the names that only layers that predict further tokens have."""
+"""Start of tensor names that only multi-token prediction layers have."""
 _HUGGING_FACE_PREFIXES: Final = ("model.", "lm_head.")
 """Prefixes of Hugging Face's names. A GGUF file with such names is refused, because its rows would not be reordered."""
 
@@ -321,7 +321,7 @@ def _experts(name: str, tensor: ReadableTensor) -> Iterator[ReadableTensor]:
     if len(tensor.shape) != dimensions:
         raise ModelError(f"{tensor.file}: tensor {name} must have {dimensions} dimensions. Found: {list(tensor.shape)}")
     if dimensions == 2 and not isinstance(tensor, StoredTensor):
-        raise ModelError(f"{tensor.file}: tensor {name} must not be in blocks")
+        raise ModelError(f"{tensor.file}: tensor {name} must not be block-quantized")
     count, rows = tensor.shape[:2]
     return (_rows(tensor, number * rows, tensor.shape[1:]) for number in range(count))
 

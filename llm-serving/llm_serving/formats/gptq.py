@@ -35,8 +35,8 @@ class Gptq:
     Attributes:
         group_size: Columns of a group; 0: a row is one group.
         zeros_less_one: Whether files store zero points minus one, as version 1 of the format does.
-        act_order: Whether the columns of a group may lie anywhere in a row.
-        has_zeros: Whether zero points may differ from the middle of the range.
+        act_order: Whether a group may consist of any columns of a row (`desc_act`).
+        has_zeros: Whether zero points may differ from 2^(bits - 1).
     """
 
     description: str

@@ -131,7 +131,7 @@ def assemble_weights(
 
 
 def check_plain(weights: dict[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-    """Return `weights`. Raise ModelError if a tensor that is not packed has no model dtype."""
+    """Return `weights`. Raise ModelError if the dtype of an unpacked tensor is not a model dtype."""
     for name, tensor in weights.items():
         if isinstance(tensor, StoredTensor) and tensor.dtype not in NUMPY_DTYPES:
             raise ModelError(f"{tensor.file}: tensor {name} must be {', '.join(NUMPY_DTYPES)}. Found: {tensor.dtype}")

@@ -31,12 +31,12 @@ _AT_ONCE: Final = 2**22
 
 
 class QValuesForm(NamedTuple):
-    """The form of quantized values, which decides whether a product can use them.
+    """Layout of quantized values, which decides whether a matmul kernel can use them.
 
     Attributes:
         group_size: Columns of a group; 0: a row is one group.
         in_order: Whether the columns of a group are adjacent, that is, without GPTQ's act-order.
-        has_zeros: Whether values of 8 bits have zero points, which products take only in 4 bits.
+        has_zeros: Whether 8-bit values have zero points. Kernels support zero points of 4-bit values only.
     """
 
     bits: int
@@ -55,8 +55,8 @@ class QuantizedTensor:
         zeros: [out, groups]: the zero points, of the type of `qvalues`. None: `SYMMETRIC_ZERO` in 4 bits, 0 in 8 bits.
         group_size: Columns of a group; the number of columns where a row is one group.
         g_idx: [in], int32: group of each column (GPTQ's act-order). None: j // group_size.
-        rotated: Whether rows were rotated before rounding (kernels/rotation.py) and divided by the block of the
-            rotation. Products rotate their other factor.
+        rotated: Whether rows were rotated before rounding (kernels/rotation.py) and scaled by 1 / the block size
+            of the rotation. Kernels rotate the activations to match.
     """
 
     qvalues: NDArray[np.int8] | NDArray[np.uint8]
@@ -112,7 +112,7 @@ class QuantizedTensor:
         return replace(self, scales=np.repeat(self.scales, times, axis=1)[:, :groups], zeros=zeros, group_size=size)
 
     def with_columns(self, columns: NDArray[np.int64]) -> QuantizedTensor | None:
-        """Return some columns of the same values, without `g_idx`; None if they divide a group."""
+        """Return some columns of the same values, without `g_idx`; None if they split a group."""
         size = self.group_size
         if self.num_groups == 1:
             return replace(self, qvalues=self.qvalues[:, columns], group_size=max(1, len(columns)))

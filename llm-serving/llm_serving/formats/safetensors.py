@@ -19,7 +19,7 @@ _MAX_HEADER_BYTES: Final = 32 * 2**20
 _LFS_POINTER: Final = b"version "
 _MAX_DIMENSIONS: Final = 8
 _NO_WEIGHT: Final = re.compile(r"^__metadata__$|(^|\.)position_ids$")
-"""Entries of a header that are no weights. Encoders of older exporters have numbered their positions in a tensor."""
+"""Header entries that are not weights, such as `position_ids`, which older encoders store."""
 
 
 def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor]:

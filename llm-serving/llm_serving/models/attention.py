@@ -16,7 +16,7 @@ from llm_serving.network.rope import ROPE_SCALINGS, Rotary, Scaling
 HEAD_MULTIPLE: Final = 16
 """Heads in a KV cache are padded to a multiple of this number of elements."""
 MAX_WIDTH: Final = 2**20
-"""Maximum elements of all heads in a row, and maximum columns of shared experts."""
+"""Maximum elements of a row: of all heads together, or the intermediate size of shared experts."""
 HEAD_NORMS: Final = ("self_attn.q_norm", "self_attn.k_norm")
 """Usual names of the norms of queries and keys."""
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -96,7 +96,7 @@ def rope_scaling(c: ConfigReader, reader: ConfigReader, rotary_dim: int) -> Scal
     if name == "default":
         return None
     if name == "dynamic" and rotary_dim < 4:
-        raise reader.fail(key, f"must not be dynamic if only {rotary_dim} elements of a head rotate")
+        raise reader.fail(key, f"must not be dynamic if only {rotary_dim} elements of a head are rotated")
     name = "longrope" if name == "su" else name
     longest = c.integer("max_position_embeddings", 2048)
     trained = {"llama3": 8192}.get(name, longest)

@@ -31,8 +31,8 @@ def roberta_classifier(c: ConfigReader) -> Network:
 
 
 def _encoder(c: ConfigReader, *, first_position: int, classifier: tuple[str, str] | None = None) -> Network:
-    """Build the network. `first_position`: row of the table for position 0. `classifier`: tensors of both products of
-    the classifier, which gives the score of a request; None: the network gives hidden states.
+    """Build the network. `first_position`: row of the table for position 0. `classifier`: tensors of the two linear
+    layers of the classifier; None: the network returns hidden states.
     """
     net = empty_network(c, eps=1e-12, eps_key="layer_norm_eps", causal=False)
     heads, inner = attention_heads(c), c.integer("intermediate_size")
@@ -40,7 +40,7 @@ def _encoder(c: ConfigReader, *, first_position: int, classifier: tuple[str, str
     c.choice("position_embedding_type", ("absolute",), "absolute")
     num_positions = c.integer("max_position_embeddings", 512) - first_position
     if num_positions < 1:
-        raise c.fail("max_position_embeddings", f"must be greater than the first position {first_position}")
+        raise c.fail("max_position_embeddings", f"must be greater than {first_position}, the table row of position 0")
     at = "embeddings."
     num_types = c.integer("type_vocab_size", 2)
     positions = PositionEmbedding(

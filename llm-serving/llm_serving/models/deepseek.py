@@ -87,7 +87,7 @@ class _LatentAttention:
         self._set_orders()
 
     def _set_orders(self) -> None:
-        """Compute the orders of rows and columns (`Weight`), which all layers share."""
+        """Compute the permutations of rows and columns (`Weight`), which all layers share."""
         heads, still, rotary = self.heads, self.still, self.rotary.order()
         dim, width, values = still + self.rotary_dim, still + self.value, padded_order(self.value, HEAD_MULTIPLE)
         rotated, of_values = ([-1 if i < 0 else still + i for i in order] for order in (rotary, values))

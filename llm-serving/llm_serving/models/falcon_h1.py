@@ -1,5 +1,5 @@
-"""Falcon-H1: Mamba-2 and attention side by side in each layer, and factors for many values. Factors of linear parts are
-factors of what follows; those before a function are factors of rows of a weight.
+"""Falcon-H1: Mamba-2 and attention side by side in each layer, and multipliers. A multiplier of a linear result scales
+a later operation; a multiplier before an activation function scales rows of the weight before it.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def falcon_h1(c: ConfigReader) -> Network:
     rotary, inner = rotary_embedding(c, heads), c.integer("intermediate_size")
     for key in BIASES:
         if c.boolean(key):
-            raise c.fail(key, "must be false")
+            raise c.fail(key, "must be false: biases are not supported")
     c.choice("hidden_act", ("silu",), "silu")
     width, shared = sizes.heads * sizes.head_dim, sizes.groups * sizes.state_size
     of_parts = c.numbers("ssm_multipliers", 5) if c.has("ssm_multipliers") else (1.0,) * 5

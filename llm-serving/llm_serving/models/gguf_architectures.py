@@ -146,7 +146,7 @@ def _normalises(reader: MetadataReader) -> bool:
 
 
 def _scores(reader: MetadataReader, default: int, known: tuple[int, ...]) -> float:
-    """Return the number of the function that turns router logits into scores; it must be one of `known`."""
+    """Return GGUF's number of the router's scoring function, which must be one of `known`."""
     function = reader.own("expert_gating_func") or default
     if function not in known:
         names = " or ".join(f"{each} ({_SCORES[each]})" for each in known)
@@ -158,7 +158,7 @@ _SCORES: Final[Mapping[int, str]] = {1: "softmax", 2: "sigmoid"}
 
 
 def _glm_experts(reader: MetadataReader, config: Config) -> None:
-    """Leave out the layers that predict further tokens, which the file counts, too."""
+    """Subtract the multi-token prediction layers, which the file's number of layers includes."""
     _scores(reader, 2, (2,))
     config["norm_topk_prob"] = _normalises(reader)
     layers, predicting = config["num_hidden_layers"], reader.own("nextn_predict_layers") or 0
@@ -189,7 +189,7 @@ def _gpt_oss(reader: MetadataReader, config: Config) -> None:
 
 
 def _mistral3(reader: MetadataReader, config: Config) -> None:
-    """Read the growth of queries with their position, which Ministral 3 has beside a yarn scaling."""
+    """Read the attention temperature scaling that Ministral 3 uses in addition to YaRN."""
     growth, scaling = reader.own("attention.temperature_scale"), config.get("rope_scaling", {})
     weight = reader.own("rope.scaling.yarn_log_multiplier")
     if scaling.get("rope_type") == "yarn" and weight:
@@ -224,7 +224,7 @@ def _set_layer_types(reader: MetadataReader, config: Config) -> None:
 
 
 def _exaone4(reader: MetadataReader, config: Config) -> None:
-    """Read which layers have a window. Older files of the model with 64 layers do not mention its window."""
+    """Read which layers have a window. Older files of the model with 64 layers lack its window, 4096."""
     if config["num_hidden_layers"] == 64:
         config.setdefault("sliding_window", 4096)
     config.setdefault("sliding_window", None)

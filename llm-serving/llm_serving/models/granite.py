@@ -1,5 +1,5 @@
 """Granite: Llama with multipliers for embeddings, attention scores, residuals and logits. Granite 3 MoE has experts;
-Granite 4 has Mamba-2 layers among those with attention, which do not rotate, and a shared expert.
+Granite 4 mixes Mamba-2 layers with attention without rotary embedding, and has a shared expert.
 """
 
 from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention

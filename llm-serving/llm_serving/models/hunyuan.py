@@ -51,7 +51,7 @@ def _rotary(c: ConfigReader, heads: Heads) -> Rotary:
     if not reader.has("alpha"):
         return rotary_embedding(c, heads)
     if heads.own == 2:
-        raise reader.fail("alpha", "must be absent if only 2 elements of a head rotate")
+        raise reader.fail("alpha", "must be absent if only 2 elements of a head are rotated")
     theta = reader.number("rope_theta", rotary.theta)
     return replace(rotary, theta=theta * reader.number("alpha") ** (heads.own / (heads.own - 2)))
 

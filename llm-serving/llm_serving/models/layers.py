@@ -13,7 +13,7 @@ FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 CONVOLUTION: Final = "conv"
 SCORE_TOKENS: Final = "score_token_ids"
-"""Configuration key: the token whose logit is the score of a reranker, and the token whose logit is subtracted."""
+"""Configuration key of one or two token ids: a reranker's score is the logit of the first less that of the second."""
 Norm = Callable[[Value, str], Value]
 """(hidden, tensor name prefix) -> normalised hidden."""
 Layer = Callable[[Value, int, str], Value]
@@ -100,7 +100,7 @@ def _token_scores(net: Network, c: ConfigReader, hidden: Value, head: str) -> Ne
     """End a network with the logit of one token, less that of another if two are given."""
     ids = c.token_ids(SCORE_TOKENS)
     if not 1 <= len(ids) <= 2 or max(ids) >= net.vocab:
-        raise c.fail(SCORE_TOKENS, f"must hold one or two tokens below `vocab_size` {net.vocab}")
+        raise c.fail(SCORE_TOKENS, f"must hold one or two token ids less than `vocab_size` {net.vocab}")
     net.begin_head()
     difference = _difference if len(ids) == 2 else None
     net.scores(net.linear(hidden, head, net.vocab, rows=ids, transform=difference, width=1), 1)

@@ -18,7 +18,7 @@ class Mamba:
     """The sizes of Mamba-2 layers.
 
     Attributes:
-        groups: Number of vectors B and C that the heads share.
+        groups: Number of groups of heads; each group shares one B and one C.
         state_size: Elements of B and C.
         taps: Width of the convolution.
         bias, conv_bias: Whether the projections and the convolution have biases.
@@ -43,7 +43,7 @@ def mamba_sizes(c: ConfigReader) -> Mamba:
     head_dim = c.integer("mamba_d_head") if has_dim else inner // heads
     if heads * head_dim != inner:
         raise c.fail(
-            "mamba_n_heads", f"times `mamba_d_head` {head_dim} must be {inner}, `mamba_expand` times the width"
+            "mamba_n_heads", f"times `mamba_d_head` {head_dim} must be {inner}, `mamba_expand` times `hidden_size`"
         )
     sizes = c.integer("mamba_n_groups", 1), c.integer("mamba_d_state", 256), c.integer("mamba_d_conv", 4)
     biases = c.boolean("mamba_proj_bias"), c.boolean("mamba_conv_bias", True)
@@ -78,7 +78,7 @@ def mamba_mixer(
     norm: Literal["", "before", "after"] = "after",
     transform: Transform | None = None,
 ) -> Value:
-    """Add the projections, the convolution, the state space model and the gate of its result.
+    """Add a Mamba-2 mixer: input projection, convolution, state space model, gate and output projection.
 
     Args:
         at: Tensor name prefix.

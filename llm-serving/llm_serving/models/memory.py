@@ -30,9 +30,7 @@ LOGITS_BYTES: Final = 2**25
 """Maximum bytes of prompt logits that one step computes at a time."""
 MIN_SPARE_SLOTS: Final = 8
 SPARE_STATE_BYTES: Final = 2**30
-"""About the bytes of the spare slots for states without `pa_config.num_state_slots`, if they are more than
-`MIN_SPARE_SLOTS`.
-"""
+"""Approximate limit of the default spare state slots, in bytes; `MIN_SPARE_SLOTS` slots are allocated in any case."""
 MAX_SLOTS: Final = 2**31 - 1
 """Maximum number of tokens in a KV cache, because slot numbers are int32."""
 

@@ -14,7 +14,7 @@ from llm_serving.network.operations import Value
 def minimax_m2(c: ConfigReader) -> Network:
     net, heads = empty_network(c), attention_heads(c)
     rotary_dim = c.integer("rotary_dim", heads.own)
-    # Rounded up, so that its product with the size of a head is not rounded to the integer below `rotary_dim`.
+    # Round up: fraction * head_dim must not truncate to rotary_dim - 1.
     fraction = 1.0 if rotary_dim == heads.own else math.nextafter(rotary_dim / heads.own, math.inf)
     rotary = rotary_embedding(c, heads, theta=5e6, fraction=fraction, fraction_key="rotary_dim")
     count = c.integer("num_local_experts")

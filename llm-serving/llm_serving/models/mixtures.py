@@ -32,8 +32,9 @@ def mixture_of_experts(
     top_k_key: str = "num_experts_per_tok",
 ) -> Value:
     """Add a router and `count` experts, whose intermediate size is the configuration's value of `inner_key`.
-    The names of `routing`, `parts`, `router` and `stacks` follow the prefix `at`. Without `stacks`, tensors that stack
-    all experts, `parts` are the tensors of one expert, behind its number. Errors call `routing.top_k` `top_k_key`.
+    The names of `routing`, `parts`, `router` and `stacks` follow the prefix `at`. `stacks`: tensors that
+    hold all experts. Without it, `parts` name the tensors of each expert, after the expert's number. `top_k_key`: the
+    configuration key of `routing.top_k`, for errors.
     """
     inner = c.integer(inner_key)
     if count % routing.groups:
@@ -42,7 +43,7 @@ def mixture_of_experts(
         raise c.fail("topk_group", f"must be at most `n_group` {routing.groups}")
     if routing.top_k > count // routing.groups * routing.top_groups:
         share = "" if routing.groups == 1 else f" in {routing.top_groups} of {routing.groups} groups"
-        raise c.fail(top_k_key, f"must be at most the number of experts{share}, of {count} in all")
+        raise c.fail(top_k_key, f"must be at most the number of experts{share}; there are {count}")
     if net.hidden % PANEL_ROWS:
         raise c.fail("hidden_size", f"must be a multiple of {PANEL_ROWS} where there are experts")
     if count * inner > MAX_EXPERT_COLUMNS:
@@ -59,7 +60,7 @@ def mixture_of_experts(
 
 
 def shared_experts_size(c: ConfigReader, count_key: str, default: int | None = None, *, least: int = 1) -> int:
-    """Return the columns of all shared experts of a layer, which are one feed-forward block."""
+    """Return the intermediate size of all shared experts of a layer, which are computed as one feed-forward block."""
     count, inner = c.integer(count_key, default, least=least), c.integer("moe_intermediate_size")
     if count * inner > MAX_WIDTH:
         raise c.fail(count_key, f"times `moe_intermediate_size` {inner} must be at most {MAX_WIDTH}")

@@ -1,4 +1,4 @@
-"""ModernBERT: an encoder with rotary embeddings, local and global attention in turn, and gates; few biases."""
+"""ModernBERT: an encoder with rotary embeddings, gated MLPs, and layers with local or global attention."""
 
 from llm_serving.core.enums import PoolingMode
 from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention

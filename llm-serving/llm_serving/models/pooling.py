@@ -55,7 +55,7 @@ class Pooling:
     normalises: bool = True
     """Whether embeddings are normalised to length 1 by default."""
     embedding_only: bool = False
-    """Whether the model serves only embeddings or scores, because its LM head, if any, was not trained for text."""
+    """Whether the model serves only embeddings or scores, and generates no text."""
     mode: PoolingMode = PoolingMode.LAST
     scores: bool = False
     """Whether the result is the score of a pair of texts, not a vector."""
@@ -84,7 +84,7 @@ def resolve_pooling(mode: str, folder: Path, spec: ModelSpec) -> Pooling | None:
 
 
 def pooling_mode(mode: str, folder: Path, spec: ModelSpec) -> PoolingMode:
-    """Return the mode of `resolve_pooling`; LAST for a model without pooling."""
+    """Return the pooling mode that `resolve_pooling` selects; LAST for a model without pooling."""
     pooling = resolve_pooling(mode, folder, spec)
     return PoolingMode.LAST if pooling is None else pooling.mode
 
@@ -110,9 +110,9 @@ def read_pooling(folder: Path) -> Pooling | None:
 
 
 def score_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
-    """Return the token whose logit is the score of a reranker, and the token whose logit is subtracted; empty for other
-    models. The module LogitScore of sentence-transformers names them, or `classifier_from_token` of config.json (vLLM):
-    the texts of the second token and of the first.
+    """Return the id of the token whose logit is a reranker's score, and of the token whose logit is subtracted; empty
+    for other models. They are read from sentence-transformers' module LogitScore, or from `classifier_from_token` of
+    config.json (vLLM), which holds the texts in reverse order: the subtracted token first.
     """
     if (texts := config.get("classifier_from_token")) is not None:
         return _token_ids(folder, texts)
@@ -127,13 +127,13 @@ def score_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
 
 
 def missing_module_files(folder: Path) -> list[str]:
-    """Return the configurations of modules that the folder lacks. Raise ModelError if `modules.json` is not valid."""
+    """Return the files of modules that the folder lacks. Raise ModelError if `modules.json` is not valid."""
     needed = [path for name, path in _modules(folder) if name in ("Pooling", "LogitScore")]
     return [str(path.relative_to(folder)) for path in needed if not path.exists()]
 
 
 def max_seq_length(folder: Path) -> int | None:
-    """Return the most tokens of a text that sentence-transformers reads; None: as many as the model has positions."""
+    """Return `max_seq_length` of sentence-transformers, in tokens; None: the model's context length."""
     path = folder / TRANSFORMER_FILE
     config = _read(path) if path.exists() else None
     length = config.get("max_seq_length") if isinstance(config, Mapping) else None
@@ -153,7 +153,7 @@ def _token_ids(folder: Path, texts: Any) -> list[int]:
 
 
 def _reranker(folder: Path, spec: ModelSpec) -> Pooling:
-    """Return the pooling of a model with a classifier. Its activation function is that of sentence-transformers."""
+    """Return the pooling of a model with a classifier. Keys of sentence-transformers name its activation function."""
     mode = PoolingMode.LAST
     if not spec.network.causal:
         pools_all = "ModernBert" in spec.architecture and spec.config.get("classifier_pooling") == PoolingMode.MEAN
@@ -167,7 +167,9 @@ def _reranker(folder: Path, spec: ModelSpec) -> Pooling:
     activation = next((named[key] for key in _ACTIVATION_KEYS if isinstance(named.get(key), str)), "Sigmoid")
     kind = activation.rsplit(".", 1)[-1]
     if kind not in _ACTIVATIONS:
-        raise ModelError(f"{folder}: activation function {shorten(activation)} of scores is not served")
+        raise ModelError(
+            f"{folder}: activation function {shorten(activation)} is not served, only Sigmoid and Identity"
+        )
     return Pooling(
         False,
         embedding_only=True,
@@ -209,7 +211,7 @@ def _pooling_mode(path: Path) -> PoolingMode:
     if len(modes) != 1 or modes[0] not in _MODES:
         raise ModelError(
             f"{path}: pooling mode {' + '.join(modes) or 'none'} is not served, only lasttoken, cls and mean; "
-            f"`model_config.pooling: last` takes the last token all the same"
+            f"set `model_config.pooling: last` to use the last token instead"
         )
     return _MODES[modes[0]]
 

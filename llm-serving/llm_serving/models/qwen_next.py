@@ -1,5 +1,5 @@
-"""Qwen3-Next and Qwen3.5: three of four layers have the gated delta rule in place of attention, whose output has a gate
-in the others. Feed-forward blocks are those of Qwen2.
+"""Qwen3-Next and Qwen3.5: three of four layers use the gated delta rule, the others attention with an output gate.
+Feed-forward blocks are those of Qwen2.
 """
 
 from functools import lru_cache
@@ -38,7 +38,7 @@ def qwen3_5(c: ConfigReader) -> Network:
 
 
 def _hybrid(c: ConfigReader, names: tuple[str, ...], *, stacked: bool) -> Network:
-    """`names`: the input projections of a layer with the delta rule. `stacked`: whether tensors stack all experts."""
+    """Build the network. `names`: input projections of a delta-rule layer. `stacked`: whether experts are stacked."""
     net, heads = empty_network(c, plus_one), attention_heads(c)
     rotary, bias = rotary_embedding(c, heads, fraction=0.25), c.boolean("attention_bias")
     count, every = c.integer("num_hidden_layers"), c.integer("full_attention_interval", 4)
@@ -65,7 +65,7 @@ def _hybrid(c: ConfigReader, names: tuple[str, ...], *, stacked: bool) -> Networ
 
 
 def _gated_attention(net: Network, x: Value, at: str, heads: Heads, rotary: Rotary, *, bias: bool) -> Value:
-    """Add attention with norms of heads and a gate on its output, which the tensor of queries has after each query."""
+    """Add attention with head norms and an output gate. The query tensor holds each head's gate after its query."""
     kv_rows = heads.kv * heads.own
     sizes, names = (2 * heads.q * heads.own, kv_rows, kv_rows), [at + name for name in QKV]
     rows = _gated_rows(heads, tuple(rotary.order()))
@@ -83,7 +83,7 @@ def _gated_attention(net: Network, x: Value, at: str, heads: Heads, rotary: Rota
 
 @lru_cache(8)
 def _gated_rows(heads: Heads, rotated: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the row order that puts queries, keys, values and gates one after another."""
+    """Return the row permutation to [queries, keys, values, gates]. `rotated`: permutation of a rotated head."""
     own, plain = heads.own, padded_order(heads.own, HEAD_MULTIPLE)
     q, k = [2 * own * head for head in range(heads.q)], [own * (2 * heads.q + head) for head in range(heads.kv)]
     v, gate = [start + own * heads.kv for start in k], [start + own for start in q]
@@ -100,7 +100,7 @@ def _delta_net(net: Network, c: ConfigReader, x: Value, at: str, names: tuple[st
         raise c.fail("linear_num_value_heads", f"must be a multiple of `linear_num_key_heads` {key_heads}")
     keys, values = key_heads * key_dim, heads * dim
     if max(keys, values) > MAX_WIDTH:
-        raise c.fail("linear_num_value_heads", f"must have at most {MAX_WIDTH} elements together")
+        raise c.fail("linear_num_value_heads", f"must give keys and values of at most {MAX_WIDTH} elements per token")
     if taps > MAX_TAPS:
         raise c.fail("linear_conv_kernel_dim", f"must be at most {MAX_TAPS}")
     widths = 2 * keys + values, values, heads, heads
@@ -117,13 +117,13 @@ def _delta_net(net: Network, c: ConfigReader, x: Value, at: str, names: tuple[st
 
 @lru_cache(8)
 def _grouped_rows(key_heads: int, key_dim: int, ratio: int, dim: int) -> tuple[int, ...]:
-    """Return the row order that puts q, k, v, z, b and a one after another; a tensor has the parts of each key head."""
+    """Return the row permutation from tensors grouped by key head to q, k, v, z, b, a."""
     first = (key_dim, key_dim, ratio * dim, ratio * dim)
     return (*_transposed(0, key_heads, first), *_transposed(key_heads * sum(first), key_heads, (ratio, ratio)))
 
 
 def _transposed(start: int, groups: int, widths: tuple[int, ...]) -> list[int]:
-    """Return the order that puts the first parts of all groups, which begin at `start`, before the second parts."""
+    """Return the permutation from [group][part] to [part][group]. `start`: first row; `widths`: rows of each part."""
     rows = np.arange(start, start + groups * sum(widths)).reshape(groups, -1)
     parts = np.split(rows, np.cumsum(widths)[:-1], axis=1)
     return [each for part in parts for each in part.reshape(-1).tolist()]

@@ -96,7 +96,7 @@ _BASE: Final = "model."
 _WITHOUT_BASE: Final = "embed_tokens.weight"
 """Tensor of embedding models without LM head, whose folders have no `model.` prefix."""
 _ENCODER_BASES: Final = ("bert.", "roberta.", "model.")
-"""Prefixes of encoders beside a head. Encoders without a head have none."""
+"""Tensor name prefixes of encoders with a head. Encoders that are saved without a head have none."""
 _ENCODER_TABLES: Final = ("embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight")
 
 # For smaller models, reading ahead saves less time than the thread costs.
