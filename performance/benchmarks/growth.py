@@ -3,8 +3,8 @@
     python performance/run.py growth [--model FOLDER | --shape SHAPE] [--out growth] [--gigabytes 2.5]
 
 A decode step of a WorkAgent (arrays, network, sampling) is measured for each number of running requests and each
-context length. Its limit is the time to read every weight and context once, to read and write every state of fixed
-size, and to compute every product, at the memory bandwidth and arithmetic peak measured before and after. The cache
+context length. Its lower bound is the time to read every weight and context once, to read and write every fixed-size
+state, and to compute every product, at the memory bandwidth and arithmetic peak measured before and after. The cache
 holds zeros, which cost as much time as other values.
 Combinations whose contexts need more than `--gigabytes` of cache are left out.
 

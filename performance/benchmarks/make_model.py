@@ -3,10 +3,11 @@
     python performance/run.py make_model SHAPE FOLDER
 
 `1.1b` has the shape of TinyLlama, `135m` that of SmolLM2, `15m` that of stories15M (llama2.c). `1b-active` is a Qwen3
-mixture of experts with 3.1 billion weights, 1.0 billion of them active for a token. `350m-hybrid` is a Qwen3.5, three
-of whose four layers keep states of fixed size; `350m` is a Llama with as many bytes. All have a vocabulary of 32,000
-tokens and seeded normal weights in bfloat16. The tokenizer is the demo model's, extended by one word for each further
-id: a server sends an event only when there is text, so every token needs a text for its arrival to be visible.
+mixture of experts with 3.1 billion weights, 1.0 billion of them active for a token. `350m-hybrid` is a Qwen3.5, in
+which three of every four layers keep fixed-size states; `350m` is a Llama of the same size in bytes. All have a
+vocabulary of 32,000 tokens and seeded normal weights in bfloat16. The tokenizer is the demo model's, extended by one
+word for each further id: a server sends an event only when there is text, so every token needs a text for its
+arrival to be visible.
 """
 
 from __future__ import annotations

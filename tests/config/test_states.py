@@ -18,7 +18,7 @@ from llm_serving.models.spec import ModelSpec
 from llm_serving.network.sharding import sharded
 
 STATE_BYTES = 3 * 2 * 64 * 4
-"""Three convolutions, of two earlier rows of 64 columns each."""
+"""Bytes of a slot: 3 convolutions, each 2 rows of 64 columns of float32."""
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ def create_prompt(size: int, name: str, **fields: int) -> Request:
 
 
 def steps(*sizes: int, **limits: int | str) -> list[dict[str, int]]:
-    """Tokens of each prompt in each step; prompts are named a, b, ..."""
+    """Return the tokens of each prompt in each step; prompts are named a, b, ..."""
     scheduler = create_scheduler(**{"max_num_batched_tokens": 12, "max_model_len": 12, "whole_prompts": True, **limits})
     for name, size in zip("abcdef", sizes, strict=False):
         scheduler.add(create_prompt(size, name))

@@ -73,7 +73,7 @@ class FakeRunner:
         transfer: FakeTransferPool | None = None,
         num_state_slots: int = 0,
     ) -> None:
-        """`num_state_slots`: above 0 for a model that keeps a state, the tokens so far, and answers by it as well."""
+        """`num_state_slots`: if above 0, the model's state is the tokens so far, and its output depends on it."""
         self.num_blocks = num_blocks
         self.num_swap_blocks = num_swap_blocks
         self.block_size = block_size
@@ -147,7 +147,7 @@ class FakeRunner:
         ]
 
     def _compared_with_states(self, step: StepInput, contexts: list[list[int]]) -> list[list[int]]:
-        """Compute the states of a step, and return other contexts where a state is not that of the context."""
+        """Compute the states of a step. Return the contexts, changed where the state does not match."""
         state_in, state_out = self._state_guard.check(step)
         states, token_ids = [], iter(step.token_ids.tolist())
         for slot, query_len in zip(state_in.tolist(), step.query_lens.tolist(), strict=True):

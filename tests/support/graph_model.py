@@ -113,7 +113,7 @@ class GraphModel:
 
 
 def _states_of(rows) -> tuple[np.ndarray, np.ndarray]:
-    """Return the slots of the states: a sequence has that of the number of its first block."""
+    """Return the state slots: each sequence uses the slot with the number of its first block."""
     state_in = [block_ids[0] if num_computed else -1 for _, num_computed, block_ids in rows]
     state_out = [slot for token_ids, _, block_ids in rows for slot in [-1] * (len(token_ids) - 1) + [block_ids[0]]]
     return np.array(state_in, np.int32), np.array(state_out, np.int32)

@@ -92,8 +92,8 @@ def runnable_of(network: Network, arrays: Mapping[Weight, Any], dtype: str) -> R
 def parameters(
     runnable: Runnable, step: Step, caches: Sequence[Blocks | Cache], states: States | None = None
 ) -> dict[str, Typed]:
-    """Return the parameters of `program`, in its order. `states`: None: new ones for a program that has states, which
-    no row reads or stores to.
+    """Return the parameters of `program`, in its order. `states`: None: unused ones are allocated if the program has
+    states.
     """
     program = runnable.program
     given = {

@@ -86,7 +86,7 @@ def random_rows(operation: StateOperation, count: int, dtype: str, seed: int = 1
 
 
 def random_states(runnable: Runnable, operation: StateOperation, num_slots: int, dtype: str) -> States:
-    """Return states as they follow from random rows, so that they have realistic values."""
+    """Return states computed from random rows, so that they have realistic values."""
     states = States.of(runnable, num_slots)
     x = random_rows(operation, 2 * num_slots, dtype, seed=99)
     parts = [Part([2 * slot, 2 * slot + 1], stores={1: slot}) for slot in range(num_slots)]

@@ -1,4 +1,4 @@
-"""A model that calls a tool as Qwen does, the input of its chat template, and calls in other formats."""
+"""A fake model with tool calls in the format of Qwen, the input of its chat template, and calls in other formats."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ SLOW = "".join(
 
 
 def answered(page: Browser) -> None:
-    """Ask, and show the text of the answer when it has ended."""
+    """Send a prompt, and show the answer's text once it is complete."""
     page.wait_for("document.querySelector('.parameter')")
     page.type("#prompt", "x")
     page.click("#send")

@@ -37,9 +37,9 @@ BEFORE = step_of([(0, 4), (0, 2)], (0, 3, 0, 5), (1, 1, 1, 6))
     ("rows", "accesses", "message"),
     [
         ([(4, 1)], [(0, STATE_BEFORE, 0, 4), (0, 0, 0, 4)], "row 0 would read slot 0, which another owner has written"),
-        ([(3, 1)], [(0, STATE_BEFORE, 0, 5)], "row 0 would read slot 0, whose state is that after 4 tokens"),
-        ([(4, 1)], [(0, 0, 0, 5)], "exactly the rows with computed tokens must read a state"),
-        ([(0, 1)], [(0, STATE_BEFORE, 0, 5)], "exactly the rows with computed tokens must read a state"),
+        ([(3, 1)], [(0, STATE_BEFORE, 0, 5)], "row 0 would read slot 0, whose state covers 4 tokens"),
+        ([(4, 1)], [(0, 0, 0, 5)], "a row must read a state if, and only if, it has computed tokens"),
+        ([(0, 1)], [(0, STATE_BEFORE, 0, 5)], "a row must read a state if, and only if, it has computed tokens"),
         ([(0, 1), (0, 1)], [(0, 0, 2, 7), (1, 0, 2, 8)], "two tokens would store their states in one slot"),
         ([(0, 1)], [(0, 0, 2, 7), (0, 0, 3, 8)], "a row would read, or store after one token, in two slots"),
         ([(4, 1)], [(0, STATE_BEFORE, 0, 5), (0, STATE_BEFORE, 0, 5)], "a row would read, or store after one token"),
@@ -47,8 +47,8 @@ BEFORE = step_of([(0, 4), (0, 2)], (0, 3, 0, 5), (1, 1, 1, 6))
         ([(0, 1)], [(0, 0, 4, 1)], "states must be of rows below 1 and slots below 4"),
         ([(0, 1)], [(0, 0, -1, 1)], "states must be of rows below 1 and slots below 4"),
         ([(0, 1)], [(1, 0, 0, 1)], "states must be of rows below 1 and slots below 4"),
-        ([(0, 1)], [(0, 1, 0, 1)], "states must be of tokens that their rows compute"),
-        ([(0, 1)], [(0, -2, 0, 1)], "states must be of tokens that their rows compute"),
+        ([(0, 1)], [(0, 1, 0, 1)], "a row may store states only after tokens that it computes"),
+        ([(0, 1)], [(0, -2, 0, 1)], "a row may store states only after tokens that it computes"),
     ],
 )
 def test_a_wrong_access_is_refused(rows: list[tuple[int, int]], accesses: list[tuple[int, ...]], message: str) -> None:

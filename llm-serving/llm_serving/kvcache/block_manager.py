@@ -23,15 +23,15 @@ class BlockManager:
     Token i of a request is in block `table[i // block_size]` at offset `i % block_size`. If every layer has a sliding
     window, a request frees the blocks that the window has passed, so it holds at most the window and a step. Only full
     blocks are shared: with earlier requests of the same namespace and prefix (found by hash), and with the parent of a
-    fork. A shared block is never written again; a fork that starts inside a block gets a copy of it. A step executes
-    the block moves in the order of their decisions before it computes.
+    fork. A shared block is never written again; a fork that starts inside a block gets a copy of it. Before a step
+    computes, it executes its block moves in the order in which they were decided.
 
     In a model with states of fixed size, a request with blocks also has a slot of `states`. A shared prefix then ends
     at a checkpoint, and a fork computes the tokens after it again.
     """
 
     states: StateSlots | None = None
-    """None: the model has no states, or the scheduler was restored from a recording without them."""
+    """State slots of the model. None: it has no states, or the scheduler was restored from a recording without them."""
 
     def __init__(
         self,

@@ -96,7 +96,7 @@ class BlockPool:
             self._blocks_by_hash[block_hash] = block_id
 
     def forget_hash(self, block_id: int) -> None:
-        """Drop the hash of a block, if it has one. A free block is allocated next."""
+        """Drop the hash of a block, if it has one. If the block is free, it is allocated next."""
         block_hash = self._hashes[block_id]
         if block_hash is not None:
             del self._blocks_by_hash[block_hash]

@@ -1,4 +1,4 @@
-"""The slots of states of fixed size, for models whose layers keep a state in place of keys and values."""
+"""State slots, for models whose layers keep a fixed-size state in place of keys and values."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from llm_serving.kvcache.transfer_pool import TransferBlock
 
 
 class StateSlots:
-    """Allocates the slots in which requests keep the state after their computed tokens, all state layers together.
+    """Allocates state slots. A slot holds the state of a request after its computed tokens, for all layers.
 
-    `max_running` slots are reserved: every running request has its own. The spare ones hold checkpoints, the states
-    after draft tokens, and the own slots of swapped requests. A checkpoint is the state after a full block, found by
-    the hash of that block until its slot is allocated again. A checkpoint is only read: a request that continues from
-    one stores its next state in its own slot. A row of a step stores the state after its last known token, after each
+    `max_running` slots are reserved: every running request has its own. The spare slots hold checkpoints, the states
+    after draft tokens, and the states of swapped requests. A checkpoint is the state after a full block. It is found by
+    the block's hash until its slot is allocated again. A checkpoint is only read: a request that continues from one
+    stores its next state in its own slot. A row of a step stores the state after its last known token, after each
     draft token, and where a checkpoint is wanted.
 
-    A WorkAgent runs steps in order, so a freed slot can be allocated by the next step. Within a step, rows read and
-    write states at the same time, so slots that its rows read become free only after all its rows are planned.
+    A WorkAgent runs steps in order, so the next step may allocate a freed slot. Rows of one step run concurrently, so
+    a slot that a row reads is freed only after the whole step is planned.
     """
 
     def __init__(self, num_slots: int, max_running: int, block_size: int, num_pieces: int = 1) -> None:
@@ -37,30 +37,30 @@ class StateSlots:
         self._sources: dict[str, int] = {}
         """Request id -> checkpoint from which its next row continues."""
         self._drafts: dict[str, list[int]] = {}
-        """Request id -> slots of the states after each draft token of a step without a reply."""
+        """Request id -> slots of the states after each draft token of the step in flight."""
         self._wanted: dict[str, list[int]] = {}
-        """Request id -> numbers of prompt tokens after which checkpoints are wanted; no entry: nowhere."""
+        """Request id -> prompt lengths after which to store checkpoints; no entry: none."""
         self._latest: dict[str, tuple[int, int]] = {}
         """Request id -> slot and epoch of the latest checkpoint in its output."""
         self._unconfirmed: dict[str, list[tuple[int, int]]] = {}
-        """Request id -> (number of tokens, slot) of checkpoints that a step without a reply stores."""
+        """Request id -> (number of tokens, slot) of checkpoints that a step in flight stores."""
         self._accesses: list[StateAccess] = []
         self._read: list[int] = []
         """Checkpoints that rows of the planned step read, to be released."""
 
     @property
     def num_spare(self) -> int:
-        """Number of slots that can be allocated while each further running request still finds one."""
+        """Number of free slots beyond those reserved for requests that are not running yet."""
         return self.pool.num_free_blocks - (self.max_running - len(self._own) + len(self._swapped))
 
     def is_checkpoint(self, block_hash: bytes) -> bool:
-        """Return whether a request may continue from the checkpoint after a block. An unused one takes a spare slot."""
+        """Whether a request may continue from a block's checkpoint. To use a free checkpoint takes a spare slot."""
         slot = self.pool.find_cached(block_hash)
         return slot is not None and (self.pool.ref_count(slot) > 0 or self.num_spare > 0)
 
     def num_common_tokens(self, other: Request, num_tokens: int) -> int:
-        """Return how many of the first `num_tokens`, which two requests have in common, one of them finds once `other`
-        has computed its prompt.
+        """Return how many of `num_tokens` common prefix tokens a request can reuse once `other` has computed its
+        prompt.
         """
         checkpoint = self._prompt_checkpoint(other)
         return checkpoint if checkpoint <= num_tokens else 0
@@ -71,8 +71,8 @@ class StateSlots:
         """Give a request its own slot. It continues from the checkpoint after its first `num_shared` blocks.
 
         Checkpoints are wanted after the last full block of its prompt, and after the last block that is cached already,
-        because that prefix is common. `hashes`: those of all blocks that it may share; None: it shares none, nor do
-        other requests find its checkpoints.
+        because another request had that prefix too. `hashes`: those of all blocks that it may share; None: the request
+        neither uses nor provides checkpoints.
         """
         request_id = request.request_id
         if num_shared and hashes is not None:
@@ -106,8 +106,8 @@ class StateSlots:
 
     @property
     def can_swap_out(self) -> bool:
-        """Whether a request may keep its slot while it is swapped. One spare slot is left for a checkpoint, from which
-        the request that causes the preemption may continue.
+        """Whether a request may keep its slot while it is swapped. One spare slot stays free, because the preempting
+        request may need it to continue from a checkpoint.
         """
         return self.num_spare > 1
 
@@ -140,7 +140,7 @@ class StateSlots:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def add_drafts(self, request_id: str, num_drafts: int) -> None:
-        """Allocate slots for the states after a row's draft tokens, at most `num_spare`, before any row is added."""
+        """Allocate at most `num_spare` slots for the states after draft tokens. Call this before `add_row`."""
         self._drafts[request_id] = self.pool.allocate(num_drafts)
 
     def add_row(self, row: int, request_id: str, start: int, query_len: int) -> None:
@@ -198,8 +198,8 @@ class StateSlots:
         self.pool.check_integrity([*self._own.values(), *self._sources.values(), *drafts, *unconfirmed, *self._read])
 
     def _add_checkpoints(self, row: int, request_id: str, start: int, query_len: int) -> None:
-        """Store the checkpoints that are wanted within a row: those of the prompt, and in the output, where a row has
-        one token, the state after each block in place of the one after the block before.
+        """Plan the checkpoints of a row: the wanted ones of the prompt; in the output, for rows of one token, the state
+        after each full block, which replaces the previous checkpoint of the output.
         """
         ends = self._wanted[request_id]
         is_output = query_len == 1 and (start + 1) % self._block_size == 0 and start + 1 not in ends

@@ -79,7 +79,7 @@ class ModelInputs:
     context_lens: Int32Array  # [B], tokens attended to: those in the cache and those of this step
     sample_indices: Int32Array  # [R], the tokens that give a result, in the order of `StepInput.result_tokens`
     states: tuple[Int32Array, ...] = ()
-    """Those of `lowering.step_inputs.STATE_INPUTS`; empty for a model without states."""
+    """Arrays of `lowering.step_inputs.STATE_INPUTS`; empty for a model without states."""
 
     @property
     def num_rows(self) -> int:

@@ -272,7 +272,7 @@ class ModelRunner:
         return self._prompts, inputs.padded_to(self._num_prompt_rows).arrays()
 
     def _pooled_states_of(self, inputs: ModelInputs, result_tokens: Int32Array) -> Float32Array:
-        """Return the hidden states of `_states_of`, of which those of results of kind MEAN are means."""
+        """Return one hidden state per result. For a result of kind MEAN, it is the mean of its row's hidden states."""
         counts = num_states_per_result(result_tokens)
         if counts is None:
             return self._states_of(inputs)

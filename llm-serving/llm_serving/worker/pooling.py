@@ -12,13 +12,13 @@ from llm_serving.worker.model_inputs import ModelInputs
 
 
 def num_states_per_result(result_tokens: Int32Array) -> Int32Array | None:
-    """Return the number of hidden states that each result of a step needs; None: one each."""
+    """Return the number of hidden states that each result of a step needs; None: every result needs one."""
     of_means = result_tokens[:, 2] == ResultKind.MEAN
     return np.where(of_means, result_tokens[:, 1] + 1, 1).astype(np.int32) if of_means.any() else None
 
 
 def with_all_states(inputs: ModelInputs, counts: Int32Array) -> ModelInputs:
-    """Return inputs that also sample the `counts` - 1 tokens before each sampled one."""
+    """Return inputs that also select the `counts` - 1 tokens before each selected one."""
     ends = np.cumsum(counts, dtype=np.int32)
     before = np.repeat(ends - counts, counts)
     first = np.repeat(inputs.sample_indices - counts + np.int32(1), counts)
@@ -33,7 +33,7 @@ def means(states: Float32Array, counts: Int32Array) -> Float32Array:
 
 
 def with_token_types(inputs: ModelInputs, vocab: int, embedding: PositionEmbedding | None) -> ModelInputs:
-    """Return inputs whose positions select the type of a token, which is its id divided by `vocab`."""
+    """Return inputs with plain ids, and positions that index the table by type and position. Type: id // `vocab`."""
     if embedding is None or embedding.num_types == 1:
         return inputs
     types, token_ids = np.divmod(inputs.token_ids, np.int32(vocab))

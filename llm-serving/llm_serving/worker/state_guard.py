@@ -1,4 +1,4 @@
-"""Per-step checks of the slots in which a model's states of fixed size are kept."""
+"""Checks of a step's accesses to state slots."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from llm_serving.worker.block_guard import BlockTags
 from llm_serving.worker.model_inputs import all_in_range, any_true
 
 NO_SLOT = -1
-"""Entry of a state input: nothing is read, so that the state is zeros, or nothing is stored."""
+"""Entry of a state input without a slot: the row starts from a zero state, or the state is not stored."""
 
 
 class StateGuard:
-    """Tags every slot with the epoch of its allocation and the number of tokens after which its state is.
+    """Tags every slot with its allocation epoch and the number of tokens that its state covers.
 
-    A row may only read a slot with its own epoch whose state is that after the row's computed tokens. So an error of
-    the master (a slot given away twice, a skipped step, a wrong checkpoint) is detected before it produces wrong text.
+    A row may read a slot only if the epochs match and the state covers exactly the row's computed tokens. So an error
+    of the master (a slot allocated twice, a skipped step, a wrong checkpoint) is detected before it causes wrong text.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -28,7 +28,7 @@ class StateGuard:
         """Check the state accesses of a step whose other indices are valid, and tag the slots it writes.
 
         Return the slot that each row reads, [B], and the slot in which the state after each token is stored, [T];
-        `NO_SLOT`: none. Raise WorkerError if a row reads another state than its own, or rows disturb one another.
+        `NO_SLOT`: none. Raise WorkerError if a row reads a wrong state, or overwrites one that another row uses.
         """
         accesses = step.states
         if accesses.ndim != 2 or accesses.shape[1] != len(StateAccess._fields):
@@ -38,12 +38,12 @@ class StateGuard:
             rule = f"states must be of rows below {step.num_rows} and slots below {len(self._epochs)}"
             raise WorkerError(f"{rule}. Given: rows up to {rows.max()}, slots {slots.min()} to {slots.max()}")
         if any_true((tokens < STATE_BEFORE) | (tokens >= step.query_lens[rows])):
-            raise WorkerError("states must be of tokens that their rows compute")
+            raise WorkerError("a row may store states only after tokens that it computes")
         is_read = tokens == STATE_BEFORE
         state_in = np.full(step.num_rows, NO_SLOT, np.int32)
         state_in[rows[is_read]] = slots[is_read]
         if any_true((state_in == NO_SLOT) != (step.num_computed == 0)):
-            raise WorkerError("exactly the rows with computed tokens must read a state")
+            raise WorkerError("a row must read a state if, and only if, it has computed tokens")
         self._check_reads(step, rows[is_read], slots[is_read], epochs[is_read])
         written, of_rows = slots[~is_read], rows[~is_read]
         if len(set(written.tolist())) != len(written):
@@ -72,4 +72,4 @@ class StateGuard:
         if any_true(others):
             row, slot = rows[others][0], slots[others][0]
             found = self._num_tokens[slot]
-            raise WorkerError(f"row {row} would read slot {slot}, whose state is that after {found} tokens")
+            raise WorkerError(f"row {row} would read slot {slot}, whose state covers {found} tokens, not the row's")
