@@ -172,12 +172,12 @@ def run(
         timeout=TIMEOUT_S,
         check=False,
     )
-    traced = trace.read_text() if trace.exists() else ""
-    found = [json.loads(line) for line in _results(ended.stdout)]
-    by_name = {
-        each["job"]: Job(each, *(_between(text, f"load {each['job']}", None) for text in (ended.stdout, traced)))
-        for each in found
-    }
+    calls = trace.read_text() if traced and trace.exists() else ""
+    by_name = {}
+    for each in map(json.loads, _results(ended.stdout)):
+        mark = f"load {each['job']}"
+        own_calls = _between(calls, mark, None) if calls else ""
+        by_name[each["job"]] = Job(each, _between(ended.stdout, mark, None), own_calls)
     return Ended(ended.returncode, ended.stdout, by_name)
 
 
