@@ -53,11 +53,16 @@ _START: Final = "start: @answer"
 _Part = Mapping[str, Any]
 
 
+def definitions_of(schema: Any) -> dict[str, Any]:
+    """Return the keywords of a JSON schema to which `$ref` may refer."""
+    return {name: schema[name] for name in _DEFINITIONS if name in schema} if isinstance(schema, dict) else {}
+
+
 def fault_in(schema: Any, error: str, error_of: Callable[[Any], str | None]) -> str:
     """Return a JSON pointer to the innermost part of `schema` that, with the definitions of the whole, causes the same
     error; "#" for the whole. `error_of` returns the error of another schema, or None.
     """
-    definitions = {name: schema[name] for name in _DEFINITIONS if name in schema} if isinstance(schema, dict) else {}
+    definitions = definitions_of(schema)
     path: Path = ()
     trials = 0
     while True:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from llm_serving.text.structured_output.grammars import literal
-from llm_serving.text.tool_parsers.base import Callee, MarkedCalls, Marks, ToolParser, any_of, framed, repeated
-from llm_serving.text.tool_parsers.headed_calls import HeadedLayout, HeadedReader
+from llm_serving.text.tool_parsers import headed_calls
+from llm_serving.text.tool_parsers.base import Callee, Marks, ToolParser
+from llm_serving.text.tool_parsers.headed_calls import HeadedLayout
 
 OPENING: Final = "<｜tool▁calls▁begin｜>"
 CLOSING: Final = "<｜tool▁calls▁end｜>"
@@ -24,6 +24,7 @@ _NAME_END: Final = "<｜tool▁sep｜>"
 _JSON: Final = "\n```json\n"
 _JSON_END: Final = "\n```"
 _LAYOUT: Final = HeadedLayout(
+    OPENING,
     _CALL,
     re.compile(rf"\s*(?:\w+{_NAME_END})?\s*(?P<name>[\w.\-]+)\s*(?:{_NAME_END}|```json)\s*(?=\{{)"),
     ("```", _CALL_END),
@@ -32,7 +33,7 @@ _LAYOUT: Final = HeadedLayout(
 
 
 def create(names: Collection[str]) -> ToolParser:
-    return MarkedCalls({OPENING: partial(HeadedReader, _LAYOUT, frozenset(names))})
+    return headed_calls.create(_LAYOUT, names)
 
 
 def describe(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -59,20 +60,11 @@ def _describe(tools: Sequence[Mapping[str, Any]], call: str) -> str:
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    return _rules(callees, most, marks, lambda name: f"{literal(name)} {marks(_NAME_END)}", "")
+    return headed_calls.rules(_LAYOUT, callees, most, marks, lambda name: f"{literal(name)} {marks(_NAME_END)}")
 
 
 def fenced_rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
     def head(name: str) -> str:
         return f'"function" {marks(_NAME_END)} {literal(name + _JSON)}'
 
-    return _rules(callees, most, marks, head, literal(_JSON_END))
-
-
-def _rules(callees: Sequence[Callee], most: int | None, marks: Marks, head: Callable[[str], str], tail: str) -> str:
-    calls = "".join(
-        f"call{i}: {marks(_CALL)} {head(each.name)} @args{i} {tail} {marks(_CALL_END)}\n"
-        for i, each in enumerate(callees)
-    )
-    inside = f"{repeated('call', 'WS?', most)} {marks(CLOSING)}"
-    return f"{framed([OPENING], inside, marks)}call: {any_of(callees)}\n{calls}"
+    return headed_calls.rules(_LAYOUT, callees, most, marks, head, literal(_JSON_END))

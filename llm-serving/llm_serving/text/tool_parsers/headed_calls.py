@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
-from llm_serving.text.tool_parsers.base import Call, NotACallError, Read
+from llm_serving.text.tool_parsers.base import (
+    Call,
+    Callee,
+    MarkedCalls,
+    Marks,
+    NotACallError,
+    Read,
+    ToolParser,
+    any_of,
+    framed,
+    repeated,
+)
 from llm_serving.text.tool_parsers.json_text import (
     MAX_NAME_CHARS,
     JsonEnd,
@@ -25,16 +37,18 @@ class HeadedLayout:
     """Texts of a format.
 
     Attributes:
+        section: Text before all calls.
         opening: Text before each call.
         head: Text between the opening and the brace of the arguments, with a group `name`. A group `id` is optional.
-        tail: Texts after the arguments. Some models omit them.
+        tail: Texts after the arguments. Some models omit them. A forced call has the last one.
         end: Text after all calls. Some models omit it.
     """
 
+    section: str
     opening: str
     head: re.Pattern[str]
     tail: tuple[str, ...]
-    end: str = ""
+    end: str
 
 
 @dataclass(slots=True)
@@ -77,7 +91,7 @@ class HeadedReader:
     def _read_head(self, body: str) -> bool:
         rest = body[self._at :].lstrip()
         if not rest.startswith(self.layout.opening):
-            if self._calls and self.layout.end and rest.startswith(self.layout.end):
+            if self._calls and rest.startswith(self.layout.end):
                 self._at = len(body) - len(rest) + len(self.layout.end)
                 self._is_closed = True
             elif not any(mark.startswith(rest) for mark in (self.layout.opening, self.layout.end)):
@@ -122,3 +136,29 @@ class HeadedReader:
             elif mark.startswith(rest) and not ended:
                 return None
         return at
+
+
+def create(layout: HeadedLayout, names: Collection[str]) -> ToolParser:
+    return MarkedCalls({layout.section: partial(HeadedReader, layout, frozenset(names))})
+
+
+def rules(
+    layout: HeadedLayout,
+    callees: Sequence[Callee],
+    most: int | None,
+    marks: Marks,
+    head: Callable[[str], str],
+    before_tail: str = "",
+) -> str:
+    """Return the grammar rules of calls (see `base`).
+
+    Args:
+        head: Returns the term between the opening of a call of this tool and its arguments.
+        before_tail: Term between the arguments and the last text of `layout.tail`.
+    """
+    calls = "".join(
+        f"call{i}: {marks(layout.opening)} {head(each.name)} @args{i} {before_tail} {marks(layout.tail[-1])}\n"
+        for i, each in enumerate(callees)
+    )
+    inside = f"{repeated('call', 'WS?', most)} {marks(layout.end)}"
+    return f"{framed([layout.section], inside, marks)}call: {any_of(callees)}\n{calls}"

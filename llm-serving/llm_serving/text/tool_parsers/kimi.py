@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Final
 
 from llm_serving.text.structured_output.grammars import literal
-from llm_serving.text.tool_parsers.base import Callee, MarkedCalls, Marks, ToolParser, any_of, framed, repeated
-from llm_serving.text.tool_parsers.headed_calls import HeadedLayout, HeadedReader
+from llm_serving.text.tool_parsers import headed_calls
+from llm_serving.text.tool_parsers.base import Callee, Marks, ToolParser
+from llm_serving.text.tool_parsers.headed_calls import HeadedLayout
 
 OPENING: Final = "<|tool_calls_section_begin|>"
 CLOSING: Final = "<|tool_calls_section_end|>"
@@ -17,6 +17,7 @@ _CALL: Final = "<|tool_call_begin|>"
 _ARGUMENTS: Final = "<|tool_call_argument_begin|>"
 _CALL_END: Final = "<|tool_call_end|>"
 _LAYOUT: Final = HeadedLayout(
+    OPENING,
     _CALL,
     re.compile(rf"\s*(?P<id>(?:functions\.)?(?P<name>[\w.\-]+)(?::\d{{1,9}})?)\s*{re.escape(_ARGUMENTS)}\s*(?=\{{)"),
     (_CALL_END,),
@@ -26,14 +27,11 @@ _LAYOUT: Final = HeadedLayout(
 
 def create(names: Collection[str]) -> ToolParser:
     """Return a parser. Calls keep the model's ids, because its chat template writes them into later prompts."""
-    return MarkedCalls({OPENING: partial(HeadedReader, _LAYOUT, frozenset(names))})
+    return headed_calls.create(_LAYOUT, names)
 
 
 def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    calls = "".join(
-        f"call{i}: {marks(_CALL)} {literal(f'functions.{each.name}:')} NUMBER {marks(_ARGUMENTS)} @args{i}"
-        f" {marks(_CALL_END)}\n"
-        for i, each in enumerate(callees)
-    )
-    inside = f"{repeated('call', 'WS?', most)} {marks(CLOSING)}"
-    return f"{framed([OPENING], inside, marks)}call: {any_of(callees)}\n{calls}NUMBER: /[0-9]{{1,4}}/\n"
+    def head(name: str) -> str:
+        return f"{literal(f'functions.{name}:')} NUMBER {marks(_ARGUMENTS)}"
+
+    return f"{headed_calls.rules(_LAYOUT, callees, most, marks, head)}NUMBER: /[0-9]{{1,4}}/\n"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from llm_serving.text.structured_output.grammars import GrammarError, json_options, literal
+from llm_serving.text.structured_output.grammars import GrammarError, definitions_of, json_options, literal
 from llm_serving.text.tool_parsers.base import (
     Call,
     Callee,
@@ -244,7 +244,7 @@ def _call_rules(rule: str, callee: Callee, whitespace: str) -> str:
     if others := [name for name in about if not _NAME.fullmatch(name)]:
         rule = "is not a Python identifier, which calls of this model need; rename it"
         raise GrammarError(f"cannot be enforced: argument {others[0]!r} {rule}")
-    definitions = {name: callee.schema[name] for name in ("$defs", "definitions") if name in callee.schema}
+    definitions = definitions_of(callee.schema)
     rules = [f'{rule}: {literal(callee.name + "(")} {rule}_first0 ")"\n']
     for k, (name, schema) in enumerate(about.items()):
         whole = {**definitions, **(schema if isinstance(schema, dict) else {}), **json_options(whitespace)}

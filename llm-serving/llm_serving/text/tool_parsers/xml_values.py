@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from llm_serving.text.structured_output.grammars import GrammarError, json_options, literal
+from llm_serving.text.structured_output.grammars import GrammarError, definitions_of, json_options, literal
 from llm_serving.text.tool_parsers.base import Callee, NotACallError, escaped
 from llm_serving.text.tool_parsers.json_text import parsed
 
@@ -84,9 +84,7 @@ def arguments_term(callee: Callee, opening: Callable[[str], str], closing: str, 
     properties, required = callee.schema.get("properties"), callee.schema.get("required", ())
     if not isinstance(properties, dict):
         return None
-    definitions: dict[str, Any] = {
-        name: callee.schema[name] for name in ("$defs", "definitions") if name in callee.schema
-    }
+    definitions = definitions_of(callee.schema)
     values = {name: _value_term(each, definitions, callee, whitespace) for name, each in properties.items()}
     return " ".join(
         f"({opening(name)} {'unquoted' if value is None else f'{value} {literal(closing)}'} WS?)"
