@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from llm_serving.errors import ModelError
 from llm_serving.formats.block_tensor import PANEL_ROWS, UNIT_COLUMNS, BlockTensor
+from llm_serving.formats.mxfp4 import TWICE
 from llm_serving.formats.stored_tensor import Array
 
 Uint8Array = NDArray[np.uint8]
@@ -203,9 +204,7 @@ def _iq4_xs(blocks: Uint8Array) -> _Numbers:
     return _Numbers(qvalues, scales, None, _halves(blocks, 0))
 
 
-_MXFP4_TABLE: Final = np.array(
-    [128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116], np.uint8
-)
+_MXFP4_TABLE: Final = TWICE.view(np.uint8) ^ np.uint8(128)
 """Twice the values of MXFP4, with 128 added so that they are unsigned."""
 
 

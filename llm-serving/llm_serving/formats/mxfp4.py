@@ -26,7 +26,7 @@ _BYTES: Final = _GROUP // 2
 _EXPONENT_BIAS: Final = 127
 _MAX_EXPONENT: Final = 120
 """Exponents up to this keep all values finite, and 255 means that the values are no numbers."""
-_TWICE: Final = np.array([sign * each for sign in (1, -1) for each in (0, 1, 2, 3, 4, 6, 8, 12)], np.int8)
+TWICE: Final = np.array([sign * each for sign in (1, -1) for each in (0, 1, 2, 3, 4, 6, 8, 12)], np.int8)
 """Twice the value of each of the sixteen codes."""
 
 
@@ -78,7 +78,7 @@ def quantized(blocks: Array, scales: Array) -> QuantizedTensor:
     halves = np.asarray(blocks)
     count, out, groups = exponents.shape
     qvalues = np.empty((count * out, groups * _BYTES, 2), np.int8)
-    qvalues[..., 0] = _TWICE[halves & 15].reshape(qvalues.shape[:2])
-    qvalues[..., 1] = _TWICE[halves >> 4].reshape(qvalues.shape[:2])
+    qvalues[..., 0] = TWICE[halves & 15].reshape(qvalues.shape[:2])
+    qvalues[..., 1] = TWICE[halves >> 4].reshape(qvalues.shape[:2])
     units = np.ldexp(np.float32(1), exponents - 1).reshape(count * out, groups)
     return QuantizedTensor(qvalues.reshape(count * out, -1), units, None, 8, _GROUP)
