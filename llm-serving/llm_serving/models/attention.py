@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -80,6 +81,11 @@ def rotary_embedding(
     if fraction > 1 or (rotary_dim := int(heads.own * fraction)) < 2 or rotary_dim % 2:
         raise c.fail(fraction_key, f"must select an even number of the {heads.own} elements of a head for rotation")
     return Rotary(heads.dim, rotary_dim, theta, interleaved, rope_scaling(c, reader, rotary_dim), heads.own)
+
+
+def fraction_of(rotary_dim: int, size: int) -> float:
+    """Return `rotary_dim` / `size`, rounded up, so that its product with `size` is not rounded to a smaller integer."""
+    return 1.0 if rotary_dim == size else math.nextafter(rotary_dim / size, math.inf)
 
 
 def rope_config(c: ConfigReader) -> ConfigReader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +12,7 @@ from llm_serving.errors import ModelError
 from llm_serving.formats.gguf import METHOD, GgufFile, files_of, read_gguf
 from llm_serving.formats.gguf_names import FREQUENCIES, LONG_FREQUENCIES, SHORT_FREQUENCIES
 from llm_serving.formats.stored_tensor import StoredTensor
+from llm_serving.models.attention import fraction_of
 from llm_serving.models.gguf_architectures import ARCHITECTURES, Architecture, Config
 from llm_serving.models.gguf_metadata import MetadataReader
 
@@ -108,8 +108,7 @@ def _check_heads(reader: MetadataReader, architecture: Architecture, config: Con
         raise reader.fail(reader.key("attention.key_length"), "must be an integer >= 1")
     rotary = reader.own("rope.dimension_count")
     if architecture.rotates_a_part and isinstance(rotary, int) and 0 < rotary <= own:
-        # Rounded up, so that its product with `own` is not rounded to the integer below `rotary`.
-        config["partial_rotary_factor"] = 1.0 if rotary == own else math.nextafter(rotary / own, 1.0)
+        config["partial_rotary_factor"] = fraction_of(rotary, own)
         rotary = None
     for name, value in (
         ("attention.value_length", reader.own("attention.value_length")),

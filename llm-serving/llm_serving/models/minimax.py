@@ -1,8 +1,6 @@
 """MiniMax-M2: experts in every layer, and norms of query and key that extend over all heads."""
 
-import math
-
-from llm_serving.models.attention import HEAD_NORMS, attention_heads, rotary_embedding, self_attention
+from llm_serving.models.attention import HEAD_NORMS, attention_heads, fraction_of, rotary_embedding, self_attention
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import decoder, empty_network
 from llm_serving.models.mixtures import mixture_of_experts
@@ -13,9 +11,7 @@ from llm_serving.network.operations import Value
 
 def minimax_m2(c: ConfigReader) -> Network:
     net, heads = empty_network(c), attention_heads(c)
-    rotary_dim = c.integer("rotary_dim", heads.own)
-    # Round up: fraction * head_dim must not truncate to rotary_dim - 1.
-    fraction = 1.0 if rotary_dim == heads.own else math.nextafter(rotary_dim / heads.own, math.inf)
+    fraction = fraction_of(c.integer("rotary_dim", heads.own), heads.own)
     rotary = rotary_embedding(c, heads, theta=5e6, fraction=fraction, fraction_key="rotary_dim")
     count = c.integer("num_local_experts")
     routing = ExpertRouting(c.integer("num_experts_per_tok"), score="sigmoid", correction="e_score_correction_bias")
