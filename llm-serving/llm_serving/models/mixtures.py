@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from llm_serving.formats.block_tensor import PANEL_ROWS
 from llm_serving.models.attention import MAX_WIDTH
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import Expert, ExpertRouting, ExpertStacks
 from llm_serving.network.operations import Value
-from llm_serving.network.orders import PANEL_ROWS
 
 MAX_EXPERT_COLUMNS: Final = 2**21
 """Maximum intermediate columns of all experts in a layer."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal
 
+from llm_serving.formats.block_tensor import PANEL_ROWS
 from llm_serving.network.operations import Weight
-from llm_serving.network.orders import PANEL_ROWS, order_of, padded_order, repeated_order
+from llm_serving.network.orders import order_of, padded_order, repeated_order
 
 Gate = Literal["silu", "gelu_tanh", "gelu", "clamped"]
 """Function of a gate; "clamped" is that of gpt-oss (csrc/kernels.h)."""

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final
-
-PANEL_ROWS: Final = 16
-"""Weight rows that a product computes together. Widths of experts are padded to multiples of it."""
 
 
 def padded_order(unpadded: int, multiple: int) -> list[int]:

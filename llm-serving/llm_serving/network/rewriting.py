@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from llm_serving.formats.block_tensor import PANEL_ROWS
 from llm_serving.network.operations import Operation, Value
-from llm_serving.network.orders import PANEL_ROWS
 
 Operations = list[Operation]
 

@@ -22,9 +22,10 @@ from functools import lru_cache
 from typing import Final
 
 from llm_serving.errors import ModelError
+from llm_serving.formats.block_tensor import PANEL_ROWS
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Float32Array, Operation, Value, Weight
-from llm_serving.network.orders import PANEL_ROWS, padded_order, repeated_order, shared_order
+from llm_serving.network.orders import padded_order, repeated_order, shared_order
 from llm_serving.network.rewriting import Graph
 
 KEY: Final = "cluster_config.tensor_parallel"

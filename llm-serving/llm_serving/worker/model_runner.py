@@ -35,7 +35,7 @@ from llm_serving.worker.sampler import (
     sample,
 )
 from llm_serving.worker.scoring import check_scoring, score
-from llm_serving.worker.state_guard import StateGuard
+from llm_serving.worker.state_guard import NO_SLOT, StateGuard
 from llm_serving.worker.token_graph import TokenGraph
 
 _FIRST_TAG: Final = 1
@@ -145,7 +145,7 @@ class ModelRunner:
                 query_lens=lens,
                 context_lens=lens,
                 sample_indices=np.arange(num_rows, dtype=np.int32),
-                states=(np.full(num_rows, -1, np.int32), np.full(num_tokens, -1, np.int32)) if self.spec.states else (),
+                states=tuple(np.full(size, NO_SLOT, np.int32) for size in (num_rows, num_tokens) if self.spec.states),
             )
             self._forward(inputs)
             self._states_of(inputs)
