@@ -21,8 +21,8 @@ Float32Array = NDArray[np.float32]
 
 UNIT_COLUMNS: Final = 256
 PANEL_ROWS: Final = 16
-"""Weight rows that a kernel computes, and that are packed, together. Of tensors stacked into one weight, all but the last
-must have a multiple of it. Widths of experts are padded to multiples of it.
+"""Weight rows that are packed, and that a kernel computes, together. Of tensors stacked into one weight, all but the
+last must have a multiple of it. Widths of experts are padded to multiples of it.
 """
 _AT_ONCE: Final = 2**22
 """Elements that are dequantized together, which bounds temporary copies."""

@@ -1,4 +1,4 @@
-"""Reader of calls that consist of a head with the name of a tool, the arguments as JSON, and closing texts."""
+"""Parser and grammar of calls with a head that names the tool, arguments as JSON, and closing texts."""
 
 from __future__ import annotations
 
