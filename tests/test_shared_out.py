@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 CONFTEST = """
+from support import processes
 from support.processes import run_in_processes
+
+processes.TIME_LIMIT = 2.0
 
 def pytest_runtestloop(session):
     run_in_processes(session, 2)
@@ -51,6 +54,12 @@ def broken():
 def test_many(number, broken):
     pass
 """,
+    "test_waiting.py": """
+import threading
+
+def test_endless():
+    threading.Event().wait()
+""",
 }
 
 
@@ -63,10 +72,12 @@ def test_processes_report_every_outcome(tmp_path: Path) -> None:
         [sys.executable, "-m", "pytest", *settings, "-o", path, "."], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "2 failed, 4 passed, 1 skipped, 3 errors" in done.stdout, done.stdout
+    assert "3 failed, 4 passed, 1 skipped, 3 errors" in done.stdout, done.stdout
     assert "FAILED test_first.py::test_bad - assert" in done.stdout
     assert "what it printed" in done.stdout
     assert "shown by nobody" not in done.stdout
     assert "FAILED test_second.py::test_deadly - the process that ran this test has ended" in done.stdout
+    assert "FAILED test_waiting.py::test_endless - the process" in done.stdout
+    assert "in test_endless" in done.stderr, "what its threads execute"
     assert "SKIPPED [1] test_second.py:6: too long" in done.stdout
     assert "OSError: in the end" in done.stdout

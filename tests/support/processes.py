@@ -1,11 +1,13 @@
 """Runs tests in several processes, forked after all tests were collected, so that no process imports them again.
 
 Each process takes one unit of tests after the other, in order, and reports every test to the main process. A unit is a
-file, or a folder whose files share a fixture that takes long.
+file, or a folder whose files share a fixture that takes long. A test that takes longer than `TIME_LIMIT` ends its
+process, which first prints what each of its threads executes.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import mmap
@@ -25,6 +27,9 @@ NUMBER = struct.Struct("=i")
 
 SHARED_FOLDERS: Final = ("ascend",)
 """Folders that are units."""
+
+TIME_LIMIT: Final = 300.0
+"""Seconds for a test with its fixtures: ten times the slowest one. Only a test that waits forever exceeds it."""
 
 
 def unit_of(item: pytest.Item) -> Path:
@@ -106,7 +111,7 @@ def _deserialized(config: pytest.Config, line: bytes) -> pytest.TestReport:
 
 
 def _lost(item: pytest.Item) -> pytest.TestReport:
-    text = "the process that ran this test has ended; later tests of its file or folder were not run"
+    text = "the process that ran this test has ended or exceeded its time limit; later tests of its unit were not run"
     return pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
 
 
@@ -122,9 +127,11 @@ def _run(session: pytest.Session, queue: int, send_fd: int, running: mmap.mmap) 
         capture.stop_global_capturing()  # all processes would share its files
         capture.start_global_capturing()
         capture.suspend_global_capture()
+        stderr_fd = os.dup(2)
         plugins.register(_ReportSender(session.config, send_fd))
         while number := os.read(queue, NUMBER.size):
-            _run_unit(session, *NUMBER.unpack(number), running)
+            _run_unit(session, *NUMBER.unpack(number), running, stderr_fd)
+        faulthandler.cancel_dump_traceback_later()
         NUMBER.pack_into(running, 0, -1)
     except BaseException:  # noqa: BLE001  the main process reports the lost test
         traceback.print_exc()
@@ -133,7 +140,7 @@ def _run(session: pytest.Session, queue: int, send_fd: int, running: mmap.mmap) 
         os._exit(0)
 
 
-def _run_unit(session: pytest.Session, first: int, running: mmap.mmap) -> None:
+def _run_unit(session: pytest.Session, first: int, running: mmap.mmap, stderr_fd: int) -> None:
     unit = unit_of(session.items[first])
     tests = list(takewhile(lambda item: unit_of(item) == unit, session.items[first:]))
     if any(item.get_closest_marker("mindspore") for item in tests):
@@ -142,6 +149,7 @@ def _run_unit(session: pytest.Session, first: int, running: mmap.mmap) -> None:
         gc.freeze()
     for number, (item, following) in enumerate(zip(tests, [*tests[1:], None], strict=True), start=first):
         NUMBER.pack_into(running, 0, number)
+        faulthandler.dump_traceback_later(TIME_LIMIT, exit=True, file=stderr_fd)
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
 
 
