@@ -161,8 +161,8 @@ class AskedServer(GatedServer):
             ask = engine.ask
 
             def ask_and_step(question: Any) -> Any:
-                self.runner.add_questions()
                 answer = ask(question)
+                self.runner.add_questions()  # only now: without a question to answer, the engine would run many steps
                 answer.add_done_callback(lambda _: self.runner.add_questions(-1))
                 return answer
 

@@ -41,8 +41,10 @@ def test_requests_in_flight_go_on_by_other_rules_and_get_the_same(
             all_have_come = Event()
             server.replica.ask(all_have_come.wait)
             asked = [asyncio.create_task(client.post("/v1/completions", json=BODY)) for _ in range(6)]
-            await server.reach(lambda: server.engine.num_waiting == 6)
-            all_have_come.set()
+            try:
+                await server.reach(lambda: server.engine.num_waiting == 6)
+            finally:
+                all_have_come.set()
             await server.reach(lambda: len(server.replica.scheduler.running) == 4)
             path.write_text(
                 "model_config: {decode_batch_size: 1}\n"
