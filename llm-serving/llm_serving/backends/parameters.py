@@ -110,8 +110,8 @@ def parameter_over(array: Array, dtype: str, name: str | None = None) -> ms.Para
 
 def storage_dtype(parameter: ms.Parameter) -> np.dtype[Any]:
     """Return the NumPy dtype that stores the elements: uint16 for bfloat16, else the dtype of the same name."""
-    is_bfloat16 = parameter.dtype == ms.bfloat16
-    return np.dtype(np.uint16 if is_bfloat16 else ms.dtype_to_nptype(parameter.dtype))
+    name = str(parameter.dtype).lower()
+    return np.dtype("uint16" if name == "bfloat16" else name)
 
 
 def bytes_of_block(cache: ms.Parameter) -> int:
