@@ -1,5 +1,7 @@
 """Attention to both sides in programs: it is a softmax over all visible tokens and depends on the request alone."""
 
+import functools
+
 import numpy as np
 import pytest
 from llm_serving.kernels import library
@@ -45,8 +47,17 @@ def answers(x: Typed, window: int, prompts: list[range]) -> list[Array]:
     return np.split(y.array, np.cumsum(lens)[:-1])
 
 
-def expected(x: Typed, window: int) -> tuple[Array, Array]:
-    """Return the expected output, and the same with |v| in place of v, from which the tolerance follows."""
+@functools.cache
+def drawn(count: int, dtype: str) -> Typed:
+    return typed(np.random.default_rng(count).standard_normal((count, WIDTH)), dtype)
+
+
+@functools.cache  # all instruction sets have the same
+def expected(count: int, dtype: str, window: int) -> tuple[Array, Array]:
+    """Return the expected output for `drawn` rows, and the same with |v| in place of v, from which the tolerance
+    follows.
+    """
+    x = drawn(count, dtype)
     q, k, v = np.split(x.values.astype(np.float64), np.cumsum([HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM]), axis=1)
     q = q.reshape(len(q), KV_HEADS, -1, HEAD_DIM)
     k, v = (part.reshape(len(q), KV_HEADS, HEAD_DIM) for part in (k, v))
@@ -64,10 +75,9 @@ def expected(x: Typed, window: int) -> tuple[Array, Array]:
 def test_attention_to_both_sides_equals_a_softmax_of_all_visible_tokens(isa: str, dtype: str, window: int) -> None:
     """1100 tokens have two segments."""
     for count in (1, 70, 1100):
-        x = typed(np.random.default_rng(count).standard_normal((count, WIDTH)), dtype)
-        (y,) = answers(x, window, [range(count)])
+        (y,) = answers(drawn(count, dtype), window, [range(count)])
         unit = 2e-6 if dtype == "float32" else 3 * ROUNDING_UNIT[dtype]
-        rows, magnitude = expected(x, window)
+        rows, magnitude = expected(count, dtype, window)
         assert_close(Typed(y, "float32"), rows, unit * magnitude + 1e-6)
 
 
