@@ -33,7 +33,7 @@ struct alignas(64) TileConfig {
 #if defined(LLM_AMX_EMULATED)
 struct EmulatedTiles {
   TileConfig config;
-  char bytes[8][1024];
+  char bytes[8][1024] = {};  // constant, so that no use of a thread checks whether it was initialised
 };
 inline thread_local EmulatedTiles emulated;
 
