@@ -148,7 +148,8 @@ def test_process_logs_that_it_waits_for_another_compilation(compiler: Path) -> N
     logger.addHandler(watch)
     logger.setLevel(logging.INFO)
     try:
-        with (folder / "build.lock").open("w") as lock, ThreadPoolExecutor(1) as pool:
+        # The lock ends before the pool, which would wait for ever for it if an assertion failed.
+        with ThreadPoolExecutor(1) as pool, (folder / "build.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             lock.write("12 of 34 sources")
             lock.flush()
