@@ -1,5 +1,7 @@
 """Products of weights in blocks: bit-identical to NumPy on every instruction set."""
 
+from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -69,14 +71,29 @@ def expected(x: Typed, tensor: BlockTensor) -> Array:
     return blocks.linear(x.values, tensor.qvalues, tensor.zero, *numbers)
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_block_product_bits_equal_numpy(isa_of_codes: str, name: str) -> None:
+class Product(NamedTuple):
+    x: Typed
+    tensor: BlockTensor
+    bits: Array
+
+
+@cache  # all instruction sets have the same
+def products(name: str) -> list[Product]:
+    """Return products of every type and shape, with the bits that NumPy computes."""
     rng = np.random.default_rng(1)
-    for dtype, (m, n, k) in ((dtype, shape) for dtype in ("bfloat16", "float16", "float32") for shape in SHAPES):
+    found = []
+    for dtype, (m, n, k) in product(("bfloat16", "float16", "float32"), SHAPES):
         tensor = random_tensor(rng, n, k, FORMS[name])
         x = typed(normal(rng, m, k) * (np.arange(m) % 3 > 0)[:, None], dtype)
-        bits = linear(x, block_weight([tensor], dtype), "float32").bits
-        assert np.array_equal(bits, expected(x, tensor).view(np.uint32)), (dtype, m, n, k)
+        found.append(Product(x, tensor, expected(x, tensor).view(np.uint32)))
+    return found
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_block_product_bits_equal_numpy(isa_of_codes: str, name: str) -> None:
+    for x, tensor, bits in products(name):
+        found = linear(x, block_weight([tensor], x.dtype), "float32").bits
+        assert np.array_equal(found, bits), (x.dtype, x.array.shape, tensor.qvalues.shape)
 
 
 @settings(max_examples=40)
