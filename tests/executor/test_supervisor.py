@@ -162,8 +162,13 @@ def test_local_work_agents_open_no_port(run_fake_agent):
             agent.stop()
 
 
+MAX_RESTARTS, MANY_KILLS = 5, 8
+
+
 def test_work_agent_serves_after_repeated_kills(run_fake_agent, processes, monkeypatch):
-    """20 deaths in a row without a step; every second WorkAgent does not get as far as being ready."""
+    """More deaths in a row without a step than the limit, which counts at the first start only; every second WorkAgent
+    does not get as far as being ready.
+    """
     monkeypatch.setattr(supervised_executor, "MIN_RESTART_TIMEOUT_S", 600.0)  # none is replaced for being slow
     num_kills = 0
 
@@ -173,14 +178,14 @@ def test_work_agent_serves_after_repeated_kills(run_fake_agent, processes, monke
         processes[-1].kill()
 
     def start(like, timeout_s):
-        never_loaded = num_kills < 20 and num_kills % 2
+        never_loaded = num_kills < MANY_KILLS and num_kills % 2
         device = NEVER_LOADED if never_loaded else 0
         config = replace(a_config(), serving=ServerConfig(start_device_id=device))
         return start_work_agent(config, 0, lambda text: kill() if never_loaded else None, like, timeout_s)
 
-    executor = SupervisedExecutor(start, 30.0, 5, pause=lambda delay_s: False)
+    executor = SupervisedExecutor(start, 30.0, MAX_RESTARTS, pause=lambda delay_s: False)
     open_files = len(set(Path("/proc/self/fd").iterdir()))
-    while num_kills < 20:
+    while num_kills < MANY_KILLS:
         kill()
         with pytest.raises(WorkerDiedError):
             executor.collect()
@@ -190,7 +195,7 @@ def test_work_agent_serves_after_repeated_kills(run_fake_agent, processes, monke
     prompt = [5, 6, 7]
     executor.submit(step_input([(prompt, 0, [1])], step=0, sampling=sampling_input(1, position=3)))
     assert executor.collect().token_ids.tolist() == expected_output(prompt, 1)
-    assert len(processes) == 21
+    assert len(processes) == MANY_KILLS + 1
     assert len(set(Path("/proc/self/fd").iterdir())) <= open_files  # what others have left open may be closed meanwhile
     executor.close()
 
