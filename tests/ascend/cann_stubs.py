@@ -31,7 +31,7 @@ LIBRARIES: Final = (
     "error_manager exe_graph ge_runner graph hccl lowering metadef mmpa msprofiler msprofiler_fwk nnopbase opapi "
     "platform profapi register runtime slog static_mmpa tiling_api unified_dlog"
 ).split()
-"""Names of CANN's shared objects. Each is empty and depends on the one that has all symbols."""
+"""Names of CANN's shared objects. Each is a link to the one that has all symbols."""
 
 SYSTEM_LIBRARIES: Final = ("c", "m", "stdc++", "gcc_s", "gomp", "dl", "pthread", "rt", "z")
 _LOOKED_UP: Final = ("acl", "Hccl", "hccl", "hal", "drv", "rt", "Msprof")
@@ -98,12 +98,8 @@ def build(folder: Path) -> dict[str, str]:
     libraries = folder / "lib64"
     (libraries / "driver").mkdir(parents=True)
     _link(libraries / f"lib{RUNTIME}.so", *objects, "generated.o", "-lrt", at=folder)
-    (folder / "empty.c").write_text("")
-    for name in LIBRARIES:
-        needed = "-Wl,--no-as-needed", f"-L{libraries}", f"-l{RUNTIME}", "-Wl,-rpath,$ORIGIN"
-        _link(libraries / f"lib{name}.so", "empty.c", *needed, at=folder)
-    for name in ("ascend_hal", RUNTIME):
-        shutil.copy(libraries / f"lib{name}.so", libraries / "driver")
+    for file in *(libraries / f"lib{name}.so" for name in LIBRARIES), libraries / "driver" / "libascend_hal.so":
+        file.symlink_to(libraries / f"lib{RUNTIME}.so")
     for data in ("data", "runtime/data", "x86_64-linux/data"):
         shutil.copytree(HERE / "platform_config", folder / data / "platform_config")
     (folder / "opp").mkdir()
