@@ -263,13 +263,27 @@ def run_here(words: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
+def write_shorter_loads(top: Path) -> None:
+    """Write the folder `performance`, whose workloads have a tenth of the requests."""
+    folder = top / "performance"
+    (folder / "loads").mkdir(parents=True)
+    for path in (ROOT / "performance").iterdir():
+        if path.name != "loads":
+            (folder / path.name).symlink_to(path)
+    for path in (ROOT / "performance" / "loads").iterdir():
+        text, count = re.subn(r"requests: (\d+)0\b", r"requests: \1", path.read_text())
+        assert count > 0, path
+        (folder / "loads" / path.name).write_text(text)
+
+
 def test_blocks_of_commands_run(tmp_path, monkeypatch):
     """Every unmarked block succeeds, in a copy of the top folder, against one server with the shipped model."""
     (port,) = free_ports(1)
     for path in ROOT.iterdir():
-        if path.name != ".venv":
+        if path.name not in (".venv", "performance"):
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / ".venv").symlink_to(sys.prefix)
+    write_shorter_loads(tmp_path)
     monkeypatch.chdir(tmp_path)
     environment = dict(os.environ, LLM_SERVING_VENV=sys.prefix, LLM_SERVING_RUN_DIR=str(RUN_DIR))
     url = f"--url http://127.0.0.1:{port}"
