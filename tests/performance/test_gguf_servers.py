@@ -22,8 +22,10 @@ def test_medians_are_those_of_each_figure() -> None:
 
 @pytest.mark.mindspore
 def test_main_measures_a_server(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(gguf_servers, "_VOCABULARY", range(10, 2000))
-    assert gguf_servers.main(["--model", "demo", "--rounds", "1"]) == 0
+    for name, value in {"_VOCABULARY": range(10, 2000), "_REPEATS": 1, "_AT_ONCE": 4}.items():
+        monkeypatch.setattr(gguf_servers, name, value)
+    settings = ("--set", "device_config.num_threads=1", "--set", "pa_config.num_blocks=256")
+    assert gguf_servers.main(["--model", "demo", "--rounds", "1", *settings]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
     values = [float(row.split("|")[2].replace(",", "")) for row in rows]
     assert len(values) == len(gguf_servers.FIGURES) and all(value > 0 for value in values)
