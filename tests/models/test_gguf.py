@@ -86,7 +86,7 @@ def test_gguf_yarn_scaling(tmp_path):
     [
         (
             {"general.architecture": "mamba"},
-            "`general.architecture` must be one of llama, qwen2, qwen2moe, .*deepseek2. Given: 'mamba'",
+            "`general.architecture` must be one of llama, qwen2, qwen2moe, .*deepseek2.*. Given: 'mamba'",
         ),
         ({"general.architecture": 3}, "`general.architecture` must be one of"),
         ({"llama.expert_count": 8}, "`llama.expert_used_count` must be given"),

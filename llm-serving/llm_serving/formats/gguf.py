@@ -27,10 +27,11 @@ import numpy as np
 
 from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError, shorten
-from llm_serving.formats.gguf_blocks import BLOCKS, BlockType
-from llm_serving.formats.gguf_names import named_weights
-from llm_serving.formats.packed import PackedTensor, Quantized, ReadableTensor
-from llm_serving.formats.stored_tensor import Array, StoredTensor, check_apart
+from llm_serving.formats.gguf_blocks import BLOCKS, BLOCKS_PART, UnpackedBlocks
+from llm_serving.formats.gguf_layouts import UNKNOWN_HEADS, HeadCounts
+from llm_serving.formats.gguf_weights import named_weights
+from llm_serving.formats.packed import PackedTensor, ReadableTensor
+from llm_serving.formats.stored_tensor import StoredTensor, check_apart
 
 _VERSIONS: Final = (2, 3)
 _PLAIN: Final[Mapping[int, str]] = {0: "F32", 1: "F16", 30: "BF16"}
@@ -57,8 +58,6 @@ _MAX_DIMENSIONS: Final = 4
 _MAX_ALIGNMENT: Final = 2**16
 _MAX_PARTS: Final = 99_999
 _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-BLOCKS_PART: Final = "blocks"
-"""Name, in a `PackedTensor`, of the array with the blocks, [rows, bytes of a row]."""
 
 
 @dataclass(frozen=True)
@@ -273,16 +272,6 @@ class _TensorInfo:
             )
 
 
-@dataclass(frozen=True)
-class UnpackedBlocks:
-    """Unpacks rows of blocks of one type, stored as [rows, bytes of a row]."""
-
-    block: BlockType
-
-    def __call__(self, arrays: Mapping[str, Array]) -> Quantized:
-        return self.block.unpacked(arrays[BLOCKS_PART])
-
-
 def _tensor_info(file: Path, reader: _HeaderReader) -> _TensorInfo:
     name = reader.text(_MAX_NAME_BYTES)
     num_dimensions = reader.number("<I")
@@ -308,15 +297,13 @@ class Gguf:
 
     Attributes:
         architecture: Value of `general.architecture`, which decides the names and layouts of tensors.
-        heads, kv_heads: Numbers of heads of queries, and of keys and values; 0: unknown. They are needed only where the
-            layout of a tensor depends on heads.
+        heads: Numbers of heads; 0: unknown. They are needed only where the layout of a tensor depends on them.
         block_elements, block_bytes: As the attributes of `GgufFile`.
     """
 
     description: str
     architecture: str = ""
-    heads: int = 0
-    kv_heads: int = 0
+    heads: HeadCounts = UNKNOWN_HEADS
     block_elements: int = 0
     block_bytes: int = 0
     activation_bits: int | None = None
@@ -328,4 +315,4 @@ class Gguf:
         return self.description.partition(", ")[2]
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-        return named_weights(tensors, self.architecture, self.heads, self.kv_heads)
+        return named_weights(tensors, self.architecture, self.heads)

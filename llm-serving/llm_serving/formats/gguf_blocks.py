@@ -240,3 +240,17 @@ BLOCKS: Final[Mapping[int, BlockType]] = {
     23: BlockType("IQ4_XS", 256, 136, _iq4_xs, bits=8, zero=128),
     39: BlockType("MXFP4", 32, 17, _mxfp4, bits=8, zero=128),
 }
+
+
+BLOCKS_PART: Final = "blocks"
+"""Name, in a `PackedTensor`, of the array with the blocks, [rows, bytes of a row]."""
+
+
+@dataclass(frozen=True)
+class UnpackedBlocks:
+    """Unpacks rows of blocks of one type, stored as [rows, bytes of a row]."""
+
+    block: BlockType
+
+    def __call__(self, arrays: Mapping[str, Array]) -> BlockTensor:
+        return self.block.unpacked(arrays[BLOCKS_PART])

@@ -1,47 +1,62 @@
-"""The tensors of a GGUF file under Hugging Face's names, and in its layout.
-
-llama.cpp uses the same tensor names for every architecture. It stores some tensors in another layout:
-    rows of query and key   `pairs`: the two rows that rotate together are neighbours; here they lie half a head apart
-    norm weights            `plus_one`: the stored weight is the norm weight of the model plus 1
-    experts                 one tensor of three dimensions for all experts of a layer; until 2024 one for each expert
-    stacked projections     some files have one tensor for query, key and value
-    latent keys, values     DeepSeek: two tensors with a matrix for each head; the matrices of the keys are transposed
-
-Blocks keep their bytes: `StoredTensor.part` picks consecutive rows (experts, stacked projections), and
-`PackedTensor.order` states the order of reordered rows. Only latent keys and values are dequantized.
-"""
+"""The tensors of GGUF files under Hugging Face's names, for each architecture of llama.cpp."""
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
-import numpy as np
+from llm_serving.formats.gguf_layouts import (
+    Layout,
+    first_of_groups,
+    flat,
+    gates_of_groups,
+    of_each_head,
+    queries_of_groups,
+    rates,
+    second_of_groups,
+    taps,
+    untiled,
+    untiled_columns,
+    untiled_rates,
+    untiled_taps,
+)
 
-from llm_serving.errors import ModelError
-from llm_serving.formats.packed import PackedTensor, ReadableTensor
-from llm_serving.formats.quantized_tensor import QuantizedTensor
-from llm_serving.formats.stored_tensor import Array, StoredTensor, to_float32
 
-FREQUENCIES: Final = "rope_freqs.weight"
-SHORT_FREQUENCIES: Final = "rope_factors_short.weight"
-LONG_FREQUENCIES: Final = "rope_factors_long.weight"
-_NO_WEIGHTS: Final = (FREQUENCIES, SHORT_FREQUENCIES, LONG_FREQUENCIES)
-"""Tensors that are not weights: divisors of the rotary frequencies, which `models.gguf` adds to the configuration."""
+class NamedLayout(NamedTuple):
+    name: str
+    layout: Layout
 
-_LATENT_KEYS, _LATENT_VALUES = "attn_k_b", "attn_v_b"
-_WHOLE: Final[Mapping[str, str]] = {
+
+@dataclass(frozen=True)
+class Naming:
+    """The names and layouts of an architecture.
+
+    Attributes:
+        more: Tensors of a layer that Llama lacks or names differently. `*` is the number of an expert; `|` separates
+            the names of query, key and value that one tensor stacks. A tuple has a name and a layout for each tensor
+            that is made of the file's tensor.
+        whole: The same for tensors outside layers.
+        layers: Prefix of the names of layers.
+        pairs, plus_one: Whether the file uses the layout of this name in the docstring of this module.
+    """
+
+    more: Mapping[str, str | tuple[NamedLayout, ...]] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
+    layers: str = "model.layers"
+    pairs: bool = False
+    plus_one: bool = False
+
+
+LATENT_KEYS: Final = "attn_k_b"
+WHOLE: Final[Mapping[str, str]] = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "token_embd_norm": "model.embedding_norm",
     "output": "lm_head",
 }
-_ROTATED: Final = ("self_attn.q_proj", "self_attn.k_proj")
-_QKV: Final = "|".join((*_ROTATED, "self_attn.v_proj"))
-_OF_LAYER: Final[Mapping[str, str]] = {
+_QKV: Final = "self_attn.q_proj|self_attn.k_proj|self_attn.v_proj"
+OF_LAYER: Final[Mapping[str, str]] = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -69,13 +84,12 @@ _BLOCK_SPARSE: Final[Mapping[str, str]] = {
 }
 
 
-_CONVOLUTION: Final = "conv.conv"
-_LFM2: Final[Mapping[str, str]] = {
+_LFM2: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
     "attn_norm": "operator_norm",
     "attn_q_norm": "self_attn.q_layernorm",
     "attn_k_norm": "self_attn.k_layernorm",
     "attn_output": "self_attn.out_proj",
-    "shortconv.conv": _CONVOLUTION,
+    "shortconv.conv": (NamedLayout("conv.conv", taps),),
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
     "ffn_norm": "ffn_norm",
@@ -92,8 +106,6 @@ def _shared(name: str) -> dict[str, str]:
 
 _CORRECTION: Final = "mlp.gate.e_score_correction_bias"
 _ERNIE_CORRECTION: Final = "mlp.moe_statics.e_score_correction_bias"
-_ONE_ROW: Final = ("shared_expert_gate", _ERNIE_CORRECTION)
-"""Tensors that are vectors in GGUF and matrices of one row in Hugging Face's layout."""
 _HUNYUAN: Final[Mapping[str, str]] = {
     "attn_q_norm": "self_attn.query_layernorm",
     "attn_k_norm": "self_attn.key_layernorm",
@@ -109,33 +121,144 @@ _GEMMA: Final[Mapping[str, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Naming:
-    """The names and layouts of an architecture.
-
-    Attributes:
-        more: Tensors of a layer that Llama lacks or names differently. `*` is the number of an expert; `|` separates
-            the names of query, key and value that one tensor stacks.
-        pairs, plus_one: Whether the file uses the layout of this name in the docstring of this module.
+def _mamba(at: str) -> dict[str, str | tuple[NamedLayout, ...]]:
+    """Return the names of a Mamba-2 mixer with this prefix. The file has matrices of one column or one row per group
+    where a folder has vectors.
     """
+    return {
+        "ssm_in": f"{at}in_proj",
+        "ssm_conv1d": (NamedLayout(f"{at}conv1d", taps),),
+        "ssm_dt": f"{at}dt_bias",
+        "ssm_a": (NamedLayout(f"{at}A_log", rates),),
+        "ssm_d": (NamedLayout(f"{at}D", flat),),
+        "ssm_norm": (NamedLayout(f"{at}norm", flat),),
+        "ssm_out": f"{at}out_proj",
+    }
 
-    more: Mapping[str, str] = field(default_factory=dict)
-    pairs: bool = False
-    plus_one: bool = False
 
+_DELTA: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
+    **_EXPERTS,
+    **_shared("shared_expert"),
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": (
+        NamedLayout("linear_attn.in_proj_qkv", queries_of_groups),
+        NamedLayout("linear_attn.in_proj_z", gates_of_groups),
+    ),
+    "ssm_ba": (
+        NamedLayout("linear_attn.in_proj_b", first_of_groups),
+        NamedLayout("linear_attn.in_proj_a", second_of_groups),
+    ),
+    "ssm_conv1d": (NamedLayout("linear_attn.conv1d", taps),),
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_a": (NamedLayout("linear_attn.A_log", rates),),
+    "ssm_norm": (NamedLayout("linear_attn.norm", flat),),
+    "ssm_out": "linear_attn.out_proj",
+}
+"""Qwen3-Next. `ssm_in` occurs in files of 2025, in place of `attn_qkv` and `attn_gate`."""
+_TILED: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
+    **_DELTA,
+    "attn_qkv": (NamedLayout("linear_attn.in_proj_qkv", untiled),),
+    "attn_gate": (NamedLayout("linear_attn.in_proj_z", untiled),),
+    "ssm_beta": (NamedLayout("linear_attn.in_proj_b", untiled),),
+    "ssm_alpha": (NamedLayout("linear_attn.in_proj_a", untiled),),
+    "ssm_conv1d": (NamedLayout("linear_attn.conv1d", untiled_taps),),
+    "ssm_dt": (NamedLayout("linear_attn.dt_bias", untiled),),
+    "ssm_a": (NamedLayout("linear_attn.A_log", untiled_rates),),
+    "ssm_out": (NamedLayout("linear_attn.out_proj", untiled_columns),),
+}
+"""Qwen3.5: the heads of values lie in another order."""
+_SHARED_MLP: Final[Mapping[str, str]] = {
+    f"ffn_{part}{ending}": f"shared_mlp.{part}_proj" for part in ("gate", "up", "down") for ending in ("", "_shexp")
+}
+_GRANITE_EXPERTS: Final[Mapping[str, str]] = {
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_exps": "block_sparse_moe.experts.*.gate_proj",
+    "ffn_up_exps": "block_sparse_moe.experts.*.up_proj",
+    "ffn_down_exps": "block_sparse_moe.experts.*.down_proj",
+}
 
 NAMINGS: Final[Mapping[str, Naming]] = {
     "llama": Naming(_BLOCK_SPARSE, pairs=True),
     "mistral3": Naming(pairs=True),
     "granite": Naming(pairs=True),
-    "granitemoe": Naming(
+    "granitemoe": Naming(_GRANITE_EXPERTS, pairs=True),
+    "granitehybrid": Naming({**_mamba("mamba."), **_GRANITE_EXPERTS, **_SHARED_MLP}, pairs=True),
+    "falcon-h1": Naming(
         {
-            "ffn_gate_inp": "block_sparse_moe.router.layer",
-            "ffn_gate_exps": "block_sparse_moe.experts.*.gate_proj",
-            "ffn_up_exps": "block_sparse_moe.experts.*.up_proj",
-            "ffn_down_exps": "block_sparse_moe.experts.*.down_proj",
+            **_mamba("mamba."),
+            "ffn_norm": (NamedLayout("pre_ff_layernorm.weight", flat),),  # the converter omits the ending
+            **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
         },
+        whole={"output_norm": "model.final_layernorm"},
+    ),
+    "nemotron_h": Naming(
+        {
+            **_mamba("mixer."),
+            "attn_norm": "norm",
+            **{f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"},
+            "attn_output": "mixer.o_proj",
+            "ffn_up": "mixer.up_proj",
+            "ffn_down": "mixer.down_proj",
+        },
+        whole={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"},
+        layers="backbone.layers",
         pairs=True,
+    ),
+    "qwen3next": Naming(_DELTA, plus_one=True),
+    "qwen35": Naming(_TILED, plus_one=True),
+    "qwen35moe": Naming(_TILED, plus_one=True),
+    "gptneox": Naming(
+        {
+            "attn_qkv": (NamedLayout("attention.query_key_value", of_each_head),),
+            "attn_output": "attention.dense",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        },
+        whole={"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out"},
+        layers="gpt_neox.layers",
+    ),
+    "bert": Naming(
+        {
+            "attn_q": "attention.self.query",
+            "attn_k": "attention.self.key",
+            "attn_v": "attention.self.value",
+            "attn_output": "attention.output.dense",
+            "attn_output_norm": "attention.output.LayerNorm",
+            "ffn_up": "intermediate.dense",
+            "ffn_down": "output.dense",
+            "layer_output_norm": "output.LayerNorm",
+        },
+        whole={
+            "token_embd": "embeddings.word_embeddings",
+            "token_embd_norm": "embeddings.LayerNorm",
+            "token_types": "embeddings.token_type_embeddings",
+            "position_embd": "embeddings.position_embeddings",
+            "cls": "pooler.dense",
+            "cls.output": "classifier",
+        },
+        layers="encoder.layer",
+    ),
+    "modern-bert": Naming(
+        {
+            "attn_norm": "attn_norm",
+            "attn_qkv": "attn.Wqkv",
+            "attn_output": "attn.Wo",
+            "ffn_norm": "mlp_norm",
+            "ffn_up": "mlp.Wi",
+            "ffn_down": "mlp.Wo",
+        },
+        whole={
+            "token_embd": "embeddings.tok_embeddings",
+            "token_embd_norm": "embeddings.norm",
+            "output_norm": "final_norm",
+            "cls": "head.dense",
+            "cls.norm": "head.norm",
+            "cls.output": "classifier",
+        },
+        layers="layers",
     ),
     "smollm3": Naming(pairs=True),
     "internlm2": Naming(pairs=True),
@@ -208,170 +331,8 @@ NAMINGS: Final[Mapping[str, Naming]] = {
             "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
             "attn_kv_a_norm": "self_attn.kv_a_layernorm",
             "attn_kv_b": "self_attn.kv_b_proj",
-            _LATENT_KEYS: "self_attn.kv_b_proj",
+            LATENT_KEYS: "self_attn.kv_b_proj",
         }
     ),
 }
 """`general.architecture` -> names and layouts."""
-
-_NAME: Final = re.compile(
-    r"^(?:blk\.(?P<layer>\d{1,6})\.)?(?P<role>(?:shortconv\.)?[a-z0-9_]+)(?:\.(?P<expert>\d{1,4}))?\.(?P<kind>weight|bias)$"
-)
-_PREDICTING: Final = re.compile(r"^blk\.(?=\d{1,6}\.nextn\.)")
-"""Start of tensor names that only multi-token prediction layers have."""
-_HUGGING_FACE_PREFIXES: Final = ("model.", "lm_head.")
-"""Prefixes of Hugging Face's names. A GGUF file with such names is refused, because its rows would not be reordered."""
-
-
-def named_weights(
-    tensors: Mapping[str, ReadableTensor], architecture: str, heads: int, kv_heads: int
-) -> dict[str, ReadableTensor]:
-    """Return the tensors of a file with the names and layout of Hugging Face. Unknown names are kept. `architecture` is
-    a key of `NAMINGS`. Raise ModelError if two tensors get one name, or the shape of a tensor does not fit the numbers
-    of heads.
-    """
-    naming = NAMINGS[architecture]
-    weights: dict[str, ReadableTensor] = {}
-    for name, tensor in tensors.items():
-        if name in _NO_WEIGHTS or _is_latent_values(name, tensors):
-            continue
-        for known, weight in _named(name, tensor, tensors, naming, _Heads(heads, kv_heads)):
-            if known == name and name.startswith(_HUGGING_FACE_PREFIXES):
-                raise ModelError(f"{tensor.file}: tensor {name} must have a name of llama.cpp (blk.0.attn_q.weight)")
-            if known in weights:
-                raise ModelError(f"{tensor.file}: tensor {name} occurs twice, as {known}")
-            weights[known] = weight
-    return weights
-
-
-class _Heads(NamedTuple):
-    q: int
-    kv: int
-
-
-def _is_latent_values(name: str, tensors: Mapping[str, ReadableTensor]) -> bool:
-    return _LATENT_VALUES in name and name.replace(_LATENT_VALUES, _LATENT_KEYS) in tensors
-
-
-def _named(
-    name: str, tensor: ReadableTensor, tensors: Mapping[str, ReadableTensor], naming: Naming, heads: _Heads
-) -> Iterator[tuple[str, ReadableTensor]]:
-    match = _NAME.match(name)
-    expert = None if match is None else match["expert"]
-    role = "" if match is None else match["role"] if expert is None else f"{match['role']}_exps"
-    known = match and ({**_OF_LAYER, **naming.more} if match["layer"] else _WHOLE).get(role)
-    if match is None or known is None:
-        yield _PREDICTING.sub("model.layers.", name), tensor
-        return
-    prefix, ending = f"model.layers.{int(match['layer'])}." if match["layer"] else "", match["kind"]
-    if role == _LATENT_KEYS:
-        tensor = _joined_latents(name, tensor, tensors.get(name.replace(role, _LATENT_VALUES)), heads.q)
-    if "*" not in known or expert is not None:
-        experts = {int(expert or 0): tensor}
-    else:
-        experts = dict(enumerate(_experts(name, tensor)))
-    for number, part in experts.items():
-        for each, weight in _apart(name, known.replace("*", str(number)), part, heads):
-            full = each if each.endswith((f"_{ending}", ".sinks")) else f"{each}.{ending}"
-            yield f"{prefix}{full}", _in_layout(name, each, weight, naming, heads)
-
-
-def _apart(name: str, known: str, tensor: ReadableTensor, heads: _Heads) -> list[tuple[str, ReadableTensor]]:
-    """Return the weights that are stacked in a tensor, by their names."""
-    names = known.split("|")
-    if len(names) == 1:
-        return [(known, tensor)]
-    counts = (heads.q, heads.kv, heads.kv)
-    own = _head_rows(name, tensor, sum(counts))
-    starts = itertools.accumulate(counts, initial=0)
-    return [
-        (each, _rows(tensor, start * own, (count * own, *tensor.shape[1:])))
-        for each, start, count in zip(names, starts, counts, strict=False)
-    ]
-
-
-def _in_layout(name: str, known: str, tensor: ReadableTensor, naming: Naming, heads: _Heads) -> ReadableTensor:
-    if naming.pairs and known in _ROTATED:
-        return _with_split_pairs(name, tensor, heads.q if known == _ROTATED[0] else heads.kv)
-    if naming.plus_one and known.endswith("norm") and isinstance(tensor, StoredTensor):
-        return PackedTensor(name, tensor.shape, {"values": tensor}, _less_one)
-    if known == _CONVOLUTION and len(tensor.shape) == 2 and isinstance(tensor, StoredTensor):
-        return replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
-    if known.endswith(_ONE_ROW) and len(tensor.shape) == 1 and isinstance(tensor, StoredTensor):
-        return replace(tensor, shape=(1, *tensor.shape))
-    return tensor
-
-
-def _head_rows(name: str, tensor: ReadableTensor, heads: int, multiple: int = 1) -> int:
-    if not heads or tensor.shape[0] % (multiple * heads):
-        raise ModelError(f"{tensor.file}: tensor {name} must have rows of {heads} heads. Found: {tensor.shape[0]}")
-    return tensor.shape[0] // heads
-
-
-def _with_split_pairs(name: str, tensor: ReadableTensor, heads: int) -> ReadableTensor:
-    _head_rows(name, tensor, heads, 2)
-    order = np.arange(tensor.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
-    if isinstance(tensor, PackedTensor):
-        return replace(tensor, order=order)
-    return PackedTensor(name, tensor.shape, {"rows": tensor}, lambda arrays: arrays["rows"], order)
-
-
-def _experts(name: str, tensor: ReadableTensor) -> Iterator[ReadableTensor]:
-    dimensions = 2 if name.endswith(".bias") else 3
-    if len(tensor.shape) != dimensions:
-        raise ModelError(f"{tensor.file}: tensor {name} must have {dimensions} dimensions. Found: {list(tensor.shape)}")
-    if dimensions == 2 and not isinstance(tensor, StoredTensor):
-        raise ModelError(f"{tensor.file}: tensor {name} must not be block-quantized")
-    count, rows = tensor.shape[:2]
-    return (_rows(tensor, number * rows, tensor.shape[1:]) for number in range(count))
-
-
-def _rows(tensor: ReadableTensor, start: int, shape: tuple[int, ...]) -> ReadableTensor:
-    """Return consecutive rows of a tensor; the last dimension counts columns, except that of a vector."""
-    if isinstance(tensor, StoredTensor):
-        return tensor.part(start * (shape[-1] if len(shape) > 1 else 1), shape)
-    stored = {
-        ending: part.part(start * part.shape[-1], (shape[0], part.shape[-1])) for ending, part in tensor.stored.items()
-    }
-    return replace(tensor, shape=shape, stored=stored)
-
-
-def _less_one(arrays: Mapping[str, Array]) -> Array:
-    values: Array = to_float32(arrays["values"]) - np.float32(1)
-    return values
-
-
-def _joined_latents(name: str, keys: ReadableTensor, values: ReadableTensor | None, heads: int) -> PackedTensor:
-    """[heads, rank, n] keys and [heads, v, rank] values -> kv_b_proj [heads * (n + v), rank].
-
-    Each head has n rows of keys, then v rows of values. A file may also store heads and rows as one dimension.
-    """
-    if values is None:
-        raise ModelError(f"{keys.file}: tensor {name} must have {_LATENT_VALUES} beside it")
-    rank = values.shape[-1]
-    num_keys, num_rows = keys.shape[-1], int(np.prod(values.shape[:-1]))
-    if not heads or num_rows % heads or int(np.prod(keys.shape[:-1])) != heads * rank:
-        raise ModelError(
-            f"{keys.file}: tensor {name} must have {heads} matrices of {rank} rows. Found: {list(keys.shape)}"
-        )
-    stored: dict[str, StoredTensor] = {}
-    for each, tensor in (("keys", keys), ("values", values)):
-        parts = {"": tensor} if isinstance(tensor, StoredTensor) else tensor.stored
-        stored |= {f"{each}.{ending}": part for ending, part in parts.items()}
-
-    def unpack(arrays: Mapping[str, Array]) -> Array:
-        k = _elements("keys", keys, arrays).reshape(heads, rank, num_keys).swapaxes(1, 2)
-        v = _elements("values", values, arrays).reshape(heads, -1, rank)
-        joined: Array = np.concatenate([k, v], axis=1).reshape(-1, rank)
-        return joined
-
-    return PackedTensor(name, (heads * num_keys + num_rows, rank), stored, unpack)
-
-
-def _elements(which: str, tensor: ReadableTensor, arrays: Mapping[str, Any]) -> Array:
-    own = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"{which}.")}
-    if isinstance(tensor, StoredTensor):
-        return to_float32(own[""])
-    found = tensor.unpack(own)
-    assert not isinstance(found, QuantizedTensor)
-    return found if isinstance(found, np.ndarray) else found.dequantized()

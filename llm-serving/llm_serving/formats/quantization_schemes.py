@@ -11,6 +11,7 @@ from llm_serving.formats.awq import Awq
 from llm_serving.formats.compressed_tensors import CompressedTensors
 from llm_serving.formats.fp8 import Fp8
 from llm_serving.formats.gguf import METHOD, Gguf
+from llm_serving.formats.gguf_layouts import HeadCounts
 from llm_serving.formats.gguf_names import NAMINGS
 from llm_serving.formats.gptq import Gptq
 from llm_serving.formats.mxfp4 import Mxfp4
@@ -139,10 +140,11 @@ def _gguf(given: Mapping[str, Any], description: str) -> Scheme:
     architecture = given.get("architecture")
     if not isinstance(architecture, str) or architecture not in NAMINGS:
         raise _RefusedError(f"must have an architecture of {', '.join(NAMINGS)}. Given: {shorten(architecture)}")
-    heads, kv_heads = (given.get(key, 0) for key in ("heads", "kv_heads"))
-    if any(type(each) is not int or not 0 <= each <= _MAX_GROUP for each in (heads, kv_heads)):
-        raise _RefusedError(f"must have heads. Given: {shorten((heads, kv_heads))}")
-    return Gguf(description, architecture, heads, kv_heads, given.get("block_elements", 0), given.get("block_bytes", 0))
+    counts = tuple(given.get(key, 0) for key in HeadCounts._fields)
+    if any(type(each) is not int or not 0 <= each <= _MAX_GROUP for each in counts):
+        raise _RefusedError(f"must have heads. Given: {shorten(counts)}")
+    heads = HeadCounts(*counts)
+    return Gguf(description, architecture, heads, given.get("block_elements", 0), given.get("block_bytes", 0))
 
 
 _SCHEMES: Final[Mapping[str, Callable[[Mapping[str, Any], str], Scheme]]] = {

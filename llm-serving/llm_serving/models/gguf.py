@@ -10,11 +10,13 @@ import numpy as np
 
 from llm_serving.errors import ModelError
 from llm_serving.formats.gguf import METHOD, GgufFile, files_of, read_gguf
-from llm_serving.formats.gguf_names import FREQUENCIES, LONG_FREQUENCIES, SHORT_FREQUENCIES
+from llm_serving.formats.gguf_layouts import HeadCounts
+from llm_serving.formats.gguf_weights import FREQUENCIES, LONG_FREQUENCIES, SHORT_FREQUENCIES
 from llm_serving.formats.stored_tensor import StoredTensor
 from llm_serving.models.attention import fraction_of
-from llm_serving.models.gguf_architectures import ARCHITECTURES, Architecture, Config
-from llm_serving.models.gguf_metadata import MetadataReader
+from llm_serving.models.gguf_architectures import ARCHITECTURES
+from llm_serving.models.gguf_metadata import Architecture, Config, MetadataReader
+from llm_serving.models.pooling import POOLING
 
 SUFFIX: Final = ".gguf"
 
@@ -35,6 +37,8 @@ _ROPE_THETA: Final = 10000.0
 _NEEDED: Final = ("embedding_length", "block_count", "attention.head_count")
 _END_IDS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 _SCALINGS: Final = ("none", "linear", "yarn")
+_POOLING: Final[Mapping[Any, str]] = {1: "mean", 2: "cls", 3: "lasttoken"}
+"""GGUF's number -> pooling mode of sentence-transformers."""
 _MAX_ROTATION: Final = 2**12
 
 
@@ -66,10 +70,11 @@ def config_of(found: GgufFile) -> dict[str, Any]:
     if not architecture.has_experts and reader.own("expert_count"):
         raise reader.fail(reader.key("expert_count"), "must be 0: this architecture has no experts here")
     for name in (*_NEEDED, *(() if reader.own("expert_count") else ("feed_forward_length",))):
-        reader.needed(name)
+        if not (architecture.has_lists and reader.numbers(name)):
+            reader.needed(name)
     config: Config = {"architectures": [architecture.family], "rope_theta": _ROPE_THETA}
     for name, known in {**_NUMBERS, **architecture.numbers}.items():
-        if architecture.has_convolutions and reader.numbers(name) is not None:
+        if architecture.has_lists and reader.numbers(name) is not None:
             continue  # a number for each layer, which `complete` reads
         if (value := reader.own(name)) is not None:
             config[known] = value
@@ -80,7 +85,7 @@ def config_of(found: GgufFile) -> dict[str, Any]:
     config["tie_word_embeddings"] = not reader.has_tensor("output.weight")
     config |= architecture.fixed
     for key, names in architecture.bias.items():
-        config[key] = any(reader.has_tensor(f"blk.0.{name}") for name in names)
+        config[key] = any(map(reader.has_in_layer, names))
     heads = _check_heads(reader, architecture, config)
     if (scaling := _scaling(reader, config)) is not None:
         config["rope_scaling"] = scaling
@@ -91,8 +96,11 @@ def config_of(found: GgufFile) -> dict[str, Any]:
     config["eos_token_id"] = list(dict.fromkeys(ids[key] for key in _END_IDS if ids[key] is not None)) or None
     blocks = {"block_elements": found.block_elements, "block_bytes": found.block_bytes}
     types = {"quant_method": METHOD, "architecture": reader.architecture, "types": list(found.types)}
-    head_counts = {"heads": heads, "kv_heads": config.get("num_key_value_heads", heads)}
-    config["quantization_config"] = {**types, **head_counts, **blocks}
+    linear = (config.get(f"linear_{key}", 0) for key in ("num_key_heads", "num_value_heads", "value_head_dim"))
+    counts = HeadCounts(heads, config.get("num_key_value_heads", heads), *linear)
+    config["quantization_config"] = {**types, **counts._asdict(), **blocks}
+    if (pooling := reader.own("pooling_type")) in _POOLING:
+        config[POOLING] = _POOLING[pooling]
     return config
 
 
@@ -106,7 +114,7 @@ def _check_heads(reader: MetadataReader, architecture: Architecture, config: Con
     own = config.get("head_dim", hidden // heads)
     if not isinstance(own, int) or own < 1:
         raise reader.fail(reader.key("attention.key_length"), "must be an integer >= 1")
-    rotary = reader.own("rope.dimension_count")
+    rotary = reader.own("rope.dimension_count") if architecture.rotates else None
     if architecture.rotates_a_part and isinstance(rotary, int) and 0 < rotary <= own:
         config["partial_rotary_factor"] = fraction_of(rotary, own)
         rotary = None

@@ -2,49 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 
 from llm_serving.models.config_reader import MAX_LAYERS
-from llm_serving.models.gguf_metadata import MetadataReader
+from llm_serving.models.gguf_encoders import ENCODERS, LAYER_NORM
+from llm_serving.models.gguf_hybrids import EXPERTS, GRANITE, HYBRIDS, granite, qwen_experts
+from llm_serving.models.gguf_metadata import Architecture, Config, MetadataReader
 from llm_serving.models.layers import CONVOLUTION, FULL, SLIDING
 
-Config = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """How to convert the metadata of one architecture.
-
-    Attributes:
-        family: Name in `architectures` of a config.json.
-        numbers: Metadata key without the architecture's prefix -> key of a config.json. A file may lack the key.
-        fixed: Values that the architecture implies.
-        bias: Configuration key -> tensors of the first layer; the key is true if the file has one of them.
-        complete: Function that adds missing keys to the configuration, or changes its values.
-        rotates_a_part: Whether `rope.dimension_count` may be less than the size of a head.
-        has_experts: Whether the file may have experts.
-        has_convolutions: Whether layers without KV heads have a short convolution in place of attention.
-    """
-
-    family: str
-    numbers: Mapping[str, str] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    bias: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    complete: Callable[[MetadataReader, Config], None] | None = None
-    rotates_a_part: bool = False
-    has_experts: bool = False
-    has_convolutions: bool = False
-
-
-_EXPERTS: Final[Mapping[str, str]] = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
 _SHARED: Final[Mapping[str, str]] = {
     "expert_count": "n_routed_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -77,21 +45,6 @@ def _llama(reader: MetadataReader, config: Config) -> None:
         config |= {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": False}
 
 
-def _qwen_experts(reader: MetadataReader, config: Config) -> None:
-    """List the dense layers, which have no router. Derive the sizes of experts in older files from the dense size."""
-    layers, dense, used = (
-        config["num_hidden_layers"],
-        config.get("intermediate_size"),
-        reader.needed("expert_used_count"),
-    )
-    if isinstance(layers, int) and layers <= MAX_LAYERS:
-        config["mlp_only_layers"] = [i for i in range(layers) if not reader.has_tensor(f"blk.{i}.ffn_gate_inp.weight")]
-    if "moe_intermediate_size" not in config and isinstance(dense, int) and isinstance(used, int):
-        config["moe_intermediate_size"] = dense // max(1, used)
-    if reader.architecture == "qwen2moe":
-        config.setdefault("shared_expert_intermediate_size", dense)
-
-
 def _gemma(reader: MetadataReader, config: Config) -> None:
     """Set the size that scales attention scores: of a head, or `hidden_size` / heads in the largest Gemma 2 and 3."""
     largest = {"gemma2": 46, "gemma3": 62}[reader.architecture]
@@ -112,11 +65,6 @@ def _baichuan(reader: MetadataReader, config: Config) -> None:
     """Rename the context length in the 13B model, which has 40 layers and uses ALiBi instead of rotary embedding."""
     if config["num_hidden_layers"] == 40:
         config["model_max_length"] = config.pop("max_position_embeddings", None)
-
-
-def _granite(reader: MetadataReader, config: Config) -> None:
-    own = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    config.setdefault("attention_multiplier", own**-0.5)
 
 
 def _deepseek2(reader: MetadataReader, config: Config) -> None:
@@ -237,37 +185,35 @@ def _kinds_of_layers(reader: MetadataReader, config: Config) -> None:
         config["layer_types"] = [SLIDING if each else FULL for each in slides.tolist()]
 
 
+def _gpt_neox(reader: MetadataReader, config: Config) -> None:
+    config["rotary_pct"] = config.pop("partial_rotary_factor", 1.0)
+    config["use_parallel_residual"] = reader.value(reader.key("use_parallel_residual"), True)
+
+
 def _stablelm(reader: MetadataReader, config: Config) -> None:
     config["use_parallel_residual"] = not reader.has_tensor("blk.0.ffn_norm.weight")
 
 
-_LAYER_NORM: Final = "attention.layer_norm_epsilon"
 _RMS_NORM: Final = "attention.layer_norm_rms_epsilon"
-_GRANITE: Final[Mapping[str, str]] = {
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
-}
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "llama": Architecture("LlamaForCausalLM", bias=_LLAMA_BIAS, complete=_llama, has_experts=True),
     "qwen2": Architecture("Qwen2ForCausalLM", bias={"qkv_bias": _QKV}),
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",
-        {**_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        {**EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
         fixed={"norm_topk_prob": False},
         bias={"qkv_bias": _QKV},
-        complete=_qwen_experts,
+        complete=qwen_experts,
         has_experts=True,
     ),
     "qwen3": Architecture("Qwen3ForCausalLM", bias=_ATTENTION_BIAS),
     "qwen3moe": Architecture(
         "Qwen3MoeForCausalLM",
-        _EXPERTS,
+        EXPERTS,
         fixed={"norm_topk_prob": True},
         bias=_ATTENTION_BIAS,
-        complete=_qwen_experts,
+        complete=qwen_experts,
         has_experts=True,
     ),
     "gemma": Architecture("GemmaForCausalLM"),
@@ -301,13 +247,13 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "baichuan": Architecture("BaichuanForCausalLM", fixed={"separate_qkv": True}, complete=_baichuan),
     "chatglm": Architecture("GlmForCausalLM", bias=_ATTENTION_BIAS, rotates_a_part=True),
     "glm4": Architecture("Glm4ForCausalLM", bias=_ATTENTION_BIAS, rotates_a_part=True),
-    "granite": Architecture("GraniteForCausalLM", _GRANITE, bias=_LLAMA_BIAS, complete=_granite),
+    "granite": Architecture("GraniteForCausalLM", GRANITE, bias=_LLAMA_BIAS, complete=granite),
     "granitemoe": Architecture(
         "GraniteMoeForCausalLM",
-        {**_GRANITE, **_LOCAL},
+        {**GRANITE, **_LOCAL},
         fixed={"separate_experts": True},
         bias=_ATTENTION_BIAS,
-        complete=_granite,
+        complete=granite,
         has_experts=True,
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM", bias=_LLAMA_BIAS),
@@ -319,19 +265,19 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         "Lfm2ForCausalLM",
         {_RMS_NORM: "norm_eps", "shortconv.l_cache": "conv_L_cache"},
         complete=_lfm2,
-        has_convolutions=True,
+        has_lists=True,
     ),
     "lfm2moe": Architecture(
         "Lfm2MoeForCausalLM",
         {
-            **_EXPERTS,
+            **EXPERTS,
             _RMS_NORM: "norm_eps",
             "shortconv.l_cache": "conv_L_cache",
             "leading_dense_block_count": "num_dense_layers",
         },
         complete=_lfm2_experts,
         has_experts=True,
-        has_convolutions=True,
+        has_lists=True,
     ),
     "exaone4": Architecture("Exaone4ForCausalLM", _WINDOW, complete=_exaone4),
     "mistral3": Architecture("Ministral3ForCausalLM", complete=_mistral3),
@@ -381,24 +327,24 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         rotates_a_part=True,
         has_experts=True,
     ),
-    "command-r": Architecture("CohereForCausalLM", {_LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale"}),
+    "command-r": Architecture("CohereForCausalLM", {LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale"}),
     "cohere2": Architecture(
         "Cohere2ForCausalLM",
         {
-            _LAYER_NORM: "layer_norm_eps",
+            LAYER_NORM: "layer_norm_eps",
             "logit_scale": "logit_scale",
             "attention.sliding_window": "sliding_window",
         },
     ),
     "stablelm": Architecture(
         "StableLmForCausalLM",
-        {_LAYER_NORM: "layer_norm_eps"},
+        {LAYER_NORM: "layer_norm_eps"},
         bias={"use_qkv_bias": _QKV},
         complete=_stablelm,
         rotates_a_part=True,
     ),
     "starcoder2": Architecture(
-        "Starcoder2ForCausalLM", {_LAYER_NORM: "norm_epsilon"}, bias={"use_bias": ("attn_output.bias",)}
+        "Starcoder2ForCausalLM", {LAYER_NORM: "norm_epsilon"}, bias={"use_bias": ("attn_output.bias",)}
     ),
     "deepseek2": Architecture(
         "DeepseekV2ForCausalLM",
@@ -410,5 +356,14 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         complete=_deepseek2,
         has_experts=True,
     ),
+    "gptneox": Architecture(
+        "GPTNeoXForCausalLM",
+        {LAYER_NORM: "layer_norm_eps", "rope.freq_base": "rotary_emb_base"},
+        bias={"attention_bias": _QKV},
+        complete=_gpt_neox,
+        rotates_a_part=True,
+    ),
+    **HYBRIDS,
+    **ENCODERS,
 }
 """`general.architecture` of a file -> its architecture."""

@@ -1,8 +1,11 @@
-"""Typed access to the metadata of a GGUF file; an error names the key, the rule and the value."""
+"""Typed access to the metadata of a GGUF file, and what an architecture states about its metadata."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
 
@@ -10,13 +13,18 @@ from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.gguf import GgufFile
 from llm_serving.models.config_reader import MAX_LAYERS
 
+_LAYER: Final = re.compile(r"^blk\.\d+\.")
+
 
 class MetadataReader:
-    """Reads metadata values of a file. `architecture` (`general.architecture`) is the prefix of the model's keys."""
+    """Reads metadata values of a file; an error names the key, the rule and the value. `architecture`
+    (`general.architecture`) is the prefix of the model's keys.
+    """
 
     def __init__(self, found: GgufFile) -> None:
         self.found = found
         self.architecture = str(self.value("general.architecture", ""))
+        self._of_layers = {_LAYER.sub("", name) for name in found.tensors}
 
     def value(self, key: str, default: Any = None) -> Any:
         value = self.found.metadata.get(key)
@@ -58,8 +66,48 @@ class MetadataReader:
             raise self.fail(self.key(name), "must be given")
         return value
 
+    def positive(self, name: str) -> int:
+        value = self.needed(name)
+        if not isinstance(value, int) or value < 1:
+            raise self.fail(self.key(name), "must be an integer >= 1")
+        return value
+
+    def has_in_layer(self, name: str) -> bool:
+        """Return whether some layer has a tensor of this name."""
+        return name in self._of_layers
+
     def has_tensor(self, name: str) -> bool:
         return name in self.found.tensors
 
     def fail(self, key: str, rule: str) -> ModelError:
         return ModelError(f"{self.found.file}: `{key}` {rule}. Given: {shorten(self.found.metadata.get(key))}")
+
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How to convert the metadata of one architecture.
+
+    Attributes:
+        family: Name in `architectures` of a config.json.
+        numbers: Metadata key without the architecture's prefix -> key of a config.json. A file may lack the key.
+        fixed: Values that the architecture implies.
+        bias: Configuration key -> tensors of a layer; the key is true if some layer has one of them.
+        complete: Function that adds missing keys to the configuration, or changes its values.
+        rotates_a_part: Whether `rope.dimension_count` may be less than the size of a head.
+        has_experts: Whether the file may have experts.
+        has_lists: Whether a number may be a list with an element for each layer, which `complete` reads.
+        rotates: Whether the architecture has rotary embedding. Otherwise `rope.dimension_count` is not read.
+    """
+
+    family: str
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    bias: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    complete: Callable[[MetadataReader, Config], None] | None = None
+    rotates_a_part: bool = False
+    has_experts: bool = False
+    has_lists: bool = False
+    rotates: bool = True

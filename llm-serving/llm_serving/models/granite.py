@@ -11,7 +11,8 @@ from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting, ExpertStacks
 from llm_serving.network.operations import Value
 
-MIXERS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
+MAMBA_KIND = "mamba"
+MIXERS = {MAMBA_KIND: True, "linear_attention": True, "attention": False, "full_attention": False}
 """Kind of a layer -> whether it has Mamba-2 in place of attention."""
 
 
@@ -34,18 +35,19 @@ def _granite(c: ConfigReader, *, rotates: bool, is_hybrid: bool = False) -> Netw
     bias, mlp_bias = c.boolean("attention_bias"), c.boolean("mlp_bias")
     experts = c.integer("num_local_experts", 0, least=0)
     shared = c.integer("shared_intermediate_size", 1024) if is_hybrid else 0
+    apart = c.boolean("separate_experts")  # as in GGUF files
     c.choice("hidden_act", ("silu",), "silu")
 
     def feed_forward(x: Value, at: str) -> Value:
         if not shared:
             return routed(x, at) if experts else gated_mlp(net, x, at + "mlp.", inner, bias=mlp_bias)
-        of_all = gated_mlp(net, x, at + "shared_mlp.", shared, gate_up=("input_linear",), down="output_linear")
+        names = ("gate_proj", "up_proj", "down_proj") if apart else ("input_linear", "output_linear")
+        of_all = gated_mlp(net, x, at + "shared_mlp.", shared, gate_up=names[:-1], down=names[-1])
         return net.add(routed(x, at), of_all) if experts else of_all
 
     def routed(x: Value, at: str) -> Value:
         routing = ExpertRouting(c.integer("num_experts_per_tok", 2))
         stacks = ExpertStacks(experts, "input_linear.weight", "output_linear.weight")
-        apart = c.boolean("separate_experts")  # as in GGUF files
         at = at + "block_sparse_moe."
         return mixture_of_experts(
             net,

@@ -25,6 +25,8 @@ _MAX_TOKENIZER_BYTES: Final = 2**28
 _MAX_PLACE_CHARS: Final = 60
 """Maximum length of a module's `path`; file systems allow 255 bytes."""
 _MODE: Final = "pooling_mode_"
+POOLING: Final = "pooling_mode"
+"""Configuration key of a pooling mode, which GGUF files state in their metadata."""
 _MODES: Final[Mapping[str, PoolingMode]] = {
     "lasttoken": PoolingMode.LAST,
     "cls": PoolingMode.FIRST,
@@ -74,6 +76,8 @@ def resolve_pooling(mode: str, folder: Path, spec: ModelSpec) -> Pooling | None:
     if mode == "last":
         return Pooling(embedding_only=is_embedding_model(folder) or not spec.network.causal)
     found = read_pooling(folder)
+    if found is None and (stated := spec.config.get(POOLING)) is not None:  # of a GGUF file
+        found = Pooling(embedding_only=True, mode=_MODES[stated])
     if spec.network.causal:
         if found is not None and found.mode is not PoolingMode.LAST:
             rule = "is not served for a decoder, only lasttoken; `model_config.pooling: last` takes the last token"

@@ -27,14 +27,17 @@ from llm_serving.network.rope import Rotary
 from llm_serving.network.states import MAX_TAPS, causal_conv, delta_rule
 
 LINEAR = "linear_attention"
+SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 
 def qwen3_next(c: ConfigReader) -> Network:
-    return _hybrid(c, ("in_proj_qkvz", "in_proj_ba"), stacked=False)
+    separate = c.boolean("separate_projections")  # as in GGUF files
+    return _hybrid(c, SEPARATE if separate else ("in_proj_qkvz", "in_proj_ba"), stacked=False)
 
 
 def qwen3_5(c: ConfigReader) -> Network:
-    return _hybrid(c, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), stacked=c.has("num_experts"))
+    separate = c.boolean("separate_experts")  # as in GGUF files
+    return _hybrid(c, SEPARATE, stacked=c.has("num_experts") and not separate)
 
 
 def _hybrid(c: ConfigReader, names: tuple[str, ...], *, stacked: bool) -> Network:

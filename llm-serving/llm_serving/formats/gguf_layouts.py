@@ -1,0 +1,239 @@
+"""The layouts of tensors in GGUF files, converted to those of Hugging Face's folders.
+
+Blocks keep their bytes: `StoredTensor.part` picks consecutive rows, and `PackedTensor.order` states the order of
+reordered rows. A tensor is dequantized only where the docstring of a function says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from llm_serving.errors import ModelError
+from llm_serving.formats.block_tensor import BlockTensor
+from llm_serving.formats.gguf_blocks import BLOCKS_PART, UnpackedBlocks
+from llm_serving.formats.packed import PackedTensor, ReadableTensor
+from llm_serving.formats.quantized_tensor import QuantizedTensor
+from llm_serving.formats.stored_tensor import Array, StoredTensor, to_float32
+
+LATENT_VALUES: Final = "attn_v_b"
+"""Role of the values of latent attention, which are read with the keys."""
+
+
+class HeadCounts(NamedTuple):
+    """Numbers of heads, of which layouts depend.
+
+    Attributes:
+        q, kv: HeadCounts of queries, and of keys and values.
+        linear_keys, linear_values: The same in layers with the gated delta rule.
+        linear_dim: Elements of a head of values in these layers.
+    """
+
+    q: int = 0
+    kv: int = 0
+    linear_keys: int = 0
+    linear_values: int = 0
+    linear_dim: int = 0
+
+
+UNKNOWN_HEADS: Final = HeadCounts()
+Layout = Callable[[str, ReadableTensor, HeadCounts], ReadableTensor]
+"""(name in the file, tensor, numbers of heads) -> tensor in the layout of Hugging Face."""
+
+
+def head_rows(name: str, tensor: ReadableTensor, heads: int, multiple: int = 1) -> int:
+    if not heads or tensor.shape[0] % (multiple * heads):
+        raise ModelError(f"{tensor.file}: tensor {name} must have rows of {heads} heads. Found: {tensor.shape[0]}")
+    return tensor.shape[0] // heads
+
+
+def with_split_pairs(name: str, tensor: ReadableTensor, heads: int) -> ReadableTensor:
+    head_rows(name, tensor, heads, 2)
+    order = np.arange(tensor.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    return rows_in_order(name, tensor, order)
+
+
+def experts_of(name: str, tensor: ReadableTensor) -> Iterator[ReadableTensor]:
+    dimensions = 2 if name.endswith(".bias") else 3
+    if len(tensor.shape) != dimensions:
+        raise ModelError(f"{tensor.file}: tensor {name} must have {dimensions} dimensions. Found: {list(tensor.shape)}")
+    if dimensions == 2 and not isinstance(tensor, StoredTensor):
+        raise ModelError(f"{tensor.file}: tensor {name} must not be block-quantized")
+    count, rows = tensor.shape[:2]
+    return (rows_of(tensor, number * rows, tensor.shape[1:]) for number in range(count))
+
+
+def rows_of(tensor: ReadableTensor, start: int, shape: tuple[int, ...]) -> ReadableTensor:
+    """Return consecutive rows of a tensor; the last dimension counts columns, except that of a vector."""
+    if isinstance(tensor, StoredTensor):
+        return tensor.part(start * (shape[-1] if len(shape) > 1 else 1), shape)
+    stored = {
+        ending: part.part(start * part.shape[-1], (shape[0], part.shape[-1])) for ending, part in tensor.stored.items()
+    }
+    return replace(tensor, shape=shape, stored=stored)
+
+
+def rows_in_order(name: str, tensor: ReadableTensor, order: Array) -> PackedTensor:
+    """Return the rows with these numbers. Blocks keep their bytes."""
+    shape = (len(order), *tensor.shape[1:])
+    if isinstance(tensor, PackedTensor):
+        return replace(tensor, shape=shape, order=order)
+    return PackedTensor(name, shape, {"rows": tensor}, lambda arrays: arrays["rows"], order)
+
+
+def flat(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
+    """Return a vector that the file stores with two dimensions."""
+    return _plain(name, tensor, (math.prod(tensor.shape),))
+
+
+def taps(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
+    """[channels, taps] -> [channels, 1, taps]; a bias keeps its shape."""
+    return tensor if len(tensor.shape) == 1 else _plain(name, tensor, (tensor.shape[0], 1, tensor.shape[-1]))
+
+
+def rates(name: str, tensor: ReadableTensor, heads: HeadCounts) -> PackedTensor:
+    """Return `A_log`; the file stores -exp(A_log)."""
+
+    def unpack(arrays: Mapping[str, Array]) -> Array:
+        decays = to_float32(arrays["decays"]).reshape(-1)
+        if not (decays < 0).all():
+            raise ModelError("must have negative elements")
+        logarithms: Array = np.log(-decays)
+        return logarithms
+
+    vector = _plain(name, tensor, (math.prod(tensor.shape),))
+    return PackedTensor(name, vector.shape, {"decays": vector}, unpack)
+
+
+def of_each_head(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
+    """Return query, key and value of each head one after another; the file has all queries first, then all keys."""
+    own = head_rows(name, tensor, 3 * heads.q)
+    return rows_in_order(name, tensor, np.arange(tensor.shape[0]).reshape(3, heads.q, own).swapaxes(0, 1).reshape(-1))
+
+
+def queries_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
+    """Return queries, keys and values of `in_proj_qkvz`, whose rows are grouped by key head."""
+    return rows_in_order(name, tensor, np.concatenate(_grouped(name, tensor, heads)[:3]))
+
+
+def gates_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
+    """Return the gates of `in_proj_qkvz`."""
+    return rows_in_order(name, tensor, _grouped(name, tensor, heads)[3])
+
+
+def _grouped(name: str, tensor: ReadableTensor, heads: HeadCounts) -> list[Array]:
+    """Return the rows of queries, keys, values and gates."""
+    own = head_rows(name, tensor, heads.linear_keys)
+    values = heads.linear_values // heads.linear_keys * heads.linear_dim
+    key_dim = own // 2 - values
+    rows = np.arange(tensor.shape[0]).reshape(heads.linear_keys, own)
+    return [each.reshape(-1) for each in np.split(rows, (key_dim, 2 * key_dim, 2 * key_dim + values), axis=1)]
+
+
+def first_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
+    """Return the first half of the rows of each key head."""
+    return rows_in_order(name, tensor, _halves(name, tensor, heads)[:, 0].reshape(-1))
+
+
+def second_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
+    return rows_in_order(name, tensor, _halves(name, tensor, heads)[:, 1].reshape(-1))
+
+
+def _halves(name: str, tensor: ReadableTensor, heads: HeadCounts) -> Array:
+    own = head_rows(name, tensor, heads.linear_keys, 2)
+    return np.arange(tensor.shape[0]).reshape(heads.linear_keys, 2, own // 2)
+
+
+def untiled(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
+    """Return rows of the heads of values grouped by key head. The file has the first head of each group, then the
+    second of each. Rows before these heads keep their place.
+    """
+    own = 1 if len(tensor.shape) == 1 or tensor.shape[0] == heads.linear_values else heads.linear_dim
+    first = tensor.shape[0] - heads.linear_values * own
+    if first < 0:
+        raise ModelError(f"{tensor.file}: tensor {name} must have rows of {heads.linear_values} heads")
+    return rows_in_order(name, tensor, np.concatenate([np.arange(first), first + _untiled(heads, own)]))
+
+
+def untiled_rates(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
+    return replace(rates(name, tensor, heads), order=_untiled(heads, 1))
+
+
+def untiled_taps(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
+    return untiled(name, taps(name, tensor, heads), heads)
+
+
+def untiled_columns(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
+    """Do the same as `untiled` with columns. Blocks are dequantized if they have elements of several heads."""
+    order, shape = _untiled(heads, heads.linear_dim), tensor.shape
+    if len(shape) != 2 or shape[1] != len(order):
+        raise ModelError(f"{tensor.file}: tensor {name} must have {len(order)} columns. Found: {list(shape)}")
+    if isinstance(tensor, StoredTensor):
+        return PackedTensor(name, shape, {"rows": tensor}, lambda arrays: arrays["rows"][:, order])
+    assert isinstance(tensor.unpack, UnpackedBlocks)
+    block = tensor.unpack.block
+    if heads.linear_dim % block.elements:
+        return replace(tensor, unpack=lambda arrays: block.unpacked(arrays[BLOCKS_PART]).dequantized()[:, order])
+    blocks = order[:: block.elements] // block.elements
+
+    def unpack(arrays: Mapping[str, Array]) -> BlockTensor:
+        stored = arrays[BLOCKS_PART]
+        return block.unpacked(stored.reshape(len(stored), -1, block.num_bytes)[:, blocks].reshape(stored.shape))
+
+    return replace(tensor, unpack=unpack)
+
+
+def _untiled(heads: HeadCounts, own: int) -> Array:
+    rows = np.arange(heads.linear_values * own).reshape(-1, heads.linear_keys, own)
+    return rows.swapaxes(0, 1).reshape(-1)
+
+
+def _plain(name: str, tensor: ReadableTensor, shape: tuple[int, ...]) -> StoredTensor:
+    if not isinstance(tensor, StoredTensor):
+        raise ModelError(f"{tensor.file}: tensor {name} must not be block-quantized")
+    return replace(tensor, shape=shape)
+
+
+def less_one(arrays: Mapping[str, Array]) -> Array:
+    values: Array = to_float32(arrays["values"]) - np.float32(1)
+    return values
+
+
+def joined_latents(name: str, keys: ReadableTensor, values: ReadableTensor | None, heads: int) -> PackedTensor:
+    """[heads, rank, n] keys and [heads, v, rank] values -> kv_b_proj [heads * (n + v), rank].
+
+    Each head has n rows of keys, then v rows of values. A file may also store heads and rows as one dimension.
+    """
+    if values is None:
+        raise ModelError(f"{keys.file}: tensor {name} must have {LATENT_VALUES} beside it")
+    rank = values.shape[-1]
+    num_keys, num_rows = keys.shape[-1], int(np.prod(values.shape[:-1]))
+    if not heads or num_rows % heads or int(np.prod(keys.shape[:-1])) != heads * rank:
+        raise ModelError(
+            f"{keys.file}: tensor {name} must have {heads} matrices of {rank} rows. Found: {list(keys.shape)}"
+        )
+    stored: dict[str, StoredTensor] = {}
+    for each, tensor in (("keys", keys), ("values", values)):
+        parts = {"": tensor} if isinstance(tensor, StoredTensor) else tensor.stored
+        stored |= {f"{each}.{ending}": part for ending, part in parts.items()}
+
+    def unpack(arrays: Mapping[str, Array]) -> Array:
+        k = _elements("keys", keys, arrays).reshape(heads, rank, num_keys).swapaxes(1, 2)
+        v = _elements("values", values, arrays).reshape(heads, -1, rank)
+        joined: Array = np.concatenate([k, v], axis=1).reshape(-1, rank)
+        return joined
+
+    return PackedTensor(name, (heads * num_keys + num_rows, rank), stored, unpack)
+
+
+def _elements(which: str, tensor: ReadableTensor, arrays: Mapping[str, Any]) -> Array:
+    own = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"{which}.")}
+    if isinstance(tensor, StoredTensor):
+        return to_float32(own[""])
+    found = tensor.unpack(own)
+    assert not isinstance(found, QuantizedTensor)
+    return found if isinstance(found, np.ndarray) else found.dequantized()
