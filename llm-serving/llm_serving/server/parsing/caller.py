@@ -25,6 +25,7 @@ MAX_NAME_CHARS: Final = 256
 TIMEOUT_HEADER: Final = "x-request-timeout-s"
 PRIORITY_HEADER: Final = "x-priority"
 CLASS_HEADER: Final = "x-request-class"
+_RAW_PRIORITY, _RAW_CLASS = PRIORITY_HEADER.encode(), CLASS_HEADER.encode()
 TIERS_WITHOUT_CLASS: Final = ("auto", "default", "standard_only")
 """Values of the field `service_tier` that select no class, unless a class has this `service_tier`."""
 NUMBER: Final = re.compile(r"-?[0-9]{1,7}")
@@ -56,7 +57,8 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
         names[name] = value
     ceiling = ceiling_of(config, key)
     priority, class_name = _given("priority", bodies), _given("priority_class", bodies)
-    if PRIORITY_HEADER in http_request.headers or CLASS_HEADER in http_request.headers:
+    headers = dict(http_request.scope["headers"])  # `in` of Starlette's headers scans all of them
+    if _RAW_PRIORITY in headers or _RAW_CLASS in headers:
         priority, class_name = _with_headers(http_request, priority, class_name)
     if (tier := _given("service_tier", bodies)) is not None:
         if class_name is not None or priority is not None:
