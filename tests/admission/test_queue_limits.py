@@ -122,9 +122,10 @@ def test_queue_refuses_for_good_what_exceeds_a_limit_of_an_empty_queue() -> None
 
     assert never_fits(3, 100, LOW, "") == []
     [error] = never_fits(4, 4, LOW, "")
-    assert error == "`n` must ask for at most 3 answers at once (request_classes.low.max_waiting). Given: 4"
+    rule = "must ask for at most 3 answers or texts at once, as many as the queue holds"
+    assert error == f"`n` {rule} (request_classes.low.max_waiting). Given: 4"
     [error] = never_fits(3, 4, HIGH, "a")
-    assert "at most 2 answers at once (api_keys.a.max_waiting)" in error
+    assert "at most 2 answers or texts at once, as many as the queue holds (api_keys.a.max_waiting)" in error
     [error] = never_fits(1, 101, HIGH, "")
     assert "at most 100 tokens (scheduler_config.max_waiting_tokens)" in error
 

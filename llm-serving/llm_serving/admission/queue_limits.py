@@ -99,7 +99,8 @@ class QueueLimit(NamedTuple):
         if self.name == "max_waiting_tokens":
             rule = f"must be, once for each answer, at most {self.limit} tokens ({self.key})"
             return ContextLengthError("prompt", rule, self.amount)
-        return RequestError("n", f"must ask for at most {self.limit} answers at once ({self.key})", self.amount)
+        rule = f"must ask for at most {self.limit} answers or texts at once, as many as the queue holds ({self.key})"
+        return RequestError("n", rule, self.amount)
 
     def freed_per_second(self, now: float) -> float | None:
         """Return the amount that becomes free per second while requests wait; None if it was not measured yet."""
