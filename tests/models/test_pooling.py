@@ -137,6 +137,11 @@ def test_pooling_of_a_reranker_by_the_tokens_of_its_configuration(tmp_path):
         check_folder(tmp_path)
 
 
+def test_the_refusal_of_text_names_the_routes_that_work():
+    assert Pooling(scores=True).refusal == "is a reranker, which answers only /v1/score and /rerank"
+    assert Pooling().refusal.endswith("only /v1/embeddings, /v1/score and /rerank")
+
+
 def test_an_encoder_reads_as_many_tokens_as_sentence_transformers(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BERT | {"architectures": ["XLMRobertaModel"], "pad_token_id": 1}))
     assert ModelSpec.from_folder(tmp_path).max_position_embeddings == 38

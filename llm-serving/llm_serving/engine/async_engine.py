@@ -165,7 +165,7 @@ class AsyncEngine:
             UnavailableError: No WorkAgent is ready.
         """
         if self.pooling is not None and self.pooling.embedding_only and not wants_vector:
-            raise RequestError("model", "is an embedding model, which answers only /v1/embeddings, /v1/score, /rerank")
+            raise RequestError("model", self.pooling.refusal)
         if sharing is not None and (found := self.coalesced.find(sharing.key)) is not None:
             return self._join(found, request_id, caller)
         self._check_request(prompt_token_ids, sampling, caller)

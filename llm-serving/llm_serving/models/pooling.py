@@ -39,8 +39,11 @@ _ACTIVATIONS: Final[Mapping[str, bool]] = {"Sigmoid": True, "Identity": False}
 _ACTIVATION_KEYS: Final = ("activation_fn", "activation_function", "sbert_ce_default_activation_function")
 
 
+_YES_NO_MODEL: Final = "qwen3-reranker"
+"""Part of a path, in lower case, as in the caches of hubs: `models--Qwen--Qwen3-Reranker-0.6B`."""
+_YES_NO_FAMILY: Final = "Qwen3ForCausalLM"
 _PAIR_TEMPLATES: Final[Mapping[str, str]] = {
-    "Qwen3ForCausalLM": (
+    _YES_NO_FAMILY: (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
         'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
         "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
@@ -65,6 +68,13 @@ class Pooling:
     """Whether the score is the sigmoid of the model's result by default."""
     pair_template: str | None = None
     """Text of a pair, with `{query}` and `{document}`, for a decoder whose folder has no template for pairs."""
+
+    @property
+    def refusal(self) -> str:
+        """Error for a request for text if the model is `embedding_only`. It names the routes that the model answers."""
+        if self.scores:
+            return "is a reranker, which answers only /v1/score and /rerank"
+        return "is an embedding model, which answers only /v1/embeddings, /v1/score and /rerank"
 
 
 def resolve_pooling(mode: str, folder: Path, spec: ModelSpec) -> Pooling | None:
@@ -116,7 +126,8 @@ def read_pooling(folder: Path) -> Pooling | None:
 def score_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
     """Return the id of the token whose logit is a reranker's score, and of the token whose logit is subtracted; empty
     for other models. They are read from sentence-transformers' module LogitScore, or from `classifier_from_token` of
-    config.json (vLLM), which holds the texts in reverse order: the subtracted token first.
+    config.json (vLLM), which holds the texts in reverse order: the subtracted token first. Folders of Qwen3-Reranker of
+    2025 state neither; they are recognised by the name of the model in their path.
     """
     if (texts := config.get("classifier_from_token")) is not None:
         return _token_ids(folder, texts)

@@ -145,3 +145,10 @@ def test_reranker_cuts_long_pairs_where_the_request_says_so():
 def test_reranker_refuses_embeddings():
     response = post(create_reranker(), "/v1/embeddings", {"input": "a"})
     assert "is a reranker" in error_of(response)["message"]
+
+
+def test_model_without_text_names_the_routes_that_it_answers():
+    engine = create_reranker()
+    engine.tokenizer.chat_template = lambda **_: ""
+    error = error_of(post(engine, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}))
+    assert error["message"] == "`model` is a reranker, which answers only /v1/score and /rerank"

@@ -142,6 +142,8 @@ async def encode_chat(
         extra["tools"] = offered.for_template
 
     effort, template = request.reasoning_effort, engine.tokenizer.chat_template(with_tools=offered is not None)
+    if not template and engine.pooling is not None and engine.pooling.embedding_only:
+        raise RequestError("model", engine.pooling.refusal)
     if effort is not None and "reasoning_effort" in template:
         extra.setdefault("reasoning_effort", MIN_EFFORT if effort in ("none", "minimal") else effort)
 
