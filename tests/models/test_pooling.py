@@ -137,6 +137,21 @@ def test_pooling_of_a_reranker_by_the_tokens_of_its_configuration(tmp_path):
         check_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "is_reranker"),
+    [("Qwen3-Reranker-0.6B", True), ("models--Qwen--Qwen3-Reranker-4B/snapshots/1a", True), ("Qwen3-0.6B", False)],
+)
+def test_a_folder_of_qwen3_reranker_without_modules_is_known_by_its_path(tmp_path, name, is_reranker):
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
+    write_small_model(folder, architectures=["Qwen3ForCausalLM"])
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"yes": 7, "no": 9}}}))
+    spec = ModelSpec.from_folder(folder)
+    pooling = resolve_pooling("auto", folder, spec)
+    assert (spec.network.num_labels == 1) == is_reranker
+    assert (pooling is not None and pooling.scores and "{document}" in pooling.pair_template) == is_reranker
+
+
 def test_the_refusal_of_text_names_the_routes_that_work():
     assert Pooling(scores=True).refusal == "is a reranker, which answers only /v1/score and /rerank"
     assert Pooling().refusal.endswith("only /v1/embeddings, /v1/score and /rerank")

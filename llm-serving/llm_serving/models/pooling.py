@@ -131,6 +131,9 @@ def score_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
     """
     if (texts := config.get("classifier_from_token")) is not None:
         return _token_ids(folder, texts)
+    is_named = any(_YES_NO_MODEL in part.lower() for part in folder.absolute().parts)
+    if is_named and config.get("architectures") == [_YES_NO_FAMILY] and not is_embedding_model(folder):
+        return _token_ids(folder, ["no", "yes"])
     for name, path in _modules(folder):
         if name == "LogitScore":
             content = _read(path)
