@@ -176,7 +176,7 @@ def test_gguf_chat_template_and_unused_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "bert"}, "`tokenizer.ggml.model` must be llama or gpt2: .* Given: 'bert'"),
+        ({"model": "t5"}, "`tokenizer.ggml.model` must be one of llama, gpt2, bert: .* Given: 't5'"),
         ({"pre": "mamba"}, "`tokenizer.ggml.pre` must be one of llama-bpe, .*tokenizer_path .* Given: 'mamba'"),
         ({"pre": [1]}, "`tokenizer.ggml.pre` must be one of"),
         ({"tokens": []}, "`tokenizer.ggml.tokens` must hold at least one token"),
@@ -212,7 +212,7 @@ def test_gguf_refuses_duplicate_tokens(tmp_path):
         ({"token_type": [9] * 2048}, "`tokenizer.ggml.token_type` must be types from 1 to 6"),
         ({"tokens": ["<unk>"] * 2048}, "a.gguf: is not a sentencepiece model"),
         ({"tokens": ["\0", *sentencepiece_facts()["tokens"][1:]]}, "it has no unknown token"),
-        ({"model": [1, 2]}, "`tokenizer.ggml.model` must be llama or gpt2"),
+        ({"model": [1, 2]}, "`tokenizer.ggml.model` must be one of llama, gpt2, bert"),
     ],
 )
 def test_gguf_refuses_inconsistent_pieces(tmp_path, changes, message):
@@ -294,3 +294,35 @@ def test_gguf_end_tokens_are_special_where_they_are_marked_as_user_defined(tmp_p
     tokenizer = Tokenizer.load(write(tmp_path / "a.gguf", **facts))
     assert end in tokenizer.special_token_ids
     assert tokenizer.typed_text.mark([{"role": "user", "content": facts["tokens"][end]}])[1]
+
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+PIECES = [*SPECIAL, "one", "two", "##s", "##1", "un", "cafe", "caf\u00e9", "One", ",", "[unused1]"]
+
+
+def word_piece_facts(**facts):
+    """Metadata of the converter: pieces that begin a word have a mark, others lose theirs."""
+    marked = [text[2:] if text.startswith("##") else f"\u2581{text}" for text in PIECES[len(SPECIAL) :]]
+    ids = {"padding_token_id": 0, "unknown_token_id": 1, "cls_token_id": 2, "seperator_token_id": 3, "mask_token_id": 4}
+    types = [3] * len(SPECIAL) + [1] * len(marked)
+    return {"model": "bert", "tokens": [*SPECIAL, *marked], "token_type": types, **ids, **facts}
+
+
+@pytest.mark.parametrize("lowers", [True, False])
+def test_gguf_word_pieces_equal_the_vocab_txt(tmp_path, lowers):
+    (tmp_path / "vocab.txt").write_text("\n".join(PIECES))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lowers, "strip_accents": lowers}))
+    facts = {} if lowers else {"normalizer.lowercase": False}
+    ours, theirs = Tokenizer.load(write(tmp_path / "a.gguf", **word_piece_facts(**facts))), Tokenizer.load(tmp_path)
+    for text in [*TEXTS, "ones, One two1s", "caf\u00e9 un-one [MASK] x"]:
+        assert ours.encode(text) == theirs.encode(text), text
+        assert ours.encode(text, False) == theirs.encode(text, False), text
+    assert ours.encode("One caf\u00e9") == [2, *([5, 10] if lowers else [12, 11]), 3]
+    assert ours.encode_pair("one", "two") == theirs.encode_pair("one", "two")
+
+
+def test_gguf_word_pieces_must_be_unique(tmp_path):
+    facts = word_piece_facts()
+    facts["tokens"][-1] = "\u2581one"
+    with pytest.raises(ModelError, match="must have each piece once"):
+        Tokenizer.load(write(tmp_path / "a.gguf", **facts))

@@ -1,4 +1,6 @@
-"""The tokenizer in a GGUF file: `tokenizer.ggml.*` of the kinds `llama` (sentencepiece) and `gpt2` (byte pairs)."""
+"""The tokenizer in a GGUF file: `tokenizer.ggml.*` of the kinds `llama` (sentencepiece), `gpt2` (byte pairs) and `bert`
+(word pieces).
+"""
 
 from __future__ import annotations
 
@@ -22,6 +24,7 @@ from llm_serving.text.tokenizer.vocabulary import (
     TokenizersVocabulary,
     Vocabulary,
 )
+from llm_serving.text.tokenizer.word_pieces import word_pieces
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Token types, the same in sentencepiece and ggml."""
@@ -52,10 +55,11 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
     metadata = _Metadata(path, read_gguf(path, texts=True).metadata)
     kind = metadata.get("model")
     tokens, types = metadata.tokens()
-    if not isinstance(kind, str) or kind not in ("llama", "gpt2"):
-        raise metadata.fail("model", "must be llama or gpt2: name another tokenizer with model_config.tokenizer_path")
-    read = _sentencepiece if kind == "llama" else _byte_pairs
-    return GgufTokenizer(*read(metadata, tokens, types), metadata.end_ids(tokens, types))
+    readers = {"llama": _sentencepiece, "gpt2": _byte_pairs, "bert": _word_pieces}
+    if not isinstance(kind, str) or kind not in readers:
+        rule = f"must be one of {', '.join(readers)}: name another tokenizer with model_config.tokenizer_path"
+        raise metadata.fail("model", rule)
+    return GgufTokenizer(*readers[kind](metadata, tokens, types), metadata.end_ids(tokens, types))
 
 
 class _Metadata:
@@ -153,6 +157,22 @@ def _byte_pairs(metadata: _Metadata, tokens: list[str], types: list[int]) -> tup
     )
     content = tokenizer_json(vocab, merges, pre.words, added)
     return TokenizersVocabulary(metadata.path, content=content), metadata.config(tokens, pre.begins)
+
+
+def _word_pieces(metadata: _Metadata, tokens: list[str], types: list[int]) -> tuple[Vocabulary, dict[str, Any]]:
+    """Read BERT's tokenizer. In the file, a piece that begins a word begins with SPACE_SYMBOL; in a vocab.txt, one that
+    continues a word begins with ##.
+    """
+    names = {"unk": "unknown", "pad": "padding", "cls": "cls", "sep": "seperator", "mask": "mask"}
+    ids = {name: metadata.token_id(f"{theirs}_token_id", len(tokens)) for name, theirs in names.items()}
+    pieces = [
+        text if kind in (CONTROL, UNKNOWN) else text[1:] if text.startswith(SPACE_SYMBOL) else f"##{text}"
+        for text, kind in zip(tokens, types, strict=True)
+    ]
+    config: dict[str, Any] = {f"{name}_token": pieces[each] for name, each in ids.items() if each is not None}
+    lowers = metadata.flag("normalizer.lowercase", True)
+    config |= {"do_lower_case": lowers, "strip_accents": metadata.flag("normalizer.strip_accents", lowers)}
+    return word_pieces(metadata.path, pieces, config), config
 
 
 _AS_WRITTEN: Final = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from llm_serving.errors import ModelError
@@ -35,11 +36,22 @@ def read_word_pieces(
         raise ModelError(f"{path}: must be UTF-8: {error}") from None
     # `str.splitlines` would also split at U+2028 and U+0085, which may be pieces, and so change all later ids.
     lines = [line.removesuffix("\n") for line in StringIO(text, newline=None)]
-    vocab = {piece: number for number, piece in enumerate(lines)}
+    return word_pieces(path, lines, config, added, special)
+
+
+def word_pieces(
+    path: Path,
+    pieces: Sequence[str],
+    config: Mapping[str, Any],
+    added: Mapping[int, AddedToken] = MappingProxyType({}),
+    special: Sequence[str] = (),
+) -> TokenizersVocabulary:
+    """Return the vocabulary of pieces in the order of their ids, as `read_word_pieces` does."""
+    vocab = {piece: number for number, piece in enumerate(pieces)}
     names = {**_NAMES, **special_texts(config)}
     missing = [names[name] for name in ("unk_token", "cls_token", "sep_token") if names[name] not in vocab]
-    if missing or len(vocab) < len(lines):
-        rule = "must have a piece of its own on each line"
+    if missing or len(vocab) < len(pieces):
+        rule = "must have each piece once"
         raise ModelError(f"{path}: {rule}, and {', '.join(_NAMES.values())}. Missing: {', '.join(missing) or 'none'}")
     content = json.dumps(_tokenizer_json(vocab, config, names)).encode()
     return TokenizersVocabulary(path, added, [*special, *(text for text in names.values() if text in vocab)], content)
