@@ -1,7 +1,6 @@
-"""Single operations of `program`: the embedding table holds the input, and the LM head is the identity."""
+"""Single operations of `program`, compared with NumPy."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,32 +27,7 @@ from support.kernel_calls import (
 )
 from support.kernels_cache import padded
 from support.program_calls import Runnable, create_caches, run, runnable_of
-
-Body = Callable[[Network, Value], Value]
-
-
-def program_with(x: Typed, width: int, body: Body, arrays: dict[str, Any] | None = None) -> Runnable:
-    """A program whose result is body(x), in columns of `width`; weights have the values of their first name."""
-    net = Network(x.array.shape[1], len(x.array), 1e-5)
-    y = body(net, net.embedding("x"))
-    net.lm_head(y, "one")
-    given = {"x.weight": x.values, "one.weight": np.eye(width), **(arrays or {})}
-    values: dict[Weight, Any] = {weight: given[weight.names[0]] for weight in net.weights}
-    with library.use_isa("plain"):  # which keeps weights as they are
-        return runnable_of(net, values, x.dtype)
-
-
-def step_of_rows(count: int, tables: list[list[int]] | None = None, query_lens: list[int] | None = None) -> Step:
-    tables, query_lens = tables or [[0]], query_lens or [count]
-    return Step(list(range(count)), [0] * count, [-1] * count, tables, query_lens, query_lens, list(range(count)))
-
-
-def result_of(x: Typed, width: int, body: Body, arrays: dict[str, Any] | None = None) -> Typed:
-    return run(program_with(x, width, body, arrays), step_of_rows(len(x.array)), [])
-
-
-def random(count: int, width: int, dtype: str, seed: int = 1) -> Typed:
-    return typed(np.random.default_rng(seed).standard_normal((count, width)), dtype)
+from support.single_operations import program_with, random, result_of, step_of_rows
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
@@ -164,11 +138,26 @@ def test_program_scaled_and_capped_logits(isa: str) -> None:
     assert_close(y, expected, np.abs(expected) * 2.0**-21)
 
 
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_program_adds_a_bias_to_logits_in_float32(isa: str, dtype: str) -> None:
+    x, bias = random(5, 40, dtype), np.random.default_rng(2).standard_normal(40).astype(np.float32)
+    net = Network(40, 5)
+    net.lm_head(net.embedding("x"), "one", scale=0.5, bias=True)
+    given = {"x.weight": x.values, "one.weight": np.eye(40), "one.bias": bias}
+    with library.use_isa("plain"):
+        runnable = runnable_of(net, {weight: given[weight.names[0]] for weight in net.weights}, dtype)
+    y = run(runnable, step_of_rows(5), [])
+    assert np.array_equal(y.array, (x.values.astype(np.float32) + bias) * np.float32(0.5))
+
+
 ATTENTION = {
     "window": {"window": 37},
     "narrow window": {"window": 1},
     "cap": {"largest": 3.0},
     "slopes": {"slopes": np.array([0.5, 0.25, 0.125, 0.0625], np.float32)},
+    "chunks": {"chunk": 37},
+    "chunks of one": {"chunk": 1},
+    "chunks of 64": {"chunk": 64},
     "all": {"window": 70, "largest": 5.0, "slopes": np.array([1.0, 0.3, 0.1, 0.0], np.float32)},
 }
 SCALE = 0.2
@@ -178,7 +167,7 @@ SLOTS = [TABLE[i // 16] * 16 + i % 16 for i in range(COUNT)]
 
 
 def attention_of(
-    x: Typed, head_dim: int, largest: float = 0.0, window: int = 0, slopes: Array | None = None
+    x: Typed, head_dim: int, largest: float = 0.0, window: int = 0, slopes: Array | None = None, chunk: int = 0
 ) -> Runnable:
     """Rows of x are queries of four heads, and keys and values of two."""
     weight = None if slopes is None else Weight(("slopes",), (4,), ((4,),), dtype="float32")
@@ -186,7 +175,7 @@ def attention_of(
     def body(net: Network, whole: Value) -> Value:
         q, k, v = net.split(whole, 4 * head_dim, 2 * head_dim, 2 * head_dim)
         layer = net.store_kv(k, v, 2)
-        return net.attention(q, layer, scale=SCALE, window=window, cap=largest, slopes=weight)
+        return net.attention(q, layer, scale=SCALE, window=window, cap=largest, slopes=weight, chunk=chunk)
 
     return program_with(x, 4 * head_dim, body, {"slopes": slopes})
 
@@ -238,21 +227,21 @@ def test_program_ignores_tokens_before_the_window(isa: str, dtype: str) -> None:
     assert np.isnan(result.array[sees]).all()
 
 
-@pytest.mark.parametrize("window", [100, 1100])
-def test_program_window_across_attention_segments(isa: str, window: int) -> None:
-    """Rows whose window begins before, at and behind position 1,024; blocks before all windows have arbitrary
+@pytest.mark.parametrize("limit", [{"window": 100}, {"window": 1100}, {"chunk": 100}, {"chunk": 1024}, {"chunk": 1100}])
+def test_program_window_across_attention_segments(isa: str, limit: dict[str, int]) -> None:
+    """Rows whose window or chunk begins before, at and behind position 1,024; blocks before all windows have arbitrary
     content."""
     head_dim, count, context = 16, 60, 1170
     x = random(context, 8 * head_dim, "float32")
     table = list(range(74))
-    runnable = attention_of(x, head_dim, window=window)
+    runnable = attention_of(x, head_dim, **limit)
     step = step_of_rows(context, [table], [context])
     caches = create_caches(runnable, num_blocks=80)
     whole = run(runnable, Step(**{**vars(step), "slots": list(range(context))}), caches)
     q, k, v = np.split(x.values.astype(np.float64), [4 * head_dim, 6 * head_dim], axis=1)
     dense = [each.reshape(-1, 1, 2, head_dim) for each in (k, v)]
     given = np.arange(context)[None], [count], [context], SCALE
-    expected = reference.attention(q[-count:], *dense, *given, window=window)
+    expected = reference.attention(q[-count:], *dense, *given, **limit)
     assert_close(Typed(whole.array[-count:], "float32"), expected, 1e-4)
     for threads in (1, 3):
         with library.use_threads(threads):
@@ -267,6 +256,8 @@ ROUTING = [
     {"sigmoid": True},
     {"groups": 4, "top_groups": 2},
     {"sigmoid": True, "groups": 4, "top_groups": 2, "corrected": True},
+    {"normalise": False, "factors": True},
+    {"margin": 0.7},
 ]
 
 
@@ -284,6 +275,8 @@ def test_program_routes_rows_to_top_k_experts(isa: str, options: dict[str, Any],
     gate_up[:, [0, 16], 16] = 1.0  # gate and up of one
     down = np.zeros((num_experts, 32, 16))
     down[np.arange(num_experts), np.arange(num_experts), 0] = 1 + np.exp(-1.0)
+    factors = rng.standard_normal(num_experts).astype(np.float32) if options.pop("factors", False) else None
+    margin = options.pop("margin", 0.0)
     names = [Expert(f"{i}.gate", f"{i}.up", f"{i}.down") for i in range(num_experts)]
     sigmoid, of_groups = (
         options.get("sigmoid", False),
@@ -291,10 +284,12 @@ def test_program_routes_rows_to_top_k_experts(isa: str, options: dict[str, Any],
     )
     routing = ExpertRouting(
         top_k,
-        "sigmoid" if sigmoid else "softmax",
+        "sparsemixer" if margin else "sigmoid" if sigmoid else "softmax",
         options.get("normalise", True),
         options.get("scale", 1.0),
         correction=None if correction is None else "correction",
+        factors=None if factors is None else "factors",
+        margin=margin,
         **of_groups,
     )
     arrays = {
@@ -302,9 +297,14 @@ def test_program_routes_rows_to_top_k_experts(isa: str, options: dict[str, Any],
         "0.gate.weight": gate_up.reshape(-1, 32),
         "0.down.weight": down.reshape(-1, 16),
         "correction": correction,
+        "factors": factors,
     }
     y = result_of(x, 32, lambda net, whole: net.experts(whole, "router", routing, names, 16), arrays)
-    shares, chosen = reference.route(x.values[:, :num_experts], top_k, correction=correction, **options)
+    if margin:
+        shares, chosen = reference.route_by_sparse_mixer(x.array[:, :num_experts], top_k, margin)
+    else:
+        shares, chosen = reference.route(x.values[:, :num_experts], top_k, correction=correction, **options)
+    shares = shares if factors is None else shares * factors[chosen]
     expected = np.zeros((count, 32))
     np.put_along_axis(expected, chosen, shares, axis=1)
     assert np.max(np.abs(y.array - expected)) < 1e-5

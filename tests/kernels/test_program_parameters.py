@@ -63,10 +63,10 @@ def with_first(part: str, index: int, value: int) -> Change:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (with_first("instructions", 0, 1), "the version must be 7, is 1"),
+        (with_first("instructions", 0, 1), "the version must be 8, is 1"),
         (with_first("instructions", 5, 3), "the model's type must be 0, 1 or 2, is 3"),
         (with_first("instructions", 5, 0), "weight 0 must be [V, H] of the model's type or int8"),
-        (with_first("instructions", 4, 21), "instructions have 20 numbers, the header says 21"),
+        (with_first("instructions", 4, 22), "instructions have 21 numbers, the header says 22"),
         (with_first("instructions", 1, 0), "the header says 0 weights, 1 layers, "),
         (with_first("instructions", 2, 2), "expects 9 parameters, "),
         (with_first("instructions", 6, 1), "expects 9 parameters, "),
@@ -101,8 +101,8 @@ def with_first(part: str, index: int, value: int) -> Change:
         (with_word("embedding", 5, 1), "index "),
         (with_word("lm_head", 1, -1), "instruction 12 (lm_head): x is absent"),
         (with_word("lm_head", 2, -1), "instruction 12 (lm_head): weight is absent"),
-        (with_word("lm_head", 7, 71), "instruction 12 (lm_head): the result has 70 columns, the head 71 rows"),
-        (with_word("lm_head", 7, 70), "instruction 12 (lm_head): this process computes with no other"),
+        (with_word("lm_head", 8, 71), "instruction 12 (lm_head): the result has 70 columns, the head 71 rows"),
+        (with_word("lm_head", 8, 70), "instruction 12 (lm_head): this process computes with no other"),
     ],
 )
 def test_program_refuses_invalid_instructions(change: Change, message: str) -> None:

@@ -189,6 +189,7 @@ def _attention(
     step: Step, q: Array, layer: int, scale: float, window: int, cap: float, eps: float, causal: bool,
     q_rope: Any = None, k: Any = None, v: Any = None, slopes: Any = None, cos: Any = None, sin: Any = None,
     q_gamma: Any = None, k_gamma: Any = None, k_offset: Any = None, sinks: Any = None, consumer: Any = None,
+    chunk: int = 0,
 ) -> Array:  # fmt: skip
     if k is not None:
         if q_gamma is not None:
@@ -206,7 +207,7 @@ def _attention(
             stop = step.context_lens[b] - step.query_lens[b] + i + 1
             last = stop if causal else step.context_lens[b]
             last = min(last, stop + window - 1) if window else last
-            seen = slice(max(0, stop - window) if window else 0, last)
+            seen = slice((stop - 1) // chunk * chunk if chunk else max(0, stop - window) if window else 0, last)
             scores = np.einsum("hgd,jhd->hgj", q[row].reshape(kv_heads, -1, width), keys[seen])
             read = values
             if q_rope is not None:
@@ -248,7 +249,9 @@ def _add(step: Step, a: Array, b: Array, scale: float) -> Array:
     return a + b * np.float32(scale)
 
 
-def _multiply(step: Step, a: Array, b: Array, function: str) -> Array:
+def _multiply(step: Step, a: Array, function: str, b: Any = None, gamma: Any = None) -> Array:
+    if b is None:
+        return a * gamma
     functions = {"": b, "relu": np.maximum(b, 0), "sigmoid": 1 / (1 + np.exp(-b)), "silu": b / (1 + np.exp(-b))}
     return a * functions[function]
 
@@ -281,15 +284,34 @@ def _ssm(
     return y
 
 
+def _mix_streams(
+    step: Step, base: Array, x: Array, streams: int, offset: float, first: int, coefficients: Any = None
+) -> Array:
+    parts = x.reshape(len(x), -1, base.shape[1] // streams)
+    given = np.zeros((len(x), streams, parts.shape[1]), np.float32) if coefficients is None else coefficients
+    return reference.mix_streams(base, parts, given.reshape(len(x), streams, -1) + offset, first).astype(np.float32)
+
+
+def _match_streams(step: Step, like: Array, x: Array, eps: float, sums: bool) -> Array:
+    return reference.match_streams(like, x, eps, sums=bool(sums)).astype(np.float32)
+
+
+def _sparsify(step: Step, x: Array, scale: float) -> Array:
+    return reference.sparsify(x, scale).astype(np.float32)
+
+
 def _sigmoid_gate(step: Step, x: Array, gate: Array) -> Array:
     return x / (1 + np.exp(-gate))
 
 
 def _route(
     step: Step, x: Array, weight: Array, top_k: int, score: str, normalise: bool, scale: float, groups: int,
-    top_groups: int, bias: Any = None, correction: Any = None,
+    top_groups: int, margin: float = 0.0, bias: Any = None, correction: Any = None, factors: Any = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     logits = _product(x, weight) + (0 if bias is None else bias)
+    if score == "sparsemixer":
+        topk_weights, topk_ids = reference.route_by_sparse_mixer(logits, top_k, margin)
+        return topk_weights.astype(np.float32) * np.float32(scale), topk_ids
     scores = 1 / (1 + np.exp(-logits))
     if score == "softmax":
         scores = np.exp(logits - logits.max(-1, keepdims=True))
@@ -304,12 +326,13 @@ def _route(
     topk_ids = np.argsort(-wanted, axis=-1, kind="stable")[:, :top_k]
     topk_weights = np.take_along_axis(scores, topk_ids, -1)
     topk_weights = topk_weights / topk_weights.sum(-1, keepdims=True) if normalise else topk_weights
-    return topk_weights * np.float32(scale), topk_ids
+    return topk_weights * np.float32(scale) * (1 if factors is None else factors[topk_ids]), topk_ids
 
 
 def _experts(
     step: Step, x: Array, topk_weights: Array, topk_ids: Array, gate_up: Array, down: Array, function: str,
-    scale: float, experts: int, gate_up_bias: Any = None, down_bias: Any = None, residual: Any = None,
+    scale: float, experts: int, scales_input: bool = False, gate_up_bias: Any = None, down_bias: Any = None,
+    residual: Any = None,
 ) -> Array:  # fmt: skip
     above = np.zeros((experts, 1), np.float32) if gate_up_bias is None else gate_up_bias.reshape(experts, -1)
     below = np.zeros((experts, 1), np.float32) if down_bias is None else down_bias.reshape(experts, -1)
@@ -319,16 +342,18 @@ def _experts(
     for row, (row_weights, row_ids) in enumerate(zip(topk_weights, topk_ids, strict=True)):
         for at in np.argsort(row_ids):
             expert = row_ids[at]
-            inner = _product(x[row : row + 1], gate_up[expert]) + above[expert]
-            inner = _gated_activation(step, inner, function)
-            y[row] += row_weights[at] * (_product(inner, down[expert])[0] + below[expert])
+            weight, factor = (row_weights[at], 1) if scales_input else (1, row_weights[at])
+            inner = _product(weight * x[row : row + 1], gate_up[expert]) + above[expert]
+            squared = function == "relu2"
+            inner = np.maximum(inner, 0) ** 2 if squared else _gated_activation(step, inner, function)
+            y[row] += factor * (_product(inner, down[expert])[0] + below[expert])
     return y if residual is None else _add(step, residual, y, scale)
 
 
 def _lm_head(
-    step: Step, x: Array, weight: Array, scale: float, cap: float, tiled: bool, first: int, rows: int
+    step: Step, x: Array, weight: Array, scale: float, cap: float, tiled: bool, first: int, rows: int, bias: Any = None
 ) -> Array:
-    logits = _product(x, weight) * np.float32(scale)
+    logits = (_product(x, weight) + (0 if bias is None else bias)) * np.float32(scale)
     return np.float32(cap) * np.tanh(logits / np.float32(cap)) if cap else logits
 
 

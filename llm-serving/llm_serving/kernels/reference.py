@@ -260,6 +260,54 @@ def route(
     return topk_weights * scale, topk_ids
 
 
+def route_by_sparse_mixer(logits: Floats, top_k: int, margin: float) -> tuple[Doubles, Integers]:
+    """Return experts of rows as SparseMixer chooses them (Liu et al. 2023): weights and numbers [T, top_k].
+
+    The expert with the largest logit is chosen, `top_k` times, from those not chosen before. Its weight is its share of
+    a softmax over those whose logit is at most `margin` * max(largest logit, own absolute logit) below the largest.
+    """
+    left, rows = _double(logits).copy(), np.arange(len(logits))
+    weights, numbers = [], []
+    for _ in range(top_k):
+        best = left.argmax(-1)
+        largest = left[rows, best][:, None]
+        with np.errstate(invalid="ignore"):
+            near = largest - left <= margin * np.maximum(np.abs(left), largest)
+        weights.append(1 / np.where(near & np.isfinite(left), np.exp(left - largest), 0).sum(-1))
+        numbers.append(best)
+        left[rows, best] = -np.inf
+    return np.stack(weights, -1), np.stack(numbers, -1)
+
+
+def mix_streams(base: Floats, parts: Floats, coefficients: Floats, first: int) -> Doubles:
+    """[T, streams * size], [T, parts, size], [T, streams, parts] -> base plus the weighted sums of the parts, for all
+    streams from `first` on.
+    """
+    sums = np.einsum("tsp,tpi->tsi", _double(coefficients), _double(parts))
+    sums[:, :first] = 0
+    mixed: Doubles = _double(base) + sums.reshape(base.shape)
+    return mixed
+
+
+def match_streams(like: Floats, x: Floats, eps: float, *, sums: bool) -> Doubles:
+    """[T, size], [T, parts * size] -> `like` and the parts, scaled to its root mean square; or the sum of all. The mean
+    of a part's squares counts as at least `eps`.
+    """
+    wanted, parts = _double(like)[:, None], _double(x).reshape(len(x), -1, like.shape[1])
+    sizes = np.sqrt(np.maximum((parts**2).mean(-1, keepdims=True), eps))
+    parts = np.concatenate([wanted, parts * np.sqrt((wanted**2).mean(-1, keepdims=True)) / sizes], axis=1)
+    result: Doubles = parts.sum(1) if sums else parts.reshape(len(x), -1)
+    return result
+
+
+def sparsify(x: Floats, scale: float) -> Doubles:
+    """Return the part of x above mean + scale * standard deviation of its row, zero elsewhere (Gemma 3n)."""
+    values = _double(x)
+    least = values.mean(-1, keepdims=True) + scale * values.std(-1, keepdims=True)
+    above: Doubles = np.maximum(values - least, 0)
+    return above
+
+
 def experts(x: Floats, topk_weights: Floats, topk_ids: Integers, gate_up: Floats, down: Floats) -> Doubles:
     """[T, K], expert weights and numbers [T, top_k], [E, 2*I, K], [E, H, I] -> [T, H], the weighted sum of results."""
     result = np.zeros((len(x), down.shape[1]))
@@ -288,6 +336,7 @@ def attention(
     scale: float,
     *,
     window: int = 0,
+    chunk: int = 0,
     largest: float = 0.0,
     slopes: Floats | None = None,
     mask: Floats | None = None,
@@ -301,6 +350,7 @@ def attention(
         query_lens, context_lens: [B]; a context includes the rows of the query.
         scale: Factor of the scores.
         window: Tokens that a row attends to, its own included; 0 for all.
+        chunk: A row attends to no token before the last multiple of `chunk` up to its own position; 0: to all.
         largest: Limit of the scores, see `softcap`.
         slopes: [num_heads], ALiBi: a score loses the slope once for each token of distance (O. Press et al., 2021).
         mask: [T, >= longest context], added to the scores of all keys of a row's request, -inf to hide a key; None: a
@@ -316,6 +366,7 @@ def attention(
         for position in range(context - num_queries, context):
             seen = position + 1 if mask is None else context
             first = max(0, seen - window) if window else 0
+            first = position // chunk * chunk if chunk else first
             scores = softcap(np.einsum("hgd,jhd->hgj", queries[row], keys[first:seen]), scale, largest)
             if slopes is not None:
                 scores -= _double(slopes).reshape(num_kv_heads, -1, 1) * np.arange(seen - first)[::-1]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,8 +14,9 @@ import numpy as np
 from llm_serving.errors import ModelError
 from llm_serving.network.caches import CacheShape, StateShape
 from llm_serving.network.experts import MAX_EXPERTS, Expert, ExpertRouting, ExpertStacks, Gate, expert_weights
+from llm_serving.network.norm_weights import Constant, PaddedMeanScale
 from llm_serving.network.operations import BY_TOKEN, ElementType, Float32Array, Operation, Transform, Value, Weight
-from llm_serving.network.orders import order_of
+from llm_serving.network.orders import order_of, shared_order
 from llm_serving.network.rope import Rotary
 
 
@@ -113,10 +114,23 @@ class Network:
     def allow_unused(self, name: str) -> None:
         self.optional.add(name)
 
-    def embedding(self, name: str, *, scale: float = 1.0, rounded_scale: bool = False) -> Value:
-        """Look up rows of the table [V, H] by token id. `rounded_scale`: round `scale` to the model dtype first."""
+    def embedding(
+        self, name: str, *, scale: float = 1.0, rounded_scale: bool = False, width: int = 0, stored_rows: int = 0
+    ) -> Value:
+        """Look up rows of the table [V, width] by token id.
+
+        Args:
+            scale: Factor of the rows. `rounded_scale`: it is rounded to the model dtype first.
+            width: Columns of the table; 0: the hidden size.
+            stored_rows: Rows of the table in the checkpoint; 0: as many as tokens. Tokens beyond them have its row 0.
+        """
         attributes = {**BY_TOKEN, "scale": scale, "rounded_scale": rounded_scale}
-        return self.record("embedding", {}, {"table": self._matrix(name, (self.vocab, self.hidden))}, attributes)
+        width = width or self.hidden
+        table = self._matrix(name, (self.vocab, width))
+        if stored_rows not in (0, self.vocab):
+            rows = shared_order(tuple(at if at < stored_rows else 0 for at in range(self.vocab)))
+            table = replace(table, stored_shapes=((stored_rows, width),), rows=rows)
+        return self.record("embedding", {}, {"table": table}, attributes, width)
 
     def position_embedding(self, positions: PositionEmbedding) -> Value:
         """Look up rows of a table by position and, if there are several token types, by type."""
@@ -172,7 +186,7 @@ class Network:
     def rms_norm(
         self,
         x: Value,
-        name: str,
+        name: str | None,
         *,
         group: int = 0,
         unpadded: int = 0,
@@ -181,7 +195,8 @@ class Network:
         as_stored: bool = False,
         of_row: bool = False,
     ) -> Value:
-        """Compute x / sqrt(mean(x^2) + eps) * gamma in float32, with gamma in the tensor `<name>.weight`.
+        """Compute x / sqrt(mean(x^2) + eps) * gamma in float32, with gamma in the tensor `<name>.weight`. If `name` is
+        None, gamma is 1.
 
         Args:
             group: Number of columns that are normalised together; 0: whole rows.
@@ -194,13 +209,15 @@ class Network:
         size = group or x.width
         unpadded = unpadded or size
         transform = None if as_stored else self._gamma_transform
-        transform = transform if unpadded == size else _PaddedMeanScale(unpadded / size, transform)
+        transform = transform if unpadded == size else PaddedMeanScale(unpadded / size, transform)
         dtype: ElementType = "model" if transform is None else "float32"
         count = x.width // size if of_row else 1
         shape, stored = (count * size,), (count * unpadded,)
-        gamma = Weight(
-            (f"{name}.weight",), shape, (stored,), order_of(rows, stored[0]), transform=transform, dtype=dtype
-        )
+        if name is None:
+            gamma = Weight((), shape, generate=Constant(shape[0], math.sqrt(unpadded / size)), dtype="float32")
+        else:
+            order = order_of(rows, stored[0])
+            gamma = Weight((f"{name}.weight",), shape, (stored,), order, transform=transform, dtype=dtype)
         # The mean over all columns is smaller by unpadded / size than the mean over the unpadded ones; so is eps.
         attributes = {"eps": (self._eps if eps is None else eps) * unpadded / size, "group": group}
         return self.record("rms_norm", {"x": x}, {"gamma": gamma}, attributes | {"centred": False}, x.width)
@@ -277,6 +294,7 @@ class Network:
         slopes: Weight | None = None,
         sinks: Weight | None = None,
         q_rope: Value | None = None,
+        chunk: int = 0,
     ) -> Value:
         """Compute attention over the cache of a layer, causal if the network is.
 
@@ -286,13 +304,15 @@ class Network:
             window: Number of tokens that a row attends to, including itself; None: all. If the network is not causal:
                 tokens less than `window` away on either side.
             cap: Scores s become cap * tanh(s / cap).
+            chunk: A row attends to no token before the last multiple of `chunk` up to its own position (Llama 4); 0: to
+                all. Not with a window.
             slopes: ALiBi slope of each head (Press et al. 2021), subtracted from a score for each token of distance.
             sinks: Score of each head that takes a share of the softmax and adds no value (gpt-oss).
             q_rope: Rotary part of the queries of multi-head latent attention (DeepSeek-V2). The cached k is then the
                 latent vector, which is both key and value; the cached v is the rotary part of the key.
         """
         attributes = {"layer": layer, "scale": scale, "window": window or 0, "cap": cap or 0.0, "eps": 0.0}
-        attributes["causal"] = self.causal
+        attributes |= {"causal": self.causal, "chunk": chunk}
         return self.record(
             "attention", {"q": q, "q_rope": q_rope}, {"slopes": slopes, "sinks": sinks}, attributes, q.width
         )
@@ -311,26 +331,41 @@ class Network:
         """Compute a * function(b), element by element, rounded once."""
         return self.record("multiply", {"a": a, "b": b}, {}, {"function": function}, a.width)
 
+    def scaled(self, x: Value, weight: Weight) -> Value:
+        """Compute x times a vector, which has an element for each column."""
+        return self.record("multiply", {"a": x}, {"gamma": weight}, {"function": ""}, x.width)
+
     def sigmoid_gate(self, x: Value, gate: Value) -> Value:
         """Compute x * sigmoid(gate), where `gate` has one element per row."""
         return self.record("sigmoid_gate", {"x": x, "gate": gate}, {}, {}, x.width)
 
     def experts(
-        self, x: Value, router: str, routing: ExpertRouting, experts: Sequence[Expert] | ExpertStacks, inner: int
+        self,
+        x: Value,
+        router: str,
+        routing: ExpertRouting,
+        experts: Sequence[Expert] | ExpertStacks,
+        inner: int,
+        *,
+        routed: Value | None = None,
     ) -> Value:
-        """Compute the sum over a row's experts of topk_weight * down(silu(gate) * up), in the order of expert numbers.
-        The router weight is `<router>.weight` [number of experts, H]; `inner` is the intermediate size of one expert.
+        """Compute the sum over a row's experts of topk_weight * down(function(gate) * up), in the order of expert
+        numbers. The router weight is `<router>.weight` [number of experts, H]; `inner` is the intermediate size of one
+        expert. `routed`: input of the router; None: x.
         """
+        routed = x if routed is None else routed
         count, top_k = experts.count if isinstance(experts, ExpertStacks) else len(experts), routing.top_k
         self._num_experts += count
         if self._num_experts > MAX_EXPERTS:
             raise ModelError(f"a model may have at most {MAX_EXPERTS} experts in all layers together")
-        chosen = {"weight": self._matrix(router, (count, x.width))}
+        chosen = {"weight": self._matrix(router, (count, routed.width))}
         if routing.correction is not None:
             stored = (routing.correction_rows, count) if routing.correction_rows else (count,)
             chosen["correction"] = Weight((routing.correction,), (count,), (stored,), dtype="float32")
+        if routing.factors is not None:
+            chosen["factors"] = Weight((routing.factors,), (count,), ((count,),), dtype="float32")
         attributes = {
-            **{name: getattr(routing, name) for name in ("top_k", "score", "scale", "groups", "top_groups")},
+            **{name: getattr(routing, name) for name in ("top_k", "score", "scale", "groups", "top_groups", "margin")},
             "normalise": routing.normalise,
         }
         number = len(self.operations)
@@ -338,20 +373,33 @@ class Network:
             "topk_weights": Value(f"shares{number}", top_k, "float32"),
             "topk_ids": Value(f"chosen{number}", top_k, "int32"),
         }
-        self.operations.append(Operation("route", {"x": x}, chosen, outputs, attributes))
-        weights = expert_weights(experts, x.width, inner, bias=routing.bias)
+        self.operations.append(Operation("route", {"x": routed}, chosen, outputs, attributes))
+        gated = routing.function != "relu2"
+        weights = expert_weights(experts, x.width, inner, bias=routing.bias, gated=gated)
         if routing.bias:
             chosen["bias"] = Weight((f"{router}.bias",), (count,), ((count,),), dtype="float32")
         attributes = {"function": routing.function, "scale": 1.0, "experts": count}
+        attributes["scales_input"] = routing.scales_input
         return self.record("experts", {"x": x, **outputs}, weights, attributes, x.width)
 
     def lm_head(
-        self, x: Value, name: str, *, scale: float = 1.0, cap: float | None = None, transform: Transform | None = None
+        self,
+        x: Value,
+        name: str,
+        *,
+        scale: float = 1.0,
+        cap: float | None = None,
+        transform: Transform | None = None,
+        bias: bool = False,
     ) -> None:
-        """Compute scale * x * head^T, then cap * tanh(logits / cap). This is the last operation of a network."""
-        head = self._matrix(name, (self.vocab, self.hidden), transform)
+        """Compute scale * (x * head^T + bias), then cap * tanh(logits / cap). This is the last operation of a network.
+        `bias`: whether there is one, in the tensor `<name>.bias`.
+        """
+        weights = {"weight": self._matrix(name, (self.vocab, self.hidden), transform)}
+        if bias:
+            weights["bias"] = Weight((f"{name}.bias",), (self.vocab,), ((self.vocab,),), dtype="float32")
         attributes = {"scale": scale, "cap": cap or 0.0, "tiled": False, "first": 0, "rows": 0}
-        self.operations.append(Operation("lm_head", {"x": x}, {"weight": head}, {}, attributes))
+        self.operations.append(Operation("lm_head", {"x": x}, weights, {}, attributes))
 
     def begin_head(self) -> None:
         """Begin the operations that compute the scores of a request from its pooled vector."""
@@ -381,15 +429,3 @@ class Network:
         of_weights = {role: each for role, each in weights.items() if each is not None}
         self.operations.append(Operation(kind, present, of_weights, {"y": y}, attributes))
         return y
-
-
-@dataclass(frozen=True)
-class _PaddedMeanScale:
-    """Scales a norm weight to compensate for zero padding that the mean includes."""
-
-    share: float
-    transform: Transform | None
-
-    def __call__(self, gamma: Float32Array) -> Float32Array:
-        changed = gamma if self.transform is None else self.transform(gamma)
-        return changed * np.float32(math.sqrt(self.share))

@@ -13,13 +13,15 @@ from llm_serving.network.orders import order_of, padded_order, repeated_order
 
 Gate = Literal["silu", "gelu_tanh", "gelu", "clamped"]
 """Function of a gate; "clamped" is that of gpt-oss (csrc/kernels.h)."""
+ExpertFunction = Literal[Gate, "relu2"]
+"""Function of experts; with a squared ReLU ("relu2") they have no gate."""
 MAX_EXPERTS: Final = 2**16
 """Maximum number of experts over all layers, several times that of any known model."""
 
 
 @dataclass(frozen=True)
 class Expert:
-    """Tensor names of one expert."""
+    """Tensor names of one expert. Without a gate, `gate` is empty."""
 
     gate: str
     up: str
@@ -58,10 +60,16 @@ class ExpertRouting:
         correction_rows: Rows of that tensor in the checkpoint: 0 for a vector.
         bias: Whether the router and each unstacked expert have biases.
         function: Activation function of the experts.
+        factors: Tensor with a factor of the weights of each expert, applied last (Gemma 4).
+        scales_input: Whether a row's weight multiplies the expert's input instead of its result (Llama 4).
+        margin: Of the score "sparsemixer" (Phi-3.5-MoE), which ignores `normalise`, groups and the correction: experts
+            are chosen one after another by logit, and the weight of each is its share of a softmax over the experts
+            left whose logit is below the largest by at most `margin` times the larger of that and of the own absolute
+            logit.
     """
 
     top_k: int
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     normalise: bool = True
     scale: float = 1.0
     groups: int = 1
@@ -69,49 +77,55 @@ class ExpertRouting:
     correction: str | None = None
     correction_rows: int = 0
     bias: bool = False
-    function: Gate = "silu"
+    function: ExpertFunction = "silu"
+    factors: str | None = None
+    scales_input: bool = False
+    margin: float = 0.0
 
 
 def expert_weights(
-    experts: Sequence[Expert] | ExpertStacks, hidden: int, inner: int, *, bias: bool
+    experts: Sequence[Expert] | ExpertStacks, hidden: int, inner: int, *, bias: bool, gated: bool = True
 ) -> dict[str, Weight]:
-    """Return the weights of the operation `experts`: gate_up [count * 2 * inner, H] and down [count * H, inner]."""
-    wide = padded_order(inner, PANEL_ROWS)
+    """Return the weights of the operation `experts`: gate_up [count * 2 * inner, H] and down [count * H, inner]. If
+    experts have no gates, gate_up is [count * inner, H].
+    """
+    wide, halves = padded_order(inner, PANEL_ROWS), 1 + gated
     above: tuple[str, ...]
     below: tuple[str, ...]
     shapes: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
     if isinstance(experts, ExpertStacks):
         count, above, below = experts.count, (experts.gate_up,), (experts.down,)
-        shapes = ((count, 2 * inner, hidden),), ((count, hidden, inner),)
+        shapes = ((count, halves * inner, hidden),), ((count, hidden, inner),)
         if experts.transposed:
-            shapes = ((count, hidden, 2 * inner),), ((count, inner, hidden),)
+            shapes = ((count, hidden, halves * inner),), ((count, inner, hidden),)
     else:
         count = len(experts)
-        above = tuple(f"{name}.weight" for each in experts for name in (each.gate, each.up))
+        above = tuple(f"{name}.weight" for each in experts for name in (each.gate, each.up) if name)
         below = tuple(f"{each.down}.weight" for each in experts)
-        shapes = ((inner, hidden),) * (2 * count), ((hidden, inner),) * count
-    rows = _gate_up_rows(count, inner, isinstance(experts, ExpertStacks) and experts.interleaved)
+        shapes = ((inner, hidden),) * (halves * count), ((hidden, inner),) * count
+    rows = _gate_up_rows(count, inner, halves, isinstance(experts, ExpertStacks) and experts.interleaved)
+    num_rows = count * halves * len(wide)
     biases: dict[str, Weight] = {}
     if isinstance(experts, ExpertStacks) and experts.biases:
         gate_up, down = experts.biases
-        biases["gate_up_bias"] = Weight((gate_up,), (count * 2 * len(wide),), ((count, 2 * inner),), rows)
+        biases["gate_up_bias"] = Weight((gate_up,), (num_rows,), ((count, halves * inner),), rows)
         biases["down_bias"] = Weight((down,), (count * hidden,), ((count, hidden),))
     elif bias and not isinstance(experts, ExpertStacks):
         names = [tuple(name.replace(".weight", ".bias") for name in each) for each in (above, below)]
-        biases["gate_up_bias"] = Weight(names[0], (count * 2 * len(wide),), ((inner,),) * (2 * count), rows)
+        biases["gate_up_bias"] = Weight(names[0], (num_rows,), ((inner,),) * (halves * count), rows)
         biases["down_bias"] = Weight(names[1], (count * hidden,), ((hidden,),) * count)
     turned = isinstance(experts, ExpertStacks) and experts.transposed
     return biases | {
-        "gate_up": Weight(above, (count * 2 * len(wide), hidden), shapes[0], rows, transposed=turned),
+        "gate_up": Weight(above, (num_rows, hidden), shapes[0], rows, transposed=turned),
         "down": Weight(below, (count * hidden, len(wide)), shapes[1], columns=order_of(wide, inner), transposed=turned),
     }
 
 
 @lru_cache(8)
-def _gate_up_rows(count: int, inner: int, interleaved: bool) -> tuple[int, ...] | None:
+def _gate_up_rows(count: int, inner: int, halves: int, interleaved: bool) -> tuple[int, ...] | None:
     """Return the row permutation to [gate, up] of each expert, each padded to a multiple of `PANEL_ROWS`."""
     wide = padded_order(inner, PANEL_ROWS)
     if not interleaved:
-        return None if len(wide) == inner else tuple(repeated_order(2 * count, inner, wide))
+        return None if len(wide) == inner else tuple(repeated_order(halves * count, inner, wide))
     order = [*(-1 if i < 0 else 2 * i for i in wide), *(-1 if i < 0 else 2 * i + 1 for i in wide)]
     return tuple(repeated_order(count, 2 * inner, order))

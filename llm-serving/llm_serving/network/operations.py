@@ -13,10 +13,13 @@ a model folder that it is assembled from. SIGNATURES lists the roles of each ope
     gated_activation  function(first half of a row) * second half
     activation        function(x)
     add               a + scale * b
-    multiply          a * function(b)
+    multiply          a * function(b), or a times a vector
     causal_conv       depthwise convolution of a row with the rows before it in its sequence
     delta_rule        linear attention with a state for each head, by the gated delta rule
     ssm               state space model with a state for each head (Mamba-2)
+    mix_streams       residual streams of a row, each plus a weighted sum of other rows (AltUp)
+    match_streams     a row and others, scaled to its root mean square; or their sum
+    sparsify          the part of a row above a number of standard deviations over its mean
     sigmoid_gate      x * sigmoid(gate), one gate for each row
     route             the top-k experts of each row and their weights
     experts           the sum over a row's experts of topk_weight * down(silu(gate) * up)
@@ -66,26 +69,35 @@ SIGNATURES: Final[Mapping[str, Signature]] = {
         "y",
         "q q_rope k v",
         "slopes cos sin q_gamma k_gamma k_offset sinks",
-        "layer scale window cap eps causal consumer",
+        "layer scale window cap eps causal consumer chunk",
     ),
     "gated_activation": _signature("y", "x", "", "function"),
     "add": _signature("y", "a b", "", "scale"),
     "route": _signature(
-        "topk_weights topk_ids", "x", "weight bias correction", "top_k score normalise scale groups top_groups"
+        "topk_weights topk_ids",
+        "x",
+        "weight bias correction factors",
+        "top_k score normalise scale groups top_groups margin",
     ),
     "experts": _signature(
-        "y", "x topk_weights topk_ids residual", "gate_up down gate_up_bias down_bias", "function scale experts"
+        "y",
+        "x topk_weights topk_ids residual",
+        "gate_up down gate_up_bias down_bias",
+        "function scale experts scales_input",
     ),
-    "lm_head": _signature("", "x", "weight", "scale cap tiled first rows"),
+    "lm_head": _signature("", "x", "weight bias", "scale cap tiled first rows"),
     "select_rows": _signature("y", "x", "", ""),
     "sigmoid_gate": _signature("y", "x gate", "", ""),
     "hidden_states": _signature("", "x", "", ""),
     "all_reduce": _signature("y", "x", "", ""),
     "activation": _signature("y", "x", "", "function"),
-    "multiply": _signature("y", "a b", "", "function"),
+    "multiply": _signature("y", "a b", "gamma", "function"),
     "causal_conv": _signature("y", "x", "taps bias", "function state"),
     "delta_rule": _signature("y", "q k v a b", "rates bias", "scale eps heads state"),
     "ssm": _signature("y", "c b x dt", "rates bias skip", "low high heads state"),
+    "mix_streams": _signature("y", "base x coefficients", "", "streams offset first"),
+    "match_streams": _signature("y", "like x", "", "eps sums"),
+    "sparsify": _signature("y", "x", "", "scale"),
 }
 """Operation kind -> signature. The position of a kind is its number in a program.
 

@@ -29,14 +29,14 @@ from llm_serving.network.rewriting import Plan, rewrite, select_rows
 
 Int32Array = NDArray[np.int32]
 
-VERSION: Final = 7
+VERSION: Final = 8
 KINDS: Final = tuple(SIGNATURES)
 INSTRUCTION_LENGTH: Final = 1 + max(
     len(each.outputs) + len(each.inputs) + len(each.weights) + len(each.attributes) for each in SIGNATURES.values()
 )
-FUNCTIONS: Final = ("", "silu", "gelu_tanh", "gelu", "clamped", "sigmoid", "tanh", "relu")
-SCORES: Final = ("softmax", "sigmoid")
-FLOATS: Final = ("scale", "cap", "eps", "low", "high")
+FUNCTIONS: Final = ("", "silu", "gelu_tanh", "gelu", "clamped", "sigmoid", "tanh", "relu", "relu2")
+SCORES: Final = ("softmax", "sigmoid", "sparsemixer")
+FLOATS: Final = ("scale", "cap", "eps", "low", "high", "margin", "offset")
 """Attributes that are float32 numbers."""
 DTYPES: Final = ("float32", "float16", "bfloat16")
 

@@ -204,6 +204,9 @@ _WITHOUT_CELL: Final[Mapping[str, str]] = {
     "delta_rule": "the gated delta rule",
     "ssm": "state space models (Mamba-2)",
     "multiply": "products of two values",
+    "mix_streams": "mixtures of residual streams",
+    "match_streams": "mixtures of residual streams",
+    "sparsify": "sparse activations",
 }
 """Operation that only programs compute -> its name for users."""
 
@@ -216,6 +219,9 @@ def unsupported_by_cells(network: Network) -> str | None:
         return "a classifier in place of the LM head"
     if kinds := dict.fromkeys(each.kind for each in network.operations if "state" in each.attributes):
         return " and ".join(_WITHOUT_CELL[kind] for kind in kinds)
+    layers = [each.attributes["layer"] for each in network.operations if each.kind == "attention"]
+    if len(set(layers)) < len(layers):
+        return "layers that share keys and values"
     for each in network.operations:
         if each.kind == "linear" and each.attributes["heads"] > 1:
             return "products with a weight for each head"
@@ -234,9 +240,21 @@ def _unsupported_by_cells(operation: Operation) -> str | None:
         return f"activation function {attributes['function']}{' without a gate' * (operation.kind == 'activation')}"
     if attributes.get("centred"):
         return "layer norms"
+    if attributes.get("chunk"):
+        return "attention within chunks"
     if operation.kind == "route" and "bias" in weights:
         return "experts chosen with a bias"
-    roles = {"sinks": "attention with sinks", "gate_up_bias": "experts with biases"}
+    if operation.kind == "lm_head" and "bias" in weights:
+        return "a bias of the LM head"
+    if attributes.get("score") == "sparsemixer":
+        return "experts chosen by SparseMixer"
+    if attributes.get("scales_input"):
+        return "experts whose input is weighted"
+    roles = {
+        "sinks": "attention with sinks",
+        "gate_up_bias": "experts with biases",
+        "factors": "experts with factors of their weights",
+    }
     return next((lacks for role, lacks in roles.items() if role in weights), None)
 
 

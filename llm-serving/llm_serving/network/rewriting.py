@@ -85,9 +85,9 @@ class Graph:
         self._stores: dict[Operation, Operation] = {}
         latest: dict[int, Operation] = {}
         for each in operations:
-            if each.kind == "store_kv":
+            if each.kind == "store_kv" or (each.kind == "attention" and "k" in each.inputs):
                 latest[each.attributes["layer"]] = each
-            elif each.kind == "attention" and "k" not in each.inputs:
+            elif each.kind == "attention":
                 self._stores[each] = latest[each.attributes["layer"]]
         self._producers = {y: each for each in operations for y in each.outputs.values()}
         self._consumers: dict[Value, list[Operation]] = {}
@@ -96,7 +96,9 @@ class Graph:
                 self._consumers.setdefault(x.root, []).append(each)
 
     def store_of(self, attention: Operation) -> Operation:
-        """Return the `store_kv` operation of an attention operation: the last one of its layer that precedes it."""
+        """Return what stores the keys that an attention operation reads: the last `store_kv`, or attention that stores
+        them itself, of its layer before it.
+        """
         return self._stores[attention]
 
     def producer(self, value: Value) -> Operation | None:
@@ -158,6 +160,8 @@ def fuse_attention(graph: Graph, operation: Operation) -> Changes:
     if operation.kind != "attention" or "k" in operation.inputs or "q_rope" in operation.inputs:
         return {}
     store = graph.store_of(operation)
+    if store.kind != "store_kv":
+        return {}  # an earlier layer stores the keys
     q, k = operation.inputs["q"], store.inputs["k"]
     changes: Changes = {store: None}
     weights = dict(store.weights)

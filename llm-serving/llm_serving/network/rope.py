@@ -66,8 +66,8 @@ class Rotary:
         theta: Base of the frequencies.
         interleaved: Whether the checkpoint pairs neighbours; otherwise it pairs elements i and i + rotary_dim / 2.
         own: Elements of a head in the checkpoint; the others up to `head_dim` are zeros. 0: all.
-        growth, growth_positions: Position p is also multiplied by 1 + growth * ln(1 + floor(p / growth_positions)),
-            which keeps attention sharp in long contexts (Llama 4). 0: not.
+        growth, growth_positions, growth_start: Position p is also multiplied by 1 + growth * ln(1 + floor((p +
+            growth_start) / growth_positions)), which keeps attention sharp in long contexts (Llama 4). 0: not.
     """
 
     head_dim: int
@@ -78,6 +78,7 @@ class Rotary:
     own: int = 0
     growth: float = 0.0
     growth_positions: int = 1
+    growth_start: int = 0
 
     def order(self) -> list[int]:
         """Return the checkpoint's index of each element of a head; -1 is a zero."""
@@ -117,7 +118,8 @@ class Rotary:
         frequencies = np.concatenate([self.frequencies(num_positions), fixed])
         angles = np.outer(np.arange(num_positions, dtype=np.float64), frequencies)
         factors = np.concatenate([np.full(self.rotary_dim // 2, attention_factor(self.scaling)), np.ones_like(fixed)])
-        steps = np.floor(np.arange(num_positions, dtype=np.float64) / self.growth_positions)
+        positions = np.arange(num_positions, dtype=np.float64)
+        steps = np.floor((positions + self.growth_start) / self.growth_positions)
         scale = (1 + self.growth * np.log1p(steps))[:, None]
         return np.tile((function(angles) * factors * scale).astype(np.float32), 2)
 

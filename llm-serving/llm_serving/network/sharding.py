@@ -178,12 +178,12 @@ class _Sharding:
 
     def _write_vocabulary(self, operation: Operation) -> None:
         """Split the rows of the token embedding or of the LM head as csrc/ranks.h does."""
-        ((role, whole),) = operation.weights.items()
         rows = self._network.vocab
         if rows < self._count:
             raise _CannotShardError(f"must be at most the {rows} tokens of the vocabulary")
         first, last = (rank * rows // self._count for rank in (self._rank, self._rank + 1))
-        weights = {role: _rows(whole, shared_order(tuple(range(first, last))))}
+        order = shared_order(tuple(range(first, last)))
+        weights = {role: _rows(whole, order) for role, whole in operation.weights.items()}
         part = operation.changed(attributes={"first": first, "rows": rows})
         if operation.kind == "lm_head":
             self._record(part, weights)
@@ -227,7 +227,7 @@ def _shard_experts(operation: Operation, rank: int, count: int) -> dict[str, Wei
         raise _CannotShardError(f"must divide the {inner} columns of an expert")
     first = rank * (inner // count)
     columns = tuple(-1 if i < 0 else first + i for i in padded_order(inner // count, PANEL_ROWS))
-    rows = shared_order(tuple(repeated_order(2 * operation.attributes["experts"], inner, columns)))
+    rows = shared_order(tuple(repeated_order(gate_up.shape[0] // inner, inner, columns)))
     weights = dict(operation.weights) | {"gate_up": _rows(gate_up, rows), "down": _columns(down, shared_order(columns))}
     if "gate_up_bias" in weights:
         weights["gate_up_bias"] = _rows(weights["gate_up_bias"], rows)

@@ -115,8 +115,9 @@ class AttentionTile {
 
   // ...and the rows whose window still contains it are the first ones.
   size_t end_of_rows_seeing(size_t token) const {
-    if (args_.window == 0) return rows_;
-    const size_t end = token + args_.window;  // the first position whose window excludes the token
+    if (args_.window == 0 && args_.chunk == 0) return rows_;
+    // The first position whose window or chunk excludes the token.
+    const size_t end = args_.chunk > 0 ? (token / args_.chunk + 1) * args_.chunk : token + args_.window;
     const size_t count = end <= item_.position ? 0 : end - item_.position;
     return count < item_.count ? count * shared_ : rows_;
   }

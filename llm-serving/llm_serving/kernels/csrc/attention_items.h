@@ -30,6 +30,7 @@ struct AttentionItem {
 
 // Returns the index of the first token that a position sees.
 inline size_t first_of_window(const AttentionArgs& args, size_t position) {
+  if (args.chunk > 0) return position - position % args.chunk;
   return args.window == 0 || position < args.window ? 0 : position + 1 - args.window;
 }
 

@@ -213,6 +213,12 @@ struct RouteArgs {
   // Experts are chosen from the `top_groups` best of `groups` groups: those with the largest score or, with a
   // correction, with the largest sum of two scores.
   size_t groups, top_groups;
+  const float* factors = nullptr;  // [experts], applied to the weights last; may be null
+  // SparseMixer (Liu et al. 2023): experts are chosen one after another by logit. The weight of each is its share of a
+  // softmax over the experts not chosen before whose logit is below the largest by at most `mixer_margin` times the
+  // larger of that and of the own absolute logit. `sigmoid`, `normalises`, `correction` and groups are not used.
+  bool mixes = false;
+  float mixer_margin = 0.0f;
 };
 
 // sums [.., size] of row index[i] += share[i] * row from[i] of x [.., size], in float32, for each i below `count`; each
@@ -225,6 +231,43 @@ struct GatherSumArgs {
   float* sums;
   DType dtype;  // type of x
   size_t count, size;
+};
+
+// y [rows, streams * size] = base + (offset + coefficient) * x for all streams from `first` on, in float32 and rounded
+// once. x has `terms` parts of `size` elements, which are added in order; coefficients [rows, streams * terms] are
+// zeros if null.
+struct MixStreamsArgs {
+  const void* base;
+  const void* x;
+  const void* coefficients;
+  void* y;
+  DType dtype;
+  size_t rows, streams, terms, size, first;
+  size_t base_stride, x_stride, coefficients_stride, y_stride;  // from a row to the next
+  float offset;
+};
+
+// Scales each of `streams` parts of x [rows, streams * size] to the root mean square of `like` [rows, size]; the mean
+// of the squares of a part counts as `eps` at least. y is `like`, then all parts, or if `sums` the sum of these.
+struct MatchStreamsArgs {
+  const void* like;
+  const void* x;
+  void* y;
+  DType dtype;
+  size_t rows, streams, size;
+  size_t like_stride, x_stride, y_stride;
+  float eps;
+  bool sums;
+};
+
+// y [rows, size] = the part of x above mean + scale * standard deviation of its row, zero elsewhere.
+struct SparsifyArgs {
+  const void* x;
+  void* y;
+  DType dtype;
+  size_t rows, size;
+  size_t x_stride, y_stride;
+  float scale;
 };
 
 // Rows quantized to 8 bits with a scale each (quantized_rows.h).
@@ -266,7 +309,10 @@ struct AttentionArgs {
   // are closer than the window, before and after its own.
   bool causal = true;
   size_t window = 0;  // tokens that a row sees, including its own; 0: all
-  float cap = 0.0f;   // c > 0: a score s becomes c * tanh(s / c)
+  // A causal row sees only tokens of its own chunk, which are positions 0 to chunk - 1, chunk to 2 * chunk - 1 and so
+  // on (Llama 4); 0: no chunks. Not with a window.
+  size_t chunk = 0;
+  float cap = 0.0f;  // c > 0: a score s becomes c * tanh(s / c)
   // ALiBi slopes [num_heads]: slope times distance in tokens is subtracted from capped scores
   const float* slopes = nullptr;
   // Scores [num_heads] that take a share of the softmax and add no value (Xiao et al. 2023, attention sinks).
@@ -345,6 +391,9 @@ struct Kernels {
   void (*sample)(const SampleArgs&);
   void (*causal_conv)(const CausalConvArgs&);
   void (*recurrence)(const RecurrenceArgs&);
+  void (*mix_streams)(const MixStreamsArgs&);
+  void (*match_streams)(const MatchStreamsArgs&);
+  void (*sparsify)(const SparsifyArgs&);
 };
 
 // The kernels in use, which Python chooses before the first operator runs (kernels/library.py).

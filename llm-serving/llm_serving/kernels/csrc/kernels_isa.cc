@@ -14,6 +14,7 @@
 #include "recurrence.h"
 #include "routing.h"
 #include "sampling.h"
+#include "streams.h"
 #include "w4a8.h"
 #include "w8a8.h"
 #include "weight_only.h"
@@ -154,7 +155,10 @@ const Kernels kKernels = {LLM_TEXT(LLM_ISA),
                           attention,
                           sample,
                           causal_conv,
-                          recurrence};
+                          recurrence,
+                          mix_streams,
+                          match_streams,
+                          sparsify};
 
 }  // namespace llm::LLM_ISA
 

@@ -11,7 +11,8 @@ namespace {
 const Operation* const kOperations[] = {&kEmbedding,  &kLinear,          &kRmsNorm,     &kRope,         &kStoreKv,
                                         &kAttention,  &kGatedActivation, &kAdd,         &kRoute,        &kExperts,
                                         &kLmHead,     &kSelectRows,      &kSigmoidGate, &kHiddenStates, &kAllReduce,
-                                        &kActivation, &kMultiply,        &kCausalConv,  &kDeltaRule,    &kSsm};
+                                        &kActivation, &kMultiply,        &kCausalConv,  &kDeltaRule,    &kSsm,
+                                        &kMixStreams, &kMatchStreams,    &kSparsify};
 constexpr size_t kNumOperations = sizeof(kOperations) / sizeof(kOperations[0]);
 
 const Operation* operation(const Program& program, size_t i) {

@@ -280,6 +280,7 @@ void attend(const AttendArgs& args) {
   attention.q_stride = q.stride;
   attention.causal = args.causal;
   attention.window = args.window;
+  attention.chunk = args.chunk;
   attention.cap = args.cap;
   attention.slopes = args.slopes;
   attention.sinks = args.sinks;

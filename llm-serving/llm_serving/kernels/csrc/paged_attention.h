@@ -71,6 +71,7 @@ struct AttendArgs {
   float scale = 1.0f;
   bool causal = true;
   size_t window = 0;
+  size_t chunk = 0;
   float cap = 0.0f;
   const float* slopes = nullptr;
   const float* sinks = nullptr;

@@ -10,7 +10,7 @@
 namespace llm {
 namespace {
 
-constexpr int32_t kVersion = 7;
+constexpr int32_t kVersion = 8;
 constexpr size_t kHeaderLength = 7;
 constexpr size_t kOperandLength = 6;
 

@@ -201,12 +201,13 @@ struct Operation {
 
 // The numbers of an operation are listed where it is defined.
 extern const Operation kEmbedding, kRmsNorm, kGatedActivation, kActivation, kAdd, kSelectRows, kSigmoidGate, kMultiply,
-    kHiddenStates;                                     // program_rows.cc
-extern const Operation kLinear, kLmHead;               // program_products.cc
-extern const Operation kRope, kStoreKv, kAttention;    // program_attention.cc
-extern const Operation kRoute, kExperts;               // program_experts.cc
-extern const Operation kAllReduce;                     // program_ranks.cc
-extern const Operation kCausalConv, kDeltaRule, kSsm;  // program_states.cc
+    kHiddenStates;                                             // program_rows.cc
+extern const Operation kLinear, kLmHead;                       // program_products.cc
+extern const Operation kRope, kStoreKv, kAttention;            // program_attention.cc
+extern const Operation kRoute, kExperts;                       // program_experts.cc
+extern const Operation kAllReduce;                             // program_ranks.cc
+extern const Operation kCausalConv, kDeltaRule, kSsm;          // program_states.cc
+extern const Operation kMixStreams, kMatchStreams, kSparsify;  // program_streams.cc
 
 // Whether attribute `function` is a gate: 0 none, 1 silu, 2 gelu_tanh, 3 gelu, 4 clamped. 5 (sigmoid) and 6 (tanh) are
 // not gates.

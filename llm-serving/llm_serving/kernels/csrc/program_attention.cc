@@ -96,15 +96,15 @@ int run_store_kv(const Instruction& in) {
 }
 
 // attention: y | q q_rope k v | slopes cos sin q_gamma k_gamma k_offset sinks | layer scale window cap eps causal
-// consumer.
+// consumer chunk.
 // With k and v: heads are normalised if there are norm weights, rotated if there are tables, and stored, then attended
-// to; without k and v they are already stored. A causal row sees `window` tokens, including its own, or all before it;
-// another row sees the tokens less than `window` away on either side, or its whole request. With q_rope, keys
-// are also the values, and the stored values are the rotary part of keys, which belongs to q_rope (DeepSeek-V2, 2024,
-// section 2.1).
+// to; without k and v they are already stored. A causal row sees `window` tokens, including its own, or those of its
+// `chunk` up to its own, or all before it; another row sees the tokens less than `window` away on either side, or its
+// whole request. With q_rope, keys are also the values, and the stored values are the rotary part of keys, which
+// belongs to q_rope (DeepSeek-V2, 2024, section 2.1).
 
 enum AttendWeight { kSlopes, kCos, kSin, kQGain, kKGain, kKOffset, kSinks };
-enum AttendAttribute { kLayer, kScale, kWindow, kCap, kEps, kCausal, kConsumer };
+enum AttendAttribute { kLayer, kScale, kWindow, kCap, kEps, kCausal, kConsumer, kChunk };
 
 int check_attention(const Instruction& in) {
   const Operand *y = in.output(0), *q = in.input(0), *k = in.input(2), *v = in.input(3);
@@ -152,6 +152,10 @@ int check_attention(const Instruction& in) {
     }
   }
   if (in.integer(kWindow) < 0) return in.fail("window must be 0 or more, is %d", in.integer(kWindow));
+  const bool has_chunk = in.integer(kChunk) != 0;
+  if (in.integer(kChunk) < 0 || (has_chunk && (in.integer(kWindow) != 0 || in.integer(kCausal) == 0))) {
+    return in.fail("chunk must be 0, or more for causal attention without a window, is %d", in.integer(kChunk));
+  }
   if (!(in.number(kCap) >= 0.0f)) return in.fail("cap must be 0 or more, is %g", static_cast<double>(in.number(kCap)));
   const size_t window = static_cast<size_t>(in.integer(kWindow));
   if (const int status = in.program().check_blocks(cache.num_blocks, cache.block_size, window)) return status;
@@ -179,6 +183,7 @@ int run_attention(const Instruction& in) {
   args.scale = in.number(kScale);
   args.causal = in.integer(kCausal) != 0;
   args.window = static_cast<size_t>(in.integer(kWindow));
+  args.chunk = static_cast<size_t>(in.integer(kChunk));
   args.cap = in.number(kCap);
   args.slopes = reinterpret_cast<const float*>(in.weight_data(kSlopes));
   args.sinks = reinterpret_cast<const float*>(in.weight_data(kSinks));
@@ -198,6 +203,6 @@ int run_attention(const Instruction& in) {
 
 const Operation kRope = {{"rope", 1, 1, 2, 0}, check_rope, run_rope};
 const Operation kStoreKv = {{"store_kv", 0, 2, 1, 1}, check_store_kv, run_store_kv};
-const Operation kAttention = {{"attention", 1, 4, 7, 7}, check_attention, run_attention};
+const Operation kAttention = {{"attention", 1, 4, 7, 8}, check_attention, run_attention};
 
 }  // namespace llm

@@ -9,10 +9,10 @@
 namespace llm {
 namespace {
 
-// route: topk_weights topk_ids | x | weight bias correction | top_k score normalise scale groups top_groups. Logits are
-// not rounded; score 0 is a softmax, 1 a sigmoid of each.
+// route: topk_weights topk_ids | x | weight bias correction factors | top_k score normalise scale groups top_groups
+// margin. Logits are not rounded; score 0 is a softmax, 1 a sigmoid of each, 2 SparseMixer with that margin.
 
-enum RouteAttribute { kTopK, kScore, kNormalise, kRouteScale, kGroups, kTopGroups };
+enum RouteAttribute { kTopK, kScore, kNormalise, kRouteScale, kGroups, kTopGroups, kMargin };
 
 int check_route(const Instruction& in) {
   const Operand *topk_weights = in.output(0), *topk_ids = in.output(1), *x = in.input(0);
@@ -36,13 +36,14 @@ int check_route(const Instruction& in) {
   }
   if (const int status = in.check_width("topk_weights", *topk_weights, static_cast<size_t>(top_k))) return status;
   if (const int status = in.check_width("topk_ids", *topk_ids, static_cast<size_t>(top_k))) return status;
-  if (in.integer(kScore) < 0 || in.integer(kScore) > 1) {
-    return in.fail("score must be 0 or 1, is %d", in.integer(kScore));
+  if (in.integer(kScore) < 0 || in.integer(kScore) > 2) {
+    return in.fail("score must be from 0 to 2, is %d", in.integer(kScore));
   }
-  for (const int weight : {1, 2}) {
+  for (const int weight : {1, 2, 3}) {
     if (in.has_weight(weight) && (in.call().dtype(in.parameter(weight)) != DType::kFloat32 ||
                                   in.call().elements(in.parameter(weight)) != experts)) {
-      return in.fail("%s must be float32, one for each of %zu experts", weight == 1 ? "bias" : "correction", experts);
+      constexpr const char* kNames[] = {"bias", "correction", "factors"};
+      return in.fail("%s must be float32, one for each of %zu experts", kNames[weight - 1], experts);
     }
   }
   return 0;
@@ -63,22 +64,28 @@ int run_route(const Instruction& in) {
                    reinterpret_cast<const float*>(in.weight_data(2)), reinterpret_cast<float*>(topk_weights.data),
                    reinterpret_cast<int32_t*>(topk_ids.data), x.count, experts, size(kTopK), topk_weights.stride,
                    topk_ids.stride, in.integer(kScore) == 1, in.integer(kNormalise) != 0, in.number(kRouteScale),
-                   size(kGroups), size(kTopGroups)});
+                   size(kGroups), size(kTopGroups), reinterpret_cast<const float*>(in.weight_data(3)),
+                   in.integer(kScore) == 2, in.number(kMargin)});
   return 0;
 }
 
-// experts: y | x topk_weights topk_ids residual | gate_up down gate_up_bias down_bias | function scale experts. Each
+// experts: y | x topk_weights topk_ids residual | gate_up down gate_up_bias down_bias | function scale experts
+// scales_input. Each
 // row is the sum over its experts, in ascending order and in float32, of topk_weight * down(function(gate) * up), whose
 // products are rounded as in linear; then `residual` as in linear. Rows of an expert are multiplied together, and only
-// selected experts are read.
+// selected experts are read. With scales_input, the weight multiplies x instead, rounded. If the function is a squared
+// ReLU, an expert has no gate.
+
+constexpr int32_t kSquaredRelu = 8;
 
 struct ExpertSizes {
-  size_t experts, hidden, inner;
+  size_t experts, hidden, inner, first;  // first: rows of the first product of an expert
 
   explicit ExpertSizes(const Instruction& in)
       : experts(static_cast<size_t>(in.integer(2))),
         hidden(in.weight(1).rows() / experts),
-        inner(in.weight(1).columns()) {}
+        inner(in.weight(1).columns()),
+        first(in.integer(0) == kSquaredRelu ? inner : 2 * inner) {}
 };
 
 int check_experts(const Instruction& in) {
@@ -96,7 +103,9 @@ int check_experts(const Instruction& in) {
   } else if (in.number(1) != 1.0f) {
     return in.fail("scale is of what is added to something");
   }
-  if (!is_gate(in.integer(0))) return in.fail("function must be from 1 to 4, is %d", in.integer(0));
+  if (!is_gate(in.integer(0)) && in.integer(0) != kSquaredRelu) {
+    return in.fail("function must be from 1 to 4, or 8, is %d", in.integer(0));
+  }
   if (in.integer(2) < 1) return in.fail("there must be an expert, not %d", in.integer(2));
   const size_t experts = static_cast<size_t>(in.integer(2));
   if (!in.has_weight(1)) return in.fail("down is absent");
@@ -105,9 +114,10 @@ int check_experts(const Instruction& in) {
   if (inner == 0 || inner % kPanelWidth != 0 || y->width % kPanelWidth != 0) {
     return in.fail("%zu columns and %zu inner ones must be multiples of 16", y->width, inner);
   }
-  if (const int status = in.check_vector("gate_up_bias", 2, experts * 2 * inner, false)) return status;
+  const size_t first = in.integer(0) == kSquaredRelu ? inner : 2 * inner;
+  if (const int status = in.check_vector("gate_up_bias", 2, experts * first, false)) return status;
   if (const int status = in.check_vector("down_bias", 3, experts * y->width, false)) return status;
-  if (const int status = in.check_product("gate_up", 0, experts * 2 * inner, x->width)) return status;
+  if (const int status = in.check_product("gate_up", 0, experts * first, x->width)) return status;
   return in.check_product("down", 1, experts * y->width, inner);
 }
 
@@ -178,6 +188,7 @@ int run_experts(const Instruction& in) {
   const Rows x = in.rows(in.input(0)), y = in.rows(in.output(0));
   const ExpertSizes sizes(in);
   const size_t bytes = in.program().element_bytes();
+  const bool scales_input = in.integer(3) != 0;
   Assignment assignment;
   const int64_t unknown = assignment.sort(in.rows(in.input(1)), in.rows(in.input(2)), sizes.experts);
   if (unknown >= 0) return in.fail("there is no expert %d", static_cast<int>(unknown));
@@ -187,15 +198,27 @@ int run_experts(const Instruction& in) {
     const size_t count = assignment.first[expert + 1] - begin;
     if (count == 0) continue;
     for (size_t i = 0; i < count; i++) {
-      std::memcpy(rows.x + i * x.width * bytes, x.data + assignment.row[begin + i] * x.stride * bytes, x.width * bytes);
+      const char* row = x.data + assignment.row[begin + i] * x.stride * bytes;
+      char* copy = rows.x + i * x.width * bytes;
+      if (scales_input) {
+        kernels().add({nullptr, row, copy, in.program().dtype(), x.width, assignment.share[begin + i]});
+        assignment.share[begin + i] = 1.0f;
+      } else {
+        std::memcpy(copy, row, x.width * bytes);
+      }
     }
-    const Weight gate_up = in.weight(0).part(expert * 2 * sizes.inner, 2 * sizes.inner);
+    const Weight gate_up = in.weight(0).part(expert * sizes.first, sizes.first);
     const Weight down = in.weight(1).part(expert * sizes.hidden, sizes.hidden);
     LinearArgs first = gate_up.product({count, x.width}, rows.x, rows.inner);
     first.gate = gate_of(in.integer(0));
-    first.y_layout = down.layout(count);
-    if (in.has_weight(2)) first.bias = in.weight_data(2) + expert * 2 * sizes.inner * bytes;
+    const bool is_gated = sizes.first > sizes.inner;
+    first.y_layout = is_gated ? down.layout(count) : TiledLayout{count, sizes.inner};
+    if (in.has_weight(2)) first.bias = in.weight_data(2) + expert * sizes.first * bytes;
     multiply(first);
+    if (!is_gated) {
+      kernels().multiply({rows.inner, rows.inner, rows.inner, in.program().dtype(), sizes.inner, 1.0f, count,
+                          sizes.inner, sizes.inner, sizes.inner, Factor::kRelu});
+    }
     LinearArgs second = down.product(first.y_layout, rows.inner, rows.result);
     if (in.has_weight(3)) second.bias = in.weight_data(3) + expert * sizes.hidden * bytes;
     multiply(second);
@@ -214,7 +237,7 @@ int run_experts(const Instruction& in) {
 
 }  // namespace
 
-const Operation kRoute = {{"route", 2, 1, 3, 6}, check_route, run_route};
-const Operation kExperts = {{"experts", 1, 4, 4, 3}, check_experts, run_experts};
+const Operation kRoute = {{"route", 2, 1, 4, 7}, check_route, run_route};
+const Operation kExperts = {{"experts", 1, 4, 4, 4}, check_experts, run_experts};
 
 }  // namespace llm

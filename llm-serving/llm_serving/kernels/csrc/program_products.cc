@@ -79,9 +79,10 @@ int run_linear(const Instruction& in) {
   return 0;
 }
 
-// lm_head: | x | weight | scale cap tiled first rows. The result: scale * x * weight^T or, with a cap, cap * tanh(that
-// / cap). If rows is not 0, the weight has the rows from `first` on of `rows`, and the result is gathered from all
-// ranks.
+// lm_head: | x | weight bias | scale cap tiled first rows. The result: scale * (x * weight^T + bias) or, with a cap,
+// cap
+// * tanh(that / cap). If rows is not 0, the weight has the rows from `first` on of `rows`, and the result is gathered
+// from all ranks.
 
 // Checks the rows of the weight.
 int check_share(const Instruction& in, size_t here) {
@@ -107,6 +108,10 @@ int check_lm_head(const Instruction& in) {
   const size_t here = is_part ? in.call().dim(in.parameter(0), 0) : in.program().result_width();
   if (const int status = in.check_product("weight", 0, here, x->width)) return status;
   if (const int status = check_share(in, here)) return status;
+  if (in.has_weight(1) &&
+      (in.call().dtype(in.parameter(1)) != DType::kFloat32 || in.call().elements(in.parameter(1)) != here)) {
+    return in.fail("bias must be float32, %zu elements", here);
+  }
   if (!(in.number(1) >= 0.0f)) return in.fail("cap must be 0 or more, is %g", static_cast<double>(in.number(1)));
   return check_tiled(in, *x, 2);
 }
@@ -121,6 +126,10 @@ int run_lm_head(const Instruction& in) {
   args.y_dtype = DType::kFloat32;
   args.y_layout = {x.count, rows};
   multiply(args);
+  if (in.has_weight(1) && x.count > 0) {
+    float* here = logits + in.integer(3);
+    kernels().add({in.weight_data(1), here, here, DType::kFloat32, weight.rows(), 1.0f, x.count, 0, rows, rows});
+  }
   if (in.integer(4) != 0 && !ranks_in_use()->all_gather(logits, x.count, rows)) {
     return in.fail("%s", ranks_in_use()->error());
   }
@@ -132,6 +141,6 @@ int run_lm_head(const Instruction& in) {
 }  // namespace
 
 const Operation kLinear = {{"linear", 1, 2, 2, 5}, check_linear, run_linear};
-const Operation kLmHead = {{"lm_head", 0, 1, 1, 5}, check_lm_head, run_lm_head};
+const Operation kLmHead = {{"lm_head", 0, 1, 2, 5}, check_lm_head, run_lm_head};
 
 }  // namespace llm

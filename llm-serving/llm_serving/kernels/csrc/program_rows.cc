@@ -169,7 +169,8 @@ int run_add(const Instruction& in) {
   return 0;
 }
 
-// multiply: y | a b | | function. y = a * function(b), rounded once; function: 0 none, 1 silu, 5 sigmoid, 7 relu.
+// multiply: y | a b | gamma | function. y = a * function(b), rounded once; function: 0 none, 1 silu, 5 sigmoid, 7 relu.
+// With gamma, which is a row, y = a * gamma.
 
 // Returns false if `function` is none of these.
 bool read_factor(int32_t function, Factor& factor) {
@@ -194,12 +195,26 @@ bool read_factor(int32_t function, Factor& factor) {
 int check_multiply(const Instruction& in) {
   Factor factor;
   if (!read_factor(in.integer(0), factor)) return in.fail("function must be 0, 1, 5 or 7, is %d", in.integer(0));
-  return check_pair(in);
+  if (!in.has_weight(0)) return check_pair(in);
+  const Operand *y = in.output(0), *a = in.input(0);
+  if (y == nullptr) return in.fail("y is absent");
+  if (in.integer(0) != 0 || in.input(1) != nullptr) return in.fail("gamma takes the place of b");
+  if (const int status = in.check_rows("y", y, y->selected)) return status;
+  if (const int status = in.check_rows("a", a, y->selected)) return status;
+  if (const int status = in.check_width("a", *a, y->width)) return status;
+  return in.check_vector("gamma", 0, y->width, false);
 }
 
 int run_multiply(const Instruction& in) {
   static OperatorClock clock("Mul");
   const Timed timed(clock);
+  if (in.has_weight(0)) {
+    const Rows y = in.rows(in.output(0)), a = in.rows(in.input(0));
+    const DType dtype = in.program().dtype();
+    if (y.count > 0)
+      kernels().multiply({a.data, in.weight_data(0), y.data, dtype, y.width, 1.0f, y.count, a.stride, 0, y.stride});
+    return 0;
+  }
   AddArgs args = pair_args(in);
   read_factor(in.integer(0), args.factor);
   if (args.rows > 0) kernels().multiply(args);
@@ -271,7 +286,7 @@ const Operation kRmsNorm = {{"rms_norm", 2, 2, 2, 4}, check_rms_norm, run_rms_no
 const Operation kGatedActivation = {{"gated_activation", 1, 1, 0, 1}, check_gated_activation, run_gated_activation};
 const Operation kActivation = {{"activation", 1, 1, 0, 1}, check_activation, run_activation};
 const Operation kAdd = {{"add", 1, 2, 0, 1}, check_pair, run_add};
-const Operation kMultiply = {{"multiply", 1, 2, 0, 1}, check_multiply, run_multiply};
+const Operation kMultiply = {{"multiply", 1, 2, 1, 1}, check_multiply, run_multiply};
 const Operation kSelectRows = {{"select_rows", 1, 1, 0, 0}, check_select_rows, run_select_rows};
 const Operation kSigmoidGate = {{"sigmoid_gate", 1, 2, 0, 0}, check_sigmoid_gate, run_sigmoid_gate};
 const Operation kHiddenStates = {{"hidden_states", 0, 1, 0, 0}, check_hidden_states, run_hidden_states};

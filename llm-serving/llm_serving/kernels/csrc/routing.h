@@ -64,11 +64,32 @@ inline void leave_groups_out(const RouteArgs& args, const float* wanted, float* 
   for (size_t i = 0; i < args.experts; i++) taken[i] = !taken_groups[i / size];
 }
 
+// Chooses one expert after another by logit, and computes their weights as `RouteArgs::mixes` describes.
+inline void mix_experts(const RouteArgs& args, const float* logits, bool* taken, float* topk_weights,
+                        int32_t* topk_ids) {
+  for (size_t i = 0; i < args.top_k; i++) {
+    const size_t best = find_best(logits, taken, args.experts);
+    const float largest = logits[best];
+    float total = 0.0f;
+    for (size_t expert = 0; expert < args.experts; expert++) {
+      const float size = __builtin_fabsf(logits[expert]);
+      const float limit = args.mixer_margin * (size > largest ? size : largest);
+      if (taken[expert] || largest - logits[expert] > limit) continue;
+      float share[kLanes];
+      store(share, exp(broadcast(logits[expert] - largest)));
+      total += share[0];
+    }
+    taken[best] = true;
+    topk_ids[i] = static_cast<int32_t>(best);
+    topk_weights[i] = 1.0f / total * args.scale;
+  }
+}
+
 inline void route_row(const RouteArgs& args, size_t row) {
   const size_t count = args.experts;
   float* scores = args.logits + row * count;
   for (size_t i = 0; args.bias != nullptr && i < count; i++) scores[i] += args.bias[i];
-  score_experts(scores, count, args.sigmoid);
+  if (!args.mixes) score_experts(scores, count, args.sigmoid);
   float* memory = static_cast<float*>(scratch(Scratch::kTile, 2 * count * (sizeof(float) + sizeof(bool))));
   float* wanted = memory;
   bool* taken = reinterpret_cast<bool*>(memory + 2 * count);
@@ -79,6 +100,7 @@ inline void route_row(const RouteArgs& args, size_t row) {
   if (args.groups > 1) leave_groups_out(args, wanted, memory + count, taken + count, taken);
   float* topk_weights = args.topk_weights + row * args.topk_weights_stride;
   int32_t* topk_ids = args.topk_ids + row * args.chosen_stride;
+  if (args.mixes) return mix_experts(args, scores, taken, topk_weights, topk_ids);
   float total = 0.0f;
   for (size_t i = 0; i < args.top_k; i++) {
     const size_t best = find_best(wanted, taken, count);
@@ -89,6 +111,7 @@ inline void route_row(const RouteArgs& args, size_t row) {
   }
   for (size_t i = 0; i < args.top_k; i++)
     topk_weights[i] = (args.normalises ? topk_weights[i] / total : topk_weights[i]) * args.scale;
+  for (size_t i = 0; args.factors != nullptr && i < args.top_k; i++) topk_weights[i] *= args.factors[topk_ids[i]];
 }
 
 inline void route_rows(const RouteArgs& args) {

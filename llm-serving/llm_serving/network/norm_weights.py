@@ -1,0 +1,33 @@
+"""Norm weights that differ from those of the checkpoint."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from llm_serving.network.operations import Float32Array, Transform
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A vector of equal elements, as `Weight.generate`."""
+
+    size: int
+    value: float
+
+    def __call__(self, _: int) -> Float32Array:
+        return np.full(self.size, self.value, np.float32)
+
+
+@dataclass(frozen=True)
+class PaddedMeanScale:
+    """Scales a norm weight to compensate for zero padding that the mean includes."""
+
+    share: float
+    transform: Transform | None
+
+    def __call__(self, gamma: Float32Array) -> Float32Array:
+        changed = gamma if self.transform is None else self.transform(gamma)
+        return changed * np.float32(math.sqrt(self.share))
