@@ -34,7 +34,7 @@ KIMI_K2 = V3 | {
 }  # fmt: skip
 
 
-def _latent_attention(c: dict[str, Any]) -> Shapes:
+def latent_attention(c: dict[str, Any]) -> Shapes:
     hidden, heads, rank = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
     q_rows = heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
     if c["q_lora_rank"]:
@@ -64,7 +64,7 @@ def _deepseek(config: dict[str, Any], *matters: dict[str, Any]) -> Model:
             feed_forward |= mlp(config, inner * config["n_shared_experts"], at="mlp.shared_experts.")
             if third:
                 feed_forward["mlp.gate.e_score_correction_bias"] = (config["n_routed_experts"],)
-        return _latent_attention(config) | feed_forward | norms(config, "input_layernorm", "post_attention_layernorm")
+        return latent_attention(config) | feed_forward | norms(config, "input_layernorm", "post_attention_layernorm")
 
     scaling, shapes = config["rope_scaling"], decoder(config, layer)
     if scaling:

@@ -42,6 +42,14 @@ FALCON: dict[str, Any] = LLAMA | {
 }  # fmt: skip
 
 
+NEMOTRON3: dict[str, Any] = {
+    "hybrid_override_pattern": "ME*EM-", "moe_intermediate_size": 40, "moe_latent_size": None,
+    "moe_shared_expert_intermediate_size": 56, "n_group": 4, "n_routed_experts": 8, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_experts_per_tok": 3, "num_hidden_layers": 6, "routed_scaling_factor": 1.5,
+    "topk_group": 2,
+}  # fmt: skip
+
+
 def _granite_mixer(config: dict[str, Any]) -> Shapes:
     inner, shared = config["mamba_expand"] * config["hidden_size"], config["mamba_n_groups"] * config["mamba_d_state"]
     sizes = config["hidden_size"], config["mamba_n_heads"], inner, shared, config["mamba_d_conv"]
@@ -91,13 +99,31 @@ def _nemotron(changes: dict[str, Any], *matters: dict[str, Any]) -> Model:
         *(config["use_bias"], config["use_conv_bias"]),
     )
     plain = linear("mixer.up_proj", inner, hidden, bias) | linear("mixer.down_proj", hidden, inner, bias)
-    of_kinds = {"M": _mixer("mixer.", *mamba), "*": attention(config, at="mixer."), "-": plain}
+    of_kinds = {"M": _mixer("mixer.", *mamba), "*": attention(config, at="mixer."), "-": plain, "E": {}}
+    if "E" in config["hybrid_override_pattern"]:
+        of_kinds["E"] = _nemotron_experts(config)
     shapes: Shapes = {"backbone.embeddings.weight": (config["vocab_size"], hidden)}
     for index, kind in enumerate(config["hybrid_override_pattern"]):
         layer = of_kinds[kind] | norms(config, "norm")
         shapes |= {f"backbone.layers.{index}.{name}": shape for name, shape in layer.items()}
     shapes |= {"backbone.norm_f.weight": (hidden,), "lm_head.weight": (config["vocab_size"], hidden)}
     return Model(config, shapes, matters=matters)
+
+
+def _nemotron_experts(config: dict[str, Any]) -> Shapes:
+    hidden, count, shared = (
+        config[key] for key in ("hidden_size", "n_routed_experts", "moe_shared_expert_intermediate_size")
+    )
+    shapes = linear("mixer.gate", count, hidden) | {"mixer.gate.e_score_correction_bias": (count,)}
+    shapes |= linear("mixer.shared_experts.up_proj", shared, hidden)
+    shapes |= linear("mixer.shared_experts.down_proj", hidden, shared)
+    inner, latent = config["moe_intermediate_size"], config["moe_latent_size"] or hidden
+    if config["moe_latent_size"]:
+        shapes |= linear("mixer.fc1_latent_proj", latent, hidden) | linear("mixer.fc2_latent_proj", hidden, latent)
+    for number in range(count):
+        shapes |= linear(f"mixer.experts.{number}.up_proj", inner, latent)
+        shapes |= linear(f"mixer.experts.{number}.down_proj", latent, inner)
+    return shapes
 
 
 def _falcon(changes: dict[str, Any], *matters: dict[str, Any]) -> Model:
@@ -151,4 +177,12 @@ def models() -> dict[str, Model]:
         "nemotron-h-biases": _nemotron(
             {"mlp_bias": True, "use_bias": True, "use_conv_bias": False, "n_groups": 1, "head_dim": 16}
         ),
+        "nemotron3": _nemotron(
+            NEMOTRON3,
+            {"n_group": 1, "topk_group": 1},
+            {"norm_topk_prob": False},
+            {"num_experts_per_tok": 2},
+            {"routed_scaling_factor": 1.0},
+        ),
+        "nemotron3-latent": _nemotron(NEMOTRON3 | {"moe_latent_size": 32, "n_group": 1, "topk_group": 1}),
     }

@@ -31,8 +31,10 @@ from families import (
     layer_norms,
     lfm2,
     llama,
+    llama4,
     llama_likes,
     mamba,
+    minicpm3,
     mixtures,
     phi3,
     post_norms,
@@ -48,6 +50,7 @@ GOLDEN = Path(__file__).with_name("golden")
 NEW_TOKENS = 24
 FAMILIES = (
     llama,
+    llama4,
     qwen,
     phi3,
     internlm,
@@ -60,6 +63,7 @@ FAMILIES = (
     mixtures,
     gpt_oss,
     deepseek,
+    minicpm3,
     lfm2,
     qwen_next,
     mamba,

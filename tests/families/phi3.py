@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from families.model import CROSSING, FAR, LONG, NEAR, PUBLISHED, SHORT, Model
-from families.shapes import attention, decoder, mlp, norms
+from families.shapes import Shapes, attention, decoder, experts, mlp, norms
 
 PHI3: dict[str, Any] = {
     **PUBLISHED, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False, "embd_pdrop": 0.0,
@@ -24,6 +24,15 @@ PARTLY: dict[str, Any] = {
     "num_key_value_heads": 2, "partial_rotary_factor": 0.75, "tie_word_embeddings": True,
     "rope_scaling": {"long_factor": LONG_FACTORS[3:], "short_factor": SHORT_FACTORS[3:], "type": "longrope"},
 }  # fmt: skip
+PHIMOE: dict[str, Any] = PHI3 | {
+    "architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe", "attention_bias": True, "intermediate_size": 56,
+    "lm_head_bias": True, "num_experts_per_tok": 2, "num_key_value_heads": 2, "num_local_experts": 6,
+    "original_max_position_embeddings": NEAR, "router_jitter_noise": 0.25,
+    "rope_scaling": {"long_factor": LONG_FACTORS, "long_mscale": 1.2, "original_max_position_embeddings": NEAR,
+                     "short_factor": LONG_FACTORS, "short_mscale": 1.2, "type": "longrope"},
+    "sliding_window": 4 * FAR,
+}  # fmt: skip
+"""`transformers` 5.24 takes the short factors for every length, so both lists are equal."""
 
 
 def _phi3(changes: dict[str, Any], *matters: dict[str, Any], **facts: Any) -> Model:
@@ -39,6 +48,29 @@ def _phi3(changes: dict[str, Any], *matters: dict[str, Any], **facts: Any) -> Mo
     return Model(config, decoder(config, layer), matters=matters, **facts)
 
 
+def _phimoe(changes: dict[str, Any], *matters: dict[str, Any], **facts: Any) -> Model:
+    config = PHIMOE | changes
+    names = [
+        f"{each}.{kind}" for each in ("input_layernorm", "post_attention_layernorm") for kind in ("weight", "bias")
+    ]
+
+    def layer(_: int) -> Shapes:
+        bias = config["attention_bias"]
+        routed = experts(
+            config,
+            config["num_local_experts"],
+            config["intermediate_size"],
+            at="block_sparse_moe.",
+            names=("w1", "w3", "w2"),
+        )
+        return attention(config, bias=bias, out_bias=bias) | routed | dict.fromkeys(names, (config["hidden_size"],))
+
+    shapes = decoder(config, layer) | {"model.norm.bias": (config["hidden_size"],)}
+    if config["lm_head_bias"]:
+        shapes["lm_head.bias"] = (config["vocab_size"],)
+    return Model(config, shapes, matters=matters, **facts)
+
+
 def models() -> dict[str, Model]:
     beyond = (SHORT, CROSSING, LONG)
     without: dict[str, Any] = {"rope_scaling": None}
@@ -49,5 +81,18 @@ def models() -> dict[str, Model]:
         "phi4": _phi3({"num_key_value_heads": 2, "sliding_window": None}, {"rope_theta": 250000.0}),
         "phi4-mini": _phi3(
             STRETCHED | PARTLY, without, {"partial_rotary_factor": None} | without, lengths=beyond, served_length=FAR
+        ),
+        "phimoe": _phimoe(
+            {},
+            without,
+            {"router_jitter_noise": 0.05},
+            {"rope_scaling": PHIMOE["rope_scaling"] | {"long_mscale": 1.0, "short_mscale": 1.0}},
+            lengths=beyond,
+            bias_spread=0.2,
+        ),
+        "phimoe-plain": _phimoe(
+            without | {"attention_bias": False, "lm_head_bias": False, "sliding_window": NEAR},
+            {"rope_theta": 500.0},
+            lengths=beyond,
         ),
     }

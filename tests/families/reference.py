@@ -38,7 +38,15 @@ except ImportError as error:
 from families import published
 
 FILLING = 7
-ROUTERS = ("mlp.gate", "block_sparse_moe.gate", "block_sparse_moe.router", "feed_forward.gate")
+ROUTERS = (
+    "mlp.gate",
+    "block_sparse_moe.gate",
+    "block_sparse_moe.router",
+    "feed_forward.gate",
+    "feed_forward.router",
+    "mixer.gate",
+    "mlp.router",
+)
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 
 

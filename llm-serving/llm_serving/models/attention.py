@@ -152,6 +152,7 @@ def self_attention(
     norms: tuple[str, str] | None = None,
     whole_norms: bool = False,
     norms_after_rope: bool = False,
+    unweighted_norms: bool = False,
     head_norm: HeadNorm | None = None,
     q_rotary: Rotary | None = None,
     grouped: bool = False,
@@ -159,6 +160,7 @@ def self_attention(
     out_bias: bool = False,
     scale: float | None = None,
     window: int | None = None,
+    chunk: int = 0,
     cap: float | None = None,
     slopes: Weight | None = None,
     sinks: bool = False,
@@ -168,17 +170,18 @@ def self_attention(
     Args:
         x: Normalised rows.
         at: Tensor name prefix.
-        rotary: None: attention without rotary embedding.
+        rotary: None: keys without rotary embedding.
         names: Tensors of query, key and value, or the one tensor that stacks them.
         out: Tensor of the output projection.
         norms: Tensors of the query and key norms.
         whole_norms: Whether the norms extend over all heads of a row together; otherwise over each head.
         norms_after_rope: Whether the norms follow the rotary embedding.
         head_norm: Norm in place of `Network.rms_norm`.
-        q_rotary: Rotary embedding of the queries, where it differs from that of the keys.
+        q_rotary: Rotary embedding of the queries; None: that of the keys.
+        unweighted_norms: Whether heads are normalised without weights after the rotary embedding.
         grouped: Whether the stacked tensor has, group after group, query heads, key head and value head.
         scale: Factor of the scores; None: head_dim^-0.5.
-        window, cap, slopes: As for `Network.attention`.
+        window, chunk, cap, slopes: As for `Network.attention`.
         sinks: Whether the heads have sinks (`Network.attention`).
     """
     q_rows, kv_rows = heads.q * heads.own, heads.kv * heads.own
@@ -203,17 +206,21 @@ def self_attention(
 
     if norms is not None and not norms_after_rope:
         q, k = normalized((q, k))
+    if (of_queries := q_rotary or rotary) is not None:
+        q = net.rope(q, of_queries)
     if rotary is not None:
-        q, k = net.rope(q, q_rotary or rotary), net.rope(k, rotary)
+        k = net.rope(k, rotary)
     if norms is not None and norms_after_rope:
         q, k = normalized((q, k))
+    if unweighted_norms:
+        q, k = (net.rms_norm(part, None, group=heads.dim, unpadded=heads.own) for part in (q, k))
     # An offset of the keys moves all scores but that of a sink.
-    may_move = norms is None and cap is None and not sinks and net.causal
+    may_move = norms is None and not unweighted_norms and cap is None and not sinks and net.causal
     offset = _key_offset(net, qkv, heads, rotary) if bias and may_move else None
     of_heads = Weight((f"{at}self_attn.sinks",), (heads.q,), ((heads.q,),), dtype="float32") if sinks else None
     layer = net.store_kv(k, v, heads.kv, offset)
     scale = heads.own**-0.5 if scale is None else scale
-    attended = net.attention(q, layer, scale=scale, window=window, cap=cap, slopes=slopes, sinks=of_heads)
+    attended = net.attention(q, layer, scale=scale, window=window, chunk=chunk, cap=cap, slopes=slopes, sinks=of_heads)
     return net.linear(attended, at + out, net.hidden, bias=out_bias, columns=_out_columns(heads))
 
 

@@ -40,7 +40,7 @@ def deepseek_v3(c: ConfigReader) -> Network:
 
 def _deepseek(c: ConfigReader, routing: ExpertRouting, first: int) -> Network:
     """Build the network. `first`: number of layers before the first one with experts."""
-    net, attention, count = empty_network(c), _LatentAttention(c), c.integer("n_routed_experts")
+    net, attention, count = empty_network(c), LatentAttention(c), c.integer("n_routed_experts")
     shared = shared_experts_size(c, "n_shared_experts")
     if c.integer("moe_layer_freq", 1) != 1:
         raise c.fail("moe_layer_freq", "must be 1")
@@ -63,8 +63,10 @@ def _deepseek(c: ConfigReader, routing: ExpertRouting, first: int) -> Network:
     return decoder(net, c, layer)
 
 
-class _LatentAttention:
-    def __init__(self, c: ConfigReader) -> None:
+class LatentAttention:
+    """Adds the latent attention of a layer to normalised rows. `interleaved`: as in `Rotary`."""
+
+    def __init__(self, c: ConfigReader, *, interleaved: bool = True) -> None:
         self.heads = c.integer("num_attention_heads")
         self.still = c.integer("qk_nope_head_dim")
         self.rotary_dim = c.integer("qk_rope_head_dim")
@@ -80,7 +82,7 @@ class _LatentAttention:
         theta = reader.number("rope_theta", c.number("rope_theta", 10000.0))
         scaling = rope_scaling(c, reader, self.rotary_dim)
         wide = len(padded_order(self.rotary_dim, HEAD_MULTIPLE))
-        self.rotary = Rotary(wide, self.rotary_dim, theta, True, scaling, self.rotary_dim)
+        self.rotary = Rotary(wide, self.rotary_dim, theta, interleaved, scaling, self.rotary_dim)
         self.scale = (self.still + self.rotary_dim) ** -0.5
         if scaling is not None and scaling.mscale_all_dim:
             self.scale *= yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2

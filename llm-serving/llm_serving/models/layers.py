@@ -64,6 +64,7 @@ def decoder(
     scale: float = 1.0,
     cap: float | None = None,
     lm_head_transform: Transform | None = None,
+    head_bias: bool = False,
     normalize: Norm | None = None,
 ) -> Network:
     """Add the token embedding, the layers, the final norm and the LM head to `net`, and return it.
@@ -72,7 +73,7 @@ def decoder(
         table, head, layers, norm: Tensor name prefixes.
         tied: Default of `tie_word_embeddings`.
         table_scale, rounded_scale: As `scale` and `rounded_scale` of `Network.embedding`.
-        scale, cap, lm_head_transform: As `scale`, `cap` and `transform` of `Network.lm_head`.
+        scale, cap, lm_head_transform, head_bias: As `scale`, `cap`, `transform` and `bias` of `Network.lm_head`.
         normalize: The final norm; None: `Network.rms_norm`.
     """
     hidden = net.embedding(table, scale=table_scale, rounded_scale=rounded_scale)
@@ -92,7 +93,7 @@ def decoder(
         count = classifier_labels(c)
         net.scores(net.linear(hidden, "score", count), count)
         return net
-    net.lm_head(hidden, head, scale=scale, cap=cap, transform=lm_head_transform)
+    net.lm_head(hidden, head, scale=scale, cap=cap, transform=lm_head_transform, bias=head_bias)
     return net
 
 

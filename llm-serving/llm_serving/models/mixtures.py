@@ -30,11 +30,16 @@ def mixture_of_experts(
     router: str = "gate",
     stacks: ExpertStacks | None = None,
     top_k_key: str = "num_experts_per_tok",
+    routed: Value | None = None,
 ) -> Value:
     """Add a router and `count` experts, whose intermediate size is the configuration's value of `inner_key`.
-    The names of `routing`, `parts`, `router` and `stacks` follow the prefix `at`. `stacks`: tensors that
-    hold all experts. Without it, `parts` name the tensors of each expert, after the expert's number. `top_k_key`: the
-    configuration key of `routing.top_k`, for errors.
+    The names of `routing`, `parts`, `router` and `stacks` follow the prefix `at`.
+
+    Args:
+        stacks: Tensors that hold all experts. Without it, `parts` name the tensors of each expert, after the expert's
+            number; the first one is empty if experts have no gate.
+        top_k_key: The configuration key of `routing.top_k`, for errors.
+        routed: Input of the router; None: x.
     """
     inner = c.integer(inner_key)
     if count % routing.groups:
@@ -44,19 +49,23 @@ def mixture_of_experts(
     if routing.top_k > count // routing.groups * routing.top_groups:
         share = "" if routing.groups == 1 else f" in {routing.top_groups} of {routing.groups} groups"
         raise c.fail(top_k_key, f"must be at most the number of experts{share}; there are {count}")
-    if net.hidden % PANEL_ROWS:
-        raise c.fail("hidden_size", f"must be a multiple of {PANEL_ROWS} where there are experts")
+    if x.width % PANEL_ROWS:
+        key = "hidden_size" if x.width == net.hidden else "moe_latent_size"
+        raise c.fail(key, f"must be a multiple of {PANEL_ROWS} where there are experts")
     if count * inner > MAX_EXPERT_COLUMNS:
         raise c.fail(inner_key, f"must be at most {MAX_EXPERT_COLUMNS // count} for {count} experts")
     names: Sequence[Expert] | ExpertStacks
     if stacks is None:
-        names = [Expert(*(f"{at}experts.{number}.{part}" for part in parts)) for number in range(count)]
+        prefixes = [f"{at}experts.{number}." for number in range(count)]
+        names = [Expert(*(each + part if part else "" for part in parts)) for each in prefixes]
     else:
         biases = tuple(at + name for name in stacks.biases)
         names = replace(stacks, gate_up=at + stacks.gate_up, down=at + stacks.down, biases=biases)
     if routing.correction is not None:
         routing = replace(routing, correction=at + routing.correction)
-    return net.experts(x, at + router, routing, names, inner)
+    if routing.factors is not None:
+        routing = replace(routing, factors=at + routing.factors)
+    return net.experts(x, at + router, routing, names, inner, routed=routed)
 
 
 def shared_experts_size(c: ConfigReader, count_key: str, default: int | None = None, *, least: int = 1) -> int:

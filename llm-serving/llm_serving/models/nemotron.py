@@ -1,21 +1,26 @@
-"""Nemotron-H: a layer is Mamba-2, attention without rotary embedding, or a squared ReLU between two products."""
+"""Nemotron-H: a layer is Mamba-2, attention without rotary embedding, a squared ReLU between two products, or experts
+of this form (Nemotron 3), which may work on a narrower projection of the rows.
+"""
 
 import math
+from dataclasses import replace
 
 from llm_serving.models.attention import attention_heads, self_attention
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import decoder, empty_network
 from llm_serving.models.mamba import Mamba, checked, mamba_mixer
+from llm_serving.models.mixtures import mixture_of_experts, sigmoid_routing
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 
-MAMBA, ATTENTION, MLP = "M*-"
+MAMBA, ATTENTION, MLP, EXPERTS = "M*-E"
 KINDS = {
     "mamba": MAMBA,
     "linear_attention": MAMBA,
     "attention": ATTENTION,
     "full_attention": ATTENTION,
     "mlp": MLP,
+    "moe": EXPERTS,
 }
 """Kind of a layer in `layers_block_type` -> its character in `hybrid_override_pattern`."""
 
@@ -35,13 +40,34 @@ def nemotron_h(c: ConfigReader) -> Network:
             x = mamba_mixer(net, x, at + "mixer.", mamba)
         elif pattern[index] == ATTENTION:
             x = self_attention(net, x, at, heads, None, names=names, out="mixer.o_proj")
+        elif pattern[index] == EXPERTS:
+            x = _experts(net, c, x, at + "mixer.", bias=bias)
         else:
-            x = net.linear(x, at + "mixer.up_proj", inner, bias=bias)
-            x = net.linear(net.multiply(x, x, "relu"), at + "mixer.down_proj", net.hidden, bias=bias)
+            x = _squared_relu(net, x, at + "mixer.", inner, bias=bias)
         return net.add(hidden, x)
 
     net.allow_unused("mtp.")  # multi-token prediction, which is not used
     return decoder(net, c, layer, table="backbone.embeddings", layers="backbone.layers", norm="backbone.norm_f")
+
+
+def _squared_relu(net: Network, x: Value, at: str, inner: int, *, bias: bool) -> Value:
+    """Add down(max(up, 0)^2)."""
+    x = net.linear(x, at + "up_proj", inner, bias=bias)
+    return net.linear(net.multiply(x, x, "relu"), at + "down_proj", net.hidden, bias=bias)
+
+
+def _experts(net: Network, c: ConfigReader, x: Value, at: str, *, bias: bool) -> Value:
+    routing, narrow = replace(sigmoid_routing(c, (1, 1), 1.0), function="relu2"), x
+    latent = c.integer("moe_latent_size") if c.has("moe_latent_size") else 0
+    if latent:
+        narrow = net.linear(x, at + "fc1_latent_proj", latent, bias=bias)
+    names = "", "up_proj", "down_proj"
+    count = c.integer("n_routed_experts", 8)
+    y = mixture_of_experts(net, c, narrow, at, count, "moe_intermediate_size", routing, parts=names, routed=x)
+    if latent:
+        y = net.linear(y, at + "fc2_latent_proj", net.hidden, bias=bias)
+    shared = c.integer("moe_shared_expert_intermediate_size", 7688)
+    return net.add(y, _squared_relu(net, x, at + "shared_experts.", shared, bias=bias))
 
 
 def _pattern(c: ConfigReader) -> str:
@@ -49,9 +75,8 @@ def _pattern(c: ConfigReader) -> str:
     count = c.integer("num_hidden_layers")
     kinds = c.choices("layers_block_type", tuple(KINDS), count)
     pattern = c.config.get("hybrid_override_pattern") if kinds is None else "".join(KINDS[kind] for kind in kinds)
-    if not isinstance(pattern, str) or len(pattern) != count or set(pattern) - {MAMBA, ATTENTION, MLP}:
-        rule = f"must be {count} of {MAMBA}, {ATTENTION} and {MLP}; experts are not supported"
-        raise c.fail("hybrid_override_pattern", rule)
+    if not isinstance(pattern, str) or len(pattern) != count or set(pattern) - {MAMBA, ATTENTION, MLP, EXPERTS}:
+        raise c.fail("hybrid_override_pattern", f"must be {count} of {MAMBA}, {ATTENTION}, {MLP} and {EXPERTS}")
     return pattern
 
 

@@ -1,0 +1,76 @@
+"""Llama 4: most layers have a rotary embedding and attend within chunks, the others to all tokens without one. The
+weight of an expert multiplies its input.
+"""
+
+from typing import Any
+
+from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention
+from llm_serving.models.config_reader import TEXT_CONFIG, ConfigReader
+from llm_serving.models.layers import FULL, decoder, empty_network, gated_mlp
+from llm_serving.models.mixtures import mixture_of_experts
+from llm_serving.network.builder import Network
+from llm_serving.network.experts import ExpertRouting, ExpertStacks
+from llm_serving.network.operations import Value
+from llm_serving.network.rope import Rotary
+
+CHUNKED = "chunked_attention"
+
+
+def llama4(c: ConfigReader) -> Network:
+    net, heads, count = empty_network(c, eps=1e-5), attention_heads(c), c.integer("num_hidden_layers")
+    rotary = rotary_embedding(c, heads, interleaved=True, theta=500000.0)
+    chunk = c.integer("attention_chunk_size") if c.has("attention_chunk_size") else 0
+    chunk = 8192 if c.is_absent("attention_chunk_size") else chunk
+    rotated = _rotated_layers(c, count)
+    usual = [CHUNKED if each and chunk else FULL for each in rotated]
+    kinds = c.choices("layer_types", (FULL, CHUNKED), count) or usual
+    if CHUNKED in kinds and not chunk:
+        raise c.fail("attention_chunk_size", f"must be given for layers with {CHUNKED}")
+    bias, norms = c.boolean("attention_bias"), c.boolean("use_qk_norm", True)
+    growing = None
+    if _is_tuned(c):
+        growth, positions = c.number("attn_scale", 0.1), c.integer("floor_scale", 8192)
+        growing = Rotary(heads.dim, 0, 1.0, own=heads.own, growth=growth, growth_positions=positions, growth_start=1)
+    experts, every = c.integer("num_local_experts", 16), c.integer("interleave_moe_layer_step", 1)
+    sparse = c.integers("moe_layers") if c.has("moe_layers") else range(every - 1, count, every)
+    routing = ExpertRouting(c.integer("num_experts_per_tok", 1), score="sigmoid", normalise=False, scales_input=True)
+    stacks = ExpertStacks(experts, "experts.gate_up_proj", "experts.down_proj", transposed=True)
+    c.choice("hidden_act", ("silu",), "silu")
+
+    def layer(hidden: Value, index: int, at: str) -> Value:
+        x = net.rms_norm(hidden, at + "input_layernorm")
+        options: dict[str, Any] = {"rotary": None, "q_rotary": growing}
+        if rotated[index]:
+            options = {"rotary": rotary, "unweighted_norms": norms}
+        options["chunk"] = chunk if kinds[index] == CHUNKED else 0
+        hidden = net.add(hidden, self_attention(net, x, at, heads, bias=bias, out_bias=bias, **options))
+        x, at = net.rms_norm(hidden, at + "post_attention_layernorm"), at + "feed_forward."
+        if index not in sparse:
+            return net.add(hidden, gated_mlp(net, x, at, c.integer("intermediate_size_mlp", 16384)))
+        shared = gated_mlp(net, x, at + "shared_expert.", c.integer("intermediate_size"))
+        routed = mixture_of_experts(
+            net, c, x, at, experts, "intermediate_size", routing, router="router", stacks=stacks
+        )
+        return net.add(hidden, net.add(shared, routed))
+
+    prefix = "language_model." if c.has(TEXT_CONFIG) else ""
+    if prefix:
+        net.allow_unused("vision_model.")
+        net.allow_unused("multi_modal_projector.")
+    table, head, layers, norm = (
+        prefix + name for name in ("model.embed_tokens", "lm_head", "model.layers", "model.norm")
+    )
+    return decoder(net, c, layer, table=table, head=head, layers=layers, norm=norm)
+
+
+def _rotated_layers(c: ConfigReader, count: int) -> list[bool]:
+    """Return whether each layer has a rotary embedding, for which `no_rope_layers` has a 1."""
+    every = c.integer("no_rope_layer_interval", 4)
+    usual = [(index + 1) % every != 0 for index in range(count)]
+    return usual if c.config.get("no_rope_layers") == [] else c.flags("no_rope_layers", count) or usual
+
+
+def _is_tuned(c: ConfigReader) -> bool:
+    """Return `attn_temperature_tuning`, for which some folders have an integer."""
+    value = c.config.get("attn_temperature_tuning")
+    return value != 0 if type(value) is int else c.boolean("attn_temperature_tuning", True)
