@@ -40,6 +40,9 @@ class Model:
     norm_offset: float = 0.0
     """Value that the network adds to stored norm weights."""
 
+    head_norm: float = 1.5
+    """Mean of the norm weights of queries and keys. Where scores are not scaled, smaller ones keep attention soft."""
+
     bias_spread: float = 0.4
     """Standard deviation of biases. Where every product and norm has one, larger ones alone choose the next token."""
 

@@ -46,6 +46,7 @@ ROUTERS = (
     "feed_forward.router",
     "mixer.gate",
     "mlp.router",
+    "router.proj",
 )
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 
@@ -129,7 +130,11 @@ class Reference:
             self._keep_lead(best, self.config["topk_group"])
             chosen = best.topk(self.config["topk_group"]).indices
             scores = of_groups.gather(1, chosen[..., None].expand(-1, -1, of_groups.shape[-1])).flatten(1)
-        top_k = next(self.config[key] for key in ("num_experts_per_tok", "moe_k", "moe_topk") if key in self.config)
+        top_k = next(
+            self.config[key]
+            for key in ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+            if key in self.config
+        )
         self._keep_lead(scores, top_k[0] if isinstance(top_k, list) else top_k)
 
     def _keep_lead(self, scores: torch.Tensor, chosen: int) -> None:

@@ -51,7 +51,7 @@ def _gain_or_bias(name: str, model: Model) -> tuple[float, float]:
         return 1.0, 0.3
     if name.endswith((".A_log", ".dt_bias")) and "linear_attn" not in name:  # so that states remember many tokens
         return -1.0, 0.6
-    centre = 1.5 if name.endswith(HEAD_NORMS) else 1.0
+    centre = model.head_norm if name.endswith(HEAD_NORMS) else 1.0
     return centre - model.norm_offset, 0.3
 
 
@@ -64,6 +64,8 @@ def _spread(name: str, shape: tuple[int, ...], model: Model) -> float:
         factor = 1.5
     elif part in ("gate", "shared_expert_gate", "wg", "layer"):
         factor = 2.5
+    elif part == "proj":  # a router whose input Gemma 4 divides by the root of the hidden size
+        factor = 20.0
     elif part in CHOOSING:
         factor = 1.35
     return factor / math.sqrt(shape[-1])

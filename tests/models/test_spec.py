@@ -297,7 +297,8 @@ def test_spec_of_any_value_is_finite_or_an_error(family, changes, kind, rope):
         return
     assert spec.num_parameters > 0
     assert all(np.isfinite(each.cos(300)).all() for each in spec.network.rotaries)
-    numbers = [value for each in spec.network.operations for value in each.attributes.values()]
+    of_roles = [item for each in spec.network.operations for item in each.attributes.items()]
+    numbers = [value for role, value in of_roles if role != "high"]  # a limit of Mamba-2, which may be infinite
     assert np.isfinite(np.array([each for each in numbers if isinstance(each, float)], np.float32)).all()
 
 

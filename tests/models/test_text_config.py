@@ -11,23 +11,32 @@ from llm_serving.models.weight_reader import WeightReader
 from llm_serving.network.weights import load_parameter
 from safetensors.numpy import save_file
 
-CLASSES = {"qwen3.5-tied": "Qwen3_5ForConditionalGeneration", "qwen3.5-moe": "Qwen3_5MoeForConditionalGeneration"}
+WITHIN = {"model.": "model.language_model."}
+MODELS = {
+    "qwen3.5-tied": ("Qwen3_5ForConditionalGeneration", WITHIN, "model.visual.patch_embed"),
+    "qwen3.5-moe": ("Qwen3_5MoeForConditionalGeneration", WITHIN, "model.visual.patch_embed"),
+    "llama4": ("Llama4ForConditionalGeneration", {"": "language_model."}, "vision_model.patch_embedding"),
+    "gemma3n": ("Gemma3nForConditionalGeneration", WITHIN, "model.vision_tower.stem"),
+    "gemma4": ("Gemma4ForConditionalGeneration", WITHIN, "model.embed_vision.projection"),
+}
+"""Class of the whole model, prefixes of tensors in its folder by those of the text model, and a tensor for images."""
 
 
 def write_with_images(name, folder, **changes):
     """Write a text model of `families` as a part of a model that also takes images."""
     folder.mkdir()
     text = models.model(name).config
-    config = {"architectures": [CLASSES[name]], "text_config": text, "vision_config": {"depth": 2}} | changes
+    architecture, prefixes, of_images = MODELS[name]
+    config = {"architectures": [architecture], "text_config": text, "vision_config": {"depth": 2}} | changes
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = {"model.visual.patch_embed.weight": np.ones((4, 4), np.float32)}
+    tensors = {f"{of_images}.weight": np.ones((4, 4), np.float32)}
     for tensor, values in models.weights(name).items():
-        within = tensor.removeprefix("model.")
-        tensors[tensor if within == tensor else f"model.language_model.{within}"] = values
+        prefix = next((each for each in prefixes if tensor.startswith(each)), None)
+        tensors[tensor if prefix is None else prefixes[prefix] + tensor.removeprefix(prefix)] = values
     save_file(tensors, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", MODELS)
 def test_text_model_has_the_weights_of_its_own_folder(tmp_path, name):
     models.write(name, tmp_path / "text", dtype="float32")
     write_with_images(name, tmp_path / "images")

@@ -106,6 +106,37 @@ CONFIGS = {
         {"full_attention_interval": 2, "num_experts": 5, "shared_expert_intermediate_size": 32, **_EXPERTS, **_DELTA},
     ),
     "nemotron-h": ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*-", **_MAMBA}),
+    "nemotron-h, experts": (
+        "NemotronHForCausalLM",
+        {"hybrid_override_pattern": "ME*", "n_routed_experts": 5, "moe_shared_expert_intermediate_size": 32}
+        | {"moe_latent_size": 32, **_EXPERTS, **_MAMBA},
+    ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        {"attention_chunk_size": 21, "floor_scale": 8, "no_rope_layers": [1, 0, 1], "moe_layers": [0, 1]}
+        | {"num_local_experts": 5, "intermediate_size_mlp": 64},
+    ),
+    "phimoe": (
+        "PhimoeForCausalLM",
+        {"num_local_experts": 5, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.3},
+    ),
+    "gemma3n": (
+        "Gemma3nForCausalLM",
+        {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 7}
+        | {"num_kv_shared_layers": 1, "activation_sparsity_pattern": [0.7, 0.0, 0.0], "laurel_rank": 8}
+        | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 90},
+    ),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 7}
+        | {"global_head_dim": 48, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+        | {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 48},
+    ),
+    "gemma4, inputs of layers": (
+        "Gemma4ForCausalLM",
+        {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 7}
+        | {"global_head_dim": 48, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 1},
+    ),
 }
 """(architecture, changes to the common configuration) by name."""
 

@@ -293,11 +293,11 @@ def _mix_streams(
 
 
 def _match_streams(step: Step, like: Array, x: Array, eps: float, sums: bool) -> Array:
-    return reference.match_streams(like, x, eps, sums=bool(sums)).astype(np.float32)
+    return reference.match_streams(like, x, float(np.float32(eps)), sums=bool(sums)).astype(np.float32)
 
 
 def _sparsify(step: Step, x: Array, scale: float) -> Array:
-    return reference.sparsify(x, scale).astype(np.float32)
+    return reference.sparsify(x, float(np.float32(scale))).astype(np.float32)
 
 
 def _sigmoid_gate(step: Step, x: Array, gate: Array) -> Array:

@@ -221,7 +221,7 @@ def self_attention(
     layer = net.store_kv(k, v, heads.kv, offset)
     scale = heads.own**-0.5 if scale is None else scale
     attended = net.attention(q, layer, scale=scale, window=window, chunk=chunk, cap=cap, slopes=slopes, sinks=of_heads)
-    return net.linear(attended, at + out, net.hidden, bias=out_bias, columns=_out_columns(heads))
+    return net.linear(attended, at + out, net.hidden, bias=out_bias, columns=output_columns(heads))
 
 
 def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -> Weight:
@@ -253,9 +253,9 @@ def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, .
     return (*rotated, *(-1 if i < 0 else head * heads.own + i for head in v for i in _padded(heads)))
 
 
-@lru_cache(8)
-def _out_columns(heads: Heads) -> tuple[int, ...]:
-    return tuple(repeated_order(heads.q, heads.own, _padded(heads)))
+def output_columns(heads: Heads, order: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return the column order of the output projection. `order`: that of the elements of a value; None: as stored."""
+    return shared_order(tuple(repeated_order(heads.q, heads.own, order or _padded(heads))))
 
 
 def _padded(heads: Heads) -> list[int]:

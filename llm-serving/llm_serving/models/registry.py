@@ -40,6 +40,10 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
     "ChatGLMForConditionalGeneration": ("chatglm", "chatglm"),
     "GemmaForCausalLM": ("gemma", "gemma"),
     "Gemma2ForCausalLM": ("gemma", "gemma2"),
+    "Gemma3nForCausalLM": ("gemma3n", "gemma3n"),
+    "Gemma3nForConditionalGeneration": ("gemma3n", "gemma3n"),
+    "Gemma4ForCausalLM": ("gemma4", "gemma4"),
+    "Gemma4ForConditionalGeneration": ("gemma4", "gemma4"),
     "Gemma3ForCausalLM": ("gemma", "gemma3"),
     "GraniteForCausalLM": ("granite", "granite"),
     "MiniCPM3ForCausalLM": ("minicpm3", "minicpm3"),
@@ -105,7 +109,9 @@ def architecture_of(config: Mapping[str, Any], where: str) -> str:
             continue
         whole = name if name in FAMILIES else f"{_OF_DECODERS.sub('', name)}ForCausalLM"
         is_encoder = _ENCODERS.search(name) is not None
-        of_both_sides = config.get("is_causal") is False or config.get("use_bidirectional_attention")
+        # "vision": only the tokens of an image attend to both sides (Gemma 4).
+        bidirectional = config.get("use_bidirectional_attention")
+        of_both_sides = config.get("is_causal") is False or (bidirectional and bidirectional != "vision")
         if (of_both_sides or is_encoder) and not (is_encoder and whole in FAMILIES):
             encoders = ", ".join(each for each in FAMILIES if _ENCODERS.search(each))
             raise ModelError(

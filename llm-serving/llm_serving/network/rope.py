@@ -64,6 +64,7 @@ class Rotary:
     Attributes:
         head_dim, rotary_dim: Elements of a head, and how many of them rotate; both even.
         theta: Base of the frequencies.
+        still: Pairs of the rotating elements, the last ones, whose frequency is 0 (Gemma 4).
         interleaved: Whether the checkpoint pairs neighbours; otherwise it pairs elements i and i + rotary_dim / 2.
         own: Elements of a head in the checkpoint; the others up to `head_dim` are zeros. 0: all.
         growth, growth_positions, growth_start: Position p is also multiplied by 1 + growth * ln(1 + floor((p +
@@ -79,6 +80,7 @@ class Rotary:
     growth: float = 0.0
     growth_positions: int = 1
     growth_start: int = 0
+    still: int = 0
 
     def order(self) -> list[int]:
         """Return the checkpoint's index of each element of a head; -1 is a zero."""
@@ -109,6 +111,7 @@ class Rotary:
         for a longest served context of `num_positions`.
         """
         plain = self.theta ** -(np.arange(0, self.rotary_dim, 2, dtype=np.float64) / self.rotary_dim)
+        plain[self.rotary_dim // 2 - self.still :] = 0
         if self.scaling is None:
             return plain
         return ROPE_SCALINGS[self.scaling.kind](self, self.scaling, plain, num_positions)

@@ -67,6 +67,7 @@ class _Sharding:
         self._graph = Graph(network.operations)
         self._columns: dict[Value, Indices] = {}
         """Split value -> the columns that this rank holds."""
+        self._split_stores: set[Operation] = set()
         self._values: dict[Value, Value] = {}
         """Value of the whole network -> the value that replaces it on this rank."""
         self.result = Network(network.hidden, network.vocab)
@@ -93,11 +94,14 @@ class _Sharding:
             raise _CannotShardError("must be 1 for a model with latent attention")
         store = self._graph.store_of(attend)
         kv_heads = self._network.caches[attend.attributes["layer"]].kv_heads
-        products: dict[Value, list[tuple[int, int]]] = {}
+        products: dict[Value, set[tuple[int, int]]] = {}
         gates = [each.inputs["b"] for each in self._graph.consumers(attend.outputs["y"]) if each.kind == "multiply"]
-        for value in (attend.inputs["q"], store.inputs["k"], store.inputs["v"], *gates):
+        # Layers that read the keys of an earlier one split only their queries.
+        stored = () if store in self._split_stores else (store.inputs["k"], store.inputs["v"])
+        self._split_stores.add(store)
+        for value in (attend.inputs["q"], *stored, *gates):
             made = self._product_of(value)
-            products.setdefault(made.root, []).append((made.start, made.width))
+            products.setdefault(made.root, set()).add((made.start, made.width))
         if kv_heads % self._count:
             raise _CannotShardError(f"must divide the {kv_heads} heads of keys and values")
         for product, ranges in products.items():
@@ -151,6 +155,8 @@ class _Sharding:
                 tuple(range(cache.kv_heads * cache.key_width)[self._share(cache.kv_heads * cache.key_width)])
             )
             self._record(given, {role: _rows(each, share) for role, each in given.weights.items()})
+        elif kind == "multiply" and any(x.root not in self._columns for x in operation.inputs.values()):
+            raise _CannotShardError("must be 1 for a model that multiplies split values by whole ones")
         elif kind in _OF_SPLIT_VALUES or (kind == "rms_norm" and given.attributes["group"]):
             assert y is not None
             self._columns[y] = shared_order(tuple(range(y.width)[self._share(y.width)]))

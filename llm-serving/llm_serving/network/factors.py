@@ -1,4 +1,4 @@
-"""Norm weights that differ from those of the checkpoint."""
+"""Weights that differ from those of the checkpoint by a factor, or are constants."""
 
 from __future__ import annotations
 
@@ -31,3 +31,13 @@ class PaddedMeanScale:
     def __call__(self, gamma: Float32Array) -> Float32Array:
         changed = gamma if self.transform is None else self.transform(gamma)
         return changed * np.float32(math.sqrt(self.share))
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Multiplies a weight by a factor, as `Weight.transform`."""
+
+    factor: float
+
+    def __call__(self, weight: Float32Array) -> Float32Array:
+        return weight * np.float32(self.factor)

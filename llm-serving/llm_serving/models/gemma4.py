@@ -1,0 +1,156 @@
+"""Gemma 4: layers with a window or with fewer, wider heads, inputs of tokens for each layer, a factor of each layer,
+and in one model experts beside the feed-forward block.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from llm_serving.models.attention import Heads, attention_heads, rope_config, rotary_embedding
+from llm_serving.models.config_reader import TEXT_CONFIG, ConfigReader
+from llm_serving.models.gemma_parts import GELU, IMAGES, LayerInputs, attention, shared_layers
+from llm_serving.models.layers import FULL, SLIDING, decoder, empty_network, gated_mlp, layer_kinds
+from llm_serving.models.mixtures import mixture_of_experts
+from llm_serving.network.builder import Network
+from llm_serving.network.experts import ExpertRouting, ExpertStacks
+from llm_serving.network.factors import Scaled
+from llm_serving.network.operations import Value, Weight
+from llm_serving.network.orders import shared_order
+from llm_serving.network.rope import Rotary
+
+
+def gemma4(c: ConfigReader) -> Network:
+    net, kinds = empty_network(c), layer_kinds(c, 6)
+    kinds = [*kinds[:-1], FULL]
+    of_kinds = {SLIDING: attention_heads(c), FULL: _full_heads(c, kinds)}
+    rotaries = {kind: _rotary(c, heads, kind) for kind, heads in of_kinds.items()}
+    sources, layer_numbers = shared_layers(c, kinds, 0), list[int]()
+    window, inner, bias = c.integer("sliding_window", 512), c.integer("intermediate_size"), c.boolean("attention_bias")
+    keys_are_values, wide = c.boolean("attention_k_eq_v"), c.boolean("use_double_wide_mlp")
+    cap = c.number("final_logit_softcapping") if c.has("final_logit_softcapping") else None
+    c.choice("hidden_activation", (GELU,), GELU)
+    prefix, inputs = "model.language_model." if c.has(TEXT_CONFIG) else "model.", list[Value]()
+    given = _layer_inputs(c, prefix, len(kinds))
+
+    def layer(hidden: Value, index: int, at: str) -> Value:
+        if given and not index:
+            inputs.extend(given.embed(net, hidden))
+        kind, source = kinds[index], sources[index]
+        attended, number = attention(
+            net,
+            net.rms_norm(hidden, at + "input_layernorm"),
+            at,
+            of_kinds[kind],
+            rotaries[kind],
+            layer=None if source is None else layer_numbers[source],
+            window=window if kind == SLIDING else None,
+            bias=bias,
+            keys_are_values=keys_are_values and kind == FULL,
+        )
+        layer_numbers.append(number)
+        hidden = net.add(hidden, net.rms_norm(attended, at + "post_attention_layernorm"))
+        x = net.rms_norm(hidden, at + "pre_feedforward_layernorm")
+        size = inner * 2 if wide and source is not None else inner
+        x = gated_mlp(net, x, at + "mlp.", size, function="gelu_tanh")
+        if c.boolean("enable_moe_block"):
+            x = net.add(net.rms_norm(x, at + "post_feedforward_layernorm_1"), _experts(net, c, hidden, at))
+        hidden = net.add(hidden, net.rms_norm(x, at + "post_feedforward_layernorm"))
+        if given:
+            hidden = net.add(hidden, given.apply(net, hidden, inputs[index], at))
+        whole = shared_order((0,) * net.hidden)
+        return net.scaled(hidden, Weight((at + "layer_scalar",), (net.hidden,), ((1,),), rows=whole))
+
+    if c.has(TEXT_CONFIG):
+        for name in IMAGES:
+            net.allow_unused(f"model.{name}")
+    return decoder(
+        net,
+        c,
+        layer,
+        table=prefix + "embed_tokens",
+        layers=prefix + "layers",
+        norm=prefix + "norm",
+        tied=True,
+        table_scale=net.hidden**0.5,
+        rounded_scale=True,
+        cap=cap,
+    )
+
+
+def _layer_inputs(c: ConfigReader, prefix: str, layers: int) -> LayerInputs | None:
+    key = "hidden_size_per_layer_input"
+    width = c.integer(key, 256 if c.is_absent(key) else 0, least=0)
+    if not width:
+        return None
+    rows, vocab = c.integer("vocab_size_per_layer_input", 262144), c.integer("vocab_size")
+    if rows < vocab:
+        raise c.fail("vocab_size_per_layer_input", f"must be at least `vocab_size` {vocab}")
+    return LayerInputs(prefix, width, layers, rows, c.number("rms_norm_eps", 1e-6))
+
+
+def _full_heads(c: ConfigReader, kinds: list[str]) -> Heads:
+    """Return the heads of layers without a window, which `per_layer_config` or `global_head_dim` and
+    `num_global_key_value_heads` describe.
+    """
+    config = dict(c.config)
+    if c.has("per_layer_config"):
+        changes = c.config["per_layer_config"]
+        full = {str(index) for index, kind in enumerate(kinds) if kind == FULL}
+        keys = {"head_dim", "num_key_value_heads"}
+        each = list(changes.values()) if isinstance(changes, Mapping) else [None]
+        first = each[0] if each and isinstance(each[0], Mapping) else {}
+        is_known = bool(first) and set(first) <= keys and each == [first] * len(full)
+        if not is_known or {str(index) for index in changes} != full:
+            rule = f"must give the same {' and '.join(sorted(keys))} for each layer with {FULL}, and no other"
+            raise c.fail("per_layer_config", rule)
+        config |= first
+    else:
+        config["head_dim"] = c.integer("global_head_dim", 512)
+        if c.boolean("attention_k_eq_v") and c.has("num_global_key_value_heads"):
+            config["num_key_value_heads"] = c.integer("num_global_key_value_heads")
+    return attention_heads(ConfigReader(config, c.where))
+
+
+def _rotary(c: ConfigReader, heads: Heads, kind: str) -> Rotary:
+    """Read the rotary embedding of a kind of layers. "proportional": only the pairs with the highest frequencies of a
+    head rotate.
+    """
+    reader = rope_config(c)
+    reader = reader.inner(kind) if reader.has(kind) else ConfigReader({}, c.where)
+    usual = {SLIDING: ("default", 1.0, 1e4), FULL: ("proportional", 0.25, 1e6)}[kind]
+    if not reader.config:
+        reader = ConfigReader({"rope_type": usual[0], "partial_rotary_factor": usual[1]}, c.where)
+    if reader.choice("rope_type", ("default", "proportional"), "default") == "default":
+        plain = {"rope_theta": reader.number("rope_theta", usual[2]), "partial_rotary_factor": None}
+        return rotary_embedding(
+            ConfigReader({**c.config, "rope_scaling": None, "rope_parameters": plain}, c.where), heads
+        )
+    if reader.number("factor", 1.0) != 1:
+        raise reader.fail("factor", "must be 1")
+    share = reader.number("partial_rotary_factor", 1.0)
+    if share > 1:
+        raise reader.fail("partial_rotary_factor", "must be at most 1")
+    rotary = Rotary(heads.dim, heads.own, reader.number("rope_theta", usual[2]), own=heads.own)
+    return replace(rotary, still=heads.own // 2 - int(share * heads.own // 2))
+
+
+def _experts(net: Network, c: ConfigReader, hidden: Value, at: str) -> Value:
+    scale = Weight((at + "router.scale",), (net.hidden,), ((net.hidden,),), transform=Scaled(net.hidden**-0.5))
+    routed = net.scaled(net.rms_norm(hidden, None), scale)
+    x = net.rms_norm(hidden, at + "pre_feedforward_layernorm_2")
+    count, top_k = c.integer("num_experts"), c.integer("top_k_experts")
+    routing = ExpertRouting(top_k, function="gelu_tanh", factors="router.per_expert_scale")
+    stacks = ExpertStacks(count, "experts.gate_up_proj", "experts.down_proj")
+    y = mixture_of_experts(
+        net,
+        c,
+        x,
+        at,
+        count,
+        "moe_intermediate_size",
+        routing,
+        router="router.proj",
+        stacks=stacks,
+        top_k_key="top_k_experts",
+        routed=routed,
+    )
+    return net.rms_norm(y, at + "post_feedforward_layernorm_2")

@@ -1,0 +1,105 @@
+"""Parts that Gemma 3n and Gemma 4 share: embeddings of tokens for each layer, and layers that read the keys and values
+of an earlier one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llm_serving.models.attention import HEAD_NORMS, QKV, Heads, output_columns, qkv_rows
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.network.builder import Network
+from llm_serving.network.factors import Scaled
+from llm_serving.network.operations import Value
+from llm_serving.network.rope import Rotary
+
+GELU = "gelu_pytorch_tanh"
+IMAGES = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
+"""Tensor name prefixes of multimodal models that a text model does not read, after `model.`."""
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Embeddings of tokens for each layer, to which a projection of the token embedding is added."""
+
+    prefix: str
+    width: int
+    layers: int
+    stored_rows: int
+    eps: float
+
+    def embed(self, net: Network, hidden: Value) -> list[Value]:
+        """Return the input of each layer."""
+        whole, at = self.width * self.layers, self.prefix
+        projected = net.linear(hidden, at + "per_layer_model_projection", whole)
+        # The projection is divided by the root of the hidden size, which changes only the eps of its norm.
+        name, eps = at + "per_layer_projection_norm", self.eps * net.hidden
+        projected = net.rms_norm(projected, name, group=self.width, eps=eps)
+        name, scale = at + "embed_tokens_per_layer", self.width**0.5
+        rows = net.embedding(name, scale=scale, rounded_scale=True, width=whole, stored_rows=self.stored_rows)
+        return net.split(net.add(projected, rows), *[self.width] * self.layers)
+
+    def apply(self, net: Network, x: Value, given: Value, at: str) -> Value:
+        """Return what a layer adds for its input. `at`: tensor name prefix of the layer."""
+        gate = net.activation(net.linear(x, at + "per_layer_input_gate", self.width), "gelu_tanh")
+        half = Scaled(0.5**0.5)  # of `given`
+        x = net.linear(net.multiply(given, gate), at + "per_layer_projection", net.hidden, transform=half)
+        return net.rms_norm(x, at + "post_per_layer_input_norm")
+
+
+def shared_layers(c: ConfigReader, kinds: Sequence[str], default: int) -> list[int | None]:
+    """Return for each layer the index of the layer whose keys and values it reads; None: its own."""
+    count = c.integer("num_kv_shared_layers", default, least=0)
+    first = len(kinds) - count
+    own = {kind: index for index, kind in enumerate(kinds[: max(first, 0)])}
+    if missing := set(kinds) - own.keys():
+        raise c.fail("num_kv_shared_layers", f"must leave a layer with {' and '.join(sorted(missing))} its own cache")
+    return [None if index < first else own[kind] for index, kind in enumerate(kinds)]
+
+
+def attention(
+    net: Network,
+    x: Value,
+    at: str,
+    heads: Heads,
+    rotary: Rotary,
+    *,
+    layer: int | None,
+    window: int | None,
+    bias: bool,
+    keys_are_values: bool = False,
+) -> tuple[Value, int]:
+    """Add attention with norms of queries, keys and values and unscaled scores. Return the result, and the number of
+    the layer in the cache that it reads.
+
+    Args:
+        layer: Number of an earlier layer in the cache; None: keys and values are computed and stored.
+        keys_are_values: Whether values are the keys before norm and rotation, so that they have no weights.
+    """
+    rows, order, q_rows = qkv_rows(heads, rotary, False), rotary.order(), heads.q * heads.own
+    kv_rows = heads.kv * heads.own
+    names, value_order = [at + name for name in QKV], None
+    if layer is not None:
+        q = net.linear(x, names[0], q_rows, bias=bias, rows=rows[: heads.q_width])
+        for name in ("k_proj.", "v_proj.", "k_norm."):
+            net.allow_unused(f"{at}self_attn.{name}")
+    elif keys_are_values:
+        both = net.linear(x, names[:2], (q_rows, kv_rows), bias=bias, rows=rows[: heads.q_width + heads.kv_width])
+        q, k = net.split(both, heads.q_width, heads.kv_width)
+        v, value_order = k, order
+    else:
+        whole = net.linear(x, names, (q_rows, kv_rows, kv_rows), bias=bias, rows=rows)
+        q, k, v = net.split(whole, heads.q_width, heads.kv_width, heads.kv_width)
+
+    def normalized(part: Value, name: str | None) -> Value:
+        rows = None if name is None else order
+        return net.rms_norm(part, name, group=heads.dim, unpadded=heads.own, rows=rows)
+
+    q = net.rope(normalized(q, at + HEAD_NORMS[0]), rotary)
+    if layer is None:
+        k = net.rope(normalized(k, at + HEAD_NORMS[1]), rotary)
+        layer = net.store_kv(k, normalized(v, None), heads.kv)
+    attended = net.attention(q, layer, scale=1.0, window=window)
+    columns = output_columns(heads, value_order)
+    return net.linear(attended, at + "self_attn.o_proj", net.hidden, bias=bias, columns=columns), layer
