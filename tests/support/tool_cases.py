@@ -123,6 +123,20 @@ def olmo(*calls: Written) -> str:
     return "<function_calls>\n" + "\n".join(_pythonic(*calls)) + "\n</function_calls>"
 
 
+def _of_gemma(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_of_gemma(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_of_gemma, value))}]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+
+def gemma(*calls: Written) -> str:
+    return "".join(
+        f"<|tool_call>call:{name}{_of_gemma(json.loads(arguments))}<tool_call|>" for name, arguments in calls
+    )
+
+
 WRITERS: dict[str, Callable[..., str]] = {
     each.__name__: each
     for each in (
@@ -138,6 +152,7 @@ WRITERS: dict[str, Callable[..., str]] = {
         cohere,
         lfm2,
         olmo,
+        gemma,
     )
 }
 """Format -> function that returns the text of calls."""

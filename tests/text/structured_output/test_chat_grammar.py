@@ -117,6 +117,7 @@ def test_arguments_follow_the_json_white_space_setting(form: str, whitespace: st
         ("cohere", '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "'),
         ("lfm2", "I ask.<|tool_call_start|>["),
         ("olmo", "I ask.\n<function_calls>\n"),
+        ("gemma", "I ask.<|tool_call>call:"),
         ("kimi", "I ask.<|tool_calls_section_begin|><|tool_call_begin|>functions."),
     ],
 )

@@ -115,6 +115,12 @@ CASES = [
         "x",
         [("get", {"a": "</function_calls>"})],
     ),
+    (
+        "gemma",
+        '<|tool_call>call:get{a:<|"|><tool_call|>"<|"|>,"b c":[true,-1.5,{d:null}],e:{}}<tool_call|>x',
+        "x",
+        [("get", {"a": '<tool_call|>"', "b c": [True, -1.5, {"d": None}], "e": {}})],
+    ),
     ("granite", f"<tool_call>{json.dumps([{'name': 'add', 'arguments': ADD}])} Done", " Done", BOTH[1:]),
     ("hunyuan", WRITERS["hunyuan"](*TEXTS).removesuffix("</tool_calls>"), "", BOTH),
     (
@@ -148,6 +154,7 @@ DEEPSEEK = [
 ]
 FRAGMENTS = {
     "lfm2": ["<|tool_call_start|>", "<|tool_call_end|>", "<|", "[add(a=1)]", "add(", "a='", "'", ")", "null"],
+    "gemma": ["<|tool_call>", "<tool_call|>", "<|", "call:add{", "a:1", "a:", '<|"|>', "}", "null"],
     "olmo": ["<function_calls>", "</function_calls>", "<func", "add(a=1)", "add(", "a='", "'", ")", "null"],
     "granite": ["<|tool_call|>", "<tool_call>", "<|tool", '[{"name": "add", "arguments": {}}]'],
     "hunyuan": ["<tool_calls>", "</tool_calls>", "<tool", '[{"name": "add", "arguments": {}}]'],
@@ -242,6 +249,10 @@ def test_parser_returns_text_without_calls_unchanged(form: str, data: st.DataObj
         ("lfm2", f"<|tool_call_start|>[add(a={'9' * 10_000})]<|tool_call_end|>"),
         ("olmo", "<function_calls>import os\nadd(a=1)</function_calls>"),
         ("olmo", "<function_calls>" + 40 * "add(</function_calls>"),
+        ("gemma", "<|tool_call>call:add<tool_call|>"),
+        ("gemma", "<|tool_call>add{a:1}<tool_call|>"),
+        ("gemma", "<|tool_call>call:add{a:1} and<tool_call|>"),
+        ("gemma", "<|tool_call>call:add{a:two}<tool_call|>"),
         ("granite", "<|tool_call|>[]"),
         ("granite", '<|tool_call|>[{"name": "add", "arguments": {}}, 5]'),
         ("granite", '<|tool_call|>[{"name": "add", "arguments": {}}'),
@@ -354,6 +365,7 @@ def test_text_before_a_call_is_returned_at_once() -> None:
         ("'<TOOLCALL>[{{' </think>", "nemotron"),
         ("<|START_ACTION|>[ ```json", "cohere"),
         ("List of tools: <|tool_list_start|>[", "lfm2"),
+        ("'<|tool_call>call:' + name + '{'", "gemma"),
         ("wrapped in <function_calls></function_calls> XML tags", "olmo"),
         ("{{ messages }}", None),
     ],

@@ -67,6 +67,7 @@ REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
     ReasoningFormatName.GRANITE: ReasoningFormat(
         "Here is my thought process:", "Here is my thought process:", "Here is my response:"
     ),
+    ReasoningFormatName.GEMMA: ReasoningFormat(r"<\|channel>", "<|channel>thought", "<channel|>", special_tokens=True),
     ReasoningFormatName.THINK_RESPONSE: ReasoningFormat(
         r"<response>(?:\\n|\n|</response>)", answer=("<response>", "</response>")
     ),

@@ -11,6 +11,7 @@ from typing import Any, Final
 from llm_serving.core.enums import ToolFormatName
 from llm_serving.text.tool_parsers import (
     deepseek,
+    gemma,
     glm,
     glm_lines,
     harmony,
@@ -87,6 +88,7 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     ToolFormatName.QWEN_XML: _xml(xml_calls.QWEN, "<function="),
     ToolFormatName.COHERE: _json(json_lists.COHERE, r"<\|START_ACTION\|>", special_tokens=True),
     ToolFormatName.GRANITE: _json(json_lists.GRANITE, r"<\|tool_call\|>", special_tokens=True),
+    ToolFormatName.GEMMA: ToolFormat(gemma.create, gemma.rules, r"<\|tool_call>", special_tokens=True),
     ToolFormatName.HUNYUAN: _json(json_lists.HUNYUAN, "<tool_calls>"),
     ToolFormatName.NEMOTRON: _json(json_lists.NEMOTRON, "<TOOLCALL>", special_tokens=True),
     ToolFormatName.LFM2: _python(pythonic.LFM2, r"<\|tool_(?:call|list)_start\|>"),

@@ -227,8 +227,8 @@ class Marks:
 
     @staticmethod
     def parts(text: str) -> list[str]:
-        """Split a text before and after each `<|...|>`. Each part may be a special token."""
-        return [part for part in re.split(r"(<\|\w+\|>)", text) if part]
+        """Split a text before and after each `<|...|>`, `<|...>` and `<...|>`. Each part may be a special token."""
+        return [part for part in re.split(r"""(<\|(?:\w+|")\|>|<\|\w+>|<\w+\|>)""", text) if part]
 
     def up_to(self, name: str, text: str) -> str:
         """Return a rule named `name` that matches any text up to and including `text`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -67,38 +67,42 @@ LFM2: Final = PythonicLayout("<|tool_call_start|>", "<|tool_call_end|>", ", ", i
 OLMO: Final = PythonicLayout("<function_calls>", "</function_calls>", "\n", is_list=False)
 
 
-class _Reader:
-    def __init__(self, layout: PythonicLayout) -> None:
-        self._layout = layout
+class PythonicReader:
+    """Reads calls up to a closing text. `calls` returns the calls in a text, or raises IncompleteError if the text
+    ends within one.
+    """
+
+    def __init__(self, closing: str, calls: Callable[[str], list[Call]]) -> None:
+        self._closing, self._calls = closing, calls
         self._searched = self._num_ends = 0
 
     def read(self, body: str, *, ended: bool) -> Read | None:
-        closing = self._layout.closing
+        closing = self._closing
         while (end := body.find(closing, self._searched)) >= 0:
             self._searched = end + 1
             self._num_ends += 1
             try:
-                return Read(_calls(body[:end]), end + len(closing))
-            except _IncompleteError:  # the closing text may be part of a string
+                return Read(self._calls(body[:end]), end + len(closing))
+            except IncompleteError:  # the closing text may be part of a string
                 if self._num_ends == _MAX_ENDS:
                     raise
         self._searched = max(self._searched, len(body) - len(closing) + 1)
-        return Read(_calls(body), len(body)) if ended else None
+        return Read(self._calls(body), len(body)) if ended else None
 
 
-class _IncompleteError(NotACallError):
+class IncompleteError(NotACallError):
     """The text ends within a call."""
 
 
-def _calls(text: str) -> list[Call]:
+def calls_in(text: str, source: type[PythonicSource] | None = None) -> list[Call]:
     """Return the calls in a text, which may be a list. Raise NotACallError if it contains anything else."""
     try:
-        return _Source(text).calls()
+        return (source or PythonicSource)(text).calls()
     except (ValueError, RecursionError):  # a number with thousands of digits, or deep nesting
         raise NotACallError from None
 
 
-class _Source:
+class PythonicSource:
     """Reads calls and their values, in Python's or JSON's syntax, from a text."""
 
     def __init__(self, text: str) -> None:
@@ -170,7 +174,7 @@ class _Source:
     def _string(self, quote: str) -> str:
         found = _STRINGS[quote].match(self._text, self._at)
         if found is None:
-            raise _IncompleteError
+            raise IncompleteError
         self._at = found.end()
         return unescaped(found[1] if found[1] is not None else found[2])
 
@@ -180,7 +184,7 @@ class _Source:
         assert found is not None
         self._at = found.end()
         if self._at == len(self._text) and not may_end:
-            raise _IncompleteError
+            raise IncompleteError
         return self._text[self._at : self._at + 1]
 
     def _takes(self, char: str) -> bool:
@@ -226,7 +230,7 @@ def written(layout: PythonicLayout, calls: Sequence[tuple[str, dict[str, Any]]])
 
 def create(layout: PythonicLayout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
     del schemas
-    return MarkedCalls({layout.opening: partial(_Reader, layout)})
+    return MarkedCalls({layout.opening: partial(PythonicReader, layout.closing, calls_in)})
 
 
 def rules(layout: PythonicLayout, callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
@@ -238,18 +242,33 @@ def rules(layout: PythonicLayout, callees: Sequence[Callee], most: int | None, m
 
 
 def _call_rules(rule: str, callee: Callee, whitespace: str) -> str:
-    """Return the rules of a call. `first{k}` matches the arguments from the k-th on; `more{k}` a comma and the same."""
+    definitions = definitions_of(callee.schema)
+
+    def value(schema: Any) -> str:
+        about = schema if isinstance(schema, dict) else {}
+        return f"%json {json.dumps({**definitions, **about, **json_options(whitespace)})}"
+
+    return call_rules(rule, callee, (f"{callee.name}(", "=", ", ", ")"), value)
+
+
+def call_rules(rule: str, callee: Callee, texts: tuple[str, str, str, str], value: Callable[[Any], str]) -> str:
+    """Return the rules of a call with arguments in schema order. `first{k}` matches the arguments from the k-th on;
+    `more{k}` a separator and the same.
+
+    Args:
+        texts: Text before the arguments, between a name and its value, between two arguments, and after them.
+        value: Returns the term for a value by its schema.
+    """
     properties, required = callee.schema.get("properties"), callee.schema.get("required", ())
+    opening, equals, between, closing = texts
     about = properties if isinstance(properties, dict) else {}
     if others := [name for name in about if not _NAME.fullmatch(name)]:
-        rule = "is not a Python identifier, which calls of this model need; rename it"
-        raise GrammarError(f"cannot be enforced: argument {others[0]!r} {rule}")
-    definitions = definitions_of(callee.schema)
-    rules = [f'{rule}: {literal(callee.name + "(")} {rule}_first0 ")"\n']
+        broken = "is not a Python identifier, which calls of this model need; rename it"
+        raise GrammarError(f"cannot be enforced: argument {others[0]!r} {broken}")
+    rules = [f"{rule}: {literal(opening)} {rule}_first0 {literal(closing)}\n"]
     for k, (name, schema) in enumerate(about.items()):
-        whole = {**definitions, **(schema if isinstance(schema, dict) else {}), **json_options(whitespace)}
-        rules.append(f"{rule}_value{k}: {literal(name + '=')} %json {json.dumps(whole)}\n")
-        for kind, before in (("first", ""), ("more", '", " ')):
+        rules.append(f"{rule}_value{k}: {literal(name + equals)} {value(schema)}\n")
+        for kind, before in (("first", ""), ("more", f"{literal(between)} ")):
             given = f"{before}{rule}_value{k} {rule}_more{k + 1}"
             left_out = "" if name in required else f" | {rule}_{kind}{k + 1}"
             rules.append(f"{rule}_{kind}{k}: {given}{left_out}\n")

@@ -85,7 +85,7 @@ def arguments_term(callee: Callee, opening: Callable[[str], str], closing: str, 
     if not isinstance(properties, dict):
         return None
     definitions = definitions_of(callee.schema)
-    values = {name: _value_term(each, definitions, callee, whitespace) for name, each in properties.items()}
+    values = {name: value_term(each, definitions, callee, whitespace) for name, each in properties.items()}
     return " ".join(
         f"({opening(name)} {'unquoted' if value is None else f'{value} {literal(closing)}'} WS?)"
         f"{'' if name in required else '?'}"
@@ -93,7 +93,7 @@ def arguments_term(callee: Callee, opening: Callable[[str], str], closing: str, 
     )
 
 
-def _value_term(schema: Any, definitions: dict[str, Any], callee: Callee, whitespace: str) -> str | None:
+def value_term(schema: Any, definitions: dict[str, Any], callee: Callee, whitespace: str) -> str | None:
     """Return the grammar term for the value of an argument; None: any unquoted text."""
     about = schema if isinstance(schema, dict) else {}
     texts = about.get("enum", [about["const"]] if "const" in about else ())

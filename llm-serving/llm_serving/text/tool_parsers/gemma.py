@@ -1,0 +1,105 @@
+"""Tool calls of Gemma 4: `<|tool_call>call:name{key:<|"|>text<|"|>,other:1}<tool_call|>`, repeated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+from llm_serving.text.structured_output.grammars import definitions_of
+from llm_serving.text.tool_parsers.base import (
+    Call,
+    Callee,
+    MarkedCalls,
+    Marks,
+    NotACallError,
+    ToolParser,
+    any_of,
+    repeated,
+)
+from llm_serving.text.tool_parsers.json_text import arguments_of, is_name
+from llm_serving.text.tool_parsers.pythonic import IncompleteError, PythonicReader, PythonicSource, call_rules, calls_in
+from llm_serving.text.tool_parsers.xml_values import value_term
+
+OPENING: Final = "<|tool_call>"
+CLOSING: Final = "<tool_call|>"
+QUOTE: Final = '<|"|>'
+HEAD: Final = "call:"
+_TOOL: Final = re.compile(r"[\w.\-]+")
+_KEY: Final = re.compile(r"[^\s:{}\[\],<\"']+")
+
+
+class _Source(PythonicSource):
+    """Reads one call, whose keys and strings have other delimiters than in JSON."""
+
+    def calls(self) -> list[Call]:
+        if not self._skip(HEAD):
+            raise NotACallError
+        name = self._match(_TOOL)[0]
+        if self._peek() != "{" or not is_name(name):
+            raise NotACallError
+        call = Call(name, arguments_of(self._object()))
+        if self._peek(may_end=True):
+            raise NotACallError
+        return [call]
+
+    def _skip(self, text: str) -> bool:
+        self._peek()
+        found = self._text.startswith(text, self._at)
+        self._at += len(text) * found
+        return found
+
+    def _value(self) -> Any:
+        if not self._skip(QUOTE):
+            return super()._value()
+        end = self._text.find(QUOTE, self._at)
+        if end < 0:
+            raise IncompleteError
+        start, self._at = self._at, end + len(QUOTE)
+        return self._text[start:end]
+
+    def _object(self) -> dict[str, Any]:
+        self._at += 1
+        members: dict[str, Any] = {}
+        while not self._takes("}"):
+            is_quoted = self._peek() in "<\"'"
+            key = self._value() if is_quoted else self._match(_KEY)[0]
+            self._expect(":")
+            members[key] = self._value()
+            if self._peek() != "}":
+                self._expect(",")
+        return members
+
+
+def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
+    del schemas
+    return MarkedCalls({OPENING: partial(PythonicReader, CLOSING, partial(calls_in, source=_Source))})
+
+
+def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+    """Return the grammar rules of calls (see `base`): arguments in schema order, objects and lists as JSON. Of the
+    constraints on strings only `enum` and `const` are enforced.
+    """
+    rest = f"call {marks(CLOSING)}"
+    times = "*" if most is None else f"{{0,{most}}}"
+    calls = "".join(_call_rules(f"call{i}", each, marks) for i, each in enumerate(callees))
+    return (
+        f"calls: {repeated('whole', 'WS?', most)}\n"
+        f"whole: {marks(OPENING)} {rest}\n"
+        f"free: (opened {rest}){times} TEXT?\n"
+        f"{marks.up_to('opened', OPENING)}{marks.up_to('quoted', QUOTE)}"
+        f"call: {any_of(callees)}\n{calls}"
+    )
+
+
+def _call_rules(rule: str, callee: Callee, marks: Marks) -> str:
+    definitions = definitions_of(callee.schema)
+
+    def value(schema: Any) -> str:
+        term = value_term(schema, definitions, callee, marks.whitespace)
+        if term is None:
+            return f"{marks(QUOTE)} quoted"
+        return term if term.startswith("%json") else f"{marks(QUOTE)} {term} {marks(QUOTE)}"
+
+    return call_rules(rule, callee, (f"{HEAD}{callee.name}{{", ":", ",", "}"), value)
