@@ -25,6 +25,9 @@ _ROW_BY_ROW: Final = frozenset(
         "lm_head",
         "hidden_states",
         "all_reduce",
+        "mix_streams",
+        "match_streams",
+        "sparsify",
     }
 )
 """Operations whose output row depends only on the same input row."""
