@@ -47,7 +47,7 @@ def test_texts_without_special_tokens_round_trip(name, tokenizer):
             assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text, title
 
 
-def test_glm4_prefix_tokens_may_be_beyond_the_file():
+def test_glm4_prefix_tokens_may_have_ids_beyond_the_vocabulary_file():
     tokenizer = Tokenizer.load(FOLDER / "llama_without_prefix")
     assert tokenizer.encode("<|call|><s>", add_special_tokens=False) == [500, 1]
 
@@ -91,7 +91,7 @@ def test_unsupported_vocab_and_merges_error_has_a_reason(pairs, name, content, m
         Tokenizer.load(pairs)
 
 
-def test_vocab_without_merges_is_not_a_tokenizer(pairs):
+def test_vocab_without_merges_is_refused(pairs):
     (pairs / "merges.txt").unlink()
     with pytest.raises(ModelError, match=r"none of .*, vocab\.json with merges\.txt; "):
         Tokenizer.load(pairs)

@@ -20,7 +20,7 @@ class TestGolden:
     """The expected prompts are written by `golden_chat.py`."""
 
     @pytest.mark.parametrize("template", sorted(EXPECTED))
-    def test_prompts_and_errors_equal_those_of_transformers(self, template):
+    def test_chat_template_prompts_and_errors_equal_those_of_transformers(self, template):
         source = (CASES / f"{template}.jinja").read_text("utf-8")
         conversations = Conversations({"default": source}, CONVERSATIONS["special_tokens"])
         expected = EXPECTED[template]
@@ -34,7 +34,7 @@ class TestGolden:
         except RequestError:
             return None
 
-    def test_every_template_has_its_expectations(self):
+    def test_every_chat_template_has_golden_prompts(self):
         assert sorted(EXPECTED) == sorted(path.stem for path in CASES.glob("*.jinja"))
         for texts in EXPECTED.values():
             assert len(CONVERSATIONS["conversations"]) - len(texts) <= 6
@@ -42,16 +42,16 @@ class TestGolden:
 
 
 class TestFeatures:
-    def test_template_may_use_strftime_now(self):
+    def test_chat_template_may_use_strftime_now(self):
         before = datetime.now()
         text = Conversations({"default": "{{ strftime_now('%Y-%m-%d') }}"}, {}).render(USER)
         assert text in {f"{moment:%Y-%m-%d}" for moment in (before, datetime.now())}
 
-    def test_variables_of_a_generation_block_are_local(self):
+    def test_chat_template_generation_block_has_local_variables(self):
         template = ChatTemplate("{% generation %}{% set a = 1 %}{{ a }}{% endgeneration %}{{ a is defined }}")
         assert template.render(USER) == "1False"
 
-    def test_an_open_generation_block_is_refused_at_start(self):
+    def test_chat_template_with_an_unclosed_generation_block_is_refused_at_start(self):
         with pytest.raises(ModelError, match="chat_template cannot be compiled"):
             ChatTemplate("{% generation %}text")
 
@@ -90,7 +90,7 @@ class TestFiles:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text, "utf-8")
 
-    def test_config_may_list_several_templates(self, tmp_path):
+    def test_tokenizer_config_may_list_several_templates(self, tmp_path):
         listed = [{"name": name, "template": text} for name, text in NAMED.items()]
         assert read_templates(tmp_path, {"chat_template": listed}) == NAMED
         assert read_templates(tmp_path, {"chat_template": "one"}) == {"default": "one"}

@@ -55,7 +55,7 @@ def test_reasoning_is_split_from_the_answer(text: str, is_open: bool, reasoning:
         ("think_answer", "<think>\nTwo.\n</think>\n<answer>\nFour.\n</answer>", "Two.", "Four."),
     ],
 )
-def test_reasoning_formats(form: str, text: str, reasoning: str, answer: str) -> None:
+def test_reasoning_of_each_format_is_split_from_the_answer(form: str, text: str, reasoning: str, answer: str) -> None:
     assert split(text, form=form) == (reasoning, answer)
     assert split(text, range(len(text)), form=form) == (reasoning, answer)
 

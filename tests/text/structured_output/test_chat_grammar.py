@@ -51,7 +51,7 @@ def answers(grammar: Grammar, count: int = 10, max_tokens: int = 200) -> list[st
 
 @pytest.mark.parametrize("most", [1, 2, None])
 @pytest.mark.parametrize("form", TOOL_FORMATS)
-def test_required_calls(form: str, most: int | None) -> None:
+def test_grammar_requires_between_one_and_the_limit_of_calls(form: str, most: int | None) -> None:
     calls = Calls(TOOL_FORMATS[form], TOOLS, must=True, most=most)
     found = answers(answer_grammar(None, calls, None, TEXT_MARKS))
     assert found
@@ -121,7 +121,7 @@ def test_arguments_follow_the_json_white_space_setting(form: str, whitespace: st
         ("kimi", "I ask.<|tool_calls_section_begin|><|tool_call_begin|>functions."),
     ],
 )
-def test_call_opening_must_continue_as_a_call(form: str, begun: str) -> None:
+def test_grammar_continues_an_opened_call_as_a_call(form: str, begun: str) -> None:
     thinking = AnswerReasoning(REASONING_FORMATS["harmony"], None) if form == "harmony" else None
     grammar = answer_grammar(None, Calls(TOOL_FORMATS[form], TOOLS, must=False, most=None), thinking, TEXT_MARKS)
     follows = {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, begun)}
@@ -131,14 +131,14 @@ def test_call_opening_must_continue_as_a_call(form: str, begun: str) -> None:
     assert {"x", "1", "]"} <= {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, hello)}
 
 
-def test_answer_is_structured_output_or_calls() -> None:
+def test_grammar_allows_structured_output_or_calls() -> None:
     calls = Calls(TOOL_FORMATS["hermes"], TOOLS, must=False, most=None)
     found = answers(answer_grammar(json_grammar(json.dumps(ON)), calls, None, TEXT_MARKS), 30)
     assert {text[0] for text in found} == {"{", "<"}
 
 
 @pytest.mark.parametrize(("is_open", "before"), [(True, "Hm.</think>"), (False, "<think>Hm.</think>\n\n"), (False, "")])
-def test_reasoning_precedes_the_answer(is_open: bool, before: str) -> None:
+def test_grammar_allows_reasoning_before_the_answer(is_open: bool, before: str) -> None:
     grammar = answer_grammar(json_grammar('{"const": 1}'), None, AnswerReasoning(THINK, is_open), TEXT_MARKS)
     assert {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, before)} >= {"1"}
     assert "2" not in {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, before)}
@@ -146,7 +146,7 @@ def test_reasoning_precedes_the_answer(is_open: bool, before: str) -> None:
 
 @pytest.mark.parametrize("special", [{}, {"<|START_RESPONSE|>": 1, "<|END_RESPONSE|>": 3}])
 @pytest.mark.parametrize("must_match", [True, False])
-def test_answer_may_have_texts_around_it(special: dict[str, int], must_match: bool) -> None:
+def test_grammar_allows_text_around_the_answer(special: dict[str, int], must_match: bool) -> None:
     form = json_grammar('{"const": 1}') if must_match else None
     thinking = AnswerReasoning(REASONING_FORMATS["cohere"], is_open=False)
     grammar = answer_grammar(form, None, thinking, Marks(special.get))
@@ -162,7 +162,7 @@ def test_answer_may_have_texts_around_it(special: dict[str, int], must_match: bo
     assert may_end_after("<|START_RESPONSE|>", "2", "<|END_RESPONSE|>") != must_match
 
 
-def test_answer_has_channels() -> None:
+def test_grammar_of_a_channel_format_allows_channels_answers_and_calls() -> None:
     special = {"<|channel|>": 0, "<|message|>": 1, "<|end|>": 3}
     form = json_grammar('{"const": 7}')
     calls = Calls(TOOL_FORMATS["harmony"], TOOLS, must=False, most=None)
@@ -181,7 +181,7 @@ def test_answer_has_channels() -> None:
             assert {DEMO_TOKENIZER.token_text(each)[0] for each in allowed_ids(matcher.allowed_words(call))} == {"{"}
 
 
-def test_marks_that_are_special_tokens_are_named_by_their_ids() -> None:
+def test_grammar_refers_to_special_token_marks_by_id() -> None:
     special = {"[TOOL_CALLS]": 1, "[ARGS]": 3}
     calls = Calls(TOOL_FORMATS["mistral"], TOOLS, must=True, most=1)
     matcher = DEMO_CONSTRAINTS.compiled(answer_grammar(None, calls, None, Marks(special.get))).create_matcher()
@@ -193,7 +193,7 @@ def test_marks_that_are_special_tokens_are_named_by_their_ids() -> None:
 
 @pytest.mark.parametrize("budget", [0, 1, 5])
 @pytest.mark.parametrize("form", [None, json_grammar('{"const": 7}')])
-def test_reasoning_ends_at_its_budget(form: Grammar | None, budget: int) -> None:
+def test_grammar_ends_reasoning_at_its_budget(form: Grammar | None, budget: int) -> None:
     """Reasoning may end in the middle of a character; structured output follows."""
     opening, closing = 0, 1
     marks = Marks({"<think>": opening, "</think>": closing}.get)

@@ -50,7 +50,7 @@ def test_format_applies_beside_other_rules(schema: dict[str, Any]) -> None:
     assert not is_allowed(schema, '"2023-02-29"')
 
 
-def test_a_property_may_be_called_format() -> None:
+def test_schema_property_may_be_named_format() -> None:
     schema = {"type": "object", "properties": {"format": {"const": 1}}, "additionalProperties": False}
     assert is_allowed(schema, '{"format":1}')
 

@@ -70,25 +70,25 @@ def test_stop_strings_are_independent_of_text_pieces(text, borders, stop):
     assert pieces.stop_string == whole.stop_string
 
 
-def test_an_incomplete_character_is_held_back():
+def test_detokenizer_holds_back_an_incomplete_character():
     ids = demo.encode("a😀", add_special_tokens=False)
     detokenizer = IncrementalDetokenizer(demo, [5])
     assert [detokenizer.add([token_id]) for token_id in ids] == [" a", "", "", "", "😀"]
 
 
-def test_an_incomplete_character_at_the_end_is_replaced():
+def test_detokenizer_replaces_an_incomplete_character_at_the_end():
     ids = demo.encode("a😀", add_special_tokens=False)[:-1]
     detokenizer = IncrementalDetokenizer(demo)
     assert detokenizer.add(ids) == "a"
     assert detokenizer.flush() == "�"
 
 
-def test_character_begun_in_the_prompt_is_completed():
+def test_detokenizer_completes_a_character_begun_in_the_prompt():
     ids = demo.encode("😀", add_special_tokens=False)
     assert IncrementalDetokenizer(demo, ids[:-2]).add(ids[-2:]) == "😀"
 
 
-def test_leading_space_is_removed_without_a_prompt_text():
+def test_detokenizer_removes_the_leading_space_without_a_prompt_text():
     ids = demo.encode("hello", add_special_tokens=False)
     assert IncrementalDetokenizer(demo, [1]).add(ids) == "hello"
     assert IncrementalDetokenizer(demo, [1, *ids]).add(ids) == " hello"
@@ -114,5 +114,5 @@ def test_partial_stop_string_is_released_at_the_end():
     assert detokenizer.flush() == "lo"
 
 
-def test_ids_without_text_add_nothing():
+def test_detokenizer_adds_nothing_for_ids_without_text():
     assert IncrementalDetokenizer(demo).add([-1, 10**9]) == ""

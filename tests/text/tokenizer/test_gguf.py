@@ -65,7 +65,7 @@ def test_gguf_sentencepiece_equals_the_shipped_model(tmp_path, text):
     assert ours.special_token_ids == theirs.special_token_ids
 
 
-def test_gguf_sentencepiece_without_prefix_space_and_bos(tmp_path):
+def test_gguf_sentencepiece_may_omit_prefix_space_and_bos(tmp_path):
     facts = sentencepiece_facts() | {"add_space_prefix": False, "add_bos_token": False}
     ours = Tokenizer.load(write(tmp_path / "a.gguf", **facts))
     with_space = Tokenizer.load(write(tmp_path / "b.gguf", **sentencepiece_facts()))
@@ -145,7 +145,7 @@ def test_gguf_pre_tokenizer_name_selects_the_word_rule(tmp_path, pre, text, word
     assert [tokenizer.token_text(each) for each in ids] == words
 
 
-def test_gguf_letters_with_two_cases_of_deepseek_llm(tmp_path):
+def test_gguf_deepseek_llm_word_rule_round_trips_any_script(tmp_path):
     """Letters of other scripts are split from Latin ones, and Chinese characters form words of their own."""
     facts = byte_pair_facts(tmp_path) | {"pre": "deepseek-llm"}
     content = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -155,7 +155,7 @@ def test_gguf_letters_with_two_cases_of_deepseek_llm(tmp_path):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), False) == text
 
 
-def test_gguf_nfc_follows_the_pre_tokenizer_name(tmp_path):
+def test_gguf_pre_tokenizer_name_selects_nfc_normalization(tmp_path):
     facts = byte_pair_facts(tmp_path)
     composed = Tokenizer.load(write(tmp_path / "a.gguf", **facts | {"pre": "qwen2"}))
     plain = Tokenizer.load(write(tmp_path / "b.gguf", **facts | {"pre": "llama-bpe"}))
@@ -163,7 +163,7 @@ def test_gguf_nfc_follows_the_pre_tokenizer_name(tmp_path):
     assert plain.decode(plain.encode("e\u0301")).endswith("e\u0301")
 
 
-def test_gguf_chat_template_and_unused_tokens(tmp_path):
+def test_gguf_chat_template_is_applied_and_unused_tokens_match_no_text(tmp_path):
     facts = byte_pair_facts(tmp_path)
     facts["tokens"] = [*facts["tokens"], "[PAD1]", "[PAD2]"]
     facts["token_type"] = [*facts["token_type"], 5, 5]
@@ -227,7 +227,7 @@ def test_gguf_tokenizer_needs_no_architecture(tmp_path):
     assert Tokenizer.load(path).vocab_size == 2048
 
 
-def test_gguf_tokenizer_path_replaces_the_own_tokenizer(tmp_path):
+def test_gguf_tokenizer_path_replaces_the_tokenizer_of_the_file(tmp_path):
     facts = byte_pair_facts(tmp_path)
     own = write(tmp_path / "a.gguf", **facts)
     shipped = DEMO_FOLDER / "tokenizer.model"
@@ -235,7 +235,7 @@ def test_gguf_tokenizer_path_replaces_the_own_tokenizer(tmp_path):
     assert Tokenizer.load(DEMO_FOLDER, own).encode("hello") == Tokenizer.load(own).encode("hello")
 
 
-def test_gguf_sentencepiece_of_gemma(tmp_path):
+def test_gguf_gemma_matches_added_space_tokens_and_ends_a_turn(tmp_path):
     """The unknown token is typed as a control token, and tokens of several spaces are written with spaces."""
     facts = sentencepiece_facts() | {"add_space_prefix": False, "add_bos_token": False}
     types = [3 if kind == 2 else kind for kind in facts["token_type"]]
@@ -256,7 +256,7 @@ def test_gguf_sentencepiece_of_gemma(tmp_path):
     assert named.eos_token_ids == (facts["eos_token_id"], first)
 
 
-def test_gguf_end_of_one_message_is_not_the_end_of_a_turn(tmp_path):
+def test_gguf_end_of_message_token_does_not_end_the_answer(tmp_path):
     facts = sentencepiece_facts()
     first = len(facts["tokens"])
     facts |= {

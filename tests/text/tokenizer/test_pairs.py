@@ -51,18 +51,18 @@ def xlm_roberta(tmp_path: Path) -> Tokenizer:
     return Tokenizer.load(tmp_path)
 
 
-def test_word_pieces_of_a_text(bert: Tokenizer) -> None:
+def test_word_piece_tokenizer_encodes_and_decodes_a_text(bert: Tokenizer) -> None:
     assert bert.encode("One twos?") == [2, 4, 5, 6, 1, 3]
     assert bert.encode("One twos", add_special_tokens=False) == [4, 5, 6]
     assert bert.decode([2, 4, 5, 6, 3]) == "one twos"
 
 
-def test_word_pieces_of_a_pair_have_types(bert: Tokenizer) -> None:
+def test_word_piece_pair_has_token_types(bert: Tokenizer) -> None:
     assert bert.encode_pair("one", "twos") == ([2, 4, 3, 5, 6, 3], [0, 0, 0, 1, 1, 1])
     assert bert.encode_pair("one two three four", "two", 6) == ([2, 4, 5, 3, 5, 3], [0, 0, 0, 0, 1, 1])
 
 
-def test_word_pieces_from_a_list(tmp_path: Path, bert: Tokenizer) -> None:
+def test_word_piece_vocabulary_list_equals_the_tokenizer_json(tmp_path: Path, bert: Tokenizer) -> None:
     folder = tmp_path / "older"
     folder.mkdir()
     (folder / "vocab.txt").write_text("\n".join([*WORDS, "One"]))
@@ -78,7 +78,7 @@ def test_word_pieces_from_a_list(tmp_path: Path, bert: Tokenizer) -> None:
         Tokenizer.load(folder)
 
 
-def test_unigrams_of_a_text_and_of_a_pair(xlm_roberta: Tokenizer) -> None:
+def test_unigram_tokenizer_encodes_texts_and_pairs(xlm_roberta: Tokenizer) -> None:
     assert xlm_roberta.encode("one two") == [0, 4, 5, 6, 2]
     assert xlm_roberta.encode_pair("one", "two")[0] == [0, 4, 2, 2, 5, 6, 2]
     assert xlm_roberta.decode([0, 4, 5, 6, 2]) == "one two"
@@ -96,7 +96,9 @@ def test_unigrams_of_a_text_and_of_a_pair(xlm_roberta: Tokenizer) -> None:
         ((5, 6), 0, (0, 0)),
     ],
 )
-def test_the_longer_text_is_cut_first(lengths: tuple[int, int], most: int | None, cut: tuple[int, int]) -> None:
+def test_pair_truncation_cuts_the_longer_text_first(
+    lengths: tuple[int, int], most: int | None, cut: tuple[int, int]
+) -> None:
     assert cut_lengths(*lengths, most) == cut
     if most:
         made = TokenizersTokenizer(models.WordLevel({"a": 0}, unk_token="a"))

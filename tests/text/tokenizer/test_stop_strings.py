@@ -62,5 +62,5 @@ def test_first_complete_stop_string_ends_the_text():
     assert run(["bcd", "c"], ["abcd"]) == ("ab", "c")
 
 
-def test_longest_of_stop_strings_with_the_same_end_counts():
+def test_stop_string_matching_removes_the_longest_of_those_with_the_same_end():
     assert run(["b", "ab"], ["xab"]) == ("x", "ab")

@@ -142,7 +142,7 @@ class TestTekken:
         assert self.load(tmp_path, default_vocab_size=30 + 256).vocab_size == 286
 
 
-def test_the_first_of_several_files_is_read(tmp_path):
+def test_tokenizer_json_takes_precedence_over_tekken_json(tmp_path):
     shutil.copytree(FOLDER / "tekken_v3", tmp_path, dirs_exist_ok=True)
     shutil.copy(FOLDER / "json_llama3" / "tokenizer.json", tmp_path)
     assert Tokenizer.load(tmp_path).encode("<|eot_id|>") == Tokenizer.load(FOLDER / "json_llama3").encode("<|eot_id|>")

@@ -34,19 +34,19 @@ def user(text):
 
 
 class TestSentencePiece:
-    def test_bos_token_follows_the_config(self):
+    def test_sentencepiece_bos_token_follows_the_config(self):
         assert demo.encode("hello") == [1, *demo_processor.encode("hello")]
         assert demo.encode("hello", add_special_tokens=False) == demo_processor.encode("hello")
 
     @given(READABLE)
-    def test_decode_agrees_with_the_library(self, text):
+    def test_sentencepiece_decode_equals_the_library(self, text):
         ids = demo_processor.encode(text)
         assert demo.decode(ids) == demo_processor.decode(ids)
 
-    def test_special_tokens_in_a_text_are_recognised(self):
+    def test_sentencepiece_recognises_special_tokens_in_a_text(self):
         assert demo.encode("<s>hello</s>", add_special_tokens=False) == [1, *demo_processor.encode("hello"), 2]
 
-    def test_special_tokens_are_left_out_of_a_text_unless_asked_for(self):
+    def test_decode_skips_special_tokens_by_default(self):
         ids = demo.encode("hello</s>")
         assert demo.decode(ids) == "hello"
         assert demo.decode(ids, skip_special_tokens=False) == "<s> hello</s>"
@@ -54,16 +54,16 @@ class TestSentencePiece:
     def test_ids_without_text_decode_to_nothing(self):
         assert demo.decode([-1, 10**9]) == ""
 
-    def test_tokenizer_properties(self):
+    def test_sentencepiece_tokenizer_reports_vocabulary_size_and_special_tokens(self):
         assert (demo.vocab_size, demo.bos_token_id, demo.eos_token_ids) == (2048, 1, (2,))
         assert demo.special_token_ids == {0, 1, 2, 3}
 
-    def test_a_token_that_is_part_of_a_character_is_shown_by_its_bytes(self):
+    def test_token_text_of_a_partial_character_shows_its_bytes(self):
         ids = demo_processor.encode("😀")[1:]
         assert [demo.token_bytes(token_id) for token_id in ids] == [b"\xf0", b"\x9f", b"\x98", b"\x80"]
         assert demo.token_text(ids[0]) == "bytes:\\xf0"
 
-    def test_added_tokens_of_the_config_extend_the_vocabulary(self, tmp_path):
+    def test_sentencepiece_added_tokens_of_the_config_extend_the_vocabulary(self, tmp_path):
         shutil.copy(DEMO / "tokenizer.model", tmp_path)
         added = {"2050": {"content": "<|call|>", "special": True}, "2051": {"content": "é!", "special": False}}
         write_config(tmp_path, added_tokens_decoder=added, add_bos_token=False)
@@ -76,13 +76,13 @@ class TestSentencePiece:
 
 class TestTokenizersFile:
     @given(text=READABLE)
-    def test_decode_agrees_with_the_library(self, folder, text):
+    def test_tokenizer_json_decode_equals_the_library(self, folder, text):
         library = TokenizersTokenizer.from_file(str(folder / "tokenizer.json"))
         ids = library.encode(text, add_special_tokens=False).ids
         tokenizer = Tokenizer.load(folder)
         assert tokenizer.decode(ids) == library.decode(ids)
 
-    def test_byte_level_follows_the_post_processor(self, tmp_path):
+    def test_byte_level_special_tokens_follow_the_post_processor(self, tmp_path):
         tokenizer = Tokenizer.load(byte_level_folder(tmp_path))
         assert tokenizer.encode("hello")[0] == tokenizer.bos_token_id
         assert tokenizer.encode("hello", add_special_tokens=False) == tokenizer.encode("hello")[1:]
@@ -95,14 +95,14 @@ class TestTokenizersFile:
         tokenizer = Tokenizer.load(byte_level_folder(tmp_path))
         assert tokenizer.decode(tokenizer.encode("a<tool é>b")) == "a<tool é>b"
 
-    def test_end_ids_come_from_both_configs(self, tmp_path):
+    def test_end_token_ids_come_from_tokenizer_and_generation_config(self, tmp_path):
         byte_level_folder(tmp_path)
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
         tokenizer = Tokenizer.load(tmp_path)
         assert tokenizer.eos_token_ids[1:] == (5, 6)
         assert tokenizer.decode([tokenizer.eos_token_ids[0]], skip_special_tokens=False) == "<|eot|>"
 
-    def test_an_unknown_decoder_is_refused(self, tmp_path):
+    def test_tokenizer_json_with_an_unknown_decoder_is_refused(self, tmp_path):
         byte_level_folder(tmp_path)
         path = tmp_path / "tokenizer.json"
         content = json.loads(path.read_text()) | {"decoder": {"type": "BPEDecoder", "suffix": "</w>"}}
@@ -112,25 +112,25 @@ class TestTokenizersFile:
 
 
 class TestLoad:
-    def test_a_folder_without_tokenizer_is_refused(self, tmp_path):
+    def test_tokenizer_load_refuses_a_folder_without_tokenizer(self, tmp_path):
         with pytest.raises(ModelError, match=r"has no tokenizer file: none of tokenizer\.json, tokenizer\.model, "):
             Tokenizer.load(tmp_path)
 
-    def test_a_missing_vocab_file_is_refused(self, tmp_path):
+    def test_tokenizer_load_refuses_a_missing_vocab_file(self, tmp_path):
         with pytest.raises(ModelError, match=r"nowhere\.model does not exist"):
             Tokenizer.load(tmp_path, tmp_path / "nowhere.model")
 
-    def test_vocab_file_replaces_that_of_the_folder(self, tmp_path):
+    def test_tokenizer_load_prefers_the_given_vocab_file(self, tmp_path):
         assert Tokenizer.load(tmp_path, DEMO / "tokenizer.model").encode("hello") == demo.encode("hello")
         assert Tokenizer.load(tmp_path, DEMO).encode("hello") == demo.encode("hello")
 
     @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
-    def test_a_broken_file_is_refused(self, tmp_path, name):
+    def test_tokenizer_load_refuses_a_corrupt_file(self, tmp_path, name):
         (tmp_path / name).write_bytes(b"\x00 not this")
         with pytest.raises(ModelError, match=r"is not a "):
             Tokenizer.load(tmp_path)
 
-    def test_a_special_token_outside_the_vocabulary_is_refused(self, tmp_path):
+    def test_tokenizer_load_refuses_a_special_token_outside_the_vocabulary(self, tmp_path):
         shutil.copy(DEMO / "tokenizer.model", tmp_path)
         write_config(tmp_path, eos_token="<|nowhere|>")
         with pytest.raises(ModelError, match=r"`eos_token` must be in the vocabulary\. Given: '<\|nowhere\|>'"):
@@ -143,7 +143,7 @@ class TestChatTemplate:
         write_config(folder, bos_token="<s>", eos_token="</s>", chat_template=template)
         return Tokenizer.load(folder)
 
-    def test_special_tokens_and_generation_prompt_reach_the_template(self, tmp_path):
+    def test_chat_template_gets_special_tokens_and_generation_prompt(self, tmp_path):
         template = (
             "{{ bos_token }}{% for m in messages %}\n"
             "  {% if m.role == 'user' %}\n[{{ m.content }}]{{ eos_token }}\n  {% endif %}\n{% endfor %}"
@@ -153,19 +153,19 @@ class TestChatTemplate:
         assert tokenizer.apply_chat_template(user("a\nb")) == "<s>[a\nb]</s>\n>"
         assert tokenizer.apply_chat_template(user("x"), add_generation_prompt=False) == "<s>[x]</s>\n"
 
-    def test_default_of_several_templates_is_used(self, tmp_path):
+    def test_chat_template_named_default_is_used(self, tmp_path):
         templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
         assert self.load(tmp_path, templates).apply_chat_template(user("x")) == "yes"
 
-    def test_template_file_takes_precedence(self, tmp_path):
+    def test_chat_template_file_takes_precedence(self, tmp_path):
         (tmp_path / "chat_template.jinja").write_text("file {{ messages[0].content }}")
         assert self.load(tmp_path, "config").apply_chat_template(user("x")) == "file x"
 
-    def test_a_model_without_template_refuses_messages(self, tmp_path):
+    def test_model_without_chat_template_refuses_messages(self, tmp_path):
         with pytest.raises(RequestError, match="the model has no chat template"):
             self.load(tmp_path, None).apply_chat_template(user("x"))
 
-    def test_raise_exception_refuses_the_messages(self, tmp_path):
+    def test_chat_template_raise_exception_is_a_request_error(self, tmp_path):
         tokenizer = self.load(tmp_path, "{{ raise_exception('roles must alternate') }}")
         with pytest.raises(RequestError, match="`messages` do not fit the model's chat template: roles must alternate"):
             tokenizer.apply_chat_template(user("x"))
@@ -184,12 +184,12 @@ class TestChatTemplate:
             "{{ '\\ud800' }}",
         ],
     )
-    def test_template_failure_is_a_request_error(self, tmp_path, template):
+    def test_chat_template_failure_is_a_request_error(self, tmp_path, template):
         tokenizer = self.load(tmp_path, template)
         with pytest.raises(RequestError, match="do not fit the model's chat template"):
             tokenizer.apply_chat_template(user("x"))
 
-    def test_endless_template_output_is_refused(self, tmp_path):
+    def test_chat_template_with_endless_output_is_refused(self, tmp_path):
         tokenizer = self.load(tmp_path, "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}")
         with pytest.raises(RequestError, match="must render to at most 3145728 characters"):
             tokenizer.apply_chat_template(user("x" * 2**20))
@@ -206,21 +206,21 @@ class TestChatTemplate:
             "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         ],
     )
-    def test_costly_template_ends_only_its_process(self, tmp_path, template, monkeypatch):
+    def test_costly_chat_template_ends_only_its_process(self, tmp_path, template, monkeypatch):
         monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.5)
         tokenizer = self.load(tmp_path, "{% if messages | length == 1 %}" + template + "{% else %}fine{% endif %}")
         with pytest.raises(RequestError, match=r"`messages` (need too much time|do not fit|must render)"):
             tokenizer.apply_chat_template(user("x"))
         assert tokenizer.apply_chat_template(user("x") * 2) == "fine"
 
-    def test_costly_template_compilation_is_refused(self, tmp_path, monkeypatch):
+    def test_costly_chat_template_compilation_is_refused(self, tmp_path, monkeypatch):
         monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.5)
         tokenizer = self.load(tmp_path, "{{ '%1000000000d' | format(1) }}")
         for _ in range(2):
             with pytest.raises(RequestError, match=r"`messages` (need too much time|cannot be rendered)"):
                 tokenizer.apply_chat_template(user("x"))
 
-    def test_a_process_that_was_killed_is_started_again(self, tmp_path):
+    def test_killed_chat_template_process_is_restarted(self, tmp_path):
         tokenizer = self.load(tmp_path, "{{ messages[0].content }}")
         assert tokenizer.apply_chat_template(user("a")) == "a"
         template = tokenizer._conversations._templates["default"]
@@ -230,34 +230,34 @@ class TestChatTemplate:
         template._free.put(process)
         assert [tokenizer.apply_chat_template(user(text)) for text in "bcd"] == ["b", "c", "d"]
 
-    def test_template_variables_beyond_a_frame_are_refused(self, tmp_path):
+    def test_chat_template_variables_above_the_frame_limit_are_refused(self, tmp_path):
         tokenizer = self.load(tmp_path, "{{ x }}")
         with pytest.raises(RequestError, match="`chat_template_kwargs` must contain only integers of at most 64 bits"):
             tokenizer.apply_chat_template(user("a"), x=2**70)
         assert tokenizer.apply_chat_template(user("a"), x=[1, {"y": None}, 2**63]) == str([1, {"y": None}, 2**63])
 
-    def test_a_message_is_data_not_template(self, tmp_path):
+    def test_template_code_in_a_message_is_not_evaluated(self, tmp_path):
         tokenizer = self.load(tmp_path, "{{ messages[0].content }}")
         assert tokenizer.apply_chat_template(user("{{ 1 + 1 }}")) == "{{ 1 + 1 }}"
 
-    def test_invalid_template_is_refused_at_start(self, tmp_path):
+    def test_invalid_chat_template_is_refused_at_start(self, tmp_path):
         with pytest.raises(ModelError, match="chat_template cannot be compiled"):
             self.load(tmp_path, "{% for %}")
 
     @pytest.mark.parametrize("template", ["{{ x }}\ud800", [{"name": "default", "template": "\udfff"}]])
-    def test_template_with_a_lone_surrogate_is_refused_at_start(self, tmp_path, template):
+    def test_chat_template_with_a_lone_surrogate_is_refused_at_start(self, tmp_path, template):
         with pytest.raises(ModelError, match="surrogates not allowed"):
             self.load(tmp_path, template)
         with pytest.raises(ModelError, match="lone surrogate"):
             chat_template.ChatTemplate("\ud800")
 
-    def test_template_error_text_may_contain_anything(self, tmp_path):
+    def test_chat_template_error_text_may_contain_any_characters(self, tmp_path):
         tokenizer = self.load(tmp_path, "{{ raise_exception('no \\ud800') }}")
         with pytest.raises(RequestError, match=r"do not fit the model's chat template: no \\ud800"):
             tokenizer.apply_chat_template(user("x"))
 
     @pytest.mark.parametrize("field", ["messages", "tools", "chat_template_kwargs"])
-    def test_integer_beyond_64_bits_error_names_the_field(self, tmp_path, field):
+    def test_chat_template_integer_beyond_64_bits_error_names_the_field(self, tmp_path, field):
         tokenizer = self.load(tmp_path, "{{ messages[0].content }}")
         call = {"function": {"name": "f", "arguments": {"n": 2**64}}}
         messages = [{"role": "assistant", "content": "x", "tool_calls": [call]}] if field == "messages" else user("x")

@@ -12,7 +12,7 @@ FOLDERS = sorted(each for each in (Path(__file__).parents[1] / "tokenizers").ite
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_special_tokens_in_messages_are_characters_and_those_of_the_template_are_not(folder: Path) -> None:
+def test_typed_text_keeps_special_tokens_of_the_template_only(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     special = special_texts(tokenizer)
     first, last = special[0], special[-1]
@@ -44,7 +44,7 @@ def special_texts(tokenizer: Tokenizer) -> list[str]:
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_special_tokens_that_the_model_expects_are_added_once(folder: Path) -> None:
+def test_typed_text_adds_expected_special_tokens_once(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     text = special_texts(tokenizer)[0]
     [message], mark = tokenizer.typed_text.mark([{"role": "user", "content": f"a {text} b"}])
@@ -56,7 +56,7 @@ def test_special_tokens_that_the_model_expects_are_added_once(folder: Path) -> N
     assert sorted(whole) == sorted([*own, *added])
 
 
-def test_all_texts_of_messages_but_roles_are_marked() -> None:
+def test_typed_text_marks_special_tokens_in_every_text_but_roles() -> None:
     tokenizer = Tokenizer.load(FOLDERS[0])
     text = special_texts(tokenizer)[0]
     call = {"function": {"name": text, "arguments": {text: [text, 5, None, True]}}}
@@ -72,14 +72,14 @@ def test_all_texts_of_messages_but_roles_are_marked() -> None:
 
 
 @pytest.mark.parametrize("typed", ["<a<b>", "<<a<b>b>", "<a<a<b>", "x<a<b><b>"])
-def test_special_tokens_that_overlap_are_all_marked(typed: str) -> None:
+def test_typed_text_marks_overlapping_special_tokens(typed: str) -> None:
     text = TypedText(lambda text, _: list(text.encode()), {"<a<": 256, "<b>": 257, "<a<b>b>": 258}, bytes)
     [message], mark = text.mark([{"role": "user", "content": typed}])
     assert message["content"].replace(mark, "") == typed
     assert not any(special in message["content"] for special in ("<a<", "<b>"))
 
 
-def test_messages_without_special_tokens_need_no_mark() -> None:
+def test_typed_text_leaves_messages_without_special_tokens_unchanged() -> None:
     tokenizer = Tokenizer.load(FOLDERS[0])
     messages = [{"role": "user", "content": "<|not_a_token|>", "name": None}]
     assert tokenizer.typed_text.mark(messages) == (messages, "")

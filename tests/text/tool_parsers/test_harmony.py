@@ -71,20 +71,20 @@ def parts_of(
         (f"{CALL}{{}} more<|call|>", [Call("add", "{}"), "more"]),
     ],
 )
-def test_parts_of_an_answer(text: str, parts: list[Part]) -> None:
+def test_harmony_splits_an_answer_into_reasoning_text_and_calls(text: str, parts: list[Part]) -> None:
     assert parts_of(text) == parts
     assert parts_of(text, range(len(text))) == parts
 
 
-def test_calls_are_text_without_tools() -> None:
+def test_harmony_returns_calls_as_text_without_tools() -> None:
     assert parts_of(f"{ANALYSIS}Hm.{NEXT}{CALL}{{}}<|call|>", names=None) == [THOUGHT, "{}"]
 
 
-def test_reasoning_may_stay_part_of_the_text() -> None:
+def test_harmony_keeps_reasoning_in_the_text_without_a_reasoning_parser() -> None:
     assert parts_of(f"{ANALYSIS}Hm.{NEXT}{FINAL}Yes.", thinks=False) == ["Hm.\n\nYes."]
 
 
-def test_prompt_may_start_the_reasoning() -> None:
+def test_harmony_continues_reasoning_opened_by_the_prompt() -> None:
     assert parts_of(f"Hm.{NEXT}{FINAL}Yes.", in_thought=True) == [THOUGHT, "Yes."]
 
 
@@ -107,7 +107,7 @@ WORDS = [
 
 
 @given(data=st.data(), text=st.lists(st.sampled_from([*MARKS, *WORDS, ANALYSIS, CALL]), max_size=24).map("".join))
-def test_parts_are_independent_of_text_pieces(data: st.DataObject, text: str) -> None:
+def test_harmony_parts_are_independent_of_text_pieces(data: st.DataObject, text: str) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=len(text)))
     whole = parts_of(text)
     assert parts_of(text, cuts) == whole
@@ -115,7 +115,7 @@ def test_parts_are_independent_of_text_pieces(data: st.DataObject, text: str) ->
 
 
 @given(texts=st.lists(st.text(st.characters(exclude_characters="<"), min_size=1), min_size=1, max_size=6))
-def test_no_text_of_a_message_is_lost(texts: list[str]) -> None:
+def test_harmony_loses_no_text_of_a_message(texts: list[str]) -> None:
     channels = [ANALYSIS, PREAMBLE, FINAL, CALL]
     answer = NEXT.join(channels[i % 4] + text for i, text in enumerate(texts))
     parts = parts_of(answer)

@@ -394,7 +394,7 @@ def test_call_has_the_id_that_the_model_writes() -> None:
         ("{'a': {\"b\": False}}", {"a": {"b": False}}),
     ],
 )
-def test_values_of_pythonic_calls(text: str, value: Any) -> None:
+def test_pythonic_call_arguments_are_parsed_as_values(text: str, value: Any) -> None:
     assert answer_of("lfm2", f"<|tool_call_start|>[get(from={text})]<|tool_call_end|>") == (
         "",
         [("get", {"from": value})],
