@@ -59,7 +59,7 @@ class Tensor:
         return Tensor(self.values.copy())
 
 
-def test_conversion_command_writes_a_readable_file(tmp_path, monkeypatch):
+def test_printed_conversion_command_writes_a_readable_file(tmp_path, monkeypatch):
     folder = tmp_path / 'it\'s a "model" ü'
     folder.mkdir()
     for number in (1, 2):

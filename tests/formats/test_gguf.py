@@ -21,7 +21,7 @@ def write(path, content=None, **options):
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_gguf_metadata_and_plain_tensors(tmp_path, version):
+def test_gguf_reads_metadata_and_unquantized_tensors(tmp_path, version):
     found = read_gguf(write(tmp_path / "a.gguf", version=version), texts=True)
     assert found.metadata["general.architecture"] == "llama"
     assert found.metadata["some.list"].tolist() == [1, 2, 3]
@@ -33,7 +33,7 @@ def test_gguf_metadata_and_plain_tensors(tmp_path, version):
     assert read_gguf(tmp_path / "a.gguf").metadata["some.texts"] is None
 
 
-def test_gguf_bfloat16_and_custom_alignment(tmp_path):
+def test_gguf_reads_bfloat16_and_custom_alignment(tmp_path):
     bits = np.arange(4, dtype=np.uint16).reshape(2, 2)
     content = gguf_bytes({"general.alignment": 64}, {"b": B, "c": plain(bits)}, alignment=64)
     found = read_gguf(write(tmp_path / "a.gguf", content))
@@ -85,19 +85,19 @@ def mxfp4(tmp_path, exponent, nibbles):
 
 
 @pytest.mark.parametrize("exponent", [104, 143])
-def test_gguf_exponents_of_mxfp4_that_float16_has(tmp_path, exponent):
+def test_gguf_mxfp4_exponents_within_float16_are_read(tmp_path, exponent):
     assert mxfp4(tmp_path, exponent, 0x77).read().tolist() == [[6.0 * 2.0 ** (exponent - 127)] * 32]
 
 
 @pytest.mark.parametrize("exponent", [0, 103, 144, 255])
-def test_gguf_exponents_of_mxfp4_that_float16_lacks(tmp_path, exponent):
+def test_gguf_mxfp4_exponents_beyond_float16_are_refused(tmp_path, exponent):
     """A block of zeros may have any exponent."""
     with pytest.raises(ModelError, match=f"exponents of MXFP4 blocks must be from 104 to 143, .* Found: {exponent}$"):
         mxfp4(tmp_path, exponent, 0x77).read()
     assert not mxfp4(tmp_path, exponent, 0x80).read().any()
 
 
-def test_gguf_rows_of_a_matrix_in_blocks_are_selected_with_their_numbers():
+def test_gguf_block_rows_can_be_selected_by_index():
     rng = np.random.default_rng(1)
     for kind in ELEMENTS:
         stored, _ = random_matrix(kind, (6, ELEMENTS[kind]), rng)
@@ -212,7 +212,7 @@ def test_gguf_with_cut_or_changed_bytes_fails_or_differs(tmp_path):
             assert str(path) in str(error)
 
 
-def test_gguf_metadata_of_every_type(tmp_path):
+def test_gguf_reads_metadata_of_every_type(tmp_path):
     facts = {"a": number("<i", -1), "b": number("<Q", 2**40), "c": number("<d", 0.1), "d": number("<f", 0.5)}
     found = read_gguf(write(tmp_path / "a.gguf", gguf_bytes(facts, {}))).metadata
     assert found == {"a": -1, "b": 2**40, "c": 0.1, "d": 0.5}
@@ -221,7 +221,7 @@ def test_gguf_metadata_of_every_type(tmp_path):
 PARTS = {"a": A, "b": B, "c": plain(np.ones((2, 2), np.float32))}
 
 
-def test_gguf_parts_are_one_model(tmp_path):
+def test_gguf_parts_are_read_as_one_model(tmp_path):
     files = write_parts(tmp_path / "m.gguf", FACTS, PARTS, 3)
     found = read_gguf(files[0], texts=True)
     assert found.metadata["some.texts"] == ["a", "b"]
@@ -234,7 +234,7 @@ def test_gguf_parts_are_one_model(tmp_path):
     assert files_of(tmp_path / "m.gguf") == [tmp_path / "m.gguf"]
 
 
-def test_gguf_parts_are_checked(tmp_path):
+def test_gguf_inconsistent_parts_are_refused(tmp_path):
     files = write_parts(tmp_path / "m.gguf", FACTS, PARTS, 3)
     with pytest.raises(ModelError, match=r"is a part of a file: name the first part, m-00001-of-00003\.gguf"):
         read_gguf(files[1])
@@ -253,7 +253,7 @@ def test_gguf_parts_are_checked(tmp_path):
         read_gguf(tmp_path / "n-00001-of-00002.gguf")
 
 
-def test_gguf_names_of_parts_agree_with_the_files(tmp_path):
+def test_gguf_file_name_must_agree_with_the_number_of_parts(tmp_path):
     whole = write(tmp_path / "m-00001-of-00003.gguf")
     with pytest.raises(ModelError, match=r"must be named as a part of 1, such as model-00001-of-00001\.gguf"):
         read_gguf(whole)

@@ -27,7 +27,7 @@ def grouped_qkv(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("columns", [HIDDEN, None])
 @pytest.mark.parametrize("order", ["grouped", "stacked"])
-def test_split_of_fused_qkv(order, columns):
+def test_fused_qkv_is_split_into_projections(order, columns):
     kind, pick = ("weight", slice(None)) if columns else ("bias", 0)
     q, k, v = (each[:, pick] for each in (Q, K, V))
     joined = grouped_qkv(q, k, v) if order == "grouped" else np.concatenate([q, k, v])
@@ -38,7 +38,7 @@ def test_split_of_fused_qkv(order, columns):
 
 
 @pytest.mark.parametrize("order", ["grouped", "stacked"])
-def test_split_of_fused_gate_up(order):
+def test_fused_gate_up_is_split_into_projections(order):
     gate, up = Q, 500 + Q
     joined = np.stack([gate, up], 1).reshape(-1, HIDDEN) if order == "grouped" else np.concatenate([gate, up])
     parts = split(f"{AT}.feed_forward.w_gate_hidden.weight", joined, order, HEADS, KV_HEADS)
@@ -57,7 +57,7 @@ def test_mindformers_names_round_trip():
     assert not any(is_fused(name) for name in theirs)
 
 
-def test_mindformers_core_names():
+def test_mindformers_core_names_map_to_hugging_face_names():
     names = ("linear_q", "linear_k", "linear_v", "linear_proj", "q_layernorm", "k_layernorm")
     found = [hugging_face_name(f"decoder.layers.3.self_attention.{name}.weight") for name in names]
     ours = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")

@@ -32,7 +32,7 @@ def write(folder):
     return parts
 
 
-def test_values_are_e2m1_times_a_power_of_two():
+def test_mxfp4_values_are_e2m1_times_a_power_of_two():
     """The sixteen values, the lower half of a byte first, with the exponents -1 and 2."""
     blocks = (np.arange(0, 16, 2) + 16 * np.arange(1, 16, 2)).astype(np.uint8)
     found = quantized(np.tile(blocks, 4).reshape(1, 1, 2, 16), np.array([[[126, 129]]], np.uint8)).dequantized()
@@ -41,7 +41,7 @@ def test_values_are_e2m1_times_a_power_of_two():
     np.testing.assert_array_equal(found, [[*(values / 2), *(values * 4)]])
 
 
-def test_matrices_are_read_in_the_layout_of_the_unquantized_folder(tmp_path):
+def test_mxfp4_matrices_have_the_layout_of_the_unquantized_folder(tmp_path):
     parts = write(tmp_path)
     spec = check_folder(tmp_path)
     assert spec.scheme.description == "MXFP4, 4 bits"
@@ -61,7 +61,7 @@ def test_matrices_are_read_in_the_layout_of_the_unquantized_folder(tmp_path):
         (lambda blocks, scales: (blocks, scales | 255), "exponents of scales must be at most 120. Found: 128"),
     ],
 )
-def test_damaged_weights_are_refused(tmp_path, change, message):
+def test_mxfp4_damaged_weights_are_refused(tmp_path, change, message):
     write(tmp_path)
     name = "model.layers.0.mlp.experts.down_proj"
     tensors = load_file(tmp_path / "model.safetensors")
@@ -75,7 +75,7 @@ def test_damaged_weights_are_refused(tmp_path, change, message):
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
-def test_other_tensors_must_be_numbers_of_a_model_dtype(tmp_path, dtype):
+def test_mxfp4_folder_refuses_other_tensors_of_integer_types(tmp_path, dtype):
     write(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(dtype)
@@ -84,7 +84,7 @@ def test_other_tensors_must_be_numbers_of_a_model_dtype(tmp_path, dtype):
         check_folder(tmp_path)
 
 
-def test_a_matrix_is_stored_once(tmp_path):
+def test_mxfp4_folder_refuses_a_matrix_stored_twice(tmp_path):
     write(tmp_path)
     tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.experts.down_proj"
     save_file({**tensors, name: np.zeros((8, 64, 64), np.float32)}, tmp_path / "model.safetensors")
@@ -92,7 +92,7 @@ def test_a_matrix_is_stored_once(tmp_path):
         check_folder(tmp_path)
 
 
-def test_products_of_8_bits_take_the_stored_values(tmp_path):
+def test_mxfp4_stored_values_are_used_by_w8a16(tmp_path):
     """The rows of gate and up alternate in the file."""
     write(tmp_path)
     spec = check_folder(tmp_path)

@@ -99,7 +99,7 @@ def test_schemes_accept_negative_and_zero_scales(tmp_path, layout, scale):
 
 
 @pytest.mark.parametrize(("group_size", "in_order"), [(-1, True), (32, False)])
-def test_act_order_needs_groups(group_size, in_order):
+def test_act_order_without_groups_keeps_the_columns_in_order(group_size, in_order):
     """With one group per row, act-order has no effect, so the columns are in order."""
     given = of_gptq(group_size=group_size, desc_act=True)
     assert scheme_of({"quantization_config": given}, "config.json").form.in_order == in_order
@@ -128,7 +128,7 @@ def test_schemes_dequantize_8_bits_with_asymmetric_zeros(tmp_path):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
-def test_compressed_tensors_with_one_scale_and_byte_zeros(tmp_path):
+def test_compressed_tensors_reads_one_scale_and_int8_zeros(tmp_path):
     qvalues = np.arange(-8, 8, dtype=np.int8).reshape(4, 4)
     parts = {"a.weight": qvalues, "a.weight_scale": np.array([0.5], np.float32)}
     write_safetensors(tmp_path / "model.safetensors", parts)
@@ -312,7 +312,7 @@ def test_scheme_of_lists_the_supported_schemes(given, message):
     assert "Supported: compressed-tensors (W8A8, W8A16, W4A16, W4A8, FP8), GPTQ of 4" in str(caught.value)
 
 
-def test_scheme_of_returns_none_without_quantization():
+def test_scheme_of_returns_none_for_unquantized_folders():
     assert scheme_of({}, "config.json") is None
     assert scheme_of({"quantization_config": None}, "config.json") is None
 
