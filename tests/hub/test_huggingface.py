@@ -25,7 +25,7 @@ def error_of(name: str = "Tiny/Llama", **options: str) -> str:
     return str(caught.value)
 
 
-def test_huggingface_downloads_wanted_files_weights_last(hub):
+def test_huggingface_downloads_required_files_with_weights_last(hub):
     said: list[str] = []
     model = hub_package.locate("Tiny/Llama")
     assert weight_requests(hub) == []
@@ -161,7 +161,7 @@ def test_huggingface_gated_model_error_explains_access(hub, monkeypatch):
     assert get().folder.is_dir()
 
 
-def test_huggingface_unknown_names_and_revisions(hub):
+def test_huggingface_error_names_an_unknown_model_or_revision(hub):
     error = error_of("Tiny/Lama")
     assert "there is no such model, or it is private" in error
     assert f"{hub.url}/models" in error
@@ -192,7 +192,7 @@ def test_huggingface_offline_uses_the_cache_only(hub, monkeypatch):
     assert hub.asked == []
 
 
-def test_huggingface_unreachable_hub(caches):
+def test_huggingface_unreachable_hub_error_suggests_a_mirror(caches):
     error = error_of()
     assert error.startswith("Tiny/Llama at http://127.0.0.1:9 cannot be read: ")
     assert "set HF_ENDPOINT to a mirror" in error

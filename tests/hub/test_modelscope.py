@@ -58,7 +58,7 @@ def test_modelscope_resumes_a_download(hub, monkeypatch):
     assert (folder / "model.safetensors").read_bytes() == hub.models["Tiny/Llama"].files["model.safetensors"]
 
 
-def test_modelscope_unknown_name(hub):
+def test_modelscope_error_names_an_unknown_model(hub):
     with pytest.raises(ModelError, match="there is no such model or revision, or it is private"):
         get("Tiny/Lama")
 

@@ -30,7 +30,7 @@ def write_folder(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "a/b", "01-ai/Yi_1.5"])
-def test_model_names(tmp_path, name):
+def test_owner_and_name_is_a_model_name(tmp_path, name):
     assert hub_package.why_not_a_name(name, [tmp_path]) is None
 
 
@@ -53,7 +53,7 @@ def test_model_names(tmp_path, name):
         ("models/llama", "a folder models exists here"),
     ],
 )
-def test_missing_paths_are_not_names(tmp_path, text, why):
+def test_missing_path_is_not_a_model_name(tmp_path, text, why):
     (tmp_path / "models").mkdir()
     assert why in (hub_package.why_not_a_name(text, [tmp_path]) or "")
 

@@ -67,7 +67,7 @@ def test_model_size_equals_the_work_agents_computation(monkeypatch):
     assert lines_of(config)["fits"].startswith("no: ")
 
 
-def test_model_size_names_reserved_cache_and_resident_memory_at_rest():
+def test_model_size_reports_reserved_cache_and_idle_resident_memory():
     config = load_config(model="demo", overrides=["device_config.max_device_memory=1GB", "pa_config.num_blocks=1000"])
     lines = lines_of(config)
     assert lines["KV cache, reserved"] == "16,000 tokens, 41.0 MB; committed as blocks are used"
@@ -88,7 +88,7 @@ LLAMA_2_7B = {
 }  # fmt: skip
 
 
-def test_model_size_says_what_fits_on_npus(tmp_path):
+def test_model_size_reports_how_many_tokens_fit_on_an_npu(tmp_path):
     """The blocks are those of docs/getting-started/ascend.md."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B))
     config = load_config(model="demo", overrides=["device_config.device_target=Ascend"])
@@ -101,7 +101,7 @@ def test_model_size_says_what_fits_on_npus(tmp_path):
     )
 
 
-def test_model_size_checks_the_given_blocks():
+def test_model_size_checks_whether_the_configured_blocks_fit():
     for blocks, fits in ((1000, True), (10**6, False)):
         config = load_config(
             model="demo", overrides=["device_config.max_device_memory=1GB", f"pa_config.num_blocks={blocks}"]
