@@ -21,5 +21,5 @@ from llm_serving.core.dtypes import describe_quantization
         (None, None),
     ],
 )
-def test_quantized_weights_are_described_by_their_method(given, description):
+def test_describe_quantization_names_method_bits_and_groups(given, description):
     assert describe_quantization({"quantization_config": given}) == description

@@ -26,7 +26,7 @@ def folder(path):
 
 @pytest.mark.parametrize("make", [pipe, device, folder])
 @pytest.mark.parametrize("name", [*DEMO_FILES, "chat_template.jinja"])
-def test_other_than_regular_files_are_refused_without_blocking(tmp_path, name, make):
+def test_only_regular_files_are_opened_without_blocking(tmp_path, name, make):
     for each in DEMO_FILES:
         if each != name and (DEMO_FOLDER / each).exists():
             (tmp_path / each).symlink_to(DEMO_FOLDER / each)  # as the cache of Hugging Face has them

@@ -20,7 +20,7 @@ def test_folder_without_generation_config_has_no_defaults(tmp_path):
     assert read(tmp_path, {"bos_token_id": 1, "do_sample": False, "temperature": None}) == {}
 
 
-def test_defaults_are_named_as_request_parameters(tmp_path):
+def test_generation_config_defaults_have_the_names_of_request_parameters(tmp_path):
     content = {"temperature": 0.6, "top_k": -1, "top_p": 0.9, "repetition_penalty": 1, "max_new_tokens": 50, "x": 1}
     assert read(tmp_path, content) == {
         "temperature": as_float32(0.6),
@@ -41,7 +41,7 @@ def test_defaults_are_named_as_request_parameters(tmp_path):
         ("{", "cannot be read"),
     ],
 )
-def test_invalid_default_is_refused_with_its_file(tmp_path, content, text):
+def test_generation_config_error_names_the_file_of_an_invalid_default(tmp_path, content, text):
     with pytest.raises(ModelError, match=r"generation_config\.json: ") as caught:
         read(tmp_path, content)
     assert text in str(caught.value)
@@ -50,13 +50,13 @@ def test_invalid_default_is_refused_with_its_file(tmp_path, content, text):
 @pytest.mark.parametrize(
     ("value", "ids"), [(5, (5,)), ([5, 7, 5], (5, 7)), (None, ()), (-1, ()), ([], ()), ([3, -1], (3,))]
 )
-def test_end_ids_are_one_or_several(tmp_path, value, ids):
+def test_generation_config_end_ids_may_be_one_or_several(tmp_path, value, ids):
     read(tmp_path, {"eos_token_id": value})
     assert generation_end_ids(tmp_path) == ids
 
 
 @pytest.mark.parametrize("value", ["</s>", True, [True], [1.5], {}, list(range(257))])
-def test_invalid_end_ids_are_refused(tmp_path, value):
+def test_generation_config_with_invalid_end_ids_is_refused(tmp_path, value):
     read(tmp_path, {"eos_token_id": value})
     with pytest.raises(ModelError, match=r"generation_config\.json: `eos_token_id` must be a token id or a list"):
         generation_end_ids(tmp_path)

@@ -78,7 +78,7 @@ print(resident() - before)
     assert kept < 4 * MEBI
 
 
-def test_library_pages_are_unmapped_and_come_back_on_access():
+def test_library_pages_are_unmapped_and_reloaded_on_access():
     kept = growth("""
 from llm_serving.core.memory import release_library_pages
 before = resident()
@@ -90,7 +90,7 @@ print(resident() - before)
     assert kept < 0
 
 
-def test_only_whole_pages_of_a_range_are_released():
+def test_release_of_a_range_frees_whole_pages_only():
     released = growth("""
 import mmap
 from llm_serving.core.memory import release_pages
@@ -104,7 +104,7 @@ release_pages(address + 1, mmap.PAGESIZE)
     assert released == 2
 
 
-def test_resident_bytes_are_summed_and_a_process_that_is_gone_has_none():
+def test_resident_bytes_sums_processes_and_ignores_ended_ones():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     own = resident_bytes([os.getpid()])
@@ -134,7 +134,7 @@ def limit(monkeypatch):
     return limit
 
 
-def test_address_space_limit_is_described_with_the_remedy(limit):
+def test_address_space_limit_error_contains_the_remedy(limit):
     assert describe_address_space_limit() == (
         "a process may map 3.0 GB (`ulimit -v`, LimitAS of systemd): a WorkAgent needs 4 GB in addition to weights and "
         "blocks: remove the limit (`ulimit -v unlimited`) or raise it"
@@ -153,11 +153,11 @@ def test_address_space_limit_is_described_with_the_remedy(limit):
         (RuntimeError("compile failed"), False),
     ],
 )
-def test_errors_that_the_address_space_limit_may_cause(limit, error, may_come_of_it):
+def test_address_space_limit_explains_the_errors_that_it_may_cause(limit, error, may_come_of_it):
     assert explain_address_space_limit(error) == (describe_address_space_limit() if may_come_of_it else None)
 
 
-def test_no_error_is_explained_without_a_limit(limit):
+def test_errors_without_an_address_space_limit_are_not_explained(limit):
     limit[0] = resource.RLIM_INFINITY
     assert describe_address_space_limit() is explain_address_space_limit(MemoryError()) is None
 
@@ -176,5 +176,5 @@ def test_no_error_is_explained_without_a_limit(limit):
         (ValueError(), None),
     ],
 )
-def test_shortage_returns_the_text_of_the_system(error, what):
+def test_shortage_returns_the_system_error_text_of_exhausted_resources(error, what):
     assert shortage(error) == what

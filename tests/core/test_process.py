@@ -29,7 +29,7 @@ def test_only_core_process_uses_sys_executable():
     ]
 
 
-def test_hanging_process_ends_with_its_parent():
+def test_hanging_subprocess_ends_with_its_parent():
     """In a call that does not let go of the interpreter, so that no thread of its own could notice."""
     child = "import ctypes, os; from llm_serving.core.process import die_with_parent; die_with_parent()"
     child += "; print(os.getpid(), flush=True); ctypes.PyDLL(None).pause()"
@@ -50,20 +50,20 @@ def test_hanging_process_ends_with_its_parent():
         ("FlashAttentionScore,PagedAttention", "FlashAttentionScore,PagedAttention"),
     ],
 )
-def test_attention_kernels_join_what_the_operator_disabled(given, expected):
+def test_attention_kernels_are_added_to_the_disabled_kernels_of_the_operator(given, expected):
     environment = {} if given is None else {VARIABLE: given}
     set_mindspore_environment(environment)
     assert environment[VARIABLE] == expected
 
 
-def test_collectives_are_those_of_hccl_unless_the_operator_chose():
+def test_collectives_use_hccl_unless_the_operator_chose_others():
     environment = {"HCCL_OP_EXPANSION_MODE": "AI_CPU"}
     set_mindspore_environment(environment)
     assert environment["MS_ENABLE_LCCL"] == "off"
     assert environment["HCCL_OP_EXPANSION_MODE"] == "AI_CPU"
 
 
-def test_log_levels_of_the_operator_stay():
+def test_log_levels_of_the_operator_are_kept():
     environment = {"MS_SUBMODULE_LOG_v": "{ANALYZER:0}"}
     set_mindspore_environment(environment)
     assert environment["MS_SUBMODULE_LOG_v"] == "{ANALYZER:0}"
