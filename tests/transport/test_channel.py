@@ -35,7 +35,7 @@ def frame(payload: bytes) -> bytes:
     return struct.pack("<I", len(payload)) + payload
 
 
-def test_messages_arrive_in_order_and_with_their_types(ends) -> None:
+def test_channel_messages_arrive_in_order_with_their_types(ends) -> None:
     left, channel = ends
     sender = Channel(left, MasterMessage)
     sent = [Hello(1), RunStep(3, 1, ()), Shutdown()]
@@ -45,7 +45,7 @@ def test_messages_arrive_in_order_and_with_their_types(ends) -> None:
 
 
 @given(cuts=st.lists(st.integers(1, 40), max_size=6))
-def test_frames_survive_any_split_of_the_stream(cuts: list[int]) -> None:
+def test_channel_frames_are_independent_of_stream_pieces(cuts: list[int]) -> None:
     left, right = socket.socketpair()
     with left, right:
         sender, channel = Channel(left, AgentMessage), Channel(right, AgentMessage)
@@ -59,7 +59,7 @@ def test_frames_survive_any_split_of_the_stream(cuts: list[int]) -> None:
         assert channel.receive(1.0) == channel.receive(1.0) == Failed("x" * 50)
 
 
-def test_a_deadline_in_the_middle_of_a_frame_loses_nothing(ends) -> None:
+def test_channel_timeout_within_a_frame_loses_no_bytes(ends) -> None:
     left, channel = ends
     data = frame(Channel(left, MasterMessage)._encoder.encode(Hello(1)))
     left.send(data[:7])
@@ -85,7 +85,7 @@ def test_receive_copies_a_large_frame_once(ends) -> None:
     assert peak < 1.5 * len(sent.content)
 
 
-def test_peer_is_the_address_of_another_machine(ends) -> None:
+def test_channel_peer_is_the_address_of_the_other_machine(ends) -> None:
     _, channel = ends
     assert channel.peer == ""
     with (

@@ -62,13 +62,13 @@ def test_block_moves_keep_their_order_and_shape(moves) -> None:
     assert copy.block_moves.tolist() == [list(move) for move in moves]
 
 
-def test_a_missing_array_is_an_error() -> None:
+def test_step_decoding_refuses_a_missing_array() -> None:
     step = a_step()
     with pytest.raises(ProtocolError, match=r"a step has \d+ arrays; \d+ arrived"):
         step_from_arrays(0, step_arrays(step)[:-1])
 
 
-def test_the_largest_step_fits_its_buffer() -> None:
+def test_largest_step_fits_its_buffer() -> None:
     scheduler = create_scheduler(num_blocks=1000, max_num_batched_tokens=64)
     bias = tuple((token_id, 1.0) for token_id in range(1024))
     for _ in range(8):
@@ -108,7 +108,7 @@ def a_step_of_drafts(num_rows: int, num_draft_tokens: int, num_prompt_tokens: in
     return builder.build(schedule, 1)
 
 
-def test_the_history_of_a_row_is_sent_once_for_all_draft_tokens() -> None:
+def test_step_shares_the_history_of_a_row_between_its_draft_tokens() -> None:
     step = a_step_of_drafts(num_rows=3, num_draft_tokens=4, num_prompt_tokens=100)
     arrays = step_arrays(step)
     assert sum(each.size for each in arrays if len(each) == 3 * (100 + 1 + 4)) == 3 * 105
@@ -126,7 +126,7 @@ def test_inconsistent_shared_history_prefixes_are_rejected(index: int, common: i
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [4, 2960])
-def test_the_largest_step_with_draft_tokens_fits_its_buffer(num_prompt_tokens: int) -> None:
+def test_largest_step_with_draft_tokens_fits_its_buffer(num_prompt_tokens: int) -> None:
     arrays = step_arrays(a_step_of_drafts(num_rows=4, num_draft_tokens=30, num_prompt_tokens=num_prompt_tokens))
     max_model_len, max_tokens = num_prompt_tokens + 50, 4 * 31
     num_bytes = sum(-(-array.nbytes // 64) * 64 for array in arrays)

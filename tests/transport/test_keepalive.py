@@ -91,7 +91,7 @@ def test_connection_reset_is_detected_at_any_frame(
     assert network.bytes_before_break("there", port) <= 0
 
 
-def test_cutting_one_connection_leaves_the_other_one(network: VirtualNetwork, connection: socket.socket) -> None:
+def test_keepalive_closes_only_the_cut_connection(network: VirtualNetwork, connection: socket.socket) -> None:
     network.set_break("there", connection.getpeername()[1] + 1, Break(0))
     assert echoes(connection)
     network.set_break("there", connection.getpeername()[1], Break(0))

@@ -64,7 +64,7 @@ def test_empty_arrays_keep_their_shape(buffers) -> None:
         (0, [ArrayLayout("|O", (1,))], "bytes cannot contain"),
     ],
 )
-def test_a_layout_cannot_leave_its_buffer(buffers, buffer, layout, message) -> None:
+def test_layout_beyond_its_buffer_is_rejected(buffers, buffer, layout, message) -> None:
     with pytest.raises(ProtocolError, match=message):
         buffers.read(buffer, layout)
 
