@@ -107,7 +107,7 @@ def test_advice_distinguishes_too_little_time_from_too_few_requests() -> None:
         advise(configure(), load, create_profile(num_blocks=400), 0.0, budget_s=-1.0)
 
 
-def test_newest_requests_start_at_0() -> None:
+def test_newest_requests_of_a_recording_start_at_time_0() -> None:
     kept = newest(create_load(0.0, 1.0, 2.0, 3.0), 0.5)
     assert [each.due_s for stream in kept.streams for each in stream.requests] == [0.0, 1.0]
 

@@ -71,7 +71,7 @@ def test_whatif_accepts_speculation_as_the_only_difference(arguments, tmp_path, 
     assert "none -> ngram" in line and "(sufficient)" in line
 
 
-def test_whatif_prints_needed_changes(arguments, capsys, monkeypatch):
+def test_whatif_prints_the_changes_that_meet_a_need(arguments, capsys, monkeypatch):
     every = limits.neighbours
     # each neighbour takes a simulation
     monkeypatch.setattr(limits, "neighbours", lambda *asked: list(every(*asked))[:2])
@@ -119,7 +119,7 @@ def test_whatif_json_on_standard_output_has_rates_and_needs_only(arguments, caps
     assert only["needs"][0].startswith("interactive.ttft_p99_ms <= 60: it is")
 
 
-def test_rate_is_over_the_time_of_arrivals(arguments, tmp_path, capsys):
+def test_highest_rate_is_measured_over_the_time_of_arrivals(arguments, tmp_path, capsys):
     late = "rate: 10, arrivals: fixed, requests: 31, begins_s: 90, prompt_tokens: 4, answer_tokens: 1"
     (tmp_path / "load.yaml").write_text(f"streams: {{chat: {{{late}}}}}\n")
     arguments[1] += "+request_classes.standard.ttft_slo_s=0.1"

@@ -64,7 +64,7 @@ def test_fit_leaves_out_terms_that_no_measurement_reaches():
     assert all(piece.above < 1 for piece in found.model.terms)
 
 
-def test_fit_of_no_measurements_is_a_model_of_0_s():
+def test_fit_of_no_measurements_predicts_0_s():
     found = fit([], [], STEP_TERMS)
     assert found.model.seconds(StepShape(8, 300, 8, 4000, 0, 0)) == 0.0
     assert (found.num_fitted, found.median_error, set(found.spread)) == (0, 0.0, {1.0})

@@ -62,7 +62,7 @@ def test_simulation_calls_per_step_are_independent_of_the_number_of_replicas(mon
     assert many < 1.05 * few
 
 
-def test_replicas_share_the_lengths_of_requests() -> None:
+def test_replicas_share_the_output_lengths_of_requests() -> None:
     simulation = Simulation(config_with(cluster_config__replicas=2), create(), create_profile())
     first, second = (vars(replica.agent) for replica in simulation._replicas)
     for name in ("_num_prompt", "_num_output", "_end_positions"):

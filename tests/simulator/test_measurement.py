@@ -2,7 +2,7 @@ from llm_serving_simulator import measurement
 from llm_serving_simulator.measurement import CpuInterference
 
 
-def test_interference_is_the_share_of_all_processors_that_others_use(monkeypatch):
+def test_interference_is_the_cpu_share_of_other_processes(monkeypatch):
     readings = {"all": 100.0, "own": 5.0, "now": 10.0}
     monkeypatch.setattr(measurement, "_all_s", lambda: readings["all"])
     monkeypatch.setattr(measurement, "_own_s", lambda: readings["own"])
@@ -15,6 +15,6 @@ def test_interference_is_the_share_of_all_processors_that_others_use(monkeypatch
     assert interference.share() == 0.0
 
 
-def test_interference_reads_this_machine():
+def test_interference_can_be_read_on_this_machine():
     assert measurement._all_s() >= measurement._own_s() > 0
     assert CpuInterference().share() >= 0.0

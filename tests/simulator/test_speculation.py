@@ -54,7 +54,7 @@ def play(load, method="ngram", step=FLAT, **settings):
     return Simulation(config, load, create_profile(step=step, num_blocks=256)).run()
 
 
-def test_drafts_save_steps_and_change_no_length():
+def test_simulated_drafts_save_steps_and_keep_output_lengths():
     load = create(0.9)
     drafted, plain = play(load), play(load, "none")
     assert [len(each.token_times_s) for each in drafted.outcomes] == [NUM_TOKENS] * 4
@@ -78,7 +78,7 @@ def test_more_recited_tokens_give_more_accepted_drafts():
     assert shares[0] < 0.2 < shares[2] < 0.9
 
 
-def test_unknown_answers_have_no_drafts():
+def test_requests_with_unknown_answers_get_no_drafts():
     token_times = [[each.token_times_s for each in play(create(0.0), method).outcomes] for method in ("ngram", "none")]
     assert token_times[0] == token_times[1]
     rng = random.Random(2)
@@ -187,7 +187,7 @@ def test_search_space_includes_speculation_with_known_answers():
     assert has_parameter == [True, False]
 
 
-def test_a_notice_reports_that_no_draft_tokens_are_proposed():
+def test_simulation_notice_reports_that_no_draft_tokens_are_proposed():
     assert play(create(0.5)).notices == ()
     assert play(create(0.0), "none").notices == ()
     (notice,) = play(create(0.0)).notices

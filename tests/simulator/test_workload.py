@@ -81,7 +81,7 @@ def test_workload_depends_on_the_seed(tmp_path, load):
     assert read_workload(path, seed=4) != load
 
 
-def test_workload_faster_scales_arrivals(load):
+def test_scaled_workload_has_scaled_arrival_times(load):
     faster = load.faster(2.0)
     assert faster.streams[0].requests[-1].due_s == load.streams[0].requests[-1].due_s / 2
     assert faster.streams[1] == load.streams[1]

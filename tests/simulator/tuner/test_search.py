@@ -63,7 +63,7 @@ def test_search_returns_the_baseline_if_nothing_is_better():
     assert search(create_trials(), worse, RandomSampler(worse), 4).changes == {}
 
 
-def test_changes_without_effect_are_reverted():
+def test_search_reverts_changes_without_effect():
     trials = create_trials()
     tuned = revert_useless_changes(trials, trials.run({SLOTS: 32, GAP: 4, "scheduler_config.quantum_steps": 8}))
     assert tuned.changes == {SLOTS: 32}
@@ -72,7 +72,7 @@ def test_changes_without_effect_are_reverted():
     assert effect.benefit(MOST, tuned).startswith("output_tokens_per_s would be")
 
 
-def test_an_invalid_configuration_has_the_lowest_score_and_is_not_simulated():
+def test_invalid_configuration_has_the_lowest_score_and_is_not_simulated():
     trial = create_trials().run({SLOTS: 64, BUDGET: 32})
     assert (trial.score, trial.result) == (INVALID_SCORE, None)
     many = tuple(FigureConstraint(Figure(f"tenant {number}", "ttft_p99_ms"), 1e-9) for number in range(20))
@@ -93,7 +93,7 @@ def test_trials_that_violate_a_constraint_stop_early_once_a_feasible_one_is_know
     assert whole.score < 0
 
 
-def test_trials_keep_no_outcomes():
+def test_trials_release_the_outcomes_of_requests():
     trials = create_trials()
     for slots in (4, 8):
         trial = trials.run({SLOTS: slots})
@@ -101,7 +101,7 @@ def test_trials_keep_no_outcomes():
         assert figures_of(trials.full_result(trial)) == trial.figures
 
 
-def test_limits_and_improvements_of_an_infeasible_objective():
+def test_infeasible_objective_reports_limits_and_improvements():
     goal = replace(MOST, constraints=(FIRST_TOKENS,))
     load = replace(crowd(100))
     trials = create_trials(goal, load)
@@ -117,7 +117,7 @@ def test_limits_and_improvements_of_an_infeasible_objective():
     assert found["steps in half the time"] < nearest.figures["ttft_p99_ms"]
 
 
-def test_the_search_space_has_the_keys_that_matter_to_the_workload():
+def test_search_space_has_only_keys_that_affect_the_workload():
     config, load = configure({}), crowd()
     keys = {each.key for each in search_space(config, load, MOST)}
     assert SLOTS in keys
@@ -134,7 +134,7 @@ def test_the_search_space_has_the_keys_that_matter_to_the_workload():
         search_space(config, load, replace(MOST, fixed=("policy",)))
 
 
-def test_the_configuration_accepts_every_value_of_the_search_space():
+def test_every_value_of_the_search_space_is_a_valid_configuration():
     load = crowd()
     two = replace(load, streams=(*load.streams, *create_load(0.0, class_name="batch", tenant="a").streams))
     config = configure({})
@@ -147,7 +147,7 @@ def test_the_configuration_accepts_every_value_of_the_search_space():
             assert value_of(changed, parameter.key) == value or (parameter.key.endswith("num_blocks") and value is None)
 
 
-def test_an_effect_reports_what_the_change_costs_the_objective():
+def test_effect_reports_benefit_and_cost_of_a_change():
     goal = replace(MOST, constraints=(replace(FIRST_TOKENS, limit=1000.0),))
     tuned, without = (
         Trial({}, 1.0, {"ttft_p99_ms": ttft, "output_tokens_per_s": rate, "tpot_p99_ms": 10.0})

@@ -12,7 +12,7 @@ def test_edited_key_keeps_its_position_and_comment():
     )
 
 
-def test_comment_is_one_for_any_text():
+def test_yaml_comment_of_any_text_is_one_line():
     text = edited("a: {b: 1}\n", [Edit("a.b", 2, "of x\u2028c: 3\x85d: 4\x1be: 5")])
     assert yaml.safe_load(text) == {"a": {"b": 2}}
     assert text.splitlines() == ["# of x c: 3 d: 4 e: 5", "a: {b: 2}"]
