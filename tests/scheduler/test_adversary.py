@@ -68,7 +68,7 @@ def test_adversary_search_starts_with_a_move_for_each_term_and_keeps_the_worst()
     assert search(options, victim, num_rounds=0, seed=1).strategy == first[0]
 
 
-def test_bound_includes_prompts_that_leave_out_decoding_requests() -> None:
+def test_bound_includes_steps_whose_prompts_skip_decoding() -> None:
     """Long answers of the lowest class, of which each token waits for prompts of the others."""
     batch = CLASSES[2]
     others = [HostileClient(each.rank, False, 15, 1, False, 6) for each in CLASSES[:2]]
@@ -77,7 +77,7 @@ def test_bound_includes_prompts_that_leave_out_decoding_requests() -> None:
     assert 100 < waited <= bound
 
 
-def test_class_keeps_its_weight_if_prompts_may_leave_out_decoding_for_many_steps() -> None:
+def test_class_keeps_its_weight_with_a_long_max_decode_gap() -> None:
     """Earlier, other classes were charged for prompt tokens, and long answers for slots without tokens."""
     standard = CLASSES[1]
     others = [HostileClient(each.rank, False, 12, 1, False, 20) for each in CLASSES if each is not standard]
@@ -87,7 +87,7 @@ def test_class_keeps_its_weight_if_prompts_may_leave_out_decoding_for_many_steps
     assert 0 < waited <= bound
 
 
-def test_priority_never_starves_another_request_of_its_class() -> None:
+def test_priority_never_starves_a_request_of_its_class() -> None:
     """64 clients that come again at once, each with the best priority there is, and one with the worst of its class."""
     scheduler = create_attacked(classes=CLASSES, max_num_seqs=16, max_head_start_steps=64)
     victim = create_request(4, max_tokens=4, priority=CLASSES[0].rank + NUM_PRIORITIES)

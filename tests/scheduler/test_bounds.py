@@ -274,7 +274,7 @@ def test_wait_bound_includes_forks_that_wait_for_their_parent() -> None:
     assert last.wait_bound == scheduler.bounds[1].max_wait_steps(1 + len(forks))
 
 
-def test_prompt_left_out_too_long_breaks_its_bound_once() -> None:
+def test_monitor_counts_a_prefill_gap_beyond_the_bound_once() -> None:
     scheduler = create_scheduler(max_num_batched_tokens=8)
     scheduler.decode._max_prompt_gaps = dict.fromkeys(scheduler.slots_by_class, 3)
     scheduler.add(create_request(40, max_tokens=1))
@@ -312,7 +312,7 @@ def test_bounds_describe_waits_in_seconds_once_the_time_of_a_step_is_known() -> 
     assert "50 more (0.5 s) for each" in bounds.describe(0.01)
 
 
-def test_longest_waits_of_all_classes_are_one_sentence() -> None:
+def test_longest_waits_describes_all_classes_in_one_sentence() -> None:
     bounds = replace(create_scheduler().bounds[1], first_steps=100, steps_per_admission=50.0, max_overtakes=0)
     assert longest_waits([bounds, replace(bounds, name="low", first_steps=200)]) == (
         "a request waits at most 150 (normal) or 250 (low) engine steps before its prompt starts, "

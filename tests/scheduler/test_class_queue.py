@@ -101,7 +101,7 @@ def test_bypasses_are_counted_for_each_oldest_request() -> None:
     assert pop_all(queue, cost=1) == ["y2", "x0", "y3", "x1", "y4"]
 
 
-def test_order_without_fair_sharing_ignores_tenants() -> None:
+def test_class_queue_without_fair_sharing_ignores_tenants() -> None:
     queue = create_queue(order="arrival")
     queue.token_counters.charge("x", 1000)
     queue.push(waiting("a", 0, "x"))
@@ -119,7 +119,7 @@ def test_oldest_request_is_one_of_max_overtakes_plus_one_under_any_keys(order: s
 
 
 @pytest.mark.parametrize("order", sorted(ORDERS))
-def test_requests_go_by_arrival_without_bypasses(order: str) -> None:
+def test_class_queue_without_bypasses_is_ordered_by_arrival(order: str) -> None:
     queue = create_queue(max_overtakes=0, order=order)
     for sequence in range(4):
         queue.push(waiting(f"r{sequence}", -sequence, tenant=str(sequence % 2), sequence=sequence))
@@ -137,7 +137,7 @@ def test_class_queue_returns_the_arrival_of_the_longest_wait() -> None:
     assert queue.arrival_clock() == 7
 
 
-def test_tenant_entries_do_not_accumulate() -> None:
+def test_class_queue_drops_entries_of_tenants_without_requests() -> None:
     queue = create_queue(max_overtakes=1)
     for key in range(500):
         queue.push(waiting(f"a{key}", key, "x"))

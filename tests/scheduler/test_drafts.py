@@ -40,7 +40,7 @@ def test_a_rejected_draft_costs_its_computation_only() -> None:
     assert rows(run_step(scheduler)) == [(request.request_id, 5, 1, 1)]
 
 
-def test_the_next_step_uses_up_drafts_even_without_room() -> None:
+def test_drafts_without_room_in_their_step_are_dropped() -> None:
     request = create_request(15)
     scheduler = decoding(request)
     scheduler.set_draft_tokens(request, [7, 7, 7])
@@ -68,7 +68,7 @@ def test_a_draft_ends_with_max_tokens() -> None:
     assert (request.output_token_ids, request.finish_reason) == ([7, 8, 9], FinishReason.LENGTH)
 
 
-def test_a_failed_choice_after_an_accepted_draft_token_is_repeated() -> None:
+def test_failed_sample_after_an_accepted_draft_token_is_repeated() -> None:
     request = create_request(4)
     scheduler = decoding(request)
     scheduler.set_draft_tokens(request, [8, 9])

@@ -302,7 +302,7 @@ def test_prompts_that_fill_every_step_leave_a_lower_class_its_share_of_slots() -
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_only_prompt_of_a_class_is_not_left_out_forever(is_first: bool) -> None:
+def test_only_prompt_of_a_class_is_computed_eventually(is_first: bool) -> None:
     """A request with a slot gets its share although prompts of a higher class fill every step."""
     scheduler = create_scheduler(
         max_num_batched_tokens=16,

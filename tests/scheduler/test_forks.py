@@ -41,7 +41,7 @@ def test_forks_are_not_admitted_before_the_reply() -> None:
     assert rows(scheduler.schedule(0.0)) == [("parent", 10, 1, True)]
 
 
-def test_forks_that_fit_only_by_sharing_run() -> None:
+def test_forks_that_fit_only_by_sharing_blocks_are_admitted() -> None:
     scheduler, parent, forks = create_family(prompt=17, num_blocks=12)
     run_step(scheduler)
     run_step(scheduler)
@@ -62,7 +62,7 @@ def test_forks_run_alone_after_their_parent_has_finished(steps: int, reason: Fin
     assert scheduler.blocks.pool.num_used_blocks == 0
 
 
-def test_a_fork_that_is_held_can_be_aborted() -> None:
+def test_waiting_fork_can_be_aborted() -> None:
     scheduler, _, forks = create_family()
     scheduler.finish(forks[0], FinishReason.ABORT)
     scheduler.check_integrity()

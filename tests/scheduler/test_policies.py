@@ -48,7 +48,7 @@ def pattern(num_steps: int, arrives: Callable[[int], bool], **options: Any) -> s
         ("fcfs", True, "DDDPDDDPDDDP"),
     ],
 )
-def test_steps_while_prompts_keep_coming(policy: str, separate: bool, expected: str) -> None:
+def test_policy_step_pattern_under_continuous_prompts(policy: str, separate: bool, expected: str) -> None:
     """The decoding request is left out of at most 2 steps (1 for all but prefill_first), prompts of at most 3."""
     kinds = pattern(12, lambda step: True, policy=policy, separate=separate, max_decode_gap=2, max_prefill_gap=3)
     assert kinds == expected
@@ -56,13 +56,13 @@ def test_steps_while_prompts_keep_coming(policy: str, separate: bool, expected: 
 
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_without_prompts_every_step_decodes(policy: str, separate: bool) -> None:
+def test_every_policy_decodes_in_every_step_without_prompts(policy: str, separate: bool) -> None:
     assert pattern(5, lambda step: False, policy=policy, separate=separate) == "DDDDD"
 
 
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_prompts_run_at_once_if_no_request_decodes(policy: str, separate: bool) -> None:
+def test_every_policy_prefills_at_once_if_no_request_decodes(policy: str, separate: bool) -> None:
     run = SchedulerRun(create_scheduler(policy=policy, separate=separate, max_num_batched_tokens=8))
     for _ in range(3):
         run.add(create_request(8, max_tokens=1))

@@ -139,7 +139,7 @@ def test_request_admitted_without_a_higher_class_waiting_is_preempted() -> None:
     assert is_preempted(aged)
 
 
-def test_growth_preempts_the_last_request_and_finally_itself() -> None:
+def test_block_shortage_preempts_the_last_request_and_finally_the_growing_one() -> None:
     scheduler = create_scheduler(num_blocks=6, policy="mixed", max_preemptions=1)
     high, low = create_request(8, priority=-1, max_tokens=16), create_request(4, priority=1, max_tokens=12)
     start(scheduler, high, low)
@@ -175,7 +175,7 @@ def test_class_at_its_share_limit_neither_runs_more_nor_preempts(limits: dict[st
     assert (low.status, waiting.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
 
 
-def test_class_can_always_run_one_request() -> None:
+def test_class_share_limit_allows_at_least_one_request() -> None:
     classes = create_classes(normal={"max_running_share": 0.01, "max_kv_share": 0.01})
     scheduler = create_scheduler(max_num_seqs=2, classes=classes)
     requests = [create_request(20, max_tokens=2) for _ in range(2)]

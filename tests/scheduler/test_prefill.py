@@ -43,7 +43,7 @@ def test_prompts_run_one_after_the_other_without_the_cap() -> None:
     assert steps(3, 14, 14) == [{"a": 12}, {"a": 2, "b": 10}, {"b": 4}]
 
 
-def test_cap_does_not_change_the_number_of_prompts_in_a_step() -> None:
+def test_long_prefill_cap_keeps_the_limit_on_prompts_in_a_step() -> None:
     assert steps(1, 30, 30, 30, max_long_prefill_tokens=2, max_prefill_seqs=2) == [{"a": 10, "b": 2}]
 
 

@@ -15,7 +15,7 @@ def test_prompt_is_computed_whole_then_one_token_a_step() -> None:
     assert scheduler.blocks.pool.num_used_blocks == 0
 
 
-def test_requests_join_and_leave_between_steps() -> None:
+def test_requests_start_and_finish_between_steps() -> None:
     scheduler = create_scheduler()
     scheduler.add(create_request(4, request_id="a", max_tokens=2))
     run_step(scheduler)
@@ -92,7 +92,7 @@ def test_decoding_is_left_out_of_at_most_max_decode_gap_steps() -> None:
     assert all(schedule is not None and schedule.num_bound_violations == 0 for schedule in schedules)
 
 
-def test_fcfs_decodes_before_it_admits() -> None:
+def test_fcfs_policy_decodes_before_it_admits() -> None:
     scheduler = create_scheduler(policy="fcfs", max_num_batched_tokens=8)
     scheduler.add(create_request(4, request_id="a", priority=5))
     run_step(scheduler)
@@ -142,7 +142,7 @@ def test_schedule_ahead_counts_tokens_in_flight() -> None:
     assert scheduler.schedule(0.0) is None, "the length limit is known before the tokens are"
 
 
-def test_token_after_the_end_is_dropped() -> None:
+def test_token_sampled_after_the_end_is_dropped() -> None:
     scheduler = create_scheduler()
     request = create_request(4, stop_token_ids=frozenset({2}))
     scheduler.add(request)
@@ -222,14 +222,14 @@ def test_static_batch_is_prefilled_over_several_steps() -> None:
     assert rows(run_step(scheduler)) == [("b", 0, 8, True)]
 
 
-def test_a_batch_waits_to_fill_until_its_time_is_up() -> None:
+def test_static_batch_waits_to_fill_until_its_timeout() -> None:
     scheduler = create_scheduler(static_batching=True, max_num_seqs=2, batch_waiting_time=1.0)
     scheduler.add(create_request(4, request_id="a", arrival_time=10.0))
     assert scheduler.schedule(10.5) is None
     assert rows(scheduler.schedule(11.0)) == [("a", 0, 4, True)]
 
 
-def test_a_full_batch_does_not_wait() -> None:
+def test_full_static_batch_starts_at_once() -> None:
     scheduler = create_scheduler(static_batching=True, max_num_seqs=2, batch_waiting_time=1.0)
     for name in "ab":
         scheduler.add(create_request(4, request_id=name, arrival_time=10.0))

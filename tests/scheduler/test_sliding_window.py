@@ -6,7 +6,7 @@ from support.factories import create_request, create_scheduler, rows, run_step
 from support.scheduler_run import SchedulerRun
 
 
-def test_long_prompts_run_side_by_side_in_what_their_windows_hold() -> None:
+def test_long_prompts_run_together_in_the_blocks_of_their_windows() -> None:
     """Windows of 8 tokens and steps of 8 lie in 5 blocks of 4; each prompt has 25 blocks of tokens."""
     scheduler = create_scheduler(window=8, num_blocks=12, max_num_batched_tokens=8, max_num_seqs=2)
     run = SchedulerRun(scheduler)
@@ -23,7 +23,7 @@ def test_long_prompts_run_side_by_side_in_what_their_windows_hold() -> None:
     assert not any(each.num_preemptions for each in requests)
 
 
-def test_a_step_computes_no_more_of_a_prompt_than_the_cache_has_room_for() -> None:
+def test_prompt_chunk_is_limited_by_free_blocks() -> None:
     """Three blocks hold the window of 4 and some of the 16 tokens a step may have."""
     scheduler = create_scheduler(window=4, num_blocks=3, max_num_batched_tokens=16)
     scheduler.add(create_request(40, request_id="a", max_tokens=1))

@@ -26,7 +26,7 @@ def steps(*sizes: int, **limits: int | str) -> list[dict[str, int]]:
     return formed
 
 
-def test_a_whole_prompt_waits_for_a_step_that_holds_it() -> None:
+def test_whole_prompt_waits_for_a_step_with_enough_budget() -> None:
     assert steps(5, 7, 1, 12, 3) == [{"a": 5, "b": 7}, {"c": 1}, {"d": 12}, {"e": 3}]
 
 
@@ -35,7 +35,7 @@ def test_a_whole_prompt_is_not_capped_beside_others() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"separate": True}, {"static_batching": True}, {"policy": "decode_first"}])
-def test_whole_prompts_under_other_rules(limits: dict[str, int]) -> None:
+def test_whole_prompts_are_batched_under_every_policy(limits: dict[str, int]) -> None:
     assert [sum(step.values()) for step in steps(8, 8, 4, **limits)] == [8, 12]
 
 
@@ -48,7 +48,7 @@ def test_blocked_whole_prompt_names_the_budget() -> None:
     assert scheduler.blocked.reason is WaitReason.BUDGET
 
 
-def test_a_higher_class_goes_first_among_whole_prompts() -> None:
+def test_whole_prompts_of_higher_classes_go_first() -> None:
     scheduler = create_scheduler(max_num_batched_tokens=12, max_model_len=12, whole_prompts=True)
     scheduler.add(create_prompt(12, "first"))
     scheduler.add(create_prompt(12, "low", priority=10))
