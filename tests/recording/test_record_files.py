@@ -98,7 +98,7 @@ def test_folder_that_cannot_be_created_is_one_error(tmp_path: Path, caplog: pyte
     assert "Not a directory" in error
 
 
-def test_recording_does_not_wait_for_a_disk_that_hangs(
+def test_recording_does_not_wait_for_a_hanging_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hangs, goes_on = threading.Event(), threading.Event()

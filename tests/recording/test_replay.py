@@ -141,7 +141,9 @@ def _facts(schedule: Schedule) -> tuple[Any, ...]:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap", "auto"])
-def test_every_policy_composition_and_preemption_mode(policy: str, separate: bool, preemption_mode: str) -> None:
+def test_replay_repeats_decisions_of_every_policy_and_preemption_mode(
+    policy: str, separate: bool, preemption_mode: str
+) -> None:
     options = {"policy": policy, "separate": separate, "num_swap_blocks": 8, "max_preemptions": 2}
     options["num_spare_states"] = 3 if separate else None
     data = small_recording(preemption_mode=preemption_mode, prefix_caching=True, **options)
@@ -153,7 +155,7 @@ def test_loads_of_the_replay_tests_have_drafts() -> None:
     assert sum(row.num_drafts for schedule in done for row in schedule.rows) >= 10
 
 
-def test_replay_of_a_paused_request_that_continues_with_another_token() -> None:
+def test_replay_repeats_a_paused_request_that_resumes_with_another_token() -> None:
     files = MemoryFiles()
     recorded = create_recorded(files, prefix_caching=True, **SMALL)
     parent = create_request(6, max_tokens=8)
@@ -352,7 +354,7 @@ def test_reader_refuses_an_invalid_record_with_a_valid_seal() -> None:
         chain = Chain()
 
 
-def test_replay_names_the_steps_it_has() -> None:
+def test_replay_error_names_the_available_steps() -> None:
     with pytest.raises(RecordingError, match=r"has steps 0 to \d+, not step 5000"):
         replay(small_recording(), until=5000)
 
@@ -395,7 +397,7 @@ def test_recorder_failure_stops_only_the_recording(caplog: pytest.LogCaptureFixt
 # In words
 
 
-def test_explanation_of_a_step() -> None:
+def test_replay_explains_waiting_requests_of_a_step() -> None:
     files = MemoryFiles()
     options = {"num_blocks": 10, "max_num_seqs": 2, "max_num_batched_tokens": 12, "max_model_len": 32}
     recorded = create_recorded(files, **options)
@@ -409,7 +411,7 @@ def test_explanation_of_a_step() -> None:
     assert "of 10 used" in text
 
 
-def test_explanation_of_a_class_at_its_limit() -> None:
+def test_replay_explains_a_class_at_its_share_limit() -> None:
     files = MemoryFiles()
     recorded = create_recorded(files, max_num_seqs=2, classes=create_classes(low={"max_running_share": 0.5}))
     run_load(recorded, [(0, None, create_request(5, request_id=f"r{index}", priority=1)) for index in range(2)])
@@ -420,7 +422,7 @@ def test_explanation_of_a_class_at_its_limit() -> None:
 # The state
 
 
-def test_snapshot_of_equal_sets_is_equal() -> None:
+def test_snapshots_of_equal_sets_are_equal() -> None:
     grown, shrunk = {0, 8}, {8, 0}
     assert list(grown) != list(shrunk), "members that meet in the table keep the order in which they came"
     assert capture(grown) == capture(shrunk) == capture({*range(1000)} & {8, 0})
