@@ -18,7 +18,7 @@ from llm_serving_receipts.digest import has_hash, response_texts
         ("nonsense", {}),
     ],
 )
-def test_digest_of_a_complete_text(choices: Any, texts: dict[int, str]) -> None:
+def test_response_texts_omits_choices_with_calls_or_reasoning(choices: Any, texts: dict[int, str]) -> None:
     assert response_texts({"choices": choices}) == texts
 
 
