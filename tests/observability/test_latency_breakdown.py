@@ -258,7 +258,7 @@ def test_latency_breakdown_names_the_preempting_class_and_recomputation(num_swap
     assert "preempted" not in parts_of(harness, "high")
 
 
-def test_step_with_other_prompts_counts_as_sharing():
+def test_latency_breakdown_counts_steps_with_other_prompts_as_sharing():
     harness = TimedHarness(ahead=False, separate=True)
     harness.submit(request_id="old", max_tokens=6)
     harness.engine.step()
@@ -267,7 +267,7 @@ def test_step_with_other_prompts_counts_as_sharing():
     assert parts_of(harness, "old")["sharing"] == {"others' prompts"}
 
 
-def test_time_without_a_worker_counts_as_restart():
+def test_latency_breakdown_counts_time_without_a_worker_as_restart():
     harness = TimedHarness()
     harness.submit(request_id="a", max_tokens=6)
     for _ in range(3):
@@ -280,7 +280,7 @@ def test_time_without_a_worker_counts_as_restart():
     assert sum(span.end - span.start for span in restarts) == nanoseconds(outage.ended) - nanoseconds(outage.began)
 
 
-def test_latency_after_the_end_is_other_choices_and_sending():
+def test_latency_after_the_last_token_is_other_choices_and_sending():
     harness = TimedHarness()
     http_timings = HttpTimings(harness.clock())
     for name, max_tokens in (("short", 2), ("long", 6)):
@@ -295,7 +295,7 @@ def test_latency_after_the_end_is_other_choices_and_sending():
     assert spans_of(harness, "short")[-1].end == spans_of(harness, "long")[-1].end
 
 
-def test_time_without_kept_steps_is_not_kept():
+def test_latency_breakdown_reports_evicted_steps_as_not_kept():
     harness = TimedHarness(num_steps=4)
     harness.submit(request_id="a", max_tokens=20)
     harness.run()

@@ -127,7 +127,7 @@ def test_load_is_summed_over_replicas():
     assert values[("vllm:iteration_tokens_total_bucket", "16.0")] == 1
 
 
-def test_metrics_of_the_tokens_and_times_of_a_request():
+def test_finished_request_is_counted_in_token_and_time_histograms():
     metrics = Metrics()
     metrics.record_first_token(0.2)
     for _ in range(4):
@@ -145,7 +145,7 @@ def test_metrics_of_the_tokens_and_times_of_a_request():
     assert values[("vllm:request_queue_time_seconds_sum",)] == 0.05
 
 
-def test_metrics_of_the_lengths_and_phases_of_a_request():
+def test_finished_request_is_counted_in_length_and_phase_histograms():
     metrics = Metrics()
     metrics.record_finished(
         FinishReason.STOP, e2e_s=0.7, ttft_s=0.25, num_prompt=30, num_output=3, queued_s=0.05, decode_s=0.4
@@ -162,7 +162,7 @@ def test_metrics_of_the_lengths_and_phases_of_a_request():
     }
 
 
-def test_metrics_of_a_request_without_a_token_have_no_phases():
+def test_request_without_a_token_has_no_phase_metrics():
     metrics = Metrics()
     metrics.record_finished(FinishReason.ABORT, e2e_s=0.7, ttft_s=None, num_prompt=30, num_output=0, queued_s=0.7)
     values = scrape(metrics)
@@ -214,7 +214,7 @@ def test_a_request_with_one_token_has_no_time_per_output_token():
     assert scrape(metrics)[("vllm:request_time_per_output_token_seconds_count",)] == 0
 
 
-def test_metrics_counters():
+def test_metrics_count_preemptions_cache_hits_violations_audits_and_restarts():
     metrics = Metrics()
     metrics.record_preempted([0, 0, 0])
     metrics.record_finished(
