@@ -138,7 +138,7 @@ def test_openai_client_fails_for_an_incomplete_stream():
         (b"data: []\n\n", "not a completion event"),
     ],
 )
-def test_openai_error_events(event, message):
+def test_openai_client_raises_for_error_events_and_malformed_ones(event, message):
     with pytest.raises(AnswerError, match=message):
         parse_openai_stream(timed([OPENAI[0], event]))
 
@@ -166,7 +166,7 @@ def generate(fake_server, options, prompt):
     return asyncio.run(api_client.generate(HttpClient("127.0.0.1", fake_server.port), options, prompt, 9))
 
 
-def test_legacy_request():
+def test_legacy_request_has_path_and_body_of_the_older_servers():
     options = GenerationOptions("legacy", "llama2")
     assert options.path == "/models/llama2/generate_stream"
     assert json.loads(options.body("Hello", 7)) == {
@@ -176,7 +176,7 @@ def test_legacy_request():
     }
 
 
-def test_openai_request():
+def test_openai_request_has_path_and_options_in_the_body():
     options = GenerationOptions("openai", "demo", ignore_eos=True, priority=-1)
     assert options.path == "/v1/completions"
     assert json.loads(options.body("Hello", 7)) == {
@@ -192,7 +192,7 @@ def test_openai_request():
 
 
 @pytest.mark.parametrize("api", ["legacy", "openai"])
-def test_both_routes_give_the_same_answer(fake_server, api):
+def test_legacy_and_openai_clients_return_the_same_answer(fake_server, api):
     fake_server.answers["Count to three."] = "one two three"
     result = generate(fake_server, GenerationOptions(api, "demo"), "Count to three.")
     assert result.answer.text == "one two three"
@@ -223,11 +223,11 @@ def test_client_raises_the_message_of_a_refusal(fake_server):
         (500, "2", None),
     ],
 )
-def test_retry_after(status, value, seconds):
+def test_retry_after_header_is_parsed_and_limited(status, value, seconds):
     assert api_client.retry_after_s(HttpResponse(status, {"retry-after": value}, ())) == seconds
 
 
-def test_retry_after_prefers_milliseconds():
+def test_retry_after_ms_takes_precedence():
     headers = {"retry-after": "3", "retry-after-ms": "2250"}
     assert api_client.retry_after_s(HttpResponse(429, headers, ())) == 2.25
     assert api_client.retry_after_s(HttpResponse(429, {"retry-after": "3", "retry-after-ms": "soon"}, ())) is None
@@ -244,7 +244,7 @@ def test_legacy_model_names_are_accepted_on_the_legacy_route_only(fake_server):
         resolve(fake_server, "openai", "llama2")
 
 
-def test_count_tokens_asks_the_server(fake_server):
+def test_count_tokens_uses_the_tokenize_route(fake_server):
     http = HttpClient("127.0.0.1", fake_server.port)
     assert asyncio.run(api_client.count_tokens(http, "one two three")) == 3
     fake_server.has_tokenizer = False

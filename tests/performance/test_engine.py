@@ -6,7 +6,7 @@ from support.engine_harness import Harness
 from support.factories import create_request
 
 
-def test_timed_functions_exist_and_are_called_by_the_loop():
+def test_engine_benchmark_times_functions_that_the_loop_calls():
     harness = Harness(ahead=False)
     engine = harness.engine
     engine._executor._runner = ModelRunner

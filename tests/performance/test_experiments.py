@@ -34,7 +34,7 @@ def make_record(task: str, *token_times_s: float, prompt: str = "p") -> RequestR
     return RequestRecord(0, prompt, task, None, 0.0, 0.0, end_s, token_times_s, len(token_times_s))
 
 
-def test_draw_groups_rounds_by_largest_remainder():
+def test_draw_groups_allocates_by_largest_remainder():
     names = draw_groups(17, {"short": 0.1, "medium": 0.8, "long": 0.1}, random.Random(1))
     assert {name: names.count(name) for name in set(names)} == {"short": 2, "medium": 13, "long": 2}
     names = draw_groups(16, {"short": 0.1, "medium": 0.8, "long": 0.1}, random.Random(1))
@@ -57,7 +57,7 @@ def test_short_questions_have_short_expected_answers():
     assert short_questions(QUESTIONS) == [QUESTIONS[1]]
 
 
-def test_streams_are_merged_in_order_of_time():
+def test_schedules_are_merged_by_due_time():
     a, b = make_job(QUESTIONS[0], "a", 5), make_job(QUESTIONS[1], "b", 5, user="b")
     jobs, due_times_s = merge_schedules(([a, a], [0.0, 2.0]), ([b], [1.0]))
     assert [job.prompt.task for job in jobs] == ["a", "b", "a"]
@@ -94,7 +94,7 @@ def test_thinning_keeps_the_last_point():
     assert measures.thinned([], 3) == []
 
 
-def test_table_is_markdown():
+def test_experiment_table_is_printed_as_markdown():
     table = Table(["", "ms", "count"], [["fast", 1.234, 1234], ["none", float("nan"), None]])
     assert table.markdown() == "|  | ms | count |\n| --- | --- | --- |\n| fast | 1.23 | 1,234 |\n| none | - | - |"
     assert [cell(value) for value in (12.34, 123.4, 7)] == ["12.3", "123", "7"]
@@ -105,7 +105,7 @@ def test_counters_are_summed_over_their_labels():
     assert parse_counters(text) == {"a_total": 3.0, "b_total": 5.0}
 
 
-def test_job_fields_are_only_in_its_own_body(fake_server):
+def test_fields_of_a_job_are_sent_in_its_own_body_only(fake_server):
     jobs = [make_job(QUESTIONS[1], "interactive", 2, priority_class="interactive"), make_job(QUESTIONS[1], "none", 2)]
     options = GenerationOptions("openai", "demo")
     http = HttpClient("127.0.0.1", fake_server.port)
@@ -230,7 +230,7 @@ def test_completed_requests_are_counted_by_second():
     assert measures.per_second(records, 3) == [1, 2, 0]
 
 
-def test_small_experiment_may_lack_short_requests():
+def test_inversion_table_shows_a_dash_without_short_requests():
     pytest.importorskip("matplotlib")
     from experiments import inversion
 

@@ -6,7 +6,7 @@ import pytest
 from benchmarks import gguf_servers
 
 
-def test_table_says_how_many_times_better_the_first_server_is() -> None:
+def test_gguf_comparison_table_has_the_ratio_to_the_first_server() -> None:
     first = dict(zip(gguf_servers.FIGURES, (60.0, 1.5, 300.0, 800.0, 1000.0), strict=True))
     second = dict(zip(gguf_servers.FIGURES, (40.0, 4.5, 100.0, 1000.0, 1000.0), strict=True))
     lines = gguf_servers.table({"ours": first, "theirs": second}).splitlines()
@@ -15,13 +15,13 @@ def test_table_says_how_many_times_better_the_first_server_is() -> None:
     assert len(gguf_servers.table({"ours": first}).splitlines()[0].split("|")) == 4
 
 
-def test_medians_are_those_of_each_figure() -> None:
+def test_gguf_comparison_reports_the_median_of_each_figure() -> None:
     rounds = [dict.fromkeys(gguf_servers.FIGURES, value) for value in (3.0, 1.0, 2.0)]
     assert set(gguf_servers.medians(rounds).values()) == {2.0}
 
 
 @pytest.mark.mindspore
-def test_main_measures_a_server(monkeypatch, capsys) -> None:
+def test_gguf_comparison_measures_a_server(monkeypatch, capsys) -> None:
     for name, value in {"_VOCABULARY": range(10, 2000), "_REPEATS": 1, "_AT_ONCE": 4}.items():
         monkeypatch.setattr(gguf_servers, name, value)
     settings = ("--set", "device_config.num_threads=1", "--set", "pa_config.num_blocks=256")
@@ -32,7 +32,7 @@ def test_main_measures_a_server(monkeypatch, capsys) -> None:
     assert re.fullmatch(r"\| one stream, tok/s \| [0-9,.]+ \|", rows[0])
 
 
-def test_main_shows_the_log_of_a_server_that_does_not_start(tmp_path) -> None:
+def test_gguf_comparison_shows_the_log_of_a_server_that_does_not_start(tmp_path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"no model")
     with pytest.raises(SystemExit, match=r"did not start:\n(.|\n)*a\.gguf"):
         gguf_servers.main(["--model", str(tmp_path / "a.gguf"), "--rounds", "1"])
@@ -45,7 +45,7 @@ def test_main_shows_the_log_of_a_server_that_does_not_start(tmp_path) -> None:
         (["--llama-server", "/none/llama-server"], "--llama-server must be an executable file. Given: /none/llama-"),
     ],
 )
-def test_main_refuses_options_before_it_starts_a_server(capsys, options, message) -> None:
+def test_gguf_comparison_refuses_options_before_it_starts_a_server(capsys, options, message) -> None:
     with pytest.raises(SystemExit, match="2"):
         gguf_servers.main(["--model", "demo", *options])
     assert message in capsys.readouterr().err

@@ -101,7 +101,7 @@ def test_service_level_counts_requests_within_their_targets():
     assert ServiceLevel(tpot_ms=1).met_by(make_record(token_times_s=(1.5,), num_output_tokens=1))
 
 
-def test_summary_of_two_answers_and_a_failure():
+def test_summary_counts_failures_and_computes_percentiles_of_answers():
     records = [
         make_record(due_s=0.0, end_s=2.0, sent_s=0.003),
         make_record(),
@@ -119,7 +119,7 @@ def test_summary_of_two_answers_and_a_failure():
     assert summary.max_lateness_ms == pytest.approx(3.0)
 
 
-def test_summary_of_failures_only():
+def test_summary_of_failures_only_has_no_times():
     summary = summarize([make_record(error="broken")], ServiceLevel())
     assert summary.num_failed == 1
     assert summary.output_tokens_per_s == summary.goodput_per_s == 0

@@ -10,7 +10,7 @@ def scores(logprobs, top, agreed):
     return perplexity.Scores(np.array(logprobs), np.array(top, np.int32), np.array(agreed))
 
 
-def test_row_compares_a_format_with_float32():
+def test_perplexity_row_compares_a_format_with_float32():
     reference = scores([-1.0, -2.0, -3.0], [5, 6, 7], [True, True])
     row = perplexity.Row.of(scores([-1.0, -2.5, -3.25], [5, 6, 8], [True, False]), reference)
     assert row.perplexity == pytest.approx(math.exp(2.25))
@@ -26,7 +26,7 @@ class Letters:
         return [1] * add_special_tokens + [ord(letter) for letter in text]
 
 
-def test_windows_take_texts_in_turn_and_begin_as_the_model_expects():
+def test_perplexity_windows_alternate_between_texts_and_begin_with_bos():
     windows = perplexity.cut(Letters(), ["a" * 1000, "b" * 300], 1200, 301)
     assert [(len(window), window[0], chr(window[1])) for window in windows] == [
         (301, 1, "a"),
@@ -36,7 +36,7 @@ def test_windows_take_texts_in_turn_and_begin_as_the_model_expects():
     ]
 
 
-def test_prompts_are_pieces_of_the_windows():
+def test_perplexity_prompts_are_pieces_of_the_windows():
     windows = [list(range(500)), list(range(500, 3000))]
     prompts = perplexity.prompts_of(windows)
     assert {len(prompt) for prompt in prompts} == {perplexity.PROMPT_TOKENS}
@@ -44,7 +44,7 @@ def test_prompts_are_pieces_of_the_windows():
     assert prompts[0] == list(range(64))
 
 
-def test_table_of_the_demo_model_has_a_line_for_each_format(tmp_path, capsys):
+def test_perplexity_table_of_the_demo_model_has_a_line_for_each_format(tmp_path, capsys):
     found = tmp_path / "found.json"
     assert perplexity.main(["--tokens", "600", "--formats", "w8a8+kv8", "--json", str(found)]) == 0
     lines = capsys.readouterr().out.splitlines()

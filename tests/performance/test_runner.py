@@ -118,7 +118,7 @@ def test_closed_loop_keeps_exactly_the_given_concurrency():
     assert max(seen) == 3
 
 
-def test_closed_loop_with_more_clients_than_requests():
+def test_closed_loop_with_more_clients_than_requests_sends_each_once():
     indices: list[int] = []
 
     async def send(index: int, due: float) -> None:

@@ -24,7 +24,7 @@ from support.simulator_workloads import STEP_S, config_with, create_load, create
 SHAPE = StepShape(rows=1, tokens=1, samples=1, context=8, pairs=0, moves=0)
 
 
-def test_light_workloads_last_longer(tmp_path):
+def test_light_accuracy_workloads_last_longer(tmp_path):
     path = tmp_path / "light.yaml"
     path.write_text(workload("light", 4, 10.0, 10.0, 1))
     requests = read_workload(path).streams[0].requests

@@ -9,7 +9,7 @@ from benchmarks.versions import parse, settings_of, sign_test, summary
 @pytest.mark.parametrize(
     ("wins", "pairs", "chance"), [(5, 10, 1.0), (8, 10, 0.109375), (2, 10, 0.109375), (10, 10, 2 / 1024), (1, 1, 1.0)]
 )
-def test_sign_test_probabilities(wins, pairs, chance):
+def test_sign_test_returns_the_two_sided_probability(wins, pairs, chance):
     assert sign_test(wins, pairs) == pytest.approx(chance)
 
 
@@ -19,7 +19,7 @@ def test_version_ratio_is_computed_within_pairs():
     assert line.startswith("C         220.0 tok/s, other     200.0; ratio 1.100 (1.100-1.100); faster in 3 of 3 pairs")
 
 
-def test_other_set_applies_to_the_other_version_only():
+def test_version_comparison_applies_other_set_to_the_other_version_only():
     arguments = parse(["--model", "demo", "--set", "a.both=1", "--other-set", "a.other=2", "--quantization", "w8a8"])
     this, other = settings_of(arguments)
     assert {"a.both=1", "quant_config.quantization=w8a8", "pa_config.num_blocks=2304"} <= set(this)

@@ -70,7 +70,7 @@ def test_prompt_choice_is_seeded_and_repeats_only_after_all_prompts():
         (Prompt("p", " "), 0, 1),
     ],
 )
-def test_max_tokens(prompt, num_reference_tokens, expected):
+def test_max_tokens_follows_the_expected_answer(prompt, num_reference_tokens, expected):
     assert workload.max_tokens(prompt, num_reference_tokens) == expected
 
 
@@ -79,7 +79,7 @@ def test_alpaca_like_prompts_depend_on_their_seed():
     assert workload.generate_alpaca_like(20, seed=1) != workload.generate_alpaca_like(20, seed=2)
 
 
-def test_alpaca_like_lengths():
+def test_alpaca_like_prompts_have_the_lengths_of_the_data_set():
     items = workload.generate_alpaca_like(5000, seed=1)
     outputs = [len(item["output"].split()) for item in items]
     assert 33 <= statistics.median(outputs) <= 39
