@@ -25,7 +25,7 @@ from support.small_model import CONFIG, write_small_model
         "secret_file=x",
     ],
 )
-def test_keys_of_ray_require_engine_ray(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_keys_require_engine_ray(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x").touch()
     key = given.partition("=")[0]
@@ -63,7 +63,7 @@ def test_gguf_file_is_not_sent_through_the_object_store(tmp_path: Path) -> None:
         load_config(None, [*ray, "cluster_config.weights=object_store"])
 
 
-def test_replicas_are_counted_by_ports_unless_said() -> None:
+def test_number_of_replicas_defaults_to_the_number_of_agent_ports() -> None:
     ports = "serving_config.agent_ports=[1,2,3]"
     assert load_config(None, [ports]).num_replicas == 3
     assert load_config(None, [ports, "cluster_config.replicas=5"]).num_replicas == 5
@@ -158,7 +158,7 @@ def test_invalid_roles_are_refused(given: list[str], rule: str) -> None:
         load_config(None, [f"cluster_config.{each}" for each in ["replicas=2", *given]])
 
 
-def test_transfer_blocks_exist_where_a_replica_is_prefill() -> None:
+def test_transfer_blocks_require_a_prefill_replica() -> None:
     common = ["cluster_config.replicas=2", "model_config.max_generate_length=1000", "pa_config.block_size=16"]
     with pytest.raises(ConfigError, match=r"must come with a replica of `cluster_config\.roles` that is `prefill`"):
         load_config(None, [*common, "cluster_config.num_transfer_blocks=8"])

@@ -96,7 +96,7 @@ def test_fusion_in_a_mindformers_file_is_a_notice_on_ascend(tmp_path):
 
 
 @pytest.mark.parametrize("fast", ["device_config.exactness=fast", "device_config.prompt_attention=flash"])
-def test_exactness_fast_requires_the_primitives(fast):
+def test_exactness_fast_requires_primitive_kernels(fast):
     assert error_of(fast) == (
         "--set: `device_config.exactness` must be exact with device_config.kernels: auto on a CPU: only the "
         "primitives have another attention. Given: fast"
@@ -127,7 +127,7 @@ def test_ascend_accepts_blocks_of_128(tmp_path):
         ([ASCEND, "pa_config.block_size=16"], 128, 16),
     ],
 )
-def test_default_block_size(tmp_path, overrides, head_dim, size):
+def test_default_block_size_depends_on_device_and_head_size(tmp_path, overrides, head_dim, size):
     model = write_config(tmp_path / "model", head_dim=head_dim)
     assert load_config(None, overrides, model).pa.block_size == size
 
@@ -201,5 +201,5 @@ def test_int8_kv_cache_needs_less_memory(tmp_path):
         ),
     ],
 )
-def test_settings_with_a_surprising_effect_have_a_notice(override, notice):
+def test_device_setting_with_a_surprising_effect_has_a_notice(override, notice):
     assert load_config(None, [override]).notices == (notice,)

@@ -69,7 +69,7 @@ def test_draft_model_with_the_same_vocabulary_is_accepted(other: Path) -> None:
     check_draft_vocabulary(DEMO_TOKENIZER, other)
 
 
-def test_another_vocabulary_is_refused_with_the_first_token_that_differs(other: Path, capsys) -> None:
+def test_draft_model_with_another_vocabulary_is_refused_with_the_first_differing_token(other: Path, capsys) -> None:
     written = (other / "tokenizer.model").read_bytes()
     piece = DEMO_TOKENIZER.token_bytes(900)
     assert len(piece) > 1
@@ -114,7 +114,7 @@ def test_draft_model_memory_is_taken_from_the_kv_cache() -> None:
     assert not any("draft" in line for line in model_size(plain).lines)
 
 
-def test_draft_window_moves_by_halves() -> None:
+def test_draft_window_advances_by_half_its_length() -> None:
     half = DRAFT_WINDOW // 2
     assert [draft_window_start(count) for count in (1, DRAFT_WINDOW, DRAFT_WINDOW + 1, 3 * half, 3 * half + 1)] == [
         0,

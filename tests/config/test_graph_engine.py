@@ -14,7 +14,7 @@ def given(tmp_path):
     return ["model_config.backend=ge", *graphs, ASCEND, "pa_config.num_blocks=300"]
 
 
-def test_exported_graphs_and_their_options_are_found(given, tmp_path):
+def test_mindir_path_and_ini_are_found_for_exported_graphs(given, tmp_path):
     config = load_config(None, given)
     assert (config.model.mindir_path, config.model.mindir_ini) == (tmp_path, tmp_path / "decode.ini")
     assert config.notices == (

@@ -10,7 +10,7 @@ GIVEN = "model_config.implementation=mindformers"
 LEGACY = "model_config.implementation=mindformers-legacy"
 
 
-def test_native_is_the_default():
+def test_implementation_defaults_to_native():
     assert load_config(None, []).model.implementation == "native"
 
 

@@ -29,14 +29,14 @@ def value_of(config: ServingConfig, key: str) -> object:
     return getattr(getattr(config, SECTIONS[section][0]), name)
 
 
-def test_each_renamed_key_leads_to_a_key() -> None:
+def test_every_renamed_key_has_an_existing_new_name() -> None:
     assert set(VALUES) == set(RENAMED)
     assert set(ALIASES.values()) <= set(RULES)
     assert not set(ALIASES) & set(RULES)
 
 
 @pytest.mark.parametrize("old", RENAMED)
-def test_former_name_is_accepted_with_one_notice(old: str, tmp_path: Path) -> None:
+def test_renamed_key_is_accepted_with_one_notice(old: str, tmp_path: Path) -> None:
     (written, typed), new = VALUES[old], RENAMED[old]
     section, _, name = old.partition(".")
     path = tmp_path / "my.yaml"
@@ -49,7 +49,7 @@ def test_former_name_is_accepted_with_one_notice(old: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("old", RENAMED)
-def test_former_name_is_in_the_table_of_renamed_names(old: str) -> None:
+def test_renamed_key_is_in_the_table_of_renamed_names(old: str) -> None:
     (row,) = [
         line for line in (PROJECT_FOLDER / "docs" / "reference" / "renamed.md").read_text().splitlines()
         if line.startswith(f"| YAML key | `{old}")
@@ -57,7 +57,7 @@ def test_former_name_is_in_the_table_of_renamed_names(old: str) -> None:
     assert f"`{RENAMED[old]}" in row
 
 
-def test_both_names_must_agree_in_a_file(tmp_path: Path) -> None:
+def test_renamed_key_and_its_new_name_must_agree(tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
     path.write_text("scheduler_config:\n    quantum_steps: 4\n    turn_steps: 5\n")
     with pytest.raises(ConfigError, match=r"my.yaml:3: `scheduler_config.turn_steps` must agree with .*:2, which"):

@@ -29,7 +29,7 @@ def error_of(path: Path | None, *overrides: str, model: Path | None = None) -> s
     return str(caught.value)
 
 
-def test_without_a_file_every_value_is_the_default():
+def test_config_without_a_file_has_default_values():
     config = load_config()
     assert (config.model, config.serving, config.pa) == (ModelConfig(), ServerConfig(), CacheConfig())
     assert (config.scheduler, config.device) == (SchedulerConfig(), DeviceConfig())
@@ -40,7 +40,7 @@ def test_without_a_file_every_value_is_the_default():
     assert config.notices == ()
 
 
-def test_demo_configuration():
+def test_demo_cpu_yaml_loads_without_notices():
     config = load_config(CONFIGS / "demo_cpu.yaml")
     assert config.model.model_path == DEMO_FOLDER
     assert config.model.model_name == "demo"
@@ -60,13 +60,13 @@ def test_override_wins_over_file_and_later_override_over_earlier(tmp_path):
     assert config.sources["pa_config.block_size"] == "default"
 
 
-def test_null_means_not_given_in_file_and_override(tmp_path):
+def test_null_in_file_or_override_selects_the_default(tmp_path):
     path = write_yaml(tmp_path, "serving_config:\n    server_port: null\npa_config:\n    block_size: 32\nmodel_path:\n")
     config = load_config(path, ["pa_config.block_size=null"])
     assert (config.serving.server_port, config.pa.block_size) == (8835, 16)
 
 
-def test_model_folder_fills_what_is_left_out(tmp_path):
+def test_model_folder_supplies_missing_values(tmp_path):
     folder = write_config(tmp_path / "tiny llama")
     config = load_config(model=folder)
     model = config.model
@@ -77,7 +77,7 @@ def test_model_folder_fills_what_is_left_out(tmp_path):
     assert config.sources["model_config.vocab_size"] == "model config.json"
 
 
-def test_several_end_tokens_of_the_model_stay_with_the_model(tmp_path):
+def test_several_end_tokens_of_the_model_are_kept(tmp_path):
     folder = write_config(tmp_path / "m", eos_token_id=[2, 5])
     assert load_config(model=folder).model.end_token is None
     assert load_config(None, ["model_config.end_token=5"], folder).model.end_token == 5
@@ -109,7 +109,7 @@ def test_different_padding_token_is_a_notice(tmp_path):
     assert [notice for notice in config.notices if "pad_token_id" in notice and "differs from 0" in notice]
 
 
-def test_relative_path_counts_from_the_file_first(tmp_path, monkeypatch):
+def test_relative_path_is_resolved_from_the_file_first(tmp_path, monkeypatch):
     beside, started_in = tmp_path / "beside", tmp_path / "started_in"
     beside.mkdir()
     started_in.mkdir()
@@ -221,7 +221,7 @@ def test_invalid_file_is_refused(tmp_path, text, message):
     assert message in error
 
 
-def test_aliases_are_followed_but_not_multiplied_without_end(tmp_path):
+def test_yaml_aliases_are_resolved_within_a_size_limit(tmp_path):
     config = load_config(
         write_yaml(tmp_path, "pa_config: {num_blocks: &n 8}\nscheduler_config: {max_waiting_queue: *n}\n")
     )
@@ -231,13 +231,13 @@ def test_aliases_are_followed_but_not_multiplied_without_end(tmp_path):
     assert "must hold at most 20000 values" in error_of(write_yaml(tmp_path, "\n".join(lines)))
 
 
-def test_merge_keys_are_read_and_own_keys_win(tmp_path):
+def test_yaml_merge_keys_are_overridden_by_own_keys(tmp_path):
     text = "pa_config: &pa {block_size: 32, num_blocks: 9}\n"
     path = write_yaml(tmp_path, text.replace("{block", "{<<: {block_size: 8, decode_seq_length: 4096}, block"))
     assert load_config(path).pa == CacheConfig(block_size=32, num_blocks=9, decode_seq_length=4096)
 
 
-def test_missing_file_and_missing_model_folder(tmp_path):
+def test_config_error_names_a_missing_file_or_model_folder(tmp_path):
     assert error_of(tmp_path / "none.yaml") == f"{tmp_path}/none.yaml: cannot be read: No such file or directory"
     assert error_of(tmp_path) == f"{tmp_path}: cannot be read: Is a directory"
     missing = tmp_path / "missing"
@@ -247,11 +247,11 @@ def test_missing_file_and_missing_model_folder(tmp_path):
 
 
 @pytest.mark.parametrize("override", ["server_port=1", "serving_config.server_port", "a.b.c=1", "=1", ""])
-def test_malformed_override(override):
+def test_override_must_be_section_key_value(override):
     assert error_of(None, override).startswith("--set must be section.key=value. Given: ")
 
 
-def test_unknown_and_wrong_override():
+def test_override_error_names_an_unknown_key_or_invalid_value():
     assert error_of(None, "pa_config.blok_size=1") == (
         "--set: unknown key `pa_config.blok_size`; the nearest known one is `pa_config.block_size`"
     )
@@ -279,7 +279,7 @@ def test_names_of_mindie_are_accepted(tmp_path):
     assert (scheduler.prefill_time_ms_per_req, scheduler.decode_time_ms_per_req) == (100.0, 7.0)
 
 
-def test_legacy_pair_loads_from_any_folder(tmp_path, monkeypatch):
+def test_legacy_pair_loads_from_any_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config(LEGACY)
     assert config.model == ModelConfig(
@@ -365,7 +365,7 @@ def test_two_files_that_disagree_are_an_error_naming_both_lines(tmp_path, key, v
     assert f"`model.model_config.{key}` at {tmp_path}/model.yaml:3 is {value}" in error
 
 
-def test_mindformers_file_fills_only_what_is_left_out(tmp_path):
+def test_mindformers_file_supplies_only_missing_values(tmp_path):
     write_yaml(
         tmp_path,
         "context: {device_target: CPU, mode: 1, save_graphs_path: g, jit_config: {jit_level: O1}}\n"
@@ -436,7 +436,7 @@ def test_mindformers_rotation_must_be_that_of_the_model(tmp_path, told, own, mes
         assert load_config(path, model=folder).model.vocab_size == 512
 
 
-def test_lists_of_batch_sizes_mean_their_largest(tmp_path):
+def test_list_of_batch_sizes_selects_the_largest(tmp_path):
     path = write_yaml(tmp_path, "model_config: {decode_batch_size: [1, 128, 8], prefill_batch_size: [2, 4]}")
     model = load_config(path).model
     assert (model.decode_batch_size, model.prefill_batch_size) == (128, 4)
@@ -490,13 +490,13 @@ class TestDefaultContext:
         with pytest.raises(ConfigError, match=r"must be >= 30000, the longest prompt"):
             self.load(long_model, "scheduler_config.max_waiting_tokens=20000", "model_config.max_generate_length=30000")
 
-    def test_given_max_generate_length_is_kept(self, long_model):
+    def test_configured_max_generate_length_is_kept(self, long_model):
         config = self.load(long_model, "model_config.max_generate_length=512", "pa_config.num_blocks=10")
         assert config.model.max_generate_length == 512
         assert "holds 10 x 16 = 160 tokens; a longer request is refused" in config.notices[0]
 
 
-def test_longest_input_is_the_longest_of_seq_length(tmp_path):
+def test_max_input_len_is_the_largest_seq_length(tmp_path):
     config = load_config(None, ["model_config.seq_length=[128, 1024, 512]"])
     assert config.model.max_input_len == 1024
     config = load_config(None, ["model_config.seq_length=8192"])
@@ -524,7 +524,7 @@ def test_existing_vocab_file_is_the_tokenizer(tmp_path):
         ("model_config.model_type=dyn", "model_config.model_type is accepted without effect"),
     ],
 )
-def test_surprising_values_have_one_notice(override, notice):
+def test_setting_with_a_surprising_effect_has_one_notice(override, notice):
     notices = load_config(None, [override]).notices
     assert len(notices) == 1
     assert notice in notices[0]
@@ -534,7 +534,7 @@ def test_surprising_values_have_one_notice(override, notice):
     ("written", "expected"),
     [("DataType.FLOAT16", "float16"), ("DataType.BFLOAT16", "bfloat16"), ("fp32", "float32"), ("Float16", "float16")],
 )
-def test_dtype_names(written, expected):
+def test_dtype_names_of_other_servers_are_accepted(written, expected):
     assert load_config(None, [f"model_config.model_dtype={written}"]).model.model_dtype == expected
 
 
@@ -551,7 +551,7 @@ def test_dtype_names(written, expected):
         ("float16", "bfloat16", "float16"),
     ],
 )
-def test_compute_dtype_decides_over_the_dtype_that_older_servers_printed(
+def test_compute_dtype_takes_precedence_over_model_dtype_of_older_servers(
     tmp_path, target, written, compute_dtype, expected
 ):
     given = "" if compute_dtype is None else f", compute_dtype: {compute_dtype}"
@@ -576,7 +576,7 @@ def test_an_older_float32_without_a_mindformers_yaml_loads_on_ascend_too(tmp_pat
     assert any("DataType.FLOAT32 is read as float16" in each for each in config.notices) == (target == "Ascend")
 
 
-def test_a_dtype_on_the_command_line_wins_over_compute_dtype(tmp_path):
+def test_command_line_dtype_takes_precedence_over_compute_dtype(tmp_path):
     write_yaml(tmp_path, "model: {model_config: {compute_dtype: float16}}\n", "model.yaml")
     path = write_yaml(tmp_path, "model_config: {model_cfg_path: model.yaml}")
     assert load_config(path, ["model_config.model_dtype=DataType.FLOAT32"]).model.model_dtype == "float32"
@@ -586,14 +586,14 @@ def test_a_dtype_on_the_command_line_wins_over_compute_dtype(tmp_path):
     ("written", "expected"),
     [("2GB", 2 * 2**30), ("1.5 gb", 3 * 2**29), ("512MB", 2**29), ("512m", 2**29), ("1048576", 2**20)],
 )
-def test_memory_sizes(written, expected):
+def test_memory_size_may_have_a_unit(written, expected):
     assert load_config(None, [f"device_config.max_device_memory={written}"]).device.max_device_memory == expected
 
 
 @pytest.mark.parametrize(
     "key", ["model_config.tokenizer_path", "device_config.save_graphs_path", "serving_config.server_ip"]
 )
-def test_text_that_is_no_unicode_is_an_error(tmp_path, key):
+def test_config_error_for_text_that_is_no_unicode(tmp_path, key):
     section, _, name = key.partition(".")
     assert f"`{key}`" in error_of(write_yaml(tmp_path, f'{section}:\n  {name}: "a\\uD800"\n'))
 

@@ -95,7 +95,7 @@ def test_model_parallel_is_tensor_parallel(
 
 
 @pytest.mark.parametrize("kind", ["lora", "slora", "ptuning2", "prefixtuning"])
-def test_adapter_is_refused(tmp_path: Path, kind: str) -> None:
+def test_mindformers_yaml_with_an_adapter_is_refused(tmp_path: Path, kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"model.yaml:\d+: `model.model_config.pet_config` must be left .*'{kind}'"):
         load(tmp_path, model={"model_config": {"pet_config": {"pet_type": kind, "lora_rank": 8}}})
     load(tmp_path, model={"model_config": {"pet_config": None}})

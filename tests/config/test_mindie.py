@@ -90,7 +90,7 @@ def write(folder: Path, place: str = "", value: Any = None) -> Path:
     return path
 
 
-def test_import_converts_keys_with_a_counterpart(tmp_path, capsys):
+def test_mindie_import_converts_keys_with_a_counterpart(tmp_path, capsys):
     write_small_model(tmp_path / "model")
     place = "BackendConfig.ModelDeployConfig.ModelConfig.0.modelWeightPath"
     path, target = write(tmp_path, place, str(tmp_path / "model")), tmp_path / "serving.yaml"
@@ -109,7 +109,7 @@ def test_import_converts_keys_with_a_counterpart(tmp_path, capsys):
     assert (config.serving.ssl_certfile, config.serving.log_level) == (None, "INFO")
 
 
-def test_import_names_keys_without_counterpart(tmp_path, capsys):
+def test_mindie_import_names_keys_without_counterpart(tmp_path, capsys):
     path = write(tmp_path, "BackendConfig.ScheduleConfig.newKey", 7)
     notes = import_mindie(path).notes
     named = [note.partition(":")[0].rpartition(".")[2] for note in notes]
@@ -123,7 +123,7 @@ def test_import_names_keys_without_counterpart(tmp_path, capsys):
     assert all(f"# {note}" in captured.out and note in captured.err for note in notes)
 
 
-def test_several_devices_for_a_model_are_named(tmp_path):
+def test_mindie_import_notes_several_devices_of_a_model(tmp_path):
     notes = import_mindie(write(tmp_path, "BackendConfig.npuDeviceIds", [[0, 1, 2, 3]])).notes
     assert any("several devices" in note for note in notes)
     assert any(
@@ -131,7 +131,7 @@ def test_several_devices_for_a_model_are_named(tmp_path):
     )
 
 
-def test_certificates_count_where_https_is_on(tmp_path):
+def test_mindie_certificates_are_imported_if_https_is_enabled(tmp_path):
     values = import_mindie(write(tmp_path, "ServerConfig.httpsEnabled", True)).values
     assert values["serving_config.ssl_certfile"] == "security/certs/server.pem"
 
@@ -147,13 +147,13 @@ def test_certificates_count_where_https_is_on(tmp_path):
         ("BackendConfig.modelInstanceNumber", 0, "modelInstanceNumber must be an integer"),
     ],
 )
-def test_a_value_that_breaks_a_rule_is_an_error(tmp_path, place, value, text):
+def test_mindie_import_refuses_an_invalid_value(tmp_path, place, value, text):
     with pytest.raises(ConfigError, match=text.replace("[", r"\[")):
         import_mindie(write(tmp_path, place, value))
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", "{", '{"model_config": {}}'])
-def test_another_file_is_refused(tmp_path, content, capsys):
+def test_mindie_import_refuses_other_json_files(tmp_path, content, capsys):
     path = tmp_path / "config.json"
     path.write_text(content)
     assert main(["config", "import", str(path)]) == 2

@@ -260,7 +260,7 @@ def write(folder: Path, form: Form) -> Path:
     return path
 
 
-def test_forms_are_those_of_the_archive() -> None:
+def test_contest_yaml_forms_cover_all_files_of_the_archive() -> None:
     assert sum(form.files for form in FORMS.values()) == 43
     assert sum(form.files for form in FORMS.values() if DTYPE in form.values) == 39
     assert sum(form.files for form in FORMS.values() if form.values.get(DTYPE) == "DataType.FLOAT32") == 35
@@ -268,7 +268,7 @@ def test_forms_are_those_of_the_archive() -> None:
 
 @pytest.mark.parametrize("target", ["CPU", "Ascend"])
 @pytest.mark.parametrize("name", FORMS)
-def test_form_is_accepted_with_its_values(name: str, target: str, tmp_path: Path) -> None:
+def test_contest_yaml_is_accepted_with_its_values(name: str, target: str, tmp_path: Path) -> None:
     form = FORMS[name]
     config = load_config(write(tmp_path, form), [f"device_config.device_target={target}"])
     given = form.values
@@ -297,7 +297,7 @@ def test_form_is_accepted_with_its_values(name: str, target: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.seq_length is not None])
-def test_mindformers_yaml_of_a_form_decides_the_device(name: str, tmp_path: Path) -> None:
+def test_mindformers_yaml_of_a_contest_yaml_selects_the_device(name: str, tmp_path: Path) -> None:
     form = FORMS[name]
     config = load_config(write(tmp_path, form))
     assert config.device.device_target == ("CPU" if form.seq_length == 32 else "Ascend")
@@ -307,7 +307,7 @@ def test_mindformers_yaml_of_a_form_decides_the_device(name: str, tmp_path: Path
     assert f"llm-serving convert /path/llama2_7b.ckpt OUT --to hf --config {tmp_path}/model.yaml" in config.model_hint
 
 
-def test_ports_without_graphs_are_replicas(tmp_path: Path) -> None:
+def test_agent_ports_without_graphs_are_replicas(tmp_path: Path) -> None:
     ports = [15100, 15101, 15102, 15103]
     config = load_config(write(tmp_path, Form(0, BASELINE | {PORTS: ports})))
     assert (config.serving.agent_ports, config.cluster.tensor_parallel) == (tuple(ports), 1)

@@ -35,7 +35,7 @@ def says(name, path, why):
     return f"--set: `{name}` must be {RULES[name].kind.value}; {why}. Given: {path}"
 
 
-def test_exactly_the_paths_have_a_kind():
+def test_every_path_key_has_a_kind():
     assert [name for name, rule in RULES.items() if rule.kind is not None] == PATHS
     assert len(PATHS) >= 15
 
@@ -138,12 +138,12 @@ def test_folder_without_permission_to_create_is_refused(name, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("kind", [Kind.MADE_FILE, Kind.MADE_FOLDER])
-def test_folders_above_are_made_and_links_followed(kind, tmp_path):
+def test_created_path_may_have_missing_parents_and_links(kind, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     assert kind.broken_by(tmp_path / "link" / "a" / "b" / "c") is None
 
 
-def test_a_log_is_made_in_a_folder_that_is_there_or_is_standard_output(tmp_path):
+def test_log_path_needs_an_existing_folder_or_a_dash(tmp_path):
     assert Kind.LOG.broken_by(tmp_path / "log") is None
     assert Kind.LOG.broken_by(Path("-")) is None
     assert Kind.LOG.broken_by(tmp_path / "a" / "log") == f"there is no folder {tmp_path / 'a'}"

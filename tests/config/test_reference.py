@@ -26,23 +26,23 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_generated_file_is_up_to_date(path: Path) -> None:
+def test_generated_reference_file_is_up_to_date(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == FILES[path](), "run .venv/bin/python scripts/write_config_reference.py"
 
 
-def test_every_key_has_a_text() -> None:
+def test_every_key_has_a_reference_text() -> None:
     rows = {f"{section}.{key}" for section, table in TABLES.items() for key in table.rules}
     assert set(TEXTS) == set(RULES) | rows
 
 
 @pytest.mark.parametrize("key", TEXTS)
-def test_text_is_plain_english(key: str) -> None:
+def test_reference_text_has_sentences_in_standard_terms(key: str) -> None:
     text = TEXTS[key]
     assert re.match(r"[A-Z0-9`]", text) and text.endswith("."), "sentences"
     assert not re.search(r"\b(whoever|nobody|somebody|guess(es|ed)?|told|tells?|None)\b", text)
 
 
-def test_text_of_a_number_names_its_unit() -> None:
+def test_reference_text_of_a_number_names_its_unit() -> None:
     units = {
         "_s": r"[Ss]econds",
         "_bytes": r"bytes|KiB|size|Memory",
@@ -76,7 +76,7 @@ def test_expert_keys_follow_the_others_in_each_section() -> None:
             assert experts == sorted(experts), section
 
 
-def test_sample_row_of_api_keys_loads(tmp_path: Path) -> None:
+def test_sample_api_key_row_of_the_reference_loads(tmp_path: Path) -> None:
     lines = reference_yaml().splitlines()
     begin = lines.index("#    team-a:")
     row = [line.removeprefix("#") for line in lines[begin : lines.index("api_keys: {}")]]
@@ -87,11 +87,11 @@ def test_sample_row_of_api_keys_loads(tmp_path: Path) -> None:
     assert list(yaml.safe_load(path.read_text())["api_keys"]["team-a"]) == list(TABLES["api_keys"].rules)
 
 
-def test_lines_are_at_most_120_columns() -> None:
+def test_reference_yaml_lines_have_at_most_120_columns() -> None:
     assert [line for line in reference_yaml().splitlines() if len(line) > 120] == []
 
 
-def test_document_has_every_key_once() -> None:
+def test_reference_document_has_every_key_once() -> None:
     document = reference_markdown().partition("## Names of other servers")[0]
     names = re.findall(r"^\| `(\w+)` \|", document, re.MULTILINE)
     assert sorted(names) == sorted(key.partition(".")[2] for key in TEXTS)

@@ -17,7 +17,7 @@ def config(*overrides: str) -> ServingConfig:
     return load_config(None, overrides)
 
 
-def test_changes_contain_both_values() -> None:
+def test_reload_changes_contain_both_values() -> None:
     before = config("scheduler_config.max_waiting_queue=5")
     after = config(
         "scheduler_config.max_waiting_queue=7",
@@ -65,7 +65,7 @@ def test_reload_may_raise_a_lowered_limit_to_its_value_at_start() -> None:
     assert check_reload(started, lowered, started)
 
 
-def test_longest_prompt_follows_max_waiting_tokens() -> None:
+def test_reload_updates_the_longest_prompt_with_max_waiting_tokens() -> None:
     before, after = (load_config(None, [f"scheduler_config.max_waiting_tokens={most}"], "demo") for most in (500, 600))
     assert (before.model.max_input_len, after.model.max_input_len) == (500, 600)
     assert [str(each) for each in check_reload(before, before, after)] == [
@@ -84,7 +84,7 @@ def test_reload_adds_and_removes_api_keys_without_showing_hashes() -> None:
     assert not any(each in line for each in hashes for line in told)
 
 
-def test_read_again_reads_files_and_keeps_flags(tmp_path: Path) -> None:
+def test_read_again_applies_file_changes_and_keeps_flags(tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
     path.write_text("scheduler_config: {max_waiting_queue: 5, quantum_steps: 8}")
     running = load_config(path, ["scheduler_config.quantum_steps=9"])

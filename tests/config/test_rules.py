@@ -42,7 +42,7 @@ def test_every_default_satisfies_its_rule():
     ("override", "expected"),
     [("-", Path("-")), ('"-"', Path("-")), ("logs/access.log", Path("logs/access.log")), ("null", None)],
 )
-def test_a_dash_means_standard_output_however_it_is_written(override, expected, tmp_path, monkeypatch):
+def test_dash_selects_standard_output_in_any_yaml_style(override, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").mkdir()
     assert load_config(None, [f"serving_config.access_log={override}"]).serving.access_log == expected

@@ -31,12 +31,12 @@ def load(folder: Path, *overrides: str) -> ServingConfig:
     return load_config(None, ["model_config.decode_batch_size=6", *overrides], folder)
 
 
-def test_a_spec_names_its_states(folder: Path) -> None:
+def test_model_spec_describes_its_states(folder: Path) -> None:
     spec = ModelSpec.from_folder(folder)
     assert (len(spec.states), spec.state_bytes, len(spec.caches)) == (3, STATE_BYTES, 1)
 
 
-def test_spare_slots_are_as_many_as_running_requests_within_bounds(folder: Path) -> None:
+def test_default_spare_state_slots_follow_the_running_requests(folder: Path) -> None:
     assert load(folder).num_state_slots(STATE_BYTES) == 6 + 8
     more = load(folder, "model_config.decode_batch_size=20")
     assert more.num_state_slots(STATE_BYTES) == 20 + 20
@@ -46,19 +46,19 @@ def test_spare_slots_are_as_many_as_running_requests_within_bounds(folder: Path)
     assert load_settings(load(folder, "pa_config.num_state_slots=7"), 0).num_state_slots == 7
 
 
-def test_too_few_slots_are_refused(folder: Path) -> None:
+def test_too_few_state_slots_are_refused(folder: Path) -> None:
     rule = r"`pa_config\.num_state_slots` must be at least 6, as `model_config\.decode_batch_size`\. Given: 5"
     with pytest.raises(ConfigError, match=rule):
         load(folder, "pa_config.num_state_slots=5")
 
 
-def test_slots_have_no_effect_on_other_models() -> None:
+def test_state_slots_without_states_have_a_notice() -> None:
     config = load_config(None, ["pa_config.num_state_slots=5"], Path("demo"))
     notice = "num_state_slots: 5 has no effect: LlamaForCausalLM has no fixed-size states"
     assert any(notice in each for each in config.notices)
 
 
-def test_a_reload_cannot_add_running_requests_without_slots(folder: Path) -> None:
+def test_reload_cannot_raise_running_requests_above_the_state_slots(folder: Path) -> None:
     scheduler = build_scheduler(load(folder), 20, num_state_slots=14)
     assert scheduler.limits.max_num_seqs == 6
     more = build_scheduler(load(folder, "model_config.decode_batch_size=9"), 20)._components.rules
@@ -66,7 +66,7 @@ def test_a_reload_cannot_add_running_requests_without_slots(folder: Path) -> Non
     assert scheduler.limits.max_num_seqs == 6
 
 
-def test_each_rank_keeps_whole_states(folder: Path) -> None:
+def test_tensor_parallel_ranks_keep_whole_states(folder: Path) -> None:
     network = ModelSpec.from_folder(folder).network
     for rank in range(2):
         part = sharded(network, rank, 2)

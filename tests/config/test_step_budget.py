@@ -38,12 +38,12 @@ def test_step_budget_shrinks_with_model_size(tmp_path: Path) -> None:
     assert budget(tmp_path, **ONE_BILLION, vocab_size=128256) == 512, "a table is looked up"
 
 
-def test_given_step_budget_is_kept(tmp_path: Path) -> None:
+def test_configured_step_budget_is_kept(tmp_path: Path) -> None:
     assert budget(tmp_path, "scheduler_config.max_prefill_tokens=2048", **ONE_BILLION) == 2048
     assert budget(tmp_path, "scheduler_config.max_prefill_tokens=null", **ONE_BILLION) == 512
 
 
-def test_another_device_keeps_the_default(tmp_path: Path) -> None:
+def test_step_budget_on_another_device_is_the_default(tmp_path: Path) -> None:
     assert budget(tmp_path, "device_config.device_target=Ascend", **SEVEN_BILLION) == 2048
 
 

@@ -23,7 +23,7 @@ def error_of(folder: Path, text: str, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_given_classes_replace_the_default_ones_ordered_by_rank(tmp_path):
+def test_configured_classes_replace_the_default_ones_ordered_by_rank(tmp_path):
     config = load(
         tmp_path,
         "request_classes:\n"
@@ -193,7 +193,7 @@ def test_invalid_origin_is_refused(tmp_path, value):
         load(tmp_path, f"serving_config:\n    cors_origins: {value}\n")
 
 
-def test_origins_and_limits_of_a_key_are_read(tmp_path):
+def test_cors_origins_hosts_and_key_limits_are_read(tmp_path):
     text = "serving_config:\n    cors_origins: ['https://a.example:8443', 'null']\n    allowed_hosts: proxy.lan\n"
     row = f"api_keys:\n    a: {{key_sha256: {'a' * 64}, max_requests_per_minute: 60, max_tokens_per_minute: 100000}}\n"
     config = load(tmp_path, text + row)
