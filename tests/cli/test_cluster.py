@@ -8,7 +8,7 @@ from support.fakes import FakeEngine
 from support.http_serving import serving
 
 
-def test_cluster_shows_and_joins_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cluster_command_shows_and_joins_replicas(capsys: pytest.CaptureFixture[str]) -> None:
     engine = FakeEngine()
     engine.num_running, engine.num_waiting = 2, 1
     with serving(engine) as url:
@@ -27,6 +27,6 @@ def test_cluster_shows_the_servers_error(capsys: pytest.CaptureFixture[str], num
     assert f"400: `replica` {told}" in capsys.readouterr().err
 
 
-def test_cluster_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cluster_command_without_a_server_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cluster", "replicas", "--url", "http://127.0.0.1:1"]) == 1
     assert "no server answers at http://127.0.0.1:1" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_chat_ctrl_c_at_the_prompt_continues(client: ChatClient) -> None:
     assert "Hello world" in shown
 
 
-def test_chat_commands(client: ChatClient, tmp_path: Any) -> None:
+def test_chat_slash_commands_edit_show_and_save_the_conversation(client: ChatClient, tmp_path: Any) -> None:
     path = tmp_path / "talk.json"
     shown = talk(
         client, ["/retry", "a", "/retry", "b", "/undo", "/history", f"/save {path}", "/models", "/none", "/help"]
@@ -136,7 +136,7 @@ def test_chat_shows_the_servers_error(client: ChatClient) -> None:
     assert client.messages == []
 
 
-def test_chat_api_key() -> None:
+def test_chat_sends_the_api_key() -> None:
     engine = FakeEngine(api_keys=(ApiKey(name="t", key_sha256=hash_key(KEY)),))
     with serving(engine) as url:
         with pytest.raises(ServerRefusal, match="401"):
@@ -145,12 +145,14 @@ def test_chat_api_key() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "https://127.0.0.1:1"])
-def test_chat_without_a_server(url: str) -> None:
+def test_chat_without_a_server_is_an_error(url: str) -> None:
     with pytest.raises(UnavailableError, match="no server answers"):
         ChatClient(url).served_models()
 
 
-def test_chat_command_line(client: ChatClient, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_chat_command_line_accepts_url_parameters_and_system_message(
+    client: ChatClient, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     lines: Iterator[str] = iter(["hello", "/quit"])
     read: Callable[[str], str] = lambda prompt: next(lines)  # noqa: E731
     monkeypatch.setattr("builtins.input", read)

@@ -36,7 +36,7 @@ def equal(left, right) -> bool:
 
 
 @pytest.mark.parametrize("files", ["safetensors", "ckpt"])
-def test_convert_round_trip(source, tmp_path, files, capsys):
+def test_convert_in_both_directions_keeps_the_tensors(source, tmp_path, files, capsys):
     there, back = tmp_path / "there", tmp_path / "back"
     assert main(["convert", str(source), str(there), "--to", "mindformers", "--files", files]) == 0
     assert "100%" in capsys.readouterr().err
