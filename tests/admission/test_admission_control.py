@@ -53,14 +53,14 @@ class Setup:
             self.queue.add(str(number), 0, STANDARD, "", 4)
 
 
-def test_control_admits_a_group_only_as_a_whole() -> None:
+def test_admission_admits_a_group_only_as_a_whole() -> None:
     setup = Setup()
     setup.fill(QUEUE_LIMIT - 2)
     setup.check(2)
     assert str(setup.refused(3)).startswith("6 of 8 requests wait in the queue")
 
 
-def test_control_admits_again_once_a_waiting_request_has_started() -> None:
+def test_admission_admits_again_once_a_waiting_request_has_started() -> None:
     setup = Setup()
     setup.fill()
     setup.refused()
@@ -88,7 +88,7 @@ def test_refusal_predicts_the_time_to_first_token_after_the_retry() -> None:
     assert refusal.predicted_s == pytest.approx((refusal.retry_after or 0.0) + predicted_s)
 
 
-def test_refused_requests_are_kept_with_what_they_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_requests_are_recorded_with_lengths_and_class(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup()
     setup.fill()
     setup.clock.now = 2.5
@@ -109,14 +109,14 @@ def test_retry_schedule_spaces_retries_by_the_drain_rate() -> None:
     assert times[-1] == pytest.approx(1 + 200 * 2 / (RETRY_SHARE * 100.0), rel=JITTER)
 
 
-def test_retry_schedule_forgets_retries_whose_time_has_come() -> None:
+def test_retry_schedule_drops_retries_whose_time_has_passed() -> None:
     schedule = RetrySchedule()
     for _ in range(100):
         schedule.delay_s("queue", "a", 1, 10.0, 0.0, 0.0)
     assert schedule.delay_s("queue", "a", 1, 10.0, 0.0, 100.0) < 2.0
 
 
-def test_retry_schedule_never_exceeds_what_clients_wait_and_spreads_those_at_the_end() -> None:
+def test_retry_schedule_is_limited_to_the_longest_wait_and_spreads_retries_there() -> None:
     schedule = RetrySchedule()
     delays = [schedule.delay_s("queue", "a", 1, 1.0, 0.0, 0.0) for _ in range(1000)][-100:]
     assert max(delays) <= MAX_RETRY_AFTER_S
@@ -124,7 +124,7 @@ def test_retry_schedule_never_exceeds_what_clients_wait_and_spreads_those_at_the
     assert len(set(delays)) == 100
 
 
-def test_retry_schedule_is_repeatable() -> None:
+def test_retry_schedule_is_deterministic() -> None:
     first, second = RetrySchedule(), RetrySchedule()
     for _ in range(10):
         assert first.delay_s("q", "a", 1, 10.0, 0.0, 0.0) == second.delay_s("q", "a", 1, 10.0, 0.0, 0.0)
@@ -134,7 +134,7 @@ def test_retry_schedule_waits_at_least_the_minimum() -> None:
     assert RetrySchedule().delay_s("slo", "a", 1, 100.0, 7.0, 0.0) >= 7.0
 
 
-def test_source_that_floods_delays_its_own_retries_and_not_those_of_others() -> None:
+def test_flooding_source_delays_only_its_own_retries() -> None:
     schedule = RetrySchedule()
     for number in range(10_000):
         schedule.delay_s("queue", "flood", 1, 20.0, 0.0, number / 1000)
@@ -142,7 +142,7 @@ def test_source_that_floods_delays_its_own_retries_and_not_those_of_others() -> 
     assert schedule.delay_s("queue", "honest", 1, 20.0, 0.0, 10.0) < 2.0
 
 
-def test_limits_have_retry_schedules_of_their_own() -> None:
+def test_each_limit_has_its_own_retry_schedule() -> None:
     schedule = RetrySchedule()
     for _ in range(1000):
         schedule.delay_s("request_classes.batch.max_waiting", "a", 1, 20.0, 0.0, 0.0)
@@ -175,7 +175,7 @@ def predicted_for(prompt_lens: list[int], num_replicas: int = 1, num_cached: int
     return Setup().control.predict_s(prompt_lens, STANDARD, "", replica)
 
 
-def test_prediction_spreads_a_group_and_not_a_prompt_over_replicas() -> None:
+def test_prediction_distributes_a_group_but_no_prompt_over_replicas() -> None:
     assert predicted_for([20], num_replicas=2) == 20
     assert predicted_for([20, 20], num_replicas=2) == 20
     assert predicted_for([20, 20, 20], num_replicas=2) == 40
@@ -212,7 +212,7 @@ class Strict:
         return True
 
 
-def test_slo_refusal_depends_on_the_own_prompt() -> None:
+def test_slo_refusal_depends_on_the_prompt_of_the_request() -> None:
     strict = Strict()
     assert not strict.passes_precheck(40)
     assert strict.passes_precheck(3)
@@ -230,7 +230,7 @@ def test_slo_refusal_names_prediction_and_rule() -> None:
     assert (refused.value.retry_after or 0.0) >= 35.0
 
 
-def test_precheck_does_not_count_tokens_that_may_be_cached() -> None:
+def test_precheck_excludes_tokens_that_may_be_cached() -> None:
     strict = Strict(prefix_caching=True)
     assert strict.passes_precheck(40)
     assert not strict.admits(40)
@@ -250,6 +250,6 @@ def test_idle_replica_refuses_no_request_by_an_old_measurement() -> None:
     assert not strict.meets_deadline(40, 39.0)
 
 
-def test_prompt_shared_by_several_answers_is_computed_once() -> None:
+def test_prompt_shared_by_several_choices_is_counted_once() -> None:
     strict = Strict()
     assert strict.control.check([3, 3, 3], Caller(), strict.replica, [3, 1, 1]) == 5

@@ -114,7 +114,7 @@ def test_queue_charges_a_group_at_once() -> None:
     assert first_exceeded(queue, 5, 20, HIGH, "") is not None
 
 
-def test_queue_refuses_for_good_what_exceeds_a_limit_of_an_empty_queue() -> None:
+def test_queue_refuses_without_retry_a_request_that_exceeds_an_empty_queue() -> None:
     queue = create_queue(max_waiting_tokens=100)
 
     def never_fits(*group: Any) -> list[str]:

@@ -34,7 +34,7 @@ def world_at_twice_the_capacity() -> World:
     return world
 
 
-def test_clients_that_obey_get_in_at_their_first_retry_at_twice_the_capacity() -> None:
+def test_clients_that_obey_retry_after_are_admitted_at_their_first_retry() -> None:
     world = world_at_twice_the_capacity()
     clients = [client for client in world.clients if client.arrives > WARM_S]
     result = outcome(clients)
@@ -55,7 +55,7 @@ def test_predicted_ttft_of_admitted_requests_is_accurate_at_twice_the_capacity()
 
 
 @pytest.mark.parametrize("max_tokens", [None, MAX_TOKENS])
-def test_cold_server_lets_clients_in_at_their_first_retry(max_tokens: int | None) -> None:
+def test_cold_server_admits_clients_at_their_first_retry(max_tokens: int | None) -> None:
     """Only 16 requests were served before the load, and those that finish first are the short ones."""
     clients = [*at_once(16), *shipped_clients(2 * most(), SECONDS, 1, start=WARM_S)]
     for client in clients:
@@ -130,7 +130,7 @@ def test_clients_that_never_retry_do_not_delay_others() -> None:
     assert in_time > 0.85 * most() * SECONDS
 
 
-def test_clients_that_ignore_retry_after_do_not_keep_others_out() -> None:
+def test_clients_that_ignore_retry_after_do_not_exclude_others() -> None:
     """40 further clients of another address ask every tenth of a second until they are admitted."""
     honest = at_twice_the_capacity()
     world = World(honest, slots=SLOTS, max_waiting=MAX_WAITING)
@@ -151,7 +151,7 @@ def test_clients_that_ignore_retry_after_do_not_keep_others_out() -> None:
     assert all(client.first_token is not None for client in honest)
 
 
-def test_class_with_a_queue_limit_of_its_own_has_retries_of_its_own() -> None:
+def test_class_with_its_own_queue_limit_has_its_own_retry_schedule() -> None:
     clients = at_twice_the_capacity()
     for client in clients[::2]:
         client.caller = Caller(priority=1)

@@ -62,19 +62,19 @@ def test_predictor_keeps_step_and_token_costs_through_long_decoding() -> None:
     assert speed.token_s == pytest.approx(0.001)
 
 
-def test_idle_replica_needs_the_steps_of_the_prompt() -> None:
+def test_predicted_ttft_of_an_idle_replica_is_the_steps_of_the_prompt() -> None:
     speed = speed_of(fed())
     assert speed.seconds_to_first_token(QueueAhead(1, 20, 0, 0)) == pytest.approx(seconds_of(20))
     assert speed.seconds_to_first_token(QueueAhead(1, 100, 0, 0)) == pytest.approx(2 * 0.010 + 0.100)
 
 
-def test_prompts_share_the_token_budget_with_decoding_and_unfinished_prompts() -> None:
+def test_predicted_ttft_includes_decoding_and_unfinished_prompts() -> None:
     # 90 tokens in what 4 decoding rows leave of 64: two steps, after the one in flight.
     queue = QueueAhead(2, 60, 4, 4, InFlightSteps(1, 0, 30))
     assert speed_of(fed()).seconds_to_first_token(queue) == pytest.approx(3 * seconds_of(4) + 0.090)
 
 
-def test_prompt_waits_for_the_steps_in_flight() -> None:
+def test_predicted_ttft_includes_the_steps_in_flight() -> None:
     speed = speed_of(fed())
     for in_flight, elapsed_s, seconds in (
         (InFlightSteps(), 0.0, seconds_of(4 + 8)),
@@ -87,7 +87,7 @@ def test_prompt_waits_for_the_steps_in_flight() -> None:
         assert speed.seconds_to_first_token(queue) == pytest.approx(seconds)
 
 
-def test_steps_scheduled_ahead_delay_a_request_that_waits_for_a_slot() -> None:
+def test_predicted_ttft_includes_steps_scheduled_ahead() -> None:
     queue = QueueAhead(1, 8, 8, 8, InFlightSteps(2))
     for max_steps_in_flight, num_steps in ((1, 6), (2, 7)):
         limits = replace(LIMITS, max_steps_in_flight=max_steps_in_flight)
@@ -95,7 +95,7 @@ def test_steps_scheduled_ahead_delay_a_request_that_waits_for_a_slot() -> None:
         assert speed.seconds_to_first_token(queue) == num_steps
 
 
-def test_full_slots_wait_for_requests_to_finish() -> None:
+def test_predicted_ttft_with_full_slots_includes_the_wait_for_one() -> None:
     unknown, known = speed_of(fed()), speed_of(fed(num_finished_each=1))
     full = QueueAhead(3, 30, 8, 8, InFlightSteps(1))
     assert MIN_STEPS > MIN_FINISHED
@@ -107,18 +107,18 @@ def test_full_slots_wait_for_requests_to_finish() -> None:
     assert known.seconds_to_first_token(preempting) == pytest.approx(2 * seconds_of(8) + 0.030)
 
 
-def test_tenant_at_its_concurrency_limit_waits_for_its_own_requests() -> None:
+def test_predicted_ttft_of_a_limited_tenant_depends_on_its_own_requests() -> None:
     speed = ReplicaSpeed(LIMITS, 1.0, 0.0, 0.1, 8)
     queue = QueueAhead(1, 8, 2, 2, num_finishes=3, tenant_slots=2)
     assert speed.seconds_to_first_token(queue) == 3 / (2 * 0.1) + LIMITS.max_steps_in_flight
     assert speed.seconds_to_first_token(replace(queue, num_finishes=0)) == 1
 
 
-def test_full_cache_counts_as_full_slots() -> None:
+def test_predictor_treats_a_full_cache_as_full_slots() -> None:
     assert speed_of(fed(num_slots=4)).seconds_to_first_token(QueueAhead(1, 8, 4, 4)) is None
 
 
-def test_cache_is_the_limit_only_while_the_scheduler_lacks_blocks() -> None:
+def test_predictor_counts_the_cache_as_the_limit_only_while_blocks_are_missing() -> None:
     """After a request finished fewer run although one more may: the cache is not full."""
     predictor = fed(num_slots=4)
     for reason, num_running, num_slots in (
@@ -133,7 +133,7 @@ def test_cache_is_the_limit_only_while_the_scheduler_lacks_blocks() -> None:
         assert speed_of(predictor).num_slots == num_slots
 
 
-def test_cache_with_free_blocks_is_not_the_limit() -> None:
+def test_predictor_ignores_a_cache_with_free_blocks() -> None:
     predictor = fed(num_slots=3)
     assert speed_of(predictor).num_slots == 3
     predictor.record_running(3)
@@ -144,7 +144,7 @@ def test_cache_with_free_blocks_is_not_the_limit() -> None:
     assert speed_of(predictor).num_slots == LIMITS.max_num_seqs
 
 
-def test_slots_are_at_least_the_running_requests_and_at_most_the_limit() -> None:
+def test_predictor_bounds_slots_by_running_requests_and_the_limit() -> None:
     predictor = fed(num_slots=3)
     predictor.record_running(5)
     decode(predictor, 5)
