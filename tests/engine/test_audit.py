@@ -119,7 +119,7 @@ def check_goes_before_the_audit(harness: Harness, request: Request) -> None:
     assert counts(harness) == (2, 0)
 
 
-def test_audit_uses_no_slot_of_the_client_s_tenant() -> None:
+def test_audit_uses_no_slot_of_the_tenant_of_the_answer() -> None:
     harness = busy_with_an_audit(max_running_per_tenant=1)
     second = create_request(4, max_tokens=2, tenant="a", priority=-1)
     check_goes_before_the_audit(harness, second)

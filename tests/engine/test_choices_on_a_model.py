@@ -132,7 +132,7 @@ def expected_beams(runner: ModelRunner) -> list[Answer]:
     ("num_blocks", "preemption_mode"),
     [(32, PreemptionMode.RECOMPUTE), (TINY_CACHE, PreemptionMode.RECOMPUTE), (TINY_CACHE, PreemptionMode.SWAP)],
 )
-def test_forks_and_beams_equal_the_reference_answers(
+def test_forks_and_beams_on_a_model_equal_the_reference_answers(
     runner: ModelRunner,
     expected_choices: list[Answer],
     expected_beams: list[Answer],

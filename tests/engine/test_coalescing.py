@@ -89,7 +89,7 @@ def test_expired_coalesced_response_is_computed_again_for_new_requests():
     asyncio.run(run())
 
 
-def test_reading_a_whole_answer_yields_to_other_tasks():
+def test_reading_a_long_coalesced_response_yields_to_other_tasks():
     async def run():
         store = Store()
         shared = store.open(keeps=True)
@@ -112,7 +112,7 @@ def test_reading_a_whole_answer_yields_to_other_tasks():
     asyncio.run(run())
 
 
-def test_what_is_remembered_of_those_who_join_is_bounded_also_of_one_id(monkeypatch):
+def test_number_of_recorded_coalesced_ids_is_bounded(monkeypatch):
     monkeypatch.setattr(open_requests, "MAX_COALESCED", 3)
     requests = OpenRequests()
     for number in range(5):
@@ -133,7 +133,7 @@ def test_failed_or_aborted_response_is_not_shared(reason):
     assert store.answers.find(b"k") is None
 
 
-def test_kept_response_expires():
+def test_finished_coalesced_response_expires():
     async def run():
         store = Store(kept_s=10.0)
         store.open(keeps=True).put(piece("1", FinishReason.STOP))
@@ -146,7 +146,7 @@ def test_kept_response_expires():
     asyncio.run(run())
 
 
-def test_coalesced_responses_evict_the_oldest_kept_then_the_largest_in_flight():
+def test_coalesced_responses_evict_the_oldest_finished_then_the_largest_in_flight():
     async def run():
         store = Store(max_bytes=1700)
         store.open(b"old", keeps=True).put(piece("1", FinishReason.STOP))
@@ -183,7 +183,7 @@ def test_coalesced_response_is_aborted_when_its_last_reader_leaves():
     asyncio.run(run())
 
 
-def test_coalesced_response_is_aborted_after_its_grace_unless_a_reader_comes():
+def test_coalesced_response_without_readers_is_aborted_after_its_grace_period():
     async def run():
         store = Store()
         ended = asyncio.Event()

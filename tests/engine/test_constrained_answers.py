@@ -140,7 +140,7 @@ class NeverPays(SpeculationController):
     pays = property(lambda self: False, lambda self, value: None)
 
 
-def test_constrained_answer_is_in_every_step_while_drafts_do_not_pay():
+def test_constrained_answer_is_not_delayed_while_drafts_have_no_gain():
     num_steps = []
     for drafter in (None, NeverPays(8, NgramProposer(3))):
         harness = Harness(runner=SamplingRunner, block_size=16, drafter=drafter)
@@ -180,7 +180,7 @@ def constraints() -> st.SearchStrategy[dict[str, Any]]:
     ahead=st.booleans(),
     draft_seed=st.none() | st.integers(0),
 )
-def test_answers_under_load_are_those_given_alone(load, mode, ahead, draft_seed):
+def test_constrained_answers_under_load_equal_the_reference_answers(load, mode, ahead, draft_seed):
     """Drafts, whether allowed or not, change no answer."""
     answers = {}
     harness = Harness(

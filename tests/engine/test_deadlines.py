@@ -60,14 +60,14 @@ def test_deadlines_of_finished_requests_are_removed():
     assert deadlines.pop_expired(9.0) == []
 
 
-def test_a_migrated_request_may_return_as_another_object_with_the_same_id_and_deadline(deadlines):
+def test_deadlines_accept_a_migrated_request_that_returns_as_another_object(deadlines):
     first, again = (create_timed(5.0, request_id="r") for _ in range(2))
     for request in (create_timed(1.0), first, again, create_timed(5.0)):
         deadlines.add(request)
     assert len(deadlines.pop_expired(9.0)) == 4
 
 
-def test_the_newest_deadline_of_a_request_replaces_earlier_ones(deadlines):
+def test_newest_deadline_of_a_request_replaces_earlier_ones(deadlines):
     request, other = create_timed(3.0), create_timed(3.0)
     for each in (request, other):
         deadlines.add(each)
@@ -80,7 +80,7 @@ def test_the_newest_deadline_of_a_request_replaces_earlier_ones(deadlines):
     assert deadlines.next is None
 
 
-def test_the_time_is_counted_from_when_the_headers_had_come():
+def test_timeout_counts_from_the_receipt_of_the_headers():
     request = create_timed(7.0, arrival_time=3.0)
     assert timeout_of(request) == 4.0
     request.http_timings = HttpTimings(2.0)
@@ -89,7 +89,7 @@ def test_the_time_is_counted_from_when_the_headers_had_come():
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_a_request_whose_deadline_has_passed_ends_and_the_others_go_on(ahead, num_steps):
+def test_request_past_its_deadline_ends_and_others_continue(ahead, num_steps):
     clock = HandClock()
     harness = Harness(ahead=ahead, clock=clock, max_num_seqs=2, num_blocks=16)
     timed = create_timed(105.0, request_id="timed", arrival_time=100.0, max_tokens=40)
@@ -110,7 +110,7 @@ def test_a_request_whose_deadline_has_passed_ends_and_the_others_go_on(ahead, nu
     assert not harness.engine.has_unfinished_requests
 
 
-def test_a_beam_search_whose_deadline_has_passed_ends_with_all_its_beams():
+def test_beam_search_past_its_deadline_ends_with_all_its_beams():
     clock = HandClock()
     harness = Harness(clock=clock)
     request = create_timed(101.0, request_id="beams", arrival_time=100.0, max_tokens=40, logprobs=0)
@@ -183,7 +183,7 @@ def test_prefix_cache_hits_count_in_the_prediction_for_a_deadline(cache_salt, is
     assert last.is_finished == is_hopeless
 
 
-def test_deadline_of_a_fork_counts_the_rest_of_its_parent_s_prompt():
+def test_deadline_prediction_of_a_fork_counts_the_rest_of_its_parents_prompt():
     clock = HandClock()
     harness = Harness(clock=clock, max_num_seqs=2, max_num_batched_tokens=8, max_long_prefill_tokens=8)
     parent = create_request(24, request_id="parent", max_tokens=30)
@@ -201,7 +201,7 @@ def test_deadline_of_a_fork_counts_the_rest_of_its_parent_s_prompt():
     assert harness.token_ids("fork") == expected_output(fork.prompt_token_ids, 8)
 
 
-def test_no_request_ends_before_its_deadline_while_none_runs():
+def test_waiting_request_does_not_expire_early_while_none_runs():
     clock = HandClock()
     harness = Harness(clock=clock)
     harness.engine.ttft_predictor.speed = ReplicaSpeed(harness.scheduler.limits, 0.0, 1.0, None, 8)

@@ -102,14 +102,14 @@ def test_draft_model_pauses_after_rejected_drafts() -> None:
     assert sum(harness.metrics.draft_tokens["vllm:spec_decode_num_accepted_tokens_total"].values()) == 0
 
 
-def test_draft_model_without_proposals_is_rarely_asked() -> None:
+def test_draft_model_without_proposals_is_queried_rarely() -> None:
     harness = proposing()
     harness.fake._go_on = lambda asked: []
     run(harness, [create_request(max_tokens=200, request_id="r")])
     assert 0 < len(harness.fake.asked) <= 16
 
 
-def test_draft_model_is_not_asked_while_a_prompt_waits_or_is_computed() -> None:
+def test_draft_model_is_not_queried_while_a_prompt_waits_or_is_computed() -> None:
     harness = proposing(max_num_batched_tokens=16)
     harness.engine.submit(create_request(4, request_id="a", max_tokens=60))
     for _ in range(4):

@@ -42,7 +42,7 @@ def test_drafts_change_no_field_of_an_answer() -> None:
     assert run(with_drafts(0.3), *requests()) == run(Harness(block_size=16), *requests())
 
 
-def test_a_stop_string_within_a_draft_ends_the_answer() -> None:
+def test_stop_string_within_accepted_drafts_ends_the_answer() -> None:
     for place in range(3, 3 + MAX_DRAFT_TOKENS):
         answers = []
         for harness in (with_drafts(ahead=False), Harness(block_size=16, ahead=False)):
@@ -107,7 +107,7 @@ class MeasuredDrafts(PayingDrafts):
         self.told.append((seconds, host_s))
 
 
-def test_time_to_schedule_a_step_counts_for_the_master_and_not_for_the_step() -> None:
+def test_scheduling_time_counts_for_the_master_and_not_for_the_step() -> None:
     now = 0.0
 
     def slowly(seconds, call):

@@ -34,7 +34,7 @@ def ask(engine: AsyncEngine, number: int) -> RequestStream:
     return engine.generate([5 + number, 6], SAMPLING, request_id=str(number))
 
 
-def test_a_drained_replica_finishes_its_requests_gets_no_further_ones_and_leaves() -> None:
+def test_drained_replica_finishes_its_requests_and_leaves() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2, max_num_seqs=2)
         async with setup.running() as engine:
@@ -57,7 +57,7 @@ def test_a_drained_replica_finishes_its_requests_gets_no_further_ones_and_leaves
     asyncio.run(run())
 
 
-def test_a_replica_that_has_left_loads_and_serves_after_join() -> None:
+def test_joined_replica_loads_and_serves_again() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
@@ -78,7 +78,7 @@ def test_a_replica_that_has_left_loads_and_serves_after_join() -> None:
     asyncio.run(run())
 
 
-def test_a_replica_that_joins_before_it_has_left_continues() -> None:
+def test_draining_replica_that_joins_again_continues() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
@@ -109,7 +109,7 @@ class NotedGate(Event):
         return super().wait(timeout)
 
 
-def test_a_replica_that_joins_while_it_leaves_gets_no_request_until_it_has_loaded() -> None:
+def test_leaving_replica_that_joins_gets_no_request_until_it_has_loaded() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
@@ -132,7 +132,7 @@ def test_a_replica_that_joins_while_it_leaves_gets_no_request_until_it_has_loade
     asyncio.run(run())
 
 
-def test_a_replica_that_is_drained_right_after_it_got_a_request_answers_it() -> None:
+def test_replica_drained_right_after_a_request_arrived_answers_it() -> None:
     async def run() -> None:
         setup, loop = Setup(num_replicas=2), asyncio.get_running_loop()
         streams: list[RequestStream] = []
@@ -163,7 +163,7 @@ def test_a_replica_that_is_drained_right_after_it_got_a_request_answers_it() -> 
     asyncio.run(run())
 
 
-def test_replicas_that_leave_and_join_alternately_under_load_lose_no_request() -> None:
+def test_alternating_drain_and_join_under_load_loses_no_request() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2, max_num_seqs=2)
         async with setup.running() as engine:
@@ -182,7 +182,7 @@ def test_replicas_that_leave_and_join_alternately_under_load_lose_no_request() -
     asyncio.run(run())
 
 
-def test_the_last_replica_and_unknown_replicas_cannot_be_drained() -> None:
+def test_drain_refuses_the_last_replica_and_unknown_ones() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
@@ -199,7 +199,7 @@ def test_the_last_replica_and_unknown_replicas_cannot_be_drained() -> None:
     asyncio.run(run())
 
 
-def test_the_last_serving_replica_cannot_be_drained_while_others_restart() -> None:
+def test_drain_refuses_the_last_serving_replica_while_others_restart() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=3)
         async with setup.running() as engine:
@@ -214,7 +214,7 @@ def test_the_last_serving_replica_cannot_be_drained_while_others_restart() -> No
     asyncio.run(run())
 
 
-def test_a_replica_that_was_loaded_again_uses_the_reloaded_rules() -> None:
+def test_rejoined_replica_uses_the_reloaded_rules() -> None:
     """The limit monitor knows it: while replicas use different rules, it does not count migrated requests."""
 
     async def run() -> None:
@@ -234,7 +234,7 @@ def test_a_replica_that_was_loaded_again_uses_the_reloaded_rules() -> None:
 
 
 @pytest.mark.parametrize("roles", [("prefill", "decode", "decode"), ("prefill", "prefill", "decode")], ids="-".join)
-def test_requests_that_migrate_between_machines_are_answered_whichever_replica_is_drained(
+def test_drain_loses_no_request_that_migrates_between_machines(
     roles: tuple[str, ...],
 ) -> None:
     rng = random.Random("-".join(roles))
@@ -260,7 +260,7 @@ def test_requests_that_migrate_between_machines_are_answered_whichever_replica_i
     asyncio.run(run())
 
 
-def test_open_replicas_are_determined_again_only_after_a_change() -> None:
+def test_open_replicas_are_recomputed_only_after_a_change() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=3)
         async with setup.running() as engine:

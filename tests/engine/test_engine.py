@@ -131,7 +131,7 @@ def test_engine_schedules_late_after_a_long_step() -> None:
     assert timed.announced == [False, False, False, True, False, True]
 
 
-def test_idle_time_belongs_to_no_step() -> None:
+def test_idle_time_is_not_part_of_a_step_time() -> None:
     timed = Timed(*[SHORT] * 5)
     timed.answer(2)
     timed.now += 10.0
@@ -241,7 +241,7 @@ def test_panic_in_a_library_ends_all_requests() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_row_without_a_token_fails_alone(ahead: bool) -> None:
+def test_row_error_ends_only_its_own_request(ahead: bool) -> None:
     harness = Harness(ahead=ahead)
     bad, good = create_request(4), create_request(5)
     execute = harness.runner.execute
@@ -280,7 +280,7 @@ def test_static_batch_waits_from_its_first_request_on():
     assert harness.last("second").finished
 
 
-def test_predictor_knows_of_free_blocks_once_no_request_waits() -> None:
+def test_ttft_predictor_drops_the_cache_limit_once_no_request_waits() -> None:
     harness = Harness(num_blocks=8, max_num_seqs=8)
     for num_prompt_tokens in (28, 4):
         harness.engine.submit(create_request(num_prompt_tokens, max_tokens=4))

@@ -13,7 +13,7 @@ def test_streams_are_unchanged_after_worker_kills() -> None:
     assert met == set(MOMENTS), "the streams do not meet every moment"
 
 
-def test_later_requests_hit_the_prefix_cache() -> None:
+def test_requests_after_worker_kills_hit_the_prefix_cache() -> None:
     harness, asked = FragileHarness(prefix_caching=True), streams(8)
     play(harness.engine, asked, lambda: None, NEVER)
     (hit,) = asked["prefix hit"]

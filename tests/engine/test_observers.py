@@ -24,7 +24,7 @@ def num_violations(harness: Harness) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("limit", [None, 2])
-def test_a_request_beyond_its_tenants_limit_is_counted(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_observer_counts_a_request_beyond_its_tenant_limit(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness(max_running_per_tenant=limit)
     monkeypatch.setattr(TenantLimiter, "_tenant", lambda self, name: None)  # so the limit is not enforced
     submit(harness, 3)
@@ -33,7 +33,7 @@ def test_a_request_beyond_its_tenants_limit_is_counted(limit: int | None, monkey
 
 
 @pytest.mark.parametrize(("priorities", "is_compared"), [([-1], False), ([-1, 0], True)])
-def test_class_weights_are_compared_only_while_classes_compete(
+def test_observer_compares_class_weights_only_while_classes_compete(
     priorities: list[int], is_compared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(WeightMonitor, "count_violations", lambda *_: 1)
@@ -45,10 +45,10 @@ def test_class_weights_are_compared_only_while_classes_compete(
 
 
 @pytest.mark.parametrize("num_schedulers", [1, 2])
-def test_an_engine_accounts_across_replicas_only_if_several_serve(num_schedulers: int) -> None:
+def test_engine_uses_fleet_accounting_only_with_several_replicas(num_schedulers: int) -> None:
     assert (Harness(num_schedulers=num_schedulers).engine.fleet is not None) == (num_schedulers > 1)
 
 
 @pytest.mark.parametrize("num_blocks", [0, 8])
-def test_an_engine_migrates_requests_only_with_a_transfer_pool(num_blocks: int) -> None:
+def test_engine_migrates_requests_only_with_a_transfer_pool(num_blocks: int) -> None:
     assert (Harness(exports=TransferPool(num_blocks)).engine.migration is not None) == (num_blocks > 0)

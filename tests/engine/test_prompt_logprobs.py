@@ -106,7 +106,7 @@ class TestVectors:
             assert vector is not None
             assert vector.tolist() == vector_of(request.prompt_token_ids).tolist()
 
-    def test_vector_with_prefix_cache_hits(self):
+    def test_vector_is_unchanged_by_prefix_cache_hits(self):
         harness = Harness(prefix_caching=True)
         for _ in range(2):
             request = wanting_vector(9)
@@ -117,7 +117,7 @@ class TestVectors:
         assert last.vector is not None
         assert last.vector.tolist() == vector_of(request.prompt_token_ids).tolist()
 
-    def test_vector_with_logprobs_and_output_tokens(self):
+    def test_vector_may_be_combined_with_logprobs_and_output_tokens(self):
         request = wanting_vector(9, max_tokens=2, prompt_logprobs=1)
         harness = run(request, max_num_batched_tokens=4)
         vector = next(piece.vector for piece in harness.pieces[request.request_id] if piece.vector is not None)
@@ -161,7 +161,7 @@ class _WithoutVectors(_Spoilt):
 
 
 @pytest.mark.parametrize("runner", [_Spoilt, _WithoutVectors])
-def test_missing_prompt_result_fails_its_request_alone(runner):
+def test_missing_prompt_result_ends_only_its_own_request(runner):
     fine = [create_request(6, max_tokens=3), create_request(9, prompt_logprobs=1, max_tokens=2)]
     spoilt = wanting_vector(9, prompt_logprobs=1)  # the last row of its step
     if runner is _Spoilt:

@@ -57,7 +57,7 @@ def fail_sometimes(harness: Harness, places: set[int]) -> None:
     fails_at=st.sets(st.integers(1, 30), max_size=2),
     max_file_bytes=st.sampled_from([1, 2**24]),
 )
-def test_each_recording_file_of_an_engine_replays(
+def test_each_recording_file_of_an_engine_replays_to_its_hash(
     arrivals: list[tuple[int, int, int, int, int | None]],
     ahead: bool,
     num_swap_blocks: int,
@@ -99,7 +99,7 @@ def test_each_recording_file_of_an_engine_replays(
     assert {"Added", "ScheduleCalled", "Decided", "Updated"} <= kinds
 
 
-def test_record_path_is_configured(tmp_path, caplog) -> None:
+def test_engine_records_to_the_configured_path(tmp_path, caplog) -> None:
     assert type(build_scheduler(create_config(), 8)) is Scheduler
     assert SchedulerConfig().record_path is None
     caplog.set_level("INFO")

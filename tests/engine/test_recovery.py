@@ -108,7 +108,7 @@ def test_recovery_finds_a_culprit_in_a_late_prompt_chunk() -> None:
     harness.assert_exact(other)
 
 
-def test_recovery_counts_other_chunk_lengths_as_no_progress() -> None:
+def test_recovery_ignores_changed_chunk_lengths_as_progress() -> None:
     """Otherwise requests in the same steps would end, because their steps are lost too often without a culprit."""
     harness = FragileHarness(max_num_batched_tokens=8)
     poison = create_request(20, max_tokens=6)

@@ -24,7 +24,7 @@ from support.word_tokenizer import WordTokenizer
         (10000, 131072, "a request has up to 131072 tokens (model config.json)"),
     ],
 )
-def test_the_longest_request_is_limited_by_the_model_or_the_cache(num_blocks, longest, reason, caplog):
+def test_longest_request_is_limited_by_the_model_or_the_cache(num_blocks, longest, reason, caplog):
     config = replace(
         ServingConfig(model=ModelConfig(max_generate_length=131072, decode_batch_size=4)),
         sources={"model_config.max_generate_length": "model config.json"},
@@ -37,7 +37,7 @@ def test_the_longest_request_is_limited_by_the_model_or_the_cache(num_blocks, lo
     assert reason in caplog.text
 
 
-def test_with_a_sliding_window_a_request_may_be_longer_than_the_cache(caplog):
+def test_longest_request_with_a_sliding_window_may_exceed_the_cache(caplog):
     """A window of 4,096 tokens and a step of 512 need at most 289 blocks of 16 tokens."""
     config = ServingConfig(
         model=ModelConfig(max_generate_length=32768, decode_batch_size=4),

@@ -13,7 +13,7 @@ from llm_serving.engine.request_lookup import RequestLookup
 from llm_serving.errors import RequestNotFoundError
 
 
-def test_request_lookup_while_a_replica_starts_to_serve() -> None:
+def test_request_lookup_works_while_a_replica_starts_to_serve() -> None:
     engines: dict[int, Any] = {}
 
     def records() -> list[Any]:

@@ -39,7 +39,7 @@ def test_tenant_slot_is_freed_when_its_request_ends_and_not_when_its_client_disc
     run_seeds(71_017_825, 1)
 
 
-def test_simulation_detects_a_replica_that_left_and_still_counts() -> None:
+def test_simulation_detects_a_drained_replica_that_keeps_its_accounting() -> None:
     with (
         patch.object(FleetAccounting, "leave", lambda accounting, index: None),
         pytest.raises(AssertionError, match="a replica that left still counts"),

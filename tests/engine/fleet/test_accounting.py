@@ -83,7 +83,7 @@ class Replicas:
         (["abc", "a"], {"a": 2, "b": 1, "c": 1}),
     ],
 )
-def test_shares_hold_over_all_replicas(tenants: list[str], shares: dict[str, int]) -> None:
+def test_tenants_get_max_min_fair_shares_over_all_replicas(tenants: list[str], shares: dict[str, int]) -> None:
     """Max-min fairness: no replica serves a tenant that has had more than another tenant waiting there."""
     replicas = Replicas(tenants)
     replicas.step(300)
@@ -98,7 +98,7 @@ def test_without_accounting_a_tenant_on_two_replicas_gets_three_times_as_much() 
     assert alone.served["a"] / alone.served["b"] == pytest.approx(3, rel=0.05)
 
 
-def test_remote_service_is_replayed() -> None:
+def test_replay_repeats_remote_service() -> None:
     files, other = MemoryFiles(), FleetAccounting()
     other.join(0)
     other.join(1)
@@ -132,7 +132,7 @@ def test_a_replica_that_joins_later_gets_only_later_service() -> None:
     assert not remote_service(accounting, 1)
 
 
-def test_the_number_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_tracked_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounting_module, "MAX_TENANTS", 10)
     accounting = FleetAccounting()
     accounting.join(0)
@@ -142,7 +142,7 @@ def test_the_number_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(remote_service(accounting, 1)) <= 11
 
 
-def test_each_replica_gets_what_the_others_had_served_at_its_snapshot() -> None:
+def test_each_replica_gets_the_service_of_the_others_at_its_snapshot() -> None:
     """Replicas join, leave, take snapshots and pop service in random order."""
     rng = random.Random(0)
     accounting, pending, heard = (

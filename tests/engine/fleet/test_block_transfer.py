@@ -107,7 +107,7 @@ class WaitingLink(FailingLink):
 @pytest.mark.parametrize(
     ("most_requests", "most_bytes"), [(2, 10**6), (10, 2 * 16 * len(BLOCKS))], ids=["requests", "bytes"]
 )
-def test_the_queue_of_a_replica_is_bounded(
+def test_transfer_queue_of_a_replica_is_bounded(
     monkeypatch: pytest.MonkeyPatch, most_requests: int, most_bytes: int
 ) -> None:
     monkeypatch.setattr(module, "MAX_REQUESTS", most_requests)
@@ -122,7 +122,7 @@ def test_the_queue_of_a_replica_is_bounded(
     transferrer.close()
 
 
-def test_a_request_larger_than_the_bound_is_transferred_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_larger_than_the_transfer_queue_is_transferred_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", 1)
     transferrer, link, result = BlockTransferrer(), WaitingLink(), Future[bool]()
     assert transferrer.start(0, BLOCKS, link, link, result.set_result)
@@ -131,7 +131,7 @@ def test_a_request_larger_than_the_bound_is_transferred_alone(monkeypatch: pytes
     transferrer.close()
 
 
-def test_without_threads_no_transfer_starts_and_later_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfers_fail_while_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -234,7 +234,7 @@ class WorkingLink(FailingLink):
 
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("has_steps", [True, False])
-def test_all_transfer_threads_use_their_share_of_a_core_and_no_more(count: int, has_steps: bool) -> None:
+def test_transfer_threads_are_limited_to_their_share_of_a_core(count: int, has_steps: bool) -> None:
     """Without a step in flight each thread uses a core."""
     time, num_transferred = VirtualTime(count), Counter[int]()
     transfer_throttle = TransferThrottle(lambda: has_steps, lambda: time.now, time.own, time.pause)

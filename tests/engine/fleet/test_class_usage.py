@@ -85,7 +85,7 @@ class Replicas:
         ([["high", "low"], ["low"]], {"high": 8, "low": 9}),
     ],
 )
-def test_shares_hold_over_all_replicas(wanted: list[list[str]], shares: dict[str, float]) -> None:
+def test_classes_get_weighted_shares_over_all_replicas(wanted: list[list[str]], shares: dict[str, float]) -> None:
     replicas = Replicas(wanted, create_classes(ageing_steps=8))
     replicas.step(4 * WINDOW)
     expected = {name: share / sum(shares.values()) for name, share in shares.items()}
@@ -104,7 +104,7 @@ def test_without_accounting_a_class_on_two_replicas_takes_the_share_of_another()
     assert replicas.shares(WINDOW)["low"] == pytest.approx(0.1, abs=0.02)
 
 
-def test_a_class_exceeds_its_share_until_the_others_have_caught_up() -> None:
+def test_class_is_deprioritized_until_other_classes_have_caught_up() -> None:
     usage = FleetClassUsage()
     usage.charge(0, {"a": ClassUsage(12, 10, True), "b": ClassUsage(0, 20, True)})
     assert usage.pop_exceeding(0) == {"a"}
@@ -116,7 +116,7 @@ def test_a_class_exceeds_its_share_until_the_others_have_caught_up() -> None:
     assert usage.pop_exceeding(0) == frozenset()
 
 
-def test_service_that_no_other_class_could_use_does_not_count() -> None:
+def test_service_without_competing_demand_is_not_charged() -> None:
     usage = FleetClassUsage()
     for _ in range(100):
         usage.charge(0, {"a": ClassUsage(30, 10, True), "b": ClassUsage(0, 10, False)})

@@ -127,7 +127,7 @@ def test_a_request_that_ends_with_its_first_token_does_not_migrate() -> None:
     assert not pair.second.runner.steps
 
 
-def test_a_request_stays_while_the_transfer_pool_is_full() -> None:
+def test_full_transfer_pool_keeps_a_request_on_its_replica() -> None:
     pair = Pair(num_blocks=4)
     pair.submit(*requests(3, max_tokens=6))
     pair.run()
@@ -141,7 +141,7 @@ def test_a_request_stays_while_the_transfer_pool_is_full() -> None:
     assert not never.second.runner.steps
 
 
-def test_a_replica_that_dies_before_the_import_imports_after_its_restart() -> None:
+def test_replica_killed_before_the_import_imports_after_its_restart() -> None:
     pair = Pair()
     pair.submit(*requests(2))
     pair.first.run()
@@ -153,7 +153,7 @@ def test_a_replica_that_dies_before_the_import_imports_after_its_restart() -> No
     check_answers(pair, 2)
 
 
-def test_a_replica_that_dies_during_the_import_recomputes() -> None:
+def test_replica_killed_during_the_import_recomputes() -> None:
     pair = Pair()
     pair.submit(*requests(2))
     pair.first.run()
@@ -164,7 +164,7 @@ def test_a_replica_that_dies_during_the_import_recomputes() -> None:
     assert num_computed(pair.second.runner) == 2 * (11 + 7)
 
 
-def test_a_replica_that_dies_during_the_export_starts_over() -> None:
+def test_replica_killed_during_the_export_recomputes() -> None:
     pair = Pair()
     pair.first.runner.dies = True
     pair.submit(*requests(2))

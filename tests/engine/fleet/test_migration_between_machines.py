@@ -124,7 +124,7 @@ def test_blocks_are_transferred_and_no_token_is_recomputed() -> None:
 
 
 @pytest.mark.parametrize(("lost", "index", "name"), [(0, 0, "read"), (0, 1, "write"), (1, 0, "read"), (1, 1, "write")])
-def test_a_lost_work_agent_makes_the_next_replica_recompute(lost: int, index: int, name: str) -> None:
+def test_migrated_request_is_recomputed_after_a_lost_work_agent(lost: int, index: int, name: str) -> None:
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
         between(setup, index, name, setup.links[lost].close)
         await is_answered(engine)
@@ -175,7 +175,7 @@ def test_a_work_agent_replaced_after_the_transfer_fails_no_step() -> None:
     assert tokens_computed(on_two_machines(talk))[1] == ALL_AGAIN
 
 
-def test_a_request_continues_where_it_began_if_the_other_replica_is_drained_during_the_transfer() -> None:
+def test_request_stays_on_its_replica_if_the_other_is_drained_during_the_transfer() -> None:
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
         def drain() -> None:
             engine.replicas.is_drained = lambda index: index == 1  # type: ignore[method-assign]
@@ -230,7 +230,7 @@ def test_a_request_can_get_another_priority_during_the_transfer(goes_on_at: int)
     on_two_machines(talk)
 
 
-def test_requests_released_together_are_spread_over_replicas() -> None:
+def test_simultaneous_migrations_are_distributed_over_replicas() -> None:
     prompts = [[each, *PROMPT] for each in range(4)]
 
     async def run() -> None:
@@ -284,7 +284,7 @@ def test_blocks_of_a_finished_request_are_not_transferred(leaves: bool) -> None:
     assert tokens_computed(on_two_machines(talk)) == [len(PROMPT), 0]
 
 
-def test_a_server_that_stops_ends_requests_in_transfer() -> None:
+def test_server_shutdown_ends_requests_in_transfer() -> None:
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
         came, go_on = held(setup, 0, "read")
         asked = asyncio.create_task(ask(engine))
@@ -299,7 +299,7 @@ def test_a_server_that_stops_ends_requests_in_transfer() -> None:
     on_two_machines(talk)
 
 
-def test_a_request_continues_where_it_began_if_too_many_transfers_wait(
+def test_request_stays_on_its_replica_if_too_many_transfers_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(migration, "MAX_REQUESTS", 1)

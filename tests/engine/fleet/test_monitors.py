@@ -65,11 +65,11 @@ def _step(
 
 
 @pytest.mark.parametrize("wanted", [[BOTH], [BOTH, HIGHER]])
-def test_nothing_is_counted_while_shares_hold(wanted: list[list[str]]) -> None:
+def test_class_weight_monitor_counts_nothing_while_shares_hold(wanted: list[list[str]]) -> None:
     assert num_violations(*wanted) == 0
 
 
-def test_a_scheduler_that_ignores_weights_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_weight_monitor_counts_a_scheduler_that_ignores_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def highest(self: WeightedFairSharing, waiting: Collection[str], *_: Mapping[str, int]) -> str | None:
         return next((name for name in self.contenders if name in waiting), None)
 
@@ -77,19 +77,19 @@ def test_a_scheduler_that_ignores_weights_is_counted(monkeypatch: pytest.MonkeyP
     assert num_violations(BOTH) > 0
 
 
-def test_a_scheduler_that_does_not_divide_the_weight_of_exceeding_classes_is_counted(
+def test_class_weight_monitor_counts_a_scheduler_that_keeps_the_weight_of_exceeding_classes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(WeightedFairSharing, "_scale", lambda self, name: SCALE // self._weights[name])
     assert num_violations(BOTH, HIGHER) > 0
 
 
-def test_a_scheduler_that_deprioritizes_no_class_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_weight_monitor_counts_a_scheduler_that_deprioritizes_no_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "deprioritize", lambda self, names: None)
     assert num_violations(BOTH, HIGHER) > 0
 
 
-def test_a_replica_gets_the_range_of_each_lead_since_its_last_record() -> None:
+def test_class_lead_monitor_returns_the_range_of_each_lead_since_the_last_record() -> None:
     rng = random.Random(0)
     monitor, leads, last_records = ClassLeadMonitor(), list[dict[str, int]](), dict[int, int]()
     for _ in range(3000):

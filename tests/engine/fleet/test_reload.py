@@ -1,4 +1,4 @@
-"""A server reads its YAML again while requests run: door, keys, schedulers and limits follow, or nothing does."""
+"""Reload of the configuration while requests run: every part applies the new rules, or none does."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def text_of(response: Any) -> str:
     return str(response.json()["choices"][0]["text"])
 
 
-def test_requests_in_flight_go_on_by_other_rules_and_get_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reload_keeps_the_answers_of_running_requests(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         path = tmp_path / "my.yaml"
         path.write_text("model_config: {decode_batch_size: 4}\n")
@@ -69,7 +67,7 @@ def test_requests_in_flight_go_on_by_other_rules_and_get_the_same(
         asyncio.run(run())
 
 
-def test_a_yaml_that_is_refused_changes_nothing(tmp_path: Path) -> None:
+def test_refused_reload_changes_nothing(tmp_path: Path) -> None:
     async def run() -> None:
         path = tmp_path / "my.yaml"
         path.write_text("scheduler_config: {max_waiting_queue: 9}")
@@ -92,7 +90,7 @@ def test_a_yaml_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_keys_and_what_they_may_ask_for(tmp_path: Path) -> None:
+def test_reload_changes_api_keys_and_their_rate_limits(tmp_path: Path) -> None:
     async def run() -> None:
         path = tmp_path / "my.yaml"
         path.write_text(ROWS)
@@ -116,7 +114,7 @@ def test_keys_and_what_they_may_ask_for(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_replica_that_is_loaded_later_follows(tmp_path: Path) -> None:
+def test_replica_that_joins_after_a_reload_uses_the_new_rules(tmp_path: Path) -> None:
     async def run() -> None:
         path = tmp_path / "my.yaml"
         path.write_text("serving_config: {agent_ports: [1, 2]}\nscheduler_config: {quantum_steps: 8}")
@@ -134,7 +132,7 @@ def test_a_replica_that_is_loaded_later_follows(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_from_a_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_reload_command_prints_changes_and_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from llm_serving.config import load_config
     from llm_serving.engine.fleet.reload import ConfigReloader
     from support.fakes import FakeEngine

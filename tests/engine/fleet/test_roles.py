@@ -187,7 +187,7 @@ def test_no_request_migrates_to_a_drained_replica() -> None:
     asyncio.run(run())
 
 
-def test_a_request_too_long_for_the_other_cache_continues_where_it_began() -> None:
+def test_request_too_long_for_the_other_cache_stays_on_its_replica() -> None:
     async def run() -> None:
         setup = Setup(2, roles=ROLES)
         async with setup.running() as engine:

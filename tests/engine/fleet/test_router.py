@@ -52,7 +52,7 @@ def release(setup: Setup) -> None:
         runner.gate.set()
 
 
-def test_a_prompt_goes_to_the_replica_that_caches_its_prefix_and_the_output_is_the_same() -> None:
+def test_router_prefers_the_replica_that_caches_the_prefix() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
@@ -68,7 +68,7 @@ def test_a_prompt_goes_to_the_replica_that_caches_its_prefix_and_the_output_is_t
     asyncio.run(run())
 
 
-def test_a_prompt_goes_to_another_replica_if_the_queue_takes_longer_than_recomputing_the_prefix() -> None:
+def test_router_avoids_a_cached_prefix_behind_a_long_queue() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2, max_num_seqs=2)
         async with setup.running() as engine:
@@ -85,7 +85,7 @@ def test_a_prompt_goes_to_another_replica_if_the_queue_takes_longer_than_recompu
     asyncio.run(run())
 
 
-def test_the_faster_of_two_replicas_gets_more_requests() -> None:
+def test_router_sends_more_requests_to_the_faster_replica() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
@@ -99,7 +99,7 @@ def test_the_faster_of_two_replicas_gets_more_requests() -> None:
     asyncio.run(run())
 
 
-def test_the_predicted_ttft_of_each_class_is_a_metric() -> None:
+def test_router_exports_the_predicted_ttft_of_each_class() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
@@ -112,7 +112,7 @@ def test_the_predicted_ttft_of_each_class_is_a_metric() -> None:
     asyncio.run(run())
 
 
-def test_cached_prefixes_of_another_tenant_do_not_count() -> None:
+def test_router_ignores_cached_prefixes_of_other_tenants() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
@@ -128,7 +128,7 @@ def test_cached_prefixes_of_another_tenant_do_not_count() -> None:
     asyncio.run(run())
 
 
-def test_an_unmeasured_replica_counts_as_fast_as_another() -> None:
+def test_router_treats_an_unmeasured_replica_as_fast_as_the_others() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
@@ -142,7 +142,7 @@ def test_an_unmeasured_replica_counts_as_fast_as_another() -> None:
     asyncio.run(run())
 
 
-def test_a_replica_whose_work_agent_restarts_gets_no_request_while_another_serves() -> None:
+def test_router_avoids_a_replica_whose_work_agent_restarts() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2, clock=lambda: 5.0)
         async with setup.running() as engine:
@@ -160,7 +160,7 @@ def test_a_replica_whose_work_agent_restarts_gets_no_request_while_another_serve
     asyncio.run(run())
 
 
-def test_the_configured_policy_is_used() -> None:
+def test_router_uses_the_configured_policy() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=3, routing="round_robin")
         async with setup.running() as engine:
@@ -174,13 +174,13 @@ def test_the_configured_policy_is_used() -> None:
     asyncio.run(run())
 
 
-def test_block_hashes_depend_on_the_namespace_and_never_cover_the_last_token() -> None:
+def test_prompt_block_hashes_depend_on_the_namespace_and_exclude_the_last_token() -> None:
     assert len(prompt_block_hashes("a", range(9), 4)) == 2
     assert len(prompt_block_hashes("a", range(8), 4)) == 1
     assert prompt_block_hashes("a", range(9), 4)[0] != prompt_block_hashes("b", range(9), 4)[0]
 
 
-def test_the_prompt_of_an_unfinished_request_counts_as_cached() -> None:
+def test_router_treats_the_prompt_of_an_unfinished_request_as_cached() -> None:
     prompts, pool = PromptBlocks(), BlockPool(4)
     hashes = prompt_block_hashes("", range(13), 4)
     prompts.add("x", 0, hashes)
@@ -194,7 +194,7 @@ def test_the_prompt_of_an_unfinished_request_counts_as_cached() -> None:
     assert not any(prompts._counts.values())
 
 
-def test_a_single_replica_looks_up_cached_prefixes_if_a_deadline_depends_on_them() -> None:
+def test_router_of_a_single_replica_looks_up_cached_prefixes_for_deadlines() -> None:
     async def run() -> None:
         setup = Setup()
         async with setup.running() as engine:
@@ -212,7 +212,7 @@ def test_a_single_replica_looks_up_cached_prefixes_if_a_deadline_depends_on_them
     asyncio.run(run())
 
 
-def test_the_prompt_of_forks_counts_once() -> None:
+def test_shared_prompt_of_forks_is_counted_once() -> None:
     async def run() -> None:
         setup = Setup()
         async with setup.running() as engine:

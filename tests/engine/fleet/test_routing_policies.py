@@ -39,18 +39,18 @@ def chosen(policy: RoutingPolicy, *candidates: Candidate, predicted: Mapping[int
     return policy.choose(among(candidates), lambda each: (predicted or {}).get(each.replica)).replica
 
 
-def test_every_name_has_a_policy() -> None:
+def test_every_routing_name_has_a_policy() -> None:
     assert set(ROUTING_POLICIES) == set(RoutingName)
 
 
 @pytest.mark.parametrize("name", RoutingName)
-def test_choosing_again_gives_the_same_replica(name: RoutingName) -> None:
+def test_routing_policy_is_deterministic(name: RoutingName) -> None:
     policy = ROUTING_POLICIES[name]()
     candidates = [candidate(0, 2, used=30), candidate(1), candidate(2, 1)]
     assert len({chosen(policy, *candidates) for _ in range(3)}) == 1
 
 
-def test_round_robin_cycles_through_the_available_replicas() -> None:
+def test_round_robin_alternates_between_the_available_replicas() -> None:
     policy, routed = ROUTING_POLICIES[RoutingName.ROUND_ROBIN](), []
     for living in ((0, 1, 2), (0, 1, 2), (0, 2), (0, 2), (0, 1, 2)):
         routed.append(chosen(policy, *map(candidate, living)))
@@ -77,7 +77,7 @@ def test_block_cost_weighs_blocks_to_compute_against_held_blocks() -> None:
     assert chosen(policy, candidate(0, queued=100), candidate(1, used=19)) == 1
 
 
-def test_the_least_predicted_ttft_decides_then_the_load() -> None:
+def test_predicted_ttft_chooses_the_least_ttft_then_the_least_load() -> None:
     policy = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT]()
     three = candidate(0), candidate(1, 5), candidate(2, 4)
     assert chosen(policy, *three, predicted={0: 3.0, 1: 2.0, 2: 2.5}) == 1
@@ -86,7 +86,7 @@ def test_the_least_predicted_ttft_decides_then_the_load() -> None:
     assert chosen(policy, *three) == 0
 
 
-def test_of_many_replicas_only_the_likely_ones_are_compared() -> None:
+def test_predicted_ttft_compares_a_bounded_number_of_replicas() -> None:
     policy, asked = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT](), set[int]()
     many = [candidate(each, each % 50, num_cached=10 if each in (77, 78) else 0) for each in range(100)]
 
@@ -99,7 +99,7 @@ def test_of_many_replicas_only_the_likely_ones_are_compared() -> None:
     assert {77, 78, 0, 50, 1, 51} <= asked
 
 
-def test_the_delay_of_other_requests_counts_less() -> None:
+def test_predicted_ttft_weighs_the_delay_of_other_requests_below_its_own() -> None:
     """Recomputing the prompt takes 0.1 s and delays 30 requests; the replica that caches it has a longer queue."""
     policy = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT]()
     cached, free = candidate(0, 30, num_cached=90, token_s=0.001), candidate(1, 30, token_s=0.001)
@@ -107,7 +107,7 @@ def test_the_delay_of_other_requests_counts_less() -> None:
     assert chosen(policy, cached, free, predicted={0: 2.0, 1: 0.5}) == 1
 
 
-def test_without_a_cached_prefix_the_delay_of_other_requests_counts_little() -> None:
+def test_predicted_ttft_weighs_the_delay_of_others_little_without_a_cached_prefix() -> None:
     """Computing the prompt takes 0.1 s on any replica and delays 30 requests or one."""
     policy = ROUTING_POLICIES[RoutingName.PREDICTED_TTFT]()
     many, few = candidate(0, 30, num_cached=9, token_s=0.001), candidate(1, 1, num_cached=9, token_s=0.001)
@@ -147,7 +147,7 @@ def by_all_numbers(
 
 
 @pytest.mark.parametrize("name", RoutingName)
-def test_lazy_candidates_give_the_same_choice_as_all_figures(name: RoutingName) -> None:
+def test_lazy_candidates_give_the_choice_of_evaluated_ones(name: RoutingName) -> None:
     rng = random.Random(name)
     for _ in range(300):
         few = rng.choice((2, 12, 40))

@@ -51,13 +51,13 @@ class Leases:
             assert tenant.num_leased == sum(map(tenant.leased_to, tenant.demands))
 
 
-def test_the_first_replica_gets_what_it_needs_and_the_second_the_rest() -> None:
+def test_first_replica_to_report_gets_the_slots_that_it_needs() -> None:
     leases = Leases(limit=3, num_replicas=2)
     assert leases.report(0, 0, 2) == [2, 0]
     assert leases.report(1, 0, 5) == [2, 1]
 
 
-def test_a_returned_slot_goes_to_the_replica_with_the_fewest() -> None:
+def test_returned_slot_is_leased_to_the_replica_with_the_fewest_slots() -> None:
     leases = Leases(limit=3, num_replicas=2)
     assert leases.report(0, 0, 9) == [3, 0]
     leases.report(0, 3, 6)
@@ -66,7 +66,7 @@ def test_a_returned_slot_goes_to_the_replica_with_the_fewest() -> None:
     assert leases.report(0, 1, 6, num_leased=1) == [2, 1], "the replica with no more slots than the other gets it back"
 
 
-def test_a_single_slot_rotates() -> None:
+def test_single_slot_rotates_between_replicas() -> None:
     leases = Leases(limit=1, num_replicas=3)
     leases.report(0, 0, 5)
     leases.report(0, 1, 4)
@@ -92,7 +92,7 @@ def test_slots_without_demand_are_returned() -> None:
     assert not leases.slots._tenants
 
 
-def test_a_replica_that_leaves_returns_its_slots() -> None:
+def test_drained_replica_returns_its_slots() -> None:
     leases = Leases(limit=2, num_replicas=2)
     leases.report(0, 0, 2)
     leases.report(0, 2, 0)
@@ -204,7 +204,7 @@ def test_a_tenant_runs_no_more_requests_on_several_replicas_than_on_one(num_repl
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_limit_holds_and_every_request_ends_under_random_load(seed: int) -> None:
+def test_tenant_limit_holds_and_every_request_ends_under_random_load(seed: int) -> None:
     rng = random.Random(seed)
     num_replicas = rng.choice((2, 3))
     replicas = Replicas(
@@ -231,7 +231,7 @@ def test_the_limit_holds_and_every_request_ends_under_random_load(seed: int) -> 
     replicas.finish()
 
 
-def test_a_migrating_request_counts_all_the_time() -> None:
+def test_migrating_request_always_counts_against_the_tenant_limit() -> None:
     replicas = Replicas(2, limit=1, max_num_seqs=4)
     source, target = replicas.runs
     first, second = (create_request(6, request_id=name, tenant="a", max_tokens=6) for name in ("first", "second"))
@@ -267,7 +267,9 @@ def server(replicas: int) -> Simulation:
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_a_server_keeps_the_limit_while_clients_come_and_go(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_keeps_the_tenant_limit_while_clients_connect_and_disconnect(
+    replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     simulation = server(replicas)
     step, most = VirtualReplica.step, dict.fromkeys("ab", 0)
 
@@ -286,7 +288,7 @@ def test_a_server_keeps_the_limit_while_clients_come_and_go(replicas: int, monke
     assert not any(simulation._counters.num_shares_broken.values())
 
 
-def test_slots_that_are_leased_twice_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_monitor_counts_slots_that_are_leased_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     def wanted(self: TenantSlots, replica: int, demands: Mapping[str, SlotDemand]) -> Mapping[str, int]:
         return {name: each.num_active + each.num_waiting - each.num_leased for name, each in demands.items()}
 
@@ -296,7 +298,7 @@ def test_slots_that_are_leased_twice_are_counted(monkeypatch: pytest.MonkeyPatch
     assert simulation._counters.num_shares_broken["tenant_limit"] > 0
 
 
-def test_requests_beyond_a_limit_are_counted_and_those_started_under_another_limit_are_not() -> None:
+def test_monitor_counts_requests_above_the_limit_under_which_they_started() -> None:
     monitor = LimitMonitor()
 
     def begin(limit: int | None, count: int = 1) -> int:
@@ -314,7 +316,7 @@ def test_requests_beyond_a_limit_are_counted_and_those_started_under_another_lim
     assert begin(None, 9) == 0
 
 
-def test_a_request_that_held_a_slot_before_a_reload_is_not_counted() -> None:
+def test_monitor_ignores_a_request_that_held_a_slot_before_a_reload() -> None:
     monitor, limits = LimitMonitor(), create_scheduler(max_running_per_tenant=1).limits
     first, migrating, other, late, last = (create_request(4, tenant="a") for _ in range(5))
     for replica in (0, 1):
@@ -334,7 +336,7 @@ def test_a_request_that_held_a_slot_before_a_reload_is_not_counted() -> None:
     assert monitor.record_migrated(create_request(4, tenant="a"), limits) == 1
 
 
-def test_finished_requests_are_not_kept_alive() -> None:
+def test_tenant_slots_hold_no_reference_to_finished_requests() -> None:
     monitor, request = LimitMonitor(), create_request(4, tenant="a")
     monitor.record_started([request], create_scheduler(max_running_per_tenant=1).limits)
     request.status, kept = RequestStatus.FINISHED, weakref.ref(request)

@@ -45,7 +45,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_all_threads_together_use_their_share_and_no_more(stack: ExitStack, count: int) -> None:
+def test_throttle_limits_all_threads_together_to_their_share(stack: ExitStack, count: int) -> None:
     threads = Threads(stack, count, has_steps=True)
     for _ in range(NUM_PIECES):
         threads.work(1.0)
@@ -53,7 +53,7 @@ def test_all_threads_together_use_their_share_and_no_more(stack: ExitStack, coun
     assert sum(threads.computed) >= CPU_SHARE * threads.now
 
 
-def test_unused_time_does_not_accumulate(stack: ExitStack) -> None:
+def test_throttle_does_not_accumulate_unused_time(stack: ExitStack) -> None:
     threads = Threads(stack, 1, has_steps=True)
     threads.work(1.0)
     threads.free_at[0] = 1000.0
@@ -61,7 +61,7 @@ def test_unused_time_does_not_accumulate(stack: ExitStack) -> None:
     assert threads.free_at[0] == 1001.0 + 1 / CPU_SHARE - 1
 
 
-def test_no_thread_waits_while_no_step_is_in_flight(stack: ExitStack) -> None:
+def test_throttle_delays_no_thread_without_a_step_in_flight(stack: ExitStack) -> None:
     threads = Threads(stack, 2, has_steps=False)
     for _ in range(NUM_PIECES):
         threads.work(1.0)
