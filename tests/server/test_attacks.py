@@ -122,17 +122,17 @@ def test_large_value_is_not_echoed():
         b'{"prompt": "x", "a\\u0000": 1, "max_tokens": {}}',
     ],
 )
-def test_broken_json(body):
+def test_malformed_json_is_refused(body):
     refused(body)
 
 
-def test_json_of_any_depth_is_refused():
+def test_deeply_nested_json_is_refused():
     deep = b"[" * 30_000 + b"]" * 30_000
     response = post(FakeEngine(max_body_bytes=2**20), COMPLETIONS, b'{"prompt": "x", "other": ' + deep + b"}")
     assert error_of(response)["message"] == "`body` must not be nested so deeply"
 
 
-def test_too_many_biases_are_refused():
+def test_logit_bias_above_the_limit_is_refused():
     body = {"prompt": "x", "logit_bias": {str(i): 1 for i in range(1025)}}
     response = post(FakeEngine(max_body_bytes=2**20), COMPLETIONS, body)
     assert error_of(response)["message"] == "`logit_bias` must hold at most 1024 tokens. Given: 1025"
@@ -190,6 +190,6 @@ def test_number_of_prompts_times_n_is_limited():
 
 
 @pytest.mark.parametrize("tokens", [[-1], [2048], [2**63], [10**30]])
-def test_ids_outside_the_vocabulary_do_not_decode(tokens):
+def test_detokenize_refuses_ids_outside_the_vocabulary(tokens):
     response = post(FakeEngine(), "/detokenize", {"tokens": tokens})
     assert error_of(response)["message"].startswith("`tokens` must hold token ids from 0 to 2047. Given: ")

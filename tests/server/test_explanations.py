@@ -39,7 +39,7 @@ def an_explanation(*, with_tenant: bool = False):
     )
 
 
-def test_explanation_of_a_request():
+def test_explanation_describes_the_times_of_a_request():
     engine = FakeEngine(explanations=[an_explanation()])
     answer = request(engine, "GET", "/v1/requests/cmpl-abc/explain").json()
     assert engine.asked == [("cmpl-abc", None)]
@@ -95,7 +95,7 @@ def test_timeline_can_be_limited():
     assert engine.asked == [(7, None)]
 
 
-def test_lookups_use_one_thread():
+def test_explanation_lookups_use_one_thread():
     """Each lookup holds Python's lock, which the engines need."""
     threads = set()
 
@@ -119,7 +119,7 @@ def test_lookups_use_one_thread():
 
 
 @pytest.mark.parametrize("path", ["/v1/timeline", "/v1/requests/a/explain"])
-def test_lookup_is_skipped_for_a_disconnected_client(path, monkeypatch):
+def test_explanation_lookup_is_skipped_for_a_disconnected_client(path, monkeypatch):
     given = []
 
     class Occupied:

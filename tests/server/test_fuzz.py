@@ -66,7 +66,7 @@ async def status_of(engine, path, body):
 @pytest.mark.parametrize("endpoint", POSTS, ids=lambda endpoint: endpoint.path)
 @given(data=st.data())
 @settings(max_examples=30)
-def test_any_field_value_is_answered_or_refused(endpoint, data):
+def test_fuzzed_field_value_is_answered_or_refused(endpoint, data):
     names = fields_of(endpoint.body)
     body = {name: value for name, value in USUAL.items() if name in names}
     body["parameters"] = dict(USUAL["parameters"])

@@ -81,15 +81,15 @@ def client(openai):
 
 
 class TestOpenAIClient:
-    def test_models(self, client):
+    def test_openai_client_lists_models(self, client):
         assert [model.id for model in client.models.list()] == ["demo"]
 
-    def test_completion(self, client):
+    def test_openai_client_creates_a_completion(self, client):
         answer = client.completions.create(model="demo", prompt="x", logprobs=1, extra_body={"priority": 1})
         assert answer.choices[0].text == "Hello world"
         assert answer.usage.completion_tokens == 3
 
-    def test_completion_stream(self, client):
+    def test_openai_client_streams_a_completion(self, client):
         stream = client.completions.create(
             model="demo", prompt="x", stream=True, stream_options={"include_usage": True}
         )
@@ -98,13 +98,13 @@ class TestOpenAIClient:
         assert usage.choices == []
         assert usage.usage.completion_tokens == 3
 
-    def test_chat(self, client):
+    def test_openai_client_creates_a_chat_completion(self, client):
         messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
         answer = client.chat.completions.create(model="demo", messages=messages, logprobs=True, top_logprobs=2)
         assert answer.choices[0].message.content == "Hello world"
         assert answer.choices[0].logprobs.content[0].logprob == -0.5
 
-    def test_chat_stream(self, client):
+    def test_openai_client_streams_a_chat_completion(self, client):
         messages = [{"role": "user", "content": "x"}]
         chunks = list(client.chat.completions.create(model="demo", messages=messages, stream=True))
         assert chunks[0].choices[0].delta.role == "assistant"
@@ -118,7 +118,7 @@ class TestOpenAIClient:
             client.completions.create(model="gpt", prompt="x")
 
 
-def test_api_keys_with_the_openai_client(openai):
+def test_openai_client_sends_its_api_key(openai):
     key = "sesame-open-the-door"
     engine = FakeEngine(api_keys=(ApiKey(name="a", key_sha256=hash_key(key), highest_class="standard"),))
     with serving(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:

@@ -49,13 +49,13 @@ def test_ui_policy_allows_own_resources_only():
 
 @pytest.mark.parametrize("keys", [(), KEYS], ids=["without keys", "with keys"])
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_root_leads_browsers_to_the_page(keys, method):
+def test_ui_root_redirects_browsers_to_the_page(keys, method):
     answer = request(FakeEngine(api_keys=keys), method, "/", headers=HTML)
     assert (answer.status_code, answer.headers["location"], answer.content) == (307, "ui", b"")
     assert answer.headers["vary"] == "accept"
 
 
-def test_root_refuses_get_of_other_clients_and_needs_a_key_for_post():
+def test_ui_root_refuses_get_of_other_clients_and_needs_a_key_for_post():
     answer = request(FakeEngine(), "GET", "/", headers={"accept": "*/*"})
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     assert request(FakeEngine(), "POST", "/", json={"inputs": "x"}, headers=HTML).status_code == 200

@@ -11,7 +11,7 @@ from support.fakes import DEMO_TOKENIZER, FakeEngine
 from support.server_client import error_of, post, request
 
 
-def test_tokenizer_info():
+def test_tokenizer_info_route_describes_the_tokenizer():
     engine = FakeEngine()
     info = request(engine, "GET", "/tokenizer_info").json()
     assert (info["bos_token"], info["eos_token"]) == ("<s>", "</s>")
@@ -19,7 +19,7 @@ def test_tokenizer_info():
     assert (info["vocab_size"], info["model_max_length"]) == (engine.tokenizer.vocab_size, engine.max_model_len)
 
 
-def test_models():
+def test_models_route_lists_the_served_model():
     body = request(FakeEngine(), "GET", "/v1/models").json()
     assert body["object"] == "list"
     assert [(card["id"], card["max_model_len"]) for card in body["data"]] == [("demo", 128)]
@@ -42,17 +42,17 @@ def test_health_reports_readiness(path):
     assert response.json() == {"status": "unavailable", "detail": "loading the model", "loading": True}
 
 
-def test_metrics():
+def test_metrics_route_has_the_prometheus_format():
     response = request(FakeEngine(), "GET", "/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=")
     assert 'vllm:num_requests_running{model_name="demo"}' in response.text
 
 
-def test_version():
+def test_version_route_returns_the_package_version():
     assert request(FakeEngine(), "GET", "/version").json() == {"version": __version__}
 
 
-def test_tokenize_and_back():
+def test_tokenize_and_detokenize_are_inverse():
     body = post(FakeEngine(), "/tokenize", {"prompt": "hello world"}).json()
     ids = DEMO_TOKENIZER.encode("hello world")
     assert body == {"count": len(ids), "max_model_len": 128, "tokens": ids}
@@ -95,7 +95,7 @@ def test_tokenize_requires_prompt_or_messages(body):
     assert error["message"] == "`prompt` or `messages` must be given, and not both"
 
 
-def test_paths_and_methods_that_do_not_exist():
+def test_unknown_path_is_404_and_unknown_method_405():
     assert error_of(request(FakeEngine(), "GET", "/nowhere"))["message"].startswith("not found")
     response = request(FakeEngine(), "GET", "/v1/completions")
     assert response.status_code == 405
@@ -103,7 +103,7 @@ def test_paths_and_methods_that_do_not_exist():
     assert error_of(response)["message"].startswith("method not allowed")
 
 
-def test_the_openapi_document_describes_every_endpoint():
+def test_openapi_document_describes_every_endpoint():
     document = request(FakeEngine(), "GET", "/openapi.json").json()
     described = {(method, path) for path, entry in document["paths"].items() for method in entry}
     routes = {(e.method.lower(), e.path.replace(":path", "")) for e in ENDPOINTS}

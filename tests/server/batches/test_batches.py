@@ -77,7 +77,7 @@ def test_cancelled_batch_keeps_its_answers(tmp_path, caplog):
     assert "status 500" not in caplog.text
 
 
-def test_batch_that_ends_during_cancellation_is_ended(tmp_path):
+def test_batch_that_completes_during_cancellation_stays_completed(tmp_path):
     engine = FakeEngine(Script(hold_after=0))
 
     async def talking():
@@ -168,7 +168,7 @@ def test_oldest_batches_of_a_tenant_run_and_others_use_no_memory(tmp_path, monke
     assert [each.tenant for each in engine.submitted].count("me") == 4
 
 
-def test_stopped_batch_leaves_its_slot_to_the_next(tmp_path, monkeypatch):
+def test_stopped_batch_frees_its_slot_for_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_AT_ONCE", 1)
     asked = []
 

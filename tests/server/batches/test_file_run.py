@@ -85,7 +85,7 @@ def test_file_run_on_a_full_disk_can_be_resumed(tmp_path, monkeypatch):
     assert (run(again, tmp_path).completed, len(again.submitted)) == (2, 1)
 
 
-def test_file_run_names_an_unwritable_target(tmp_path):
+def test_file_run_error_names_an_unwritable_output(tmp_path):
     (tmp_path / "in.jsonl").write_bytes(jsonl(line("a")))
     (tmp_path / "out.jsonl").mkdir()
     with pytest.raises(ConfigError, match=r"out\.jsonl cannot be written: .* the answers so far are kept"):

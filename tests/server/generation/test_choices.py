@@ -46,7 +46,7 @@ def test_best_of_generates_more_and_hides_its_logprobs():
     assert all(choice["logprobs"] is None for choice in answer["choices"])
 
 
-def test_best_of_is_charged_before_anything_is_submitted():
+def test_best_of_is_charged_before_submission():
     engine = FakeEngine(num_waiting=15)
     assert post(engine, PATH, {"prompt": "a", "best_of": 6}).status_code == 429
     assert engine.submitted == []

@@ -10,7 +10,7 @@ from llm_serving.server.generation.generation import ClientGoneError, Generation
 from support.fakes import FakeEngine, FakeStream, Script, Submitted
 
 
-def test_disconnect_at_the_end_cancels_nothing_else():
+def test_disconnect_at_the_end_of_a_response_cancels_no_other_task():
     async def run() -> str:
         loop = asyncio.get_running_loop()
         gone, done = loop.create_future(), loop.create_future()
@@ -35,7 +35,7 @@ def test_disconnect_at_the_end_cancels_nothing_else():
     assert asyncio.run(run()) == "answer"
 
 
-def test_disconnect_differs_from_server_shutdown():
+def test_disconnect_is_distinguished_from_server_shutdown():
     async def leave() -> dict[str, str]:
         return {"type": "http.disconnect"}
 

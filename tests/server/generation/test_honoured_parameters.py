@@ -30,12 +30,12 @@ def prompt_of(path, body, template=None):
 
 class TestSpecialTokens:
     @pytest.mark.parametrize(("sent", "added"), [(None, True), (True, True), (False, False)])
-    def test_of_a_completion(self, sent, added):
+    def test_completion_adds_special_tokens_unless_disabled(self, sent, added):
         prompt = prompt_of(COMPLETIONS, {"prompt": "hello", "add_special_tokens": sent})
         assert prompt == DEMO_TOKENIZER.encode("hello", add_special_tokens=added)
 
     @pytest.mark.parametrize(("sent", "added"), [(None, False), (True, True), (False, False)])
-    def test_of_a_conversation(self, sent, added):
+    def test_chat_adds_special_tokens_on_request_only(self, sent, added):
         prompt = prompt_of(CHAT, {"messages": USER, "add_special_tokens": sent}, "{{ messages[0].content }}")
         assert prompt == DEMO_TOKENIZER.encode("hello there", add_special_tokens=added)
 
@@ -44,51 +44,51 @@ class TestTruncation:
     @pytest.mark.parametrize(
         ("count", "kept"), [(2, [8, 9]), (4, [6, 7, 8, 9]), (500, [6, 7, 8, 9]), (None, [6, 7, 8, 9])]
     )
-    def test_keeps_the_end(self, count, kept):
+    def test_truncate_prompt_tokens_keeps_the_end_of_the_prompt(self, count, kept):
         assert prompt_of(COMPLETIONS, {"prompt": [6, 7, 8, 9], "truncate_prompt_tokens": count}) == kept
 
-    def test_of_a_conversation(self):
+    def test_truncate_prompt_tokens_applies_to_chat(self):
         whole = prompt_of(CHAT, {"messages": USER})
         assert prompt_of(CHAT, {"messages": USER, "truncate_prompt_tokens": 3}) == whole[-3:]
 
-    def test_keeps_what_fits_beside_the_answer(self):
+    def test_truncate_prompt_tokens_of_minus_one_leaves_room_for_the_answer(self):
         body = {"prompt": [5] * 500, "truncate_prompt_tokens": -1, "max_tokens": 28}
         assert len(prompt_of(COMPLETIONS, body)) == MAX_MODEL_LEN - 28
 
     @pytest.mark.parametrize("count", [0, -2])
-    def test_of_any_other_number_is_refused(self, count):
+    def test_truncate_prompt_tokens_below_one_is_refused(self, count):
         response = post(FakeEngine(), COMPLETIONS, {"prompt": "x", "truncate_prompt_tokens": count})
         assert error_of(response)["message"] == (
             f"`truncate_prompt_tokens` must be -1 or an integer of at least 1. Given: {count}"
         )
 
-    def test_is_what_an_echo_repeats(self):
+    def test_echo_returns_the_truncated_prompt(self):
         body = {"prompt": "one two three", "truncate_prompt_tokens": 1, "echo": True}
         kept = DEMO_TOKENIZER.decode(DEMO_TOKENIZER.encode("one two three")[-1:])
         assert post(FakeEngine(), COMPLETIONS, body).json()["choices"][0]["text"] == kept + "Hello world"
 
 
-class TestOpenMessage:
-    def test_the_prompt_ends_where_the_message_does(self):
+class TestContinueFinalMessage:
+    def test_continue_final_message_ends_the_prompt_with_the_message(self):
         template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
         prompt = prompt_of(CHAT, {"messages": OPEN, "continue_final_message": True}, template)
         text = "<user>hello there</><assistant>General Ken "
         assert prompt == DEMO_TOKENIZER.encode(text, add_special_tokens=False)
 
-    def test_opens_no_other_answer(self):
+    def test_continue_final_message_adds_no_generation_prompt(self):
         template = "{{ messages[1].content }}|{% if add_generation_prompt %}again{% endif %}"
         body = {"messages": OPEN, "continue_final_message": True}
         assert prompt_of(CHAT, body, template) == DEMO_TOKENIZER.encode("General Ken ", add_special_tokens=False)
         response = post(FakeEngine(), CHAT, {**body, "add_generation_prompt": True})
         assert error_of(response)["param"] == "continue_final_message"
 
-    def test_is_refused_where_the_template_drops_the_message(self):
+    def test_continue_final_message_is_refused_if_the_template_drops_the_message(self):
         response = post(
             engine_with("{{ messages[0].content }}"), CHAT, {"messages": OPEN, "continue_final_message": True}
         )
         assert "because the chat template drops the last message" in error_of(response)["message"]
 
-    def test_an_echo_begins_the_answer_with_it(self):
+    def test_echo_of_a_continued_message_begins_the_answer(self):
         body = {"messages": OPEN, "continue_final_message": True, "echo": True}
         template = "{% for m in messages %}{{ m.content }}{% endfor %}"
         answer = post(engine_with(template), CHAT, body).json()["choices"][0]["message"]["content"]
@@ -101,7 +101,7 @@ class TestOpenMessage:
 
 
 class TestTokensAsIds:
-    def test_of_a_completion(self):
+    def test_completion_logprobs_name_tokens_by_id(self):
         body = {"prompt": "x", "logprobs": 2, "return_tokens_as_token_ids": True}
         logprobs = post(FakeEngine(), COMPLETIONS, body).json()["choices"][0]["logprobs"]
         plain = post(FakeEngine(), COMPLETIONS, {**body, "return_tokens_as_token_ids": False}).json()["choices"][0]
@@ -109,14 +109,14 @@ class TestTokensAsIds:
         assert "token_id:501" in logprobs["top_logprobs"][0]
         assert logprobs["text_offset"] == plain["logprobs"]["text_offset"]
 
-    def test_of_a_conversation(self):
+    def test_chat_logprobs_name_tokens_by_id(self):
         body = {"messages": USER, "logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
         content = post(FakeEngine(), CHAT, body).json()["choices"][0]["logprobs"]["content"]
         assert content[0]["token"] == content[0]["top_logprobs"][0]["token"] == "token_id:500"
         assert content[0]["bytes"] == list(DEMO_TOKENIZER.token_bytes(500))
 
 
-def test_no_text_is_made_where_none_is_wanted():
+def test_detokenize_false_reaches_the_engine_and_refuses_stop_strings():
     engine = FakeEngine()
     assert post(engine, COMPLETIONS, {"prompt": "x", "detokenize": False}).status_code == 200
     assert engine.submitted[0].sampling.detokenize is False
@@ -130,12 +130,12 @@ class TestTgi:
         assert post(engine, "/generate", {"inputs": "x", "parameters": parameters}).status_code == 200
         return engine.submitted[0].sampling
 
-    def test_least_number_of_tokens(self):
+    def test_tgi_min_new_tokens_is_min_tokens(self):
         assert self.sampling(min_new_tokens=3).min_tokens == 3
         response = post(FakeEngine(), "/generate", {"inputs": "x", "parameters": {"min_new_tokens": -1}})
         assert response.json()["error"].startswith("`min_new_tokens` must be an integer from 0")
 
-    def test_stop_sequences_are_stop_strings(self):
+    def test_tgi_stop_sequences_are_stop_strings(self):
         assert self.sampling(stop_sequences=["a"]).stop == ("a",)
         assert self.sampling(stop=["b"], stop_sequences=[]).stop == ("b",)
         parameters = {"stop": ["a"], "stop_sequences": ["b"]}
@@ -144,7 +144,7 @@ class TestTgi:
 
 class TestConstraints:
     @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": USER})])
-    def test_reach_the_engine(self, path, body):
+    def test_bad_words_and_allowed_token_ids_reach_the_engine(self, path, body):
         engine = FakeEngine()
         response = post(engine, path, {**body, "bad_words": ["Paris", " sail rocket"], "allowed_token_ids": [7, 9]})
         assert response.status_code == 200, response.text
@@ -160,13 +160,13 @@ class TestConstraints:
             ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", [2**31]),
         ],
     )  # fmt: skip
-    def test_outside_their_range_are_refused(self, field, value):
+    def test_bad_words_and_allowed_token_ids_out_of_range_are_refused(self, field, value):
         response = post(FakeEngine(), COMPLETIONS, {"prompt": "x", field: value})
         assert response.status_code == 400
         assert error_of(response)["param"].startswith(field)
 
     @pytest.mark.parametrize("field", [{"bad_words": ["x"]}, {"allowed_token_ids": [7]}])
-    def test_do_not_go_with_a_beam_search(self, field):
+    def test_beam_search_refuses_bad_words_and_allowed_token_ids(self, field):
         body = {"prompt": "x", "use_beam_search": True, "best_of": 2, "n": 1, "temperature": 0, **field}
         assert error_of(post(FakeEngine(), COMPLETIONS, body))["param"] in field
 
@@ -179,22 +179,22 @@ class TestDefaultsOfTheModel:
         return engine.submitted[0].sampling
 
     @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": USER})])
-    def test_are_used_where_a_request_says_nothing(self, path, body):
+    def test_model_sampling_defaults_apply_to_missing_fields(self, path, body):
         sampling = self.sampling(path, {**body, "top_p": 1.0}, temperature=0.5, top_p=0.25, top_k=7)
         assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 1.0, 7)
 
-    def test_limit_a_conversation_that_names_no_limit(self):
+    def test_model_max_tokens_limits_chat_without_max_tokens(self):
         assert self.sampling(CHAT, {"messages": USER}, max_tokens=9).max_tokens == 9
         assert self.sampling(CHAT, {"messages": USER, "max_tokens": 12}, max_tokens=9).max_tokens == 12
         assert self.sampling(CHAT, {"messages": USER}, max_tokens=10**6).max_tokens < MAX_MODEL_LEN
 
     @pytest.mark.parametrize("path", ["/generate", "/models/demo"])
-    def test_do_not_touch_routes_with_documented_defaults(self, path):
+    def test_model_sampling_defaults_do_not_apply_to_tgi_and_legacy_routes(self, path):
         body = {"inputs": "x", "parameters": {"max_new_tokens": 5, "do_sample": True}}
         assert self.sampling(path, body, temperature=0.5).temperature == 1.0
 
 
-def test_an_answer_to_a_conversation_has_a_least_length_without_a_longest_one():
+def test_chat_min_tokens_needs_no_max_tokens():
     engine = FakeEngine()
     assert post(engine, CHAT, {"messages": USER, "min_tokens": 5}).status_code == 200
     assert engine.submitted[0].sampling.min_tokens == 5

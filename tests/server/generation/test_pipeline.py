@@ -38,7 +38,7 @@ def test_every_protocol_goes_through_the_admission_precheck(path: str, monkeypat
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"logprobs": 2}, {"echo": True}, {"return_token_ids": True}])
-def test_a_whole_completion_is_the_fold_of_its_chunks(fields: dict[str, Any]) -> None:
+def test_completion_response_is_the_fold_of_its_chunks(fields: dict[str, Any]) -> None:
     body = {"prompt": ["Hello", "you"], "echo": False, **fields}
     if fields == {"echo": True}:
         body["prompt"] = "Hello"
@@ -58,7 +58,7 @@ def test_a_whole_completion_is_the_fold_of_its_chunks(fields: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"logprobs": True, "top_logprobs": 2}, {"return_token_ids": True}])
-def test_a_whole_chat_completion_is_the_fold_of_its_chunks(fields: dict[str, Any]) -> None:
+def test_chat_response_is_the_fold_of_its_chunks(fields: dict[str, Any]) -> None:
     body = {"messages": USER, **fields}
     whole = post(FakeEngine(OUTPUTS), "/v1/chat/completions", body).json()["choices"]
     *chunks, _ = events(post(FakeEngine(OUTPUTS), "/v1/chat/completions", body | {"stream": True}))

@@ -93,7 +93,7 @@ def response_format(schema: Any, **more: Any) -> dict[str, Any]:
         ("json_schema", json.dumps(SCHEMA)),
     ],
 )
-def test_json_of_a_schema(path: str, field: str, value: Any) -> None:
+def test_schema_fields_of_all_spellings_constrain_the_answer(path: str, field: str, value: Any) -> None:
     found = answers(path, **{field: value})
     assert len(found) > 3
     assert all(answer is not None and validator_for(SCHEMA).is_valid(json.loads(answer)) for answer in found)
@@ -102,7 +102,7 @@ def test_json_of_a_schema(path: str, field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "value", [{"type": "json", "value": SCHEMA}, {"type": "json_schema", "value": {"schema": SCHEMA}}]
 )
-def test_json_of_a_schema_by_tgi(value: Any) -> None:
+def test_tgi_grammar_with_a_schema_constrains_the_answer(value: Any) -> None:
     assert {tuple(json.loads(answer or "")) for answer in answers(TGI, grammar=value)} == {("size", "ok")}
 
 
@@ -120,7 +120,7 @@ def test_white_space_pattern_without_json_is_refused(fields: dict[str, Any], par
     assert engine.submitted == []
 
 
-def test_any_json_object() -> None:
+def test_json_object_format_returns_an_object() -> None:
     found = [answer for answer in answers(CHAT, response_format={"type": "json_object"}) if answer is not None]
     assert found
     assert all(isinstance(json.loads(answer), dict) for answer in found)
@@ -141,12 +141,12 @@ def test_any_json_object() -> None:
         (TGI, "grammar", {"type": "regex", "value": "yes|no"}),
     ],
 )
-def test_choice_of_two_texts(path: str, field: str, value: Any) -> None:
+def test_choice_regex_and_grammar_fields_constrain_the_answer(path: str, field: str, value: Any) -> None:
     assert answers(path, **{field: value}) == {"yes", "no"}
 
 
 @pytest.mark.parametrize("value", [{"type": "text"}, None])
-def test_any_text(value: Any) -> None:
+def test_text_format_sets_no_constraint(value: Any) -> None:
     _, engine = ask(CHAT, response_format=value, guided_choice=None)
     assert engine.submitted[0].sampling.constraint is None
 
@@ -162,7 +162,7 @@ def test_empty_schema_requires_json(fields: dict[str, Any]) -> None:
     assert b"{" in first and b"x" not in first
 
 
-def test_all_choices_match_the_grammar() -> None:
+def test_all_choices_of_a_request_match_the_grammar() -> None:
     _, engine = ask(CHAT, guided_regex="a", n=3)
     [constraint] = {each.constraint for each in engine.submitted}
     assert constraint is not None

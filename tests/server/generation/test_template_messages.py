@@ -71,6 +71,6 @@ def test_text_is_added_to_the_system_message(messages: list[Any], expected: list
         ("{{ message.content }}", "I look."),
     ],
 )
-def test_calls_are_text_where_the_template_shows_none(template: str, content: str) -> None:
+def test_template_without_tool_calls_gets_them_as_text(template: str, content: str) -> None:
     message = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
     assert with_shown_calls(template, [USER, message]) == [USER, message | {"content": content}]

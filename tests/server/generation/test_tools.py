@@ -119,13 +119,13 @@ def test_reasoning_is_separate_without_tools(hermes: Tokenizer) -> None:
     assert message == {"role": "assistant", "content": "Yes.", "refusal": None, "reasoning_content": "Hmm."}
 
 
-def test_reasoning_opened_by_the_prompt() -> None:
+def test_chat_reasoning_opened_by_the_prompt_is_separate() -> None:
     tokenizer = tokenizer_with("{{ messages[0].content }}<think>\n")
     response, _ = ask(tokenizer, "Hmm.</think>Yes.", tools=None, limits={"reasoning_parser": "think"})
     assert response.json()["choices"][0]["message"]["reasoning_content"] == "Hmm."
 
 
-def test_reasoning_between_special_tokens() -> None:
+def test_chat_reasoning_between_special_tokens_is_separate() -> None:
     tokenizer = tokenizer_with("{{ messages[0].content }}{# [THINK] #}")
     response, engine = ask(tokenizer, "[THI", "NK]Hmm.[/THINK]", "Yes.", tools=None)
     message = response.json()["choices"][0]["message"]
@@ -147,14 +147,16 @@ ANSWER = ("<|channel|>analysis<|mess", "age|>Hmm.<|end|><|start|>assistant", "<|
         ({"reasoning_parser": "none"}, [WEATHER], None, "Hmm.\n\nYes."),
     ],
 )
-def test_answers_with_channels(limits: dict[str, Any], tools: Any, reasoning: str | None, content: str) -> None:
+def test_chat_answer_with_channels_has_reasoning_and_content(
+    limits: dict[str, Any], tools: Any, reasoning: str | None, content: str
+) -> None:
     response, engine = ask(tokenizer_with(HARMONY), *ANSWER, limits=limits, tools=tools)
     message = response.json()["choices"][0]["message"]
     assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
     assert not engine.submitted[0].sampling.skip_special_tokens
 
 
-def test_stream_of_an_answer_with_channels_has_a_call() -> None:
+def test_chat_stream_with_channels_has_a_tool_call() -> None:
     text = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
     response, _ = ask(tokenizer_with(HARMONY), *ANSWER[:2], text, ARGUMENTS[:5], ARGUMENTS[5:], "", stream=True)
     choices = [chunk["choices"][0] for chunk in events(response)[:-1]]
@@ -164,13 +166,13 @@ def test_stream_of_an_answer_with_channels_has_a_call() -> None:
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
-def test_forced_call_in_a_channel() -> None:
+def test_named_tool_choice_forces_a_call_with_channels() -> None:
     tokenizer = tokenizer_with(HARMONY)
     found = answers_to(tokenizer, tool_choice=CHOSEN, tools=[SWITCH])
     assert {call["function"]["name"] for calls in found for call in calls} == {"switch"}
 
 
-def test_continued_answer_with_channels_is_text() -> None:
+def test_continued_chat_answer_with_channels_is_text() -> None:
     tokenizer = tokenizer_with("{{ messages[-1].content }}{# <|channel|> #}")
     messages = [*USER, {"role": "assistant", "content": "Y"}]
     response, _ = ask(tokenizer, "es.", tools=None, messages=messages, continue_final_message=True)
@@ -185,7 +187,7 @@ def test_chat_template_has_the_reasoning_effort() -> None:
         assert tokenizer.decode(engine.submitted[0].prompt_token_ids).split(" ")[1:] == [given]
 
 
-def test_parsers_can_be_turned_off(hermes: Tokenizer) -> None:
+def test_tool_and_reasoning_parsers_can_be_disabled(hermes: Tokenizer) -> None:
     response, _ = ask(hermes, "<think>a</think>b", tools=None, limits={"reasoning_parser": "none"})
     assert response.json()["choices"][0]["message"]["content"] == "<think>a</think>b"
     response, _ = ask(hermes, CALL, limits={"tool_call_parser": "none"})
@@ -217,7 +219,7 @@ def test_calls_have_the_ids_that_the_model_writes() -> None:
 
 
 @pytest.mark.parametrize(("mark", "call"), [("", "｜>name<｜tool"), ("```json", "name\n```json\narguments")])
-def test_tools_are_described_where_the_template_shows_none(mark: str, call: str) -> None:
+def test_template_without_tools_gets_their_description_as_text(mark: str, call: str) -> None:
     for shows in ("", "{{ tools }}"):
         tokenizer = tokenizer_with("{{ messages | tojson }}{# <｜tool▁calls▁begin｜>" + mark + "#}" + shows)
         _, engine = ask(tokenizer, "x")

@@ -47,7 +47,7 @@ def error_of(files, cert, key):
 
 
 @pytest.mark.parametrize(("cert", "key"), [("cert.pem", "key.pem"), ("both.pem", None)])
-def test_valid_certificate_files(files, cert, key):
+def test_valid_certificate_files_are_accepted(files, cert, key):
     context = tls_context(files / cert, None if key is None else files / key)
     assert (
         context.minimum_version >= ssl.TLSVersion.TLSv1_2 or context.minimum_version == ssl.TLSVersion.MINIMUM_SUPPORTED

@@ -131,5 +131,5 @@ class TestBytes:
         ("", ""),
     ],
 )
-def test_network_of_an_address(host, address):
+def test_ipv6_addresses_are_grouped_by_their_network(host, address):
     assert network_of(host) == address

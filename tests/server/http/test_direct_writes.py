@@ -34,7 +34,7 @@ def never(index, piece):
     raise AssertionError("nothing may be made of it")
 
 
-def test_piece_is_written_at_once_as_a_chunk():
+def test_direct_write_sends_a_piece_at_once_as_a_chunk():
     async def run():
         async with connected() as (server, connection, transport):
             server.app = stream = Stream()
@@ -53,7 +53,7 @@ def test_piece_is_written_at_once_as_a_chunk():
 
 
 @pytest.mark.parametrize("why", ["the client does not read", "the client has left", "it is complete", "another began"])
-def test_waiting_piece_is_not_serialized(why):
+def test_direct_write_does_not_serialize_a_piece_that_must_wait(why):
     async def run():
         async with connected() as (server, connection, transport):
             server.app = stream = Stream()
@@ -82,7 +82,7 @@ def test_waiting_piece_is_not_serialized(why):
 @pytest.mark.parametrize(
     "request_", [b"HEAD / HTTP/1.1\r\nHost: a\r\n\r\n", b"GET / HTTP/1.0\r\n\r\n"], ids=["HEAD", "HTTP/1.0"]
 )
-def test_response_without_chunks_uses_the_application(request_):
+def test_direct_write_is_not_used_for_responses_without_chunks(request_):
     async def run():
         async with connected() as (server, connection, _):
             server.app = stream = Stream()

@@ -114,7 +114,7 @@ def in_time(url, request):
     raise AssertionError("none of a hundred was heard")
 
 
-class TestPatience:
+class TestTimeouts:
     def test_silent_connection_is_closed_without_a_response(self, hasty):
         with connect(hasty[0]) as client:
             assert read_all(client) == b""
@@ -182,7 +182,7 @@ def test_refused_connections_are_counted():
         assert counts(engine) == {("other", "400"): 2}
 
 
-class TestPlaces:
+class TestConnectionLimits:
     def streams(self, url, addresses):
         clients = [connect(url, address) for address in addresses]
         for client in clients:

@@ -55,7 +55,7 @@ def test_disconnect_with_pipelined_requests_is_detected():
     asyncio.run(run())
 
 
-def test_a_request_arrives_when_its_head_is_complete_or_the_response_before_it(monkeypatch):
+def test_arrival_time_is_that_of_the_complete_head_or_the_previous_response(monkeypatch):
     async def run():
         now = [10.0]
         monkeypatch.setattr(request_module, "monotonic", lambda: now[0])

@@ -28,7 +28,7 @@ def test_requests_start_a_few_at_a_time():
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])
-def test_probe_starts_immediately(path):
+def test_health_probe_starts_before_waiting_requests(path):
     async def run():
         async with connected() as (server, connection, _):
             others = [server.connect()[0] for _ in range(5 * STARTED_AT_ONCE)]

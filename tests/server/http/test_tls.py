@@ -56,7 +56,7 @@ def shown(authority, url):
         return client.getpeercert(binary_form=True)
 
 
-def test_requests_and_streams(authority, tmp_path):
+def test_tls_serves_requests_and_streams(authority, tmp_path):
     with serving(FakeEngine(limits=issue(authority, tmp_path))) as url:
         url = url.replace("http:", "https:")
         with httpx.Client(verify=trusting(authority)) as client:

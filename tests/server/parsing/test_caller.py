@@ -94,7 +94,7 @@ def test_caller_error_names_the_field(path, fields, message):
     assert engine.submitted == []
 
 
-def test_caller_applies_to_every_choice():
+def test_caller_of_a_request_applies_to_every_choice():
     engine = FakeEngine()
     submitted("/v1/completions", {"n": 2, "priority_class": "batch", "user": "ann"}, engine)
     assert [(each.priority, each.tenant) for each in engine.submitted] == [(1, "ann"), (1, "ann")]
@@ -215,14 +215,14 @@ def test_service_tier_selects_the_class(path, tier, priority):
 
 
 @pytest.mark.parametrize("fields", [{"priority": 0}, {"priority_class": "standard"}])
-def test_service_tier_beside_a_priority_is_ignored_and_named(fields):
+def test_service_tier_beside_a_priority_is_reported_as_ignored(fields):
     engine = engine_with_tiers()
     response = post(engine, "/v1/completions", {"prompt": "x", "service_tier": "flex", **fields})
     assert response.headers[IGNORED_HEADER] == "service_tier"
     assert engine.submitted[-1].priority == 0
 
 
-def test_service_tier_without_classes_that_have_one_is_ignored_and_named():
+def test_service_tier_without_tiers_in_the_configuration_is_reported_as_ignored():
     response = post(FakeEngine(), "/v1/completions", {"prompt": "x", "service_tier": "flex"})
     assert response.status_code == 200
     assert response.headers[IGNORED_HEADER] == "service_tier"
@@ -247,7 +247,7 @@ def test_service_tier_is_limited_by_the_api_key():
 @pytest.mark.parametrize(
     ("headers", "priority"), [({"x-priority": "-3"}, -3), ({"x-request-class": "batch"}, 1), ({"x-priority": "5"}, 5)]
 )
-def test_headers_of_a_gateway_give_priority_or_class(path, headers, priority):
+def test_gateway_headers_set_priority_or_class(path, headers, priority):
     assert submitted(path, {}, headers=headers).priority == priority
 
 
@@ -270,7 +270,7 @@ def test_headers_of_a_gateway_give_priority_or_class(path, headers, priority):
         ({"x-priority": "1"}, {"priority_class": ""}, "`priority_class` must not be given together with"),
     ],
 )
-def test_wrong_headers_of_a_gateway_are_refused(headers, fields, message):
+def test_invalid_gateway_headers_are_refused(headers, fields, message):
     engine = FakeEngine()
     response = post(engine, "/v1/completions", {"prompt": "x", **fields}, headers=headers)
     assert response.status_code == 400
@@ -278,11 +278,11 @@ def test_wrong_headers_of_a_gateway_are_refused(headers, fields, message):
     assert engine.submitted == []
 
 
-def test_headers_equal_to_the_body_are_accepted():
+def test_gateway_headers_equal_to_the_body_are_accepted():
     headers = {"x-request-class": "batch"}
     assert submitted("/v1/completions", {"priority_class": "batch"}, headers=headers).priority == 1
 
 
-def test_headers_of_a_route_without_requests_are_named_as_ignored():
+def test_gateway_headers_on_other_routes_are_reported_as_ignored():
     response = post(FakeEngine(), "/tokenize", {"prompt": "x"}, headers={"x-priority": "1"})
     assert response.headers[IGNORED_HEADER] == "x-priority"

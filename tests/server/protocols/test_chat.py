@@ -53,7 +53,7 @@ def test_chat_max_tokens_defaults_to_what_fits():
     assert [submitted.sampling.max_tokens for submitted in engine.submitted] == [MAX_MODEL_LEN - num_prompt, 7, 7]
 
 
-def test_content_as_a_list_of_parts():
+def test_chat_content_parts_are_joined():
     engine = FakeEngine()
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert post(engine, PATH, {"messages": [{"role": "user", "content": parts}]}).status_code == 200
@@ -178,7 +178,7 @@ def test_chat_template_kwargs_with_reserved_names_are_refused(name):
 
 
 class TestStream:
-    def test_role_then_pieces_then_done(self):
+    def test_chat_stream_has_role_then_pieces_then_done(self):
         *chunks, done = events(post(FakeEngine(), PATH, {"messages": USER, "stream": True}))
         assert done == "[DONE]"
         assert [chunk["object"] for chunk in chunks] == ["chat.completion.chunk"] * 4
@@ -189,7 +189,7 @@ class TestStream:
             ({"content": ""}, "stop"),
         ]
 
-    def test_usage_comes_in_a_chunk_without_choices(self):
+    def test_chat_stream_usage_is_in_a_chunk_without_choices(self):
         body = {"messages": USER, "stream": True, "stream_options": {"include_usage": True}}
         *pieces, usage, _ = events(post(FakeEngine(), PATH, body))
         assert [piece["usage"] for piece in pieces] == [None] * 4
@@ -209,7 +209,7 @@ class TestStream:
         assert engine.aborted == ["r"]
 
 
-def test_logprobs_of_each_token():
+def test_chat_stream_has_logprobs_of_each_token():
     body = {"messages": USER, "logprobs": True, "top_logprobs": 2}
     content = post(FakeEngine(), PATH, body).json()["choices"][0]["logprobs"]["content"]
     text = DEMO_TOKENIZER.token_text(500)
@@ -220,13 +220,13 @@ def test_logprobs_of_each_token():
     assert [top["logprob"] for top in content[0]["top_logprobs"]] == [-0.5, -1.5]
 
 
-def test_logprobs_without_top_logprobs_have_none():
+def test_chat_logprobs_without_top_logprobs_have_no_alternatives():
     content = post(FakeEngine(), PATH, {"messages": USER, "logprobs": True}).json()["choices"][0]["logprobs"]["content"]
     assert content[0]["top_logprobs"] == []
 
 
 class TestPromptLogprobs:
-    def test_stand_beside_the_choices(self):
+    def test_chat_prompt_logprobs_are_beside_the_choices(self):
         engine = FakeEngine()
         body = post(engine, PATH, {"messages": USER, "prompt_logprobs": 1, "n": 2}).json()
         num_prompt = body["usage"]["prompt_tokens"]
@@ -235,7 +235,7 @@ class TestPromptLogprobs:
         assert [list(each)[-1] for each in body["prompt_logprobs"][1:]] == ["0"] * (num_prompt - 1)
         assert [submitted.sampling.prompt_logprobs for submitted in engine.submitted] == [1, None]
 
-    def test_are_not_streamed(self):
+    def test_chat_prompt_logprobs_are_refused_in_a_stream(self):
         error = error_of(post(FakeEngine(), PATH, {"messages": USER, "prompt_logprobs": 1, "stream": True}))
         assert error["message"] == "`stream` must be false with prompt_logprobs. Given: True"
 

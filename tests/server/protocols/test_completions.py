@@ -14,7 +14,7 @@ from support.server_client import error_of, events, leave_while_held, post
 PATH = "/v1/completions"
 
 
-def test_a_whole_answer():
+def test_completion_response_has_all_fields():
     engine = FakeEngine()
     response = post(engine, PATH, {"model": "demo", "prompt": "hello"})
     body = response.json()
@@ -39,7 +39,7 @@ def test_a_whole_answer():
     assert engine.aborted == []
 
 
-def test_absent_and_null_fields_take_the_defaults():
+def test_completion_absent_and_null_fields_have_defaults():
     engine = FakeEngine()
     names = (
         "max_tokens temperature top_p top_k min_p seed stop n logprobs echo stream logit_bias min_tokens user"
@@ -49,7 +49,7 @@ def test_absent_and_null_fields_take_the_defaults():
     assert sampling == SamplingParams(max_tokens=16, temperature=1.0, seed=sampling.seed)
 
 
-def test_requests_without_seed_differ():
+def test_requests_without_seed_get_different_seeds():
     engine = FakeEngine()
     for _ in range(3):
         post(engine, PATH, {"prompt": "x"})
@@ -74,7 +74,7 @@ def test_every_sampling_field_reaches_the_engine():
 
 
 @pytest.mark.parametrize(("sent", "seed"), [(-1, 2**64 - 1), (2**64 - 1, 2**64 - 1), (-(2**63), 2**63), (0, 0)])
-def test_seeds_of_either_sign(sent, seed):
+def test_seeds_of_both_signs_are_accepted(sent, seed):
     engine = FakeEngine()
     post(engine, PATH, {"prompt": "x", "seed": sent})
     assert engine.submitted[0].sampling.seed == seed
@@ -100,7 +100,7 @@ def test_top_k_minus_one_keeps_all():
         ([[5, 6], [7]], [[5, 6], [7]]),
     ],
 )
-def test_prompts_as_text_and_as_ids(prompt, expected):
+def test_completion_prompts_may_be_texts_or_token_ids(prompt, expected):
     engine = FakeEngine()
     body = post(engine, PATH, {"prompt": prompt}).json()
     assert [submitted.prompt_token_ids for submitted in engine.submitted] == expected
@@ -109,7 +109,7 @@ def test_prompts_as_text_and_as_ids(prompt, expected):
 
 
 @pytest.mark.parametrize("prompt", [[], ["a", 5], [5, [6]], ["a", [5]]])
-def test_invalid_prompts_are_refused(prompt):
+def test_completion_refuses_invalid_prompts(prompt):
     error = error_of(post(FakeEngine(), PATH, {"prompt": prompt}))
     assert error["param"] == "prompt"
     assert "must be a text, a list of texts, token ids or a list of lists of token ids" in error["message"]
@@ -146,7 +146,7 @@ class TestStream:
         assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "b", ""]
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
-    def test_usage_comes_in_a_chunk_without_choices(self):
+    def test_completion_stream_usage_is_in_a_chunk_without_choices(self):
         body = {"prompt": [5, 6], "stream": True, "stream_options": {"include_usage": True}}
         *pieces, usage, done = events(post(FakeEngine(), PATH, body))
         assert done == "[DONE]"
@@ -155,7 +155,7 @@ class TestStream:
         assert usage["usage"]["prompt_tokens"] == 2
         assert usage["usage"]["completion_tokens"] == 3
 
-    def test_continuous_usage_counts_up(self):
+    def test_continuous_usage_of_a_stream_is_cumulative(self):
         options = {"include_usage": True, "continuous_usage_stats": True}
         chunks = events(post(FakeEngine(), PATH, {"prompt": [5, 6], "stream": True, "stream_options": options}))[:-1]
         assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3]
@@ -170,7 +170,7 @@ class TestStream:
             texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
         assert texts == ["Hello world"] * 3
 
-    def test_token_ids_of_prompt_and_output(self):
+    def test_stream_has_token_ids_of_prompt_and_output(self):
         body = {"prompt": [5, 6], "stream": True, "return_token_ids": True}
         chunks = events(post(FakeEngine(), PATH, body))[:-1]
         assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[500], [501], [502]]
@@ -183,11 +183,11 @@ class TestStream:
         assert failure["error"]["message"] == "WorkAgent 0 died"
         assert done == "[DONE]"
 
-    def test_an_exception_of_the_engine_is_an_event(self):
+    def test_engine_exception_in_a_stream_is_an_event(self):
         script = Script(raises=WorkerDiedError("gone"))
         assert events(post(FakeEngine(script), PATH, {"prompt": "x", "stream": True}))[-2]["error"]["message"] == "gone"
 
-    def test_an_internal_error_is_not_shown(self):
+    def test_internal_error_in_a_stream_hides_its_text(self):
         engine = FakeEngine(Script(raises=ZeroDivisionError("secret /dev/shm/name")))
         assert events(post(engine, PATH, {"prompt": "x", "stream": True}))[-2]["error"]["message"] == "internal error"
 
@@ -196,17 +196,17 @@ class TestStream:
         assert error_of(post(FakeEngine(), PATH, body))["param"] == "stream_options"
 
 
-class TestClientLeaves:
+class TestClientDisconnect:
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("hold_after", [0, 2])
-    def test_its_requests_are_aborted(self, stream, hold_after):
+    def test_disconnect_aborts_the_requests_of_a_completion(self, stream, hold_after):
         engine = FakeEngine(Script(hold_after=hold_after))
         messages = leave_while_held(engine, PATH, {"prompt": "x", "n": 2, "stream": stream, "request_id": "r"})
         assert engine.aborted == ["r", "r"]
         sent = b"".join(message.get("body", b"") for message in messages if message["type"] == "http.response.body")
         assert b"[DONE]" not in sent
 
-    def test_finished_choices_are_not_aborted(self):
+    def test_disconnect_does_not_abort_finished_choices(self):
         engine = FakeEngine()
         slow = Script(hold_after=2)
         engine.script_for = lambda submitted: Script() if submitted.sampling.seed == 7 else slow
@@ -215,7 +215,7 @@ class TestClientLeaves:
 
 
 class TestLogprobs:
-    def test_of_each_token(self):
+    def test_completion_logprobs_describe_each_token(self):
         body = post(FakeEngine(), PATH, {"prompt": "x", "logprobs": 2}).json()
         logprobs = body["choices"][0]["logprobs"]
         tokens = [DEMO_TOKENIZER.token_text(token_id) for token_id in (500, 501, 502)]
@@ -224,7 +224,7 @@ class TestLogprobs:
         assert logprobs["top_logprobs"][0] == {tokens[0]: -0.5, tokens[1]: -1.5}
         assert logprobs["text_offset"] == [0, len(tokens[0]), len(tokens[0]) + len(tokens[1])]
 
-    def test_zero_returns_the_sampled_token_only(self):
+    def test_completion_logprobs_of_0_have_the_sampled_token_only(self):
         logprobs = post(FakeEngine(), PATH, {"prompt": "x", "logprobs": 0}).json()["choices"][0]["logprobs"]
         assert logprobs["top_logprobs"] == [{token: -0.5} for token in logprobs["tokens"]]
 
@@ -237,15 +237,15 @@ class TestLogprobs:
 
 
 class TestEcho:
-    def test_of_a_text(self):
+    def test_echo_returns_the_prompt_text(self):
         assert post(FakeEngine(), PATH, {"prompt": "x:", "echo": True}).json()["choices"][0]["text"] == "x:Hello world"
 
-    def test_of_token_ids(self):
+    def test_echo_decodes_prompt_token_ids(self):
         ids = DEMO_TOKENIZER.encode("one two")
         body = post(FakeEngine(), PATH, {"prompt": [ids], "echo": True}).json()
         assert body["choices"][0]["text"] == "one twoHello world"
 
-    def test_in_a_stream_comes_with_the_first_piece(self):
+    def test_echo_in_a_stream_is_part_of_the_first_piece(self):
         chunks = events(post(FakeEngine(), PATH, {"prompt": "x:", "echo": True, "stream": True}))[:-1]
         assert [chunk["choices"][0]["text"] for chunk in chunks] == ["x:Hello", " world", ""]
 
@@ -287,7 +287,7 @@ class TestEcho:
             told = text[start:end]
             assert told == token.removeprefix(" ") if start == 0 else told == token or token.startswith("bytes:")
 
-    def test_with_logprobs_and_no_tokens(self):
+    def test_echo_with_logprobs_may_generate_no_tokens(self):
         engine = FakeEngine(Script([Piece("", 0)], finish_reason=FinishReason.LENGTH))
         body = {"prompt": "one two", "echo": True, "logprobs": 0, "max_tokens": 0}
         choice = post(engine, PATH, body).json()["choices"][0]
@@ -297,13 +297,13 @@ class TestEcho:
         assert choice["logprobs"]["token_logprobs"] == [None, *(-float(i) for i in range(1, num_prompt))]
         assert [len(each or ()) for each in choice["logprobs"]["top_logprobs"]] == [0] + [1] * (num_prompt - 1)
 
-    def test_of_one_token_with_logprobs(self):
+    def test_echo_of_one_token_has_no_logprob(self):
         engine = FakeEngine(Script([Piece("", 0)]))
         body = {"prompt": [7], "echo": True, "logprobs": 2, "max_tokens": 0}
         logprobs = post(engine, PATH, body).json()["choices"][0]["logprobs"]
         assert (logprobs["token_logprobs"], logprobs["top_logprobs"]) == ([None], [None])
 
-    def test_with_logprobs_of_several_prompts_and_answers(self):
+    def test_echo_with_logprobs_supports_several_prompts_and_choices(self):
         body = {"prompt": [[5, 6], [7, 8, 9]], "n": 2, "echo": True, "logprobs": 0, "max_tokens": 1}
         engine = FakeEngine()
         choices = post(engine, PATH, body).json()["choices"]
@@ -316,7 +316,7 @@ class TestEcho:
 
 
 class TestPromptLogprobs:
-    def test_have_the_format_of_vllm(self):
+    def test_prompt_logprobs_have_the_format_of_vllm(self):
         engine = FakeEngine()
         body = {"prompt": [5, 1, 0], "max_tokens": 3, "prompt_logprobs": 2}
         choice = post(engine, PATH, body).json()["choices"][0]
@@ -335,18 +335,18 @@ class TestPromptLogprobs:
             },
         ]
 
-    def test_of_0_return_the_prompt_tokens_only(self):
+    def test_prompt_logprobs_of_0_have_the_prompt_tokens_only(self):
         body = {"prompt": [5, 6], "prompt_logprobs": 0}
         choice = post(FakeEngine(), PATH, body).json()["choices"][0]
         assert [list(each or ()) for each in choice["prompt_logprobs"]] == [[], ["6"]]
 
-    def test_may_exceed_the_limit_of_an_echo(self):
+    def test_prompt_logprobs_may_exceed_the_logprobs_of_an_echo(self):
         body = {"prompt": [5, 6], "prompt_logprobs": 3, "echo": True, "logprobs": 1, "max_tokens": 1}
         choice = post(FakeEngine(), PATH, body).json()["choices"][0]
         assert len(choice["prompt_logprobs"][1]) == 4
         assert len(choice["logprobs"]["top_logprobs"][1]) == 2
 
-    def test_are_returned_with_best_of(self):
+    def test_prompt_logprobs_are_returned_with_best_of(self):
         body = {"prompt": [5, 6], "prompt_logprobs": 0, "best_of": 3, "n": 2}
         choices = post(FakeEngine(), PATH, body).json()["choices"]
         assert [list(choice["prompt_logprobs"][1]) for choice in choices] == [["6"], ["6"]]
@@ -373,12 +373,12 @@ class TestPromptLogprobs:
             ),
         ],
     )
-    def test_refuse_incompatible_parameters(self, changes, message):
+    def test_prompt_logprobs_refuse_incompatible_parameters(self, changes, message):
         engine = FakeEngine()
         assert error_of(post(engine, PATH, {"prompt": "x", **changes}))["message"] == message
         assert engine.submitted == []
 
-    def test_an_answer_with_too_many_is_refused(self):
+    def test_prompt_logprobs_above_the_response_limit_are_refused(self):
         body = {"prompt": ["a " * 100] * 4, "prompt_logprobs": 20, "n": 128}
         error = error_of(post(FakeEngine(), PATH, body))
         rule = "and one, times the tokens of the prompts of all answers, must be at most 524288. Given: 1096704"
@@ -405,17 +405,17 @@ def test_best_of_equal_to_n_has_no_effect():
 
 
 class TestRequestId:
-    def test_of_the_body(self):
+    def test_request_id_of_the_body_takes_precedence(self):
         engine = FakeEngine()
         response = post(engine, PATH, {"prompt": "x", "request_id": "my-1"}, headers={"x-request-id": "other"})
         assert response.json()["id"] == "cmpl-my-1"
         assert response.headers["x-request-id"] == "my-1"
         assert engine.submitted[0].request_id == "my-1"
 
-    def test_of_the_header(self):
+    def test_request_id_header_is_used(self):
         assert post(FakeEngine(), PATH, {"prompt": "x"}, headers={"x-request-id": "h-1"}).json()["id"] == "cmpl-h-1"
 
-    def test_an_error_has_one_too(self):
+    def test_error_response_has_a_request_id(self):
         bodies = ({"prompt": "x", "temperature": -1}, {"prompt": "x", "temperature": -1, "request_id": "h-1"}, {"x": 1})
         for path in (PATH, "/v1/messages"):
             for body in bodies:
@@ -423,17 +423,17 @@ class TestRequestId:
                 assert (response.status_code, response.headers["x-request-id"]) == (400, "h-1")
         assert len(post(FakeEngine(), PATH, {"x": 1}).headers["x-request-id"]) == 32
 
-    def test_a_malformed_header_is_not_used(self):
+    def test_malformed_request_id_header_is_ignored(self):
         response = post(FakeEngine(), PATH, {"prompt": "x"}, headers={"x-request-id": "a b" * 99})
         assert response.status_code == 200
         assert "a b" not in response.json()["id"]
 
-    def test_a_malformed_field_is_refused(self):
+    def test_malformed_request_id_field_is_refused(self):
         assert error_of(post(FakeEngine(), PATH, {"prompt": "x", "request_id": "a\nb"}))["param"] == "request_id"
 
 
 class TestRefusals:
-    def test_another_model_is_not_found(self):
+    def test_unknown_model_is_404(self):
         response = post(FakeEngine(), PATH, {"model": "gpt-4", "prompt": "x"})
         assert response.status_code == 404
         assert error_of(response) == {
@@ -468,7 +468,7 @@ class TestRefusals:
         response = post(FakeEngine(refusal=refusal), PATH, {"prompt": "x"})
         assert (response.headers["retry-after"], response.headers["x-queue-estimate-ms"]) == ("3", "2501")
 
-    def test_no_work_agent_is_503(self):
+    def test_missing_work_agent_is_503(self):
         response = post(
             FakeEngine(refusal=UnavailableError("no WorkAgent serves")), PATH, {"prompt": "x", "stream": True}
         )
@@ -497,12 +497,12 @@ class TestRefusals:
         assert post(engine, PATH, {"prompt": "x", "n": 11}).status_code == 429
         assert engine.submitted == []
 
-    def test_a_failed_request_is_a_server_error(self):
+    def test_failed_generation_is_a_server_error(self):
         response = post(FakeEngine(Script(error="row 3: logits are NaN")), PATH, {"prompt": "x"})
         assert response.status_code == 500
         assert error_of(response)["message"] == "row 3: logits are NaN"
 
-    def test_an_internal_error_is_not_shown(self):
+    def test_internal_error_response_hides_its_text(self):
         engine = FakeEngine(Script(raises=ZeroDivisionError("secret /dev/shm/name")))
         response = post(engine, PATH, {"prompt": "x"})
         assert response.status_code == 500

@@ -28,7 +28,7 @@ def numbers(response):
     return [np.array(each["embedding"], np.float32) for each in response.json()["data"]]
 
 
-def test_embedding_of_a_text():
+def test_embedding_response_has_the_vector_of_a_text():
     engine = FakeEngine(SILENT)
     response = ask(engine, model="demo", user="u", priority=3)
     answer = response.json()

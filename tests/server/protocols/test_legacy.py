@@ -102,7 +102,7 @@ def test_legacy_stream_has_a_line_for_each_token():
         (Script(finish_reason=FinishReason.LENGTH), "length"),
     ],
 )
-def test_finish_reasons(script, reason):
+def test_legacy_finish_reasons_are_eos_stop_and_length(script, reason):
     assert post(FakeEngine(script), "/models/llama2", body()).json()["finish_reason"] == reason
 
 
@@ -112,13 +112,13 @@ class TestParameters:
         assert post(engine, "/models/llama2", body(**{"max_new_tokens": 50, **parameters})).status_code == 200
         return engine.submitted[0].sampling
 
-    def test_defaults(self):
+    def test_legacy_parameters_have_the_documented_defaults(self):
         sampling = self.sampling()
         assert sampling == SamplingParams(
             max_tokens=50, temperature=1.0, top_k=3, top_p=1.0, repetition_penalty=1.0, seed=sampling.seed, logprobs=0
         )
 
-    def test_300_new_tokens_unless_given(self):
+    def test_legacy_max_new_tokens_defaults_to_300(self):
         engine = FakeEngine()
         engine.max_model_len = 4096
         post(engine, "/models/llama2", {"inputs": "hello"})
@@ -129,7 +129,7 @@ class TestParameters:
         assert self.sampling(do_sample=value).greedy
 
     @pytest.mark.parametrize("value", ["True", "true", True, None])
-    def test_sampling_is_the_default(self, value):
+    def test_legacy_sampling_is_the_default(self, value):
         assert self.sampling(do_sample=value).temperature == 1.0
 
     def test_legacy_numbers_may_be_strings(self):
@@ -139,29 +139,29 @@ class TestParameters:
         sampling = self.sampling(repetition_penalty=1.25, seed=5, stop=["END"])
         assert (sampling.repetition_penalty, sampling.seed, sampling.stop) == (1.25, 5, ("END",))
 
-    def test_a_given_seed_is_reported(self):
+    def test_legacy_seed_is_reported(self):
         assert post(FakeEngine(), "/models/llama2", body(seed=5, max_new_tokens=5)).json()["seed"] == 5
 
     @pytest.mark.parametrize(("sent", "used"), [(0, 1), (-5, 1), (2048, 2048), (2049, 1), (10**30, 1)])
-    def test_top_k_outside_the_vocabulary_is_one(self, sent, used):
+    def test_legacy_top_k_outside_the_vocabulary_is_one(self, sent, used):
         assert self.sampling(top_k=sent).top_k == used
 
     @pytest.mark.parametrize(("sent", "used"), [(0.0, 0.01), (-1, 0.01), (5, 1.0), (0.5, 0.5)])
-    def test_top_p_is_cut_to_its_range(self, sent, used):
+    def test_legacy_top_p_is_clipped_to_its_range(self, sent, used):
         assert self.sampling(top_p=sent).top_p == as_float32(used)
 
     @pytest.mark.parametrize("value", [0, -1.5])
-    def test_a_temperature_not_above_zero_is_greedy(self, value):
+    def test_legacy_temperature_not_above_zero_is_greedy(self, value):
         assert self.sampling(temperature=value).greedy
 
-    def test_parameters_without_effect_are_accepted_in_any_form(self):
+    def test_legacy_parameters_without_effect_accept_any_value(self):
         assert self.sampling(
             details="True", decoder_input_details=False, top_n_tokens=0, truncate=False, typical_p=0, watermark="False"
         )
 
 
 class TestErrorsAsText:
-    def test_legacy_prompt_beyond_the_limits(self):
+    def test_legacy_prompt_beyond_the_limits_has_an_error_text(self):
         engine = FakeEngine()
         num_prompt = len(engine.tokenizer.encode("hello"))
         fits = engine.max_model_len - num_prompt - 1
@@ -177,19 +177,19 @@ class TestErrorsAsText:
         assert response.status_code == 422
         assert "`parameters.max_new_tokens` must be an integer from 1" in response.text
 
-    def test_legacy_prompt_too_long_for_the_engine(self):
+    def test_legacy_prompt_too_long_for_the_engine_has_an_error_text(self):
         engine = FakeEngine(refusal=ContextLengthError("max_tokens", "must fit the cache", 9))
         response = post(engine, "/models/llama2/generate", body(max_new_tokens=5))
         assert response.json()["generated_text"] == "Error202: prompt out of range"
 
-    def test_an_empty_prompt_in_a_stream(self):
+    def test_legacy_stream_of_an_empty_prompt_has_an_error_text(self):
         response = post(FakeEngine(), "/models/llama2", {"inputs": "", "stream": "True"})
         pieces = [json.loads(line)["data"][0]["generated_text"] for line in response.text.splitlines()]
         assert pieces == ["Error203: prompt token empty"] * 2
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
 
     @pytest.mark.parametrize("script", [Script(error="gone"), Script(raises=WorkerDiedError("gone"))])
-    def test_legacy_failed_stream(self, script):
+    def test_legacy_failed_stream_ends_with_an_error_text(self, script):
         response = post(FakeEngine(script), "/models/llama2/generate_stream", body())
         data = [json.loads(line)["data"][0] for line in response.text.splitlines()]
         failed = "error304: generation task stop abnormally!, please retry!"
@@ -197,7 +197,7 @@ class TestErrorsAsText:
         assert data[-1]["generated_text"] == "Hello world" + failed
         assert data[-1]["finish_reason"] == "predict_failed"
 
-    def test_legacy_failed_generation(self):
+    def test_legacy_failed_generation_has_an_error_text(self):
         answer = post(FakeEngine(Script(error="gone")), "/models/llama2", body()).json()
         assert answer["generated_text"].endswith("error304: generation task stop abnormally!, please retry!")
         assert answer["finish_reason"] == "predict_failed"
@@ -229,7 +229,7 @@ def test_legacy_malformed_body_keeps_its_status():
     assert response.json()["detail"][0]["loc"] == ["body", "inputs"]
 
 
-def test_a_full_queue_is_refused():
+def test_legacy_full_queue_is_refused():
     assert post(FakeEngine(refusal=FULL_QUEUE), "/models/llama2", body(max_new_tokens=5)).status_code == 429
 
 
@@ -240,7 +240,7 @@ def test_legacy_disconnect_aborts_the_request(path):
     assert len(engine.aborted) == len(engine.submitted) == 1
 
 
-def test_batch_size_and_request_numbers_are_single_events():
+def test_legacy_batch_size_and_request_number_routes_send_one_event():
     response = request(FakeEngine(), "GET", "/serving/get_bs")
     assert response.text == 'data: {"event": "message", "retry": 30000, "data": 3}\r\n\r\n'
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -248,7 +248,7 @@ def test_batch_size_and_request_numbers_are_single_events():
     assert response.text == 'data: {"event": "message", "retry": 30000, "data": 5}\r\n\r\n'
 
 
-def test_model_info():
+def test_legacy_model_info_describes_the_model():
     response = request(FakeEngine(), "GET", "/serving/get_serverd_model_info")
     assert response.text.startswith('data: {"docker_label": ')
     assert response.text.endswith("}\r\n\r\n")

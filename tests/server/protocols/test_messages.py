@@ -27,7 +27,7 @@ def error_of(response):
     return content["error"]
 
 
-def test_a_whole_answer():
+def test_messages_response_has_all_fields():
     engine = FakeEngine()
     response = post(engine, PATH, body(seed=3))
     answer = response.json()
@@ -51,7 +51,7 @@ def test_a_whole_answer():
     assert (engine.submitted[0].sampling.max_tokens, engine.submitted[0].sampling.seed) == (8, 3)
 
 
-def test_the_events_of_a_stream():
+def test_messages_stream_has_all_events_in_order():
     received = named_events(post(FakeEngine(), PATH, body(stream=True)))
     assert [name for name, _ in received] == [
         "message_start",
@@ -83,7 +83,7 @@ def test_the_events_of_a_stream():
         (Script(stop_reason=7), ("end_turn", None)),
     ],
 )
-def test_messages_stop_reasons(script, ending):
+def test_messages_stop_reason_follows_the_finish_reason(script, ending):
     answer = post(FakeEngine(script), PATH, body(stop_sequences=["###"])).json()
     assert (answer["stop_reason"], answer["stop_sequence"]) == ending
 
@@ -173,7 +173,7 @@ def test_messages_errors_have_anthropic_types(engine, model, status, kind):
     assert (response.status_code, error_of(response)["type"]) == (status, kind)
 
 
-def test_messages_body_too_large():
+def test_messages_body_too_large_has_an_anthropic_error():
     response = post(FakeEngine(), PATH, body(system="x" * 5000))
     assert (response.status_code, error_of(response)["type"]) == (413, "request_too_large")
 

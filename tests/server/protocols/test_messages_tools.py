@@ -111,7 +111,7 @@ def test_messages_calls_reasoning_and_results_reach_the_template():
     ("choice", "calls"),
     [({"type": "auto"}, 2), ({"type": "auto", "disable_parallel_tool_use": True}, 1), ({"type": "none"}, 0)],
 )
-def test_messages_tool_choice(choice, calls):
+def test_messages_tool_choice_limits_the_calls(choice, calls):
     response, engine = ask(CALL, CALL, tool_choice=choice)
     content = response.json()["content"]
     assert len([block for block in content if block["type"] == "tool_use"]) == calls
@@ -127,7 +127,7 @@ def test_messages_token_count_includes_tools():
     assert count(tools=[TOOL]) > count() == count(tools=[TOOL], tool_choice={"type": "none"})
 
 
-def test_messages_thinking_without_a_budget():
+def test_messages_thinking_needs_no_budget():
     response, engine = ask("<think>Hmm.</think>Yes.", thinking={"type": "adaptive"})
     assert [block["type"] for block in response.json()["content"]] == ["thinking", "text"]
     assert engine.submitted[0].constraint is None

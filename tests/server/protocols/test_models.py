@@ -8,7 +8,7 @@ from support.fakes import FakeEngine
 from support.server_client import request
 
 
-def test_models_route_lists_parameter_rules_and_defaults():
+def test_parameters_route_lists_rules_and_defaults():
     engine = FakeEngine()
     engine.sampling_defaults = {"temperature": 0.25}
     table = request(engine, "GET", "/v1/parameters").json()
@@ -24,7 +24,7 @@ def test_models_route_lists_parameter_rules_and_defaults():
     assert all(row["completions"] and row["chat"] for row in rows.values())
 
 
-def test_models_route_lists_the_classes_of_a_key():
+def test_parameters_route_lists_the_classes_of_a_key():
     keys = (ApiKey(name="low", key_sha256=hash_key("l" * 20), highest_class="batch"),)
     table = request(FakeEngine(api_keys=keys), "GET", "/v1/parameters", headers={"x-api-key": "l" * 20}).json()
     assert [(row["name"], row["allowed"], row["default"]) for row in table["classes"]] == [

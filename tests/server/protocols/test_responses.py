@@ -38,7 +38,7 @@ def talk(engine, talking):
     return asyncio.run(run())
 
 
-def test_a_whole_response():
+def test_response_has_all_fields():
     engine = FakeEngine()
     answer = post(engine, PATH, {"input": "hello", "max_output_tokens": 8, "metadata": {"a": "b"}}).json()
     num_prompt = len(engine.submitted[0].prompt_token_ids)
@@ -57,7 +57,7 @@ def test_a_whole_response():
     assert (answer["metadata"], answer["max_output_tokens"], answer["tools"]) == ({"a": "b"}, 8, [])
 
 
-def test_the_events_of_a_stream():
+def test_response_stream_has_all_events_in_order():
     told = events(post(FakeEngine(), PATH, {"input": "hello", "stream": True}))
     assert [name.removeprefix("response.") for name, _ in told] == [
         "created",
@@ -383,6 +383,6 @@ def test_disconnect_aborts_a_response():
     assert len(engine.aborted) == 1
 
 
-def test_unknown_ids():
+def test_response_routes_return_404_for_unknown_ids():
     for method, path in (("GET", "x"), ("GET", "x/input_items"), ("DELETE", "x"), ("POST", "x/cancel")):
         assert request(FakeEngine(), method, f"{PATH}/{path}").status_code == 404

@@ -29,7 +29,7 @@ def score(first: str, second: str) -> float:
         ({"queries": ["a"], "documents": ["b", "c", "a"]}, ["ab", "ac", "aa"]),
     ],
 )
-def test_scores_of_pairs(body, pairs):
+def test_score_route_returns_the_scores_of_pairs(body, pairs):
     answer = post(FakeEngine(SILENT), "/v1/score", body).json()
     assert [each["index"] for each in answer["data"]] == list(range(len(pairs)))
     assert [each["score"] for each in answer["data"]] == [score(*pair) for pair in pairs]
@@ -46,7 +46,7 @@ def test_rerank_sorts_documents_by_score(path):
     assert {each["index"]: each["document"]["text"] for each in results} == {0: "b", 1: "a", 2: "c"}
 
 
-def test_rerank_top_n_without_texts():
+def test_rerank_returns_top_n_without_texts_on_request():
     answer = post(FakeEngine(SILENT), "/rerank", RERANK | {"top_n": 2, "return_documents": False}).json()
     assert [set(each) for each in answer["results"]] == [{"index", "relevance_score"}] * 2
 
@@ -115,7 +115,7 @@ def test_reranker_reads_both_texts_together():
     assert results[0]["relevance_score"] == pytest.approx(1 / (1 + math.exp(-max(raw))))
 
 
-def test_reranker_joins_texts_that_the_client_has_written_by_the_template():
+def test_reranker_joins_client_texts_by_the_template():
     engine = create_reranker(pair_template="query {query} document {document}")
     answer = post(engine, "/v1/score", {"text_1": "query a document ", "text_2": "b"}).json()
     raw = result_of(engine, "query a document b")
@@ -129,7 +129,7 @@ def test_reranker_without_template_joins_the_tokens():
     assert engine.submitted[0].prompt_token_ids == encode("one two", False) + encode("three", False)
 
 
-def test_reranker_cuts_long_pairs_where_the_request_says_so():
+def test_reranker_truncates_long_pairs_on_request():
     engine = create_reranker(pair_template="query {query} document {document}")
     body = {"query": "a", "documents": ["b " * 300]}
     error = error_of(post(engine, "/rerank", body))

@@ -22,11 +22,11 @@ def body(**parameters):
     return {"inputs": "hello", "parameters": parameters}
 
 
-def test_root_answers_with_a_list():
+def test_tgi_root_returns_a_list():
     assert post(FakeEngine(), "/", body()).json() == [{"generated_text": "Hello world"}]
 
 
-def test_generate_answers_with_an_object():
+def test_tgi_generate_returns_an_object():
     assert post(FakeEngine(), "/generate", {"inputs": "hello"}).json() == {"generated_text": "Hello world"}
 
 
@@ -49,7 +49,7 @@ def test_tgi_stream_has_one_token_per_event(path, stream):
     }
 
 
-def test_tgi_details():
+def test_tgi_details_have_finish_reason_seed_and_tokens():
     script = Script([Piece("ab", 2)], FinishReason.LENGTH)
     details = post(FakeEngine(script), "/generate", body(details=True, seed=4, do_sample=True)).json()["details"]
     assert details["finish_reason"] == "length"
@@ -57,12 +57,12 @@ def test_tgi_details():
     assert [token["text"] for token in details["tokens"]] == ["", "ab"]
 
 
-def test_tgi_top_tokens():
+def test_tgi_top_n_tokens_are_returned_for_each_token():
     received = events(post(FakeEngine(), "/generate_stream", body(top_n_tokens=2)))
     assert [token["id"] for token in received[0]["top_tokens"]] == [500, 501]
 
 
-def test_tgi_return_full_text():
+def test_tgi_return_full_text_includes_the_prompt():
     assert post(FakeEngine(), "/generate", body(return_full_text=True)).json()["generated_text"] == "helloHello world"
 
 
@@ -184,7 +184,7 @@ def test_tgi_parameters_without_effect_are_reported(path, fields, parameters, ig
     assert response.headers.get(IGNORED_HEADER) == ignored
 
 
-def test_tgi_full_queue_is_overloaded():
+def test_tgi_full_queue_is_an_overloaded_error():
     response = post(FakeEngine(refusal=FULL_QUEUE), "/generate_stream", body())
     assert response.status_code == 429
     assert response.json()["error_type"] == "overloaded"
@@ -201,7 +201,7 @@ def test_tgi_disconnect_aborts_the_request():
     assert len(engine.aborted) == len(engine.submitted) == 1
 
 
-def test_tgi_info():
+def test_tgi_info_describes_the_model():
     info = request(FakeEngine(), "GET", "/info").json()
     assert info["model_id"] == "demo"
     assert info["max_total_tokens"] == 128

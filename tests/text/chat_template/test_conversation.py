@@ -65,7 +65,7 @@ class TestFeatures:
 NAMED = {"default": "plain", "tool_use": "tools: {{ tools | length }}", "rag": "{{ documents }}"}
 
 
-class TestSeveral:
+class TestNamedTemplates:
     def test_tool_use_template_serves_conversations_with_tools(self):
         conversations = Conversations(NAMED, {})
         assert conversations.render(USER) == "plain"
