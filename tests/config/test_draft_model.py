@@ -29,7 +29,7 @@ DRAFT = [f"{METHOD}draft_model", f"{PATH}demo"]
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """A copy of the shipped model's files, to be changed."""
+    """Return a copy of the shipped model's files, which a test changes."""
     folder = tmp_path / "other"
     shutil.copytree(DEMO_FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "*.json.orig"))
     return folder

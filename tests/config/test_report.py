@@ -42,7 +42,7 @@ def printed_and_loaded(config, folder):
 
 
 def plain(config):
-    """The values without their places."""
+    """Return the configuration without sources, notices and origin."""
     return dataclasses.replace(config, sources={}, notices=(), origin=None)
 
 

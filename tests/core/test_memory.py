@@ -50,7 +50,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def growth(program: str) -> int:
-    """What a program that prints bytes prints; it has an allocator of its own, as a server has."""
+    """Run a program and return the bytes that it prints; it has its own allocator, as a server has."""
     environment = {**os.environ, "PYTHONMALLOC": "malloc"}
     command = [sys.executable, "-c", HELPERS + program]
     return int(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)

@@ -30,7 +30,7 @@ def test_only_core_process_uses_sys_executable():
 
 
 def test_hanging_subprocess_ends_with_its_parent():
-    """In a call that does not let go of the interpreter, so that no thread of its own could notice."""
+    """The process holds Python's lock in one call, so none of its threads could notice the end of the parent."""
     child = "import ctypes, os; from llm_serving.core.process import die_with_parent; die_with_parent()"
     child += "; print(os.getpid(), flush=True); ctypes.PyDLL(None).pause()"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"

@@ -155,7 +155,7 @@ def test_constrained_answer_is_not_delayed_while_drafts_have_no_gain():
 
 
 def constraints() -> st.SearchStrategy[dict[str, Any]]:
-    """Draw constraints over few tokens, so that bad words start often."""
+    """Draw constraints over few tokens, so that bad words often match."""
     few = st.integers(0, 5)
     words = st.lists(st.lists(few, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple)
     usual = {

@@ -17,7 +17,7 @@ from support.fake_runner import expected_output
 
 
 class Form:
-    """A kind of answer that only the table knows."""
+    """A kind of answer that only `OUTPUT_SINKS` lists."""
 
 
 class Noting(SequenceSink):

@@ -18,7 +18,7 @@ from support.fake_speculation import KnownAnswerDrafts
 
 MAX_TOKENS = 14
 FEW = tuple(range(8))
-"""The tokens of most answers, so that words, stops and penalties meet."""
+"""Tokens of most answers: so few that bad words, stop tokens and penalties interact."""
 FORMS = [constraint_of(each) for each in (json_grammar('{"type": "object"}'), regex_grammar("[a-c ]{2,12}"))]
 
 

@@ -37,7 +37,7 @@ from support.word_tokenizer import WordTokenizer
 
 
 class Agent:
-    """The other end of an executor, without a process: the test reads what arrives and writes the replies."""
+    """The WorkAgent's end of an executor, without a process: the test reads the messages and writes the replies."""
 
     def __init__(self, step_timeout_s=None):
         master, self.socket = socket.socketpair()
@@ -46,11 +46,11 @@ class Agent:
         self._buffers = SharedBuffers.create(2, 65536)
         self._mapping = SharedBuffers(self._buffers.fd, 2, self._buffers.buffer_bytes)
         self.now = 0.0
-        """Seconds; they pass only when the test says so."""
+        """Time in seconds, advanced only by the test."""
         self.executor = RemoteExecutor(self._master_channel, self._buffers, step_timeout_s, lambda: self.now)
 
     def receive(self):
-        """The next step as it lies in the memory, and the buffer it lies in."""
+        """Return the next step as read from shared memory, and its buffer."""
         message = self.channel.receive(10.0)
         assert isinstance(message, RunStep)
         self._newest = message
@@ -58,7 +58,7 @@ class Agent:
         return step_from_arrays(message.step, arrays, message.allowed_follow), message.buffer
 
     def receive_allowed(self):
-        """What the newest step may choose."""
+        """Return the allowed tokens of the newest step."""
         message, step = self.channel.receive(10.0), self._newest
         assert isinstance(message, SetAllowedTokens)
         arrays = self._mapping.read(step.buffer, message.layout, behind=step.layout)
@@ -311,7 +311,7 @@ def test_collect_reports_a_work_agent_that_died_before_set_allowed_tokens(agent)
 class TestAwaitEnding:
     @pytest.fixture
     def agent(self):
-        """Has replied to step 0, and has got step 1, whose end is to be announced."""
+        """Return an agent that has replied to step 0 and received step 1, whose end it must announce."""
         agent = Agent(step_timeout_s=10.0)
         agent.executor.submit(a_step(0))
         agent.reply(0, 50)

@@ -124,7 +124,7 @@ def test_weights_hash_covers_exported_graphs(folder, tmp_path_factory):
 
 
 class Agent:
-    """At another machine if it tells of a model."""
+    """A WorkAgent, which is on another machine if it reports a model."""
 
     machine = "10.0.0.3"
     is_killed = False

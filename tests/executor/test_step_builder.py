@@ -14,7 +14,7 @@ from support.factories import create_request, create_scheduler
 
 
 class Steps:
-    """A scheduler and the builder behind it."""
+    """A scheduler and the step builder that builds its schedules."""
 
     def __init__(self, *requests, **limits):
         self.scheduler = create_scheduler(**limits)
@@ -24,17 +24,17 @@ class Steps:
             self.scheduler.add(request)
 
     def next(self):
-        """Forms a step without waiting for the one before it."""
+        """Build a step without waiting for the reply to the previous one."""
         self.schedules.append(self.scheduler.schedule(0.0))
         return self.builder.build(self.schedules[-1], self.schedules[-1].step)
 
     def allowed(self):
-        """What the samples of the oldest step in flight may choose."""
+        """Return the allowed tokens of the samples of the oldest step in flight."""
         offsets, words = self.builder.allowed(self.schedules[0])
         return parts(words, offsets)
 
     def collect(self, *token_ids):
-        """Hands the tokens of the oldest step in flight to the scheduler."""
+        """Pass the tokens of the oldest step in flight to the scheduler."""
         self.scheduler.update(self.schedules.pop(0), list(token_ids))
 
 
@@ -230,7 +230,7 @@ def test_a_walk_gives_the_allowed_tokens_of_each_step():
 
 
 class _Matcher:
-    """Allows what a test can foresee."""
+    """A matcher that allows tokens that a test can predict."""
 
     def allowed_words_after_drafts(self, output_token_ids, draft_token_ids):
         outputs = [[*output_token_ids, *draft_token_ids[:count]] for count in range(len(draft_token_ids) + 1)]

@@ -36,7 +36,7 @@ class FakeAgent:
 
 
 class Starts:
-    """Starts WorkAgents, or does not, as the test wants."""
+    """A fake placement whose starts succeed or fail as the test sets."""
 
     def __init__(self, *failures: Exception | None) -> None:
         self.failures = list(failures)
@@ -56,7 +56,7 @@ class Starts:
 
 
 class Pauses:
-    """Seconds that were waited, at once; the clock goes on by them."""
+    """A fake of waiting: records the seconds of each pause, and advances the clock at once."""
 
     def __init__(self) -> None:
         self.waited: list[float] = []
@@ -175,7 +175,7 @@ def test_restart_delays_double_up_to_a_limit():
 
 
 def test_restart_timeouts_start_short_and_double(pauses):
-    """One patience for all attempts was too long for the former, and shorter than what the latter needed for ever."""
+    """Regression: one timeout for all attempts was too long for the first, and always too short for slow starts."""
     starts = Starts(None, *[WorkerDiedError("not ready in time")] * 3)
     executor = supervise(starts, pauses)
     for _ in range(3):

@@ -37,7 +37,7 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.fixture(autouse=True)
 def processes(monkeypatch):
-    """Every process that was started; their pipes are closed at last."""
+    """Return the list of started processes, whose pipes are closed at the end."""
     processes, spawn = [], placement._spawn
     monkeypatch.setattr(placement, "_spawn", lambda *args: processes.append(spawn(*args)) or processes[-1])
     yield processes
@@ -48,7 +48,7 @@ def processes(monkeypatch):
 
 @pytest.fixture
 def run_instead(monkeypatch, tmp_path):
-    """Makes every WorkAgent process run a shell script; "$@" are the arguments that Python would get."""
+    """Make every WorkAgent process run a shell script; "$@" are the arguments for Python."""
 
     def run_instead(script):
         program = tmp_path / "program"
@@ -61,7 +61,7 @@ def run_instead(monkeypatch, tmp_path):
 
 @pytest.fixture
 def run_fake_agent(run_instead, monkeypatch):
-    """Makes every WorkAgent process a real one but for its model."""
+    """Make every WorkAgent process a real one with a fake model."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), *filter(None, sys.path)]))
     run_instead(f'exec {shlex.quote(sys.executable)} {shlex.quote(support.fake_work_agent.__file__)} "$@"')
 
@@ -150,7 +150,7 @@ def test_cancellation_kills_a_loading_work_agent(run_fake_agent):
 
 
 def test_local_work_agents_open_no_port(run_fake_agent):
-    """A process that uses a port of `agent_ports` does not keep a WorkAgent or its restart from starting."""
+    """A process that uses a port of `agent_ports` prevents no start and no restart of a WorkAgent."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         config = replace(a_config(), serving=ServerConfig(agent_ports=(other.getsockname()[1],)))
         agents = [start_work_agent(config, 0, lambda text: None)]
@@ -217,7 +217,7 @@ def test_a_work_agent_without_progress_is_killed(run_instead, processes):
 
 
 class SlowLink:
-    """Answers after as long as it may take each time."""
+    """A link whose replies take the longest allowed time."""
 
     def __init__(self, *answers):
         self.answers = list(answers)

@@ -40,7 +40,7 @@ SOON_S = 0.01
 
 
 class Ranks:
-    """The master's end, and that of each rank."""
+    """The master's end of the channels, and the end of each rank."""
 
     def __init__(self, count: int = 2) -> None:
         pairs = [socket.socketpair() for _ in range(count)]
@@ -164,7 +164,7 @@ def test_a_lost_rank_is_detected_at_once(ranks: Ranks, rank: int) -> None:
 
 
 class SeenLate(LocalProcess):
-    """Its exit cannot be observed yet, as in the moment after its channel was closed."""
+    """A process whose exit is not observable yet, as just after its channel was closed."""
 
     @property
     def has_exited(self) -> bool:

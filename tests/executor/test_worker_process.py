@@ -10,7 +10,7 @@ from llm_serving.executor.worker_process import LocalProcess
 
 
 class Held(LocalProcess):
-    """The system does not let it end, as the driver of a device may."""
+    """A process that the system keeps alive after a kill, as the driver of a device may."""
 
     def kill(self) -> None:
         pass

@@ -242,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def is_expected(told: str) -> bool:
-    """Whether the result is the same bits, or a refusal that names what is lacking."""
+    """Return whether the result is the same bits, or a refusal that names the missing operation."""
     return told == SAME or told.startswith("no ")
 
 

@@ -199,7 +199,7 @@ def other(ending, dtype):
 
 
 def zeros_like_scales(dtype):
-    """As many zeros as scales, each a number of its own."""
+    """Return as many zeros as scales, all different."""
     return lambda parts: {**parts, "weight_zero_point": np.zeros(parts["weight_scale"].shape, dtype)}
 
 

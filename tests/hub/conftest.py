@@ -13,7 +13,7 @@ WEIGHTS = small_weights()
 
 @pytest.fixture
 def caches(tmp_path, monkeypatch):
-    """No hub is reachable; both caches are empty folders."""
+    """Make every hub unreachable, and both caches empty folders."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
@@ -36,7 +36,7 @@ def hub(caches, monkeypatch):
 
 
 def tiny_files(**changes: object) -> dict[str, bytes]:
-    """Files of a model; some are wanted, the others are what repositories also contain."""
+    """Return the files of a model: those that a server needs, and others that repositories contain."""
     return {
         "README.md": b"# Tiny",
         "config.json": json.dumps(CONFIG | changes).encode(),
@@ -51,7 +51,7 @@ def tiny_files(**changes: object) -> dict[str, bytes]:
 
 
 def _tokenizer() -> bytes:
-    """A valid tokenizer."""
+    """Return the bytes of a valid tokenizer."""
     tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer.decoder = decoders.Fuse()
     return tokenizer.to_str().encode()

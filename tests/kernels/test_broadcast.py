@@ -31,7 +31,7 @@ SHAPES = [
     ((1,), ()),
     ((0, 8), (1, 8)),
 ]
-"""Of both inputs."""
+"""Shapes of both inputs."""
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 

@@ -58,7 +58,7 @@ def test_cast_refuses_unknown_types() -> None:
 
 
 def nearest(value: float, dtype: str) -> int:
-    """The integer that a float is cast to."""
+    """Return the integer to which a float is cast."""
     ends = np.iinfo(dtype)
     if np.isnan(value):
         return 0

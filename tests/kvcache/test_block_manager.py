@@ -16,7 +16,7 @@ COPY, SWAP_OUT, SWAP_IN, EXPORT, IMPORT, *_ = map(int, BlockMoveKind)
 
 
 def admit(blocks: BlockManager, request: Request, parent: Request | None = None) -> int:
-    """Admits and computes all of the request's tokens, as replies confirm it."""
+    """Admit a request and compute all its tokens, as confirmed replies do."""
     found = blocks.admit(request, request.num_tokens, parent)
     confirm(blocks, request)
     return found
@@ -188,7 +188,7 @@ def test_a_request_is_swapped_whole_or_not_at_all() -> None:
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Every operation in any order, over a memory of tokens: what a request reads is what it wrote."""
+    """Operations in any order over a memory of tokens; checks that a request reads what it wrote."""
 
     BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS = 4, 12, 6
 
@@ -202,7 +202,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.count = 0
 
     def compute(self, request: Request) -> None:
-        """Does the moves, then writes what the request has not found."""
+        """Do the moves, then write the tokens that the request did not find in the cache."""
         for kind, source, target, *_ in self.blocks.pop_block_moves():
             sources = self.host if kind == SWAP_IN else self.memory
             targets = self.host if kind == SWAP_OUT else self.memory

@@ -13,7 +13,7 @@ from llm_serving.kvcache import BlockManager
 from support.factories import create_request
 
 WINDOW = Window(num_tokens=6, max_chunk=8)
-"""Of blocks of 4 tokens: 5 + 8 tokens in a row lie in at most 4 blocks."""
+"""Window in tokens. Blocks have 4 tokens: 5 + 8 consecutive tokens lie in at most 4 blocks."""
 
 
 def manager(num_blocks: int = 16, **options: object) -> BlockManager:
@@ -21,7 +21,7 @@ def manager(num_blocks: int = 16, **options: object) -> BlockManager:
 
 
 def compute(blocks: BlockManager, request: Request, end: int) -> None:
-    """The tokens up to `end`, step by step, as far as there is room."""
+    """Compute the tokens up to `end` step by step while there are free blocks."""
     while request.num_computed_tokens < end:
         blocks.free_outside_window(request.request_id, request.num_computed_tokens)
         blocks.grow(request.request_id, request.num_tokens)
@@ -142,7 +142,7 @@ def test_a_window_as_long_as_a_request_frees_no_block(window: int | None) -> Non
 
 
 class SlidingMachine(RuleBasedStateMachine):
-    """Every operation in any order, over a memory of tokens: each computed token reads what its window sees."""
+    """Operations in any order over a memory of tokens; checks that each computed token reads its whole window."""
 
     BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS = 4, 12, 6
 

@@ -288,7 +288,7 @@ def test_changed_time_without_another_decision_changes_the_hash() -> None:
 
 
 PLACES = st.integers(0, 2**20 - 1)
-"""Of a recording, modulo its length, which the names of requests change: more of them take more digits."""
+"""Positions in a recording, taken modulo its length, which depends on the digits of request names."""
 
 
 @settings(max_examples=60)

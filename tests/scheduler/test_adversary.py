@@ -88,7 +88,7 @@ def test_class_keeps_its_weight_with_a_long_max_decode_gap() -> None:
 
 
 def test_priority_never_starves_a_request_of_its_class() -> None:
-    """64 clients that come again at once, each with the best priority there is, and one with the worst of its class."""
+    """64 clients always send their next request at once, with the best priority; one client has the worst priority."""
     scheduler = create_attacked(classes=CLASSES, max_num_seqs=16, max_head_start_steps=64)
     victim = create_request(4, max_tokens=4, priority=CLASSES[0].rank + NUM_PRIORITIES)
     adversaries = [create_request(4, max_tokens=8, priority=-MAX_PRIORITY, tenant=str(number)) for number in range(64)]

@@ -22,7 +22,7 @@ MAX_MODEL_LEN = 6
 
 
 def tiny(**options: Any) -> dict[str, Any]:
-    """One or two slots and outputs of a few tokens, so that the bounds are small."""
+    """Return options with one or two slots and outputs of a few tokens, so that the bounds are small."""
     return {
         "num_blocks": 5,
         "block_size": 2,
@@ -102,7 +102,7 @@ def tiny_options(draw: st.DrawFn) -> dict[str, Any]:
 def test_bound_holds_for_every_repeated_pattern_of_arrivals(
     options: dict[str, Any], pattern: list[list[tuple[int, int, str]]], waits: bool
 ) -> None:
-    """The pattern repeats, so a backlog builds up; each request is as long as may be."""
+    """The pattern repeats, so a backlog builds up; each request has the maximum length."""
     run = SchedulerRun(create_scheduler(**options))
     for arrivals in itertools.islice(itertools.cycle(pattern), 40):
         for prompt, priority, tenant in arrivals:
@@ -153,7 +153,7 @@ def test_monitor_counts_from_arrival_not_from_becoming_first() -> None:
 
 
 def test_monitor_checks_only_the_newest_bound_of_a_request() -> None:
-    """It has been in another class in between, and came back behind others, with all it has waited."""
+    """The request was in another class in between; it returns behind other requests, and its whole wait counts."""
     scheduler = create_scheduler()
     monitor = WaitMonitor([replace(each, first_steps=3, steps_per_admission=10.0) for each in scheduler.bounds])
     request = create_request()
@@ -165,7 +165,7 @@ def test_monitor_checks_only_the_newest_bound_of_a_request() -> None:
 
 
 def run_beside(scheduler: Scheduler, request: Request, num_steps: int = 12) -> int:
-    """Bounds broken while another request waits beside this one."""
+    """Return the number of violated bounds while another request waits beside this one."""
     scheduler.add(request)
     scheduler.add(create_request(max_tokens=4))
     violations = 0
@@ -178,7 +178,7 @@ def run_beside(scheduler: Scheduler, request: Request, num_steps: int = 12) -> i
 
 
 def test_monitor_counts_steps_while_a_request_needs_known_output() -> None:
-    """One with a bad word of two tokens did: every bound was off as long as it was there."""
+    """Regression: a request with a bad word of two tokens disabled every bound."""
     scheduler = create_scheduler(max_num_seqs=1)
     set_bounds(scheduler, 3)
     request = create_request(max_tokens=12, bad_words=((1, 2),))
@@ -291,7 +291,7 @@ def test_monitor_counts_a_prefill_gap_beyond_the_bound_once() -> None:
 
 
 def test_wait_bound_includes_one_admission_for_each_request_that_ran_before() -> None:
-    """After a preemption it returns ahead of its class, which is no bypass."""
+    """A preempted request returns ahead of its class, which does not count as a bypass."""
     scheduler = create_scheduler(max_num_seqs=1, max_overtakes=3)
     scheduler.add(create_request())
     run = SchedulerRun(scheduler)

@@ -14,7 +14,7 @@ def create_queue(max_overtakes: int = 16, order: str = "fair") -> ClassQueue:
 
 
 def waiting(name: str, key: int, tenant: str = "", sequence: int | None = None) -> Request:
-    """A request with the sort key `key` and the arrival number `sequence`, by default the same."""
+    """Return a request with the sort key `key` and the arrival number `sequence`, by default the same."""
     request = create_request(request_id=name, tenant=tenant)
     request.sequence = key if sequence is None else sequence
     request.queue_key = (0, key, 0, request.sequence)
@@ -22,7 +22,7 @@ def waiting(name: str, key: int, tenant: str = "", sequence: int | None = None) 
 
 
 def pop_all(queue: ClassQueue, cost: int = 0) -> list[str]:
-    """Empties the queue from its head; each request is charged `cost` when it goes."""
+    """Pop all requests, and charge `cost` for each."""
     names = []
     while (request := queue.peek()) is not None:
         queue.pop(request)

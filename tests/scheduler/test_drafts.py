@@ -7,7 +7,7 @@ from support.factories import create_request, create_scheduler, rows, run_step
 
 
 def decoding(*requests, **options):
-    """A scheduler whose requests have got their first token, 7."""
+    """Return a scheduler whose requests have their first token, 7."""
     scheduler = create_scheduler(**{"block_size": 16, **options})
     for request in requests:
         scheduler.add(request)

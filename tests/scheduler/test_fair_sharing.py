@@ -15,7 +15,7 @@ NUM_BLOCKS = 140
 
 
 def create_sharing(num_slots: int = 14, quantum_steps: int = 8) -> WeightedFairSharing:
-    """Weights 4, 2 and 1."""
+    """Create the sharing of slots between classes with the weights 4, 2 and 1."""
     limits = SchedulerLimits(
         max_num_batched_tokens=64,
         max_num_seqs=num_slots,
@@ -284,7 +284,7 @@ def test_single_slot_is_shared_by_quanta(num_slots: int) -> None:
 
 
 def test_prompts_that_fill_every_step_leave_a_lower_class_its_share_of_slots() -> None:
-    """A prompt that had been admitted was left out for as long as prompts of a higher class filled the steps."""
+    """Regression: an admitted prompt was left out while prompts of a higher class filled the steps."""
     scheduler = create_scheduler(
         max_num_batched_tokens=16,
         max_num_seqs=8,
@@ -358,7 +358,7 @@ def test_aged_class_decodes_in_its_share_of_steps_full_of_prompts() -> None:
 
 
 def test_class_is_not_charged_for_usage_without_contention() -> None:
-    """It did: after hours in which a request of an aged class was always there, the higher class waited for as long."""
+    """Regression: after hours with a request of an aged class, the higher class waited for hours."""
     scheduler = create_scheduler(
         max_num_seqs=8, num_blocks=100, classes=create_classes(ageing_steps=20), quantum_steps=8
     )

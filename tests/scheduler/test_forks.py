@@ -13,7 +13,7 @@ from support.factories import create_request, create_scheduler, rows, run_step
 
 
 def create_family(prompt: int = 10, count: int = 2, **options: Any) -> tuple[Scheduler, Request, list[Request]]:
-    """A scheduler with a request "parent" and forks "0", "1", ... of it, all waiting."""
+    """Return a scheduler with a request "parent" and its forks "0", "1", ..., all waiting."""
     scheduler = create_scheduler(**options)
     parent = create_request(prompt, request_id="parent")
     forks = [replace(parent, request_id=str(index), fork_of="parent", output_token_ids=[]) for index in range(count)]

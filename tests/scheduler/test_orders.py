@@ -1,4 +1,4 @@
-"""Who of a class goes next, by each order."""
+"""Which request of a class is admitted next, by each order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.factories import create_classes, create_request, create_scheduler, 
 
 
 def admitted(scheduler: Scheduler, *requests: Request) -> list[str]:
-    """The order in which simultaneous requests get the only slot."""
+    """Return the order in which simultaneous requests get the only slot."""
     for request in requests:
         scheduler.add(request)
     order: list[str] = []

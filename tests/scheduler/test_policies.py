@@ -15,7 +15,7 @@ from support.scheduler_run import SchedulerRun
 
 
 def kind(schedule: Schedule | None) -> str:
-    """P: prompts only, D: decodes only, M: both, -: nothing."""
+    """Return P for a step of prompts only, D for decodes only, M for both, and - for no step."""
     if schedule is None:
         return "-"
     decodes = {row.num_computed >= row.request.num_prompt_tokens for row in schedule.rows}
@@ -23,7 +23,7 @@ def kind(schedule: Schedule | None) -> str:
 
 
 def pattern(num_steps: int, arrives: Callable[[int], bool], **options: Any) -> str:
-    """Kinds of the steps after the first, in which one request begins to decode; prompts of a whole step follow."""
+    """Return the kinds of the steps after the first, which starts a decoding request; each prompt fills a step."""
     run = SchedulerRun(create_scheduler(num_blocks=200, max_num_batched_tokens=8, **options))
     run.add(create_request(4, max_tokens=60))
     run.step()

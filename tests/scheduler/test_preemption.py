@@ -12,7 +12,7 @@ from support.scheduler_run import SchedulerRun
 
 
 def start(scheduler: Scheduler, *requests: Request) -> None:
-    """Runs the requests, in this order, until each has got a token."""
+    """Run the requests, in this order, until each has a token."""
     for request in requests:
         scheduler.add(request)
         run_step(scheduler)
@@ -75,7 +75,7 @@ def test_scheduler_preempts_no_request_if_it_does_not_make_room() -> None:
 
 
 def test_blocks_shared_with_a_victim_are_not_counted_twice() -> None:
-    """They are free once the lower request has gone, and taken again at once: two blocks do not hold three."""
+    """Preempting the victim frees only blocks that the new request shares with it, so it still lacks one."""
     scheduler = create_scheduler(num_blocks=5, prefix_caching=True)
     other, low = create_request(8, priority=-1), create_request(8, priority=1)
     other.prompt_token_ids = list(range(8))
@@ -152,7 +152,7 @@ def test_block_shortage_preempts_the_last_request_and_finally_the_growing_one() 
 
 
 def test_step_that_preempts_the_only_decoding_request_computes_a_token() -> None:
-    """A protected prompt holds the other blocks: the decoding request gives way to itself, and the prompt goes on."""
+    """A protected prompt holds the other blocks: the decoding request preempts itself, and the prompt continues."""
     scheduler = create_scheduler(
         policy="decode_first", num_blocks=8, max_num_batched_tokens=8, max_preemptions=1, max_long_prefill_tokens=4
     )

@@ -14,7 +14,7 @@ def lens(schedule: Schedule | None) -> dict[str, int]:
 
 
 def steps(count: int, *sizes: int, **limits: Any) -> list[dict[str, int]]:
-    """Tokens of each prompt in each step; prompts are named a, b, ..."""
+    """Return the tokens of each prompt in each step; prompts are named a, b, ..."""
     scheduler = create_scheduler(**{"max_num_batched_tokens": 12, **limits})
     for name, size in zip("abcdef", sizes, strict=False):
         scheduler.add(create_request(size, request_id=name, max_tokens=1))

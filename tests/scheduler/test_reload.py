@@ -17,7 +17,7 @@ from support.scheduler_run import SchedulerRun
 
 
 def rules_of(scheduler: Scheduler, **limits: Any) -> SchedulingRules:
-    """Those that it has, with other limits."""
+    """Return the rules of the scheduler with other limits."""
     changed = replace(scheduler.limits, **limits)
     return SchedulingRules(
         changed, scheduler.policy, scheduler.classes, scheduler.order, scheduler.blocks.prefix_caching

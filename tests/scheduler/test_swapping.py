@@ -12,7 +12,7 @@ from support.factories import create_request, create_scheduler, rows, run_step
 
 
 def preempted(prompt: int = 10, **options: Any) -> tuple[Scheduler, Request, Schedule]:
-    """A request that gave its only slot to a higher one, and the step in which it did."""
+    """Return a request that was preempted from its slot, and the step that preempted it."""
     scheduler = create_scheduler(max_num_seqs=1, **{"preemption_mode": PreemptionMode.SWAP, **options})
     request = create_request(prompt, request_id="low", priority=1)
     scheduler.add(request)
@@ -76,7 +76,7 @@ def test_finished_swapped_request_frees_the_host_pool() -> None:
 
 
 def test_wait_of_a_swapped_request_is_no_decode_gap() -> None:
-    """The bound on decode gaps begins anew with each admission, even when the first step has no room for it."""
+    """The bound on decode gaps starts again at each admission, even if the first step has no room for the request."""
     scheduler = create_scheduler(
         preemption_mode=PreemptionMode.SWAP,
         num_swap_blocks=8,

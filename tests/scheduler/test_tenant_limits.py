@@ -102,7 +102,7 @@ def test_higher_class_of_a_tenant_is_released_first():
 
 @pytest.mark.parametrize("limit", [1, 3])
 def test_classes_of_a_tenant_share_its_limit_by_weight(limit):
-    """Its higher classes wait for all that it may run, and its lower class was never served."""
+    """Regression: the higher classes of a tenant used its whole limit, and its lower class was never served."""
     scheduler = create_scheduler(
         max_num_seqs=4, max_running_of_tenant={"a": limit}, quantum_steps=4, classes=create_classes(ageing_steps=20)
     )
@@ -255,7 +255,7 @@ def test_tenant_limits_and_bounds_hold_and_replays_are_equal(seed):
 
 
 def brought(**limits):
-    """A scheduler whose only slot is in use, and a waiting request of tenant `a` that migrated from another one."""
+    """Return a scheduler whose only slot is in use, and a waiting request of tenant `a` that migrated to it."""
     scheduler = create_scheduler(max_num_seqs=1, num_schedulers=2, **limits)
     moved = create_request(request_id="moved", tenant="a")
     moved.transfer = Transfer()

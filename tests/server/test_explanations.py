@@ -123,7 +123,7 @@ def test_explanation_lookup_is_skipped_for_a_disconnected_client(path, monkeypat
     given = []
 
     class Occupied:
-        """Never runs a job."""
+        """A thread that never runs a job."""
 
         def submit(self, owner, work):
             given.append(Future())

@@ -46,7 +46,7 @@ VALUES = st.recursive(
 
 
 def fields_of(struct, prefix=""):
-    """Names of all fields, and of those of `parameters`, which is a struct of its own."""
+    """Return the names of all fields, and of those in `parameters`, which is another struct."""
     names = []
     for field in msgspec.structs.fields(struct):
         names.append(prefix + field.encode_name)

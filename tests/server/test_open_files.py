@@ -12,7 +12,7 @@ from llm_serving.server.http.listener import FILES_OF_A_WORK_AGENT, MAX_OPEN_FIL
 
 @pytest.fixture
 def limits(monkeypatch):
-    """The soft and the hard limit, which a test can set and read."""
+    """Return the soft and the hard limit, which a test can set and read."""
     limits = [0, 0]
     monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(limits))
     monkeypatch.setattr(resource, "setrlimit", lambda which, values: limits.__setitem__(slice(None), values))

@@ -27,7 +27,7 @@ def server(**serving) -> GatedServer:
 
 
 def events_of(text: str) -> list[tuple[str, str]]:
-    """(id, data) of each event."""
+    """Return (id, data) of each event."""
     events = text.split("\n\n")
     assert events.pop() == ""
     pairs = [event.split("\n") for event in events]

@@ -43,7 +43,7 @@ def test_profiling_includes_larger_steps_up_to_the_largest():
 
 
 def test_profiling_of_many_clients_includes_decode_only_steps():
-    """Their prompts fit one step, and their answers are decoded together."""
+    """The prompts fit one step, and the answers are decoded together."""
     limits = ServerLimits(num_slots=64, max_len=1024, num_cached=16384, vocab_size=50)
     found = [each for each in phases(limits) if each.name.endswith("short prompts")]
     assert [each.name for each in found] == [f"{count} clients, short prompts" for count in (16, 32, 64)] * 2

@@ -47,7 +47,7 @@ def test_recorded_workload_has_requests_without_output(tmp_path: Path) -> None:
 
 
 def test_recorded_workload_merges_a_request_of_two_files(tmp_path: Path) -> None:
-    """Whatever the names of the files: replica 1 may have started a request that replica 0 continues."""
+    """Also for other file names: replica 1 may have started a request that replica 0 continues."""
     for name, num_tokens in (("replica-0", 9), ("replica-1", 2)):
         files = MemoryFiles()
         scheduler = create_recorded(files)

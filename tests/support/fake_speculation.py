@@ -27,7 +27,7 @@ class RandomDrafts(SpeculationController):
         super().__init__(MAX_DRAFT_TOKENS, NgramProposer(3, FinishedAnswersIndex(3, FINISHED_TOKENS)))
         anyone = create_request(1)
         self.waiting[anyone] = RequestDrafts(0.0, lookup=NgramLookup([], "", 3, self._ngram.finished))
-        """Makes the engine ask for drafts at every step."""
+        """Makes the engine request drafts at every step."""
 
     @property
     def pays(self) -> bool:

@@ -159,7 +159,7 @@ class FakeStream:
 
 
 def _of_prompt(token_ids: list[int], count: int | None) -> PromptLogprobs | None:
-    """Of token i of a prompt -i; it has rank i, and the likeliest ones are the tokens of the lowest ids."""
+    """Return log-probability -i and rank i for token i of a prompt; the most likely tokens have the lowest ids."""
     numbers = np.arange(1, len(token_ids))
     if count is None or not len(numbers):
         return None
@@ -285,7 +285,7 @@ class FakeEngine:
         return {0: None}
 
     async def snapshots(self, since: float, timeout_s: float) -> dict[int, None]:
-        """No replica answers in time."""
+        """Return no snapshots: no replica answers in time."""
         return {0: None}
 
     def timeline(self, num_steps: int, tenant: str | None = None) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Writes the prompts of the transformers library for the chat cases: `python golden_chat.py` where it is installed.
+"""Write the prompts of the transformers library for the chat cases: `python golden_chat.py` where it is installed.
 
 The templates use the constructs of published families, and the conversations are like those of clients.
 """

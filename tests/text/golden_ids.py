@@ -257,7 +257,7 @@ def tiktoken_folders() -> dict[str, list[str]]:
 
 
 def reference(name: str) -> Any:
-    """Text -> ids with and without the special tokens that the reference adds."""
+    """Return a function from a text to its ids, with and without the special tokens that the reference adds."""
     folder = FOLDER / name
     if name.startswith("llama"):
         from transformers import LlamaTokenizer
@@ -336,7 +336,7 @@ def main() -> int:
 
 
 def _packed(row: list[Any]) -> list[Any]:
-    """Runs of one character or id as [value, count], which keeps long ones short."""
+    """Return runs of one character or id as [value, count], which shortens long ones."""
     title, text, with_special, without = row
     return [title, _runs(list(text)), _runs(with_special), _runs(without)]
 

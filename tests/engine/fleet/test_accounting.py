@@ -22,7 +22,7 @@ STANDARD = "standard"
 
 
 def remote_service(accounting: FleetAccounting, replica: int) -> Service:
-    """Return what a replica is given if it takes its snapshot now."""
+    """Return the service that a replica gets if it takes its snapshot now."""
     accounting.take_snapshot(replica)
     return accounting.pop_remote_service(replica)
 
@@ -84,7 +84,7 @@ class Replicas:
     ],
 )
 def test_tenants_get_max_min_fair_shares_over_all_replicas(tenants: list[str], shares: dict[str, int]) -> None:
-    """Max-min fairness: no replica serves a tenant that has had more than another tenant waiting there."""
+    """Max-min fairness: no replica serves a tenant that got more service than another one waiting there."""
     replicas = Replicas(tenants)
     replicas.step(300)
     total = sum(replicas.served.values())

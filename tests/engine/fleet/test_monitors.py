@@ -17,7 +17,7 @@ PRIORITIES = {"high": -1, "low": 1}
 """Their weights are 4 and 1."""
 NUM_SLOTS = 4
 LONG = 1000
-"""Steps after which a violation is certain: until then a class could be repaying what it had before."""
+"""Steps after which a violation is certain: until then a class could be repaying earlier service."""
 BOTH, HIGHER = ["high", "low"], ["high"]
 
 

@@ -194,7 +194,7 @@ def test_request_too_long_for_the_other_cache_stays_on_its_replica() -> None:
             hand_over = engine._dispatcher._migrate_one
 
             def shrink_and_hand_over(migrating: MigratingRequest) -> None:
-                """As if the other replica had been loaded again with a smaller cache."""
+                """Migrate a request as if the other replica had been loaded again with a smaller cache."""
                 engine.replicas.engines[1].scheduler.blocks.max_request_tokens = 0
                 hand_over(migrating)
 

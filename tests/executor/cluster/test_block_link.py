@@ -34,7 +34,7 @@ from llm_serving.worker.kv_transfer import serve_blocks
 from support.fake_runner import FakeTransferPool
 
 BLOCK_BYTES = 16
-"""Four tokens."""
+"""Bytes of a block of four tokens."""
 CONTENT = bytes(range(32))
 BLOCKS = BlockContents([2, 5], [7, 8], [4, 3], CONTENT)
 ASKED = [(2, 7), (5, 8)]
@@ -42,7 +42,7 @@ DEADLINE_S = 60.0
 
 
 class Ends:
-    """The master's, and what the WorkAgent has."""
+    """The master's end of a link, and the blocks of the WorkAgent."""
 
     def __init__(self, timeout_s: float = DEADLINE_S) -> None:
         ours, theirs = socket.socketpair()

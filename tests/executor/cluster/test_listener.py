@@ -117,7 +117,7 @@ def test_silent_connections_do_not_delay_others(listener: Listener) -> None:
 
 
 def test_a_new_connection_drops_a_silent_one_at_the_limit(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as there are places kept WorkAgents out until their time was up."""
+    """Regression: as many silent connections as the limit excluded WorkAgents until their timeout."""
     monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT_S", 300.0)
     silent = [socket.create_connection(listener.address) for _ in range(module.MAX_HANDSHAKES)]
     check_that_one_is_let_in(listener)
@@ -225,7 +225,7 @@ def test_listener_closes_slow_senders_in_time(listener: Listener, monkeypatch: p
 
 
 def trickle(connection: socket.socket, content: bytes) -> bool:
-    """Whether the other side ends the conversation before all of it has been sent, 20 ms a byte."""
+    """Send a byte every 20 ms; return whether the peer closes the connection before the end."""
     connection.settimeout(0.02)
     for byte in [*content, *[None] * 500]:
         try:

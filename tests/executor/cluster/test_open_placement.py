@@ -10,7 +10,7 @@ from llm_serving.executor.supervisor import load_settings
 
 
 class Starter:
-    """In place of `RayStarter`."""
+    """A fake of `RayStarter`."""
 
     host = "127.0.0.1"
     wanted: list[RayRequirements]

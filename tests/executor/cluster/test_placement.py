@@ -45,7 +45,7 @@ PROMPT = [5, 6, 7]
 
 
 class ProcessStarter:
-    """The whole cluster is this machine."""
+    """A starter whose cluster is this machine."""
 
     def __init__(self, secret_file: Path) -> None:
         self.secret_file = secret_file
@@ -139,7 +139,7 @@ def test_a_restarted_work_agent_uses_a_new_connection(placement: ClusterPlacemen
 
 @pytest.fixture
 def of_ranks(tmp_path: Path) -> ActorStarter:
-    """Their actors run fake WorkAgents."""
+    """Return a placement of ranks whose actors run fake WorkAgents."""
     secret_file = tmp_path / "secret"
     write_secret(secret_file)
     program = tmp_path / "program"
@@ -234,7 +234,7 @@ def test_a_work_agent_that_cannot_reach_the_master_reports_it(placement: Cluster
 
 def test_messages_of_an_earlier_start_are_not_read(placement: ClusterPlacement, starter: ProcessStarter) -> None:
     class Late:
-        """In place of a process."""
+        """A fake of a process."""
 
         pid = None
         has_exited = False

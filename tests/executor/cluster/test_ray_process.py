@@ -15,7 +15,7 @@ RunInstead = Callable[[str], None]
 
 @pytest.fixture
 def run_instead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunInstead:
-    """Makes every rank run a script; "$@" are the arguments that Python would get."""
+    """Make every rank run a script; "$@" are the arguments for Python."""
 
     def run_instead(script: str) -> None:
         program = tmp_path / "program"

@@ -178,7 +178,7 @@ class RayError(Exception):
 
 
 class FakeRay:
-    """In place of the package, as far as `RayAgents` needs it: a class of actors, an actor and its method too."""
+    """A fake of the package with everything that `RayAgents` uses: also the class of actors, an actor, its method."""
 
     exceptions = SimpleNamespace(RayError=RayError)
     util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
@@ -188,9 +188,9 @@ class FakeRay:
         self.fails = False
         self.bundles: list[dict[str, int]] = []
         self.requested: list[dict[str, Any]] = []
-        """Of each actor."""
+        """Requested resources of each actor."""
         self.given: list[Any] = []
-        """To each that ran."""
+        """Arguments of each actor that ran."""
         self._has_room = has_room
 
     def placement_group(self, bundles: list[dict[str, int]], strategy: str) -> SimpleNamespace:

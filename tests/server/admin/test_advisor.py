@@ -33,7 +33,7 @@ _ADVISE = Advisor.advise
 
 
 def _comes(descriptor: int) -> bool:
-    """Whether there is data to read in time; the descriptor may be one that `select` does not support."""
+    """Return whether data arrives in time; the descriptor may be one that `select` does not support."""
     watch = select.poll()
     watch.register(descriptor, select.POLLIN)
     return bool(watch.poll(1000 * TIMEOUT_S))

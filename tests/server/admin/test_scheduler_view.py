@@ -37,7 +37,7 @@ async def ask(server, client, **headers):
 
 
 async def load(server, client, names, *, with_keys):
-    """One long request each; the first runs."""
+    """Submit one long request for each caller; the first runs."""
     server.runner.gate.clear()
     tasks = []
     for number, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""Batches: each stored line is answered once, whatever ends in between."""
+"""Batches: each stored line is answered once, also if the server ends in between."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_unfinished_batch_expires(tmp_path, monkeypatch):
 
 
 def _fill(store, num_pages=0):
-    """Limit the database to so many more pages than it uses; a negative number removes the limit."""
+    """Limit the database to `num_pages` more pages than it uses; a negative number removes the limit."""
     used = store._db.execute("PRAGMA page_count").fetchone()[0]
     store._db.execute(f"PRAGMA max_page_count = {used + num_pages if num_pages >= 0 else 2**30}")
 

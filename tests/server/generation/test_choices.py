@@ -12,7 +12,7 @@ PATH = "/v1/completions"
 
 
 def script(submitted: Submitted) -> Script:
-    """A shorter second choice; its text shows its seed."""
+    """Return a script whose second choice is shorter, and whose text shows its seed."""
     return Script(pieces=(Piece(f"seed {submitted.sampling.seed}"), Piece("", 1)))
 
 

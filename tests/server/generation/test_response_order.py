@@ -55,13 +55,13 @@ def ask(path: str, body: dict[str, Any], pieces: Sequence[str], *, stream: bool)
 
 
 def streamed(response: httpx.Response, kinds: dict[str, str], opening: str, opened: str, place: str) -> Blocks:
-    """The blocks of a stream: one event opens each, others go on with the newest.
+    """Return the blocks of a stream: one event opens each block, and others continue the newest.
 
     Args:
-        response: Whose events have a name each.
-        kinds: Kind of a block as the protocol calls it -> as it is called here.
-        opening: Name of the event that opens one.
-        opened: Field of that event with what is opened.
+        response: Stream of named events.
+        kinds: Kind of a block in the protocol -> kind in this test.
+        opening: Name of the event that opens a block.
+        opened: Field of that event with the opened block.
         place: Field of the number of a block.
     """
     blocks: Blocks = []
@@ -77,7 +77,7 @@ def streamed(response: httpx.Response, kinds: dict[str, str], opening: str, open
 
 
 def more_of(delta: str | dict[str, str]) -> str:
-    """What a delta adds: a text, or a field beside its type."""
+    """Return the addition of a delta: a text, or a field beside its type."""
     return delta if isinstance(delta, str) else next(text for name, text in delta.items() if name != "type")
 
 
@@ -113,7 +113,7 @@ def responses(pieces: Sequence[str], *, stream: bool) -> Blocks:
 
 
 def chat(pieces: Sequence[str], *, stream: bool) -> Blocks:
-    """All reasoning, then all text, then the calls: this protocol has a field for each."""
+    """Return all reasoning, then all text, then the calls: this protocol has a field for each."""
     user = {"role": "user", "content": "hello"}
     body = {"messages": [user], "tools": [{"type": "function", "function": FUNCTION}]}
     response = ask("/v1/chat/completions", body, pieces, stream=stream)
@@ -137,7 +137,7 @@ def of_fields(blocks: Blocks) -> Blocks:
 
 
 def folded(pieces: Sequence[str]) -> tuple[Blocks, Blocks]:
-    """The blocks as they were streamed, and as they are in the final response."""
+    """Return the blocks as they were streamed, and as the final response has them."""
     engine = FakeEngine()
     engine.tokenizer = TOKENIZER
     request = ChatCompletionRequest(messages=[], tools=[Tool(Function(**FUNCTION))])

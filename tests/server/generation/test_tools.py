@@ -32,7 +32,7 @@ def hermes() -> Tokenizer:
 def ask(
     tokenizer: Tokenizer, *pieces: str, limits: dict[str, Any] | None = None, **body: Any
 ) -> tuple[Any, FakeEngine]:
-    """Return the response to a request whose model generates these pieces."""
+    """Return the response to a request for which the model generates these pieces."""
     script = Script(tuple(Piece(text) for text in pieces), body.pop("ends", FinishReason.STOP))
     engine = FakeEngine(script, limits=limits or {}, max_body_bytes=2**16)
     engine.tokenizer, engine.max_model_len = tokenizer, 1024

@@ -144,7 +144,7 @@ class Silent(Greeting):
 
 
 def begin_handshakes(sources, leaving=0):
-    """Connect from each address, of which the first `leaving` leave at once.
+    """Connect from each address; the first `leaving` clients disconnect at once.
 
     Returns:
         The addresses whose handshakes began, and the iteration of the event loop of each.

@@ -15,7 +15,7 @@ from llm_serving.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A folder: `cert.pem` and `key.pem` of one certificate, `both.pem`, and `other.pem`, the key of another."""
+    """Return a folder: `cert.pem` and `key.pem`, `both.pem` with both, `other.pem` with the key of another one."""
     folder = tmp_path_factory.mktemp("tls")
     authority = trustme.CA()
     mine, other = authority.issue_cert("localhost"), authority.issue_cert("localhost")

@@ -12,7 +12,7 @@ CHUNKS = b"\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
 
 
 def answered(*pieces):
-    """Statuses, the written bytes, and the requested paths."""
+    """Return the statuses, the written bytes, and the requested paths."""
 
     async def run():
         async with connected() as (server, connection, transport):

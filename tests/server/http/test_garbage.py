@@ -41,7 +41,7 @@ def ask(url, request):
 
 
 def left_behind(act, settle):
-    """Types of objects that twenty runs leave to the collector; `settle` returns when earlier ones are collected."""
+    """Return the types of objects that twenty runs leave to the collector; `settle` waits for earlier ones."""
     for _ in range(3):
         act()  # the first fill caches
     settle()

@@ -27,13 +27,13 @@ BODY = json.dumps({"prompt": "x", "stream": True}).encode()
 
 
 def counts(engine):
-    """HTTP requests by route and status, as /metrics has them."""
+    """Return the numbers of HTTP requests by route and status in /metrics."""
     metric, *_ = engine.metrics.http.collect()
     return {(sample.labels["route"], sample.labels["status"]): sample.value for sample in metric.samples}
 
 
 def aborting_engine(**arguments):
-    """An engine whose streams stop after the first piece; `aborted` is an event."""
+    """Return an engine whose streams stop after the first piece; `aborted` is an event."""
     engine, aborted = FakeEngine(Script(hold_after=1), **arguments), threading.Event()
     engine.aborted = type("Aborted", (list,), {"append": lambda self, item: (list.append(self, item), aborted.set())})()
     return engine, aborted
@@ -47,7 +47,7 @@ def url():
 
 @pytest.fixture(scope="module")
 def hasty():
-    """A server with short timeouts, whose streams stop after their first piece; and its engine."""
+    """Yield a server with short timeouts, whose streams stop after their first piece, and its engine."""
     limits = dict.fromkeys(("header_timeout_s", "idle_timeout_s", "body_timeout_s"), 0.05)
     engine = FakeEngine(Script(hold_after=1), limits=limits)
     with serving(engine) as url:
@@ -98,9 +98,9 @@ def test_sequential_requests_are_answered_in_order(url):
 
 @contextmanager
 def in_time(url, request):
-    """A client that speaks while the server still has patience, and the first that it is told.
+    """Yield a client that sends before the server's timeout, and the start of the response.
 
-    A busy machine may let none speak so soon; then another one tries.
+    On a busy machine a client may send too late; then another one tries.
     """
     for _ in range(100):
         with connect(url) as client:
@@ -111,7 +111,7 @@ def in_time(url, request):
             if told:
                 yield client, told
                 return
-    raise AssertionError("none of a hundred was heard")
+    raise AssertionError("none of a hundred clients sent in time")
 
 
 class TestTimeouts:

@@ -11,7 +11,7 @@ HOST = b"Host: a\r\n"
 
 
 def answered(line, *heads):
-    """Status, the written bytes, and the path and hosts of the request."""
+    """Return the status, the written bytes, and the path and hosts of the request."""
     asked = []
 
     async def application(scope, receive, send):

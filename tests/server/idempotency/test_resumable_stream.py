@@ -21,7 +21,7 @@ class Pieces:
 
 
 def told(order, position=BEGINNING, num_choices=2) -> list[tuple[str, str]]:
-    """(id, data) of every event."""
+    """Return (id, data) of every event."""
     pieces, number = NumberedPieces(Pieces(), "s", num_choices, position), [0] * num_choices
     text = b""
     for index in order:

@@ -17,7 +17,7 @@ PREFLIGHT = {"origin": PAGE, "access-control-request-method": "POST", "access-co
 
 
 def form_of(origin: str, engine: FakeEngine, **headers: str):
-    """A form with `enctype=text/plain`, which a browser sends to another site without a preflight."""
+    """Return a form with `enctype=text/plain`, which a browser sends to another site without a preflight."""
     return post(engine, COMPLETIONS, FORM, headers={"content-type": "text/plain", "origin": origin} | headers)
 
 
@@ -40,7 +40,7 @@ def test_null_origin_does_not_match_a_missing_host(origin):
 
 
 def fetched(engine: FakeEngine, site: str, dest: str) -> int:
-    """What a browser sends for an image, a link and the like; it has no origin."""
+    """Return the headers that a browser sends for an image or a link; they have no origin."""
     return request(
         engine, "GET", "/version", headers={"sec-fetch-site": site, "sec-fetch-dest": dest, "host": "localhost"}
     ).status_code

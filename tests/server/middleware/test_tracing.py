@@ -115,7 +115,7 @@ def test_embedding_request_has_no_decode_span() -> None:
 
 
 class Collector:
-    """Records what it is sent; fails on request."""
+    """A collector that records the received spans; a test can make it fail."""
 
     def __init__(self) -> None:
         self.messages: queue.Queue[dict[str, Any]] = queue.Queue()

@@ -97,7 +97,7 @@ def create_reranker(**pooling):
 
 
 def result_of(engine, text):
-    """The score of a pair before the sigmoid. The fake model gives many numbers; the score is the first."""
+    """Return the score of a pair before the sigmoid: the first number of the fake model's vector."""
     return float(engine.vector_of(engine.tokenizer.encode(text, add_special_tokens=False))[0])
 
 

@@ -235,7 +235,7 @@ def allowed_after(grammar: Grammar, text: str) -> list[int]:
 
 
 def tokens_of(text: str) -> list[int]:
-    """One token for each character, or for each of its bytes."""
+    """Return one token for each character, or for each of its bytes."""
     table = [DEMO_TOKENIZER.token_bytes(token_id) for token_id in range(DEMO_TOKENIZER.vocab_size)]
     chars = (char.encode() for char in text)
     pieces = [piece for char in chars for piece in ([char] if char in table else [bytes([byte]) for byte in char])]

@@ -51,7 +51,7 @@ def test_output_outside_the_grammar_allows_no_token() -> None:
 
 
 def tokens_of(text: str) -> list[int]:
-    """One token for each byte; of several for a byte the last."""
+    """Return one token for each byte; if several tokens have the byte, the last one."""
     known = {DEMO_TOKENIZER.token_bytes(token_id): token_id for token_id in range(DEMO_TOKENIZER.vocab_size)}
     return [known[bytes([byte])] for byte in text.encode()]
 

@@ -21,7 +21,7 @@ def run(stop, pieces):
 
 
 def first_to_end(text, stop):
-    """Slow reference: try every end, then the longest stop string."""
+    """Slow reference implementation: try every end, then the longest stop string."""
     for end in range(1, len(text) + 1):
         for candidate in sorted(stop, key=len, reverse=True):
             if text[:end].endswith(candidate):

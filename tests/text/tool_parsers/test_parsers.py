@@ -296,7 +296,7 @@ def test_arguments_keep_escaped_lone_surrogates() -> None:
     ],
 )
 def test_parser_returns_an_incomplete_call(form: str, text: str, arguments: Any, rest: str) -> None:
-    """Its name and the opening brace have been returned."""
+    """The name and the opening brace of a truncated call have been returned already."""
     expected = (rest, [("add", arguments)])
     assert answer_of(form, text) == expected
     assert answer_of(form, text, range(len(text))) == expected
