@@ -144,7 +144,7 @@ def test_attention_gives_minus_infinity_scores_no_weight(isa: str, dtype: str) -
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("size", [240.0, 1.1e15])
-def test_attention_with_one_dominant_key(isa: str, dtype: str, size: float) -> None:
+def test_attention_with_one_dominant_key_returns_its_value(isa: str, dtype: str, size: float) -> None:
     size = min(size, 6e4) if dtype == "float16" else size
     cache = Cache(dtype, num_kv_heads=1, head_dim=16)
     rng = np.random.default_rng(5)

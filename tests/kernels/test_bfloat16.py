@@ -22,7 +22,7 @@ def test_bfloat16_rounding_is_to_nearest(value: float) -> None:
         assert rounded % 2 == 0
 
 
-def test_bfloat16_overflow_and_nan() -> None:
+def test_bfloat16_rounding_overflows_to_infinity_and_keeps_nan() -> None:
     with np.errstate(over="ignore"):
         values = from_bfloat16(round_to_bfloat16(np.float32([3.4e38, -3.4e38, np.nan, np.inf])))
     assert values[0] == np.inf and values[1] == -np.inf and np.isnan(values[2]) and values[3] == np.inf

@@ -183,7 +183,7 @@ def test_packed_bytes_of_a_block_type_are_those_of_the_library(kind: int) -> Non
         assert BLOCKS[kind].packed_bytes((out, columns)) == BlockSegments([tensor]).num_bytes
 
 
-def test_block_packing_refuses_what_no_product_takes() -> None:
+def test_block_packing_refuses_unsupported_forms() -> None:
     rng = np.random.default_rng(7)
     whole, part = (random_tensor(rng, n, 256, FORMS["Q4_0"]) for n in (16, 20))
     with pytest.raises(

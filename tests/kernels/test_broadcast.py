@@ -78,7 +78,7 @@ def test_broadcast_integers_wrap(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [*FLOAT_TYPES, *INTEGERS, "bool", "float64"])
-def test_comparisons_of_every_shape_and_type(dtype: str) -> None:
+def test_greater_equals_numpy_for_every_shape_and_type(dtype: str) -> None:
     for a_shape, b_shape in SHAPES:
         signed = [8 * normal(seed, *shape) for seed, shape in ((1, a_shape), (2, b_shape))]
         values = [np.abs(each) if dtype.startswith("uint") else each for each in signed]
@@ -101,7 +101,7 @@ def test_unknown_comparison_is_refused() -> None:
     assert library.last_error() == "Greater: complex64 is no type of numbers that is compared here"
 
 
-def test_maximum_of_other_types() -> None:
+def test_broadcast_supports_float64_and_bool() -> None:
     a, b = numbers([0.1, 0.2], "float64"), numbers(0.3, "float64")
     assert np.array_equal(result("Add", a, b).array, a.array + b.array)
     assert np.array_equal(result("Mul", a, b).array, a.array * b.array)
@@ -124,7 +124,7 @@ def test_broadcast_refuses_mismatched_arguments(a: Typed, b: Typed, reason: str)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_silu_equals_swiglu_with_ones(isa: str, dtype: str) -> None:
+def test_silu_equals_swiglu_with_a_second_half_of_ones(isa: str, dtype: str) -> None:
     for width in (1, 15, 16, 100, 40_000):
         x, y = typed(3 * normal(width, width), dtype), empty((width,), dtype)
         call("SiLU", x, y)

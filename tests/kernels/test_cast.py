@@ -43,7 +43,7 @@ def test_cast_to_bool_and_truncation_to_integers() -> None:
     assert cast(scalar([[True, False]], "bool"), "bfloat16").values.tolist() == [[1.0, 0.0]]
 
 
-def test_cast_without_a_type() -> None:
+def test_cast_without_a_type_follows_the_output() -> None:
     y = empty((2,), "float32")
     call("Cast", scalar([3, -4], "int64"), y)
     assert y.array.tolist() == [3.0, -4.0]

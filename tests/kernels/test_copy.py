@@ -21,7 +21,7 @@ def test_gather_supports_any_axis_and_type(dtype: str, axis: int, index_dtype: s
     assert np.array_equal(gather(table, indices, axis).array, np.take(table.array, indices.array, axis))
 
 
-def test_gather_of_many_rows() -> None:
+def test_gather_of_many_rows_equals_numpy() -> None:
     table = Typed(np.random.default_rng(2).standard_normal((50, 700)), "float64")
     indices = integers(np.random.default_rng(3).integers(0, 50, 999))
     assert np.array_equal(gather(table, indices, 0).array, table.array[indices.array])
@@ -78,7 +78,7 @@ def test_slices_equal_numpy(dtype: str) -> None:
         assert np.array_equal(sliced(x, expected.shape, begin, end, strides).array, expected)
 
 
-def test_masks_of_slices_open_ends_and_add_and_remove_axes() -> None:
+def test_slice_masks_open_ends_and_change_axes() -> None:
     x = Typed(np.random.default_rng(6).integers(0, 100, (4, 5, 6)), "int64")
     for begin, end, strides, masks, expected in (
         ([9, 9, 1], [0, 0, 2], [1, -1, 1], {"begin": 3, "end": 3}, x.array[:, ::-1, 1:2]),

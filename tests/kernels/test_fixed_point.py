@@ -243,7 +243,7 @@ def test_fixed_point_multiples_of_the_unit_are_exact(m: int, n: int, k: int, see
     assert np.array_equal(y.array, x @ weight.T)
 
 
-def test_fixed_point_repacked_weight_has_its_own_units() -> None:
+def test_fixed_point_repacked_weight_gets_new_units() -> None:
     rng = np.random.default_rng(7)
     x = typed(normal(rng, 3, 40), "bfloat16")
     place = np.empty((20, 40), np.uint16)
@@ -255,7 +255,7 @@ def test_fixed_point_repacked_weight_has_its_own_units() -> None:
     library.load().llm_release_weight(place.ctypes.data)
 
 
-def test_fixed_point_with_empty_input() -> None:
+def test_fixed_point_accepts_empty_input() -> None:
     weight = packed(typed(np.ones((20, 8)), "bfloat16"))
     assert linear(typed(np.ones((0, 8)), "bfloat16"), weight).array.shape == (0, 20)
     no_inputs = linear(typed(np.ones((3, 0)), "bfloat16"), packed(typed(np.ones((20, 0)), "bfloat16")), "float32")

@@ -18,7 +18,7 @@ def test_best_instruction_set_is_in_use_without_a_choice(isa: str) -> None:
     assert library.load().llm_isa().decode() == isa
 
 
-def test_next_instruction_set_is_used_if_the_kernels_of_a_better_one_cannot_be_had(monkeypatch, caplog) -> None:
+def test_next_instruction_set_is_used_if_better_kernels_are_unavailable(monkeypatch, caplog) -> None:
     tried = []
 
     def kernels(isa: str) -> int | None:

@@ -168,7 +168,7 @@ def test_embedding_reads_rows_of_a_packed_weight(dtype: str, n: int, k: int) -> 
     assert np.array_equal(y.bits, weight.bits[rows])
 
 
-def test_linear_with_empty_input() -> None:
+def test_linear_accepts_empty_input() -> None:
     weight = typed(np.ones((20, 8)), "float32")
     assert linear(typed(np.ones((0, 8)), "float32"), packed(weight)).array.shape == (0, 20)
     empty_sum = linear(typed(np.ones((3, 0)), "float32"), typed(np.ones((20, 0)), "float32"))

@@ -148,7 +148,7 @@ def test_masks_of_other_requests_change_no_bit(dtype: str) -> None:
         assert np.array_equal(alone.bits, both.rows(part).bits)
 
 
-def test_attention_without_mask_follows_the_mode() -> None:
+def test_attention_without_mask_is_causal_in_trapezoidal_mode_only() -> None:
     rng = np.random.default_rng(13)
     cache = Cache("bfloat16", num_kv_heads=KV_HEADS, head_dim=DIM)
     filled(rng, cache, [4, 2], 25)

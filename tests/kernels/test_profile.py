@@ -11,7 +11,7 @@ def calls_of(name: str) -> int:
     return next((time.calls for time in library.operator_times() if time.name == name), 0)
 
 
-def test_calls_are_counted_while_profiling_only() -> None:
+def test_operator_calls_are_counted_while_profiling_only() -> None:
     with library.profiling():
         swiglu()
         swiglu()
@@ -20,7 +20,7 @@ def test_calls_are_counted_while_profiling_only() -> None:
     assert next(time.seconds for time in library.operator_times() if time.name == "Swiglu") > 0
 
 
-def test_each_profile_starts_from_zero() -> None:
+def test_operator_profile_starts_from_zero() -> None:
     with library.profiling():
         swiglu()
     with library.profiling():

@@ -47,14 +47,14 @@ def test_program_bits_equal_those_of_single_operators(
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize(("biases", "tied"), [(False, True), (True, False)])
-def test_program_bits_of_wide_layers(isa: str, dtype: str, biases: bool, tied: bool) -> None:
+def test_program_bits_of_wide_layers_equal_single_operators(isa: str, dtype: str, biases: bool, tied: bool) -> None:
     sizes = {"hidden": WIDE_HIDDEN, "inner": WIDE_INNER}
     decoder = create_decoder(dtype, 48, attention_bias=biases, mlp_bias=biases, tied=tied, **sizes)
     assert_same_as_by_operators(decoder, lambda: mixed_step(dtype, 48))
 
 
 @pytest.mark.parametrize("num_rows", [17, 33, 70, 225])
-def test_program_bits_of_long_prompts(isa: str, num_rows: int) -> None:
+def test_program_bits_of_long_prompts_equal_single_operators(isa: str, num_rows: int) -> None:
     sizes = {"hidden": 80, "inner": 272, "positions": 225}
     decoder = create_decoder("bfloat16", 16, attention_bias=False, mlp_bias=True, **sizes)
     table = list(range(-(-num_rows // 16)))
@@ -66,7 +66,9 @@ def test_program_bits_of_long_prompts(isa: str, num_rows: int) -> None:
     [(name, HIDDEN, INNER) for name in ("qkv", "out", "gate_up", "down", "head")]
     + [(name, WIDE_HIDDEN, WIDE_INNER) for name in ("down", "head")],
 )
-def test_program_bits_with_a_float32_weight(isa: str, name: str, hidden: int, inner: int) -> None:
+def test_program_bits_with_a_float32_weight_equal_single_operators(
+    isa: str, name: str, hidden: int, inner: int
+) -> None:
     decoder = create_decoder("bfloat16", 16, attention_bias=False, mlp_bias=False, hidden=hidden, inner=inner)
     shape = getattr(decoder if name == "head" else decoder.layers[1], name).array.shape
     values = np.random.default_rng(7).standard_normal(shape) / np.sqrt(shape[1])

@@ -33,7 +33,9 @@ from support.single_operations import program_with, random, result_of, step_of_r
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("first", "width", "group"), [(0, 70, 0), (20, 60, 20), (16, 48, 16), (3, 64, 64)])
-def test_program_norms_of_rows_and_groups(isa: str, dtype: str, wide: bool, first: int, width: int, group: int) -> None:
+def test_program_rms_norm_of_rows_and_groups_equals_the_reference(
+    isa: str, dtype: str, wide: bool, first: int, width: int, group: int
+) -> None:
     x = random(33, 100, dtype)
     gain = typed(np.random.default_rng(2).standard_normal(group or width), "float32" if wide else dtype)
 
@@ -48,7 +50,7 @@ def test_program_norms_of_rows_and_groups(isa: str, dtype: str, wide: bool, firs
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize(("bias", "group"), [(True, 0), (False, 0), (True, 16)])
-def test_program_layer_norm(isa: str, dtype: str, bias: bool, group: int) -> None:
+def test_program_layer_norm_equals_the_reference(isa: str, dtype: str, bias: bool, group: int) -> None:
     """Rows far from zero; each group of columns has its own gamma and beta."""
     x = typed(np.random.default_rng(1).standard_normal((33, 48)) + 3, dtype)
     gamma, beta = (typed(np.random.default_rng(seed).standard_normal(48), dtype) for seed in (2, 3))
@@ -63,7 +65,7 @@ def test_program_layer_norm(isa: str, dtype: str, bias: bool, group: int) -> Non
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("function", ["silu", "gelu_tanh", "gelu"])
-def test_program_activation_without_gate(isa: str, dtype: str, function: str) -> None:
+def test_program_activation_without_gate_equals_the_reference(isa: str, dtype: str, function: str) -> None:
     x = typed(np.random.default_rng(1).standard_normal((9, 100)) * 4, dtype)
     y = result_of(x, 100, lambda net, whole: net.activation(whole, function))
     expected = network_reference._activation(None, x.values.astype(np.float32), function)
@@ -72,7 +74,7 @@ def test_program_activation_without_gate(isa: str, dtype: str, function: str) ->
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("function", ["gelu", "clamped"])
-def test_program_other_gates(isa: str, dtype: str, function: str) -> None:
+def test_program_gates_equal_the_reference(isa: str, dtype: str, function: str) -> None:
     x = typed(np.random.default_rng(1).standard_normal((9, 200)) * 6, dtype)
     y = result_of(x, 100, lambda net, whole: net.gated_activation(whole, function))
     expected = network_reference._gated_activation(None, x.values.astype(np.float32), function)
@@ -80,7 +82,7 @@ def test_program_other_gates(isa: str, dtype: str, function: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_program_gelu_gate(isa: str, dtype: str) -> None:
+def test_program_gelu_gate_equals_the_reference(isa: str, dtype: str) -> None:
     x = typed(np.random.default_rng(1).standard_normal((9, 200)) * 4, dtype)
     y = result_of(x, 100, lambda net, whole: net.gated_activation(whole, "gelu_tanh"))
     expected = reference.gelu_tanh_gated(x.values)
@@ -97,7 +99,7 @@ def test_program_scaled_add_rounds_once(isa: str, dtype: str, scale: float) -> N
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_program_scaled_embedding(isa: str, dtype: str) -> None:
+def test_program_scaled_embedding_equals_the_reference(isa: str, dtype: str) -> None:
     x = random(40, 45, dtype)
     net = Network(45, 40)
     net.lm_head(net.embedding("x", scale=3.3), "one")
@@ -109,7 +111,7 @@ def test_program_scaled_embedding(isa: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_program_sigmoid_gate(isa: str, dtype: str) -> None:
+def test_program_sigmoid_gate_equals_the_reference(isa: str, dtype: str) -> None:
     x = random(33, 51, dtype)
     y = result_of(x, 50, lambda net, whole: net.sigmoid_gate(*net.split(whole, 50, 1)))
     expected = reference.sigmoid_gate(x.values[:, :50], x.values[:, 50:])
@@ -118,7 +120,7 @@ def test_program_sigmoid_gate(isa: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("function", ["", "silu", "sigmoid", "relu"])
-def test_program_products_of_two_values(isa: str, dtype: str, function: str) -> None:
+def test_program_multiply_equals_the_reference(isa: str, dtype: str, function: str) -> None:
     x = random(33, 102, dtype)
     y = result_of(x, 51, lambda net, whole: net.multiply(*net.split(whole, 51, 51), function=function))
     a, b = np.split(x.values.astype(np.float64), 2, axis=1)
@@ -127,7 +129,7 @@ def test_program_products_of_two_values(isa: str, dtype: str, function: str) -> 
     assert_close(typed(y.array, dtype), expected, np.abs(expected) * 1e-6)
 
 
-def test_program_scaled_and_capped_logits(isa: str) -> None:
+def test_program_scaled_and_capped_logits_equal_the_reference(isa: str) -> None:
     x = typed(np.concatenate([np.geomspace(1e-6, 300, 40), [np.inf, 0.0]]) * [[1], [-1]], "float32")
     net = Network(42, 2)
     net.lm_head(net.embedding("x"), "one", scale=0.5, cap=30.0)
@@ -182,7 +184,9 @@ def attention_of(
 
 @pytest.mark.parametrize(("dtype", "head_dim"), list(zip(FLOAT_TYPES, (16, 64, 80), strict=True)))
 @pytest.mark.parametrize("kind", ATTENTION)
-def test_program_attention_with_window_cap_and_alibi(isa: str, dtype: str, head_dim: int, kind: str) -> None:
+def test_program_attention_with_window_cap_and_alibi_equals_the_reference(
+    isa: str, dtype: str, head_dim: int, kind: str
+) -> None:
     step = step_of_rows(COUNT, [TABLE], [COUNT])
     step = Step(**{**vars(step), "slots": SLOTS})
     runnable = attention_of(random(COUNT, 8 * head_dim, dtype), head_dim, **ATTENTION[kind])
@@ -228,7 +232,7 @@ def test_program_ignores_tokens_before_the_window(isa: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("limit", [{"window": 100}, {"window": 1100}, {"chunk": 100}, {"chunk": 1024}, {"chunk": 1100}])
-def test_program_window_across_attention_segments(isa: str, limit: dict[str, int]) -> None:
+def test_program_window_across_attention_segments_equals_the_reference(isa: str, limit: dict[str, int]) -> None:
     """Rows whose window or chunk begins before, at and behind position 1,024; blocks before all windows have arbitrary
     content."""
     head_dim, count, context = 16, 60, 1170

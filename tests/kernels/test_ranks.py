@@ -95,12 +95,12 @@ def test_all_gather_returns_the_columns_of_all_ranks(
         assert np.array_equal(second, whole[:1] + 1)
 
 
-def test_exchange_returns_the_numbers_of_all_ranks(memory: Callable[[int], int]) -> None:
+def test_rank_exchange_returns_the_numbers_of_all_ranks(memory: Callable[[int], int]) -> None:
     told = together(memory(3), 3, lambda ranks: ranks.exchange([ranks.rank, 10 + ranks.rank]))
     assert told == [[[0, 10], [1, 11], [2, 12]]] * 3
 
 
-def test_ranks_fail_for_good_when_one_is_lost(memory: Callable[[int], int]) -> None:
+def test_ranks_fail_permanently_when_one_is_lost(memory: Callable[[int], int]) -> None:
     def body(ranks: Ranks) -> None:
         ranks.start_step(1, 3600)
         ranks.exchange([1])
@@ -113,7 +113,7 @@ def test_ranks_fail_for_good_when_one_is_lost(memory: Callable[[int], int]) -> N
     together(memory(2), 2, body)
 
 
-def test_contribution_of_a_rank_that_left_later_counts(memory: Callable[[int], int]) -> None:
+def test_all_reduce_includes_a_rank_that_exits_afterwards(memory: Callable[[int], int]) -> None:
     assert together(memory(2), 2, lambda ranks: ranks.exchange([7])) == [[[7], [7]]] * 2
 
 

@@ -25,13 +25,13 @@ def with_outliers(rng: np.random.Generator, *shape: int) -> Array:
 
 
 @pytest.mark.parametrize(("size", "block"), [(896, 128), (4864, 128), (80, 16), (96, 32), (100, 1), (8, 1), (0, 1)])
-def test_blocks_are_powers_of_two_that_divide_a_row(size: int, block: int) -> None:
+def test_rotation_block_is_the_largest_power_of_two_that_divides_the_row(size: int, block: int) -> None:
     assert rotation.block_of(size) == block
     x = np.random.default_rng(1).integers(-9, 9, (3, size)).astype(np.float32)
     assert np.array_equal(rotation.rotate(rotation.rotate(x)), block * x)
 
 
-def test_a_rotation_spreads_a_large_number_over_its_block() -> None:
+def test_rotation_spreads_an_outlier_over_its_block() -> None:
     x = np.zeros((1, 256), np.float32)
     x[0, 130] = 3
     rotated = rotation.rotate(x)
@@ -60,7 +60,7 @@ def test_rotated_rows_that_overflow_become_nan(isa_of_codes: str, value: float) 
 
 
 @pytest.mark.parametrize(("bits", "weight_only", "limit"), [(8, False, 0.02), (4, False, 0.15), (4, True, 0.15)])
-def test_rotated_products_are_nearer_than_others(isa: str, bits: int, weight_only: bool, limit: float) -> None:
+def test_rotated_products_are_more_accurate(isa: str, bits: int, weight_only: bool, limit: float) -> None:
     rng = np.random.default_rng(2)
     for m, n, k in [(1, 50, 256), (20, 96, 1152), (3, 17, 96)]:
         x, weight = typed(with_outliers(rng, m, k), "bfloat16"), with_outliers(rng, n, k)

@@ -109,7 +109,7 @@ def bound_of(expected: Array, dtype: str) -> Array:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_results_and_states_equal_the_numpy_twin(isa: str, name: str, dtype: str) -> None:
+def test_state_operations_equal_the_numpy_reference(isa: str, name: str, dtype: str) -> None:
     operation = OPERATIONS[name]
     runnable, x = runnable_of(name, dtype)
     states = random_states(runnable, operation, NUM_SLOTS, dtype)
@@ -125,7 +125,7 @@ def test_results_and_states_equal_the_numpy_twin(isa: str, name: str, dtype: str
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_any_division_into_steps_gives_the_same_bits(isa: str, name: str, dtype: str) -> None:
+def test_state_operations_are_independent_of_the_division_into_steps(isa: str, name: str, dtype: str) -> None:
     """Three sequences advance in random chunks, in any slots, beside each other, with one thread or two."""
     runnable, _ = runnable_of(name, dtype)
     sequences = [list(range(40)), list(range(40, 73)), list(range(73, 100))]
@@ -160,7 +160,7 @@ def test_any_division_into_steps_gives_the_same_bits(isa: str, name: str, dtype:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_draft_goes_back_to_the_state_after_any_row(isa: str, name: str) -> None:
+def test_state_of_rejected_drafts_is_restored_from_the_slot_of_any_row(isa: str, name: str) -> None:
     """Each row stores to a slot of its own; the sequence continues from any of them, and none of them changes."""
     runnable, _ = runnable_of(name, "bfloat16")
     states = States.of(runnable, NUM_SLOTS)
@@ -184,7 +184,7 @@ def test_a_draft_goes_back_to_the_state_after_any_row(isa: str, name: str) -> No
         ([Part([0], slot=3), Part([1], stores={0: 3})], "state_in[0] = 3: request 1 stores to this slot"),
     ],
 )
-def test_slots_that_would_corrupt_a_state_are_refused(parts: list[Part], message: str) -> None:
+def test_state_operations_refuse_slots_that_would_corrupt_a_state(parts: list[Part], message: str) -> None:
     runnable, _ = runnable_of("conv", "bfloat16")
     states = States.of(runnable, NUM_SLOTS)
     before = copied(states)
@@ -194,7 +194,7 @@ def test_slots_that_would_corrupt_a_state_are_refused(parts: list[Part], message
     assert np.array_equal(states.arrays[0].bits, before.arrays[0].bits)
 
 
-def test_requests_may_read_one_state() -> None:
+def test_state_operations_may_read_the_same_slot() -> None:
     runnable, _ = runnable_of("conv", "bfloat16")
     states = random_states(runnable, OPERATIONS["conv"], NUM_SLOTS, "bfloat16")
     one, other = run_parts(runnable, [Part([1], slot=2, stores={0: 0}), Part([1], slot=2, stores={0: 1})], states)
@@ -216,7 +216,7 @@ def test_requests_may_read_one_state() -> None:
         ("ssm", 5, -1, "(ssm): dt is absent"),
     ],
 )
-def test_invalid_instructions_are_refused(name: str, word: int, value: int, message: str) -> None:
+def test_state_operations_refuse_invalid_instructions(name: str, word: int, value: int, message: str) -> None:
     runnable, _ = runnable_of(name, "bfloat16")
     instructions = runnable.program.instructions.copy()
     instructions[2, word] = value
@@ -234,7 +234,7 @@ def test_invalid_instructions_are_refused(name: str, word: int, value: int, mess
         ({"state_out": typed([0], "float32")}, "state_out must be int32 or int64, one for each of 2 rows"),
     ],
 )
-def test_states_of_another_form_are_refused(changes: dict[str, Typed], message: str) -> None:
+def test_state_operations_refuse_states_of_another_shape(changes: dict[str, Typed], message: str) -> None:
     runnable, _ = runnable_of("conv", "bfloat16")
     part = Part([0, 1])
     states = States.of(runnable, NUM_SLOTS).at([-1], [-1, -1])

@@ -72,7 +72,7 @@ def expected(count: int, dtype: str, window: int) -> tuple[Array, Array]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("window", [0, 1, 65])
-def test_attention_to_both_sides_equals_a_softmax_of_all_visible_tokens(isa: str, dtype: str, window: int) -> None:
+def test_bidirectional_attention_equals_a_softmax_of_all_visible_tokens(isa: str, dtype: str, window: int) -> None:
     """1100 tokens have two segments."""
     for count in (1, 70, 1100):
         (y,) = answers(drawn(count, dtype), window, [range(count)])
@@ -82,7 +82,7 @@ def test_attention_to_both_sides_equals_a_softmax_of_all_visible_tokens(isa: str
 
 
 @pytest.mark.parametrize(("dtype", "window"), [("float32", 0), ("bfloat16", 9), ("float16", 0)])
-def test_attention_to_both_sides_depends_on_the_request_alone(isa: str, dtype: str, window: int) -> None:
+def test_bidirectional_attention_is_batch_invariant(isa: str, dtype: str, window: int) -> None:
     x = typed(np.random.default_rng(1).standard_normal((1500, WIDTH)), dtype)
     prompts = [range(1200), range(1200, 1203), range(1203, 1400), range(1400, 1500)]
     together = answers(x, window, prompts)
@@ -91,7 +91,7 @@ def test_attention_to_both_sides_depends_on_the_request_alone(isa: str, dtype: s
         assert np.isfinite(y).all()
 
 
-def test_layers_of_an_encoder_share_one_cache() -> None:
+def test_encoder_layers_share_one_cache() -> None:
     net = Network(WIDTH, 10, causal=False)
     for _ in range(3):
         q, k, v = net.split(net.embedding("x"), *(heads * HEAD_DIM for heads in (HEADS, KV_HEADS, KV_HEADS)))
