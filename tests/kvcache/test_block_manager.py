@@ -28,7 +28,7 @@ def confirm(blocks: BlockManager, request: Request) -> None:
     request.num_confirmed_tokens = request.num_tokens
 
 
-def test_a_table_grows_block_by_block() -> None:
+def test_block_table_grows_block_by_block() -> None:
     blocks = BlockManager(num_blocks=4, block_size=4)
     request = create_request(4, request_id="a")
     admit(blocks, request)
@@ -40,7 +40,7 @@ def test_a_table_grows_block_by_block() -> None:
     assert blocks.pool.num_used_blocks == blocks.pool.num_blocks // 2
 
 
-def test_growing_may_use_the_last_block() -> None:
+def test_block_table_may_grow_by_the_last_free_block() -> None:
     blocks = BlockManager(num_blocks=2, block_size=4)
     admit(blocks, create_request(4, request_id="a"))
     assert blocks.can_grow("a", 8)
@@ -62,14 +62,14 @@ def test_full_blocks_of_an_equal_prefix_are_shared() -> None:
     blocks.check_integrity()
 
 
-def test_the_newest_token_is_always_computed() -> None:
+def test_prefix_hit_never_covers_the_newest_token() -> None:
     blocks = BlockManager(num_blocks=8, block_size=4)
     first, second = create_request(8, request_id="a"), create_request(8, request_id="b")
     admit(blocks, first)
     assert blocks.admit(second, 8) == 4
 
 
-def test_blocks_are_found_after_their_request_finished() -> None:
+def test_prefix_cache_keeps_blocks_of_finished_requests() -> None:
     blocks = BlockManager(num_blocks=8, block_size=4)
     admit(blocks, create_request(9, request_id="a"))
     blocks.free("a")
@@ -79,7 +79,7 @@ def test_blocks_are_found_after_their_request_finished() -> None:
     assert admit(blocks, again) == 8
 
 
-def test_namespaces_do_not_share() -> None:
+def test_prefix_cache_namespaces_share_no_blocks() -> None:
     blocks = BlockManager(num_blocks=16, block_size=4)
     admit(blocks, create_request(9, request_id="a"))
     for name, changes in {"b": {"cache_salt": "x"}, "c": {"tenant": "x"}}.items():
@@ -89,7 +89,7 @@ def test_namespaces_do_not_share() -> None:
         assert admit(blocks, other) == 0
 
 
-def test_nothing_is_shared_without_prefix_caching() -> None:
+def test_no_block_is_shared_without_prefix_caching() -> None:
     blocks = BlockManager(num_blocks=8, block_size=4, prefix_caching=False)
     admit(blocks, create_request(9, request_id="a"))
     assert admit(blocks, create_request(9, request_id="b")) == 0
@@ -150,7 +150,7 @@ def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
     assert blocks.pop_block_moves() == []
 
 
-def test_a_fork_shares_no_further_than_the_tokens_are_equal() -> None:
+def test_fork_shares_blocks_only_of_equal_tokens() -> None:
     blocks = BlockManager(num_blocks=8, block_size=4, prefix_caching=False)
     parent = create_request(10, request_id="a")
     child = create_request(10, request_id="b")
@@ -161,7 +161,7 @@ def test_a_fork_shares_no_further_than_the_tokens_are_equal() -> None:
     assert [move.num_tokens for move in blocks.pop_block_moves()] == [2]
 
 
-def test_swapped_request_returns_with_all_computed_tokens() -> None:
+def test_swapped_in_request_has_all_computed_tokens() -> None:
     blocks = BlockManager(num_blocks=4, block_size=4, num_swap_blocks=3)
     request = create_request(10, request_id="a")
     admit(blocks, request)
@@ -180,7 +180,7 @@ def test_swapped_request_returns_with_all_computed_tokens() -> None:
     blocks.check_integrity()
 
 
-def test_a_request_is_swapped_whole_or_not_at_all() -> None:
+def test_request_is_swapped_out_entirely_or_not_at_all() -> None:
     blocks = BlockManager(num_blocks=4, block_size=4, num_swap_blocks=2)
     request = create_request(10, request_id="a")
     admit(blocks, request)

@@ -2,13 +2,13 @@ import pytest
 from llm_serving.kvcache import BlockPool
 
 
-def test_allocate_gives_lowest_blocks_first() -> None:
+def test_block_pool_allocates_lowest_blocks_first() -> None:
     pool = BlockPool(4)
     assert pool.allocate(3) == [0, 1, 2]
     assert (pool.num_free_blocks, pool.num_used_blocks) == (1, 3)
 
 
-def test_the_latest_freed_block_is_reused_first() -> None:
+def test_block_pool_reuses_the_latest_freed_block_first() -> None:
     pool = BlockPool(4)
     pool.allocate(4)
     pool.free([2, 0])
@@ -24,7 +24,7 @@ def test_touched_blocks_are_those_that_were_ever_allocated() -> None:
     assert pool.num_touched_blocks == 2
 
 
-def test_cached_block_is_found_while_used_and_after() -> None:
+def test_cached_block_is_found_while_allocated_and_after_its_release() -> None:
     pool = BlockPool(2)
     (block_id,) = pool.allocate(1)
     pool.register_hash(block_id, pool.epoch(block_id), b"x")
@@ -48,7 +48,7 @@ def test_uncached_blocks_are_reused_first_then_the_least_recently_used() -> None
     pool.check_integrity(range(4))
 
 
-def test_first_of_two_blocks_with_one_hash_keeps_it() -> None:
+def test_first_of_two_blocks_with_the_same_hash_stays_cached() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2)
     pool.register_hash(first, pool.epoch(first), b"x")
@@ -66,7 +66,7 @@ def test_cleared_hashes_are_not_found() -> None:
     pool.check_integrity([0])
 
 
-def test_freeing_twice_is_caught() -> None:
+def test_block_pool_refuses_a_double_free() -> None:
     pool = BlockPool(2)
     pool.allocate(1)
     pool.free([0])
@@ -74,12 +74,12 @@ def test_freeing_twice_is_caught() -> None:
         pool.free([0])
 
 
-def test_allocating_more_than_is_free_is_caught() -> None:
+def test_block_pool_refuses_an_allocation_beyond_its_free_blocks() -> None:
     with pytest.raises(AssertionError, match="cannot allocate 3 blocks: 2 are free"):
         BlockPool(2).allocate(3)
 
 
-def test_check_integrity_sees_a_leaked_block() -> None:
+def test_check_integrity_detects_a_leaked_block() -> None:
     pool = BlockPool(3)
     block_ids = pool.allocate(2)
     pool.check_integrity(block_ids)

@@ -40,7 +40,7 @@ def started(blocks: BlockManager, num_tokens: int, request_id: str = "a", **opti
     return request
 
 
-def test_a_long_prompt_holds_the_window_and_a_step() -> None:
+def test_long_prompt_allocates_blocks_for_the_window_and_a_step() -> None:
     blocks = manager(num_blocks=4)
     request = create_request(100, request_id="a")
     assert blocks.max_request_tokens >= 100
@@ -53,7 +53,7 @@ def test_a_long_prompt_holds_the_window_and_a_step() -> None:
     assert len(blocks.block_table("a")) == 3
 
 
-def test_a_cache_with_less_room_than_a_step_gets_shorter_steps() -> None:
+def test_cache_smaller_than_a_step_shortens_the_steps() -> None:
     blocks = manager(num_blocks=3)
     request = started(blocks, 40)
     compute(blocks, request, 40)
@@ -88,7 +88,7 @@ def test_a_missing_block_of_the_window_prevents_a_prefix_hit() -> None:
     assert blocks.table("again").start == 3
 
 
-def test_block_behind_one_window_stays_for_requests_that_share_it() -> None:
+def test_block_behind_a_window_is_kept_for_requests_that_share_it() -> None:
     blocks = manager()
     first = started(blocks, 12, "a")
     compute(blocks, first, 12)
@@ -103,7 +103,7 @@ def test_block_behind_one_window_stays_for_requests_that_share_it() -> None:
     assert {blocks.pool.ref_count(each) for each in shared} == {1}
 
 
-def test_request_with_guaranteed_blocks_shares_none_and_never_lacks_one() -> None:
+def test_request_with_guaranteed_blocks_never_lacks_one() -> None:
     blocks = manager(num_blocks=10)
     compute(blocks, started(blocks, 20), 20)
     kept = create_request(60, request_id="kept")
@@ -118,7 +118,7 @@ def test_request_with_guaranteed_blocks_shares_none_and_never_lacks_one() -> Non
     assert blocks.admit(again, 61) <= 20, "a request with guaranteed blocks caches none"
 
 
-def test_only_the_window_is_swapped() -> None:
+def test_swap_out_covers_only_the_window() -> None:
     blocks = manager(num_swap_blocks=3)
     request = started(blocks, 42)
     compute(blocks, request, 41)
@@ -134,7 +134,7 @@ def test_only_the_window_is_swapped() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_window_as_long_as_a_request_frees_no_block(window: int | None) -> None:
+def test_window_as_long_as_the_request_frees_no_block(window: int | None) -> None:
     sees = Window.from_model(window, 8, 100)
     assert not sees.is_sliding
     assert sees.max_blocks_of(100, 4) == 25

@@ -41,7 +41,7 @@ def admit(blocks: BlockManager, request: Request) -> int:
     return request.num_computed_tokens
 
 
-def test_a_request_reads_its_own_slot_and_stores_to_it() -> None:
+def test_request_reads_and_stores_its_own_state_slot() -> None:
     blocks = manager(prefix_caching=False)
     request = create_request(10, request_id="a")
     assert admit(blocks, request) == 0
@@ -93,7 +93,7 @@ def test_cached_blocks_without_a_checkpoint_are_computed_again() -> None:
     assert admit(blocks, create_request(10, request_id="b")) == 0
 
 
-def test_the_least_recently_used_checkpoint_gives_its_slot() -> None:
+def test_least_recently_used_checkpoint_is_evicted() -> None:
     blocks = manager(num_spare=2, max_running=1)
     prompts = [create_request(6, request_id=name) for name in "abcd"]
     for number, request in enumerate(prompts[:3]):
@@ -128,7 +128,7 @@ def test_the_latest_block_of_an_output_has_a_checkpoint_in_place_of_the_one_befo
     assert admit(blocks, longer) == 12
 
 
-def test_every_running_request_finds_a_slot_beside_checkpoints_and_drafts() -> None:
+def test_every_running_request_gets_a_state_slot() -> None:
     blocks = manager(num_spare=3, max_running=3)
     admit(blocks, first := create_request(10, request_id="a"))
     compute(blocks, first, 10)
@@ -202,7 +202,7 @@ def test_a_fork_computes_the_tokens_after_the_checkpoint_again() -> None:
     assert blocks.pop_block_moves() == []
 
 
-def test_a_lost_cache_has_no_checkpoints() -> None:
+def test_lost_cache_has_no_state_checkpoints() -> None:
     blocks = manager()
     admit(blocks, request := create_request(10, request_id="a"))
     compute(blocks, request, 10)
