@@ -220,7 +220,7 @@ class TestCollect:
             b"GET / HTTP/1.1\r\n\r\n",
         ],
     )
-    def test_garbage_counts_as_a_dead_work_agent(self, agent, data):
+    def test_invalid_frame_counts_as_a_dead_work_agent(self, agent, data):
         agent.executor.submit(a_step(0))
         agent.socket.sendall(data)
         with pytest.raises(WorkerDiedError):
@@ -320,7 +320,7 @@ class TestAwaitEnding:
         yield agent
         agent.close()
 
-    def test_run_step_says_whether_to_announce_the_ending(self):
+    def test_run_step_message_requests_the_announcement_of_the_end(self):
         agent = Agent()
         agent.executor.submit(a_step(0))
         agent.executor.submit(a_step(1), announce_ending=True)

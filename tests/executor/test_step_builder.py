@@ -79,7 +79,7 @@ def test_step_builder_references_tokens_that_are_still_on_the_device():
     assert step.sampling.position.tolist() == [4, 5]
 
 
-def test_a_reference_is_the_index_of_the_sample_in_the_previous_step():
+def test_token_reference_is_the_sample_index_in_the_previous_step():
     steps = Steps(create_request(6), create_request(4), max_num_batched_tokens=8)
     step = steps.next()
     assert step.query_lens.tolist() == [6, 2]
@@ -90,7 +90,7 @@ def test_a_reference_is_the_index_of_the_sample_in_the_previous_step():
     assert steps.next().token_ids.tolist() == [-2, -1]
 
 
-def test_known_tokens_are_sent_by_their_ids():
+def test_step_builder_sends_known_tokens_by_their_ids():
     steps = Steps(create_request(3), create_request(4))
     steps.next()
     steps.collect(11, 12)
@@ -212,7 +212,7 @@ def test_allowed_tokens_are_sent_as_bitmaps():
     assert again.allowed_words is sampling.allowed_words
 
 
-def test_a_walk_gives_the_allowed_tokens_of_each_step():
+def test_matcher_gives_the_allowed_tokens_of_each_step():
     request = create_request(3)
     request.matcher = _Matcher()
     steps = Steps(create_request(3), request, create_request(3, allowed_token_ids=(4,)))
@@ -237,7 +237,7 @@ class _Matcher:
         return [np.array([len(each), *each], np.int32) for each in outputs]
 
 
-def test_a_walk_gives_the_allowed_tokens_after_each_draft_token():
+def test_matcher_gives_the_allowed_tokens_after_each_draft_token():
     request = create_request(3)
     request.matcher, request.needs_known_output = _Matcher(), True
     steps = Steps(request, create_request(3, allowed_token_ids=(0, 2)), block_size=16)

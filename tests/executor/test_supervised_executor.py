@@ -193,11 +193,11 @@ class TestRestartStatus:
     )
 
     @pytest.mark.parametrize(("now", "seconds"), [(10.0, 6.0), (12.0, 4.0), (15.0, 1.0), (17.0, 0.0), (20.1, None)])
-    def test_prediction_is_the_time_of_the_first_start(self, now, seconds):
+    def test_restart_prediction_is_the_duration_of_the_first_start(self, now, seconds):
         assert self.STATUS.predicted_s(now) == seconds
         assert self.STATUS.retry_after_s(now) == max(seconds or 0.0, 1.0)
 
-    def test_no_prediction_after_a_failed_attempt(self):
+    def test_restart_has_no_prediction_after_a_failed_attempt(self):
         assert replace(self.STATUS, num_failed=1).predicted_s(10.0) is None
         assert replace(self.STATUS, num_restarts=6).predicted_s(10.0) is None
         assert "completed no step after 5 restarts in a row; retrying: killed" in str(
@@ -205,7 +205,7 @@ class TestRestartStatus:
         )
 
 
-def test_cancellation_interrupts_a_start_in_progress(pauses):
+def test_restart_cancellation_interrupts_a_start_in_progress(pauses):
     cancellation = StartCancellation()
     starts, begun, broken_off = Starts(), threading.Event(), threading.Event()
 

@@ -122,7 +122,7 @@ def test_the_exit_of_one_rank_ends_its_replica(run_fake_agent, processes, rank):
     executor.close()
 
 
-def test_a_rank_that_exits_before_it_is_ready_is_named(run_instead, monkeypatch):
+def test_error_names_the_rank_that_exits_before_it_is_ready(run_instead, monkeypatch):
     run_instead('case "$*" in *"--rank 1"*) exit 3;; esac; exec cat')
     with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 exited \(rank 1: code 3"):
         start_work_agent(two_ranks(), 0, lambda text: None)
@@ -257,7 +257,7 @@ def test_the_exit_code_of_a_failed_start_is_reported(run_instead):
         start_work_agent(a_config(), 0, lambda text: None)
 
 
-def test_another_program_is_killed(run_instead, tmp_path):
+def test_program_that_is_no_work_agent_is_killed(run_instead, tmp_path):
     answer = (
         "import socket, sys; fd = int(sys.argv[sys.argv.index('--socket-fd') + 1]); "
         "connection = socket.socket(fileno=fd); "

@@ -171,7 +171,7 @@ class SeenLate(LocalProcess):
         return False
 
 
-def test_the_rank_that_exited_first_is_named() -> None:
+def test_error_names_the_rank_that_exited_first() -> None:
     processes = RankProcesses([SeenLate(["sleep", "600"]), SeenLate(["sh", "-c", "exit 7"])])
     os.waitid(os.P_PID, processes.ranks[1].pid, os.WEXITED | os.WNOWAIT)
     processes.kill()

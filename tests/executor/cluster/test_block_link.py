@@ -126,7 +126,7 @@ def test_a_duplicate_reply_is_not_used_for_the_next_request(ends: Ends) -> None:
     assert ends.link.is_closed
 
 
-def test_a_late_reply_closes_the_link() -> None:
+def test_late_reply_closes_the_block_link() -> None:
     ends = Ends(timeout_s=0.0)
     with pytest.raises(WorkerDiedError, match="in time"):
         read(ends.link)
@@ -136,7 +136,7 @@ def test_a_late_reply_closes_the_link() -> None:
     ends.agent.close()
 
 
-def test_an_endless_reply_times_out() -> None:
+def test_endless_reply_of_a_block_link_times_out() -> None:
     ends = Ends(timeout_s=0.2)
     begun = msgspec.msgpack.encode(BLOCKS)
     ends.agent._socket.sendall(struct.pack("<I", len(begun)) + begun[:-1])
@@ -146,7 +146,7 @@ def test_an_endless_reply_times_out() -> None:
     ends.agent.close()
 
 
-def test_a_peer_that_reads_nothing_times_out() -> None:
+def test_write_to_a_peer_that_reads_nothing_times_out() -> None:
     """The peer is authenticated but its process reads nothing more."""
     ends = Ends(timeout_s=0.2)
     ends.link._channel.max_frame_bytes = 2**23
@@ -156,7 +156,7 @@ def test_a_peer_that_reads_nothing_times_out() -> None:
     ends.agent.close()
 
 
-def test_close_wakes_a_waiting_reader(ends: Ends) -> None:
+def test_close_of_a_block_link_wakes_a_waiting_reader(ends: Ends) -> None:
     failed: list[Exception] = []
 
     def wait() -> None:
@@ -209,7 +209,7 @@ def test_a_failing_source_ends_a_write_but_not_the_link(serving: Ends) -> None:
     assert read(serving.link, ASKED[:1], [(5, 9)])[1].content == CONTENT[:16]
 
 
-def test_close_does_not_wait_for_a_locked_link(ends: Ends) -> None:
+def test_close_of_a_block_link_does_not_wait_for_its_lock(ends: Ends) -> None:
     steps, other = socket.socketpair()
     ends.link._steps = Channel(steps, AgentMessage)  # type: ignore[arg-type]
     with ends.link.locked(0.0):

@@ -232,7 +232,7 @@ def test_a_work_agent_that_cannot_reach_the_master_reports_it(placement: Cluster
             start(placement)
 
 
-def test_messages_of_an_earlier_start_are_not_read(placement: ClusterPlacement, starter: ProcessStarter) -> None:
+def test_placement_ignores_messages_of_an_earlier_start(placement: ClusterPlacement, starter: ProcessStarter) -> None:
     class Late:
         """A fake of a process."""
 

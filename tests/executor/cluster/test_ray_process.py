@@ -26,7 +26,7 @@ def run_instead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunInstead:
     return run_instead
 
 
-def test_agent_host_returns_how_the_work_agent_exited(run_instead: RunInstead) -> None:
+def test_agent_host_returns_the_exit_description_of_the_work_agent(run_instead: RunInstead) -> None:
     run_instead('[ "$*" = "-Pm llm_serving.work_agent --index 5" ] && exit 7')
     assert AgentHost().run([["--index", "5"]]) == "code 7"
 

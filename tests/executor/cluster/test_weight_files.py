@@ -78,14 +78,14 @@ def test_incomplete_weight_files_are_not_stored(folder: Path, cache: str, pieces
     assert not [each for each in Path(cache).iterdir() if each.is_dir()]
 
 
-def test_a_changed_folder_is_detected(folder: Path) -> None:
+def test_changed_weight_folder_is_detected(folder: Path) -> None:
     files = describe_folder(folder)
     (folder / "config.json").write_bytes(b"[]")
     with pytest.raises(ModelError, match="its files have changed since the server started"):
         list(read_pieces(folder, files))
 
 
-def test_the_digest_covers_names_and_contents(folder: Path) -> None:
+def test_weight_files_digest_covers_names_and_contents(folder: Path) -> None:
     before = describe_folder(folder)
     (folder / "empty").rename(folder / "other")
     assert describe_folder(folder).digest != before.digest
@@ -93,12 +93,12 @@ def test_the_digest_covers_names_and_contents(folder: Path) -> None:
     assert describe_folder(folder) == before
 
 
-def test_a_folder_without_files_is_an_error(tmp_path: Path) -> None:
+def test_weight_folder_without_files_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has no files"):
         describe_folder(tmp_path)
 
 
-def test_an_unwritable_cache_folder_is_named(folder: Path, tmp_path: Path) -> None:
+def test_weight_file_error_names_an_unwritable_cache_folder(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cluster_config\.weights_cache_path must have room for a model of 0\.0 GB"):
         store_in_cache(str(tmp_path / "file"), describe_folder(folder), [])
