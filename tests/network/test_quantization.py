@@ -78,7 +78,7 @@ def test_stored_qvalues_follow_the_row_order_and_pad_with_zeros():
         assert np.array_equal(found.dequantized(), expected)
 
 
-def test_stored_qvalues_of_other_formats_are_not_used():
+def test_stored_qvalues_of_unsupported_formats_are_not_used():
     eight, four = quantize_w8(VALUES[0]), quantize_w4(VALUES[0], 16)
     order = np.arange(64, dtype=np.int32) // 32
     act_order = QuantizedTensor(four.qvalues, four.scales[:, :2], None, 4, 32, order)
@@ -128,7 +128,7 @@ def test_stored_qvalues_of_a_rank_divide_groups_that_its_columns_divide():
 
 
 @pytest.mark.parametrize(("name", "num_kept"), [("llama", 9), ("llama, odd heads and odd inner", 6)])
-def test_bytes_saved_know_the_groups_of_stored_values(name, num_kept):
+def test_bytes_saved_excludes_weights_whose_groups_a_rank_splits(name, num_kept):
     """On each of two ranks, the 48 or 45 columns of down_proj, and padded odd heads, split groups of 32."""
     network, form = sharded(empty_network(name), 0, 2), QValuesForm(8, 32)
     quantization = Quantization(QuantizationName.W8A16)

@@ -5,7 +5,7 @@ from llm_serving.network.rope import Rotary, Scaling
 LLAMA_3_1 = Scaling(kind="llama3", factor=8.0, low=1.0, high=4.0, original=8192)
 
 
-def test_rope_frequencies_without_scaling():
+def test_rope_frequencies_without_scaling_are_powers_of_theta():
     np.testing.assert_allclose(Rotary(8, 8, 10000.0).frequencies(1), [1, 0.1, 0.01, 0.001], rtol=1e-14)
 
 
