@@ -22,13 +22,13 @@ def a_row(count, num_computed, blocks, epochs):
     return step_input([([5] * count, num_computed, blocks)], epochs=[epochs])
 
 
-def test_a_row_may_read_and_extend_its_blocks(guard):
+def test_block_guard_allows_a_row_to_read_and_extend_its_blocks(guard):
     guard.check(a_row(1, 6, [1, 2], [7, 7]))
     guard.check(a_row(3, 7, [1, 2, 3], [7, 7, 9]))
     guard.check(a_row(1, 10, [1, 2, 3], [7, 7, 9]))
 
 
-def test_several_rows_may_read_a_shared_block(guard):
+def test_block_guard_allows_several_rows_to_read_a_shared_block(guard):
     step = step_input([([5], 4, [1, 3]), ([5], 4, [1, 4])], epochs=[[7, 8], [7, 9]])
     guard.check(step)
 

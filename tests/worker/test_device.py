@@ -51,7 +51,7 @@ def test_exact_on_ascend_uses_the_batch_invariant_backend(made, monkeypatch):
     assert backend_for(DeviceConfig(device_target="Ascend"), "float16") == ("ascend_invariant", "")
 
 
-def test_the_network_of_mindformers_has_its_own_products(made, monkeypatch):
+def test_mindformers_network_has_its_own_products(made, monkeypatch):
     monkeypatch.delitem(MISSING, "ascend_invariant")
     backend, notice = backend_for(DeviceConfig(device_target="Ascend"), "float16", is_native=False)
     assert backend == "ascend"

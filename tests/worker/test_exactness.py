@@ -44,7 +44,7 @@ def test_the_guarantee_on_ascend_without_packages_excludes_attention():
     assert "chooses the split by the shape of the whole batch" in guarantee("exact", "ascend")
 
 
-def test_documents_have_the_words_of_the_log():
+def test_documents_quote_the_logged_guarantees():
     """The README summarizes them."""
     text = " ".join((DOCS / "explanation" / "ascend.md").read_text().split())
     for name in ("ascend_invariant", "ascend"):
@@ -54,12 +54,12 @@ def test_documents_have_the_words_of_the_log():
 
 
 @pytest.mark.parametrize("block_size", [16, 32])
-def test_blocks_that_are_added_in_one_order_are_accepted(block_size):
+def test_block_sizes_with_one_summation_order_are_accepted(block_size):
     check_block_size(120, block_size)
 
 
 @pytest.mark.parametrize("block_size", [64, 128])
-def test_blocks_that_other_rows_join_are_refused(block_size):
+def test_block_sizes_whose_summation_order_depends_on_other_rows_are_refused(block_size):
     check_block_size(0, block_size)
     with pytest.raises(ConfigError, match=f"must be 16 or 32 with .*exact.* on Ascend.*Given: {block_size}"):
         check_block_size(120, block_size)

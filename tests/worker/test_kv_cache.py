@@ -48,17 +48,17 @@ def test_blocks_are_committed_on_first_use_and_cleared_by_returning_their_pages(
     assert not any(cache.storage[1000].any() for layer in tensors.layers for cache in layer)
 
 
-def test_names_are_unique():
+def test_kv_tensor_names_are_unique():
     tensors = KVTensors.allocate(SPEC, backend("cpu", "bfloat16"), num_blocks=1, block_size=16)
     assert len({parameter.name for layer in tensors.layers for parameter in layer}) == 4
 
 
 @pytest.mark.parametrize(("dtype", "element"), [("bfloat16", 2), ("float16", 2), ("float32", 4)])
-def test_block_bytes(dtype, element):
+def test_block_bytes_follow_the_dtype(dtype, element):
     assert block_bytes(SPEC, backend("cpu", dtype), 16) == 16 * 128 * element
 
 
-def test_the_plain_backend_stores_float32():
+def test_plain_backend_stores_a_float32_cache():
     assert block_bytes(SPEC, backend("plain", "bfloat16"), 16) == 16 * 128 * 4
 
 
@@ -72,7 +72,7 @@ def test_int8_blocks_have_one_byte_per_value_and_four_per_head_and_token(dtype):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("plain", "bfloat16"), ("ascend", "float16")])
-def test_other_backends_reject_an_int8_cache(name, dtype):
+def test_int8_cache_is_refused_by_other_backends(name, dtype):
     with pytest.raises(ModelError, match=f"the operations of {name} do not support an int8 KV cache"):
         KVTensors.allocate(SPEC, backend(name, dtype), 5, 16, int8=True)
 
@@ -81,7 +81,7 @@ def test_num_blocks_for_rounds_down():
     assert num_blocks_for(3 * 4096 + 4095, 4096, 16) == 3
 
 
-def test_no_room_for_one_block_is_an_error():
+def test_memory_without_room_for_one_block_is_an_error():
     with pytest.raises(ConfigError, match=r"one block of 4096 bytes\. Left: 4095 bytes"):
         num_blocks_for(4095, 4096, 16)
 
@@ -218,7 +218,7 @@ def test_the_last_blocks_of_cache_and_host_pool_may_move():
     check_block_moves(block_moves((COPY, 9, 0), (OUT, 9, 2), (IN, 2, 9)), num_blocks=10, num_swap_blocks=3)
 
 
-def test_no_moves_need_no_host_pool():
+def test_step_without_block_moves_needs_no_host_pool():
     check_block_moves(block_moves(), num_blocks=1, num_swap_blocks=0)
 
 

@@ -51,7 +51,7 @@ def fill(pool: TransferMemory) -> None:
 
 
 @pytest.mark.mindspore
-def test_a_state_travels_in_pieces_of_a_block(tmp_path: Path) -> None:
+def test_state_is_transferred_in_pieces_of_a_block(tmp_path: Path) -> None:
     """With an int8 cache a block is smaller than a state."""
     models.write("lfm2", tmp_path)
     spec = ModelSpec.from_folder(tmp_path)

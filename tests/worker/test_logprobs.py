@@ -86,7 +86,7 @@ def test_sums_of_the_largest_vocabulary_are_exact_in_every_order():
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-38, 100])
-def test_extreme_temperatures_give_weights(temperature):
+def test_extreme_temperatures_give_finite_weights(temperature):
     weights = weights_of([1, 3, 3, -np.inf, -3e38], temperature)
     assert weights[[1, 2, 3]].tolist() == [1, 1, 0]
     assert np.isfinite(weights).all()
@@ -98,7 +98,7 @@ def test_filters_break_ties_by_the_lowest_id():
     assert keep_heaviest(weights, 9).tolist() == weights.tolist()
 
 
-def test_filters_apply_one_after_the_other():
+def test_sampling_filters_apply_in_sequence():
     weights = np.array([1, 0.5, 0.25, 0.125, 0.125], np.float32)
     assert filter_weights(weights, 0, 1.0, np.float32(0.25)).tolist() == [1, 0.5, 0.25, 0, 0]
     assert filter_weights(weights, 2, 1.0, np.float32(0.25)).tolist() == [1, 0.5, 0, 0, 0]

@@ -41,7 +41,7 @@ def test_a_prompt_chunk_and_a_decode_row_share_a_step():
     assert inputs.sample_indices.tolist() == [2, 3]
 
 
-def test_decode_rows_only():
+def test_model_inputs_of_a_step_with_decode_rows_only():
     inputs = build(step_input([([1], 0, [3]), ([2], 5, [4, 6])]))
     assert inputs.positions.tolist() == [0, 5]
     assert inputs.slot_mapping.tolist() == [12, 25]
@@ -55,7 +55,7 @@ def test_only_the_last_tokens_of_sampling_rows_are_sampled():
     assert build(step_input(rows, samples=[])).sample_indices.tolist() == []
 
 
-def test_every_array_is_int32_and_contiguous():
+def test_model_inputs_are_int32_and_contiguous():
     for rows in ([([1], 0, [3]), ([2], 5, [4, 6])], [([1, 2], 0, [3])]):
         for array in build(step_input(rows)).arrays():
             assert array.dtype == np.int32
@@ -74,7 +74,7 @@ def test_padded_rows_have_no_tokens():
     assert not build(step_input([([11, 12, 13], 0, [7]), ([21], 1, [1])])).are_whole_prompts
 
 
-def test_each_token_becomes_a_row():
+def test_token_rows_contain_one_token_each():
     inputs = build(step_input([([11, 12, 13], 1, [7]), ([21], 0, [1])]))
     planned = inputs.with_token_rows(3)
     assert planned.query_lens.tolist() == [1, 1, 1, 1, 0, 0]
@@ -94,7 +94,7 @@ def test_a_reference_to_a_failed_sample_stands_for_any_token():
     assert resolve_token_ids(np.array([-1, -2], np.int32), np.array([-1, 9], np.int32)).tolist() == [0, 9]
 
 
-def test_resolving_leaves_the_step_as_it_was():
+def test_resolving_references_does_not_change_the_step():
     token_ids = np.array([-1, 3], np.int32)
     resolve_token_ids(token_ids, np.array([8], np.int32))
     assert token_ids.tolist() == [-1, 3]
@@ -227,29 +227,29 @@ INT32 = st.integers(-(2**31), 2**31 - 1)
 
 
 @given(st.lists(st.integers(-3, 6) | INT32, max_size=5), st.sampled_from([1, 4, 6, 2**31 - 1, 2**31]))
-def test_rule_for_numbers_below_an_end(values, end):
+def test_all_in_range_equals_a_python_loop(values, end):
     assert all_in_range(np.array(values, np.int32), end) == all(0 <= each < end for each in values)
 
 
 @pytest.mark.parametrize("values", [[[0, 3], [1, 2]], [[0, 3], [-1, 2]], [[4, 0], [0, 0]]])
-def test_rule_for_numbers_of_a_column(values):
+def test_all_in_range_accepts_strided_columns(values):
     found = [all_in_range(column, 4) for column in np.array(values, np.int32).T]
     assert found == [all(0 <= each < 4 for each in column) for column in zip(*values, strict=True)]
 
 
 @given(st.lists(st.integers(-2, 4), max_size=5), st.integers(0, 4), st.integers(0, 4))
-def test_rule_for_offsets(offsets, num_entries, num_parts):
+def test_is_partition_equals_its_definition(offsets, num_entries, num_parts):
     ends = len(offsets) == num_parts + 1 and offsets[0] == 0 and offsets[-1] == num_entries
     assert is_partition(np.array(offsets, np.int32), num_entries, num_parts) == (ends and sorted(offsets) == offsets)
 
 
 @given(st.lists(st.booleans(), max_size=5))
-def test_all_true_and_any_true(values):
+def test_all_true_and_any_true_equal_python(values):
     mask = np.array(values, np.bool_)
     assert all_true(mask) == all(values)
     assert any_true(mask) == any(values)
 
 
 @given(st.lists(st.sampled_from([0, 1, 256, -(2**31)]), max_size=4), st.sampled_from([np.int32, np.float64]))
-def test_all_zero(values, dtype):
+def test_all_zero_equals_python(values, dtype):
     assert all_zero(np.array(values, dtype)) == (not any(values))

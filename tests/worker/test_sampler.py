@@ -67,7 +67,7 @@ def test_logits_are_not_changed():
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
-def test_a_row_without_a_choice_only_fails_itself(bad):
+def test_row_without_a_choice_fails_alone(bad):
     output = choose([[1, 2], [bad, 2], [3, 2]], num_logprobs=0)
     assert output.token_ids.tolist() == [1, -1, 0]
     assert list(output.row_errors) == [1]
@@ -79,7 +79,7 @@ def test_a_row_of_minus_infinity_is_an_error():
     assert list(choose([[-INF, -INF]], temperature=1).row_errors) == [0]
 
 
-def test_a_nan_row_leaves_random_rows_as_they_are_alone():
+def test_nan_row_does_not_change_other_rows():
     logits = np.random.default_rng(1).normal(size=(3, 40))
     logits[1, 7] = NAN
     together = choose(logits, temperature=1, seed=[1, 2, 3])
@@ -87,7 +87,7 @@ def test_a_nan_row_leaves_random_rows_as_they_are_alone():
     assert together.token_ids[[0, 2]].tolist() == tokens(logits[[0, 2]], temperature=1, seed=[1, 3])
 
 
-def test_frequencies_follow_the_softmax_of_logits_over_temperature():
+def test_sampling_frequencies_follow_the_softmax_of_logits_over_temperature():
     logits = np.array([1.0, 0.0, -1.0, 2.5])
     for temperature in (0.5, 1.0, 2.0):
         expected = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
@@ -95,7 +95,7 @@ def test_frequencies_follow_the_softmax_of_logits_over_temperature():
         np.testing.assert_allclose(frequencies(logits, temperature=temperature), expected, atol=0.0142)
 
 
-def test_frequencies_over_a_larger_vocabulary():
+def test_sampling_frequencies_over_a_larger_vocabulary_follow_the_softmax():
     rng = np.random.default_rng(2)
     logits = rng.normal(size=300)
     expected = np.exp(logits) / np.exp(logits).sum()
@@ -122,14 +122,14 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
     assert (frequencies(logits, top_p=0.95) > 0).tolist() == [True, True, True, True]
 
 
-def test_top_p_counts_only_what_top_k_left():
+def test_top_p_applies_to_the_tokens_that_top_k_keeps():
     # Of 0.4 and 0.3, the first has 0.57 of the weight.
     logits = np.log([0.4, 0.1, 0.3, 0.2])
     assert (frequencies(logits, top_k=2, top_p=0.55) > 0).tolist() == [True, False, False, False]
     np.testing.assert_allclose(frequencies(logits, top_k=2, top_p=0.6), [4 / 7, 0, 3 / 7, 0], atol=0.0142)
 
 
-def test_min_p_drops_what_is_less_likely_than_its_share_of_the_best():
+def test_min_p_drops_tokens_below_its_share_of_the_likeliest():
     logits = np.log([0.5, 0.26, 0.24])
     assert (frequencies(logits, min_p=0.5) > 0).tolist() == [True, True, False]
     assert (frequencies(logits, min_p=1.0) > 0).tolist() == [True, False, False]
@@ -145,7 +145,7 @@ def test_typical_p_keeps_the_tokens_of_most_typical_information():
     np.testing.assert_allclose(frequencies(logits, typical_p=0.5), [0.75, 0.25, 0, 0], atol=0.0142)
 
 
-def test_typical_p_counts_only_what_other_filters_left():
+def test_typical_p_applies_to_the_tokens_that_other_filters_keep():
     logits = np.log([0.6, 0.2, 0.1, 0.1])
     assert (frequencies(logits, top_k=1, typical_p=0.1) > 0).tolist() == [True, False, False, False]
     # Of 0.75 and 0.25 the first is nearer to their mean.
@@ -175,7 +175,7 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
     assert tokens([[-9, -1, -1.9]], repetition_penalty=2, history={0: [1]}) == [2]
 
 
-def test_presence_and_frequency_penalties_look_at_the_output_only():
+def test_presence_and_frequency_penalties_depend_on_the_output_only():
     history = {0: [0, 0, 1, 1]}
     assert tokens([[5, 3]], presence_penalty=2, history=history, history_prompt_lens=2) == [0]
     assert tokens([[3, 4.5]], presence_penalty=2, history=history, history_prompt_lens=2) == [0]
@@ -187,7 +187,7 @@ def test_a_history_may_end_in_a_token_of_the_previous_step():
     assert tokens([[5, 4]], presence_penalty=2, history={0: [-2]}, previous=[9, 0]) == [1]
 
 
-def test_bias_forbids_and_forces():
+def test_bias_can_forbid_and_force_tokens():
     assert tokens([[5, 4, 3]] * 2, bias={0: {0: -INF}, 1: {2: 100.0, 0: -100.0}}) == [1, 2]
 
 
@@ -197,7 +197,7 @@ def test_bias_that_forbids_everything_is_an_error_of_its_row():
     assert output.token_ids[0] == -1
 
 
-def test_logprobs_are_of_the_model_not_of_the_changed_distribution():
+def test_logprobs_are_of_the_unmodified_distribution():
     logits = np.array([[1.0, 3.0, 2.0]])
     output = choose(logits, temperature=9, num_logprobs=2, bias={0: {1: -INF, 2: -INF}})
     exact = logits[0] - np.log(np.exp(logits[0]).sum())
@@ -268,7 +268,7 @@ def test_a_row_is_bitwise_the_same_alone_and_in_a_batch(batch):
 
 @settings(max_examples=100)
 @given(batches())
-def test_a_random_row_obeys_its_filters(batch):
+def test_random_row_equals_the_reference_sampler(batch):
     """Reference implementation: sort everything, keep prefixes, invert the cumulative sum in float64."""
     logits, sampling = batch
     chosen = sample(0, logits, sampling, NO_TOKENS).token_ids

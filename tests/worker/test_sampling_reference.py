@@ -21,11 +21,11 @@ def words(*values):
         ),
     ],
 )
-def test_known_answers_of_the_random123_library(counter, key, expected):
+def test_random_numbers_equal_known_answers_of_random123(counter, key, expected):
     assert tuple(int(word[0]) for word in philox4x32(words(*counter), words(*key))) == expected
 
 
-def test_a_number_depends_on_seed_and_position_alone():
+def test_random_number_depends_on_seed_and_position_alone():
     seeds = np.array([5, 2**64 - 1, 5, 0], np.uint64)
     positions = np.array([1, 7, 2, 1], np.int32)
     together = uniform(seeds, positions)
@@ -40,7 +40,7 @@ def test_random_numbers_depend_on_the_upper_half_of_a_seed():
     assert low != high
 
 
-def test_numbers_fill_the_unit_interval_evenly():
+def test_random_numbers_are_uniform_in_the_unit_interval():
     numbers = uniform(np.full(64_000, 3, np.uint64), np.arange(64_000))
     assert 0 <= numbers.min() < 0.001
     assert 0.999 < numbers.max() < 1

@@ -18,7 +18,7 @@ def step_of(rows: list[tuple[int, int]], *accesses: tuple[int, ...]) -> StepInpu
     return replace(step, states=np.array(accesses, np.int32).reshape(-1, len(StateAccess._fields)))
 
 
-def test_the_inputs_have_a_slot_for_each_row_and_each_token() -> None:
+def test_state_inputs_have_a_slot_for_each_row_and_token() -> None:
     guard = StateGuard(4)
     state_in, state_out = guard.check(step_of([(0, 3), (0, 2)], (0, 1, 3, 7), (0, 2, 0, 8), (1, 1, 2, 9)))
     assert state_in.tolist() == [-1, -1]
@@ -51,20 +51,22 @@ BEFORE = step_of([(0, 4), (0, 2)], (0, 3, 0, 5), (1, 1, 1, 6))
         ([(0, 1)], [(0, -2, 0, 1)], "a row may store states only after tokens that it computes"),
     ],
 )
-def test_a_wrong_access_is_refused(rows: list[tuple[int, int]], accesses: list[tuple[int, ...]], message: str) -> None:
+def test_state_guard_refuses_a_wrong_access(
+    rows: list[tuple[int, int]], accesses: list[tuple[int, ...]], message: str
+) -> None:
     guard = StateGuard(4)
     guard.check(BEFORE)
     with pytest.raises(WorkerError, match=message):
         guard.check(step_of(rows, *accesses))
 
 
-def test_rows_may_read_one_checkpoint() -> None:
+def test_state_guard_allows_rows_to_read_the_same_checkpoint() -> None:
     guard = StateGuard(4)
     guard.check(BEFORE)
     accesses = [(0, STATE_BEFORE, 0, 5), (0, 0, 2, 7), (1, STATE_BEFORE, 0, 5), (1, 0, 3, 8)]
     assert guard.check(step_of([(4, 1), (4, 1)], *accesses))[0].tolist() == [0, 0]
 
 
-def test_accesses_of_another_shape_are_refused() -> None:
+def test_state_guard_refuses_accesses_of_another_shape() -> None:
     with pytest.raises(WorkerError, match=r"states must be \[N, 4\]. Given: \[1, 3\]"):
         StateGuard(4).check(replace(step_of([(0, 1)]), states=np.zeros((1, 3), np.int32)))

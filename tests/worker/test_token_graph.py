@@ -27,7 +27,7 @@ def largest():
 
 
 @pytest.mark.parametrize("size", [1, 17, 32_000, 300_001])
-def test_the_most_likely_token_is_the_first_of_equal_ones(largest, size):
+def test_device_logits_break_ties_by_the_lowest_id(largest, size):
     logits = np.random.default_rng(size).integers(-3, 3, (9, size)).astype(np.float32)
     logits[0] = 0
     logits[1, -1] = 7
@@ -37,13 +37,13 @@ def test_the_most_likely_token_is_the_first_of_equal_ones(largest, size):
 
 
 @pytest.mark.parametrize("number", [np.inf, np.nan, -np.inf])
-def test_there_is_no_most_likely_token_if_the_largest_logit_is_not_finite(largest, number):
+def test_device_logits_have_no_most_likely_token_if_the_largest_is_not_finite(largest, number):
     logits = np.zeros((2, 32), np.float32)
     logits[1] = number
     assert largest(logits).most_likely() is None
 
 
-def test_which_samples_are_greedy():
+def test_is_greedy_recognizes_parameters_that_select_the_likeliest_token():
     assert is_greedy(sampling_input(2))
     assert is_greedy(sampling_input(2, temperature=[0, 1], top_k=[3, 1]))
     assert is_greedy(sampling_input(2, top_p=0.5, min_p=0.1, history={0: [1, 2]}))
