@@ -27,7 +27,7 @@ def exact():
 
 # Five layers have 2.5 times as many roundings as the tiny models, each of the same relative size.
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-5), ("bfloat16", 0.05)])
-def test_logits_equal_the_reference(exact, dtype, tolerance):
+def test_demo_model_logits_equal_the_reference(exact, dtype, tolerance):
     model = GraphModel(ModelSpec.from_folder(FOLDER), FOLDER, backend("cpu", dtype))
     logits = model.logits((TOKENS, 0, [9, 4, 17, 2]))
     assert np.abs(logits - exact).max() < tolerance * np.abs(exact).max()

@@ -51,7 +51,7 @@ def test_gguf_scheme_describes_its_types(tmp_path):
     assert spec.scheme.stored_types == "Q8_0"
 
 
-def test_gguf_special_token_ids(tmp_path):
+def test_gguf_special_token_ids_are_read(tmp_path):
     ids = {"bos_token_id": 1, "eos_token_id": 2, "eot_token_id": 5, "eom_token_id": 2, "padding_token_id": 7}
     more = {f"tokenizer.ggml.{key}": value for key, value in ids.items()}
     write_model(tmp_path / "a.gguf", "llama", SMALL, 8, more_facts=more)
@@ -73,7 +73,7 @@ def test_gguf_frequency_divisors_are_used_unchanged(tmp_path):
     np.testing.assert_allclose(found.cos(32), rotary.cos(32), rtol=1e-4, atol=1e-5)
 
 
-def test_gguf_yarn_scaling(tmp_path):
+def test_gguf_yarn_scaling_is_read(tmp_path):
     more = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 64}
     metadata = {f"qwen2.rope.{key}": value for key, value in more.items()}
     write_model(tmp_path / "a.gguf", "qwen2", ARCHITECTURES["qwen2"], 8, more_facts=metadata)
@@ -135,7 +135,7 @@ def test_gguf_tensors_have_unique_gguf_names(tmp_path, name):
         check_folder(tmp_path / "a.gguf")
 
 
-def test_gguf_file_without_a_model_is_refused(tmp_path):
+def test_gguf_file_without_model_metadata_is_refused(tmp_path):
     path = tmp_path / "a.gguf"
     path.write_bytes(gguf_bytes({"general.architecture": "llama"}, {}))
     with pytest.raises(ModelError, match=r"`llama.embedding_length` must be given. Given: None"):

@@ -27,7 +27,7 @@ def write_mixture(path, name):
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_matrices_of_experts_stay_in_blocks(tmp_path, name):
+def test_gguf_expert_matrices_stay_in_blocks(tmp_path, name):
     spec = write_mixture(tmp_path / "a.gguf", name)
     reader = WeightReader(tmp_path / "a.gguf", spec.scheme)
     experts = [
@@ -43,7 +43,7 @@ def test_matrices_of_experts_stay_in_blocks(tmp_path, name):
 
 @pytest.mark.mindspore
 @pytest.mark.parametrize("name", MIXTURES)
-def test_experts_in_blocks_give_nearly_the_logits_of_their_values(tmp_path, name):
+def test_gguf_experts_in_blocks_give_nearly_the_logits_of_their_values(tmp_path, name):
     spec = write_mixture(tmp_path / "a.gguf", name)
 
     def logits(quantization):

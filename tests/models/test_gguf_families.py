@@ -48,7 +48,7 @@ def test_a_file_of_the_larger_baichuan_may_lack_its_context_length(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3moe", "phi3", "gemma3", "chatglm", "granite"])
-def test_gguf_weights_in_blocks_of_256(tmp_path, name):
+def test_gguf_weights_in_blocks_of_256_are_read(tmp_path, name):
     architecture, config = case(name)
     config |= {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 1}
     config |= {key: 2 for key in ("num_experts", "num_local_experts") if key in config}
@@ -115,7 +115,7 @@ def test_gguf_projections_may_be_stacked(tmp_path, name):
         assert np.array_equal(reader.read(known, shape), values[known]), known
 
 
-def test_gguf_experts_of_older_files(tmp_path):
+def test_gguf_separate_experts_of_older_files_are_read(tmp_path):
     """Until 2024 each expert had its own tensors."""
     architecture, config = case("mixtral")
     values = write_family(tmp_path / "a.gguf", architecture, config, 0)

@@ -120,7 +120,7 @@ def test_plain_backend_logits_equal_the_reference(make_model, variant):
         ("odd sizes", "float16"),
     ],
 )
-def test_library_operators_equal_the_primitives_bit_for_bit(make_model, dtype, variant, monkeypatch):
+def test_library_operators_are_bit_identical_to_the_primitives(make_model, dtype, variant, monkeypatch):
     # The graph of Ascend rounds once more in SwiGLU, by split, SiLU and multiply: tests/backends bounds its error.
     monkeypatch.setattr(AscendBackend, "swiglu", CpuBackend.swiglu)
     steps = [[(PROMPT[:30], 0, [4, 9]), (PROMPT[:1], 0, [7])], [(PROMPT[30:], 30, [4, 9, 2]), (PROMPT[1:2], 1, [7])]]
@@ -147,7 +147,7 @@ def test_chunked_prefill_is_bit_identical(make_model, dtype, cuts):
 
 
 @pytest.mark.plain
-def test_chunks_on_the_plain_backend_are_near_the_whole_prompt(make_model):
+def test_chunked_prefill_on_the_plain_backend_is_near_the_whole_prompt(make_model):
     model = make_model("plain", "float32", ONE_LAYER)
     whole = model.logits((PROMPT, 0, [4, 9, 2]))
     chunks = [model.logits((PROMPT[start : start + 15], start, [5, 3, 11])) for start in (0, 15, 30)]

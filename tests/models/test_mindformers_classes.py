@@ -58,7 +58,7 @@ def test_unsupported_by_mindformers_names_the_feature():
     assert unsupported_by_mindformers(spec.architecture, spec.network, 32) is None
 
 
-def test_older_llama_class_has_biases_of_attention():
+def test_mindformers_llama_supports_attention_biases():
     spec = spec_of("llama2", attention_bias=True)
     assert len(without_key_offsets(spec.network).weights) < len(spec.network.weights)
     assert unsupported_by_mindformers_llama(spec.architecture, spec.network, 256) is None

@@ -49,7 +49,7 @@ def folder_with(folder: Path, listed: object, pooling: object = LAST) -> Path:
 
 
 @pytest.mark.parametrize("pooling", [LAST, {"embedding_dimension": 64, "pooling_mode": "lasttoken"}])
-def test_pooling_of_an_embedding_model_folder(tmp_path, pooling):
+def test_embedding_model_pooling_follows_its_modules(tmp_path, pooling):
     listed = modules("Transformer", "Pooling", "Normalize")
     assert resolve_pooling("auto", folder_with(tmp_path, listed, pooling), DECODER) == Pooling(
         normalises=True, embedding_only=True
@@ -69,7 +69,7 @@ def test_pooling_of_an_embedding_model_folder(tmp_path, pooling):
         (LAST, PoolingMode.LAST),
     ],
 )
-def test_pooling_of_an_encoder(tmp_path, pooling, mode):
+def test_encoder_pooling_follows_the_sentence_transformers_folder(tmp_path, pooling, mode):
     listed = modules("Transformer", "Pooling", "Normalize")
     assert resolve_pooling("auto", tmp_path, spec_of()) == Pooling(False, embedding_only=True, mode=PoolingMode.MEAN)
     found = resolve_pooling("auto", folder_with(tmp_path, listed, pooling), spec_of())
@@ -101,18 +101,18 @@ def test_pooling_of_an_encoder(tmp_path, pooling, mode):
         ),
     ],
 )
-def test_pooling_of_a_reranker(tmp_path, changes, mode, sigmoid):
+def test_reranker_pooling_follows_its_class_and_configuration(tmp_path, changes, mode, sigmoid):
     spec = spec_of(**changes)
     expected = Pooling(False, embedding_only=True, mode=mode, scores=True, applies_sigmoid=sigmoid)
     assert resolve_pooling("auto", tmp_path, spec) == expected
 
 
-def test_unknown_pooling_of_a_classifier_is_refused():
+def test_classifier_with_unknown_pooling_is_refused():
     with pytest.raises(ModelError, match="classifier_pooling"):
         spec_of(architectures=["ModernBertForSequenceClassification"], classifier_pooling="last")
 
 
-def test_pooling_of_a_reranker_by_the_logits_of_two_tokens(tmp_path):
+def test_reranker_may_score_by_the_logits_of_two_tokens(tmp_path):
     write_small_model(tmp_path)
     folder_with(tmp_path, modules("Transformer", "LogitScore"))
     (tmp_path / "3").mkdir()
@@ -127,7 +127,7 @@ def test_pooling_of_a_reranker_by_the_logits_of_two_tokens(tmp_path):
         check_folder(tmp_path)
 
 
-def test_pooling_of_a_reranker_by_the_tokens_of_its_configuration(tmp_path):
+def test_reranker_tokens_come_from_its_configuration(tmp_path):
     write_small_model(tmp_path, classifier_from_token=["no", "yes"])
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"yes": 7, "no": 9}}}))
     (head,) = [each for each in check_folder(tmp_path).network.head_operations if each.kind == "linear"]
@@ -157,7 +157,7 @@ def test_the_refusal_of_text_names_the_routes_that_work():
     assert Pooling().refusal.endswith("only /v1/embeddings, /v1/score and /rerank")
 
 
-def test_an_encoder_reads_as_many_tokens_as_sentence_transformers(tmp_path):
+def test_encoder_input_length_is_that_of_sentence_transformers(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BERT | {"architectures": ["XLMRobertaModel"], "pad_token_id": 1}))
     assert ModelSpec.from_folder(tmp_path).max_position_embeddings == 38
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 20}))
@@ -218,7 +218,7 @@ def test_embedding_model_needs_no_lm_head_and_no_prefix(tmp_path, architecture):
     assert check_folder(tmp_path).architecture == "LlamaForCausalLM"
 
 
-def test_pooling_files_are_required(tmp_path):
+def test_pooling_files_are_downloaded_and_required(tmp_path):
     sizes = {"config.json": 1, "modules.json": 1, "1_Pooling/config.json": 1, "1_LogitScore/config.json": 1}
     assert set(small_files(sizes | {"onnx/config.json": 1})) == set(sizes)
     write_small_model(tmp_path)

@@ -58,7 +58,7 @@ def rotary_of_model(spec):
     return cos.generate.__self__
 
 
-def test_llama_3_with_grouped_queries_and_tied_embeddings():
+def test_spec_reads_llama_3_with_grouped_queries_and_tied_embeddings():
     spec = ModelSpec.from_hugging_face(LLAMA_3_1B)
     assert (spec.architecture, spec.vocab_size) == ("LlamaForCausalLM", 128256)
     assert spec.caches == (CacheShape(8, 64, 64),) * 16
@@ -72,7 +72,7 @@ def test_llama_3_with_grouped_queries_and_tied_embeddings():
     assert spec.kv_bytes_per_token(2, int8=True) == 16 * 2 * 8 * (64 + 4)
 
 
-def test_llama_2_derives_missing_heads_and_ids():
+def test_spec_of_llama_2_derives_missing_heads_and_ids():
     spec = ModelSpec.from_hugging_face(LLAMA_2_7B)
     assert spec.caches == (CacheShape(32, 128, 128),) * 32
     assert (spec.eos_token_ids, spec.pad_token_id) == ((2,), None)
@@ -91,7 +91,7 @@ def test_rope_parameters_equal_theta_and_scaling():
     assert rotary_of_model(ModelSpec.from_hugging_face(newer)) == Rotary(64, 64, 7.0, own=64)
 
 
-def test_linear_scaling_under_its_older_name():
+def test_spec_reads_linear_scaling_under_its_older_name():
     spec = ModelSpec.from_hugging_face(LLAMA_2_7B | {"rope_scaling": {"type": "linear", "factor": 2}})
     assert rotary_of_model(spec).scaling == Scaling(kind="linear", factor=2.0, original=4096)
 
@@ -255,7 +255,7 @@ def test_spec_refuses_unsupported_features_by_name(family, changes, text):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_layers_share_their_orders_of_rows_and_columns(name):
+def test_layers_share_their_row_and_column_permutations(name):
     """A permutation has up to 2 million numbers."""
     weights = ModelSpec.from_hugging_face(config_of(name)).network.weights
     orders = [order for each in weights for order in (each.rows, each.columns) if order is not None]

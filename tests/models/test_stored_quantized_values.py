@@ -54,7 +54,7 @@ def test_stored_quantized_values_generate_the_tokens_of_their_values(tmp_path, f
         ("GPTQ, 8 bits, zeros", "w8a8", False),
     ],
 )
-def test_weights_that_no_product_takes_are_counted_in_the_model_dtype(tmp_path, caplog, layout, kept, is_kept):
+def test_stored_weights_without_a_product_are_counted_in_the_model_dtype(tmp_path, caplog, layout, kept, is_kept):
     write_quantized(tmp_path, LAYOUTS[layout], TINY)
     quantization = Quantization(QuantizationName(kept), group_size=32)
     spec = check_folder(tmp_path)
