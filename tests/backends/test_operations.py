@@ -90,7 +90,7 @@ def assert_near(backend: Backend, result: np.ndarray, expected: np.ndarray, magn
 
 
 @pytest.mark.parametrize("stored", ["table", "linear_weight"])
-def test_embedding(backend: Backend, stored: str) -> None:
+def test_embedding_equals_the_reference(backend: Backend, stored: str) -> None:
     table = values(backend, 1, 50, 40)
     graph = Graph(Bound(backend.embedding(), getattr(backend, stored)(table)))
     for count in TOKENS:
@@ -101,7 +101,7 @@ def test_embedding(backend: Backend, stored: str) -> None:
         assert np.all(np.abs(graph(integers(token_ids))[0] - rows) <= half_units)
 
 
-def test_rms_norm(backend: Backend) -> None:
+def test_rms_norm_equals_the_reference(backend: Backend) -> None:
     gamma = values(backend, 2, 40)
     graph = Graph(Bound(backend.rms_norm(1e-5), backend.vector(gamma)))
     for count in TOKENS:
@@ -119,7 +119,7 @@ class BoundNorm(nn.Cell):
         return self.norm(x, y, self.gamma)
 
 
-def test_add_rms_norm(backend: Backend) -> None:
+def test_add_rms_norm_equals_the_reference(backend: Backend) -> None:
     gamma = values(backend, 2, 40)
     graph = Graph(BoundNorm(backend, gamma))
     for count in TOKENS:
@@ -130,7 +130,7 @@ def test_add_rms_norm(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("operation", ["linear", "logits"])
-def test_linear_and_logits(backend: Backend, operation: str) -> None:
+def test_linear_and_logits_equal_the_reference(backend: Backend, operation: str) -> None:
     weight = values(backend, 1, 50, 48)
     graph = Graph(Bound(getattr(backend, operation)(), backend.linear_weight(weight)))
     for count in TOKENS:
@@ -151,14 +151,14 @@ def test_logits_are_float32_sums(backend: Backend) -> None:
         assert np.any(np.abs(typed(expected, backend.dtype).values - expected) > limit), "a rounded result would pass"
 
 
-def test_swiglu(backend: Backend) -> None:
+def test_swiglu_equals_the_reference(backend: Backend) -> None:
     graph = Graph(backend.swiglu())
     for count in TOKENS:
         x = values(backend, 1, count, 96)
         assert_near(backend, graph(tensor(backend, x))[0], reference.swiglu(x))
 
 
-def test_add(backend: Backend) -> None:
+def test_add_equals_the_reference(backend: Backend) -> None:
     graph = Graph(backend.add())
     for count in TOKENS:
         a, b = values(backend, 1, count, 40), values(backend, 2, count, 40)
@@ -188,7 +188,7 @@ class Attention(nn.Cell):
         return self.attention(q, self.key_cache, self.value_cache, tables, query_lens, contexts, seen)
 
 
-def test_attention_over_mixed_steps(backend: Backend) -> None:
+def test_attention_over_mixed_steps_equals_the_reference(backend: Backend) -> None:
     if (backend.name, backend.dtype) == ("cpu", "float32"):
         pytest.skip("Ascend's primitives of attention take no float32; whole layers do")
     graph = Graph(Attention(backend, 12))
