@@ -26,7 +26,7 @@ def test_encoder_gives_the_values_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", encoders.models())
-def test_encoder_is_pooled_as_its_folder_says(tmp_path: Path, name: str) -> None:
+def test_encoder_pooling_follows_its_folder(tmp_path: Path, name: str) -> None:
     model = encoders.models()[name]
     encoders.write(name, tmp_path)
     pooling = resolve_pooling("auto", tmp_path, check_folder(tmp_path))
@@ -74,7 +74,7 @@ def test_encoder_in_bfloat16_is_close(tmp_path: Path) -> None:
         assert cosine > 0.999
 
 
-def test_encoder_without_a_server(tmp_path: Path) -> None:
+def test_offline_encoder_gives_golden_vectors_and_refuses_long_inputs(tmp_path: Path) -> None:
     """By default, a step holds the longest input. With a smaller token budget, longer inputs are refused."""
     encoders.write("bert", tmp_path)
     words = {f"<{number}>": number for number in range(encoders.VOCAB)}
@@ -95,6 +95,6 @@ def test_encoder_without_a_server(tmp_path: Path) -> None:
         model.embed(texts[3:])
 
 
-def test_encoder_is_refused_by_cells(tmp_path: Path) -> None:
+def test_encoder_is_refused_by_graphs_of_cells(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="attention to both sides"):
         Served("bert", tmp_path, as_program=False)

@@ -38,7 +38,7 @@ def test_golden_values_are_complete(name):
 
 
 @NAMES
-def test_writing_twice_gives_the_same_files(name, tmp_path):
+def test_written_models_are_deterministic(name, tmp_path):
     for folder in ("first", "second"):
         models.write(name, tmp_path / folder)
     files = {path.name: path.read_bytes() for path in (tmp_path / "first").iterdir()}
@@ -72,7 +72,7 @@ def test_written_values_are_independent_of_dtype_and_shards(dtype, shards, tmp_p
         assert all(np.array_equal(found[key].astype(np.float32), expected[key]) for key in expected)
 
 
-def test_written_bfloat16_equals_the_drawn_value(tmp_path):
+def test_written_bfloat16_values_equal_the_drawn_ones(tmp_path):
     models.write("llama2", tmp_path)
     content = (tmp_path / "model.safetensors").read_bytes()
     header = int.from_bytes(content[:8], "little")
@@ -90,7 +90,7 @@ def test_configuration_changes_are_written_and_none_removes_a_key(tmp_path):
     assert "rope_scaling" in config  # null as published, and unchanged
 
 
-def test_drawn_numbers_are_pinned():
+def test_drawn_numbers_do_not_change():
     """A change of NumPy's random bits would invalidate the golden values."""
     drawn = bell("a key", (20_000,))
     assert drawn[:3].tolist() == [-1.1217523876411961, 1.4631621827488432, -0.791892064623814]
@@ -104,13 +104,13 @@ def test_golden_values_are_small_and_each_has_a_model():
     assert sum(path.stat().st_size for path in files) < 1_500_000
 
 
-def test_without_torch_the_references_say_what_to_install(monkeypatch):
+def test_reference_without_torch_names_the_packages_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "families.reference", raising=False)
     with pytest.raises(ImportError, match=r"pip install -e 'llm-serving\[reference\]'"):
         importlib.import_module("families.reference")
 
 
-def test_an_unknown_name_lists_the_known_ones():
+def test_unknown_model_error_lists_the_known_names():
     with pytest.raises(ValueError, match=r"name must be one of llama2, .*Given: gpt"):
         models.golden("gpt")

@@ -47,7 +47,7 @@ two rotations, gates, experts. `families.precision --kernels plain` asks all."""
 
 
 @pytest.mark.parametrize("name", models.names())
-def test_program_equals_the_reference(tmp_path, name):
+def test_program_logits_equal_the_golden_values(tmp_path, name):
     model, golden, longest = served(name, tmp_path, "program", "float32")
     for prompt in golden.prompts.values():
         logits, tokens = greedy(model, prompt, longest)
@@ -57,7 +57,7 @@ def test_program_equals_the_reference(tmp_path, name):
 
 @pytest.mark.plain
 @pytest.mark.parametrize("name", ON_PLAIN_KERNELS)
-def test_plain_kernels_equal_the_description(tmp_path, name):
+def test_plain_kernels_logits_equal_the_description(tmp_path, name):
     model, golden, longest = served(name, tmp_path, "plain", "float32", ON_EVERY_KERNELS[name])
     token_ids = golden.prompts[200].token_ids.tolist()
     blocks = list(range(-(-200 // BLOCK_SIZE)))
@@ -69,7 +69,7 @@ def test_plain_kernels_equal_the_description(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ON_EVERY_KERNELS)
-def test_ascend_graph_equals_the_program_bit_for_bit(tmp_path, name):
+def test_ascend_graph_is_bit_identical_to_the_program(tmp_path, name):
     changes = ON_EVERY_KERNELS[name]
     program, golden, longest = served(name, tmp_path / "program", "program", "bfloat16", changes)
     spec = ModelSpec.from_folder(tmp_path / "program")
@@ -83,7 +83,7 @@ def test_ascend_graph_equals_the_program_bit_for_bit(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "qwen2", "qwen2-moe"])
-def test_ascend_w8a8_graph_equals_the_program_without_rotation_bit_for_bit(tmp_path, monkeypatch, name):
+def test_ascend_w8a8_graph_is_bit_identical_to_the_program_without_rotation(tmp_path, monkeypatch, name):
     """A tied LM head, biases, experts. Ascend's primitives do not rotate rows."""
     without_rotation = lambda values, bits, group_size, _: quantize(values, bits, group_size, False)  # noqa: E731
     monkeypatch.setattr("llm_serving.lowering.parameters.quantize", without_rotation)

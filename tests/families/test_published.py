@@ -52,7 +52,7 @@ def as_llama(name):
 
 @pytest.mark.parametrize("name", ["internlm2", "internlm2.5", "baichuan2-7b"])
 @pytest.mark.parametrize("length", [5, 200])
-def test_baichuan_7b_equals_a_llama(name, length):
+def test_baichuan_7b_reference_equals_a_llama(name, length):
     llama, config, tensors = as_llama(name)
     ids = torch.arange(length) * 37 % 190
     with torch.no_grad():
@@ -60,7 +60,7 @@ def test_baichuan_7b_equals_a_llama(name, length):
         assert torch.allclose(published.logits(config, tensors, ids), expected, atol=2e-5, rtol=0)
 
 
-def test_baichuan_13b_equals_a_llama_with_alibi():
+def test_baichuan_13b_reference_equals_a_llama_with_alibi():
     llama, config, tensors = as_llama("baichuan2-13b")
     size, length = config["hidden_size"] // config["num_attention_heads"], 150
     llama.model.rotary_emb.forward = lambda x, position_ids: (
@@ -76,7 +76,7 @@ def test_baichuan_13b_equals_a_llama_with_alibi():
 
 
 @pytest.mark.parametrize(("heads", "last"), [(8, 2**-8), (32, 2**-8), (40, 2 ** (-15 / 8))])
-def test_alibi_slopes_of_usual_numbers_of_heads(heads, last):
+def test_alibi_slopes_follow_the_published_formula(heads, last):
     """Of 40 heads, 32 have 2^(-k / 4), the others 2^(-1 / 8), 2^(-3 / 8) and so on."""
     found = published.slopes(heads)
     assert len(found) == heads
