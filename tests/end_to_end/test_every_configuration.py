@@ -147,7 +147,9 @@ def reference(first: Server) -> dict[bool, list[str]]:
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_answers_are_those_given_alone(name: str, first: Server, reference: dict[bool, list[str]]) -> None:
+def test_answers_of_every_configuration_equal_the_reference_answers(
+    name: str, first: Server, reference: dict[bool, list[str]]
+) -> None:
     settings = CONFIGURATIONS[name]
     static = settings.get("model_config.batching_strategy") == "static"
     is_tight = TIGHT.items() <= settings.items()

@@ -92,7 +92,7 @@ def reference(server: Server) -> list[bytes]:
     return asyncio.run(run())
 
 
-def test_64_concurrent_answers_equal_the_answers_given_alone(server: Server, reference: list[bytes]) -> None:
+def test_64_concurrent_answers_equal_the_reference_answers(server: Server, reference: list[bytes]) -> None:
     async def run() -> list[bytes]:
         async with server.client() as client:
             return list(await asyncio.gather(*(complete(client, request) for request in REQUESTS)))
@@ -101,7 +101,7 @@ def test_64_concurrent_answers_equal_the_answers_given_alone(server: Server, ref
     assert len(set(reference)) > 40, "the requests are meant to differ"
 
 
-def test_streams_under_load_carry_the_same_answer(server: Server, reference: list[bytes]) -> None:
+def test_streams_under_load_equal_the_reference_answers(server: Server, reference: list[bytes]) -> None:
     whole = [json.loads(answer)[0] for answer in reference[:24]]
 
     async def run() -> None:
@@ -113,7 +113,7 @@ def test_streams_under_load_carry_the_same_answer(server: Server, reference: lis
     asyncio.run(run())
 
 
-def test_nothing_is_compiled_while_serving(server: Server) -> None:
+def test_server_compiles_no_graph_while_serving(server: Server) -> None:
     async def run() -> None:
         async with asyncio.timeout(300), server.client() as client:
             await complete(client, {"prompt": "Add 17 and 25.", "max_tokens": 1})
@@ -223,7 +223,7 @@ def test_reported_request_time_is_at_most_the_time_measured_by_the_client(server
     assert {"steps", *(each["id"] for each in explained)} <= names
 
 
-def test_openai_client(server: Server) -> None:
+def test_openai_client_gets_the_same_chat_answer_whole_and_streamed(server: Server) -> None:
     import openai
 
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
@@ -247,5 +247,5 @@ def test_legacy_stream_ends_with_the_whole_text(server: Server) -> None:
     assert texts[-1].strip() == question["output"]
 
 
-def test_log_names_the_longest_output(server: Server) -> None:
+def test_server_log_has_the_maximum_output_length(server: Server) -> None:
     assert "'max_token_len': " in server.log

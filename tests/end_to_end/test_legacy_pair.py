@@ -82,7 +82,7 @@ def test_legacy_pair_answers_legacy_clients_alone_and_concurrently(server: Serve
     asyncio.run(run())
 
 
-def test_streams_end_with_the_whole_text(server: Server) -> None:
+def test_legacy_pair_streams_end_with_the_whole_text(server: Server) -> None:
     parameters = {"do_sample": "False", "return_full_text": "True", "max_new_tokens": 32}
     body = {"inputs": "Add 17 and 25.", "parameters": parameters, "stream": True}
     for route in ("llama2/generate_stream", "llama_7b/generate_stream", "llama_7b"):
@@ -91,7 +91,7 @@ def test_streams_end_with_the_whole_text(server: Server) -> None:
         assert ("".join(pieces[:-1]).strip(), pieces[-1].strip()) == ("42", "42"), route
 
 
-def test_legacy_pair_values_are_served(server: Server) -> None:
+def test_legacy_pair_serves_model_info_and_batch_size(server: Server) -> None:
     info = httpx.get(f"{server.url}/serving/get_serverd_model_info").text
     assert "llama_7b" in info
     assert httpx.get(f"{server.url}/serving/get_bs").text.startswith('data: {"event": "message"')

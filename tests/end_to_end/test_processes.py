@@ -65,7 +65,7 @@ def test_server_exits_with_the_error_of_a_model_that_cannot_be_loaded(tmp_path: 
     assert last.startswith("error: ") and "model.safetensors" in last
 
 
-def test_second_starts_are_refused_and_a_killed_master_leaves_nothing() -> None:
+def test_second_start_is_refused_and_a_killed_master_leaves_no_processes() -> None:
     """Neither start affects the running server. When it is killed, its WorkAgent ends and no memory is left."""
     before = shared_memory_names()
     server = start_server(by_script=True)
