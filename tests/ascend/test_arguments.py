@@ -22,14 +22,14 @@ CALLS = (
 
 
 @pytest.mark.parametrize("name", [name for name, process in PROCESSES.items() if process.in_table])
-def test_calls_keep_the_rules_of_cann(ended, name):
+def test_operator_calls_satisfy_the_rules_of_cann(ended, name):
     for job in ended(name).jobs.values():
         for call in set(job.calls):
             check(call)
             assert not call.endswith("without an executor")
 
 
-def test_each_rule_is_reached(ended):
+def test_every_rule_of_cann_is_exercised(ended):
     called = {
         call.split()[0] for name in ("families", "quantized") for job in ended(name).jobs.values() for call in job.calls
     }
@@ -37,11 +37,11 @@ def test_each_rule_is_reached(ended):
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.split()[0])
-def test_right_calls_pass(call):
+def test_argument_check_accepts_valid_calls(call):
     check(call)
 
 
-def test_there_is_a_call_for_each_rule():
+def test_argument_check_has_a_valid_call_for_each_rule():
     assert {call.split()[0] for call in CALLS} == set(RULES)
 
 
@@ -65,7 +65,7 @@ def test_there_is_a_call_for_each_rule():
         ("float32[4,64] int32[4]", "float32[4,64] int32[2]", "order must be int32"),
     ],
 )
-def test_a_wrong_argument_is_found(right, wrong, rule):
+def test_argument_check_refuses_a_wrong_argument(right, wrong, rule):
     (call,) = [call for call in CALLS if right in call]
     with pytest.raises(ArgumentError, match=rule):
         check(call.replace(right, wrong))

@@ -55,11 +55,11 @@ def lacks(tmp_path_factory):
     return found
 
 
-def test_what_each_refused_model_needs(lacks):
+def test_refused_models_lack_the_listed_operations(lacks):
     assert {name: lacks[name] - {None} for name in REFUSED} == REFUSED
 
 
-def test_families_that_are_started_are_served(tmp_path):
+def test_started_families_are_supported(tmp_path):
     for name in (*FAMILIES, *MORE_FAMILIES):
         (tmp_path / "config.json").write_text(json.dumps(family_config(name)))
         spec = ModelSpec.from_folder(tmp_path)
@@ -67,6 +67,6 @@ def test_families_that_are_started_are_served(tmp_path):
         assert not any(width % 32 for width in spec.head_dims), name
 
 
-def test_each_served_architecture_is_started(lacks):
+def test_every_supported_architecture_is_started(lacks):
     started = {architecture_of(family_config(name), name) for name in (*FAMILIES, *MORE_FAMILIES)}
     assert {name for name, found in lacks.items() if None in found} <= started

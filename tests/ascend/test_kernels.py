@@ -12,7 +12,7 @@ IN_TABLE = tuple(name for name, process in PROCESSES.items() if process.in_table
 
 
 @pytest.mark.parametrize("name", IN_TABLE)
-def test_kernels_and_copies_are_those_of_the_table(ended, name):
+def test_kernels_and_copies_equal_the_committed_table(ended, name):
     table = read_table()
     for model, row in rows_of(name, ended(name)).items():
         expected = table[model]
@@ -20,7 +20,7 @@ def test_kernels_and_copies_are_those_of_the_table(ended, name):
             assert row[part] == expected[part], f"{part} of {model}"
 
 
-def test_a_decode_step_has_no_kernel_of_the_cpu_or_compiled_by_cann():
+def test_decode_step_uses_no_cpu_or_cann_compiled_kernel():
     for model, row in read_table().items():
         assert not {"CPU", "TBE"} & set(row["kernels"].values()), model
 
@@ -29,7 +29,7 @@ def is_decode(step):
     return step["rows"] == step["tokens"]
 
 
-def test_copies_of_a_decode_step():
+def test_decode_step_has_the_minimum_of_copies():
     for model, row in read_table().items():
         exact = "exact" in model
         for step in filter(is_decode, row["steps"]):
@@ -39,5 +39,5 @@ def test_copies_of_a_decode_step():
                 assert step["bytes_to_host"] == 8 * step["rows"], (model, step)
 
 
-def test_the_table_has_no_other_models():
+def test_kernel_table_has_exactly_the_tested_models():
     assert set(read_table()) == {f"{job['name']} ({name})" for name in IN_TABLE for job in PROCESSES[name].jobs}

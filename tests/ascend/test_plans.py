@@ -18,13 +18,13 @@ ROW_OF_ITS_OWN = (8, 0, 1, 2, 32, 0)
 """`Plan.of_a_row` if each token is a row."""
 
 
-def test_the_plan_of_a_row_depends_on_other_rows(ended):
+def test_paged_attention_plan_of_a_row_depends_on_other_rows(ended):
     demo = ended("families").jobs["demo"]
     assert {index: demo.plan(index) for index in OWN_SHAPE} == OWN_SHAPE
     assert len({plan.of_a_row for plan in OWN_SHAPE.values()}) == len(OWN_SHAPE)
 
 
-def test_the_plan_of_a_row_in_exact_mode_does_not(ended):
+def test_paged_attention_plan_of_a_row_in_exact_mode_is_constant(ended):
     demo = ended("exact").jobs["demo"]
     plans = [demo.plan(index) for index in range(len(STEPS))]
     assert {plan.of_a_row for plan in plans} == {ROW_OF_ITS_OWN}
@@ -33,7 +33,7 @@ def test_the_plan_of_a_row_in_exact_mode_does_not(ended):
     assert [plan.rows for plan in plans] == [120, 120, 120, 120, 240, 120, 2040]
 
 
-def test_each_request_reads_its_rows_of_the_mask(ended):
+def test_paged_attention_reads_the_mask_rows_of_each_request(ended):
     """ATB's other kind of mask would give all requests the first rows, or, for a square mask, rows by position."""
     demo = ended("families").jobs["demo"]
     for index in (3, 5):
@@ -48,7 +48,7 @@ def test_each_request_reads_its_rows_of_the_mask(ended):
             assert mask == (ROW_FOR_EACH_TOKEN, columns, expected)
 
 
-def test_rows_of_one_token_have_no_mask(ended):
+def test_paged_attention_of_single_tokens_reads_no_mask(ended):
     for name, indices in (("families", (0, 1, 2, 4)), ("exact", range(7))):
         job = ended(name).jobs["demo"]
         assert {mask.kind for index in indices for mask in job.masks(index)} == {NO_MASK}
@@ -61,6 +61,6 @@ def test_exact_products_start_each_sum_at_its_first_element(ended):
     assert "enShuffleK = 1" in fast
 
 
-def test_the_processes_read_here_have_these_steps():
+def test_tested_processes_run_the_steps_of_the_plans():
     assert PROCESSES["exact"].jobs[0]["steps"] == STEPS
     assert PROCESSES["families"].jobs[0]["steps"] == STEPS_OF_FAMILIES

@@ -105,7 +105,7 @@ def test_settings_of_the_context_are_made_in_the_code(file):
     assert all(setting.name in text for setting in of(file))
 
 
-def test_nothing_is_set_that_is_not_in_the_list():
+def test_every_environment_setting_is_listed():
     assert {*COLLECTIVES, *DETERMINISTIC} == {setting.name for setting in of("environment") + of("exact")} - {
         DISABLED_KERNELS
     }

@@ -10,13 +10,13 @@ STARTS = tuple(name for name in PROCESSES if not name.startswith("without"))
 
 
 @pytest.mark.parametrize("name", STARTS)
-def test_every_model_starts(ended, name):
+def test_every_model_starts_on_ascend(ended, name):
     found = ended(name)
     assert found.returncode == 0, found.output[-3000:]
     assert set(found.jobs) == {job["name"] for job in PROCESSES[name].jobs}
 
 
-def test_every_family_starts(ended):
+def test_every_family_starts_on_ascend(ended):
     assert set(FAMILIES) < set(ended("families").jobs)
 
 
@@ -28,7 +28,7 @@ def test_every_family_starts(ended):
         ("fast", "ascend_fast", ""),
     ],
 )
-def test_backend_and_notice(ended, name, backend, notice):
+def test_start_up_reports_backend_and_exactness_notice(ended, name, backend, notice):
     found = ended(name).jobs["demo"].found
     assert found["backend"] == backend
     assert found["notice"].startswith(notice)
@@ -36,14 +36,14 @@ def test_backend_and_notice(ended, name, backend, notice):
 
 
 @pytest.mark.parametrize("name", STARTS)
-def test_the_device_has_the_cache_and_the_host_has_not(ended, name):
+def test_kv_cache_is_allocated_on_the_device_only(ended, name):
     gigabytes = PROCESSES[name].machine["gigabytes"]
     found = ended(name).jobs["demo"].found
     # CANN keeps 3 GB of the stub for itself, and MindSpore takes some for the model.
     assert gigabytes - 5 < found["free"] / 2**30 <= gigabytes - 3
 
 
-def test_the_host_does_not_hold_weights_twice(ended):
+def test_weights_are_in_memory_once(ended):
     """Memory of the stub's device is memory of the process, in which each weight must be once."""
     found = ended("limited").jobs["large"].found
     assert LARGE_BYTES < found["held"] < 1.6 * LARGE_BYTES
@@ -57,7 +57,7 @@ def test_the_host_does_not_hold_weights_twice(ended):
         ("without swiglu", r"The pointer\[value_str\] is null"),
     ],
 )
-def test_start_up_fails_without_what_the_device_asks_for(ended, name, error):
+def test_start_up_fails_without_required_settings(ended, name, error):
     found = ended(name)
     assert found.returncode != 0
     assert re.search(error, found.output), found.output[-3000:]
