@@ -41,13 +41,13 @@ class TestEnvironment:
             "no device: no-such-program info lists none; this user may lack access to /dev/davinci*",
         ]
 
-    def test_a_device_that_hangs(self, tmp_path, monkeypatch):
+    def test_environment_reports_a_hanging_device(self, tmp_path, monkeypatch):
         monkeypatch.setattr(environment, "LIST_S", 0.1)
         found = environment.examine("ascend", ("run.py", "--set", "a b"), tmp_path, program(tmp_path, "exec sleep 600"))
         assert found.faults[-1].startswith("no device: ")
         assert "npu-smi info does not end within 0 s; this user" in found.faults[-1]
 
-    def test_environment_of_a_machine_with_a_device(self, tmp_path, monkeypatch):
+    def test_environment_of_a_machine_with_a_device_passes(self, tmp_path, monkeypatch):
         (tmp_path / "driver").mkdir()
         (tmp_path / "driver" / "version.info").write_text("Version=24.1.rc3\n")
         (tmp_path / "toolkit").mkdir()
@@ -61,7 +61,7 @@ class TestEnvironment:
         assert "| command | run.py --set 'a b' |" in found.lines
         assert any(re.fullmatch(r"\| date \| \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC \|", line) for line in found.lines)
 
-    def test_cann_of_another_version_or_without_its_packages_is_a_fault(self, tmp_path, monkeypatch):
+    def test_environment_reports_wrong_cann_versions_and_missing_packages(self, tmp_path, monkeypatch):
         monkeypatch.delenv("ASCEND_OPP_PATH", raising=False)
         assert environment.wrong_cann("8.0.RC3", tmp_path / "latest") == [
             "CANN 8.0.RC3 is none of those that MindSpore 2.10 accepts: 8.2, 8.3, 8.5, 9.0, 9.1",
@@ -141,7 +141,7 @@ class TestPrecision:
         assert "| llama2 | 1024 | 0.10% | 0.10% | 0.10% |" in found.lines
         assert "RuntimeError: no kernel" in logs[0].read_text()
 
-    def test_settings_of_steps_reach_each_model(self, tmp_path):
+    def test_precision_passes_step_settings_to_each_model(self, tmp_path):
         code = "import sys; sys.exit(' '.join(sys.argv[1:]))"
         settings = [
             "model_config.model_dtype=bfloat16",
@@ -191,7 +191,7 @@ def breaking(*given, **named):
 
 
 class TestAnswers:
-    def test_equal_answers_pass(self):
+    def test_acceptance_of_equal_answers_passes(self):
         server = FakeServer()
         reference = []
         found = answers.same_bytes(server, 5, reference, answering())
@@ -206,7 +206,7 @@ class TestAnswers:
         assert found.lines[0].startswith("2 of 3 answers are the same")
         assert found.lines[-1].startswith("- request 1 answers otherwise")
 
-    def test_refused_request_ends_a_part(self):
+    def test_refused_request_ends_an_acceptance_part(self):
         with pytest.raises(PartError, match="a request is refused with 500: no kernel"):
             answers.same_bytes(FakeServer(), 3, [], breaking)
         with pytest.raises(PartError, match="a request is refused with 500: no kernel"):
@@ -214,7 +214,7 @@ class TestAnswers:
         with pytest.raises(PartError, match="there are no answers to compare with: the part before failed"):
             answers.killed(FakeServer(), [], answering())
 
-    def test_other_bytes_after_a_kill_or_a_missing_restart_fail(self):
+    def test_acceptance_fails_for_changed_bytes_after_a_kill(self):
         reference = answering()("", answers.bodies(3))
         found = answers.killed(FakeServer(restarts=0), reference, answering({2}))
         assert found.faults[0] == "no WorkAgent was started again: it was not killed, or too late"
@@ -278,7 +278,7 @@ class TestLoad:
         script.write_text(body)
         return load.examine(1, 10.0, 150.0, folder, script=script)
 
-    def test_load_of_the_contest_has_a_bound(self, tmp_path):
+    def test_contest_load_above_its_time_limit_is_a_fault(self, tmp_path):
         script = tmp_path / "load.py"
         log = "import pathlib; p = pathlib.Path('testLog'); p.mkdir(exist_ok=True)\n"
         script.write_text(log + "(p / 'a.log').write_text('All Tasks Done; Exec Time is 701.25')")
@@ -309,7 +309,7 @@ def options(tmp_path):
     return ["--device", "cpu", "--report", str(tmp_path / "report.md"), "--logs", str(tmp_path / "logs")]
 
 
-def test_parts_run_in_order_without_a_server(monkeypatch, options, tmp_path):
+def test_acceptance_parts_run_in_order_without_a_server(monkeypatch, options, tmp_path):
     monkeypatch.setattr(precision, "examine", lambda *given: Outcome(precision.TITLE))
     given = []
 
@@ -331,7 +331,7 @@ def test_parts_run_in_order_without_a_server(monkeypatch, options, tmp_path):
     assert len(list(tmp_path.glob("logs.*"))) == 1, "the logs of the first run have another name"
 
 
-def test_failing_part_does_not_stop_the_next_one(monkeypatch, options, tmp_path):
+def test_failed_acceptance_part_does_not_stop_the_next_one(monkeypatch, options, tmp_path):
     def breaks(*given):
         raise OSError("npu-smi cannot be run")
 
@@ -359,7 +359,7 @@ def test_failing_part_does_not_stop_the_next_one(monkeypatch, options, tmp_path)
     assert "| Load | passed |" in text
 
 
-def test_report_has_every_verdict_and_fault(options, tmp_path, monkeypatch):
+def test_acceptance_report_has_every_verdict_and_fault(options, tmp_path, monkeypatch):
     outcomes = [Outcome("Environment", ["all there"]), Outcome.failed("Load", "it ends with 1")]
     monkeypatch.setattr(run, "parts", lambda arguments, command: iter(outcomes))
     assert run.main(options) == 1

@@ -44,7 +44,7 @@ into programs, which MindSpore need not compile for seconds.
 """
 
 
-def test_every_fault_is_tested():
+def test_every_injected_device_fault_is_tested():
     assert set(runpy.run_path(str(INJECTED / "sitecustomize.py"))["FAULTS"]) == set(FOUND)
 
 

@@ -44,7 +44,7 @@ class TestSmallModels:
         scaled = config.get("rope_scaling") or config.get("rope_parameters")
         assert served_config.model.max_generate_length == (length or (256 if scaled else small_models.LONGEST))
 
-    def test_requests_fit_into_the_cache(self):
+    def test_small_model_requests_fit_into_the_cache(self):
         assert small_models.NUM_BLOCKS >= small_models.LONGEST // small_models.BLOCK_SIZE + 2
 
 
@@ -89,14 +89,14 @@ class TestLongContext:
 
         return ask, asked
 
-    def test_prompts_reach_the_limit(self):
+    def test_long_context_prompts_reach_the_limit(self):
         ask, asked = self.ask(0.05)
         found = long_context.examine(FakeServer(), "float16", 2048, ask)
         assert (found.verdict, max(asked)) == ("passed", 998)
         assert "| 991 | 0.050 | 7 of 7 |" in found.lines
 
     @pytest.mark.parametrize("off", [0.3, float("nan")])
-    def test_other_logprobs_by_decoding_are_a_fault(self, off):
+    def test_long_context_reports_different_logprobs_by_decoding(self, off):
         found = long_context.examine(FakeServer(), "float16", 2048, self.ask(off)[0])
         assert len(found.faults) == 3
         assert found.faults[-1].startswith("991 tokens: log-probabilities of decode steps and of prompts differ by")
@@ -105,7 +105,7 @@ class TestLongContext:
 
 
 class TestStepTime:
-    def test_limit_is_the_slower_of_memory_and_arithmetic(self):
+    def test_step_limit_is_the_slower_of_memory_and_arithmetic(self):
         config = load_config(None, [], "demo")
         weights = 2 * DEMO.num_weight_elements
         one = limit_s(DEMO, config, DEVICE, 1, 0, 1)
@@ -117,7 +117,7 @@ class TestStepTime:
         ranks = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, tensor_parallel=2))
         assert limit_s(DEMO, ranks, DEVICE, 1, 0, 1) - 0.03 == pytest.approx((one - 0.03) / 2)
 
-    def test_limit_of_the_contest_is_twice_its_published_step(self):
+    def test_step_limit_of_the_contest_is_twice_its_published_step(self):
         llama = ModelSpec.from_hugging_face(
             {
                 "architectures": ["LlamaForCausalLM"],
@@ -135,13 +135,13 @@ class TestStepTime:
         allowed = limit_s(llama, load_config(None, [], "demo"), device_of("910B4"), 1, 96, 1)
         assert 2.5 * published < allowed < 3.5 * published
 
-    def test_device_is_known_by_its_name(self):
+    def test_device_limits_are_selected_by_name(self):
         assert device_of("| 0  910B3 | OK |").bandwidth == 1600e9
         assert device_of("| 0  Ascend910_9392 |").name == "910_93"
         unknown = device_of("| 0  X9 |")
         assert (unknown.name, unknown.bandwidth) == ("unknown, as the slowest known one", 800e9)
 
-    def test_steps_are_events_in_which_all_requests_decode(self):
+    def test_step_time_counts_events_in_which_all_requests_decode(self):
         first = answer(arrivals=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
         second = answer(arrivals=[2.0, 3.0, 4.0, 5.0])
         assert step_s([first]) == pytest.approx(1.0)
@@ -149,7 +149,7 @@ class TestStepTime:
         assert step_s([answer(arrivals=[1.0, 2.0, 2.0, 2.0, 3.0])]) == pytest.approx(1.0), "accepted draft tokens"
         assert step_s([first, answer(arrivals=[7.0, 8.0])]) == float("inf")
 
-    def test_each_kind_of_step_has_a_bound(self):
+    def test_step_time_of_each_kind_has_a_limit(self):
         config = load_config(None, [], "demo")
 
         def ask(url, bodies):
