@@ -28,7 +28,7 @@ def test_no_drafts_are_proposed_while_no_request_runs() -> None:
     assert controller.propose(0, synchronous=True) == []
 
 
-def test_new_output_gets_no_drafts() -> None:
+def test_output_without_repetition_gets_no_drafts() -> None:
     controller = SpeculationController(4, NgramProposer(3))
     request = create_request(4, max_tokens=200)
     controller.add_request(request)
@@ -239,7 +239,7 @@ def test_finished_answers_are_drafts_for_the_same_tenant_only() -> None:
         assert dict(controller.propose(1, synchronous=True)).get(request, []) == drafted
 
 
-def test_drafts_that_cost_their_gain_are_not_proposed() -> None:
+def test_drafts_without_expected_gain_are_not_proposed() -> None:
     controller = SpeculationController(8, NgramProposer(3))
     request = predictable(controller, rounds=4)
     for num_tokens in (1, 2, 4, 8):
@@ -257,7 +257,7 @@ def test_drafts_that_cost_their_gain_are_not_proposed() -> None:
     assert not controller.pays
 
 
-def test_one_slow_step_does_not_stop_drafts() -> None:
+def test_single_slow_step_does_not_stop_drafts() -> None:
     controller = SpeculationController(8, NgramProposer(3))
     request = predictable(controller, rounds=4)
     for num_tokens in (1, 2, 9, 9, 9):
@@ -267,7 +267,7 @@ def test_one_slow_step_does_not_stop_drafts() -> None:
     assert controller.pays
 
 
-def test_the_time_of_proposals_counts() -> None:
+def test_gain_includes_the_time_of_proposals() -> None:
     now = 0.0
 
     def clock():
@@ -297,7 +297,7 @@ def test_draft_tokens_are_free_in_a_small_step_and_cost_in_a_large_one() -> None
         assert controller.propose(num_rows, synchronous=controller.pays) == drafted
 
 
-def test_the_delay_of_other_requests_counts() -> None:
+def test_gain_includes_the_delay_of_other_requests() -> None:
     controller = SpeculationController(8, NgramProposer(3))
     request = predictable(controller, rounds=4)
     for num_tokens in (1, 2, 100):

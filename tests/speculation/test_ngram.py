@@ -15,7 +15,7 @@ def followed(finished: FinishedAnswersIndex, namespace: str, tokens: list[int], 
     return [] if found is None else list(found[0][found[1] :])
 
 
-def test_the_oldest_answers_are_removed_for_new_ones() -> None:
+def test_ngram_index_evicts_the_oldest_answers() -> None:
     finished = FinishedAnswersIndex(2, 8)
     finished.add([("a", (1, 2, 3, 4))])
     finished.add([("b", (1, 2, 5, 6)), ("b", (1, 2, 7, 8))])
@@ -76,7 +76,7 @@ def test_a_match_is_in_one_of_the_newest_answers(batches, length) -> None:
                     assert index < len(answer)
 
 
-def test_a_sparse_table_and_another_salt_find_the_same() -> None:
+def test_ngram_index_is_independent_of_table_size_and_salt() -> None:
     rng = random.Random(1)
     plain, sparse = FinishedAnswersIndex(2, 64, salt=len), FinishedAnswersIndex(2, 64, salt=len, table=SparseTable)
     for _ in range(40):
@@ -88,7 +88,7 @@ def test_a_sparse_table_and_another_salt_find_the_same() -> None:
             assert sparse.find("a", tokens, length) == plain.find("a", tokens, length)
 
 
-def test_most_ngrams_are_found() -> None:
+def test_ngram_index_finds_most_ngrams() -> None:
     """A few n-grams share a slot: there are two to four slots per token."""
     finished = FinishedAnswersIndex(3, 2**12)
     answers = [tuple(range(start, start + 64)) for start in range(0, 64 * 64, 64)]
@@ -113,20 +113,20 @@ def say(made, token_ids) -> None:
             made.search()
 
 
-def test_a_match_in_the_prompt_is_the_draft() -> None:
+def test_ngram_lookup_proposes_the_continuation_of_a_match_in_the_prompt() -> None:
     made = lookup([1, 2, 3, 4, 5, 1, 2])
     assert made.propose(3) == [3, 4, 5]
     assert made.propose(9) == [3, 4, 5, 1, 2, 3, 4, 5, 1]  # repeated
 
 
-def test_there_is_no_draft_without_a_match() -> None:
+def test_ngram_lookup_without_a_match_proposes_no_draft() -> None:
     made = lookup([1, 2, 3])
     assert not made.has_draft
     assert made.propose(3) == []
     assert made.advance([4]) == (0, False)
 
 
-def test_a_match_is_followed_until_it_is_wrong() -> None:
+def test_match_is_followed_until_its_first_rejection() -> None:
     made = lookup([1, 2, 3, 4, 5, 1, 2])
     assert made.advance([3]) == (1, False)
     assert made.propose(2) == [4, 5]
@@ -140,17 +140,17 @@ def test_a_run_of_one_token_is_drafted_to_continue() -> None:
     assert made.propose(9) == [5] * 9
 
 
-def test_a_prompt_shorter_than_an_ngram() -> None:
+def test_ngram_lookup_accepts_a_prompt_shorter_than_an_ngram() -> None:
     made = lookup([1], length=3)
     say(made, (2, 3, 4, 1, 2, 3))
     assert made.propose(2) == [4, 1]
 
 
-def test_the_newest_match_counts() -> None:
+def test_ngram_lookup_uses_the_newest_match() -> None:
     assert lookup([1, 2, 3, 1, 2, 4, 1, 2]).propose(1) == [4]
 
 
-def test_the_output_itself_is_searched() -> None:
+def test_ngram_lookup_searches_the_output_itself() -> None:
     made = lookup([9, 9])
     say(made, (1, 2, 3, 1, 2))
     assert made.propose(2) == [3, 1]
@@ -171,7 +171,7 @@ def test_finished_answers_are_found_in_their_namespace_only() -> None:
     assert lookup([1, 2], finished, "yours").propose(4) == []
 
 
-def test_the_longest_match_counts() -> None:
+def test_ngram_lookup_uses_the_longest_match() -> None:
     finished = FinishedAnswersIndex(2, 100)
     finished.add([("", (1, 2, 3, 4, 5, 6)), ("", (3, 4, 7, 8))])
     assert lookup([3, 4], finished).propose(2) == [7, 8]  # the newest of equal length

@@ -32,7 +32,7 @@ def towards(rate: float, accepted: bool) -> float:
     return rate + (accepted - rate) / RATE_MEMORY
 
 
-def test_a_new_match_and_a_confirmed_one_have_rates_of_their_own() -> None:
+def test_new_and_confirmed_matches_have_separate_acceptance_rates() -> None:
     made = state()
     assert made.acceptance == pytest.approx(Acceptance(FIRST_TOKEN_RATE, FURTHER_TOKEN_RATE))
     assert made.compare([3])
@@ -91,14 +91,14 @@ def test_the_expected_forced_tokens_follow_the_verified_ones_and_return_to_the_a
     assert made.forced_rate == pytest.approx(towards(1.0, False))
 
 
-def test_an_outlier_moves_an_average_little() -> None:
+def test_average_is_robust_against_an_outlier() -> None:
     average = MovingAverage(10)
     average.add(2.0)
     average.add(1000.0)
     assert average.value == pytest.approx(2.0 + (MAX_OUTLIER - 1) * 2.0 / 10)
 
 
-def test_step_times_fit_a_line() -> None:
+def test_step_time_model_fits_a_line() -> None:
     cost = StepTimeModel()
     for num_tokens in (1, 4, 9, 2):
         cost.add(num_tokens, 0.010 + 0.001 * num_tokens)
@@ -116,14 +116,14 @@ def test_steps_of_one_size_do_not_determine_the_cost_of_a_token() -> None:
     assert cost.step_s(9) == pytest.approx(0.02)
 
 
-def test_more_tokens_never_save_time() -> None:
+def test_step_time_model_never_predicts_savings_from_more_tokens() -> None:
     cost = StepTimeModel()
     cost.add(1, 0.03)
     cost.add(9, 0.01)
     assert cost.added_s(1, 8) == 0.0
 
 
-def test_more_tokens_never_cost_more_than_as_many_steps() -> None:
+def test_step_time_model_bounds_the_cost_of_tokens_by_separate_steps() -> None:
     cost = StepTimeModel()
     cost.add(100, 0.01)
     cost.add(101, 0.05)  # an outlier
@@ -135,7 +135,7 @@ def seconds(num_tokens: int, context: int = 0) -> float:
     return 0.010 * max(1.0, num_tokens / 32) + 1e-7 * context * num_tokens
 
 
-def test_tokens_cost_more_where_arithmetic_is_the_limit() -> None:
+def test_step_time_model_predicts_higher_costs_when_compute_bound() -> None:
     rng, cost = random.Random(0), StepTimeModel()
     for _ in range(200):
         for fewest, most in ((1, 9), (96, 160)):  # one stream and 128, each with drafts
@@ -147,7 +147,7 @@ def test_tokens_cost_more_where_arithmetic_is_the_limit() -> None:
     assert cost.added_s(128, 64) == pytest.approx(0.020, rel=0.1)
 
 
-def test_step_times_on_both_sides_of_the_knee() -> None:
+def test_step_time_model_fits_memory_bound_and_compute_bound_steps() -> None:
     rng, cost = random.Random(0), StepTimeModel()
     for _ in range(400):
         num_tokens = 8 * rng.randint(1, 9)
@@ -157,7 +157,7 @@ def test_step_times_on_both_sides_of_the_knee() -> None:
     assert cost.added_s(48, 16) == pytest.approx(0.005, rel=0.25)
 
 
-def test_step_times_follow_growing_contexts() -> None:
+def test_step_time_model_follows_growing_contexts() -> None:
     rng, cost = random.Random(0), StepTimeModel()
     for index in range(4000):
         num_tokens = 32 + (8 * rng.randint(1, 8) if index % 8 == 0 else 0)
@@ -166,7 +166,7 @@ def test_step_times_follow_growing_contexts() -> None:
     assert cost.added_s(32, 32) == pytest.approx(seconds(64, 16000) - seconds(32, 16000), rel=0.2)
 
 
-def test_old_steps_lose_their_weight() -> None:
+def test_step_time_model_forgets_old_steps() -> None:
     cost = StepTimeModel()
     for _ in range(2000):
         cost.add(1, 0.1)
@@ -177,7 +177,7 @@ def test_old_steps_lose_their_weight() -> None:
     assert cost.added_s(1, 1) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_a_cost_that_was_measured_long_ago_is_measured_again() -> None:
+def test_outdated_cost_is_measured_again() -> None:
     cost = StepTimeModel()
     for num_tokens in (100, 128, 140):
         cost.add(num_tokens, seconds(num_tokens))
