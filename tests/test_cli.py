@@ -46,7 +46,7 @@ def model(tmp_path):
     return str(folder)
 
 
-def test_version(capsys):
+def test_version_flag_prints_the_package_version(capsys):
     assert main(["version"]) == 0
     assert capsys.readouterr().out == f"llm-serving {llm_serving.__version__}\n"
 

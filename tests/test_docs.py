@@ -52,7 +52,7 @@ def test_documents_start_with_their_purpose(document):
     assert re.match(r"\w|\[|`[^`]", first), "a sentence is wanted"
 
 
-def test_the_first_page_stays_short():
+def test_first_page_of_the_documents_is_short():
     assert len(text_of(ROOT / "README.md").splitlines()) <= 120
 
 
@@ -186,7 +186,7 @@ def test_commands_and_flags_in_documents_exist(document):
 
 
 @NAMES
-def test_commands_are_told_as_they_can_be_pasted(document):
+def test_commands_in_documents_can_be_pasted(document):
     blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text_of(document), re.MULTILINE | re.DOTALL)
     assert re.findall(r"^(?:llm-serving|python|pip|ray) .*", "".join(blocks), re.MULTILINE) == []
 
@@ -241,7 +241,7 @@ def error_in(done: subprocess.CompletedProcess[str], document: str) -> str | Non
 
 
 @NAMES
-def test_blocks_of_commands_are_marked(document):
+def test_command_blocks_in_documents_are_marked(document):
     """A block with a command is marked as bash, and the test that would not run it says why."""
     blocks = re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", text_of(document), re.MULTILINE | re.DOTALL)
     commands = [text for language, text in blocks if language == "" and COMMAND.match(textwrap.dedent(text))]
@@ -276,7 +276,7 @@ def write_shorter_loads(top: Path) -> None:
         (folder / "loads" / path.name).write_text(text)
 
 
-def test_blocks_of_commands_run(tmp_path, monkeypatch):
+def test_command_blocks_in_documents_run(tmp_path, monkeypatch):
     """Every unmarked block succeeds, in a copy of the top folder, against one server with the shipped model."""
     (port,) = free_ports(1)
     for path in ROOT.iterdir():

@@ -17,11 +17,11 @@ def test_value_may_be_left_out_and_none_is_a_value():
 
 
 @pytest.mark.parametrize("value", ["x" * 10**6, ["y" * 10**6] * 10**3, {"k": "v" * 10**6}])
-def test_shown_values_are_short(value):
+def test_values_in_error_messages_are_short(value):
     assert len(shorten(value)) < 400
 
 
-def test_statuses_of_the_families():
+def test_error_classes_have_their_http_statuses():
     statuses = {
         name: error.http_status
         for name, error in vars(errors).items()

@@ -198,7 +198,7 @@ def reaches(root: Path, start: str, target: str, at_top_only: bool = False) -> l
 # The package
 
 
-def test_every_part_has_a_layer():
+def test_every_package_has_an_import_layer():
     parts = {part_of(module_name(path, PACKAGE), PACKAGE) for path in sources(PACKAGE)} - {None}
     assert parts - set(LAYERS) == set()
 
@@ -321,13 +321,13 @@ def package(tmp_path):
         ("log", "from llm_serving.core import step"),
     ],
 )
-def test_checker_finds_an_import_upwards_or_across(package, importer, text):
+def test_import_check_detects_an_import_upwards_or_across(package, importer, text):
     files = {"engine__in__engine": "", "work_agent": "", "core__in__step": "", "config__in__schema": ""}
     files |= {"recording__in__recorder": "", "text__in__tokenizer": ""}
     assert len(direction_violations(package(**(files | {importer: text})))) == 1
 
 
-def test_checker_allows_rows_below(package):
+def test_import_check_allows_rows_below(package):
     root = package(
         engine__in__engine="from llm_serving.scheduler.policies import x\nfrom llm_serving.core.step import y",
         scheduler__in__policy="import llm_serving.transport.codec\nfrom . import __doc__",
@@ -343,7 +343,7 @@ def test_checker_allows_rows_below(package):
     assert direction_violations(root) == []
 
 
-def test_checker_follows_chains_to_mindspore(package):
+def test_import_check_follows_chains_to_mindspore(package):
     root = package(
         master="from llm_serving.core import step",
         core__in__step="def lazily():\n    import mindspore.ops",

@@ -61,7 +61,7 @@ def tokens(outputs):
     return [output.token_ids for output in outputs]
 
 
-def test_plain_operations_answer_as_the_program():
+def test_plain_operations_give_the_tokens_of_the_program():
     of_program, _ = answers("program")
     assert of_program[0].text.strip() == "42"
     outputs, called = answers("plain")
@@ -71,7 +71,7 @@ def test_plain_operations_answer_as_the_program():
     assert called >= {"Add", "Cast", "Gather", "MatMul", "Mul", "Reshape", "Sigmoid", "SplitWithSize"}
 
 
-def test_primitives_answer_with_the_bits_of_the_program(two_layers, of_two_layers):
+def test_primitives_give_the_bits_of_the_program(two_layers, of_two_layers):
     """The whole model by primitives: tests/end_to_end/test_every_configuration.py."""
     outputs, called = answers("primitives", two_layers, ENDLESS)
     assert tokens(outputs) == tokens(of_two_layers)

@@ -48,7 +48,7 @@ LARGEST_DIFFERENCE = {"bfloat16": 0.03, "float16": 0.004}
         ("llama3.1", "bfloat16", LEGACY),
     ],
 )
-def test_an_answer_depends_on_the_request_alone(
+def test_mindformers_answers_are_batch_invariant(
     tmp_path: Path, name: str, dtype: str, implementation: ImplementationName
 ) -> None:
     assert not differing(Served(name, tmp_path, implementation, dtype))
@@ -64,7 +64,7 @@ def test_an_answer_depends_on_the_request_alone(
         ("Qwen3ForCausalLM", MINDFORMERS),
     ],
 )
-def test_logits_are_those_of_the_native_network_but_for_roundings(
+def test_mindformers_logits_equal_the_native_network_up_to_rounding(
     tmp_path: Path,
     architecture: str,
     implementation: ImplementationName,
@@ -92,7 +92,7 @@ def test_logits_are_those_of_the_native_network_but_for_roundings(
     ("name", "implementation"),
     [("llama3.1", MINDFORMERS), ("llama3.1", LEGACY), ("qwen3", MINDFORMERS), ("glm4", MINDFORMERS)],
 )
-def test_greedy_tokens_are_those_of_the_native_network(
+def test_mindformers_greedy_tokens_equal_those_of_the_native_network(
     tmp_path: Path, name: str, implementation: ImplementationName
 ) -> None:
     tokens = []

@@ -76,7 +76,7 @@ def test_prompt_logprobs_equal_the_logprobs_of_the_same_output(model: LLM) -> No
         assert tuple(received.prompt_logprobs.tokens(3)[len(prompt) - 1 :]) == given.logprobs
 
 
-def test_vectors_do_not_depend_on_what_is_computed_beside_them(model: LLM) -> None:
+def test_vectors_are_batch_invariant(model: LLM) -> None:
     together = model.embed(PROMPTS)
     reference = [model.embed([prompt])[0] for prompt in PROMPTS]
     assert [vector.shape for vector in reference] == [(model.model_spec.network.hidden,)] * len(PROMPTS)
@@ -84,7 +84,7 @@ def test_vectors_do_not_depend_on_what_is_computed_beside_them(model: LLM) -> No
     assert len({vector.tobytes() for vector in reference}) == len(PROMPTS)
 
 
-def test_a_batch_gives_the_answers_given_alone(model: LLM, reference: list[Answer]) -> None:
+def test_batch_answers_equal_the_reference_answers(model: LLM, reference: list[Answer]) -> None:
     assert together(model) == reference
 
 
@@ -98,12 +98,12 @@ def test_finished_answers_fit_their_schema(reference: list[Answer]) -> None:
     assert all(fault_of(SCHEMA, text) is None for text in constrained)
 
 
-def test_small_chunks_give_the_same_answers(reference: list[Answer]) -> None:
+def test_small_chunks_keep_the_answers(reference: list[Answer]) -> None:
     assert together(llm("scheduler_config.max_prefill_tokens=16", "model_config.decode_batch_size=16")) == reference
 
 
 @pytest.mark.parametrize("num_swap_blocks", [0, 24])
-def test_preemption_gives_the_same_answers(reference: list[Answer], num_swap_blocks: int) -> None:
+def test_preemption_keeps_the_answers(reference: list[Answer], num_swap_blocks: int) -> None:
     host_pool = (f"pa_config.num_swap_blocks={num_swap_blocks}", "scheduler_config.preemption_mode=auto")
     small = llm("pa_config.num_blocks=24", *(host_pool if num_swap_blocks else ()))
     assert small.engine.scheduler.blocks.host_pool.num_blocks == num_swap_blocks
@@ -117,7 +117,7 @@ def test_preemption_gives_the_same_answers(reference: list[Answer], num_swap_blo
     assert preemptions > 0, "the cache is meant to be too small"
 
 
-def test_static_batching_and_fcfs_give_the_same_answers(reference: list[Answer]) -> None:
+def test_static_batching_and_fcfs_keep_the_answers(reference: list[Answer]) -> None:
     static = ("model_config.batching_strategy=static", "model_config.decode_batch_size=5")
     model = llm("scheduler_config.policy=fcfs", *static)
     assert together(model) == reference
@@ -126,7 +126,7 @@ def test_static_batching_and_fcfs_give_the_same_answers(reference: list[Answer])
     assert not model.engine.has_unfinished_requests
 
 
-def test_a_draft_model_gives_the_same_answers(reference: list[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_model_keeps_the_answers(reference: list[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is its own draft model, so nearly all draft tokens are right, also for sampled answers."""
     monkeypatch.setattr(
         SpeculationController, "pays", property(lambda self: True, lambda self, value: None), raising=False

@@ -59,14 +59,14 @@ def reference(model: LLM) -> list[object]:
     return [answers(model, [each])[0] for each in REQUESTS]
 
 
-def test_answers_are_right(model: LLM) -> None:
+def test_quantized_models_answer_correctly(model: LLM) -> None:
     asked = ["Add 17 and 25.", "How much is 47 minus 37?", "Sort these words alphabetically: sail rocket beach."]
     outputs = model.generate(asked, GREEDY)
     assert [output.text.strip() for output in outputs] == ["42", "10", "beach rocket sail"]
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_answers_are_those_given_alone(reference: list[object], kept: str, load: str) -> None:
+def test_quantized_models_are_batch_invariant(reference: list[object], kept: str, load: str) -> None:
     assert answers(llm(kept, *LOADS[load]), REQUESTS) == reference
 
 

@@ -6,7 +6,7 @@ from support.tables import PROJECT, missing_tests, rows
 ROWS = rows((PROJECT / "docs" / "explanation" / "threats.md").read_text(), "threat")
 
 
-def test_there_are_rows():
+def test_threat_table_has_rows():
     assert len(ROWS) > 5
     assert all(len(row) == 4 for row in ROWS), [row for row in ROWS if len(row) != 4]
 
@@ -25,5 +25,5 @@ def test_table_check_detects_missing_paths(cell):
 
 
 def test_table_check_accepts_existing_paths():
-    cell = "`tests/test_imports.py::test_every_part_has_a_layer`, `tests/test_launcher.py::TestStop`"
+    cell = "`tests/test_imports.py::test_every_package_has_an_import_layer`, `tests/test_launcher.py::TestStop`"
     assert missing_tests(["threat", "defence", "where", cell]) == []

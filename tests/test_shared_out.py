@@ -63,7 +63,7 @@ def test_endless():
 }
 
 
-def test_processes_report_every_outcome(tmp_path: Path) -> None:
+def test_distributed_tests_report_every_outcome(tmp_path: Path) -> None:
     for name, text in {"conftest.py": CONFTEST, **FILES}.items():
         (tmp_path / name).write_text(text)
     settings = ("-c", "/dev/null", "--rootdir", ".", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-rfEs")

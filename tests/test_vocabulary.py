@@ -39,7 +39,7 @@ def words_of(name: str) -> list[str]:
     return re.findall(r"[a-z]+", re.sub(r"([A-Z])", r"_\1", name).lower())
 
 
-def test_words_of_an_identifier() -> None:
+def test_identifier_is_split_into_words() -> None:
     assert words_of("_NumGuesses_of2") == ["num", "guesses", "of"]
 
 
