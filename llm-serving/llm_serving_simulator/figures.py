@@ -149,9 +149,9 @@ def percentile(ordered: Sequence[float], q: float) -> float:
 def _fairness(tenants: Iterable[Sequence[Outcome]]) -> float:
     shares = []
     for members in tenants:
-        wanted = sum(each.num_prompt_tokens + each.num_expected_tokens for each in members)
+        demand = sum(each.num_prompt_tokens + each.num_expected_tokens for each in members)
         got = sum(each.num_prompt_tokens + len(each.token_times_s) for each in members if each.ok)
-        shares.append(got / wanted if wanted else 1.0)
+        shares.append(got / demand if demand else 1.0)
     squares = sum(share**2 for share in shares)
     return sum(shares) ** 2 / (len(shares) * squares) if squares else math.nan
 

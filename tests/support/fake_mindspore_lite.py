@@ -67,11 +67,11 @@ class Model:
     def predict(self, tensors: list[Tensor]) -> list[Tensor]:
         arrays = [each.get_data_to_numpy() for each in tensors]
         assert len(arrays) == len(self._inputs)
-        for array, wanted in zip(arrays, self._inputs, strict=True):
-            assert array.dtype == wanted.dtype, wanted.name
-            assert array.ndim == len(wanted.shape), wanted.name
-            sizes = zip(array.shape, wanted.shape, strict=True)
-            assert all(size == fixed or fixed < 0 for size, fixed in sizes), wanted.name
+        for array, expected in zip(arrays, self._inputs, strict=True):
+            assert array.dtype == expected.dtype, expected.name
+            assert array.ndim == len(expected.shape), expected.name
+            sizes = zip(array.shape, expected.shape, strict=True)
+            assert all(size == fixed or fixed < 0 for size, fixed in sizes), expected.name
         return [Tensor(self._graph(*(ms.Tensor(array) for array in arrays)).asnumpy())]
 
 

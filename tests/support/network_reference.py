@@ -316,14 +316,14 @@ def _route(
     if score == "softmax":
         scores = np.exp(logits - logits.max(-1, keepdims=True))
         scores /= scores.sum(-1, keepdims=True)
-    wanted = scores if correction is None else scores + correction
+    ranking = scores if correction is None else scores + correction
     if groups > 1:
-        of_groups = wanted.reshape(len(x), groups, -1).copy()
+        of_groups = ranking.reshape(len(x), groups, -1).copy()
         best = of_groups.max(-1) if correction is None else np.sort(of_groups, -1)[..., -2:].sum(-1)
         left_out = np.argsort(-best, axis=-1, kind="stable")[:, top_groups:]
         np.put_along_axis(of_groups, left_out[..., None], -np.inf, axis=1)
-        wanted = of_groups.reshape(scores.shape)
-    topk_ids = np.argsort(-wanted, axis=-1, kind="stable")[:, :top_k]
+        ranking = of_groups.reshape(scores.shape)
+    topk_ids = np.argsort(-ranking, axis=-1, kind="stable")[:, :top_k]
     topk_weights = np.take_along_axis(scores, topk_ids, -1)
     topk_weights = topk_weights / topk_weights.sum(-1, keepdims=True) if normalise else topk_weights
     return topk_weights * np.float32(scale) * (1 if factors is None else factors[topk_ids]), topk_ids

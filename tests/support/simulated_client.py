@@ -117,9 +117,9 @@ class Client:
         """Check that prompt results are complete, or a prefix if the request ended early."""
         received = whole.prompt_logprobs
         num_received = 0 if received is None else len(received)
-        num_wanted = 0 if self.sampling.prompt_logprobs is None else len(self.prompt_token_ids) - 1
-        assert num_received == num_wanted or (ended_early and num_received < num_wanted), (
-            f"{whole.request_id} has results of {num_received} of {num_wanted} prompt tokens"
+        num_requested = 0 if self.sampling.prompt_logprobs is None else len(self.prompt_token_ids) - 1
+        assert num_received == num_requested or (ended_early and num_received < num_requested), (
+            f"{whole.request_id} has results of {num_received} of {num_requested} prompt tokens"
         )
         assert ended_early or (whole.vector is not None) is self.wants_vector, f"{whole.request_id} has no vector"
         assert not self._is_prompt_garbled(whole), f"{whole.request_id} has other results of its prompt"

@@ -166,9 +166,9 @@ def copy_blocks_in_memory(source: BlockMemory, target: BlockMemory, pairs: Int32
 def _neighbours(pairs: Int32Array) -> Iterator[tuple[slice, slice]]:
     """Yield source and target slices of pairs whose block ids both step by 1, or by -1."""
     steps = np.diff(pairs, axis=0)
-    goes_on = (np.abs(steps) == 1).all(axis=1)
-    goes_on[1:] &= (steps[1:] == steps[:-1]).all(axis=1)
-    ends = [*np.flatnonzero(~goes_on).tolist(), len(pairs) - 1]
+    continues = (np.abs(steps) == 1).all(axis=1)
+    continues[1:] &= (steps[1:] == steps[:-1]).all(axis=1)
+    ends = [*np.flatnonzero(~continues).tolist(), len(pairs) - 1]
     given, first = pairs.tolist(), 0
     for last in ends:
         yield _slice(given[first][0], given[last][0]), _slice(given[first][1], given[last][1])

@@ -105,8 +105,11 @@ def _tensors(
 ) -> Iterator[TensorSource]:
     """Yield the tensors of the result. The tensors of one quantized weight follow each other."""
     shapes = reader.shapes()
-    wanted = {**spec.tensors, **{name: shape for name, shape in shapes.items() if name in spec.network.optional}}
-    for name, shape in wanted.items():
+    expected_shapes = {
+        **spec.tensors,
+        **{name: shape for name, shape in shapes.items() if name in spec.network.optional},
+    }
+    for name, shape in expected_shapes.items():
         if name not in quantized:
             array = reader.read(name, shape)
             yield TensorSource(name, array.dtype, shape, lambda name=name, shape=shape: reader.read(name, shape))  # type: ignore[misc]

@@ -141,8 +141,8 @@ class MindFormersFile:
     values: dict[str, Located]
     """Key of the serving YAML -> value that the file gives it."""
     spec: ModelSpec | None
-    says_theta: bool
-    says_scaling: bool
+    has_theta: bool
+    has_scaling: bool
     checkpoint: tuple[str, Located] | None
     notices: tuple[str, ...]
 
@@ -185,9 +185,9 @@ def read_mindformers(path: Path) -> MindFormersFile:
         notices.append(f"{path}: accepted without effect: {', '.join(ignored)}")
     shape = _shape_of(root)
     given = {key for key, item in shape.items() if item.value is not None} if shape else set()
-    says_theta, says_scaling = not given.isdisjoint(_THETA_KEYS), not given.isdisjoint(_SCALING_KEYS)
+    has_theta, has_scaling = not given.isdisjoint(_THETA_KEYS), not given.isdisjoint(_SCALING_KEYS)
     checkpoint = next(((key, checkpoints[key]) for key in CHECKPOINT_KEYS if key in checkpoints), None)
-    return MindFormersFile(path, values, spec_of(root), says_theta, says_scaling, checkpoint, tuple(notices))
+    return MindFormersFile(path, values, spec_of(root), has_theta, has_scaling, checkpoint, tuple(notices))
 
 
 def spec_of(root: Located) -> ModelSpec | None:

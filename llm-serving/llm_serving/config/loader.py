@@ -345,8 +345,8 @@ def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
         if (given := reading.given.get(name)) is not None:
             values.set(name, resolve(values[name], given.folders, name, given.source), given.source)
     if (given := reading.given.get(DRAFT_MODEL_PATH)) is not None and (path := values[DRAFT_MODEL_PATH]) is not None:
-        wanted = path, given.folders, DRAFT_MODEL_PATH, given.source
-        draft = resolve_model(*wanted, str(given.value)) or resolve(*wanted)
+        arguments = path, given.folders, DRAFT_MODEL_PATH, given.source
+        draft = resolve_model(*arguments, str(given.value)) or resolve(*arguments)
         values.set(DRAFT_MODEL_PATH, draft, given.source)
     for name in RULES:
         if values.is_given(name) and name != MODEL_PATH and values[name] is not None:

@@ -110,8 +110,8 @@ class Kind(Enum):
                 return self._why_not_creatable(path)
             if not any(is_kind(mode) for is_kind in _ALLOWED[self]):
                 return f"{_name_of(mode)} is there"
-            wanted = os.R_OK if self in _READ else os.W_OK
-            if not os.access(path, wanted | (os.X_OK if stat.S_ISDIR(mode) else 0)):
+            access = os.R_OK if self in _READ else os.W_OK
+            if not os.access(path, access | (os.X_OK if stat.S_ISDIR(mode) else 0)):
                 return f"it may not be {'read' if self in _READ else 'written'}"
         except OSError as error:
             return f"{error.strerror}"

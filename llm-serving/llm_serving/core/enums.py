@@ -190,7 +190,7 @@ class AgentExit(IntEnum):
     RANK_LOST = 5
 
 
-_SAID = {
+_EXIT_CODE_MEANINGS = {
     AgentExit.NO_SECRET: "its machine has no usable cluster_config.secret_file, or one that differs from the master's",
     AgentExit.UNREACHABLE: "it did not reach the master at cluster_config.master_host",
     AgentExit.RANK_LOST: "another rank of its replica has exited, or sent an unexpected message",
@@ -199,5 +199,5 @@ _SAID = {
 
 def describe_exit(code: int | None) -> str:
     """Describe an exit code, for example "code 4: it did not reach ..."."""
-    said = next((f": {text}" for known, text in _SAID.items() if known == code), "")
-    return f"code {code}{said}"
+    meaning = next((f": {text}" for known, text in _EXIT_CODE_MEANINGS.items() if known == code), "")
+    return f"code {code}{meaning}"

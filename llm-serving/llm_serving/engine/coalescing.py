@@ -177,8 +177,8 @@ class CoalescedResponse:
                 left_s = max(0.0, reader.deadline - self._clock())
                 reader.timer = asyncio.get_running_loop().call_later(left_s, self._end_expired, number)
         if self._deadline is not None:
-            wanted = [reader.deadline for reader in self._readers.values()]
-            latest = None if None in wanted else max(each for each in wanted if each is not None)
+            deadlines = [reader.deadline for reader in self._readers.values()]
+            latest = None if None in deadlines else max(each for each in deadlines if each is not None)
             if latest is None or latest > self._deadline:
                 self._deadline = latest
                 self._extend_deadline(self.request_id, latest)

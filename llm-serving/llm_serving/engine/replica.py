@@ -138,12 +138,12 @@ def _max_steps_in_flight(config: ServingConfig) -> int:
 
 def _longest_request(config: ServingConfig, blocks: BlockManager) -> str:
     """Return a text for the log: the longest request, and which setting limits it."""
-    wanted = config.model.max_generate_length
+    configured = config.model.max_generate_length
     source = config.sources.get("model_config.max_generate_length", "default")
-    if blocks.max_request_tokens < wanted:
+    if blocks.max_request_tokens < configured:
         held = blocks.max_request_tokens
-        return f"a request has up to {held} tokens, as many as the KV cache holds ({wanted}: {source})"
-    text = f"a request has up to {wanted} tokens ({source})"
+        return f"a request has up to {held} tokens, as many as the KV cache holds ({configured}: {source})"
+    text = f"a request has up to {configured} tokens ({source})"
     if blocks.has_sliding_window:
         most = blocks.max_blocks_per_request
         text += f" and holds at most {most} blocks: every layer sees {blocks.window.num_tokens} tokens"

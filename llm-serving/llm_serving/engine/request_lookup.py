@@ -69,10 +69,10 @@ class RequestLookup:
                 asked.pop(index, None)
                 with contextlib.suppress(WorkerDiedError):
                     asked[index] = asyncio.wrap_future(engine.ask(question(engine)))
-        asked_now = {index: asked[index] for index in living if index in asked}
-        if asked_now:
-            await asyncio.wait(asked_now.values(), timeout=timeout_s)
-        return {index: answer.result() if answer.done() else None for index, answer in asked_now.items()}
+        pending = {index: asked[index] for index in living if index in asked}
+        if pending:
+            await asyncio.wait(pending.values(), timeout=timeout_s)
+        return {index: answer.result() if answer.done() else None for index, answer in pending.items()}
 
     def explain(self, request_id: str, tenant: str | None = None) -> list[Explanation]:
         """Return the latency breakdown of each request with an id. Thread-safe."""

@@ -263,8 +263,8 @@ class RemoteExecutor(Executor):
         reply = self._replies.popleft()
         step = self._in_flight.popleft().step if self._in_flight else None
         if not isinstance(reply, StepDone | StepFailed) or reply.step != step:
-            wanted = "nothing" if step is None else f"the reply to step {step}"
-            raise StepMismatchError(f"expected {wanted}, got {str(reply)[:100]}")
+            awaited = "nothing" if step is None else f"the reply to step {step}"
+            raise StepMismatchError(f"expected {awaited}, got {str(reply)[:100]}")
         expected = self._expected.popleft()
         if isinstance(reply, StepFailed):
             raise StepFailedError(reply.error)

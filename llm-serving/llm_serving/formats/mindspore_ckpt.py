@@ -80,8 +80,8 @@ def _joined(file: Path, name: str, pieces: list[_CheckpointPiece]) -> StoredTens
     tensor = StoredTensor(file, _DTYPES[dtype], shape, tuple((each.start, each.num_bytes) for each in pieces))
     found = sum(each.num_bytes for each in pieces)
     if any((each.dtype, each.shape) != (dtype, shape) for each in pieces) or tensor.num_bytes != found:
-        wanted = math.prod(shape) * np.dtype(NUMPY_DTYPES[_DTYPES[dtype]]).itemsize
-        raise ModelError(f"{file}: tensor {shorten(name)} must have {wanted} bytes. Found: {found}")
+        expected = math.prod(shape) * np.dtype(NUMPY_DTYPES[_DTYPES[dtype]]).itemsize
+        raise ModelError(f"{file}: tensor {shorten(name)} must have {expected} bytes. Found: {found}")
     return tensor
 
 

@@ -183,8 +183,8 @@ class _LineStream:
 def small_files(sizes: Mapping[str, int]) -> list[str]:
     """Return the names of configuration and tokenizer files in `sizes` (name -> bytes), config.json first."""
     patterns = (MODULE_FILE, _TEMPLATE)
-    wanted = [name for name in sizes if _matches(name, _SMALL) or any(each.fullmatch(name) for each in patterns)]
-    names = [name for name in wanted if sizes[name] <= _MAX_SMALL_BYTES]
+    matching = [name for name in sizes if _matches(name, _SMALL) or any(each.fullmatch(name) for each in patterns)]
+    names = [name for name in matching if sizes[name] <= _MAX_SMALL_BYTES]
     unwanted = [name for name in names if name.endswith(".index.json") and name != INDEX_NAME]
     return sorted(set(names) - set(unwanted), key=lambda name: (name != CONFIG_NAME, name))
 

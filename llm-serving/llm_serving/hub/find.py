@@ -65,8 +65,8 @@ def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubMode
     asked = [hub] if hub in HUBS else list(HUBS)
     incomplete: list[str] = []
     for each in asked:
-        wanted = revision or DEFAULT_REVISIONS[each]
-        folder = HUBS[each]().snapshot(name, wanted)
+        requested = revision or DEFAULT_REVISIONS[each]
+        folder = HUBS[each]().snapshot(name, requested)
         if folder is None:
             continue
         try:

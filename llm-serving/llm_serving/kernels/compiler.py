@@ -64,8 +64,8 @@ class Compiler:
 
 def find_compiler() -> Compiler:
     """Return the C++ compiler to build with. Raise KernelError if there is none, or it does not run."""
-    wanted = os.environ.get("CXX")
-    candidates = [wanted] if wanted else ["g++", "c++", "clang++"]
+    configured = os.environ.get("CXX")
+    candidates = [configured] if configured else ["g++", "c++", "clang++"]
     path = next((found for name in candidates if (found := shutil.which(name))), None)
     if path is None:
         raise KernelError(f"no C++ compiler found (looked for {', '.join(candidates)}); install g++ or set CXX")
@@ -137,8 +137,8 @@ def _built_earlier(parts: Sequence[str], sources: str, folders: Sequence[Path], 
 
 
 def _cache_folders() -> list[Path]:
-    if wanted := os.environ.get("LLM_SERVING_CACHE"):
-        return [Path(wanted)]
+    if configured := os.environ.get("LLM_SERVING_CACHE"):
+        return [Path(configured)]
     folders = [_SOURCES.parent / "build"]
     with suppress(RuntimeError):  # the user may have no home folder
         folders.append(Path.home() / ".cache" / "llm_serving")

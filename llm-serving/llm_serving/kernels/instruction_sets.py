@@ -62,8 +62,8 @@ def is_supported(name: str) -> bool:
 
 def preferred_isas() -> list[str]:
     """Return the instruction sets to try in order: the one that `LLM_SERVING_ISA` names, if any, then the best ones."""
-    wanted = os.environ.get(ISA_VARIABLE, "")
-    first = [wanted] if is_supported(wanted) else []
+    configured = os.environ.get(ISA_VARIABLE, "")
+    first = [configured] if is_supported(configured) else []
     return [*first, *(name for name in supported_isas() if name not in first)]
 
 

@@ -104,9 +104,9 @@ def load() -> ctypes.CDLL:
         *(library.llm_all_reduce, library.llm_all_gather, library.llm_exchange),
     ):
         function.restype = None
-    wanted = os.environ.get(ISA_VARIABLE)
-    if wanted and not is_supported(wanted):
-        logger.warning("%s=%s is not available on this CPU; the best instruction set is used", ISA_VARIABLE, wanted)
+    configured = os.environ.get(ISA_VARIABLE)
+    if configured and not is_supported(configured):
+        logger.warning("%s=%s is not available on this CPU; the best instruction set is used", ISA_VARIABLE, configured)
     library.llm_use_kernels(_best_kernels())
     logger.info("kernels: %s, %d threads (%s)", library.llm_isa().decode(), library.llm_num_threads(), path.name)
     return library

@@ -18,7 +18,7 @@ class StateSlots:
     after draft tokens, and the states of swapped requests. A checkpoint is the state after a full block. It is found by
     the block's hash until its slot is allocated again. A checkpoint is only read: a request that continues from one
     stores its next state in its own slot. A row of a step stores the state after its last known token, after each
-    draft token, and where a checkpoint is wanted.
+    draft token, and where a checkpoint is stored.
 
     A WorkAgent runs steps in order, so the next step may allocate a freed slot. Rows of one step run concurrently, so
     a slot that a row reads is freed only after the whole step is planned.
@@ -38,7 +38,7 @@ class StateSlots:
         """Request id -> checkpoint from which its next row continues."""
         self._drafts: dict[str, list[int]] = {}
         """Request id -> slots of the states after each draft token of the step in flight."""
-        self._wanted: dict[str, list[int]] = {}
+        self._checkpoint_ends: dict[str, list[int]] = {}
         """Request id -> prompt lengths after which to store checkpoints; no entry: none."""
         self._latest: dict[str, tuple[int, int]] = {}
         """Request id -> slot and epoch of the latest checkpoint in its output."""
@@ -70,7 +70,7 @@ class StateSlots:
     ) -> None:
         """Give a request its own slot. It continues from the checkpoint after its first `num_shared` blocks.
 
-        Checkpoints are wanted after the last full block of its prompt, and after the last block that is cached already,
+        Checkpoints are stored after the last full block of its prompt, and after the last block that is cached already,
         because another request had that prefix too. `hashes`: those of all blocks that it may share; None: the request
         neither uses nor provides checkpoints.
         """
@@ -84,7 +84,7 @@ class StateSlots:
         if hashes is not None:
             num_cached = next((at for at, each in enumerate(hashes) if not is_cached(each)), len(hashes))
             ends = {num_cached * self._block_size, self._prompt_checkpoint(request)}
-            self._wanted[request_id] = [each for each in sorted(ends) if each > num_shared * self._block_size]
+            self._checkpoint_ends[request_id] = [each for each in sorted(ends) if each > num_shared * self._block_size]
 
     def admit_import(self, request_id: str, pieces: Iterable[TransferBlock], num_tokens: int) -> list[BlockMove]:
         """Give a request from another replica its own slot. Return the moves of its state, which is that after
@@ -125,7 +125,7 @@ class StateSlots:
         if request_id in self._sources:
             slots.append(self._sources.pop(request_id))
         self._swapped.discard(request_id)
-        self._wanted.pop(request_id, None)
+        self._checkpoint_ends.pop(request_id, None)
         self._latest.pop(request_id, None)
         self.pool.free(slots)
 
@@ -152,7 +152,7 @@ class StateSlots:
             self._access(row, STATE_BEFORE, own if source is None else source)
         if source is not None:
             self._read.append(source)
-        if request_id in self._wanted:
+        if request_id in self._checkpoint_ends:
             self._add_checkpoints(row, request_id, start, query_len)
         last = query_len - 1
         if drafts is not None:
@@ -198,10 +198,10 @@ class StateSlots:
         self.pool.check_integrity([*self._own.values(), *self._sources.values(), *drafts, *unconfirmed, *self._read])
 
     def _add_checkpoints(self, row: int, request_id: str, start: int, query_len: int) -> None:
-        """Plan the checkpoints of a row: the wanted ones of the prompt; in the output, for rows of one token, the state
+        """Plan the checkpoints of a row: those of the prompt; in the output, for rows of one token, the state
         after each full block, which replaces the previous checkpoint of the output.
         """
-        ends = self._wanted[request_id]
+        ends = self._checkpoint_ends[request_id]
         is_output = query_len == 1 and (start + 1) % self._block_size == 0 and start + 1 not in ends
         if is_output:
             ends = [start + 1]
@@ -221,7 +221,7 @@ class StateSlots:
                 self._latest[request_id] = slot, self.pool.epoch(slot)
 
     def _prompt_checkpoint(self, request: Request) -> int:
-        """Return the number of tokens after which the checkpoint of a prompt is wanted; 0: nowhere."""
+        """Return the number of tokens after which the checkpoint of a prompt is stored; 0: nowhere."""
         return (request.num_prompt_tokens - 1) // self._block_size * self._block_size
 
     def _access(self, row: int, token: int, slot: int) -> None:

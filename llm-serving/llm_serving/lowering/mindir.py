@@ -80,8 +80,8 @@ def graph_settings(
     }
 
 
-def check_graph_settings(folder: Path, wanted: Mapping[str, Any]) -> None:
-    """Check that a folder has graphs exported with the settings `wanted`, else raise ConfigError."""
+def check_graph_settings(folder: Path, expected: Mapping[str, Any]) -> None:
+    """Check that a folder has graphs exported with the settings `expected`, else raise ConfigError."""
     path = folder / SETTINGS_FILE
     missing = [each.name for each in (path, *(graph_file(folder, graph) for graph in GRAPHS)) if not each.is_file()]
     if missing:
@@ -89,7 +89,7 @@ def check_graph_settings(folder: Path, wanted: Mapping[str, Any]) -> None:
             f"`model_config.mindir_path` {folder} must be a folder of `llm-serving export`; it lacks {missing[0]}"
         )
     found = json.loads(path.read_text())
-    for name, value in wanted.items():
+    for name, value in expected.items():
         if found.get(name) != value:
             raise ConfigError(
                 f"`model_config.mindir_path`: {path} says {name} {found.get(name)}, the configuration {value}; "

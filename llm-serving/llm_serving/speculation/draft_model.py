@@ -65,11 +65,11 @@ class DraftModelProposer:
             self.acceptance_rate, num_accepted, num_accepted < num_draft_tokens, GLOBAL_RATE_MEMORY
         )
 
-    def propose(self, wanted: Sequence[tuple[Request, int]]) -> dict[Request, list[int]]:
+    def propose(self, requested: Sequence[tuple[Request, int]]) -> dict[Request, list[int]]:
         """Return draft tokens for requests with room, at most the given number. Raise WorkerError if the WorkAgent
         exits.
         """
-        counts = [(request, min(count, self._room(request))) for request, count in wanted]
+        counts = [(request, min(count, self._room(request))) for request, count in requested]
         counts = [each for each in counts if each[1] > 0]
         if not counts:
             return {}

@@ -126,8 +126,8 @@ class TuningObjective:
                 raise ConfigError(f"{where}: `{figure}` {rule}: {', '.join(known) or 'none'}")
 
     def __str__(self) -> str:
-        wanted = f"{'most' if self.maximize else 'least'} {self.figure}"
-        return f"{'; '.join(map(str, self.constraints))}; {wanted}" if self.constraints else wanted
+        aim = f"{'most' if self.maximize else 'least'} {self.figure}"
+        return f"{'; '.join(map(str, self.constraints))}; {aim}" if self.constraints else aim
 
 
 def read_objective(path: Path) -> TuningObjective:

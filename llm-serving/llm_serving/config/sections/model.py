@@ -162,9 +162,9 @@ def _check_same_model(
 ) -> None:
     """Check that a MindFormers YAML describes the served model. Keys that it omits are not compared."""
     compared = [(name, described.fact(name), spec.fact(name)) for name in _SAME_SHAPE]
-    if file.says_theta:
+    if file.has_theta:
         compared.append(("rope_theta", _thetas(described), _thetas(spec)))
-    if file.says_scaling:
+    if file.has_scaling:
         compared.append(("rope_scaling", _scalings(described), _scalings(spec)))
     for name, ours, theirs in compared:
         if ours != theirs:

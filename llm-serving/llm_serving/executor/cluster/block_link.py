@@ -123,8 +123,8 @@ class BlockLink:
             raise WorkerDiedError(str(error)) from error
 
     def _checked(self, request: ReadBlocks, reply: AgentMessage) -> BlockContents:
-        wanted = request.block_ids, request.epochs
-        if not isinstance(reply, BlockContents) or (reply.block_ids, reply.epochs) != wanted:
+        expected = request.block_ids, request.epochs
+        if not isinstance(reply, BlockContents) or (reply.block_ids, reply.epochs) != expected:
             raise self._invalid_reply(reply)
         count = len(request.block_ids)
         if (len(reply.num_written), len(reply.content)) != (count, count * self.block_bytes):

@@ -156,7 +156,7 @@ def _visible_sequences(seen: EngineSnapshot, tenant: str | None) -> frozenset[in
 
 
 def _ended(record: RequestRecord) -> EndedRequest:
-    facts, came = record.summary, record.first_token_time
+    facts, first_token_time = record.summary, record.first_token_time
     ended = record.arrival_time if record.ended_time is None else record.ended_time
     return EndedRequest(
         id=record.request_id,
@@ -164,7 +164,7 @@ def _ended(record: RequestRecord) -> EndedRequest:
         tenant=record.tenant,
         reason=facts.finish_reason,
         seconds=ended - record.arrival_time,
-        first_token=None if came is None else came - record.arrival_time,
+        first_token=None if first_token_time is None else first_token_time - record.arrival_time,
         prompt=facts.num_prompt_tokens,
         cached=facts.num_cached_tokens,
         output=facts.num_output_tokens,

@@ -271,8 +271,8 @@ class Batches:
             answered, timeout_s = await self._request(batch_id, line, tenant)
             if answered is not None and answered.status not in BUSY:
                 break
-            wanted = None if answered is None else answered.retry_after_s
-            wait_s = min(max(wanted or 0.0, pause_s), MOST_PAUSE_S)
+            retry_after_s = None if answered is None else answered.retry_after_s
+            wait_s = min(max(retry_after_s or 0.0, pause_s), MOST_PAUSE_S)
             if answered is not None:
                 until = clock() + timeout_s if until is None else until
                 if clock() + wait_s > until:

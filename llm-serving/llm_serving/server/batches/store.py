@@ -126,8 +126,8 @@ class BatchStore:
             ORDER BY created DESC, rowid DESC"""
         rows = self._db.execute(query, {"tenant": tenant, "after": after})
         found = (msgspec.json.decode(about, type=FileObject) for (about,) in rows)
-        wanted = (each for each in found if purpose in (None, each.purpose))
-        return [each for each, _ in zip(wanted, range(limit), strict=False)]
+        matching = (each for each in found if purpose in (None, each.purpose))
+        return [each for each, _ in zip(matching, range(limit), strict=False)]
 
     def chunk(self, file_id: str, number: int) -> bytes | None:
         query = "SELECT data FROM chunks WHERE file = ? AND number = ?"

@@ -133,11 +133,11 @@ def offered_tools(engine: AsyncEngine, request: ChatCompletionRequest) -> Offere
     _check_tools(request.tools)
     if choice == "none":
         return None
-    wanted = engine.config.serving.tool_call_parser
-    name = format_in(engine.tokenizer.chat_template(with_tools=True)) if wanted == "auto" else wanted
+    configured = engine.config.serving.tool_call_parser
+    name = format_in(engine.tokenizer.chat_template(with_tools=True)) if configured == "auto" else configured
     if name is None or name not in TOOL_FORMATS:
         why = "is not supported: the model's chat template shows no known form of calls"
-        raise RequestError("tools", f"{why}; serving_config.tool_call_parser: {wanted}")
+        raise RequestError("tools", f"{why}; serving_config.tool_call_parser: {configured}")
     return OfferedTools(
         {tool.function.name: tool.function.parameters or {} for tool in request.tools},
         [_template_tool(tool) for tool in request.tools],
@@ -245,10 +245,10 @@ def arguments_of(field: str, given: str | dict[str, Any]) -> dict[str, Any]:
 
 def reasoning_format(engine: AsyncEngine) -> ReasoningFormat | None:
     """Return the format of the reasoning; None: reasoning stays in the content."""
-    wanted = engine.config.serving.reasoning_parser
-    if wanted == "auto":
+    configured = engine.config.serving.reasoning_parser
+    if configured == "auto":
         return reasoning_format_in(engine.tokenizer.chat_template())
-    return None if wanted == "none" else REASONING_FORMATS[wanted]
+    return None if configured == "none" else REASONING_FORMATS[configured]
 
 
 def shows_special_tokens(engine: AsyncEngine, offered: OfferedTools | None) -> bool:

@@ -57,10 +57,10 @@ class OpenFiles:
     def raise_limit(self, limits: ServerConfig) -> None:
         """Raise the soft limit up to `MAX_OPEN_FILES`. Raise ConfigError if no file remains for a connection."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-        if soft != resource.RLIM_INFINITY and soft < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
+        target = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+        if soft != resource.RLIM_INFINITY and soft < target:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+            soft = target
         if soft != resource.RLIM_INFINITY and soft < self.needed(1):
             most = limits.max_connections
             enough = f"{self.needed(1)}, and for serving_config.max_connections ({most}) {self.needed(most)}"

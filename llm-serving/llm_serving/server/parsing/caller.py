@@ -128,12 +128,12 @@ def requested_priority(
         raise RequestError("priority_class", "must not be given together with `priority`")
     if class_name is not None and class_name not in ranks:
         raise RequestError("priority_class", f"must be one of {', '.join(ranks)}", class_name)
-    wanted = priority if class_name is None else ranks[class_name]
-    if ceiling is not None and wanted is not None and wanted < ceiling.rank:
+    requested = priority if class_name is None else ranks[class_name]
+    if ceiling is not None and requested is not None and requested < ceiling.rank:
         field, given = ("priority", priority) if class_name is None else ("priority_class", class_name)
         rule = f"must not go before class {ceiling.class_name}, rank {ceiling.rank}, {ceiling.condition}"
         raise PermissionDeniedError(field, rule, given)
-    return wanted
+    return requested
 
 
 def _with_headers(http_request: Request, priority: int | None, class_name: str | None) -> tuple[int | None, str | None]:

@@ -55,14 +55,14 @@ def answer_grammar(
     """
     if form is not None and calls is None and reasoning is None:
         return form
-    said = "TEXT?" if form is None else "@form"
-    plain = "" if reasoning is not None and reasoning.format.has_channels else said
+    content = "TEXT?" if form is None else "@form"
+    plain = "" if reasoning is not None and reasoning.format.has_channels else content
     if calls is None:
-        options = [plain, _framed(said, reasoning, marks)]
+        options = [plain, _framed(content, reasoning, marks)]
     elif calls.must:
         options = ["calls"]
     else:
-        options = [*(["free"] if form is None else ["calls", plain]), _framed(said, reasoning, marks)]
+        options = [*(["free"] if form is None else ["calls", plain]), _framed(content, reasoning, marks)]
     body = " | ".join(filter(None, options))
     text = f"start: {_thought(reasoning, marks)} body\nbody: {body}\n"
     named = {} if form is None else {"form": form}
@@ -79,14 +79,14 @@ def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
     return json_grammar(json.dumps({"type": "object", **callee.schema}), whitespace, lenient=not callee.strict)
 
 
-def _framed(said: str, reasoning: AnswerReasoning | None, marks: Marks) -> str:
-    """Return `said`, the term of an answer, between its delimiters; "" if there are none, or if it may contain them."""
+def _framed(content: str, reasoning: AnswerReasoning | None, marks: Marks) -> str:
+    """Return the term of an answer between its delimiters; "" if there are none, or if the answer may contain them."""
     if reasoning is None or not reasoning.format.answer[0]:
         return ""
     opening, closing = reasoning.format.answer
-    if said == "TEXT?" and not (reasoning.format.has_channels or marks.are_special(opening)):
+    if content == "TEXT?" and not (reasoning.format.has_channels or marks.are_special(opening)):
         return ""
-    return f"{marks(opening)} WS? {said}" + (f" WS? {marks(closing)} WS?" if closing else "")
+    return f"{marks(opening)} WS? {content}" + (f" WS? {marks(closing)} WS?" if closing else "")
 
 
 def _thought_rule(reasoning: AnswerReasoning, marks: Marks) -> str:

@@ -231,8 +231,8 @@ def check_draft_vocabulary(tokenizer: Tokenizer, draft_model_path: Path) -> None
         raise ModelError(f"{rule}, {tokenizer.vocab_size} tokens. Given: {draft.vocab_size}")
     for token_id in range(tokenizer.vocab_size):
         if draft.token_bytes(token_id) != tokenizer.token_bytes(token_id):
-            wanted, given = (_quoted(each, token_id) for each in (tokenizer, draft))
-            raise ModelError(f"{rule}, where token {token_id} is {wanted}. Given: {given}")
+            expected, given = (_quoted(each, token_id) for each in (tokenizer, draft))
+            raise ModelError(f"{rule}, where token {token_id} is {expected}. Given: {given}")
     if other := draft.special_token_ids ^ tokenizer.special_token_ids:
         token_id = min(other)
         kind = "a special token" if token_id in tokenizer.special_token_ids else "no special token"
