@@ -122,9 +122,9 @@ def _walk(node: object, series: dict[str, list[Labels]]) -> tuple[set[str], list
             return _walk(node.vector_selector, series)
         case promql.AggregateExpr():
             labels, problems = _walk(node.expr, series)
-            wanted = set(node.modifier.labels) if node.modifier is not None else set()
+            required = set(node.modifier.labels) if node.modifier is not None else set()
             assert node.modifier is None or node.modifier.type == promql.AggModifierType.By, str(node)
-            return wanted, problems + [f"{label} is no label of {node.expr}" for label in wanted - labels]
+            return required, problems + [f"{label} is no label of {node.expr}" for label in required - labels]
         case promql.Call():
             parts = [_walk(argument, series) for argument in node.args]
             labels = set().union(*(labels for labels, _ in parts))

@@ -89,10 +89,10 @@ def build(folder: Path) -> dict[str, str]:
     own = _symbols([folder / each for each in objects], "--defined-only")
     texts = set().union(*map(_texts, plugins))
     operators = sorted({text.removesuffix("GetWorkspaceSize") for text in texts if _OPERATOR.fullmatch(text)})
-    wanted = _symbols(plugins, "--dynamic", "--undefined-only") - _provided(plugins)
-    wanted |= texts
+    undefined = _symbols(plugins, "--dynamic", "--undefined-only") - _provided(plugins)
+    undefined |= texts
     of_operators = {name for each in operators for name in (each, f"{each}GetWorkspaceSize")}
-    empty = {name for name in wanted if _IDENTIFIER.fullmatch(name) and not _NOT_OF_CANN.match(name)}
+    empty = {name for name in undefined if _IDENTIFIER.fullmatch(name) and not _NOT_OF_CANN.match(name)}
     (folder / "generated.s").write_text(_assembly(sorted((empty | set(operators)) - own), operators, of_operators))
     _run("g++", "-c", "generated.s", "-o", "generated.o", at=folder)
     libraries = folder / "lib64"

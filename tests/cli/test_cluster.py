@@ -18,13 +18,13 @@ def test_cluster_command_shows_and_joins_replicas(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("number", "told"),
+    ("number", "message"),
     [("0", "must not be the only replica that serves. Given: 0"), ("-1", "must be the number of a replica")],
 )
-def test_cluster_shows_the_servers_error(capsys: pytest.CaptureFixture[str], number: str, told: str) -> None:
+def test_cluster_shows_the_servers_error(capsys: pytest.CaptureFixture[str], number: str, message: str) -> None:
     with serving(FakeEngine()) as url:
         assert main(["cluster", "drain", "--url", url, "--", number]) == 1
-    assert f"400: `replica` {told}" in capsys.readouterr().err
+    assert f"400: `replica` {message}" in capsys.readouterr().err
 
 
 def test_cluster_command_without_a_server_fails(capsys: pytest.CaptureFixture[str]) -> None:

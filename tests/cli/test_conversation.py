@@ -68,8 +68,8 @@ def test_chat_sends_system_message_and_parameters(engine: FakeEngine, client: Ch
     assert (sampling.seed, sampling.stop) == (7, ("xx",))
     assert client.parameters == {"seed": 7}
     assert turns(client)[0] == ("user", "hello \nworld")
-    said = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello \nworld"}]
-    text = engine.tokenizer.apply_chat_template(said, add_generation_prompt=True)
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello \nworld"}]
+    text = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     assert engine.submitted[0].prompt_token_ids == engine.tokenizer.encode(text, add_special_tokens=False)
 
 

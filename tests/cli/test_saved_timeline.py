@@ -17,11 +17,11 @@ TRACE = {"traceEvents": [{"ph": "X"}, {"ph": "X"}], "displayTimeUnit": "ms"}
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        wanted = self.headers.get("Authorization") == "Bearer the-key"
+        authorized = self.headers.get("Authorization") == "Bearer the-key"
         if self.path.startswith("/other"):
             self._answer(200, b"hello")
         else:
-            self._answer(200 if wanted else 401, json.dumps(TRACE | {"path": self.path}).encode())
+            self._answer(200 if authorized else 401, json.dumps(TRACE | {"path": self.path}).encode())
 
     def _answer(self, status: int, content: bytes) -> None:
         self.send_response(status)

@@ -11,7 +11,7 @@ NOWHERE = "http://127.0.0.1:9"
 
 @pytest.mark.parametrize("command", ["reload", "advice"])
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "message"),
     [
         ("127.0.0.1:8835", "--url must begin with http:// or https://"),
         ("http://[::1", "--url must be the address of a server: Invalid IPv6 URL"),
@@ -21,9 +21,9 @@ NOWHERE = "http://127.0.0.1:9"
         (f"http://{'a' * 70}.com", "--url must be the address of a server: encoding with 'idna' codec failed"),
     ],
 )
-def test_server_call_refuses_an_invalid_url(capsys, command, url, told):
+def test_server_call_refuses_an_invalid_url(capsys, command, url, message):
     assert main([command, "--url", url]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

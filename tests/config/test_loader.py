@@ -330,8 +330,8 @@ def test_model_path_section_of_older_files_is_accepted(tmp_path):
     keys = "prefill_model decode_model argmax_model topk_model prefill_ini decode_ini post_model_ini".split()
     path = write_yaml(tmp_path, "model_path:\n" + "".join(f"    {key}: [a.mindir]\n" for key in keys))
     without_meaning = [f"model_path.{key}" for key in keys if key != "decode_ini"]
-    told = [notice.split()[1] for notice in load_config(path).notices]
-    assert told == [*without_meaning, "model_config.mindir_ini:"]
+    reported = [notice.split()[1] for notice in load_config(path).notices]
+    assert reported == [*without_meaning, "model_config.mindir_ini:"]
 
 
 @pytest.mark.parametrize("section", ["model_config", "serving_config"])
@@ -404,7 +404,7 @@ def test_mindformers_shape_must_be_that_of_the_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("told", "own", "message"),
+    ("written", "own", "message"),
     [
         ("theta: 10000.0", {}, ""),
         ("theta: 1000000.0", {}, "rope_theta 1000000.0, but .*config.json says 10000.0;"),
@@ -425,11 +425,11 @@ def test_mindformers_shape_must_be_that_of_the_model(tmp_path):
         ),
     ],
 )
-def test_mindformers_rotation_must_be_that_of_the_model(tmp_path, told, own, message):
+def test_mindformers_rotation_must_be_that_of_the_model(tmp_path, written, own, message):
     shape = "hidden_size: 64, num_layers: 2, num_heads: 4, n_kv_heads: 2, vocab_size: 512, intermediate_size: 128"
     folder = write_config(tmp_path / "m", **own)
     path = write_yaml(tmp_path, "model_config: {model_cfg_path: model.yaml}")
-    write_yaml(tmp_path, f"model: {{model_config: {{{shape}, {told}}}}}", "model.yaml")
+    write_yaml(tmp_path, f"model: {{model_config: {{{shape}, {written}}}}}", "model.yaml")
     if message:
         assert re.search(message, error_of(path, model=folder))
     else:

@@ -35,7 +35,7 @@ def test_reload_changes_contain_both_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("pa_config.block_size=32", "only a restart changes pa_config.block_size: 16 -> 32; nothing is changed"),
         ("serving_config.server_port=1", "only a restart changes serving_config.server_port: 8835 -> 1"),
@@ -47,7 +47,7 @@ def test_reload_changes_contain_both_values() -> None:
         (f"api_keys.me.{KEY.replace(': ', '=')}", "only a restart changes whether `api_keys` is empty"),
     ],
 )
-def test_reload_refuses_fixed_keys_by_name(override: str, told: str) -> None:
+def test_reload_refuses_fixed_keys_by_name(override: str, message: str) -> None:
     before = config("scheduler_config.max_prefill_tokens=512", "model_config.decode_batch_size=32")
     after = config(
         "scheduler_config.max_prefill_tokens=512",
@@ -57,7 +57,7 @@ def test_reload_refuses_fixed_keys_by_name(override: str, told: str) -> None:
     )
     with pytest.raises(ConfigError) as caught:
         check_reload(before, before, after)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_reload_may_raise_a_lowered_limit_to_its_value_at_start() -> None:
@@ -78,10 +78,10 @@ def test_reload_adds_and_removes_api_keys_without_showing_hashes() -> None:
     hashes = [digit * 64 for digit in "abc"]
     before = config(f"api_keys.a.key_sha256='{hashes[0]}'", f"api_keys.b.key_sha256='{hashes[1]}'")
     after = config(f"api_keys.a.key_sha256='{hashes[2]}'", "api_keys.a.max_requests_per_minute=3")
-    told = [str(each) for each in check_reload(before, before, after)]
-    assert "api_keys.a.key_sha256" in told and "api_keys.a.max_requests_per_minute: null -> 3" in told
-    assert "api_keys.b: given -> null" in told
-    assert not any(each in line for each in hashes for line in told)
+    changes = [str(each) for each in check_reload(before, before, after)]
+    assert "api_keys.a.key_sha256" in changes and "api_keys.a.max_requests_per_minute: null -> 3" in changes
+    assert "api_keys.b: given -> null" in changes
+    assert not any(each in line for each in hashes for line in changes)
 
 
 def test_read_again_applies_file_changes_and_keeps_flags(tmp_path: Path) -> None:

@@ -133,15 +133,15 @@ def first() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def reference(first: Server) -> dict[bool, list[str]]:
     """Return the answer to each request when no other request runs."""
-    wanted = {static: requests(static=static) for static in (False, True)}
+    requested = {static: requests(static=static) for static in (False, True)}
 
     async def run() -> dict[bool, list[str]]:
         given: dict[str, str] = {}
         async with asyncio.timeout(300), first.client() as client:
-            for each in itertools.chain.from_iterable(wanted.values()):
+            for each in itertools.chain.from_iterable(requested.values()):
                 if repr(each) not in given:
                     given[repr(each)] = await answer(client, each)
-        return {static: [given[repr(each)] for each in asked] for static, asked in wanted.items()}
+        return {static: [given[repr(each)] for each in asked] for static, asked in requested.items()}
 
     return asyncio.run(run())
 

@@ -194,7 +194,7 @@ def test_auditor_detects_a_beam_that_differs(caplog: pytest.LogCaptureFixture) -
     request = search(logprobs=2)
     publish = harness.engine._publish_outputs
 
-    def garble_after_told(pieces: list) -> None:
+    def garble_after_publishing(pieces: list) -> None:
         publish(pieces)
         if pieces[-1].beams:
             beam = pieces[-1].beams[1]
@@ -202,7 +202,7 @@ def test_auditor_detects_a_beam_that_differs(caplog: pytest.LogCaptureFixture) -
             changed = replace(last, top_logprobs=(last.top_logprobs[0], np.nextafter(last.top_logprobs[1], 9)))
             beam.logprobs = (*beam.logprobs[:-1], changed)
 
-    harness.engine._publish_outputs = garble_after_told
+    harness.engine._publish_outputs = garble_after_publishing
     harness.engine.submit(request)
     harness.run()
     assert counts(harness) == (1, 1)

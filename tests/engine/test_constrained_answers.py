@@ -125,8 +125,8 @@ def test_drafts_save_steps_of_constrained_answers(known):
     for seed in range(6):
         sampling = SamplingParams(max_tokens=60, seed=seed, constraint=OBJECTS.grammar.text)
         request, answer = create(sampling, PROMPT), run_alone(sampling)
-        told = KnownAnswerDrafts(random.Random(seed), {request.request_id: answer}, wrong=0.0)
-        drafter = told if known else SpeculationController(8, NgramProposer(3))
+        known_drafts = KnownAnswerDrafts(random.Random(seed), {request.request_id: answer}, wrong=0.0)
+        drafter = known_drafts if known else SpeculationController(8, NgramProposer(3))
         harness = Harness(runner=SamplingRunner, block_size=16, drafter=drafter, clock=lambda: 0.0)
         harness.engine.submit(request)
         harness.run()

@@ -80,18 +80,18 @@ def run(harness, requests) -> list[str]:
 
 def test_accepted_draft_model_tokens_save_steps_and_are_counted_by_proposer() -> None:
     harness = proposing(event_log=EventLog(16, 0))
-    (told,) = run(harness, [create_request(4, request_id="a", max_tokens=64)])
-    assert [told] == run(Harness(block_size=16), [create_request(4, request_id="a", max_tokens=64)])
+    (answers,) = run(harness, [create_request(4, request_id="a", max_tokens=64)])
+    assert [answers] == run(Harness(block_size=16), [create_request(4, request_id="a", max_tokens=64)])
     assert 2 * len(harness.runner.steps) < 64
     num_accepted = 64 - len(harness.runner.steps)
     by_proposer = harness.metrics.draft_tokens["vllm:spec_decode_num_accepted_tokens_total"]
     assert by_proposer == {Proposer.DRAFT_MODEL: num_accepted, Proposer.NGRAM: 0, Proposer.FORCED: 0}
     labels = '{model_name="model",proposer="draft_model"}'
-    assert f"vllm:spec_decode_num_accepted_tokens_total{labels} {num_accepted:.1f}" in told_of(harness)
+    assert f"vllm:spec_decode_num_accepted_tokens_total{labels} {num_accepted:.1f}" in metrics_text(harness)
     assert all(sum(each) <= 8 for each in harness.fake.asked)
 
 
-def told_of(harness) -> str:
+def metrics_text(harness) -> str:
     return harness.metrics.render()[0].decode()
 
 
@@ -157,8 +157,8 @@ def test_answers_do_not_depend_on_draft_model_proposals(seed: int) -> None:
     cache["num_swap_blocks"] = 8 if cache["preemption_mode"] == "swap" else 0
     fragile = {"harness": FragileHarness, "dies": 0.1} if seed % 3 == 0 else {}
     harness = proposing(rng, rng.choice([0.0, 0.2, 0.6]), share=rng.choice([0.7, 1.0]), **fragile, **cache)
-    told = run(harness, mixed_load(random.Random(1000 + seed)))
-    assert told == run(Harness(block_size=16), mixed_load(random.Random(1000 + seed)))
+    answers = run(harness, mixed_load(random.Random(1000 + seed)))
+    assert answers == run(Harness(block_size=16), mixed_load(random.Random(1000 + seed)))
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
 
 

@@ -100,11 +100,11 @@ def test_step_with_a_prompt_is_scheduled_ahead_because_it_verifies_no_drafts() -
 class MeasuredDrafts(PayingDrafts):
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)
-        self.told: list[tuple[float, float]] = []
+        self.step_times: list[tuple[float, float]] = []
         self.gain.record_step = self._record_step  # type: ignore[method-assign]
 
     def _record_step(self, num_tokens: int, seconds: float, host_s: float) -> None:
-        self.told.append((seconds, host_s))
+        self.step_times.append((seconds, host_s))
 
 
 def test_scheduling_time_counts_for_the_master_and_not_for_the_step() -> None:
@@ -123,7 +123,7 @@ def test_scheduling_time_counts_for_the_master_and_not_for_the_step() -> None:
     harness.engine._build_step = slowly(0.25, harness.engine._build_step)
     harness.runner.execute = slowly(1.0, harness.runner.execute)
     run(harness, create_request(4, request_id="a", max_tokens=60))
-    assert set(drafter.told) == {(1.0, 0.25)}
+    assert set(drafter.step_times) == {(1.0, 0.25)}
 
 
 def test_outputs_are_published_after_the_next_step_is_submitted() -> None:

@@ -94,7 +94,7 @@ def test_predictor_counts_a_step_as_in_flight_once_no_request_can_join_it() -> N
         engine.submit(create_request(5, max_tokens=4))
         engine.step()
     harness.run()
-    assert len(seen) > 4 and all(told == steps for told, steps in seen)
+    assert len(seen) > 4 and all(reported == steps for reported, steps in seen)
     assert engine.ttft_predictor.in_flight.num_steps == 0
 
 

@@ -16,25 +16,25 @@ from support.fake_runner import FakeRunner, expected_output, most_likely, next_l
 from support.fragile_harness import FragileHarness
 
 
-def assert_told(harness: Harness, request: Request) -> None:
+def check_prompt_logprobs(harness: Harness, request: Request) -> None:
     """Check that log-probabilities of all prompt tokens except the first were sent, and that the output is correct."""
     answer = join_pieces(harness.pieces[request.request_id])
     assert answer.finish_reason is FinishReason.LENGTH
     prompt, count = request.prompt_token_ids, request.sampling.prompt_logprobs
     assert list(answer.token_ids) == expected_output(prompt, request.sampling.max_tokens)
-    told = answer.prompt_logprobs
+    found = answer.prompt_logprobs
     if count is None or len(prompt) == 1:
-        assert told is None
+        assert found is None
         return
-    assert isinstance(told, PromptLogprobs)
-    assert told.token_ids.tolist() == prompt[1:]
+    assert isinstance(found, PromptLogprobs)
+    assert found.token_ids.tolist() == prompt[1:]
     for index in range(len(prompt) - 1):
         before = prompt[: index + 1]
         likely = most_likely(before)
-        assert told.logprobs[index] == next_logprobs(before)[prompt[index + 1]]
-        assert likely[told.ranks[index] - 1] == prompt[index + 1]
-        assert told.top_token_ids[index].tolist() == likely[:count].tolist()
-        assert told.top_logprobs[index].tolist() == next_logprobs(before)[likely[:count]].tolist()
+        assert found.logprobs[index] == next_logprobs(before)[prompt[index + 1]]
+        assert likely[found.ranks[index] - 1] == prompt[index + 1]
+        assert found.top_token_ids[index].tolist() == likely[:count].tolist()
+        assert found.top_logprobs[index].tolist() == next_logprobs(before)[likely[:count]].tolist()
 
 
 def run(*requests: Request, **settings: object) -> Harness:
@@ -43,7 +43,7 @@ def run(*requests: Request, **settings: object) -> Harness:
         harness.engine.submit(request)
     harness.run()
     for request in requests:
-        assert_told(harness, request)
+        check_prompt_logprobs(harness, request)
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
     return harness
 
@@ -76,7 +76,7 @@ def test_prefix_cache_hits_end_where_prompt_logprobs_are_missing():
     for request in (first, scored, again):
         harness.engine.submit(request)
         harness.run()
-        assert_told(harness, request)
+        check_prompt_logprobs(harness, request)
     cached = [harness.last(each.request_id).num_cached_tokens for each in (first, scored, again)]
     assert cached == [0, 0, 8]
 
@@ -94,7 +94,7 @@ def test_preempted_prompt_sends_no_prompt_logprobs_twice():
     harness.run()
     assert low.num_preemptions > 0
     for request in (low, high):
-        assert_told(harness, request)
+        check_prompt_logprobs(harness, request)
 
 
 class TestVectors:
@@ -134,8 +134,8 @@ class TestVectors:
         harness.engine.submit(high)
         harness.run()
         assert request.num_preemptions > 0
-        told = harness.answer(request.request_id).vector
-        assert told.tolist() == vector_of(request.prompt_token_ids).tolist()
+        vector = harness.answer(request.request_id).vector
+        assert vector.tolist() == vector_of(request.prompt_token_ids).tolist()
 
 
 def wanting_vector(num_prompt_tokens: int, max_tokens: int = 0, **sampling: int) -> Request:
@@ -171,7 +171,7 @@ def test_missing_prompt_result_ends_only_its_own_request(runner):
         harness.engine.submit(request)
     harness.run()
     for request in fine:
-        assert_told(harness, request)
+        check_prompt_logprobs(harness, request)
     last = harness.last(spoilt.request_id)
     assert (last.finish_reason, last.error) == (FinishReason.ERROR, "not a number")
 
@@ -208,5 +208,5 @@ def test_prompt_results_do_not_depend_on_load_or_lost_steps(seed):
             harness.engine.step()
     harness.run()
     for request in requests:
-        assert_told(harness, request)
+        check_prompt_logprobs(harness, request)
     assert harness.scheduler.blocks.pool.num_used_blocks == 0

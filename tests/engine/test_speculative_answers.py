@@ -87,14 +87,14 @@ def requests_of(place: int, asked: Asked) -> list[Request]:
     return requests
 
 
-def told_of(harness: Harness, requests: Iterable[Request]) -> dict[str, Any]:
-    told = {}
+def outcomes_of(harness: Harness, requests: Iterable[Request]) -> dict[str, Any]:
+    outcomes = {}
     for request in requests:
         last = harness.last(request.request_id)
         pieces = [(each.text, each.num_output_tokens) for each in harness.pieces[request.request_id]]
         answer = bytes_of(harness.answer(request.request_id))
-        told[request.request_id] = answer, pieces, last.finish_reason, last.stop_reason, last.error
-    return told
+        outcomes[request.request_id] = answer, pieces, last.finish_reason, last.stop_reason, last.error
+    return outcomes
 
 
 def run(requests: Iterable[Request]) -> Harness:
@@ -111,7 +111,7 @@ def given_without(load: list[Asked]) -> tuple[dict[str, Any], dict[str, list[int
     known: dict[str, list[int]] = {}
     for place, asked in enumerate(load):
         requests = requests_of(place, asked)
-        expected |= told_of(run(requests), requests)
+        expected |= outcomes_of(run(requests), requests)
         # No text ends these, so that drafts after a stop string are right.
         requests = requests_of(place, asked._replace(fields=asked.fields | {"stop": ()}))
         harness = run(requests)
@@ -154,7 +154,7 @@ def test_answers_with_drafts_equal_those_without(seed: int) -> None:
         requests += submit(harness, load, step)
         harness.engine.step()
     harness.run()
-    assert told_of(harness, requests) == expected
+    assert outcomes_of(harness, requests) == expected
     assert sum(harness.metrics.draft_tokens["vllm:spec_decode_num_accepted_tokens_total"].values()) > 0
     assert harness.metrics._counts["llm_serving:bound_violations_total"] == 0
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
@@ -179,9 +179,9 @@ def test_a_request_aborted_during_verification_changes_no_other_answer() -> None
             harness.engine.step()
             harness.scheduler.check_integrity()
         harness.run()
-        told = told_of(harness, [each for each in requests if each.request_id not in cancelled])
-        assert told == {request_id: expected[request_id] for request_id in told}
+        outcomes = outcomes_of(harness, [each for each in requests if each.request_id not in cancelled])
+        assert outcomes == {request_id: expected[request_id] for request_id in outcomes}
         assert harness.scheduler.blocks.pool.num_used_blocks == 0
         num_cancelled += len(cancelled)
-        num_compared += len(told)
+        num_compared += len(outcomes)
     assert num_cancelled >= 5 and num_compared >= 15

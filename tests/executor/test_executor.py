@@ -227,7 +227,7 @@ class TestCollect:
             agent.executor.collect()
 
     @pytest.mark.parametrize(
-        ("given", "said"),
+        ("given", "message"),
         [
             (output(0), "other results than requested"),
             (output(0, 50, 51), "other results than requested"),
@@ -242,10 +242,10 @@ class TestCollect:
             (output(0, MAX_VOCAB_SIZE), "has token ids outside"),
         ],
     )
-    def test_unrequested_results_count_as_a_dead_work_agent(self, agent, given, said):
+    def test_unrequested_results_count_as_a_dead_work_agent(self, agent, given, message):
         agent.executor.submit(a_step(0))
         agent.channel.send(encode_output(given))
-        with pytest.raises(WorkerDiedError, match=said):
+        with pytest.raises(WorkerDiedError, match=message):
             agent.executor.collect()
 
     def test_a_failed_sample_is_accepted_with_its_row_error(self, agent):

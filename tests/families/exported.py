@@ -139,7 +139,7 @@ def check(name: str, folder: Path, dtype: str = "bfloat16", quantization: Quanti
 
 def graph_of(network: Network) -> str:
     """The common key of networks whose graphs differ in weights and tables only."""
-    told = [
+    described = [
         (
             operation.kind,
             sorted((name, str(value)) for name, value in operation.attributes.items()),
@@ -148,7 +148,7 @@ def graph_of(network: Network) -> str:
         )
         for operation in network.operations
     ]
-    return hashlib.sha256(repr(told).encode()).hexdigest()
+    return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
 class Kept:
@@ -162,17 +162,17 @@ class Kept:
         read = json.loads(file.read_text()) if file is not None and file.exists() else {"found": {}, "asked": []}
         self._file = file
         self._found: dict[str, dict[str, str]] = read["found"]
-        self.asked: dict[tuple[str, str], str] = {(graph, kind): told for graph, kind, told in read["asked"]}
+        self.asked: dict[tuple[str, str], str] = {(graph, kind): result for graph, kind, result in read["asked"]}
         """(graph, kind) -> result of a model with that graph."""
 
-    def told(self, name: str, kind: str) -> str | None:
+    def earlier_result(self, name: str, kind: str) -> str | None:
         """Return the earlier result of a model; None: it must be computed."""
         return self._found.get(name, {}).get(kind)
 
-    def add(self, name: str, kind: str, told: str) -> None:
-        if self._file is None or not is_expected(told):
+    def add(self, name: str, kind: str, result: str) -> None:
+        if self._file is None or not is_expected(result):
             return
-        self._found.setdefault(name, {})[kind] = told
+        self._found.setdefault(name, {})[kind] = result
         asked = [(*key, each) for key, each in self.asked.items() if is_expected(each)]
         self._file.write_text(json.dumps({"found": self._found, "asked": asked}, indent=1))
 
@@ -219,31 +219,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[str, dict[str, str]] = {}
     for number, name in enumerate(arguments.names, 1):
         for kind in arguments.kinds:
-            if (before := kept.told(name, kind)) is not None:
+            if (before := kept.earlier_result(name, kind)) is not None:
                 found.setdefault(name, {})[kind] = before
                 continue
             begun = time.monotonic()
             try:
-                told = found_of(name, kind, {} if arguments.every else kept.asked)
+                result = found_of(name, kind, {} if arguments.every else kept.asked)
             except Exception as error:  # noqa: BLE001  the others are asked all the same
-                told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            found.setdefault(name, {})[kind] = told
-            kept.add(name, kind, told)
+                result = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            found.setdefault(name, {})[kind] = result
+            kept.add(name, kind, result)
             seconds = time.monotonic() - begun
-            sys.stdout.write(f"{number:3}/{len(arguments.names)} {name:24} {kind:9} {seconds:5.1f} s  {told}\n")
+            sys.stdout.write(f"{number:3}/{len(arguments.names)} {name:24} {kind:9} {seconds:5.1f} s  {result}\n")
             sys.stdout.flush()
     table = table_of(found, arguments.kinds)
     sys.stdout.write(f"\n{table}")
     if arguments.table is not None:
         arguments.table.write_text(table)
-    wrong = [name for name, told in found.items() if not all(is_expected(each) for each in told.values())]
+    wrong = [name for name, result in found.items() if not all(is_expected(each) for each in result.values())]
     sys.stdout.write(f"\n{len(found) - len(wrong)} of {len(found)} models as expected\n")
     return 1 if wrong else 0
 
 
-def is_expected(told: str) -> bool:
+def is_expected(result: str) -> bool:
     """Return whether the result is the same bits, or a refusal that names the missing operation."""
-    return told == SAME or told.startswith("no ")
+    return result == SAME or result.startswith("no ")
 
 
 if __name__ == "__main__":

@@ -41,15 +41,15 @@ def answer(reference: Reference, prompt: list[int], ends: list[int]) -> tuple[mo
     positions = np.array(sorted({0, len(prompt) // 2, len(prompt) - 1}), np.int32)
     logits = reference.logits(text)
     generated = np.array(text[len(prompt) :], np.int32)
-    told = models.Prompt(np.array(prompt, np.int32), positions, logits[positions], generated)
-    return told, lead, reference.expert_lead
+    prompt_values = models.Prompt(np.array(prompt, np.int32), positions, logits[positions], generated)
+    return prompt_values, lead, reference.expert_lead
 
 
 def make(name: str, attempts: int = 40) -> str:
     """Writes the golden values of one model; returns a line about them."""
     model = models.model(name)
     tensors: dict[str, np.ndarray] = {}
-    told = []
+    lines = []
     with tempfile.TemporaryDirectory() as folder:
         models.write(name, Path(folder))
         reference = Reference(Path(folder), model.served_length)
@@ -64,12 +64,14 @@ def make(name: str, attempts: int = 40) -> str:
         else:
             raise ValueError(f"{name}: none of {attempts} prompts of {length} tokens has clear choices")
         tensors |= {f"{length}.{part}": np.ascontiguousarray(value) for part, value in vars(prompt).items()}
-        told.append(f"{length}: lead {lead:.3f}/{experts:.1e}, noise {noise:.0e}, {different} different, try {attempt}")
+        lines.append(
+            f"{length}: lead {lead:.3f}/{experts:.1e}, noise {noise:.0e}, {different} different, try {attempt}"
+        )
     facts = {"digest": models.digest(name), "origin": reference.origin, "served_length": model.served_length}
     models.GOLDEN.mkdir(exist_ok=True)
     # One value: safetensors writes several in an order of its own each time.
     save_file(tensors, models.GOLDEN / f"{name}.safetensors", {"facts": json.dumps(facts)})
-    return f"{name:18} {'; '.join(told)}"
+    return f"{name:18} {'; '.join(lines)}"
 
 
 def main() -> None:

@@ -128,12 +128,12 @@ def weights(name: str) -> dict[str, np.ndarray]:
 
 def digest(name: str) -> str:
     """SHA-256 over both configurations and every tensor's name, shape and float32 bytes."""
-    told = hashlib.sha256()
-    for told_of in (model(name).config, model(name).generation):
-        told.update(json.dumps(told_of, sort_keys=True).encode())
+    found = hashlib.sha256()
+    for part in (model(name).config, model(name).generation):
+        found.update(json.dumps(part, sort_keys=True).encode())
     for tensor, values in sorted(weights(name).items()):
-        told.update(f"{tensor} {values.shape}".encode() + values.astype("<f4").tobytes())
-    return told.hexdigest()
+        found.update(f"{tensor} {values.shape}".encode() + values.astype("<f4").tobytes())
+    return found.hexdigest()
 
 
 def write(

@@ -26,7 +26,7 @@ def error_of(name: str = "Tiny/Llama", **options: str) -> str:
 
 
 def test_huggingface_downloads_required_files_with_weights_last(hub):
-    said: list[str] = []
+    logged: list[str] = []
     model = hub_package.locate("Tiny/Llama")
     assert weight_requests(hub) == []
     assert sorted(path.name for path in model.folder.iterdir()) == [
@@ -36,7 +36,7 @@ def test_huggingface_downloads_required_files_with_weights_last(hub):
         "tokenizer_config.json",
     ]
     assert model.weight_sizes == {"model.safetensors": len(WEIGHTS)}
-    hub_package.download(model, said.append)
+    hub_package.download(model, logged.append)
     assert (model.folder / "model.safetensors").read_bytes() == hub.models["Tiny/Llama"].files["model.safetensors"]
     assert list(hub.sent) == [
         "config.json",
@@ -45,16 +45,16 @@ def test_huggingface_downloads_required_files_with_weights_last(hub):
         "tokenizer_config.json",
         "model.safetensors",
     ]
-    assert COMMIT in said[0]
-    assert "0.4 MB" in said[0]
+    assert COMMIT in logged[0]
+    assert "0.4 MB" in logged[0]
 
 
 def test_huggingface_downloads_additional_templates(hub):
-    wanted, unwanted = "additional_chat_templates/tool_use.jinja", "additional_chat_templates/more/x.jinja"
-    hub.models["Tiny/Llama"] = StoredModel(tiny_files() | {wanted: b"{{ messages }}", unwanted: b"x"})
+    downloaded, ignored = "additional_chat_templates/tool_use.jinja", "additional_chat_templates/more/x.jinja"
+    hub.models["Tiny/Llama"] = StoredModel(tiny_files() | {downloaded: b"{{ messages }}", ignored: b"x"})
     folder = hub_package.locate("Tiny/Llama").folder
-    assert (folder / wanted).read_bytes() == b"{{ messages }}"
-    assert not (folder / unwanted).exists()
+    assert (folder / downloaded).read_bytes() == b"{{ messages }}"
+    assert not (folder / ignored).exists()
 
 
 def test_huggingface_cache_has_the_standard_layout(hub, caches):

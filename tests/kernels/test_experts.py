@@ -34,11 +34,11 @@ def whole(number: int) -> Typed:
     return scalar(number, "int64")
 
 
-def sorted_rows(x: Typed, chosen: Array, told: int = 2) -> tuple[Typed, Typed, Typed]:
+def sorted_rows(x: Typed, chosen: Array, list_type: int = 2) -> tuple[Typed, Typed, Typed]:
     count = chosen.size
     rows, places = empty((count, x.array.shape[1]), x.dtype), empty((count,), "int32")
     counts, before = empty((EXPERTS,), "int32"), empty((EXPERTS,), "int32")
-    ways = whole(0), whole(0), whole(EXPERTS), whole(0), whole(told), scalar(True, "bool")
+    ways = whole(0), whole(0), whole(EXPERTS), whole(0), whole(list_type), scalar(True, "bool")
     call("MoeInitRoutingV2", x, integers(chosen), *ways, rows, places, counts, before)
     return rows, places, counts
 
@@ -69,7 +69,7 @@ def test_expert_rows_are_sorted_with_their_positions() -> None:
         assert np.array_equal(of_experts.array, x.array[order // 3])
         assert np.array_equal(places.array[order], np.arange(chosen.size))
         assert np.array_equal(counts.array, np.bincount(chosen.reshape(-1), minlength=EXPERTS))
-        assert np.array_equal(sorted_rows(x, chosen, told=1)[2].array, np.cumsum(counts.array))
+        assert np.array_equal(sorted_rows(x, chosen, list_type=1)[2].array, np.cumsum(counts.array))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -152,9 +152,9 @@ def test_experts_refuse_unsupported_arguments() -> None:
         (12, whole(0), "split_item must be 3, group_type and act_type 0"),
         (17, empty((4, INNER + 1), "bfloat16"), "shapes [4, 70] x [70, 48] do not fit"),
     ]
-    for at, other, told in cases:
+    for at, other, message in cases:
         assert status_of("GroupedMatmulV4", *given[:at], other, *given[at + 1 :]) == 1
-        assert library.load().llm_last_error().decode() == f"GroupedMatmulV4: {told}"
+        assert library.load().llm_last_error().decode() == f"GroupedMatmulV4: {message}"
     qvalues = Typed(np.ones((4, HIDDEN), np.int8), "int8")
     of_codes = list(grouped(qvalues, unpacked(Typed(np.ones((EXPERTS, HIDDEN, INNER), np.int8), "int8")), given[8]))
     cases = [
@@ -162,9 +162,9 @@ def test_experts_refuse_unsupported_arguments() -> None:
         (3, typed(np.ones((EXPERTS, INNER)), "float32"), "parameter 3 must be None"),
         (17, empty((4, INNER), "float32"), "x must be of floats and y of its type, or x int8 and y int32"),
     ]
-    for at, other, told in cases:
+    for at, other, message in cases:
         assert status_of("GroupedMatmulV4", *of_codes[:at], other, *of_codes[at + 1 :]) == 1
-        assert library.load().llm_last_error().decode() == f"GroupedMatmulV4: {told}"
+        assert library.load().llm_last_error().decode() == f"GroupedMatmulV4: {message}"
     results = empty((4, HIDDEN), "bfloat16"), empty((4,), "int32"), empty((2,), "int32"), empty((2,), "int32")
     ways = whole(0), whole(0), whole(2), whole(0), whole(2), scalar(True, "bool")
     assert status_of("MoeInitRoutingV2", x, integers([[0], [1], [2], [0]]), *ways, *results) == 1

@@ -116,13 +116,13 @@ def test_program_writes_nothing_for_an_empty_step(isa: str) -> None:
 def test_program_announces_the_end_of_a_step_once(isa: str) -> None:
     runnable = llama_of(create_decoder("bfloat16", 16, attention_bias=False, mlp_bias=False))
     step, caches = mixed_step("bfloat16", 16)
-    told: list[str] = []
-    announce_ending(lambda: told.append("before"))
-    announce_ending(lambda: told.append("ending"))
+    announced: list[str] = []
+    announce_ending(lambda: announced.append("before"))
+    announce_ending(lambda: announced.append("ending"))
     for _ in range(2):
         run(runnable, step, caches)
-    assert told == ["ending"]
-    announce_ending(lambda: told.append("again"))
+    assert announced == ["ending"]
+    announce_ending(lambda: announced.append("again"))
     announce_ending(None)
     run(runnable, step, caches)
-    assert told == ["ending"]
+    assert announced == ["ending"]

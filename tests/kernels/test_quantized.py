@@ -95,8 +95,8 @@ def test_quantized_operators_refuse_unsupported_arguments() -> None:
         (7, scalar(False, "bool"), "x1 * x2^T is computed only"),
         (9, integers(np.ones((2, 16))), "the result must be float32, float16 or bfloat16"),
     ]
-    for at, other, told in cases:
+    for at, other, message in cases:
         assert status_of("QuantBatchMatmul", *given[:at], other, *given[at + 1 :]) == 1
-        assert library.load().llm_last_error().decode() == f"QuantBatchMatmul: {told}"
+        assert library.load().llm_last_error().decode() == f"QuantBatchMatmul: {message}"
     x = typed(np.ones((2, 32)), "bfloat16")
     assert status_of("DynamicQuantExt", x, typed(np.ones(32), "bfloat16"), rows, row_scale) == 1

@@ -96,8 +96,8 @@ def test_all_gather_returns_the_columns_of_all_ranks(
 
 
 def test_rank_exchange_returns_the_numbers_of_all_ranks(memory: Callable[[int], int]) -> None:
-    told = together(memory(3), 3, lambda ranks: ranks.exchange([ranks.rank, 10 + ranks.rank]))
-    assert told == [[[0, 10], [1, 11], [2, 12]]] * 3
+    received = together(memory(3), 3, lambda ranks: ranks.exchange([ranks.rank, 10 + ranks.rank]))
+    assert received == [[[0, 10], [1, 11], [2, 12]]] * 3
 
 
 def test_ranks_fail_permanently_when_one_is_lost(memory: Callable[[int], int]) -> None:
@@ -130,11 +130,11 @@ def test_ranks_refuse_to_mix_two_steps(memory: Callable[[int], int]) -> None:
             ranks.all_reduce(np.zeros(4, np.float32), "float32")
         return ranks.error
 
-    told = ["rank 1 gives 16 bytes of step 5, rank 0 has 16 of step 4"]
-    told += ["rank 0 gives 16 bytes of step 4, rank 1 has 16 of step 5"]
+    expected = ["rank 1 gives 16 bytes of step 5, rank 0 has 16 of step 4"]
+    expected += ["rank 0 gives 16 bytes of step 4, rank 1 has 16 of step 5"]
     found = together(memory(2), 2, body)
     # Whoever is seen to have left before it is looked at is gone, which is as good.
-    assert told[0] == found[0] or told[1] == found[1]
+    assert expected[0] == found[0] or expected[1] == found[1]
 
 
 def test_ranks_refuse_an_occupied_or_unknown_rank(memory: Callable[[int], int]) -> None:

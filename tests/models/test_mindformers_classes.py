@@ -49,8 +49,8 @@ def test_unsupported_by_mindformers_names_the_family(name, reason):
 def test_unsupported_by_mindformers_names_the_feature():
     config = models.model("llama2").config
     biased = ModelSpec.from_hugging_face(config | {"mlp_bias": True})
-    told = unsupported_by_mindformers(biased.architecture, biased.network, 256)
-    assert told == "MindFormers' class has no parameter for model.layers.0.mlp.gate_proj.bias"
+    reason = unsupported_by_mindformers(biased.architecture, biased.network, 256)
+    assert reason == "MindFormers' class has no parameter for model.layers.0.mlp.gate_proj.bias"
     windows = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
     spec = ModelSpec.from_hugging_face(models.model("qwen3").config | windows)
     reason = unsupported_by_mindformers(spec.architecture, spec.network, 256)

@@ -246,12 +246,12 @@ def test_draft_tokens_are_counted_by_proposer_under_their_names_and_the_deprecat
     metrics = Metrics("demo")
     metrics.record_verified_drafts([("ngram", 5, 3), ("forced", 2, 0)])
     metrics.record_verified_drafts([("ngram", 1, 1)])
-    told = scrape(metrics)
-    assert told["vllm:spec_decode_num_drafts_total",] == 2
+    values = scrape(metrics)
+    assert values["vllm:spec_decode_num_drafts_total",] == 2
     for name, old, counts in (
         ("draft", "checked", {"ngram": 6, "forced": 2, "draft_model": 0}),
         ("accepted", "right", {"ngram": 4, "forced": 0, "draft_model": 0}),
     ):
         for proposer, count in counts.items():
-            assert told[f"vllm:spec_decode_num_{name}_tokens_total", proposer] == count
-            assert told[f"llm_serving:guesses_{old}_total", proposer] == count
+            assert values[f"vllm:spec_decode_num_{name}_tokens_total", proposer] == count
+            assert values[f"llm_serving:guesses_{old}_total", proposer] == count

@@ -61,13 +61,13 @@ def test_throughput_line_without_finished_prompt_has_no_hit_rate():
 
 
 def test_throughput_is_logged_until_the_task_is_cancelled(monkeypatch):
-    said: list[str] = []
+    logged: list[str] = []
 
     async def run() -> None:
         enough = asyncio.Event()
 
         def hear(text: str, *values: object) -> None:
-            said.append(text % values)
+            logged.append(text % values)
             enough.set()
 
         monkeypatch.setattr(throughput_log.logger, "info", hear)
@@ -79,4 +79,4 @@ def test_throughput_is_logged_until_the_task_is_cancelled(monkeypatch):
         task.cancel()
 
     asyncio.run(run())
-    assert [text.partition(";")[0] for text in said] == ["2 running, 1 waiting"]
+    assert [text.partition(";")[0] for text in logged] == ["2 running, 1 waiting"]

@@ -38,9 +38,9 @@ def test_cancelled_request_returns_its_tokens_so_far(method, path, request_id):
             server.runner.gate.set()
             answer = await asking
             assert cancelled.status_code == 200
-            told = cancelled.json()
-            assert told["request_id"] == request_id
-            assert [client_id_of(each) for each in told["cancelled"]] == ["mine", "mine"]
+            result = cancelled.json()
+            assert result["request_id"] == request_id
+            assert [client_id_of(each) for each in result["cancelled"]] == ["mine", "mine"]
             assert [choice["finish_reason"] for choice in answer.json()["choices"]] == ["abort", "abort"]
             assert answer.json()["usage"]["completion_tokens"] < 400
             await server.reach(lambda: num_used_blocks(server) == 0)
@@ -71,7 +71,7 @@ def test_waiting_request_is_cancelled_before_it_runs():
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "told"),
+    ("path", "body", "expected"),
     [
         ("/v1/completions", LONG | {"stream": True}, '"finish_reason":"abort"'),
         (
@@ -91,7 +91,7 @@ def test_waiting_request_is_cancelled_before_it_runs():
         ),
     ],
 )
-def test_cancelled_stream_ends_in_every_protocol(path, body, told):
+def test_cancelled_stream_ends_in_every_protocol(path, body, expected):
     async def run():
         server = GatedServer()
         async with server.running(**{"x-request-id": "mine"}) as client:
@@ -103,7 +103,7 @@ def test_cancelled_stream_ends_in_every_protocol(path, body, told):
             answer = await asking
             assert answer.status_code == 200
             assert answer.headers["x-request-id"] == "mine"
-            assert told in answer.text
+            assert expected in answer.text
 
     asyncio.run(run())
 
@@ -180,9 +180,9 @@ def test_changed_priority_reorders_waiting_requests():
             await server.reach(lambda: len(server.replica._inbox.messages) == 4)
             server.runner.gate.set()
             answer = await moving
-            told = answer.json()
-            assert [client_id_of(each) for each in told.pop("changed")] == ["c"]
-            assert (answer.status_code, told) == (
+            result = answer.json()
+            assert [client_id_of(each) for each in result.pop("changed")] == ["c"]
+            assert (answer.status_code, result) == (
                 200,
                 {"request_id": "c", "priority": 0, "priority_class": "standard", "unchanged": []},
             )

@@ -53,12 +53,12 @@ def test_open_files_warning_names_key_and_minimum(limits, caplog):
 @pytest.mark.parametrize("num_work_agents", [1, 64])
 @pytest.mark.parametrize("num", [1, 4, 5, 8, 9, 1024, 4096, 4097, 4100, 20_000])
 def test_open_files_minimum_is_exact(limits, num, num_work_agents, caplog):
-    wanted, files = ServerConfig(max_connections=num), OpenFiles(num_work_agents)
+    config, files = ServerConfig(max_connections=num), OpenFiles(num_work_agents)
     limits[:] = files.needed(num), files.needed(num)
-    assert files.possible_connections(wanted) == num
+    assert files.possible_connections(config) == num
     assert caplog.messages == []
     limits[0] -= 1
-    assert num == 1 or files.possible_connections(wanted) == num - 1
+    assert num == 1 or files.possible_connections(config) == num - 1
 
 
 @pytest.mark.parametrize("soft", [16, 63, 64])
@@ -77,11 +77,11 @@ def test_server_without_files_for_connections_does_not_start(limits, soft):
 
 def test_each_work_agent_leaves_fewer_files_to_connections(limits):
     limits[:] = 2048, 2048
-    wanted = ServerConfig(max_connections=10_000)
-    possible = [OpenFiles(num).possible_connections(wanted) for num in (1, 101)]
+    config = ServerConfig(max_connections=10_000)
+    possible = [OpenFiles(num).possible_connections(config) for num in (1, 101)]
     assert possible[0] - possible[1] == FILES_OF_A_WORK_AGENT * 100
     limits[:] = 2048, 2048
     with pytest.raises(
         ConfigError, match=f"of which {64 + FILES_OF_A_WORK_AGENT * 299} are reserved for purposes other"
     ):
-        OpenFiles(300).raise_limit(wanted)
+        OpenFiles(300).raise_limit(config)

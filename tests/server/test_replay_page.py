@@ -45,9 +45,9 @@ def test_replay_page_keeps_texts_as_data():
     assert text.count("<script") == 2, "the data and the code"
     assert "<img" not in text
     [data] = re.findall(r'<script type="application/json" id="story">(.*?)</script>', text, re.DOTALL)
-    told = json.loads(data)
-    assert told["name"] == told["requests"][0][0] == HOSTILE
-    assert told["steps"][0][:2] == [7, 1.5]
+    page = json.loads(data)
+    assert page["name"] == page["requests"][0][0] == HOSTILE
+    assert page["steps"][0][:2] == [7, 1.5]
 
 
 def test_replay_page_modules_follow_their_imports():

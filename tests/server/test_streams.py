@@ -68,9 +68,9 @@ def test_stream_resumes_identically_after_every_event(path, body):
             for place, (event_id, _) in list(enumerate(whole))[:-1]:
                 rest = await client.get(f"/v1/streams/{stream_id}", headers={"Last-Event-ID": event_id})
                 assert rest.status_code == 200
-                told = [*whole[: place + 1], *events_of(rest.text)]
-                assert sorted(data for _, data in told if "prompt_tokens" not in data) == everything
-                assert told[-1] == whole[-1]
+                resumed = [*whole[: place + 1], *events_of(rest.text)]
+                assert sorted(data for _, data in resumed if "prompt_tokens" not in data) == everything
+                assert resumed[-1] == whole[-1]
                 if body.get("n", 1) == 1 and "stream_options" not in body:
                     assert events_of(rest.text) == whole[place + 1 :]
             ended = await client.get(f"/v1/streams/{stream_id}", headers={"Last-Event-ID": whole[-1][0]})

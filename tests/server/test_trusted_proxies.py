@@ -25,7 +25,7 @@ async def tell_client(scope, receive, send):
     await send({"type": "http.response.body", "body": text, "more_body": False})
 
 
-def client_told(limits, source, *claims, host="127.0.0.1"):
+def seen_client(limits, source, *claims, host="127.0.0.1"):
     """Return the client that a server sees for a request from an address of this machine, and its scheme."""
 
     async def ask():
@@ -60,12 +60,12 @@ def client_told(limits, source, *claims, host="127.0.0.1"):
 def test_client_address_comes_from_a_trusted_proxy(proxies, source, claims, client):
     limits = ServerConfig() if proxies is None else ServerConfig(trusted_proxies=tuple(proxies))
     believes = client == CLAIMED
-    assert client_told(limits, source, *claims) == (client, "https" if believes else "http")
+    assert seen_client(limits, source, *claims) == (client, "https" if believes else "http")
 
 
 def test_ipv4_mapped_proxy_address_is_trusted():
     """Such a socket has the address in IPv6 form."""
-    assert client_told(ServerConfig(), "127.0.0.1", CLAIMED, host="::") == (CLAIMED, "https")
+    assert seen_client(ServerConfig(), "127.0.0.1", CLAIMED, host="::") == (CLAIMED, "https")
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,9 @@ def test_advice_line_for_a_class_is_valid_yaml(tmp_path: Path, text: str, row: s
     if text == OWN_CLASSES:
         assert line == f"request_classes: {{people: {{{name}: {value}}}}}"  # an existing row gets the key
         return
-    wanted = load_config(path, [f"{key}={value}"]).request_classes
+    expected = load_config(path, [f"{key}={value}"]).request_classes
     path.write_text(line)
-    assert load_config(path).request_classes == wanted
+    assert load_config(path).request_classes == expected
 
 
 def test_advice_lists_neighbours_without_simulation_time() -> None:

@@ -66,13 +66,13 @@ def test_a_match_is_in_one_of_the_newest_answers(batches, length) -> None:
         newest += batch
         while sum(len(tokens) for _, tokens in newest) > 24:
             newest.pop(0)
-        for namespace, wanted in ((each, long * length) for each in "ab" for long in (1, 2)):
-            for tokens in {part[at : at + wanted] for _, part in newest for at in range(len(part) - wanted + 1)}:
-                found = finished.find(namespace, [3, *tokens], wanted)
+        for namespace, length_ in ((each, long * length) for each in "ab" for long in (1, 2)):
+            for tokens in {part[at : at + length_] for _, part in newest for at in range(len(part) - length_ + 1)}:
+                found = finished.find(namespace, [3, *tokens], length_)
                 if found is not None:
                     answer, index = found
                     assert (namespace, answer) in newest
-                    assert answer[index - wanted : index] == tokens
+                    assert answer[index - length_ : index] == tokens
                     assert index < len(answer)
 
 
@@ -80,9 +80,9 @@ def test_ngram_index_is_independent_of_table_size_and_salt() -> None:
     rng = random.Random(1)
     plain, sparse = FinishedAnswersIndex(2, 64, salt=len), FinishedAnswersIndex(2, 64, salt=len, table=SparseTable)
     for _ in range(40):
-        said = [("ab"[rng.randrange(2)], tuple(rng.choices(range(4), k=rng.randint(0, 20)))) for _ in range(3)]
-        plain.add(said)
-        sparse.add(said)
+        answers = [("ab"[rng.randrange(2)], tuple(rng.choices(range(4), k=rng.randint(0, 20)))) for _ in range(3)]
+        plain.add(answers)
+        sparse.add(answers)
         tokens = rng.choices(range(4), k=9)
         for length in (2, 4):
             assert sparse.find("a", tokens, length) == plain.find("a", tokens, length)

@@ -115,9 +115,9 @@ def begun(controller: SpeculationController, prompt_len: int = 4):
 def test_a_new_answer_is_looked_up_after_each_of_its_first_tokens_where_few_run() -> None:
     controller = SpeculationController(16, NgramProposer(3))
     with_slow_lookups(controller, 0.0005)
-    said = begun(controller)
-    answer(controller, said, range(500, 560))
-    controller.record_step([said], 1)
+    answered = begun(controller)
+    answer(controller, answered, range(500, 560))
+    controller.record_step([answered], 1)
     again = begun(controller)
     answer(controller, again, range(500, 503))
     ((request, drafts),) = controller.propose(1, synchronous=True)
@@ -156,16 +156,16 @@ def test_nothing_is_compared_where_accepted_drafts_would_not_pay() -> None:
     assert len(controller._ngram.matched) == 64
     costly(controller, 64, 0.001)
     num_compared = 0
-    said = 0
+    num_generated = 0
 
     def say(num_steps, num_rows):
-        nonlocal num_compared, said
+        nonlocal num_compared, num_generated
         for _ in range(num_steps):
             before = sum(state.lookup.num_output_tokens for state in controller._ngram.requests.values())
             for request in requests:
-                request.output_token_ids.append(AGAIN[said % 8])
+                request.output_token_ids.append(AGAIN[num_generated % 8])
                 request.num_computed_tokens = request.num_tokens - 1
-            said += 1
+            num_generated += 1
             controller.record_step([], num_rows)
             num_compared += (
                 sum(state.lookup.num_output_tokens for state in controller._ngram.requests.values()) > before
@@ -179,7 +179,7 @@ def test_nothing_is_compared_where_accepted_drafts_would_not_pay() -> None:
     say(MAX_UPDATE_PERIOD, 64)
     assert num_compared
     assert controller.pays
-    following = [AGAIN[(said + ahead) % 8] for ahead in range(4)]
+    following = [AGAIN[(num_generated + ahead) % 8] for ahead in range(4)]
     assert {tuple(token_ids) for _, token_ids in controller.propose(64, synchronous=True)} == {tuple(following)}
 
 

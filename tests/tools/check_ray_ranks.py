@@ -142,7 +142,7 @@ async def run_check(
                     await asyncio.sleep(0.05)
                 await reading
             restarts = int(await metric(client, RESTARTS) - before)
-            equal = sum(got.same_as(wanted) for got, wanted in zip(answers, expected, strict=True))
+            equal = sum(got.same_as(right) for got, right in zip(answers, expected, strict=True))
             for answer in answers:
                 if answer.error is not None:
                     sys.stderr.write(f"{answer.error}\n")

@@ -207,14 +207,14 @@ class Seeds:
             yield self._found[index]
 
     def _search_seeds(self) -> Iterator[int]:
-        wanted = "restarts" if self._num_machines else "preemptions"
+        event = "restarts" if self._num_machines else "preemptions"
         for seed in count():
             one = Simulation(seed, self._num_machines)
             one.operator.disable()
             for replica in one.replicas:
                 replica.faults.rate = 0.0
             one.run()
-            if one.totals.events[wanted] > 1:
+            if one.totals.events[event] > 1:
                 yield seed
 
 

@@ -117,7 +117,7 @@ def test_scoring_computes_a_bounded_number_of_logits_at_a_time(monkeypatch):
     rng = np.random.default_rng(3)
     table = rng.normal(size=(50, 8)).astype(np.float32)
     states = rng.normal(size=(23, 8)).astype(np.float32)
-    wanted = scoring_input(*(([int(rng.integers(50))] * int(rng.integers(3)), int(rng.integers(4))) for _ in states))
+    results = scoring_input(*(([int(rng.integers(50))] * int(rng.integers(3)), int(rng.integers(4))) for _ in states))
     counts = []
 
     def head(rows):
@@ -125,7 +125,7 @@ def test_scoring_computes_a_bounded_number_of_logits_at_a_time(monkeypatch):
         return np.array([table @ row for row in rows])  # one row at a time: no sum depends on other rows
 
     def scored():
-        return score(states, wanted, head, 50, sampling_reference.choose_tokens)
+        return score(states, results, head, 50, sampling_reference.choose_tokens)
 
     whole = scored()
     monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 50 * 7)
@@ -138,8 +138,8 @@ def test_scoring_computes_a_bounded_number_of_logits_at_a_time(monkeypatch):
 
 def test_ranks_count_ties_with_a_lower_id():
     logits = np.array([[1, 3, 3, 0, 3]], np.float32)
-    wanted = scoring_input(([0, 1, 2, 3, 4], 9))
-    scores, errors = score(np.zeros((1, 2), np.float32), wanted, lambda _: logits, 5, sampling_reference.choose_tokens)
+    results = scoring_input(([0, 1, 2, 3, 4], 9))
+    scores, errors = score(np.zeros((1, 2), np.float32), results, lambda _: logits, 5, sampling_reference.choose_tokens)
     assert scores.ranks.tolist() == [4, 1, 2, 5, 3]
     assert scores.top.token_ids.tolist() == [1, 2, 4, 0, 3]  # there are only five tokens
     assert scores.logprobs[[1, 2, 4, 0, 3]].tobytes() == scores.top.logprobs.tobytes()
@@ -148,21 +148,21 @@ def test_ranks_count_ties_with_a_lower_id():
 
 def test_nan_logits_only_fail_their_result():
     logits = np.array([[1, 2], [np.nan, 1], [2, 1]], np.float32)
-    wanted = scoring_input(([0], 1), ([0], 1), ([0], 1))
-    scores, errors = score(np.zeros((3, 2), np.float32), wanted, lambda _: logits, 2, sampling_reference.choose_tokens)
+    results = scoring_input(([0], 1), ([0], 1), ([0], 1))
+    scores, errors = score(np.zeros((3, 2), np.float32), results, lambda _: logits, 2, sampling_reference.choose_tokens)
     assert list(errors) == [1]
     assert "allow no log-probabilities: the largest is nan" in errors[1]
     assert np.isfinite(scores.logprobs[[0, 2]]).all()
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("results", "message"),
     [
         (scoring_input(([97], 0)), "token_ids of scoring must be from 0 to 96"),
         (scoring_input(([-1], 0)), "token_ids of scoring must be from 0 to 96"),
         (scoring_input(([3], -1)), "num_logprobs of scoring must be at least 0. Given: -1"),
     ],
 )
-def test_out_of_range_scoring_arrays_are_rejected(wanted, message):
+def test_out_of_range_scoring_arrays_are_rejected(results, message):
     with pytest.raises(WorkerError, match=message):
-        check_scoring(wanted, 97)
+        check_scoring(results, 97)

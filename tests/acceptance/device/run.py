@@ -77,36 +77,36 @@ def parts(arguments: argparse.Namespace, command: Sequence[str] = ()) -> Iterato
     plans = [(DEMO_WORD, ["answers"]), (arguments.model, [each for each in OF_MODEL if each in chosen])]
     if arguments.model == DEMO_WORD:
         plans = [(DEMO_WORD, ["answers", *plans[1][1]])]
-    for number, (model, wanted) in enumerate(plans):
-        if any(each in chosen for each in wanted):
+    for number, (model, parts_of_model) in enumerate(plans):
+        if any(each in chosen for each in parts_of_model):
             try:
                 config = load_config(None, settings, model)
                 given = ["--model", model, *(text for each in settings for text in ("--set", each))]
                 with serving(given, logs / f"server-{number}") as server:
-                    yield from of_server(server, config, [each for each in wanted if each in chosen], arguments)
+                    yield from of_server(server, config, [each for each in parts_of_model if each in chosen], arguments)
             except (PartError, ValueError) as failure:
                 yield Outcome.failed(f"Server of {model}", str(failure))
     yield attempt(environment.WARNINGS, lambda: environment.warnings_of(logs))
 
 
 def of_server(
-    server: Server, config: ServingConfig, wanted: Sequence[str], arguments: argparse.Namespace
+    server: Server, config: ServingConfig, parts_of_model: Sequence[str], arguments: argparse.Namespace
 ) -> Iterator[Outcome]:
     """Yield the outcomes of the parts that need a server."""
     assert config.model.model_path is not None
     spec = ModelSpec.from_folder(config.model.model_path)
     reference: list[Answer] = []
-    if "answers" in wanted:
+    if "answers" in parts_of_model:
         yield attempt(answers.RIGHT, lambda: answers.right(server))
-    if "contexts" in wanted:
+    if "contexts" in parts_of_model:
         yield attempt(long_context.TITLE, lambda: long_context.examine(server, arguments.dtype, spec.vocab_size))
-    if "steps" in wanted:
+    if "steps" in parts_of_model:
         yield attempt(step_time.TITLE, lambda: step_time.examine(server, spec, config, device(arguments)))
-    if "bytes" in wanted or "kill" in wanted:
+    if "bytes" in parts_of_model or "kill" in parts_of_model:
         yield attempt(answers.SAME_BYTES, lambda: answers.same_bytes(server, arguments.requests, reference))
-    if "kill" in wanted:
+    if "kill" in parts_of_model:
         yield attempt(answers.KILL, lambda: answers.killed(server, reference))
-    if "load" in wanted:
+    if "load" in parts_of_model:
         folder = server.folder / "load"
         folder.mkdir()
         options = server.port, arguments.rate, arguments.seconds, folder, is_contest_model(spec)

@@ -145,7 +145,7 @@ def test_number_of_tracked_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -
 def test_each_replica_gets_the_service_of_the_others_at_its_snapshot() -> None:
     """Replicas join, leave, take snapshots and pop service in random order."""
     rng = random.Random(0)
-    accounting, pending, heard = (
+    accounting, pending, exchanged = (
         FleetAccounting(),
         dict[int, Counter[tuple[str, str]]](),
         dict[int, Counter[tuple[str, str]]](),
@@ -154,10 +154,10 @@ def test_each_replica_gets_the_service_of_the_others_at_its_snapshot() -> None:
         replica, act = rng.randrange(6), rng.random()
         if replica not in pending or act < 0.02:
             accounting.join(replica)
-            pending[replica], heard[replica] = Counter(), Counter()
+            pending[replica], exchanged[replica] = Counter(), Counter()
         elif act < 0.04:
             accounting.leave(replica)
-            del pending[replica], heard[replica]
+            del pending[replica], exchanged[replica]
         elif act < 0.5:
             service = {(STANDARD, rng.choice("abcdef")): rng.randint(1, 9) for _ in range(rng.randint(0, 3))}
             accounting.add_service(replica, service)
@@ -165,11 +165,11 @@ def test_each_replica_gets_the_service_of_the_others_at_its_snapshot() -> None:
                 pending[other].update(service)
         elif act < 0.75:
             accounting.take_snapshot(replica)
-            heard[replica].update(pending.pop(replica))
+            exchanged[replica].update(pending.pop(replica))
             pending[replica] = Counter()
         else:
-            assert accounting.pop_remote_service(replica) == heard[replica]
-            heard[replica] = Counter()
+            assert accounting.pop_remote_service(replica) == exchanged[replica]
+            exchanged[replica] = Counter()
 
 
 def test_engines_exchange_service() -> None:

@@ -24,10 +24,10 @@ PRIORITIES = {"high": -1, "normal": 0, "low": 1}
 class Replicas:
     """Schedulers stepped one after the other, whose classes always have more requests than there are slots."""
 
-    def __init__(self, wanted: Sequence[Sequence[str]], classes: Sequence[RequestClass], shared: bool = True) -> None:
-        """`wanted`: for each replica the classes with requests there."""
-        self.wanted, self.accounting, self.shared = wanted, FleetAccounting(), shared
-        self.files = [MemoryFiles() for _ in wanted]
+    def __init__(self, demand: Sequence[Sequence[str]], classes: Sequence[RequestClass], shared: bool = True) -> None:
+        """`demand`: for each replica the classes with requests there."""
+        self.demand, self.accounting, self.shared = demand, FleetAccounting(), shared
+        self.files = [MemoryFiles() for _ in demand]
         self.served: list[Mapping[str, int]] = []
         """Slots of each class, in each step of each replica."""
         self.runs = [
@@ -41,12 +41,12 @@ class Replicas:
                     max_model_len=16,
                     quantum_steps=QUANTUM_STEPS,
                     classes=classes,
-                    num_schedulers=len(wanted),
+                    num_schedulers=len(demand),
                 )
             )
             for files in self.files
         ]
-        for index in range(len(wanted)):
+        for index in range(len(demand)):
             self.accounting.join(index)
 
     def step(self, num_steps: int) -> None:
@@ -56,7 +56,7 @@ class Replicas:
 
     def _step(self, index: int, run: SchedulerRun) -> None:
         scheduler = run.scheduler
-        for name in self.wanted[index]:
+        for name in self.demand[index]:
             waiting = len(scheduler.waiting.queues[name])
             requests = [create_request(2, max_tokens=4, priority=PRIORITIES[name]) for _ in range(waiting, NUM_SLOTS)]
             run.add(*requests)
@@ -76,7 +76,7 @@ class Replicas:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "shares"),
+    ("demand", "shares"),
     [
         ([["high", "low"], ["high"]], {"high": 4, "low": 1}),
         ([["high", "low"], ["high"], ["high"]], {"high": 4, "low": 1}),
@@ -85,8 +85,8 @@ class Replicas:
         ([["high", "low"], ["low"]], {"high": 8, "low": 9}),
     ],
 )
-def test_classes_get_weighted_shares_over_all_replicas(wanted: list[list[str]], shares: dict[str, float]) -> None:
-    replicas = Replicas(wanted, create_classes(ageing_steps=8))
+def test_classes_get_weighted_shares_over_all_replicas(demand: list[list[str]], shares: dict[str, float]) -> None:
+    replicas = Replicas(demand, create_classes(ageing_steps=8))
     replicas.step(4 * WINDOW)
     expected = {name: share / sum(shares.values()) for name, share in shares.items()}
     assert replicas.shares(WINDOW) == pytest.approx(expected, abs=0.04)

@@ -21,8 +21,8 @@ LONG = 1000
 BOTH, HIGHER = ["high", "low"], ["high"]
 
 
-def num_violations(*wanted: list[str], num_steps: int = LONG) -> int:
-    """Return the violations counted on schedulers stepped one after the other; `wanted`: their classes with demand."""
+def num_violations(*demand: list[str], num_steps: int = LONG) -> int:
+    """Return the violations counted on schedulers stepped one after the other; `demand`: their classes with demand."""
     schedulers = [
         create_scheduler(
             policy="mixed",
@@ -33,24 +33,24 @@ def num_violations(*wanted: list[str], num_steps: int = LONG) -> int:
             max_model_len=8,
             quantum_steps=1,
             classes=create_classes(ageing_steps=8)[::2],
-            num_schedulers=len(wanted),
+            num_schedulers=len(demand),
         )
-        for _ in wanted
+        for _ in demand
     ]
     accounting, monitors = FleetAccounting(), [WeightMonitor(each) for each in schedulers]
-    for index in range(len(wanted)):
+    for index in range(len(demand)):
         accounting.join(index)
     return sum(
-        _step(accounting, index, scheduler, monitors[index], wanted[index])
+        _step(accounting, index, scheduler, monitors[index], demand[index])
         for _ in range(num_steps)
         for index, scheduler in enumerate(schedulers)
     )
 
 
 def _step(
-    accounting: FleetAccounting, index: int, scheduler: Scheduler, monitor: WeightMonitor, wanted: list[str]
+    accounting: FleetAccounting, index: int, scheduler: Scheduler, monitor: WeightMonitor, demand: list[str]
 ) -> int:
-    for name in wanted:
+    for name in demand:
         for _ in range(len(scheduler.waiting.queues[name]), NUM_SLOTS):
             scheduler.add(create_request(2, max_tokens=4, priority=PRIORITIES[name]))
     if (exceeding := accounting.class_usage.pop_exceeding(index)) is not None:
@@ -64,9 +64,9 @@ def _step(
     return num_violations
 
 
-@pytest.mark.parametrize("wanted", [[BOTH], [BOTH, HIGHER]])
-def test_class_weight_monitor_counts_nothing_while_shares_hold(wanted: list[list[str]]) -> None:
-    assert num_violations(*wanted) == 0
+@pytest.mark.parametrize("demand", [[BOTH], [BOTH, HIGHER]])
+def test_class_weight_monitor_counts_nothing_while_shares_hold(demand: list[list[str]]) -> None:
+    assert num_violations(*demand) == 0
 
 
 def test_class_weight_monitor_counts_a_scheduler_that_ignores_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_refused_reload_changes_nothing(tmp_path: Path) -> None:
         server = GatedServer(yaml=path)
         async with server.running() as client:
             before, rules = server.engine.config, server.replica.scheduler.waiting
-            for text, told in (
+            for text, message in (
                 ("scheduler_config: {max_waiting_queue: 8}\npa_config: {block_size: 32}", "pa_config.block_size"),
                 (
                     "scheduler_config: {max_waiting_queue: -8}",
@@ -83,7 +83,7 @@ def test_refused_reload_changes_nothing(tmp_path: Path) -> None:
             ):
                 path.write_text(text)
                 refused = await client.post("/v1/reload")
-                assert refused.status_code == 400 and told in error_of(refused)["message"]
+                assert refused.status_code == 400 and message in error_of(refused)["message"]
             assert server.engine.config is before
             assert server.replica.scheduler.waiting is rules
 

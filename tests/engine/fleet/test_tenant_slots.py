@@ -289,10 +289,10 @@ def test_server_keeps_the_tenant_limit_while_clients_connect_and_disconnect(
 
 
 def test_monitor_counts_slots_that_are_leased_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wanted(self: TenantSlots, replica: int, demands: Mapping[str, SlotDemand]) -> Mapping[str, int]:
+    def requested_slots(self: TenantSlots, replica: int, demands: Mapping[str, SlotDemand]) -> Mapping[str, int]:
         return {name: each.num_active + each.num_waiting - each.num_leased for name, each in demands.items()}
 
-    monkeypatch.setattr(TenantSlots, "exchange", wanted)
+    monkeypatch.setattr(TenantSlots, "exchange", requested_slots)
     simulation = server(2)
     simulation.run()
     assert simulation._counters.num_shares_broken["tenant_limit"] > 0

@@ -13,10 +13,10 @@ class Starter:
     """A fake of `RayStarter`."""
 
     host = "127.0.0.1"
-    wanted: list[RayRequirements]
+    requirements: list[RayRequirements]
 
-    def __init__(self, wanted: RayRequirements, secret_file: str) -> None:
-        self.wanted.append(wanted)
+    def __init__(self, requirements: RayRequirements, secret_file: str) -> None:
+        self.requirements.append(requirements)
 
     def close(self) -> None:
         pass
@@ -37,11 +37,11 @@ def test_a_replica_requires_resources_for_all_its_ranks(
     monkeypatch: pytest.MonkeyPatch, given: list[str], cpus: int, num_threads: int, num_devices: int, device_id: int
 ) -> None:
     monkeypatch.setattr(open_placement.os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(Starter, "wanted", [], raising=False)
+    monkeypatch.setattr(Starter, "requirements", [], raising=False)
     monkeypatch.setattr(open_placement, "RayStarter", Starter)
     config = load_config(None, ["cluster_config.engine=ray", *given])
     with open_placement.open_placement(config) as placement:
         settings = placement.settings(load_settings(config, 1))
-    (wanted,) = Starter.wanted
-    assert (wanted.cpus, wanted.num_devices) == (cpus, num_devices)
+    (requirements,) = Starter.requirements
+    assert (requirements.cpus, requirements.num_devices) == (cpus, num_devices)
     assert (settings.num_threads, settings.device_id) == (num_threads, device_id)

@@ -216,8 +216,8 @@ def test_a_work_agent_with_another_secret_is_rejected(
 ) -> None:
     starter.secret_file = tmp_path / "other"
     write_secret(starter.secret_file)
-    said = "WorkAgent 0 exited (code 3: its machine has no usable cluster_config.secret_file"
-    with pytest.raises(WorkerDiedError, match=re.escape(said)):
+    message = "WorkAgent 0 exited (code 3: its machine has no usable cluster_config.secret_file"
+    with pytest.raises(WorkerDiedError, match=re.escape(message)):
         start(placement)
 
 
@@ -225,10 +225,10 @@ def test_a_work_agent_that_cannot_reach_the_master_reports_it(placement: Cluster
     with socket.socket() as unused:  # bound, so that no other program listens there
         unused.bind(("127.0.0.1", 0))
         placement._listener.address = unused.getsockname()
-        said = (
+        message = (
             "WorkAgent 0 exited (code 4: it did not reach the master at cluster_config.master_host) before it was ready"
         )
-        with pytest.raises(WorkerDiedError, match=re.escape(said)):
+        with pytest.raises(WorkerDiedError, match=re.escape(message)):
             start(placement)
 
 
@@ -274,10 +274,10 @@ def test_a_work_agent_that_does_not_connect_is_killed(
     cancellation = StartCancellation()
     if reason == "given up":
         cancellation.cancel()
-        said = "was cancelled"
+        message = "was cancelled"
     else:
-        said = r"was not ready within 0\.1 s"
-    with pytest.raises(WorkerDiedError, match=said):
+        message = r"was not ready within 0\.1 s"
+    with pytest.raises(WorkerDiedError, match=message):
         start_work_agent(a_config(), 0, lambda text: None, None, 0.1, cancellation, placement)
     assert starter.processes[0].returncode is not None
 

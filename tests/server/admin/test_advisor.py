@@ -51,7 +51,7 @@ def advisor(program: str, folder: Path | None = Path("records")) -> Advisor:
     )
 
 
-def told(program: str, minutes: int = 5) -> Any:
+def advice_of(program: str, minutes: int = 5) -> Any:
     return asyncio.run(advisor(program).advise(minutes))
 
 
@@ -60,7 +60,7 @@ def test_advisor_passes_the_current_configuration() -> None:
         "question = json.load(sys.stdin)\n"
         "print(json.dumps({**question, 'yaml': question['yaml'].splitlines()[0], 'sources': {}}))"
     )
-    assert told(program, 3) == {
+    assert advice_of(program, 3) == {
         "yaml": "model_config:",
         "sources": {},
         "folder": "records",
@@ -72,11 +72,11 @@ def test_advisor_passes_the_current_configuration() -> None:
 
 def test_advisor_reports_errors_of_the_simulator() -> None:
     with pytest.raises(RequestError) as caught:
-        told("""print('{"error": "must be 20. Given: 4"}'); sys.exit(1)""")
+        advice_of("""print('{"error": "must be 20. Given: 4"}'); sys.exit(1)""")
     rule = "`minutes` must cover enough recorded requests; there is no advice on 5"
     assert str(caught.value) == f"{rule}: must be 20. Given: 4"  # what was given is told once
     with pytest.raises(UnavailableError, match="the simulation exceeded its time or memory limit"):
-        told("sys.exit(137)")
+        advice_of("sys.exit(137)")
 
 
 def test_advisor_without_recording_names_the_key() -> None:
@@ -91,7 +91,7 @@ def test_advisor_runs_an_existing_module() -> None:
 def test_advisor_reports_a_missing_simulator_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llm_serving.server.admin.advice.find_spec", lambda name: None)
     with pytest.raises(UnavailableError, match="needs the package llm_serving_simulator, which is not installed"):
-        told("print('{}')")
+        advice_of("print('{}')")
 
 
 def test_advisor_runs_one_process_for_several_clients() -> None:
@@ -140,7 +140,7 @@ def test_advisor_accepts_another_period_after_the_last_client() -> None:
 def test_advisor_kills_the_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = tmp_path / "ids"
     os.mkfifo(pipe)
-    told_by = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    output_fd = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     program = (
         "import os, time\n"
         "child = os.fork()\n"
@@ -153,9 +153,9 @@ def test_advisor_kills_the_process_group(tmp_path: Path, monkeypatch: pytest.Mon
     with serving(FakeEngine()) as url:
         client = connect(url)
         client.sendall(b"GET /v1/scheduler/advice HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        assert _comes(told_by), "it did not begin"
-        watched = [os.pidfd_open(int(each)) for each in os.read(told_by, 100).split()]
-        os.close(told_by)
+        assert _comes(output_fd), "it did not begin"
+        watched = [os.pidfd_open(int(each)) for each in os.read(output_fd, 100).split()]
+        os.close(output_fd)
         assert len(watched) == 2
         client.close()
         for each in watched:

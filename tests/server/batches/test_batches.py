@@ -95,8 +95,8 @@ def test_batch_that_completes_during_cancellation_stays_completed(tmp_path):
             cancelling = asyncio.create_task(site.batches.cancel(batch.id))
             await asyncio.sleep(0)
             engine.gate.set()
-            told = await cancelling
-            return told.status, (await site.show(batch_id))["status"]
+            cancelled = await cancelling
+            return cancelled.status, (await site.show(batch_id))["status"]
 
     assert run(talking) == ("completed", "completed")
 

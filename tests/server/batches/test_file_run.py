@@ -15,8 +15,8 @@ from support.fakes import FakeEngine, Script
 
 
 def run(engine, folder, seen=None):
-    told = [] if seen is None else seen
-    return asyncio.run(run_file(engine, folder / "in.jsonl", folder / "out.jsonl", told.append))
+    progress = [] if seen is None else seen
+    return asyncio.run(run_file(engine, folder / "in.jsonl", folder / "out.jsonl", progress.append))
 
 
 def lines(path):

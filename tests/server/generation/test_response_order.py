@@ -118,13 +118,13 @@ def chat(pieces: Sequence[str], *, stream: bool) -> Blocks:
     body = {"messages": [user], "tools": [{"type": "function", "function": FUNCTION}]}
     response = ask("/v1/chat/completions", body, pieces, stream=stream)
     if stream:
-        told = [each["choices"][0]["delta"] for each in events(response)[:-1]]
+        received = [each["choices"][0]["delta"] for each in events(response)[:-1]]
     else:
-        told = [response.json()["choices"][0]["message"]]
+        received = [response.json()["choices"][0]["message"]]
     names = {"reasoning": "reasoning_content", "text": "content"}
-    texts = {kind: "".join(each.get(name) or "" for each in told) for kind, name in names.items()}
+    texts = {kind: "".join(each.get(name) or "" for each in received) for kind, name in names.items()}
     calls: Blocks = []
-    for function in (each["function"] for delta in told for each in delta.get("tool_calls", ())):
+    for function in (each["function"] for delta in received for each in delta.get("tool_calls", ())):
         if "name" in function:
             calls.append(("call", f"{function['name']} "))
         calls[-1] = ("call", calls[-1][1] + function["arguments"])
@@ -143,15 +143,15 @@ def folded(pieces: Sequence[str]) -> tuple[Blocks, Blocks]:
     request = ChatCompletionRequest(messages=[], tools=[Tool(Function(**FUNCTION))])
     offered = offered_tools(engine, request)
     blocks = MessageBlocks(MessageParser(output_parser(engine, request, [], offered), offered))
-    told: Blocks = []
+    received: Blocks = []
     for number, text in enumerate(pieces, 1):
         reason = FinishReason.STOP if number == len(pieces) else None
         for block, begins, more in blocks.add(RequestOutput("id", text, (), (), 1, 0, number, reason)):
             if begins:
-                told.append((block.kind.value, f"{block.name} " if block.name else ""))
-            assert block.index == len(told) - 1, "only the last block goes on"
-            told[-1] = (told[-1][0], told[-1][1] + more)
-    return told, [(each.kind.value, f"{each.name} {each.text}".removeprefix(" ")) for each in blocks.blocks]
+                received.append((block.kind.value, f"{block.name} " if block.name else ""))
+            assert block.index == len(received) - 1, "only the last block goes on"
+            received[-1] = (received[-1][0], received[-1][1] + more)
+    return received, [(each.kind.value, f"{each.name} {each.text}".removeprefix(" ")) for each in blocks.blocks]
 
 
 @pytest.mark.parametrize("name", ANSWERS)

@@ -127,29 +127,29 @@ def test_direct_writes_keep_the_order_of_a_stream() -> None:
 
 def test_stream_reports_its_pending_pieces() -> None:
     async def run() -> None:
-        stream, told = RequestStream("r", lambda _: None), []
+        stream, reported = RequestStream("r", lambda _: None), []
         logprobs = (TokenLogprobs(5, -1.0, (5, 6), (-1.0, -2.0)),)
         large = RequestOutput("r", "text", (5,), logprobs, 1, 0, 1)
         stream.put(piece(0))
-        stream.report_waiting(told.append)
+        stream.report_waiting(reported.append)
         stream.put(large)
-        assert told == [piece(0).num_bytes, large.num_bytes]
+        assert reported == [piece(0).num_bytes, large.num_bytes]
         assert large.num_bytes == piece(0).num_bytes + len("text") + TOKEN_BYTES + 2 * ALTERNATIVE_BYTES
         await anext(stream)
         await anext(stream)
-        assert sum(told) == 0
+        assert sum(reported) == 0
         stream.report_waiting(None)
         stream.put(piece(1))
-        assert sum(told) == 0
+        assert sum(reported) == 0
 
     asyncio.run(run())
 
 
 def test_pending_pieces_of_several_choices_are_counted() -> None:
     async def run() -> None:
-        streams, told = [RequestStream("r", lambda _: None) for _ in range(2)], []
+        streams, reported = [RequestStream("r", lambda _: None) for _ in range(2)], []
         generation = Generation(streams)
-        generation.report_unread_bytes(told.append)
+        generation.report_unread_bytes(reported.append)
         outputs = generation.outputs()
         streams[0].put(piece(0))
         assert (await anext(outputs)).choice == 0
@@ -157,7 +157,7 @@ def test_pending_pieces_of_several_choices_are_counted() -> None:
             streams[number % 2].put(piece(number))
         for _ in range(50):
             await asyncio.sleep(0)
-        assert sum(told) >= (200 - READ_AT_ONCE - len(streams)) * piece(0).num_bytes
+        assert sum(reported) >= (200 - READ_AT_ONCE - len(streams)) * piece(0).num_bytes
         await generation.aclose()
 
     asyncio.run(run())

@@ -104,12 +104,12 @@ def in_time(url, request):
     """
     for _ in range(100):
         with connect(url) as client:
-            told = b""
+            received = b""
             with suppress(ConnectionError):
                 client.sendall(request)
-                told = client.recv(65536)
-            if told:
-                yield client, told
+                received = client.recv(65536)
+            if received:
+                yield client, received
                 return
     raise AssertionError("none of a hundred clients sent in time")
 

@@ -158,8 +158,8 @@ class TestHandshakes:
                 with connect(url) as client:
                     with contextlib.suppress(ConnectionError):  # its time may be over before it sends anything
                         client.sendall(sent)
-                    told = read_all(client)
-                assert b"HTTP" not in told if sent == get() else told == b""
+                    received = read_all(client)
+                assert b"HTTP" not in received if sent == get() else received == b""
 
     def test_tls_handshake_timeout_is_reloadable(self, authority, tmp_path):
         limits = ServerConfig(**issue(authority, tmp_path), header_timeout_s=3600.0)

@@ -20,7 +20,7 @@ class Pieces:
         return b"data: usage\n\ndata: [DONE]\n\n"
 
 
-def told(order, position=BEGINNING, num_choices=2) -> list[tuple[str, str]]:
+def events_of(order, position=BEGINNING, num_choices=2) -> list[tuple[str, str]]:
     """Return (id, data) of every event."""
     pieces, number = NumberedPieces(Pieces(), "s", num_choices, position), [0] * num_choices
     text = b""
@@ -34,7 +34,7 @@ def told(order, position=BEGINNING, num_choices=2) -> list[tuple[str, str]]:
 
 
 def test_resumable_stream_events_have_ids():
-    assert told([0, 1, 0]) == [
+    assert events_of([0, 1, 0]) == [
         ("s:1.0", "01"),
         ("s:2.0", "01'"),
         ("s:2.1", "11"),
@@ -47,10 +47,10 @@ def test_resumable_stream_events_have_ids():
 
 
 def test_resumable_stream_resumes_after_each_event():
-    whole = told([0, 1, 0, 1, 1])
+    whole = events_of([0, 1, 0, 1, 1])
     for place, (event_id, _) in enumerate(whole):
         position = Position.read("f", event_id.partition(":")[2])
-        again = told([1, 1, 0, 1, 0], position)
+        again = events_of([1, 1, 0, 1, 0], position)
         seen = [data for _, data in whole[: place + 1]] + [data for _, data in again]
         if position.is_end:
             continue
@@ -86,4 +86,4 @@ def test_event_position_of_other_choices_is_refused():
 
 
 def test_event_position_beyond_the_end_yields_nothing():
-    assert told([0], Position((99, 99), 99)) == []
+    assert events_of([0], Position((99, 99), 99)) == []

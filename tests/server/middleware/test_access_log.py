@@ -165,11 +165,11 @@ def test_access_line_of_an_error_has_kind_and_field_only():
 
 
 def test_unknown_field_name_is_not_logged(monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr(accounting.logger, "warning", lambda text, *values: said.append(text % values))
+    logged: list[str] = []
+    monkeypatch.setattr(accounting.logger, "warning", lambda text, *values: logged.append(text % values))
     site = Site(FakeEngine())
     site.send("POST", "/v1/completions", json={"prompt": "x", f"{SECRET}\n": 1})
-    assert said == ["POST /v1/completions from 192.0.2.7: status 400, RequestError"]
+    assert logged == ["POST /v1/completions from 192.0.2.7: status 400, RequestError"]
     assert "a word" not in site.texts[0]
 
 
@@ -240,17 +240,17 @@ def test_refusals_are_counted_and_their_lines_rate_limited(monkeypatch):
     times = [100.0]
     engine.clock = lambda: times[0]
     site = Site(engine)
-    said: list[str] = []
-    monkeypatch.setattr(accounting.logger, "warning", lambda text, *values: said.append(text % values))
+    logged: list[str] = []
+    monkeypatch.setattr(accounting.logger, "warning", lambda text, *values: logged.append(text % values))
     site.send("POST", "/v1/completions", 250, json={"prompt": "x"})
     times[0] = 105.0
     site.send("POST", "/v1/completions", json={"prompt": "x"})
     assert site.counts == {("POST", "/v1/completions", "429"): 251}
     assert len(site.lines) == access_log.REFUSED_BURST + 1
     assert site.lines[-1]["suppressed"] == 50
-    assert len(said) == accounting.REFUSED_LOG_BURST + 1
-    assert said[0] == "POST /v1/completions from 192.0.2.7: status 429, CapacityError"
-    assert said[-1] == f"{said[0]}; 240 more suppressed"
+    assert len(logged) == accounting.REFUSED_LOG_BURST + 1
+    assert logged[0] == "POST /v1/completions from 192.0.2.7: status 429, CapacityError"
+    assert logged[-1] == f"{logged[0]}; 240 more suppressed"
 
 
 def test_refused_connections_are_logged_at_a_limited_rate():

@@ -94,10 +94,10 @@ def test_request_has_a_root_span_and_phases() -> None:
     assert {each["parentSpanId"] for each in inner} == {"a" * 16}
     assert {each["traceId"] for each in spans} == {TRACE}
     assert len({each["spanId"] for each in spans}) == 4
-    told = {each["key"]: next(iter(each["value"].values())) for each in root["attributes"]}
-    assert told["gen_ai.usage.input_tokens"] == "7"
-    assert told["gen_ai.usage.output_tokens"] == "5"
-    assert (told["http.response.status_code"], told["llm_serving.tenant"]) == ("200", "t")
+    attributes = {each["key"]: next(iter(each["value"].values())) for each in root["attributes"]}
+    assert attributes["gen_ai.usage.input_tokens"] == "7"
+    assert attributes["gen_ai.usage.output_tokens"] == "5"
+    assert (attributes["http.response.status_code"], attributes["llm_serving.tenant"]) == ("200", "t")
     assert "status" not in root
 
 

@@ -256,12 +256,12 @@ class TestEcho:
         logprobs = post(engine, PATH, body).json()["choices"][0]["logprobs"]
         assert engine.submitted[0].sampling.prompt_logprobs == 1
         named = [f"token_id:{token_id}" for token_id in (*ids, 500, 501, 502)]
-        told = [*(-index for index in range(1, len(ids))), -0.5, -0.5, -0.5]
+        expected = [*(-index for index in range(1, len(ids))), -0.5, -0.5, -0.5]
         assert logprobs["tokens"] == named
-        assert logprobs["token_logprobs"] == [None, *told]
+        assert logprobs["token_logprobs"] == [None, *expected]
         tops = [{"token_id:0": -0.25}] * (len(ids) - 1) + [{each: -0.5} for each in named[-3:]]
         assert logprobs["top_logprobs"] == [
-            None, *(top | {name: value} for top, name, value in zip(tops, named[1:], told, strict=True))
+            None, *(top | {name: value} for top, name, value in zip(tops, named[1:], expected, strict=True))
         ]  # fmt: skip
         generated = [DEMO_TOKENIZER.token_text(token_id) for token_id in (500, 501)]
         prompt = [0, 0, len("one"), len("one two")]
@@ -284,8 +284,8 @@ class TestEcho:
         assert offsets[num_prompt] == len(text)
         assert any(token.startswith("bytes:") for token in tokens)
         for token, start, end in zip(tokens[1:num_prompt], offsets[1:], offsets[2:], strict=False):
-            told = text[start:end]
-            assert told == token.removeprefix(" ") if start == 0 else told == token or token.startswith("bytes:")
+            part = text[start:end]
+            assert part == token.removeprefix(" ") if start == 0 else part == token or token.startswith("bytes:")
 
     def test_echo_with_logprobs_may_generate_no_tokens(self):
         engine = FakeEngine(Script([Piece("", 0)], finish_reason=FinishReason.LENGTH))

@@ -36,8 +36,8 @@ def ask(
 def test_messages_tool_call_is_a_block():
     response, engine = ask("I look.\n", CALL[:50], CALL[50:])
     answer = response.json()
-    said, called = answer["content"]
-    assert said == {"type": "text", "text": "I look."}
+    text_block, called = answer["content"]
+    assert text_block == {"type": "text", "text": "I look."}
     assert called.pop("id").startswith("call_")
     assert called == {"type": "tool_use", "name": "get_weather", "input": json.loads(ARGUMENTS)}
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("tool_use", None)
@@ -55,9 +55,9 @@ def test_messages_invalid_json_arguments_are_wrapped():
 def test_messages_tool_call_stream_has_block_events():
     pieces = ["<think>Hm", "m.</think>", "I look.\n", CALL[:50], CALL[50:], CALL, ""]
     response, _ = ask(*pieces, stream=True)
-    told = named_events(response)
-    assert told[0][0] == "message_start"
-    data = [each for _, each in told]
+    received = named_events(response)
+    assert received[0][0] == "message_start"
+    data = [each for _, each in received]
     opened = [(each["index"], each["content_block"]["type"]) for each in data if each["type"] == "content_block_start"]
     assert opened == [(0, "thinking"), (1, "text"), (2, "tool_use"), (3, "tool_use")]
     assert [each["index"] for each in data if each["type"] == "content_block_stop"] == [0, 1, 2, 3]

@@ -21,10 +21,10 @@ PATH = "/v1/responses"
 
 
 def events(response):
-    told = named_events(response)
-    assert all(data["type"] == name for name, data in told)
-    assert [data["sequence_number"] for _, data in told] == list(range(len(told)))
-    return told
+    received = named_events(response)
+    assert all(data["type"] == name for name, data in received)
+    assert [data["sequence_number"] for _, data in received] == list(range(len(received)))
+    return received
 
 
 def talk(engine, talking):
@@ -58,8 +58,8 @@ def test_response_has_all_fields():
 
 
 def test_response_stream_has_all_events_in_order():
-    told = events(post(FakeEngine(), PATH, {"input": "hello", "stream": True}))
-    assert [name.removeprefix("response.") for name, _ in told] == [
+    received = events(post(FakeEngine(), PATH, {"input": "hello", "stream": True}))
+    assert [name.removeprefix("response.") for name, _ in received] == [
         "created",
         "in_progress",
         "output_item.added",
@@ -71,7 +71,7 @@ def test_response_stream_has_all_events_in_order():
         "output_item.done",
         "completed",
     ]
-    data = [each for _, each in told]
+    data = [each for _, each in received]
     assert (data[0]["response"]["status"], data[0]["response"]["output"]) == ("in_progress", [])
     assert [each["delta"] for each in data[4:6]] == ["Hello", " world"]
     assert data[6]["text"] == data[7]["part"]["text"] == "Hello world"
@@ -112,9 +112,9 @@ def test_failed_response_stream_has_an_error_event():
 
 
 def test_response_stream_that_fails_at_once_has_the_first_events():
-    told = events(post(FakeEngine(Script([Piece("a")], error="gone")), PATH, {"input": "hello", "stream": True}))
-    assert [name for name, _ in told] == ["response.created", "response.in_progress", "response.failed"]
-    assert [data["response"]["status"] for _, data in told] == ["in_progress", "in_progress", "failed"]
+    received = events(post(FakeEngine(Script([Piece("a")], error="gone")), PATH, {"input": "hello", "stream": True}))
+    assert [name for name, _ in received] == ["response.created", "response.in_progress", "response.failed"]
+    assert [data["response"]["status"] for _, data in received] == ["in_progress", "in_progress", "failed"]
 
 
 def test_response_input_equals_the_chat_messages():
@@ -134,8 +134,8 @@ def test_response_input_equals_the_chat_messages():
 
 class TestStored:
     def test_stored_response_is_read_continued_and_deleted(self):
-        engine, said = FakeEngine(), []
-        engine.tokenizer = _Heard(engine.tokenizer, said)
+        engine, conversations = FakeEngine(), []
+        engine.tokenizer = _RecordingTokenizer(engine.tokenizer, conversations)
 
         async def talking(client):
             first = (await client.post(PATH, json={"input": "hello", "instructions": "be kind"})).json()
@@ -149,7 +149,7 @@ class TestStored:
 
         gone = talk(engine, talking)
         assert (gone.status_code, error_of(gone)["param"]) == (404, "previous_response_id")
-        assert said == [
+        assert conversations == [
             [("system", "be kind"), ("user", "hello")],
             [("user", "hello"), ("assistant", "Hello world"), ("user", "more")],
         ]
@@ -257,8 +257,8 @@ class TestStored:
         assert len({item["id"] for item in items}) == 6
         assert oldest_first["data"] == items[::-1]
         assert (oldest_first["first_id"], oldest_first["last_id"]) == (items[-1]["id"], items[0]["id"])
-        told = [{name: item[name] for name in item.keys() - {"id", "status"}} for item in oldest_first["data"]]
-        assert told == [
+        received = [{name: item[name] for name in item.keys() - {"id", "status"}} for item in oldest_first["data"]]
+        assert received == [
             {"type": "message", **given[0]},
             given[1],
             call,
@@ -327,17 +327,17 @@ def _stored(name, tenant, text=""):
     return StoredResponse(response, tenant, [ChatMessage("user", text)])
 
 
-class _Heard:
+class _RecordingTokenizer:
     """A tokenizer that records the conversations that it renders."""
 
-    def __init__(self, tokenizer, said):
-        self._tokenizer, self._said = tokenizer, said
+    def __init__(self, tokenizer, conversations):
+        self._tokenizer, self._conversations = tokenizer, conversations
 
     def __getattr__(self, name):
         return getattr(self._tokenizer, name)
 
     def apply_chat_template(self, messages, **how):
-        self._said.append([(message["role"], message["content"]) for message in messages])
+        self._conversations.append([(message["role"], message["content"]) for message in messages])
         return self._tokenizer.apply_chat_template(messages, **how)
 
 

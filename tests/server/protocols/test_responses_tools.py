@@ -65,12 +65,12 @@ def test_reasoning_tokens_are_counted(stream):
 def test_tool_call_is_an_output_item():
     response, engine = ask("<think>Hmm.</think>", "I look.\n", CALL[:55], CALL[55:])
     answer = response.json()
-    thought, said, called = answer["output"]
+    thought, message, called = answer["output"]
     assert (thought["type"], thought["content"]) == ("reasoning", [{"type": "reasoning_text", "text": "Hmm."}])
-    assert (said["type"], said["content"][0]["text"]) == ("message", "I look.")
+    assert (message["type"], message["content"][0]["text"]) == ("message", "I look.")
     assert (called["type"], called["name"], called["arguments"]) == ("function_call", "get_weather", ARGUMENTS)
     assert called["call_id"].startswith("call_")
-    assert len({thought["id"], said["id"], called["id"]}) == 3
+    assert len({thought["id"], message["id"], called["id"]}) == 3
     assert {item["status"] for item in answer["output"]} == {"completed"}
     assert answer["tools"][0]["name"] == "get_weather"
     assert (answer["tool_choice"], answer["parallel_tool_calls"]) == ("auto", True)
@@ -80,9 +80,9 @@ def test_tool_call_is_an_output_item():
 
 def test_tool_call_stream_has_item_events():
     response, _ = ask("<think>Hmm.</think>", "I look.\n", CALL[:55], CALL[55:], CALL, "", stream=True)
-    told = named_events(response)
-    assert [data["sequence_number"] for _, data in told] == list(range(len(told)))
-    names = [name.removeprefix("response.") for name, _ in told]
+    received = named_events(response)
+    assert [data["sequence_number"] for _, data in received] == list(range(len(received)))
+    names = [name.removeprefix("response.") for name, _ in received]
     assert names == [
         *("created", "in_progress"),
         *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"),
@@ -95,7 +95,7 @@ def test_tool_call_stream_has_item_events():
         *("function_call_arguments.done", "output_item.done"),
         "completed",
     ]
-    data = [each for _, each in told]
+    data = [each for _, each in received]
     final = data[-1]["response"]["output"]
     assert final == [each["item"] for each in data if each["type"] == "response.output_item.done"]
     for index, item in enumerate(final):

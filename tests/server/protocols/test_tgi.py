@@ -215,8 +215,8 @@ def test_tgi_token_texts_join_to_the_answer(held, special):
     engine.tokenizer.special_token_ids = frozenset({502})
     parameters = {"details": True, "top_n_tokens": 1}
     details = post(engine, "/generate", {"inputs": "x", "parameters": parameters}).json()["details"]
-    told = [each["token"] for each in events(post(engine, "/generate_stream", {"inputs": "x"}))]
-    for tokens in (details["tokens"], told):
+    streamed = [each["token"] for each in events(post(engine, "/generate_stream", {"inputs": "x"}))]
+    for tokens in (details["tokens"], streamed):
         assert "".join(token["text"] for token in tokens if not token["special"]) == f"Hello world{held}"
         assert [token["special"] for token in tokens] == [False, False, special]
     assert [top["special"] for [top] in details["top_tokens"]] == [False, False, True]

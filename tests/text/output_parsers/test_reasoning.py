@@ -114,10 +114,10 @@ def test_prompt_may_end_with_the_start_of_reasoning(form: str, prompt: str, is_o
 @pytest.mark.parametrize(("begin", "is_open"), [("", False), ("", True), ("<think>", False), ("a", True)])
 def test_reasoning_parser_time_is_linear_in_white_space(begin: str, is_open: bool) -> None:
     parser, spaces = ReasoningParser(is_open=is_open), "\n \n"
-    told = [parser.add(begin)]
+    pieces = [parser.add(begin)]
     for _ in range(1000):
-        told.append(parser.add(spaces))
+        pieces.append(parser.add(spaces))
         assert len(parser._text) < 10
-    told += [parser.add("</think>b"), parser.flush()]
+    pieces += [parser.add("</think>b"), parser.flush()]
     whole = split(f"{begin}{1000 * spaces}</think>b", is_open=is_open)
-    assert ("".join(each.reasoning for each in told), "".join(each.answer for each in told)) == whole
+    assert ("".join(each.reasoning for each in pieces), "".join(each.answer for each in pieces)) == whole

@@ -38,8 +38,8 @@ def calls_in(form: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
     for part in parts:
         if isinstance(part, Call):
             calls = [*calls, part] if part.name else [*calls[:-1], Call(calls[-1].name, calls[-1].arguments + part[1])]
-    said = "".join(part for part in parts if isinstance(part, str))
-    return said, [(call.name, json.loads(call.arguments)) for call in calls]
+    content = "".join(part for part in parts if isinstance(part, str))
+    return content, [(call.name, json.loads(call.arguments)) for call in calls]
 
 
 def answers(grammar: Grammar, count: int = 10, max_tokens: int = 200) -> list[str]:
@@ -56,8 +56,8 @@ def test_grammar_requires_between_one_and_the_limit_of_calls(form: str, most: in
     found = answers(answer_grammar(None, calls, None, TEXT_MARKS))
     assert found
     for text in found:
-        said, called = calls_in(form, text)
-        assert not said.strip()
+        content, called = calls_in(form, text)
+        assert not content.strip()
         assert 1 <= len(called) <= (most or 100)
         for name, arguments in called:
             assert validator_for(SCHEMAS[name]).is_valid(arguments), text

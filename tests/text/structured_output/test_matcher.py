@@ -36,11 +36,11 @@ def test_masks_are_independent_of_earlier_queries_and_drafts(seed: int, asked: l
         if wrong and draft:
             draft[choose(range(len(draft)))] = choose([END, *range(3, 300)])
         matcher.constrain_draft(output[:length], draft, choose(range(8)))
-        told = matcher.allowed_words_after_drafts(output[:length], draft)
-        for count, words in enumerate(told):
+        allowed = matcher.allowed_words_after_drafts(output[:length], draft)
+        for count, words in enumerate(allowed):
             expected = constraint.create_matcher().allowed_words(output[:length] + draft[:count])
             np.testing.assert_array_equal(words, expected)
-        assert len(told) == len(draft) + 1
+        assert len(allowed) == len(draft) + 1
 
 
 def test_output_outside_the_grammar_allows_no_token() -> None:
@@ -101,7 +101,7 @@ def test_lexer_limit_used_by_other_outputs_restarts_the_matcher() -> None:
         matcher = constraint.create_matcher()
         for end in range(len(output)):
             matcher.allowed_words_after_drafts(output[:end], output[end : end + 2])
-        told = matcher.allowed_words(output)
+        allowed = matcher.allowed_words(output)
         matchers.append(constraint._matcher)
-        np.testing.assert_array_equal(told, alone)
+        np.testing.assert_array_equal(allowed, alone)
     assert len({id(each) for each in matchers}) > 1, "the limit was not met"

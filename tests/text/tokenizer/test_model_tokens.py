@@ -48,8 +48,8 @@ def test_config_check_shows_or_refuses_sampling_defaults(tmp_path, capsys):
     file = tmp_path / "generation_config.json"
     file.write_text(json.dumps({"temperature": 0.6, "top_k": -1, "max_new_tokens": 77, "do_sample": True}))
     assert main(check) == 0
-    told = "# defaults of requests (generation_config.json): temperature 0.6, top_k 0, max_tokens 77\n"
-    assert told in capsys.readouterr().out
+    line = "# defaults of requests (generation_config.json): temperature 0.6, top_k 0, max_tokens 77\n"
+    assert line in capsys.readouterr().out
     assert main([*check, "--set", "model_config.generation_config=none"]) == 0
     assert "defaults of requests" not in capsys.readouterr().out
     file.write_text('{"temperature": "hot"}')

@@ -119,7 +119,7 @@ def test_harmony_loses_no_text_of_a_message(texts: list[str]) -> None:
     channels = [ANALYSIS, PREAMBLE, FINAL, CALL]
     answer = NEXT.join(channels[i % 4] + text for i, text in enumerate(texts))
     parts = parts_of(answer)
-    said = "".join(part.arguments if isinstance(part, Call) else getattr(part, "text", part) for part in parts)
-    shown = "".join(said.split())
+    joined = "".join(part.arguments if isinstance(part, Call) else getattr(part, "text", part) for part in parts)
+    shown = "".join(joined.split())
     for text in texts:  # a blank line may separate the arguments of a call from text that follows them
         assert "".join(text.split()) in shown

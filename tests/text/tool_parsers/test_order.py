@@ -17,7 +17,7 @@ NAME = "größe_測る"
 NAMES: dict[str, dict[str, Any]] = {NAME: {}, "add": {}}
 ARGUMENTS = r'{"city": "Zürich 🚋 }{ \"[old]\" \\", "deep": {"a": ["]", "}", "é"]}}'
 ADD = '{"a": 1}'
-Told = list[tuple[str, str]]
+OrderedParts = list[tuple[str, str]]
 """(name, arguments) of a call, or ("", text), in order."""
 
 
@@ -93,14 +93,14 @@ ANSWERS = [
 ]
 
 
-def told(form: str, pieces: Sequence[str]) -> Told:
+def parse(form: str, pieces: Sequence[str]) -> OrderedParts:
     parser = TOOL_FORMATS[form].create(NAMES)
     parts: list[Part] = [part for piece in pieces for part in parser.add(piece)]
     return in_order([*parts, *parser.flush()])
 
 
-def in_order(parts: Sequence[Part]) -> Told:
-    joined: Told = []
+def in_order(parts: Sequence[Part]) -> OrderedParts:
+    joined: OrderedParts = []
     for part in parts:
         if isinstance(part, Call) and part.name:
             joined.append((part.name, part.arguments))
@@ -120,29 +120,29 @@ def cut(text: str, at: Sequence[int]) -> list[str]:
 
 @pytest.mark.parametrize(("form", "text"), ANSWERS)
 def test_parser_order_and_arguments_are_independent_of_text_pieces(form: str, text: str) -> None:
-    whole = told(form, [text])
+    whole = parse(form, [text])
     assert any(name for name, _ in whole)
-    assert told(form, list(text)) == whole
+    assert parse(form, list(text)) == whole
     for at in range(1, len(text)):
-        assert told(form, cut(text, [at])) == whole, at
+        assert parse(form, cut(text, [at])) == whole, at
     for size in range(2, 18):
-        assert told(form, cut(text, range(size, len(text), size))) == whole, size
+        assert parse(form, cut(text, range(size, len(text), size))) == whole, size
     for ends in combinations(range(1, len(text), 7), 2):
-        assert told(form, cut(text, ends)) == whole, ends
+        assert parse(form, cut(text, ends)) == whole, ends
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama", "mistral", "glm_lines", "deepseek", "deepseek_fenced", "kimi"])
 def test_arguments_are_streamed_unchanged(form: str) -> None:
     write: Any = globals().get(form)
     text = WRITERS[form]((NAME, ARGUMENTS)) if write is None else write(NAME, ARGUMENTS)
-    assert told(form, [text]) == [(NAME, ARGUMENTS)]
+    assert parse(form, [text]) == [(NAME, ARGUMENTS)]
 
 
 @pytest.mark.parametrize(("form", "text"), ANSWERS)
 def test_reasoning_precedes_calls_for_any_text_pieces(form: str, text: str) -> None:
     answer = f"<think>\nRufe {{ich}} {text[:40]} ?\n</think>\n\n{text}"
 
-    def parts_of(pieces: Sequence[str]) -> tuple[str, Told]:
+    def parts_of(pieces: Sequence[str]) -> tuple[str, OrderedParts]:
         parser = AnswerParser(ReasoningParser(is_open=False), TOOL_FORMATS[form].create(NAMES), None)
         reasoning, parts = "", list[Part]()
         for number, piece in enumerate(pieces, 1):

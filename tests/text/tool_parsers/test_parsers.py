@@ -31,13 +31,13 @@ def answer_of(form: str, text: str, cuts: Sequence[int] = ()) -> tuple[str, list
     for start, end in pairwise(edges):
         parts += parser.add(text[start:end])
     parts += parser.flush()
-    said = "".join(part for part in parts if isinstance(part, str))
+    content = "".join(part for part in parts if isinstance(part, str))
     thought = "".join(part.text for part in parts if isinstance(part, Thought))
     calls: list[Call] = []
     for part in parts:
         if isinstance(part, Call):
             calls = [*calls, part] if part.name else [*calls[:-1], Call(calls[-1].name, calls[-1].arguments + part[1])]
-    return said + (thought and f" (thought: {thought})"), [(call.name, value_of(call.arguments)) for call in calls]
+    return content + (thought and f" (thought: {thought})"), [(call.name, value_of(call.arguments)) for call in calls]
 
 
 def value_of(arguments: str) -> Any:
@@ -133,14 +133,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("form", "text", "said", "calls"), CASES)
-def test_parser_finds_calls(form: str, text: str, said: str, calls: list[tuple[str, Any]]) -> None:
-    assert answer_of(form, text) == (said, calls)
+@pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
+def test_parser_finds_calls(form: str, text: str, content: str, calls: list[tuple[str, Any]]) -> None:
+    assert answer_of(form, text) == (content, calls)
 
 
-@pytest.mark.parametrize(("form", "text", "said", "calls"), CASES)
-def test_parser_finds_calls_token_by_token(form: str, text: str, said: str, calls: list[tuple[str, Any]]) -> None:
-    assert answer_of(form, text, range(len(text))) == (said, calls)
+@pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
+def test_parser_finds_calls_token_by_token(form: str, text: str, content: str, calls: list[tuple[str, Any]]) -> None:
+    assert answer_of(form, text, range(len(text))) == (content, calls)
 
 
 COMMON = [
@@ -209,9 +209,9 @@ def test_parser_result_is_independent_of_text_pieces(form: str, data: st.DataObj
 @given(data=st.data())
 def test_parser_returns_text_without_calls_unchanged(form: str, data: st.DataObject) -> None:
     text = data.draw(texts(form))
-    said, calls = answer_of(form, text)
+    content, calls = answer_of(form, text)
     if not calls:
-        assert said == text
+        assert content == text
 
 
 @pytest.mark.parametrize(
@@ -409,8 +409,8 @@ def test_parser_time_is_linear_in_white_space(end: str) -> None:
         parts += parser.add(" \n")
         assert max(map(len, parser._spaces)) == 2
     parts += parser.add(end) + parser.flush()
-    said = "".join(part for part in parts if isinstance(part, str))
-    assert said == ("a" if "<" in end else "a" + 1000 * " \n" + end)
+    content = "".join(part for part in parts if isinstance(part, str))
+    assert content == ("a" if "<" in end else "a" + 1000 * " \n" + end)
 
 
 @pytest.mark.parametrize(
