@@ -18,9 +18,9 @@ def test_typed_text_keeps_special_tokens_of_the_template_only(folder: Path) -> N
     first, last = special[0], special[-1]
     for text in special[:8]:
         typed = f"one {text}two{text}{text} \n{text}"
-        [message], mark = tokenizer.typed_text.mark([{"role": text, "content": typed}])
-        assert (message["role"], message["content"].replace(mark, "")) == (text, typed)
-        ids = tokenizer.typed_text.encode(f"{first}{message['content']}{last}end", mark, add_special_tokens=False)
+        [message], sentinel = tokenizer.typed_text.insert_sentinels([{"role": text, "content": typed}])
+        assert (message["role"], message["content"].replace(sentinel, "")) == (text, typed)
+        ids = tokenizer.typed_text.encode(f"{first}{message['content']}{last}end", sentinel, add_special_tokens=False)
         control = [tokenizer.token_bytes(each).decode() for each in ids if each in tokenizer.special_token_ids]
         assert control == [first, last]
         shown = shown_text(tokenizer, ids)
@@ -47,16 +47,16 @@ def special_texts(tokenizer: Tokenizer) -> list[str]:
 def test_typed_text_adds_expected_special_tokens_once(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     text = special_texts(tokenizer)[0]
-    [message], mark = tokenizer.typed_text.mark([{"role": "user", "content": f"a {text} b"}])
-    own = tokenizer.typed_text.encode(message["content"], mark, add_special_tokens=False)
-    whole = tokenizer.typed_text.encode(message["content"], mark, add_special_tokens=True)
+    [message], sentinel = tokenizer.typed_text.insert_sentinels([{"role": "user", "content": f"a {text} b"}])
+    own = tokenizer.typed_text.encode(message["content"], sentinel, add_special_tokens=False)
+    whole = tokenizer.typed_text.encode(message["content"], sentinel, add_special_tokens=True)
     added = tokenizer.encode("a", add_special_tokens=True)
     for each in tokenizer.encode("a", add_special_tokens=False):
         added.remove(each)
     assert sorted(whole) == sorted([*own, *added])
 
 
-def test_typed_text_marks_special_tokens_in_every_text_but_roles() -> None:
+def test_typed_text_inserts_sentinels_in_every_text_but_roles() -> None:
     tokenizer = Tokenizer.load(FOLDERS[0])
     text = special_texts(tokenizer)[0]
     call = {"function": {"name": text, "arguments": {text: [text, 5, None, True]}}}
@@ -64,22 +64,22 @@ def test_typed_text_marks_special_tokens_in_every_text_but_roles() -> None:
         {"role": "assistant", "content": "x", "tool_calls": [call]},
         {"role": "tool", "name": text, "content": text},
     ]
-    marked, mark = tokenizer.typed_text.mark(messages)
-    assert mark and len(mark) == 32
-    assert repr(marked).count(mark) == 5
-    assert text not in repr(marked)
-    assert repr(marked).replace(mark, "") == repr(messages)
+    changed, sentinel = tokenizer.typed_text.insert_sentinels(messages)
+    assert sentinel and len(sentinel) == 32
+    assert repr(changed).count(sentinel) == 5
+    assert text not in repr(changed)
+    assert repr(changed).replace(sentinel, "") == repr(messages)
 
 
 @pytest.mark.parametrize("typed", ["<a<b>", "<<a<b>b>", "<a<a<b>", "x<a<b><b>"])
-def test_typed_text_marks_overlapping_special_tokens(typed: str) -> None:
+def test_typed_text_inserts_sentinels_in_overlapping_special_tokens(typed: str) -> None:
     text = TypedText(lambda text, _: list(text.encode()), {"<a<": 256, "<b>": 257, "<a<b>b>": 258}, bytes)
-    [message], mark = text.mark([{"role": "user", "content": typed}])
-    assert message["content"].replace(mark, "") == typed
+    [message], sentinel = text.insert_sentinels([{"role": "user", "content": typed}])
+    assert message["content"].replace(sentinel, "") == typed
     assert not any(special in message["content"] for special in ("<a<", "<b>"))
 
 
 def test_typed_text_leaves_messages_without_special_tokens_unchanged() -> None:
     tokenizer = Tokenizer.load(FOLDERS[0])
     messages = [{"role": "user", "content": "<|not_a_token|>", "name": None}]
-    assert tokenizer.typed_text.mark(messages) == (messages, "")
+    assert tokenizer.typed_text.insert_sentinels(messages) == (messages, "")

@@ -153,22 +153,22 @@ async def encode_chat(
         plain = [adapted_message(template, template_message(i, message)) for i, message in enumerate(messages)]
         if offered is not None and offered.format.describe_tools is not None and not shows_tools(template):
             plain = with_system_text(plain, offered.format.describe_tools(offered.for_template))
-        plain, mark = engine.tokenizer.typed_text.mark(plain) if is_typed else (plain, "")
-        plain = with_shown_calls(template, plain)  # with special tokens that are not marked
+        plain, sentinel = engine.tokenizer.typed_text.insert_sentinels(plain) if is_typed else (plain, "")
+        plain = with_shown_calls(template, plain)  # with special tokens without sentinels
         text = engine.tokenizer.apply_chat_template(
             plain,
             add_generation_prompt=adds_prompt,
             continue_final_message=bool(request.continue_final_message),
             **extra,
         )
-        return text, mark
+        return text, sentinel
 
-    text, mark = await asyncio.wrap_future(_RENDERING.submit(source, render))
+    text, sentinel = await asyncio.wrap_future(_RENDERING.submit(source, render))
     adds_special = bool(request.add_special_tokens)
-    if not mark:
+    if not sentinel:
         return await encode_text(engine, text, "messages", adds_special)
-    check_length(engine, text.replace(mark, ""), "messages")
-    return await asyncio.to_thread(engine.tokenizer.typed_text.encode, text, mark, adds_special)
+    check_length(engine, text.replace(sentinel, ""), "messages")
+    return await asyncio.to_thread(engine.tokenizer.typed_text.encode, text, sentinel, adds_special)
 
 
 def template_message(index: int, message: ChatMessage) -> dict[str, Any]:

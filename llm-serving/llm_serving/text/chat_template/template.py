@@ -180,15 +180,15 @@ class Conversations:
         template, given = self._choose(with_tools=tools is not None), self._special_tokens | given | variables
         if not continue_final_message:
             return template.render(messages, **given)
-        mark = secrets.token_hex(16)  # The template does not know the mark, so it appears directly after the text.
-        last, marked = _marked(messages[-1], mark + " ")
-        text = template.render([*messages[:-1], marked], **given)
-        if mark not in text or last.strip() not in text:
+        sentinel = secrets.token_hex(16)  # The template does not know it, so it appears directly after the text.
+        last, changed = _with_sentinel(messages[-1], sentinel + " ")
+        text = template.render([*messages[:-1], changed], **given)
+        if sentinel not in text or last.strip() not in text:
             raise RequestError(
                 "continue_final_message", "must be false, because the chat template drops the last message"
             )
-        end = text.rindex(mark)
-        keeps_spaces = text.startswith(" ", end + len(mark))
+        end = text.rindex(sentinel)
+        keeps_spaces = text.startswith(" ", end + len(sentinel))
         return text[:end] if keeps_spaces else text[:end].rstrip()
 
     def source(self, *, with_tools: bool) -> str:
@@ -206,14 +206,14 @@ class Conversations:
         raise RequestError("messages", f"cannot be used: of the model's chat templates ({known}) none is the default")
 
 
-def _marked(message: Mapping[str, Any], mark: str) -> tuple[str, dict[str, Any]]:
-    """Return the text of a message's last text part, and a copy of the message with `mark` appended to that part."""
+def _with_sentinel(message: Mapping[str, Any], sentinel: str) -> tuple[str, dict[str, Any]]:
+    """Return the text of a message's last text part, and a copy of the message with `sentinel` appended to it."""
     content = message.get("content")
     if isinstance(content, str):
-        return content, dict(message) | {"content": content + mark}
+        return content, dict(message) | {"content": content + sentinel}
     parts = list(content) if isinstance(content, list | tuple) else []
     for i, part in reversed(list(enumerate(parts))):
         if isinstance(part, Mapping) and isinstance(text := part.get("text"), str):
-            parts[i] = dict(part) | {"text": text + mark}
+            parts[i] = dict(part) | {"text": text + sentinel}
             return text, dict(message) | {"content": parts}
     raise RequestError("continue_final_message", "must be false, because the last message has no text")

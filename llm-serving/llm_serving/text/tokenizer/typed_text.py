@@ -1,8 +1,8 @@
 """Special tokens in texts of users, as characters: `<|im_end|>` in a message ends no message.
 
-A chat template mixes texts of users with control tokens. So each special token in a message gets a mark after its
-first character before the template is rendered. The prompt is split at the marks, and the parts, none of which
-contains a whole special token of a user, are tokenized one by one. Clients cannot know the mark, which is random.
+A chat template mixes texts of users with control tokens. So each special token in a message gets a sentinel after
+its first character before the template is rendered. The prompt is split at the sentinels, and the parts, none of which
+contains a whole special token of a user, are tokenized one by one. Clients cannot know the sentinel, which is random.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FILLERS: Final = ("", "\n", "a")
 
 
 class TypedText:
-    """Marks special tokens in messages, and tokenizes the marked prompt.
+    """Inserts sentinels into special tokens in messages, and tokenizes the rendered prompt.
 
     Args:
         encode: Tokenizes a text; the second argument adds the special tokens that the model expects.
@@ -33,27 +33,33 @@ class TypedText:
         self._pattern = re.compile("|".join(map(re.escape, names))) if names else None
         self._context = next((text for text, token_id in special.items() if encode(text, False) == [token_id]), "")
 
-    def mark(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-        """Return the messages with a mark in each special token outside roles, and the mark; empty: there are none."""
-        mark = secrets.token_hex(16)
-        marked = [
-            {name: value if name == "role" else self._marked(value, mark) for name, value in message.items()}
+    def insert_sentinels(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+        """Return the messages with a sentinel in each special token outside roles, and the sentinel, "" if unused."""
+        sentinel = secrets.token_hex(16)
+        changed = [
+            {
+                name: value if name == "role" else self._with_sentinels(value, sentinel)
+                for name, value in message.items()
+            }
             for message in messages
         ]
-        return marked, mark if marked != [dict(message) for message in messages] else ""
+        return changed, sentinel if changed != [dict(message) for message in messages] else ""
 
-    def _marked(self, value: Any, mark: str) -> Any:
+    def _with_sentinels(self, value: Any, sentinel: str) -> Any:
         if isinstance(value, str):
             while self._pattern is not None and self._pattern.search(value):  # again: special tokens may overlap
-                value = self._pattern.sub(lambda found: _split(found[0], mark), value)
+                value = self._pattern.sub(lambda found: _split(found[0], sentinel), value)
             return value
         if isinstance(value, Mapping):
-            return {self._marked(name, mark): self._marked(each, mark) for name, each in value.items()}
-        return [self._marked(each, mark) for each in value] if isinstance(value, list | tuple) else value
+            return {
+                self._with_sentinels(name, sentinel): self._with_sentinels(each, sentinel)
+                for name, each in value.items()
+            }
+        return [self._with_sentinels(each, sentinel) for each in value] if isinstance(value, list | tuple) else value
 
-    def encode(self, text: str, mark: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a rendered prompt with marks."""
-        first, *others = text.split(mark)
+    def encode(self, text: str, sentinel: str, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a rendered prompt with sentinels."""
+        first, *others = text.split(sentinel)
         plain = self._encode(first, False)
         ids = [*plain, *itertools.chain.from_iterable(map(self._continued, others))]
         if not add_special_tokens:
@@ -68,11 +74,11 @@ class TypedText:
             before = self._encode(self._context + filler, False)
             whole = self._encode(self._context + filler + part, False)
             ids = whole[len(before) :]
-            begins_alike = b"".join(map(self._token_bytes, ids[:1])).startswith(part[:1].encode()[:1])
-            if whole[: len(before)] == before and begins_alike:
+            has_same_start = b"".join(map(self._token_bytes, ids[:1])).startswith(part[:1].encode()[:1])
+            if whole[: len(before)] == before and has_same_start:
                 return ids
         return self._encode(self._context + part, False)[1 if self._context else 0 :]
 
 
-def _split(token: str, mark: str) -> str:
-    return f"{token[0]}{mark}{token[1:]}"
+def _split(token: str, sentinel: str) -> str:
+    return f"{token[0]}{sentinel}{token[1:]}"
