@@ -96,5 +96,5 @@ def test_offline_encoder_gives_golden_vectors_and_refuses_long_inputs(tmp_path: 
 
 
 def test_encoder_is_refused_by_graphs_of_cells(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="attention to both sides"):
+    with pytest.raises(ModelError, match="bidirectional attention"):
         Served("bert", tmp_path, as_program=False)

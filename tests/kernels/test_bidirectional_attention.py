@@ -1,4 +1,4 @@
-"""Attention to both sides in programs: it is a softmax over all visible tokens and depends on the request alone."""
+"""Bidirectional attention in programs: a softmax over all visible tokens that depends on the request alone."""
 
 import functools
 

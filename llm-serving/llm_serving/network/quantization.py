@@ -198,7 +198,7 @@ def bytes_saved(
 
 
 _LATENT: Final = "attention to latent keys"
-_BOTH_SIDES: Final = "attention to both sides"
+_BIDIRECTIONAL: Final = "bidirectional attention"
 _WITHOUT_CELL: Final[Mapping[str, str]] = {
     "causal_conv": "causal convolutions",
     "delta_rule": "the gated delta rule",
@@ -214,7 +214,7 @@ _WITHOUT_CELL: Final[Mapping[str, str]] = {
 def unsupported_by_cells(network: Network) -> str | None:
     """Return what the network needs and no Cell computes, or None."""
     if not network.causal:
-        return _BOTH_SIDES
+        return _BIDIRECTIONAL
     if network.num_labels:
         return "a classifier in place of the LM head"
     if kinds := dict.fromkeys(each.kind for each in network.operations if "state" in each.attributes):
@@ -268,7 +268,7 @@ def unsupported_quantization(quantization: Quantization | None) -> str | None:
 def unsupported_by_int8_cache(network: Network) -> str | None:
     """Return what the network needs and an int8 KV cache cannot store, or None."""
     if not network.causal:
-        return _BOTH_SIDES
+        return _BIDIRECTIONAL
     return _LATENT if any(map(_is_latent, network.operations)) else None
 
 
