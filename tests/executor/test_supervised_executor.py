@@ -36,7 +36,7 @@ class FakeAgent:
 
 
 class Starts:
-    """A fake placement whose starts succeed or fail as the test sets."""
+    """A fake function that starts WorkAgents: each call raises the next failure, if there is one."""
 
     def __init__(self, *failures: Exception | None) -> None:
         self.failures = list(failures)

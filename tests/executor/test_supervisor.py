@@ -217,7 +217,7 @@ def test_a_work_agent_without_progress_is_killed(run_instead, processes):
 
 
 class SlowLink:
-    """A link whose replies take the longest allowed time."""
+    """A link that counts the whole timeout of each receive as waiting time."""
 
     def __init__(self, *answers):
         self.answers = list(answers)

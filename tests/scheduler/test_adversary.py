@@ -44,9 +44,9 @@ WORST = [
     ("shortest, three classes, 4 slots", "interactive", Move(LONG, (LONG, LONG)), 2.0),
     ("shortest, three classes, 4 slots", "standard", Move(LONG, (HALF, HALF)), 3.7),
 ]
-"""Setting, class of the victim, the worst move that is soon played, and how far the bound may be from what it reaches.
+"""Setting, class of the victim, a move that the search finds early, and the maximum ratio of the bound to its wait.
 
-The search climbs on from there, and comes nearer."""
+Further search rounds find longer waits."""
 
 
 @pytest.mark.parametrize(("setting", "victim", "move", "most"), WORST)

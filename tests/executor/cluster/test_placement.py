@@ -139,7 +139,7 @@ def test_a_restarted_work_agent_uses_a_new_connection(placement: ClusterPlacemen
 
 @pytest.fixture
 def of_ranks(tmp_path: Path) -> ActorStarter:
-    """Return a placement of ranks whose actors run fake WorkAgents."""
+    """Return a starter of actors, each of which runs the fake WorkAgents of all ranks."""
     secret_file = tmp_path / "secret"
     write_secret(secret_file)
     program = tmp_path / "program"

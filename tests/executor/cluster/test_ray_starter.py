@@ -188,9 +188,9 @@ class FakeRay:
         self.fails = False
         self.bundles: list[dict[str, int]] = []
         self.requested: list[dict[str, Any]] = []
-        """Requested resources of each actor."""
+        """Options of each actor."""
         self.given: list[Any] = []
-        """Arguments of each actor that ran."""
+        """Arguments of all remote calls."""
         self._has_room = has_room
 
     def placement_group(self, bundles: list[dict[str, int]], strategy: str) -> SimpleNamespace:
