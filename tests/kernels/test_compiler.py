@@ -64,7 +64,7 @@ def test_library_is_compiled_with_the_kernels_of_one_instruction_set(compiler: P
     assert "kernels_isa" in linked_kernels and linked_kernels.endswith(str(library))
 
 
-def test_kernels_of_another_instruction_set_are_compiled_when_asked_for(
+def test_kernels_of_another_instruction_set_are_compiled_on_request(
     compiler: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = build.library_path()

@@ -74,7 +74,7 @@ def test_the_newest_token_of_whole_blocks_is_computed_from_an_earlier_checkpoint
     assert admit(blocks, create_request(8, request_id="b")) == 4
 
 
-def test_a_common_prefix_gets_a_checkpoint_when_it_is_seen_the_second_time() -> None:
+def test_common_prefix_gets_a_state_checkpoint_at_its_second_use() -> None:
     blocks = manager(max_running=3)
     requests = [create_request(14, request_id=name) for name in "abc"]
     for number, request in enumerate(requests):

@@ -65,7 +65,7 @@ class TestRightAnswers:
 
         return ask
 
-    def test_all_held_out_questions_are_asked(self):
+    def test_acceptance_asks_all_held_out_questions(self):
         found = answers.right(FakeServer(), self.ask(0))
         assert found.verdict == "passed"
         assert found.lines[0].startswith("408 of 408 held-out questions, 48 at once")

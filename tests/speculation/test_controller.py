@@ -188,7 +188,7 @@ def test_one_constrained_request_does_not_delay_many_others() -> None:
     assert not controller.pays
 
 
-def test_a_constraint_that_forces_nothing_is_queried_seldom() -> None:
+def test_constraint_without_forced_tokens_is_queried_rarely() -> None:
     controller = SpeculationController(6, NgramProposer(3))
     for num_tokens in (1, 2, 7):
         controller.gain.record_step(num_tokens, 0.01 + 0.001 * num_tokens, 0.003)

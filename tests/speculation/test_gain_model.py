@@ -16,7 +16,7 @@ def gain_model(draft_s: float, max_draft_tokens: int = 16) -> GainModel:
     return made
 
 
-def test_the_last_draft_token_gains_what_it_costs() -> None:
+def test_gain_of_the_last_draft_token_covers_its_cost() -> None:
     made = gain_model(0.1)
     for first, further in ((0.9, 0.9), (0.3, 0.8), (0.3, 0.2), (0.5, 0.0), (0.09, 1.0), (1.0, 1.0)):
         length = made.draft_length(Acceptance(first, further))
@@ -24,7 +24,7 @@ def test_the_last_draft_token_gains_what_it_costs() -> None:
         assert length == sum(each > 0.1 for each in gains), (first, further)
 
 
-def test_drafts_are_at_most_as_long_as_allowed_and_empty_where_they_cost_their_gain() -> None:
+def test_draft_length_is_limited_and_zero_without_expected_gain() -> None:
     assert gain_model(0.001, 4).draft_length(alike(1.0)) == 4
     assert gain_model(1.0).draft_length(alike(0.9)) == 0
     assert gain_model(0.1).draft_length(alike(0.9), proposing_s=0.9) == 0

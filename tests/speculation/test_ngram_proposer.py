@@ -150,7 +150,7 @@ def test_new_answers_are_looked_up_in_turn_where_many_run() -> None:
     assert len(seen) <= 1
 
 
-def test_nothing_is_compared_where_accepted_drafts_would_not_pay() -> None:
+def test_drafts_are_not_compared_without_expected_gain() -> None:
     controller = SpeculationController(4, NgramProposer(3))
     requests = repeating_requests(controller, 64)
     assert len(controller._ngram.matched) == 64

@@ -19,7 +19,7 @@ from support.simulated_agent import POISON
 from support.word_tokenizer import WordTokenizer
 
 MAX_MODEL_LEN = 48
-NEVER_SAID = ((POISON, POISON),)
+NEVER_GENERATED = ((POISON, POISON),)
 """Bad words, which make a request wait for the result of every step."""
 ARRIVING, RESTARTING, ANYWHERE = "in the inbox", "during a restart", "anywhere"
 STATES = (
@@ -227,7 +227,7 @@ def draw_clients(rng: random.Random, *, beams: bool, window: int | None = None) 
                 stop_token_ids=tuple(rng.sample(range(1000), rng.choice((20, 100)))) if rng.random() < 0.3 else (),
                 ignore_eos=rng.random() < 0.5,
                 logprobs=rng.choice((0, 2)) if rng.random() < 0.1 else None,
-                bad_words=NEVER_SAID if rng.random() < 0.1 else (),
+                bad_words=NEVER_GENERATED if rng.random() < 0.1 else (),
             ),
             priority=rng.randint(-2, 2),
             tenant=rng.choice("abc"),

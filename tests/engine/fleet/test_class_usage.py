@@ -128,7 +128,7 @@ def test_service_without_competing_demand_is_not_charged() -> None:
     assert usage.pop_exceeding(0) == {"a"}
 
 
-def test_a_class_has_demand_while_it_has_demand_on_any_replica() -> None:
+def test_class_demand_is_the_union_over_replicas() -> None:
     rng = random.Random(0)
     demand, by_replica = ClassDemand(), dict[int, set[str]]()
     for _ in range(500):

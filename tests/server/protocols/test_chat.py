@@ -45,7 +45,7 @@ def test_chat_response():
     assert body["usage"]["prompt_tokens"] == len(prompt)
 
 
-def test_chat_max_tokens_defaults_to_what_fits():
+def test_chat_max_tokens_defaults_to_the_rest_of_the_context():
     engine = FakeEngine()
     for fields in ({}, {"max_tokens": 7}, {"max_completion_tokens": 9, "max_tokens": 7}):
         post(engine, PATH, {"messages": USER, **fields})
