@@ -1,0 +1,201 @@
+"""Blocks of the KV cache in a folder on a local disk, one file for each block.
+
+    FOLDER/lock                   locked while a process changes the folder; holds the size of all files
+    FOLDER/<fingerprint>/<hash>   a block: header, contents, checksum of both
+
+The fingerprint covers everything that affects the contents: weights, code, kernels, data types. The hash covers the
+tokens, the tenant and the cache salt (`kvcache.block_table`). A file appears under its name by one rename, after it was
+written. Files are not flushed to the disk: after a power failure a file may be incomplete, which its checksum reveals.
+Readers take no lock, because an open file can be read to its end after it was deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from llm_serving.log import get_logger
+
+logger = get_logger(__name__)
+
+MAGIC: Final = b"LLMKV001"
+_HEADER: Final = struct.Struct("<8s16s16sQ")
+"""Magic, fingerprint, block hash, bytes of the contents."""
+DIGEST_BYTES: Final = 16
+OVERHEAD_BYTES: Final = _HEADER.size + DIGEST_BYTES
+TEMPORARY: Final = "temporary"
+KEPT_FRACTION: Final = 0.9
+"""Fraction of `max_bytes` that an eviction leaves, so that not each write has to read the folder."""
+
+
+class Written(NamedTuple):
+    is_new: bool
+    """Whether the block was written. If not, it was there already, or the folder cannot be used."""
+    num_evicted: int = 0
+
+
+class _File(NamedTuple):
+    used_ns: int
+    path: str
+    num_bytes: int
+
+
+class DiskStore:
+    """Reads and writes the blocks of one model in a folder that other processes and models may use too.
+
+    Together the files have at most `max_bytes`; the least recently used ones are deleted. No error of the disk is
+    raised: a block that cannot be read is not found, a block that cannot be written is not stored, and the first error
+    after a success is logged.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, fingerprint: bytes) -> None:
+        self.folder = folder
+        self.num_bytes = -1
+        """Size of all files when this process last changed the folder; -1: unknown."""
+        self.num_damaged = 0
+        self._max_bytes = max_bytes
+        self._fingerprint = fingerprint
+        self._own = folder / fingerprint.hex()
+        self._failed = False
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._locked() as lock:
+                self._evict(lock, 0)
+        except OSError as error:
+            self._record_failure(error)
+        else:
+            text = "disk cache: %.1f of %.1f MiB in %s, model %s"
+            logger.info(text, self.num_bytes / 2**20, max_bytes / 2**20, folder, fingerprint.hex()[:12])
+
+    def touch(self, hashes: Sequence[bytes]) -> int:
+        """Return how many of the first blocks are stored, and count them as used now."""
+        for index, each in enumerate(hashes):
+            try:
+                os.utime(self._own / each.hex())
+            except FileNotFoundError:
+                return index
+            except OSError as error:  # in a read-only folder, blocks can be read but keep their time of use
+                self._record_failure(error)
+                if not os.access(self._own / each.hex(), os.R_OK):
+                    return index
+        return len(hashes)
+
+    def read(self, block_hash: bytes) -> bytes | None:
+        """Return the contents of a block; None if there is none. A damaged file is deleted."""
+        path = self._own / block_hash.hex()
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._record_failure(error)
+            return None
+        end = len(content) - DIGEST_BYTES
+        header = _HEADER.pack(MAGIC, self._fingerprint, block_hash, max(0, end - _HEADER.size))
+        if content[: _HEADER.size] == header and blake2b(content[:end], digest_size=16).digest() == content[end:]:
+            return content[_HEADER.size : end]
+        self.num_damaged += 1
+        logger.warning("disk cache: %s is damaged and is deleted; its block is computed", path)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+
+    def write(self, block_hash: bytes, content: bytes) -> Written:
+        """Store a block, unless it is there. Blocks that were not used for the longest time make room for it."""
+        path = self._own / block_hash.hex()
+        num_bytes = len(content) + OVERHEAD_BYTES
+        if num_bytes > self._max_bytes or os.access(path, os.F_OK):
+            return Written(is_new=False)
+        header = _HEADER.pack(MAGIC, self._fingerprint, block_hash, len(content))
+        digest = blake2b(header, digest_size=DIGEST_BYTES)
+        digest.update(content)
+        temporary = self._own / TEMPORARY
+        try:
+            with self._locked() as lock:
+                total, num_evicted = _read_total(lock), 0
+                if total is None or total + num_bytes > self._max_bytes:
+                    total, num_evicted = self._evict(lock, num_bytes)
+                self._own.mkdir(mode=0o700, exist_ok=True)
+                # Before the file: if this process is killed in between, the size is too large until the next eviction.
+                self._write_total(lock, total + num_bytes)
+                try:
+                    with temporary.open("wb") as file:
+                        file.writelines((header, content, digest.digest()))
+                    temporary.rename(path)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        temporary.unlink()
+                        self._write_total(lock, total)
+                    raise
+        except OSError as error:
+            self._record_failure(error)
+            return Written(is_new=False)
+        if self._failed:
+            self._failed = False
+            logger.info("disk cache: %s can be used again", self.folder)
+        return Written(is_new=True, num_evicted=num_evicted)
+
+    def _evict(self, lock: int, num_bytes: int) -> tuple[int, int]:
+        """Delete leftover temporary files, and, unless `num_bytes` more fit, the least recently used blocks. Return the
+        size of what remains and the number of deleted blocks.
+        """
+        files, total, num_evicted = sorted(self._files()), 0, 0
+        total = sum(each.num_bytes for each in files)
+        kept = self._max_bytes if total + num_bytes <= self._max_bytes else int(KEPT_FRACTION * self._max_bytes)
+        for each in files:
+            if total + num_bytes <= kept or total == 0:
+                break
+            Path(each.path).unlink(missing_ok=True)  # a reader may have deleted it as damaged
+            total -= each.num_bytes
+            num_evicted += 1
+        self._write_total(lock, total)
+        for folder in {os.path.dirname(each.path) for each in files[:num_evicted]} - {str(self._own)}:  # noqa: PTH120
+            with contextlib.suppress(OSError):  # it is not empty
+                os.rmdir(folder)  # noqa: PTH106
+        return total, num_evicted
+
+    def _files(self) -> Iterator[_File]:
+        """Yield the blocks of all models. Delete temporary files, which a process left that was killed."""
+        for model in os.scandir(self.folder):
+            if not model.is_dir(follow_symlinks=False) or len(model.name) != 2 * len(self._fingerprint):
+                continue
+            for entry in os.scandir(model.path):
+                if entry.name == TEMPORARY:
+                    Path(entry.path).unlink()
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    found = entry.stat(follow_symlinks=False)
+                    yield _File(found.st_mtime_ns, entry.path, found.st_size)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[int]:
+        """Yield the descriptor of the lock file. The kernel releases the lock when a process ends."""
+        lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield lock
+        finally:
+            os.close(lock)
+
+    def _write_total(self, lock: int, total: int) -> None:
+        os.pwrite(lock, b"%020d" % total, 0)
+        self.num_bytes = total
+
+    def _record_failure(self, error: OSError) -> None:
+        if not self._failed:
+            self._failed = True
+            reason = error.strerror or str(error)
+            text = "disk cache: %s: %s. No blocks are stored; blocks that cannot be read are computed."
+            logger.warning(text, self.folder, reason)
+        self.num_bytes = -1
+
+
+def _read_total(lock: int) -> int | None:
+    text = os.pread(lock, 20, 0)
+    return int(text) if len(text) == 20 and text.isdigit() else None
