@@ -101,7 +101,7 @@ def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
                 notice=loaded.notice,
                 compute_fingerprint=loaded.compute_fingerprint,
             )
-            metrics.moves.block_bytes = loaded.block_bytes
+            metrics.moves.block_bytes = metrics.disk.block_bytes = loaded.block_bytes
             metrics.watch_memory(index, partial(_memory_of, config, engine.scheduler, executor))
             metrics.watch_state_slots(index, partial(_state_slots_of, engine.scheduler))
             yield engine

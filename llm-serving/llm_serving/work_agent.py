@@ -61,8 +61,9 @@ from llm_serving.transport.messages import (
 )
 from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers, max_frame_bytes, transfer_memory
 from llm_serving.transport.tls_identity import ClusterIdentity, read_secret
+from llm_serving.worker.disk_store import DiskStore
 from llm_serving.worker.kv_transfer import BackgroundThrottle, BlockStore, serve_blocks
-from llm_serving.worker.loading import load_runner
+from llm_serving.worker.loading import load_runner, open_disk_store
 from llm_serving.worker.model_runner import ModelRunner
 
 logger = get_logger(__name__)
@@ -88,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.connect is None:
             channel = _channel(socket.socket(fileno=args.socket_fd))
+            if args.blocks_fd is not None:
+                blocks = _channel(socket.socket(fileno=args.blocks_fd))
         else:
             channel = connect_to_master(args.connect, args.token, args.secret_file)
             if args.blocks_token is not None:
@@ -149,7 +152,7 @@ def serve(
     Args:
         memory_fd: Memory file of the step buffers; None: arrays are in the frames.
         ranks_fd, transfer_fd, group_port: As for `worker.loading.load_runner`.
-        blocks: Channel to the master that transfers KV blocks; None: memory is shared, or nothing is transferred.
+        blocks: Channel to the master that transfers KV blocks or uses the disk cache; None: there is no need.
         model_path: Folder of the model on this machine; None: the path in `LoadModel`.
 
     Raises:
@@ -173,10 +176,15 @@ def serve(
         return
     try:
         load = load_runner if ranks_fd is None else partial(load_runner, ranks_fd=ranks_fd, group_port=group_port)
-        with contextlib.nullcontext(transfer_fd) if blocks is None else transfer_memory() as memory:
+        with (
+            transfer_memory()
+            if transfer_fd is None and blocks is not None
+            else contextlib.nullcontext(transfer_fd) as memory
+        ):
             load = load if memory is None else partial(load, transfer_fd=memory)
             runner, notice = load(settings, on_progress=lambda text: channel.send(Progress(text)))
         fingerprint = weight_fingerprint(Path(settings.model_path)) if memory_fd is None else ""
+        disk = None if settings.disk_cache_path is None else open_disk_store(settings, runner)
     except RankLostError:
         raise
     except LLMServingError as error:
@@ -196,7 +204,7 @@ def serve(
     throttle = BackgroundThrottle()
     if blocks is not None:
         blocks.max_frame_bytes = max_frame_bytes(tensors.block_bytes)
-        arguments = blocks, tensors.transfer, channel, throttle
+        arguments = blocks, tensors.transfer, channel, throttle, disk, settings.block_size
         threading.Thread(target=_serve_blocks, args=arguments, name="blocks", daemon=True).start()
     channel.send(Loaded(*sizes, notice, runner.compute_fingerprint, tensors.block_bytes, fingerprint))
     buffers: SharedBuffers | InlineArrays
@@ -209,11 +217,16 @@ def serve(
 
 
 def _serve_blocks(
-    blocks: Channel[MasterMessage], pool: BlockStore, steps: Channel[MasterMessage], throttle: BackgroundThrottle
+    blocks: Channel[MasterMessage],
+    pool: BlockStore,
+    steps: Channel[MasterMessage],
+    throttle: BackgroundThrottle,
+    disk: DiskStore | None,
+    block_size: int,
 ) -> None:
     """Serve KV block requests. When this connection ends, close `steps` too, so that the WorkAgent is replaced."""
     try:
-        serve_blocks(blocks, pool, throttle.pause_after)
+        serve_blocks(blocks, pool, throttle.pause_after, disk=disk, block_size=block_size)
     except ChannelClosedError:
         pass
     except Exception:
@@ -309,6 +322,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--group-port", type=int, default=0, help="port of this machine for the collective group of the ranks"
     )
     parser.add_argument("--rank", type=int, help="rank of this process, for its log lines")
+    parser.add_argument("--blocks-fd", type=int, help="socket to the master for the disk cache, inherited from it")
     parser.add_argument("--transfer-fd", type=int, help="memory of the KV transfer pool, inherited")
     parser.add_argument(
         "--connect", metavar="HOST:PORT", help="the master on another machine, instead of inherited descriptors"

@@ -54,7 +54,7 @@ _NEUTRAL_KEYS: Final[tuple[tuple[str, str], ...]] = (
     ("model_config", "vocab_size pad_token_id seq_length"),
     # Batch sizes and times.
     ("model_config", "prefill_batch_size decode_batch_size batch_waiting_time batching_strategy"),
-    ("pa_config", "num_blocks num_swap_blocks num_state_slots decode_seq_length"),
+    ("pa_config", "num_blocks num_swap_blocks num_state_slots disk_cache_path disk_cache_bytes decode_seq_length"),
     ("device_config", "num_threads max_device_memory"),
     # Without effect on generation, or about embeddings, which have no receipts.
     ("model_config", "page_attention pooling"),

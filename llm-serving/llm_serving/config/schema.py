@@ -67,11 +67,23 @@ class ServingConfig:
 
     @property
     def num_transfer_blocks(self) -> int:
-        """KV blocks in the transfer buffer of each replica; 0: no request is transferred."""
+        """KV blocks in the transfer buffer of each replica; 0: there is no transfer and no disk cache."""
+        if self.pa.disk_cache_path is not None:
+            return 2 * self.num_disk_blocks
         if RoleName.PREFILL not in self.roles:
             return 0
-        longest = -(-self.model.max_generate_length // self.pa.block_size)
-        return self.cluster.num_transfer_blocks or 4 * longest
+        return self.cluster.num_transfer_blocks or 4 * self._longest_blocks
+
+    @property
+    def num_disk_blocks(self) -> int:
+        """KV blocks in the transfer buffer of each replica that are read from the disk cache at the same time, and as
+        many that are written: those of the longest request.
+        """
+        return 0 if self.pa.disk_cache_path is None else self._longest_blocks
+
+    @property
+    def _longest_blocks(self) -> int:
+        return -(-self.model.max_generate_length // self.pa.block_size)
 
     def num_state_slots(self, state_bytes: int) -> int:
         """Return the number of state slots of each WorkAgent; 0: no states. `state_bytes`: bytes of one slot."""

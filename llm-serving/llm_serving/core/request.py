@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_serving.core.constraint import Constraint, ConstraintMatcher
 from llm_serving.core.request_class import STANDARD, RequestClass
@@ -78,6 +78,17 @@ class Transfer:
     def without_blocks(self) -> Transfer:
         """Return a copy without blocks, so that everything is recomputed."""
         return replace(self, block_ids=(), epochs=(), start=0, num_tokens=0)
+
+
+class DiskPrefix(NamedTuple):
+    """What the disk cache has of a request's prompt (`kvcache.disk_prefixes`)."""
+
+    num_stored: int
+    """Number of the prompt's first blocks that are on the disk."""
+    start: int = 0
+    """Index in the prompt of the first block of `blocks`."""
+    blocks: tuple[tuple[int, int], ...] = ()
+    """(block id, epoch) of blocks that were read from the disk into the transfer pool, in token order."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -191,6 +202,8 @@ class ScheduledRequest(ClientRequest):
     """Whether the blocks are being exported, so that no further step of this replica computes the request."""
     transfer: Transfer | None = None
     """State imported from the replica that computed the prompt."""
+    disk_prefix: DiskPrefix | None = None
+    """None: the disk cache was not asked, and the prompt is not stored."""
 
     # End
     finish_reason: FinishReason | None = None

@@ -19,6 +19,7 @@ from llm_serving.engine.sinks import attach_sink, deliver, finish
 from llm_serving.errors import LLMServingError, WorkerError
 from llm_serving.executor.executor import Executor, StepFailedError
 from llm_serving.executor.step_builder import StepBuilder
+from llm_serving.kvcache.transfer_pool import TransferPool
 from llm_serving.log import get_logger
 from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.metrics import Metrics
@@ -47,6 +48,7 @@ class Engine(EngineRequests):
     Args (for the others see `EngineRequests`):
         restart_wait_s: Maximum seconds that requests wait for a WorkAgent that restarts.
         notice: Warning for the operator about the WorkAgent; usually empty.
+        disk_reads: Blocks of the transfer pool to read from the disk into; None: there is no disk cache.
         build_step: Builds the input of a step from a schedule and a step number; None: `StepBuilder.build`.
     """
 
@@ -70,6 +72,7 @@ class Engine(EngineRequests):
         pooling: PoolingMode = PoolingMode.LAST,
         build_step: BuildStep | None = None,
         attach_sink: AttachSink = attach_sink,
+        disk_reads: TransferPool | None = None,
     ) -> None:
         super().__init__(
             scheduler, executor, tokenizer, metrics, publish, index, audit_every, event_log, drafter, clock, attach_sink
@@ -89,6 +92,8 @@ class Engine(EngineRequests):
         self._step_metrics = MetricsObserver(metrics, scheduler, index)
         observers: list[StepObserver] = [] if self.migration is None else [self.migration]
         observers += [self._fairness, self._reports, self._step_metrics]
+        if disk_reads is not None:
+            observers.append(self._use_disk_cache(disk_reads, metrics))
         if self.event_log.enabled:
             observers.append(self.event_log)
         if drafter is not None:

@@ -14,6 +14,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.timings import Clock
 from llm_serving.engine.audit import Auditor
 from llm_serving.engine.deadlines import Deadlines
+from llm_serving.engine.disk_cache import DiskCache
 from llm_serving.engine.fleet.accounting import FleetSync
 from llm_serving.engine.fleet.migration import MigratingRequest, RequestMigration
 from llm_serving.engine.inbox import Inbox
@@ -24,7 +25,7 @@ from llm_serving.errors import WorkerDiedError
 from llm_serving.executor.cluster.block_link import BlockLink
 from llm_serving.executor.executor import Executor
 from llm_serving.executor.restart_status import RestartStatus
-from llm_serving.kvcache.transfer_pool import TransferBlock
+from llm_serving.kvcache.transfer_pool import TransferBlock, TransferPool
 from llm_serving.log import get_logger
 from llm_serving.observability.event_log import EventLog
 from llm_serving.observability.metrics import Metrics
@@ -50,6 +51,8 @@ class EngineRequests:
     two steps. Only the engine's thread may call those of the second group. One in `audit_every` requests is audited (0:
     none). `attach_sink` gives a request its output sink, and queues the requests to compute first.
     """
+
+    disk_cache: DiskCache | None = None
 
     def __init__(
         self,
@@ -172,6 +175,8 @@ class EngineRequests:
     def close(self) -> None:
         """Close the inbox's file descriptor. The engine must make no further step."""
         self._inbox.close("the engine is closed")
+        if self.disk_cache is not None:
+            self.disk_cache.close()
 
     @property
     def dead(self) -> str | None:
@@ -190,11 +195,12 @@ class EngineRequests:
     @property
     def num_waiting(self) -> int:
         """Number of waiting requests, including those in the inbox."""
-        return self.scheduler.num_waiting + len(self._inbox.messages)
+        num_waiting = self.scheduler.num_waiting + len(self._inbox.messages)
+        return num_waiting if self.disk_cache is None else num_waiting + self.disk_cache.num_waiting
 
     @property
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_unfinished_requests or bool(self._inbox.messages)
+        return self.scheduler.has_unfinished_requests or self.num_waiting > 0
 
     @property
     def mean_step_s(self) -> float | None:
@@ -281,6 +287,19 @@ class EngineRequests:
         if self._deadlines.heap and (deadline := self._deadlines.next) is not None:
             timeouts_s.append(max(0.0, deadline - now))
         return min(timeouts_s, default=None)
+
+    def _use_disk_cache(self, reads: TransferPool, metrics: Metrics) -> DiskCache:
+        """Let requests wait for their prefix from the disk. `reads`: blocks of the transfer pool to read into."""
+        self.disk_cache = DiskCache(
+            self.scheduler,
+            self._executor,
+            reads,
+            metrics.disk,
+            lambda message: self._inbox.post(message),
+            lambda request: self.event_log.queued(request, self._clock()),
+        )
+        self._attach_sink = self.disk_cache.attach_sink
+        return self.disk_cache
 
     def _drain_inbox(self) -> None:
         """Handle the messages of other threads, and end requests whose deadline has passed."""

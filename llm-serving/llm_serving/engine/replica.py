@@ -16,6 +16,7 @@ from llm_serving.engine.engine import Engine
 from llm_serving.engine.engine_requests import Publish
 from llm_serving.executor.executor import Executor
 from llm_serving.kvcache import BlockManager, StateSlots
+from llm_serving.kvcache.disk_prefixes import DiskPrefixes
 from llm_serving.kvcache.transfer_pool import TransferPool
 from llm_serving.log import get_logger
 from llm_serving.observability.event_log import EventLog
@@ -69,9 +70,11 @@ def build_scheduler(
         num_swap_blocks=num_swap_blocks,
         prefix_caching=scheduler.prefix_caching and not whole_prompts,
         window=sliding_window,
-        exports=create_transfer_pool(config.num_transfer_blocks, index),
+        exports=create_transfer_pool(config.num_transfer_blocks - 2 * config.num_disk_blocks, index),
         states=states,
     )
+    if config.num_disk_blocks:
+        blocks.disk = DiskPrefixes(config.pa.block_size, create_disk_exports(config.num_disk_blocks, index))
     if whole_prompts:
         blocks.max_request_tokens = min(blocks.max_request_tokens, scheduler.max_prefill_tokens)
     limits, policy, classes, order, _ = build_rules(config, blocks.max_request_tokens, whole_prompts=whole_prompts)
@@ -89,6 +92,11 @@ def build_scheduler(
 def create_transfer_pool(num_transfer_blocks: int, index: int) -> TransferPool:
     """Create replica `index`'s part of the transfer pool, with `num_transfer_blocks` blocks and new epochs."""
     return TransferPool(num_transfer_blocks, index * num_transfer_blocks, next(_POOL_NUMBERS) * EPOCHS_PER_POOL)
+
+
+def create_disk_exports(num_disk_blocks: int, index: int) -> TransferPool:
+    """Create the pool of blocks that replica `index` writes to the disk. Those read from it follow in the memory."""
+    return TransferPool(num_disk_blocks, 2 * index * num_disk_blocks, next(_POOL_NUMBERS) * EPOCHS_PER_POOL)
 
 
 def build_rules(config: ServingConfig, max_request_tokens: int, *, whole_prompts: bool = False) -> SchedulingRules:
@@ -189,6 +197,9 @@ def build_engine(
     if (states := scheduler.blocks.states) is not None:
         text = "replica %d: %d state slots, %d reserved for running requests"
         logger.info(text, index, states.pool.num_blocks, states.max_running)
+    if (num_disk := config.num_disk_blocks) > 0:
+        epoch = next(_POOL_NUMBERS) * EPOCHS_PER_POOL
+        options["disk_reads"] = TransferPool(num_disk, (2 * index + 1) * num_disk, epoch)
     event_log = EventLog(config.serving.explain_requests, config.serving.timeline_steps)
     engine = Engine(
         scheduler,

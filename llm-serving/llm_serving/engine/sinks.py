@@ -22,7 +22,7 @@ class SequenceSink:
 
     def __init__(self, request: Request, context: SinkContext) -> None:
         self.request = request
-        self.active_requests = (request,)
+        self.active_requests: tuple[Request, ...] = (request,)
         self._context = context
 
     def start(self) -> None:

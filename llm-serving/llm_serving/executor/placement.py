@@ -67,7 +67,7 @@ class StartedAgent(NamedTuple):
     machine: str = ""
     """Address of the WorkAgent's machine; empty: the master's own."""
     blocks: AgentChannel | None = None
-    """Connection that transfers KV blocks; None: they are transferred through shared memory, or not at all."""
+    """Connection that transfers KV blocks or uses the disk cache; None: there is no need."""
 
 
 class Placement(Protocol):
@@ -112,11 +112,11 @@ class LocalPlacement:
             try:
                 buffers = SharedBuffers.create(settings.num_buffers, settings.buffer_bytes)
                 undo.callback(buffers.close)
-                process, link = self._start(undo, index, settings, buffers.fd, log_level)
+                process, link, blocks = self._start(undo, index, settings, buffers.fd, log_level)
             except OSError as error:
                 raise WorkerDiedError(f"WorkAgent {index} cannot be started: {error.strerror or error}") from error
             undo.pop_all()
-        return StartedAgent(process, link, buffers)
+        return StartedAgent(process, link, buffers, blocks=blocks)
 
     def settings(self, settings: LoadModel) -> LoadModel:
         return settings
@@ -126,14 +126,21 @@ class LocalPlacement:
 
     def _start(
         self, undo: contextlib.ExitStack, index: int, settings: LoadModel, memory_fd: int, log_level: str
-    ) -> tuple[AgentProcess, AgentLink]:
+    ) -> tuple[AgentProcess, AgentLink, AgentChannel | None]:
         arguments = ["--index", str(index), "--log-level", log_level, "--memory-fd", str(memory_fd)]
         inherited = [memory_fd]
         if self._transfer_fd is not None:
             arguments += ["--transfer-fd", str(self._transfer_fd)]
             inherited.append(self._transfer_fd)
-        channels, given = list[AgentChannel](), list[ProcessArguments]()
+        channels, given, blocks = list[AgentChannel](), list[ProcessArguments](), None
         with contextlib.ExitStack() as handed_over:
+            if settings.disk_cache_path is not None:
+                ours, theirs = socket.socketpair()
+                handed_over.enter_context(theirs)
+                blocks = Channel[AgentMessage](ours, AgentMessage)  # type: ignore[arg-type]
+                undo.callback(blocks.close)
+                arguments += ["--blocks-fd", str(theirs.fileno())]
+                inherited.append(theirs.fileno())
             for _ in range(settings.num_ranks):
                 ours, theirs = socket.socketpair()
                 handed_over.enter_context(theirs)
@@ -145,4 +152,4 @@ class LocalPlacement:
                 )
             process = start_processes(given)
         undo.callback(process.wait_or_kill, 0.0)
-        return process, join_channels(channels)
+        return process, join_channels(channels), blocks

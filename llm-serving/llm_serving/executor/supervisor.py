@@ -73,7 +73,7 @@ class WorkAgentProcess:
     machine: str = ""
     """Empty: the master's own machine."""
     block_link: BlockLink | None = None
-    """None: blocks are transferred through shared memory, or not at all."""
+    """Transfers blocks to another machine, or uses the disk cache; None: there is no need."""
     _closed: bool = False
 
     def stop(self) -> None:
@@ -144,7 +144,7 @@ def start_work_agent(
         undo.pop_all()
     link = None
     if blocks is not None:
-        assert isinstance(channel, Channel)  # only WorkAgents of other machines have a block channel
+        assert isinstance(channel, Channel)  # several ranks have no block channel
         link = BlockLink(blocks, loaded.block_bytes, settings.step_timeout_s, channel)
     return WorkAgentProcess(index, process, channel, buffers, loaded, machine, link)
 
@@ -233,6 +233,8 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         num_state_slots=config.pa.num_state_slots,
         num_ranks=config.cluster.tensor_parallel,
         draft_model_path=_text(config.scheduler.draft_model_path),
+        disk_cache_path=None if (path := config.pa.disk_cache_path) is None else str(path.absolute()),
+        disk_cache_bytes=config.pa.disk_cache_bytes,
     )
 
 

@@ -13,6 +13,7 @@ from llm_serving.core.step import NO_BLOCK, BlockMove, BlockMoveKind
 from llm_serving.core.window import NO_WINDOW, Window
 from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.block_table import BlockTable, block_hash, namespace_hash
+from llm_serving.kvcache.disk_prefixes import DiskPrefixes
 from llm_serving.kvcache.state_slots import StateSlots
 from llm_serving.kvcache.transfer_pool import TransferBlock, TransferPool
 
@@ -32,6 +33,8 @@ class BlockManager:
 
     states: StateSlots | None = None
     """State slots of the model. None: it has no states, or the scheduler was restored from a recording without them."""
+    disk: DiskPrefixes | None = None
+    """None: there is no disk cache."""
 
     def __init__(
         self,
@@ -237,6 +240,8 @@ class BlockManager:
             self._release_import(self._import_tables.pop(request_id))
         if self.states is not None:
             self.states.free(request_id)
+        if self.disk is not None:
+            self.disk.free(request_id)
         self._block_hashes.pop(request_id, None)
         self._unshared.discard(request_id)
 
@@ -290,6 +295,20 @@ class BlockManager:
             moves += self.states.export(request_id, target.blocks(end), num_tokens)
         return moves
 
+    def prompt_hashes(self, request: Request) -> list[bytes]:
+        """Return the hashes of the full blocks of a request's prompt."""
+        return self._hashes_of(request, request.num_prompt_tokens // self.block_size)
+
+    def import_from_disk(self, request: Request, num_shared: int) -> int:
+        """Import the blocks read from the disk for a request that `admit` gave `num_shared` computed tokens. Return how
+        many it has now.
+        """
+        assert self.disk is not None
+        table, hashes = self._tables[request.request_id], self.prompt_hashes(request)
+        moves = self.disk.imports(request.request_id, table, num_shared // self.block_size, hashes, self.pool)
+        self._block_moves += moves
+        return num_shared + len(moves) * self.block_size
+
     def pop_released_imports(self) -> list[TransferBlock]:
         """Return the imported blocks since the last call that can be reclaimed after the steps formed so far."""
         if not self._released_imports:
@@ -308,6 +327,8 @@ class BlockManager:
         self.transfer_pool.cancel_all()
         if self.states is not None:
             self.states.reset()
+        if self.disk is not None:
+            self.disk.reset()
 
     def pop_block_moves(self) -> list[BlockMove]:
         """Return the moves decided since the last call, in order."""
@@ -328,6 +349,8 @@ class BlockManager:
         assert counts <= {1}, "a request with guaranteed blocks shares some"
         if self.states is not None:
             self.states.check_integrity(self._tables, self._host_tables)
+        if self.disk is not None:
+            self.disk.exports.check_integrity()
 
     def check_writable(self, request_id: str, start: int, end: int) -> None:
         """Raise AssertionError unless the blocks of the tokens [start, end) belong to this request only."""

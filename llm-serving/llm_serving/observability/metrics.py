@@ -26,7 +26,7 @@ from llm_serving.observability.metric_families import (
     counter_by,
     gauge,
 )
-from llm_serving.observability.transfer_metrics import MoveMetrics, SwapMetrics
+from llm_serving.observability.transfer_metrics import DiskMetrics, MoveMetrics, SwapMetrics
 
 
 class Totals(NamedTuple):
@@ -87,6 +87,7 @@ class Metrics(Collector):
         self.classes = ClassMetrics(self._labels, classes)
         self.swaps = SwapMetrics(self._labels)
         self.moves = MoveMetrics(self._labels)
+        self.disk = DiskMetrics(self._labels)
         self.http = HttpMetrics(self._labels)
         self.replicas: Callable[[], ReplicaCounts] = lambda: ReplicaCounts(0, 0)
         """Called at each scrape."""
@@ -313,6 +314,7 @@ class Metrics(Collector):
         yield from self.classes.collect()
         yield from self.swaps.collect()
         yield from self.moves.collect()
+        yield from self.disk.collect()
         yield from self.http.collect()
 
     def _watched(

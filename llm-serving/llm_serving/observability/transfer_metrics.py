@@ -84,3 +84,47 @@ class MoveMetrics:
         yield counter("llm_serving:moved_bytes_total", text, labels, self._num_blocks * self.block_bytes)
         text = "Sum of the seconds from a request's last step at one replica to its first step at the other."
         yield counter("llm_serving:move_seconds_total", text, labels, self._seconds)
+
+
+class DiskMetrics:
+    """Blocks read from and written to the disk cache, summed over replicas."""
+
+    def __init__(self, labels: Labels) -> None:
+        self._labels = labels
+        self._lock = Lock()
+        self.block_bytes = 0
+        """Bytes of a block over all layers; 0: unknown."""
+        self._num_looked_up = self._num_read = self._num_damaged = self._num_written = self._num_evicted = 0
+        self._num_bytes = -1
+
+    def record_read(self, num_looked_up: int, num_read: int, num_damaged: int, num_bytes: int) -> None:
+        """Count a lookup. `num_looked_up`: full blocks of the prompt that were not in memory. `num_bytes`: size of all
+        files; -1: the folder cannot be used.
+        """
+        with self._lock:
+            self._num_looked_up += num_looked_up
+            self._num_read += num_read
+            self._num_damaged += num_damaged
+            self._num_bytes = num_bytes
+
+    def record_stored(self, num_written: int, num_evicted: int, num_bytes: int) -> None:
+        """Count blocks that were written. `num_bytes`: as for `record_read`."""
+        with self._lock:
+            self._num_written += num_written
+            self._num_evicted += num_evicted
+            self._num_bytes = num_bytes
+
+    def collect(self) -> Iterator[Metric]:
+        labels, size = self._labels, self.block_bytes
+        for name, text, value in (
+            ("queried_blocks", "Blocks of prompts that were not in memory and were looked up", self._num_looked_up),
+            ("hit_blocks", "Blocks of prompts that were read", self._num_read),
+            ("read_bytes", "Bytes of the blocks that were read", self._num_read * size),
+            ("written_blocks", "Blocks that were written", self._num_written),
+            ("written_bytes", "Bytes of the blocks that were written", self._num_written * size),
+            ("evicted_blocks", "Least recently used blocks that were deleted", self._num_evicted),
+            ("damaged_blocks", "Files that were deleted because their checksum did not match", self._num_damaged),
+        ):
+            yield counter(f"llm_serving:disk_cache_{name}_total", f"Disk cache: {text}.", labels, value)
+        text = "Disk cache: size of all files, or -1 if the folder cannot be used."
+        yield gauge("llm_serving:disk_cache_bytes", text, labels, self._num_bytes)

@@ -219,6 +219,7 @@ class RecordedScheduler(Scheduler):
                 request.transfer,
                 request.num_cached_tokens,
                 request.first_scheduled_time,
+                request.disk_prefix,
             )
         )
         super().add(request)

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 import msgspec
 
-from llm_serving.core.request import Transfer
+from llm_serving.core.request import DiskPrefix, Transfer
 from llm_serving.core.step import BlockMove
 from llm_serving.errors import RecordingError
 from llm_serving.kvcache.transfer_pool import TransferBlock
@@ -70,6 +70,7 @@ class Added(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     """KV blocks from another replica."""
     num_cached_tokens: int
     first_scheduled_time: float | None
+    disk_prefix: DiskPrefix | None = None
 
 
 class Drafted(msgspec.Struct, array_like=True, frozen=True, tag="draft"):

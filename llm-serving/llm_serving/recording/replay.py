@@ -263,4 +263,5 @@ def _request(event: Added) -> Request:
         transfer=event.transfer,
         num_cached_tokens=event.num_cached_tokens,
         first_scheduled_time=event.first_scheduled_time,
+        disk_prefix=event.disk_prefix,
     )

@@ -12,6 +12,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.core.step import BlockMove, StateAccess
 from llm_serving.kvcache import BlockManager, StateSlots
+from llm_serving.kvcache.disk_prefixes import DiskPrefixes, StoredBlocks
 from llm_serving.scheduler.running import RunningSlots
 from llm_serving.scheduler.waiting import WaitingRequests
 
@@ -118,6 +119,8 @@ class Schedule:
     """Moves of the blocks of `migrating`, executed after the rows are computed."""
     states: list[StateAccess] = field(default_factory=list)
     """Where the rows read and store their states; empty for a model without states."""
+    stores: Sequence[StoredBlocks] = ()
+    """Blocks of prompts among `exports` that are written to the disk after the reply."""
     num_bound_violations: int = 0
     """Number of waits and gaps that exceeded a bound in this step; more than 0 is a defect of the scheduler."""
     num_tokens: int = field(init=False)
@@ -257,6 +260,21 @@ def plan_exports(rows: Sequence[ScheduledRow], blocks: BlockManager) -> tuple[li
             migrating.append(row)
             exports += moves
     return migrating, exports
+
+
+def plan_stores(
+    rows: Sequence[ScheduledRow], blocks: BlockManager, disk: DiskPrefixes, exports: list[BlockMove]
+) -> list[StoredBlocks]:
+    """Return the blocks of prompts that a step with these rows exports for the disk. Add their moves to `exports`."""
+    stores = []
+    for row in rows:
+        request = row.request
+        if disk.stores(request.request_id):
+            table, hashes = blocks.table(request.request_id), blocks.prompt_hashes(request)
+            if (stored := disk.store(request, row.end, table, hashes)) is not None:
+                stores.append(stored[0])
+                exports += stored[1]
+    return stores
 
 
 def plan_states(rows: Sequence[ScheduledRow], states: StateSlots) -> list[StateAccess]:

@@ -27,6 +27,7 @@ from llm_serving.scheduler.schedule import (
     find_blocked,
     plan_exports,
     plan_states,
+    plan_stores,
 )
 from llm_serving.scheduler.tenant_limits import SlotDemand
 
@@ -97,6 +98,9 @@ class Scheduler:
         self._num_beams += request.is_beam
         self._num_with_prompt_results += request.has_prompt_results
         self._num_migrating += request.wants_migration
+        if request.disk_prefix is not None:
+            assert self.blocks.disk is not None
+            self.blocks.disk.add(request.request_id, request.disk_prefix)
         if (transfer := request.transfer) is not None:
             request.num_computed_tokens = transfer.num_tokens
             request.num_preemptions = transfer.num_preemptions
@@ -142,6 +146,8 @@ class Scheduler:
         results = collect_prompt_results(rows) if self._num_with_prompt_results else []
         states = [] if self.blocks.states is None else plan_states(rows, self.blocks.states)
         migrating, exports = plan_exports(rows, self.blocks) if self._num_migrating else ([], [])
+        disk = self.blocks.disk
+        stores = () if disk is None else plan_stores(rows, self.blocks, disk, exports)
         started = self._advance(plan, rows, running)
         if plan.considers_prompts:
             self._closed_classes = plan.closed_classes
@@ -156,7 +162,7 @@ class Scheduler:
         moves, drafts = self.blocks.pop_block_moves(), plan.has_draft_tokens
         return Schedule(
             *(plan.number, rows, moves, started, preempted, preemptions, results, drafts, migrating, exports, states),
-            violations,
+            *(stores, violations),
         )
 
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
@@ -164,6 +170,9 @@ class Scheduler:
         got a token, in row order, then those that finish with their prompt results.
         """
         self._confirm(schedule.rows)
+        for store in schedule.stores:
+            assert self.blocks.disk is not None
+            self.blocks.disk.exports.hand_over(store.key)
         assert schedule.num_samples == len(token_ids), f"{len(token_ids)} tokens for {schedule.num_samples} samples"
         updated, end = [], 0
         for row in schedule.rows:
@@ -268,6 +277,8 @@ class Scheduler:
 
     def reclaim_exported_blocks(self, blocks: Sequence[TransferBlock]) -> None:
         self.blocks.transfer_pool.reclaim(blocks)
+        if self.blocks.disk is not None:
+            self.blocks.disk.exports.reclaim(blocks)
 
     def _remove(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:

@@ -233,6 +233,8 @@ class PrefillStage:
         slots = self._slots
         num_tokens, is_protected = slots.num_tokens_to_allocate(request), slots.is_protected(request)
         num_found = self._blocks.admit(request, num_tokens, parent, guaranteed=is_protected)
+        if self._blocks.disk is not None:
+            num_found = self._blocks.import_from_disk(request, num_found)
         if request.num_computed_tokens == 0:  # otherwise its blocks are swapped in or imported
             request.num_computed_tokens = request.num_confirmed_tokens = num_found
         if request.first_scheduled_time is None:

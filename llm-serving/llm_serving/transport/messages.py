@@ -22,6 +22,10 @@ A second connection transfers KV blocks between machines; replies come in the or
   |  <- BlockContents(blocks, ...) ----  |   or BlocksRefused(error)
   |  -- BlockContents(blocks, ...) --->  |
   |  <- BlocksWritten(blocks) ---------  |   or BlocksRefused(error)
+  |  -- LoadBlocks(hashes, blocks) --->  |   if there is a disk cache
+  |  <- BlocksLoaded(num_stored, ...) -  |   or BlocksRefused(error)
+  |  -- StoreBlocks(hashes, blocks) -->  |
+  |  <- BlocksStored(num_bytes, ...) --  |   or BlocksRefused(error)
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ import msgspec
 from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT, ComputeFingerprint
 from llm_serving.core.step import DraftRequest
 
-PROTOCOL_VERSION = 23
+PROTOCOL_VERSION = 24
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -97,6 +101,8 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     """Number of slots for states of fixed size; None: see `models.memory.num_state_slots`."""
     num_ranks: int = 1
     rank: int = 0
+    disk_cache_path: str | None = None
+    disk_cache_bytes: int = 0
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):
@@ -213,6 +219,43 @@ class BlocksWritten(msgspec.Struct, tag="blocks_written", frozen=True):
     epochs: list[int]
 
 
+class LoadBlocks(msgspec.Struct, tag="load_blocks", frozen=True):
+    """Request to read a part of a prompt from the disk cache into transfer pool blocks."""
+
+    hashes: list[bytes]
+    """Hashes of the full blocks of the prompt."""
+    start: int
+    """Index of the first block to read."""
+    block_ids: list[int]
+    """Where to read the blocks from `start` to. Each gets its epoch."""
+    epochs: list[int]
+
+
+class BlocksLoaded(msgspec.Struct, tag="blocks_loaded", frozen=True):
+    num_stored: int
+    """Number of the prompt's first blocks that are on the disk."""
+    num_read: int
+    num_damaged: int
+    """Number of files that were deleted because their contents did not match their checksum."""
+    num_bytes: int
+    """As in `BlocksStored`."""
+
+
+class StoreBlocks(msgspec.Struct, tag="store_blocks", frozen=True):
+    """Request to write transfer pool blocks to the disk cache."""
+
+    hashes: list[bytes]
+    block_ids: list[int]
+    epochs: list[int]
+
+
+class BlocksStored(msgspec.Struct, tag="blocks_stored", frozen=True):
+    num_written: int
+    num_evicted: int
+    num_bytes: int
+    """Size of all files of the folder; -1: unknown, because the folder cannot be used."""
+
+
 class BlocksRefused(msgspec.Struct, tag="blocks_refused", frozen=True):
     error: str
 
@@ -221,7 +264,18 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     pass
 
 
-MasterMessage = Hello | LoadModel | RunStep | SetAllowedTokens | Propose | ReadBlocks | BlockContents | Shutdown
+MasterMessage = (
+    Hello
+    | LoadModel
+    | RunStep
+    | SetAllowedTokens
+    | Propose
+    | ReadBlocks
+    | BlockContents
+    | LoadBlocks
+    | StoreBlocks
+    | Shutdown
+)
 AgentMessage = (
     Attach
     | Welcome
@@ -234,5 +288,7 @@ AgentMessage = (
     | Proposed
     | BlockContents
     | BlocksWritten
+    | BlocksLoaded
+    | BlocksStored
     | BlocksRefused
 )

@@ -12,7 +12,18 @@ from typing import Final, Protocol
 from llm_serving.core.timings import Clock
 from llm_serving.errors import ProtocolError, WorkerError
 from llm_serving.transport.channel import Channel
-from llm_serving.transport.messages import BlockContents, BlocksRefused, BlocksWritten, MasterMessage, ReadBlocks
+from llm_serving.transport.messages import (
+    BlockContents,
+    BlocksLoaded,
+    BlocksRefused,
+    BlocksStored,
+    BlocksWritten,
+    LoadBlocks,
+    MasterMessage,
+    ReadBlocks,
+    StoreBlocks,
+)
+from llm_serving.worker.disk_store import Written
 
 SHARE: Final = 0.1
 """Maximum fraction of a core that background work may use while steps run."""
@@ -28,20 +39,41 @@ class BlockStore(Protocol):
     ) -> None: ...
 
 
+class Disk(Protocol):
+    """The part of `worker.disk_store.DiskStore` that the master's requests need."""
+
+    num_bytes: int
+    num_damaged: int
+
+    def touch(self, hashes: Sequence[bytes]) -> int: ...
+
+    def read(self, block_hash: bytes) -> bytes | None: ...
+
+    def write(self, block_hash: bytes, content: bytes) -> Written: ...
+
+
 def serve_blocks(
     channel: Channel[MasterMessage],
     pool: BlockStore,
     pause_after: Callable[[float], None] = lambda took_s: None,
     clock: Clock = time.thread_time,
+    disk: Disk | None = None,
+    block_size: int = 0,
 ) -> None:
     """Serve the master's requests for blocks in a separate thread, until the connection ends with a TransportError.
-    `pause_after` is called after each frame with the CPU seconds it took, measured by `clock`.
+    `pause_after` is called after each frame with the CPU seconds it took, measured by `clock`; not after a read from
+    `disk`, the disk cache of blocks of `block_size` tokens. None: there is none.
     """
     began = clock()
     while True:
-        channel.send(_answer(channel.receive(), pool))
+        message = channel.receive()
+        if disk is not None and isinstance(message, LoadBlocks | StoreBlocks):
+            channel.send(_use_disk(message, pool, disk, block_size))
+        else:
+            channel.send(_answer(message, pool))
         ended = clock()
-        pause_after(ended - began)
+        if not isinstance(message, LoadBlocks):  # a request waits for the next one
+            pause_after(ended - began)
         began = ended
 
 
@@ -55,6 +87,46 @@ def _answer(message: MasterMessage, pool: BlockStore) -> BlockContents | BlocksW
     except WorkerError as error:
         return BlocksRefused(str(error))
     raise ProtocolError(f"expected blocks, got {str(message)[:100]}")
+
+
+def _use_disk(
+    message: LoadBlocks | StoreBlocks, pool: BlockStore, disk: Disk, block_size: int
+) -> BlocksLoaded | BlocksStored | BlocksRefused:
+    try:
+        if isinstance(message, LoadBlocks):
+            return _load(message, pool, disk, block_size)
+        return _store(message, pool, disk, block_size)
+    except WorkerError as error:
+        return BlocksRefused(str(error))
+
+
+def _load(message: LoadBlocks, pool: BlockStore, disk: Disk, block_size: int) -> BlocksLoaded:
+    num_stored, num_damaged = disk.touch(message.hashes), disk.num_damaged
+    stop = min(num_stored, message.start + len(message.block_ids))
+    num_read = 0
+    for index in range(message.start, stop):
+        content = disk.read(message.hashes[index])
+        if content is None:
+            for each in message.hashes[index + 1 : stop]:  # to delete other damaged files, which would be kept
+                disk.read(each)
+            num_stored = index
+            break
+        pool.write([message.block_ids[num_read]], [message.epochs[num_read]], [block_size], content)
+        num_read += 1
+    return BlocksLoaded(num_stored, num_read, disk.num_damaged - num_damaged, disk.num_bytes)
+
+
+def _store(message: StoreBlocks, pool: BlockStore, disk: Disk, block_size: int) -> BlocksStored:
+    num_written = num_evicted = 0
+    for each in zip(message.hashes, message.block_ids, message.epochs, strict=True):
+        block_hash, block_id, epoch = each
+        tokens, content = pool.read([block_id], [epoch])
+        if tokens != [block_size]:
+            raise WorkerError(f"block {block_id} of the transfer pool is not full")
+        written = disk.write(block_hash, content)
+        num_written += written.is_new
+        num_evicted += written.num_evicted
+    return BlocksStored(num_written, num_evicted, disk.num_bytes)
 
 
 class BackgroundThrottle:

@@ -34,6 +34,7 @@ DTYPE: Final = "model_config.model_dtype"
 BLOCK_SIZE: Final = "pa_config.block_size"
 TARGET: Final = "device_config.device_target"
 KERNELS: Final = "device_config.kernels"
+DISK_CACHE: Final = "pa_config.disk_cache_path"
 
 NPU_FOLDER: Path = Path("/dev")
 MULTIPLE: Final = 16
@@ -101,6 +102,13 @@ class CacheConfig:
     checkpoints of cached prefixes, the states after draft tokens, and the states of swapped requests. null:
     `decode_batch_size` and as many spare slots, but at most 1 GiB of spare slots, and always 8 or more. No effect on
     other models."""
+    disk_cache_path: Path | None = option(None, path(Kind.MADE_FOLDER))
+    """Folder on a local disk that keeps the KV blocks of prompts, so that the beginning of a prompt that was computed
+    before is read instead, also after a restart. Only this user can read the folder. Several servers and models may
+    share it. null: no disk cache."""
+    disk_cache_bytes: int = option(16 * 2**30, MEMORY)
+    """Maximum size in bytes of all files in `disk_cache_path`, or text such as "16GB". The least recently used blocks
+    are deleted."""
     decode_seq_length: int | None = option(None, integer(1), expert=True)
     """Accepted from older files, which repeat `model_config.max_generate_length` here. No effect; a smaller value is
     reported in the log."""
@@ -201,6 +209,8 @@ def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormer
     _check_kv_cache(values, spec)
     _check_states(values, spec)
     _notice_swap(values)
+    if values[DISK_CACHE] is not None:
+        _check_disk_cache(values, spec)
 
 
 def _check_multiple(values: Values, spec: ModelSpec | None, head_multiple: int, hint: str) -> None:
@@ -333,6 +343,31 @@ def _check_memory(values: Values, spec: ModelSpec) -> None:
             "cache"
         )
         raise values.error("device_config.max_device_memory", rule)
+
+
+_FOR_DISK_CACHE: Final = (
+    ("scheduler_config.prefix_caching", True, "blocks are found by the hashes of prefix caching"),
+    ("cluster_config.engine", "local", "only WorkAgents of this machine use its disk"),
+    ("cluster_config.tensor_parallel", 1, "each rank has a part of a block"),
+    ("cluster_config.roles", None, "both need the transfer buffer"),
+    ("model_config.mindir_path", None, "the KV cache inside an exported graph cannot be read"),
+)
+"""(key, the only value allowed with a disk cache, reason)."""
+
+
+def _check_disk_cache(values: Values, spec: ModelSpec | None) -> None:
+    for other, needed, why in _FOR_DISK_CACHE:
+        if values[other] != needed:
+            raise values.error(DISK_CACHE, f"must be null with `{other}: {values[other]}`: {why}")
+    if spec is None:
+        return
+    if spec.states:
+        raise values.error(DISK_CACHE, "must be null for a model with fixed-size states: they are not in KV blocks")
+    if spec.window is not None:
+        rule = "must be null for a model whose layers all have a sliding window: its first blocks are freed early"
+        raise values.error(DISK_CACHE, rule)
+    if not spec.network.causal:
+        raise values.error(DISK_CACHE, "must be null for a model that is not causal: its prompts share no blocks")
 
 
 def _notice_swap(values: Values) -> None:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from llm_serving.errors import TransportError, WorkerDiedError, WorkerError
+from llm_serving.errors import DeadlineExceededError, TransportError, WorkerDiedError, WorkerError
 from llm_serving.executor.worker_process import AgentChannel
 from llm_serving.kvcache.transfer_pool import TransferBlock
-from llm_serving.transport.messages import AgentMessage, BlockContents, BlocksRefused, BlocksWritten, ReadBlocks
+from llm_serving.transport.messages import (
+    AgentMessage,
+    BlockContents,
+    BlocksRefused,
+    BlocksWritten,
+    LoadBlocks,
+    ReadBlocks,
+    StoreBlocks,
+)
 from llm_serving.transport.shared_memory import (
     MAX_FRAMES_IN_FLIGHT,
     MAX_TOKENS_PER_BLOCK,
@@ -72,6 +80,26 @@ class BlockLink:
                 if not isinstance(reply, BlocksWritten) or (reply.block_ids, reply.epochs) != names:
                     raise self._invalid_reply(reply)
 
+    def use_disk(
+        self, request: LoadBlocks | StoreBlocks, late_after_s: float, on_late: Callable[[], None]
+    ) -> AgentMessage:
+        """Return the reply to a request for the disk cache, however long it takes: until then, the WorkAgent may still
+        write the blocks. `on_late` is called after `late_after_s` seconds. Raise WorkerError if there is no reply.
+        """
+        self._send(request)
+        try:
+            try:
+                reply = self._channel.receive(late_after_s)
+            except DeadlineExceededError:
+                on_late()
+                reply = self._channel.receive()
+        except TransportError as error:
+            self.close()
+            raise WorkerDiedError(str(error)) from error
+        if isinstance(reply, BlocksRefused):
+            raise WorkerError(reply.error[:_REASON_CHARS])
+        return reply
+
     def close(self) -> None:
         """Close the connection and wake a thread that waits for a reply. Idempotent."""
         self.is_closed = True
@@ -98,7 +126,7 @@ class BlockLink:
                 for _ in in_flight:
                     self._receive()
 
-    def _send(self, request: ReadBlocks | BlockContents) -> None:
+    def _send(self, request: ReadBlocks | BlockContents | LoadBlocks | StoreBlocks) -> None:
         if self.is_closed:
             raise WorkerDiedError("the WorkAgent has exited")
         try:

@@ -1,0 +1,296 @@
+"""The engine's part of the disk cache: it reads the prefixes of arriving requests, and stores computed prompts.
+
+A request with a full block in its prompt waits here, before the scheduler knows it and without a slot, until the
+WorkAgent has read the blocks that are on the disk but not in the cache. If that takes longer than `LATE_S`, the request
+is computed. The result is part of the request (`Request.disk_prefix`), so a recording contains it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from llm_serving.core.request import FINISHED, DiskPrefix, FinishReason, Request
+from llm_serving.core.timings import monotonic
+from llm_serving.engine.output_processor import SinkContext
+from llm_serving.engine.sinks import SequenceSink, attach_sink
+from llm_serving.errors import LLMServingError, WorkerDiedError
+from llm_serving.executor.cluster.block_link import BlockLink
+from llm_serving.executor.executor import Executor
+from llm_serving.kvcache.block_table import BlockTable
+from llm_serving.kvcache.disk_prefixes import StoredBlocks
+from llm_serving.kvcache.transfer_pool import TransferBlock, TransferPool
+from llm_serving.log import get_logger
+from llm_serving.observability.step_observer import CompletedStep, StepObserver
+from llm_serving.observability.transfer_metrics import DiskMetrics
+from llm_serving.scheduler import Schedule, Scheduler
+from llm_serving.scheduler.schedule import Blocked
+from llm_serving.transport.messages import AgentMessage, BlocksLoaded, BlocksStored, LoadBlocks, StoreBlocks
+
+logger = get_logger(__name__)
+
+LATE_S: Final = 5.0
+"""Maximum seconds that requests wait for the disk."""
+STORED_BYTES: Final = 2**20
+"""Bytes of the blocks that are stored by one message. A read waits for at most one message."""
+READ, STORE, END = range(3)
+"""Order of the messages to the WorkAgent."""
+
+
+@dataclass(eq=False, slots=True)
+class _Lookup:
+    """A request that waits for the disk."""
+
+    request: Request
+    add: Callable[[], None]
+    """Adds the request to the scheduler."""
+    hashes: list[bytes]
+    table: BlockTable
+    """Blocks of the transfer pool to read into, from the first block of the prompt that is not in the cache."""
+    key: str
+    """Identifies `table` in the pool."""
+    link: BlockLink
+    deadline: float
+    """Time at which the request is computed."""
+    is_waiting: bool = True
+    followers: list[_Lookup] = field(default_factory=list)
+    """Requests that wait for this one, because they share its prefix."""
+
+
+class DiskPrefixSink(SequenceSink):
+    """The sink of a request that waits for the disk before the scheduler gets it."""
+
+    def __init__(self, request: Request, context: SinkContext, disk_cache: DiskCache) -> None:
+        super().__init__(request, context)
+        self.active_requests = ()
+        self._disk_cache = disk_cache
+
+    def start(self) -> None:
+        self._context.processor.start(self.request)
+        self._disk_cache.find(self.request, self._add)
+
+    def set_priority(self, priority: int) -> bool:
+        if self.active_requests:
+            return super().set_priority(priority)
+        self.request.priority = priority
+        return True
+
+    def _add(self) -> None:
+        self.active_requests = (self.request,)
+        self._context.scheduler.add(self.request)
+        self._disk_cache.on_added(self.request)
+
+    def _finish(self, reason: FinishReason, stop_reason: str | None = None) -> None:
+        if self.active_requests:
+            super()._finish(reason, stop_reason)
+            return
+        self.request.status, self.request.finish_reason = FINISHED, reason
+        self._disk_cache.cancel(self.request)
+
+
+class DiskCache(StepObserver):
+    """Reads and stores blocks through the WorkAgent, which alone has the files. For the engine's thread; an own thread
+    waits for the replies. If the WorkAgent restarts, requests that wait are computed.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        reads: TransferPool,
+        metrics: DiskMetrics,
+        post: Callable[[Callable[[], None]], None],
+        on_added: Callable[[Request], None],
+    ) -> None:
+        """`reads`: blocks of the transfer pool to read into. `post`: calls a function in the engine's thread; it may
+        raise WorkerDiedError. `on_added`: called after the scheduler got a request.
+        """
+        assert scheduler.blocks.disk is not None
+        self._scheduler = scheduler
+        self._blocks, self._disk = scheduler.blocks, scheduler.blocks.disk
+        self._executor = executor
+        self._reads = reads
+        self._metrics = metrics
+        self._post = post
+        self.on_added = on_added
+        self._lookups: dict[str, _Lookup] = {}
+        """Request id -> request that waits."""
+        self._reading: dict[bytes, _Lookup] = {}
+        """Block hash -> request for which the block is being read."""
+        self._released: deque[list[TransferBlock]] = deque()
+        """For each step in flight, the blocks that can be used again after it."""
+        self._is_late = False
+        self._numbers = itertools.count()
+        self._jobs: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
+        self._thread = threading.Thread(target=self._run, name="disk-cache", daemon=True)
+        self._thread.start()
+
+    def attach_sink(self, request: Request, context: SinkContext) -> None:
+        """Give a request its output sink. A request without beams waits for the disk before it is added."""
+        if request.beam_search is not None:
+            attach_sink(request, context)
+            return
+        request.sink = DiskPrefixSink(request, context, self)
+        request.sink.start()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._lookups)
+
+    def find(self, request: Request, add: Callable[[], None]) -> None:
+        """Call `add` once it is known what the disk has of a request's prompt. A fork, and a request whose next block
+        is being read for another one, is added after that one.
+        """
+        hashes, link = self._blocks.prompt_hashes(request), self._executor.block_link
+        if not hashes or link is None or link.is_closed or self._is_late:
+            add()
+            return
+        start = self._blocks.num_prefix_hit_tokens(request) // self._blocks.block_size
+        num_wanted = request.max_prefix_hit_tokens // self._blocks.block_size - start
+        leader = self._lookups.get(request.fork_of or "")
+        if leader is None and num_wanted > 0:
+            leader = self._reading.get(hashes[start])
+        if leader is not None and leader.is_waiting:
+            num_wanted = 0
+        stop = start + min(max(0, num_wanted), self._reads.pool.num_free_blocks)
+        key = str(next(self._numbers))
+        table = self._reads.allocate(key, start, stop, stop * self._blocks.block_size)
+        assert table is not None, "the free blocks were counted"
+        lookup = _Lookup(request, add, hashes, table, key, link, monotonic() + LATE_S)
+        self._lookups[request.request_id] = lookup
+        if leader is not None and leader.is_waiting:
+            self._reads.cancel(key)
+            pairs = zip(hashes, leader.hashes, strict=False)
+            num_common = sum(ours == theirs for ours, theirs in pairs)  # hashes form a chain
+            request.disk_prefix = DiskPrefix(num_common)  # the leader stores these blocks
+            leader.followers.append(lookup)
+            return
+        self._reading.update(dict.fromkeys(hashes[start:stop], lookup))
+        self._start(READ, partial(self._read, lookup))
+
+    def cancel(self, request: Request) -> None:
+        """Forget a request that has finished before it was added."""
+        lookup = self._lookups.pop(request.request_id, None)
+        if lookup is not None:
+            lookup.is_waiting = False
+            self._blocks.free(request.request_id)
+            self._release(lookup)
+
+    def close(self) -> None:
+        self._start(END, None)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def on_scheduled(
+        self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
+    ) -> None:
+        if schedule is not None:
+            self._released.append([])
+        if blocks := self._disk.pop_released():
+            if self._released:
+                self._released[-1] += blocks
+            else:
+                self._reads.reclaim(blocks)
+
+    def on_completed(self, step: CompletedStep) -> None:
+        self._reads.reclaim(self._released.popleft())
+        if not step.schedule.stores:
+            return
+        link = self._executor.block_link
+        count = max(1, STORED_BYTES // max(1, 0 if link is None else link.block_bytes))
+        for store in step.schedule.stores:
+            for start in range(0, len(store.blocks), count):
+                part = slice(start, start + count)
+                piece = StoredBlocks(store.key, store.hashes[part], store.blocks[part])
+                self._start(STORE, partial(self._store, link, piece))
+
+    def on_failed(self, now: float) -> None:
+        while self._released:
+            self._reads.reclaim(self._released.popleft())
+
+    # --- in the disk cache's thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()[2]) is not None:
+            job()
+
+    def _read(self, lookup: _Lookup) -> None:
+        table, reply = lookup.table, None
+        ids, epochs = table.ids[table.start :].tolist(), table.epochs[table.start :].tolist()
+        left_s = lookup.deadline - monotonic()
+        if lookup.is_waiting and left_s > 0:
+            reply = self._ask(lookup.link, LoadBlocks(lookup.hashes, table.start, ids, epochs), left_s)
+        self._reply(partial(self._found, lookup, reply if isinstance(reply, BlocksLoaded) else None))
+
+    def _store(self, link: BlockLink | None, piece: StoredBlocks) -> None:
+        reply = None
+        if link is not None:
+            ids, epochs = [block_id for block_id, _ in piece.blocks], [epoch for _, epoch in piece.blocks]
+            reply = self._ask(link, StoreBlocks(piece.hashes, ids, epochs), LATE_S)
+        if isinstance(reply, BlocksStored):
+            self._metrics.record_stored(reply.num_written, reply.num_evicted, reply.num_bytes)
+        self._reply(partial(self._scheduler.reclaim_exported_blocks, piece.blocks))
+
+    def _ask(self, link: BlockLink, request: LoadBlocks | StoreBlocks, late_after_s: float) -> AgentMessage | None:
+        try:
+            with link.locked(late_after_s):
+                return link.use_disk(request, late_after_s, partial(self._reply, self._on_late))
+        except WorkerDiedError:  # the engine handles it
+            pass
+        except LLMServingError as error:
+            logger.warning("disk cache: a request failed: %s", error)
+        except Exception:
+            logger.exception("disk cache: a request failed")
+        return None
+
+    def _reply(self, message: Callable[[], None]) -> None:
+        try:
+            self._post(message)
+        except WorkerDiedError:  # the engine has ended
+            return
+
+    # --- in the engine's thread -------------------------------------------------------------------------------------
+
+    def _start(self, order: int, job: Callable[[], None] | None) -> None:
+        self._jobs.put((order, next(self._numbers), job))
+
+    def _found(self, lookup: _Lookup, reply: BlocksLoaded | None) -> None:
+        """Add a request whose blocks have been read."""
+        request, self._is_late = lookup.request, False
+        for each in [block_hash for block_hash, reader in self._reading.items() if reader is lookup]:
+            del self._reading[each]
+        blocks = self._reads.hand_over(lookup.key).blocks
+        num_read = 0
+        if reply is not None and lookup.is_waiting and reply.num_read <= len(blocks):
+            num_read = reply.num_read
+            num_stored = min(reply.num_stored, len(lookup.hashes))
+            request.disk_prefix = DiskPrefix(num_stored, lookup.table.start, tuple(blocks[:num_read]))
+            self._metrics.record_read(len(blocks), num_read, reply.num_damaged, reply.num_bytes)
+        self._reads.reclaim(blocks[num_read:])
+        self._add(lookup)
+
+    def _add(self, lookup: _Lookup) -> None:
+        if lookup.is_waiting:
+            lookup.is_waiting = False
+            del self._lookups[lookup.request.request_id]
+            lookup.add()
+        self._release(lookup)
+
+    def _release(self, lookup: _Lookup) -> None:
+        followers, lookup.followers = lookup.followers, []
+        for follower in followers:
+            self._add(follower)
+
+    def _on_late(self) -> None:
+        """Compute all requests that wait, and those that arrive until the disk replies."""
+        if not self._is_late:
+            self._is_late = True
+            logger.warning("disk cache: no reply for %g s; prompts are computed until there is one", LATE_S)
+        for lookup in list(self._lookups.values()):
+            self._add(lookup)

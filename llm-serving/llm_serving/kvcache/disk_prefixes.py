@@ -1,0 +1,115 @@
+"""The scheduler's part of the disk cache: blocks read from the disk for waiting requests, and blocks to be stored."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from llm_serving.core.request import DiskPrefix, Request
+from llm_serving.core.step import BlockMove, BlockMoveKind
+from llm_serving.kvcache.block_pool import BlockPool
+from llm_serving.kvcache.block_table import BlockTable
+from llm_serving.kvcache.transfer_pool import TransferBlock, TransferPool
+
+MAX_EXPORTS: Final = 256
+"""Maximum number of blocks that one row of a step exports, because the step waits for the copies."""
+
+
+class StoredBlocks(NamedTuple):
+    """Full blocks of a prompt in the transfer pool, from which the WorkAgent writes them to the disk."""
+
+    key: str
+    """Identifies the export in `DiskPrefixes.exports`."""
+    hashes: list[bytes]
+    blocks: list[TransferBlock]
+
+
+class DiskPrefixes:
+    """Blocks in the transfer pool that were read from the disk, or will be written to it.
+
+    What the disk has is an input of the scheduler: the engine looks before it adds a request (`Request.disk_prefix`).
+    An admitted request imports the blocks that it does not find in the cache. A step that computes full blocks of a
+    prompt exports those that the disk does not have. If the transfer pool is full, the rest of the prompt is not
+    stored, because a prefix is only found from its start.
+    """
+
+    def __init__(self, block_size: int, exports: TransferPool) -> None:
+        self.exports = exports
+        self._block_size = block_size
+        self._found: dict[str, BlockTable] = {}
+        """Request id -> blocks that were read for it, until it is admitted."""
+        self._num_stored: dict[str, int] = {}
+        """Request id -> number of the prompt's first blocks that were on the disk or have been exported."""
+        self._released: list[TransferBlock] = []
+
+    def add(self, request_id: str, prefix: DiskPrefix) -> None:
+        """Keep what the disk has of a request's prompt until the request is freed."""
+        self._num_stored[request_id] = prefix.num_stored
+        if prefix.blocks:
+            ids, epochs = zip(*prefix.blocks, strict=True)
+            self._found[request_id] = BlockTable(ids, epochs, prefix.start)
+
+    def free(self, request_id: str) -> None:
+        self._num_stored.pop(request_id, None)
+        if (found := self._found.pop(request_id, None)) is not None:
+            self._released += found.blocks(found.start)
+
+    def reset(self) -> None:
+        """Drop all blocks, because the steps that wrote them, or would read them, were lost."""
+        for request_id in list(self._num_stored):
+            self.free(request_id)
+        self.exports.cancel_all()
+
+    def imports(
+        self, request_id: str, table: BlockTable, num_shared: int, hashes: list[bytes], pool: BlockPool
+    ) -> list[BlockMove]:
+        """Return the moves of a request's blocks to its new table, after the first `num_shared` blocks that it shares.
+        Other requests can share them at once, because a step executes its moves before it computes tokens. All blocks
+        that were read for the request are released.
+        """
+        found = self._found.pop(request_id, None)
+        if found is None:
+            return []
+        self._released += found.blocks(found.start)
+        if found.start > num_shared:  # the blocks before were shared when the disk was read, but are not any more
+            return []
+        moves = []
+        for index in range(num_shared, min(found.end, table.end)):
+            blocks = found.ids[index], table.ids[index], found.epochs[index], table.epochs[index]
+            moves.append(BlockMove(int(BlockMoveKind.IMPORT), *blocks, self._block_size))
+            pool.register_hash(table.ids[index], table.epochs[index], hashes[index])
+        return moves
+
+    def stores(self, request_id: str) -> bool:
+        """Return whether a request may have blocks to be stored."""
+        return request_id in self._num_stored
+
+    def store(
+        self, request: Request, num_computed: int, table: BlockTable, hashes: list[bytes]
+    ) -> tuple[StoredBlocks, list[BlockMove]] | None:
+        """Export the full blocks of a prompt that are computed once it has `num_computed` tokens and are not stored.
+        Return them with the moves for that step; None if there are none. `hashes`: of the prompt's full blocks.
+        """
+        start = self._num_stored[request.request_id]
+        wanted = min(num_computed // self._block_size - start, len(hashes) - start, MAX_EXPORTS)
+        stop = start + min(max(0, wanted), self.exports.pool.num_free_blocks)
+        if stop - start < wanted or stop == len(hashes):
+            del self._num_stored[request.request_id]
+        else:
+            self._num_stored[request.request_id] = stop
+        if stop == start:
+            return None
+        key = f"{request.request_id} {start}"
+        target = self.exports.allocate(key, start, stop, stop * self._block_size)
+        assert target is not None, "the free blocks were counted"
+        moves = []
+        for index in range(start, stop):
+            blocks = table.ids[index], target.ids[index], table.epochs[index], target.epochs[index]
+            moves.append(BlockMove(int(BlockMoveKind.EXPORT), *blocks, self._block_size))
+        return StoredBlocks(key, hashes[start:stop], target.blocks(start)), moves
+
+    def pop_released(self) -> list[TransferBlock]:
+        """Return the blocks since the last call that can be used again after the steps formed so far."""
+        if not self._released:
+            return []
+        released, self._released = self._released, []
+        return released
