@@ -11,22 +11,18 @@ default context of this server, 2,048 tokens for each. The table has the median 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import http.client
-import json
 import random
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
+from harness.server_process import complete, serving
 
 _AT_ONCE = 16
 _REPEATS = 3
@@ -34,7 +30,6 @@ _REPEATS = 3
 _CONTEXT = 2048
 _VOCABULARY = range(1000, 20000)
 """Token ids of prompts: words in every vocabulary that GGUF files of chat models have."""
-_START_S = 300
 FIGURES = {
     "one stream, tok/s": True,
     "prompt of 1,000 tokens, s": False,
@@ -66,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
     for number in range(arguments.rounds):
         for name, command in commands.items():
-            with _serving(command) as (port, process):
+            with serving(command) as (port, process):
                 found[name].append(_measure(port, process, seed=number))
                 print(f"{name}, round {number + 1}: {found[name][-1]}", file=sys.stderr)
     print(table({name: medians(rounds) for name, rounds in found.items()}))
@@ -96,70 +91,25 @@ def table(found: dict[str, dict[str, float]]) -> str:
 def _measure(port: int, process: subprocess.Popen[bytes], seed: int) -> dict[str, float]:
     rng = random.Random(seed)
     ids = lambda count: rng.choices(_VOCABULARY, k=count)  # noqa: E731
-    _complete(port, ids(8), 8)
+    complete(port, ids(8), 8)
     at_rest = _memory(process)
     rates, prompts = [], []
     for _ in range(_REPEATS):
-        first = _complete(port, ids(16), 1)
-        rates.append(256 / (_complete(port, ids(16), 257) - first))
-        prompts.append(_complete(port, ids(1000), 1))
+        first = complete(port, ids(16), 1)
+        rates.append(256 / (complete(port, ids(16), 257) - first))
+        prompts.append(complete(port, ids(1000), 1))
     begin = time.perf_counter()
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        list(pool.map(lambda prompt: _complete(port, prompt, 128), [ids(32) for _ in range(_AT_ONCE)]))
+        list(pool.map(lambda prompt: complete(port, prompt, 128), [ids(32) for _ in range(_AT_ONCE)]))
     at_once = _AT_ONCE * 128 / (time.perf_counter() - begin)
     values = statistics.median(rates), statistics.median(prompts), at_once, at_rest, _memory(process)
     return dict(zip(FIGURES, values, strict=True))
-
-
-def _complete(port: int, prompt: Sequence[int], max_tokens: int) -> float:
-    """Return the seconds of a greedy completion of exactly `max_tokens` tokens."""
-    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    begin = time.perf_counter()
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-    with contextlib.closing(connection):
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        answer = json.loads(response.read())
-    if response.status != 200 or answer["usage"]["completion_tokens"] != max_tokens:
-        raise SystemExit(f"the server did not answer with {max_tokens} tokens: HTTP {response.status} {answer}")
-    return time.perf_counter() - begin
 
 
 def _memory(process: subprocess.Popen[bytes]) -> float:
     """Return the MB of all processes of a server; memory that several share is counted once (PSS)."""
     first = psutil.Process(process.pid)
     return sum(each.memory_full_info().pss for each in (first, *first.children(recursive=True))) / 1e6
-
-
-@contextlib.contextmanager
-def _serving(command: Sequence[str]) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """Start a server on a free port, and end it afterwards. Raise SystemExit with its log if it does not start."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log)  # noqa: S603
-        try:
-            deadline = time.monotonic() + _START_S
-            while not _is_healthy(port):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    raise SystemExit(f"{command[0]} did not start:\n{log.read().decode(errors='replace')[-3000:]}")
-                time.sleep(0.2)
-            yield port, process
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def _is_healthy(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    with contextlib.closing(connection):
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
 
 
 if __name__ == "__main__":
