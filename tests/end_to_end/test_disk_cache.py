@@ -103,8 +103,9 @@ def files(folder: Path) -> list[Path]:
 
 
 def test_answers_with_blocks_from_the_disk_equal_computed_ones_and_replay(
-    filled: Path, expected: list[tuple[int, ...]], tmp_path: Path
+    filled: Path, expected: list[tuple[int, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(disk_cache, "READ_BYTES", 100_000)
     assert len(files(filled)) == 15 + 5
     record = f"scheduler_config.record_path={tmp_path}"
     with CachedReplica(filled, record) as replica:

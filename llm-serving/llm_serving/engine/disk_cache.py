@@ -1,8 +1,9 @@
 """The engine's part of the disk cache: it reads the prefixes of arriving requests, and stores computed prompts.
 
 A request with a full block in its prompt waits here, before the scheduler knows it and without a slot, until the
-WorkAgent has read the blocks that are on the disk but not in the cache. If that takes longer than `LATE_S`, the request
-is computed. The result is part of the request (`Request.disk_prefix`), so a recording contains it.
+WorkAgent has read the blocks that are on the disk but not in the cache. After `WAIT_S` the rest is computed; if the
+WorkAgent does not reply for `LATE_S`, everything. The result is part of the request (`Request.disk_prefix`), so a
+recording contains it.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ from llm_serving.transport.messages import AgentMessage, BlocksLoaded, BlocksSto
 
 logger = get_logger(__name__)
 
+WAIT_S: Final = 10.0
+"""Seconds after which no further blocks are read for a request."""
 LATE_S: Final = 5.0
-"""Maximum seconds that requests wait for the disk."""
+"""Maximum seconds that requests wait for the reply to one message."""
+READ_BYTES: Final = 2**24
+"""Bytes of the blocks that one message reads."""
 STORED_BYTES: Final = 2**20
-"""Bytes of the blocks that are stored by one message. A read waits for at most one message."""
+"""Bytes of the blocks that one message stores. A read waits for at most one message."""
 READ, STORE, END = range(3)
 """Order of the messages to the WorkAgent."""
 
@@ -57,7 +62,7 @@ class _Lookup:
     """Identifies `table` in the pool."""
     link: BlockLink
     deadline: float
-    """Time at which the request is computed."""
+    """Time after which no further blocks are read."""
     is_waiting: bool = True
     followers: list[_Lookup] = field(default_factory=list)
     """Requests that wait for this one, because they share its prefix."""
@@ -123,6 +128,8 @@ class DiskCache(StepObserver):
         """Request id -> request that waits."""
         self._reading: dict[bytes, _Lookup] = {}
         """Block hash -> request for which the block is being read."""
+        self._storing: set[bytes] = set()
+        """Hashes of exported blocks that are not written yet."""
         self._released: deque[list[TransferBlock]] = deque()
         """For each step in flight, the blocks that can be used again after it."""
         self._is_late = False
@@ -144,16 +151,17 @@ class DiskCache(StepObserver):
         return len(self._lookups)
 
     def find(self, request: Request, add: Callable[[], None]) -> None:
-        """Call `add` once it is known what the disk has of a request's prompt. A fork, and a request whose next block
-        is being read for another one, is added after that one.
+        """Call `add` once it is known what the disk has of a request's prompt. A request whose next block is being read
+        for another one is added after that one, as is a fork after its parent.
         """
         hashes, link = self._blocks.prompt_hashes(request), self._executor.block_link
-        if not hashes or link is None or link.is_closed or self._is_late:
+        leader = self._lookups.get(request.fork_of or "")
+        is_fork = request.fork_of is not None and leader is None
+        if is_fork or not hashes or link is None or link.is_closed or self._is_late:
             add()
             return
         start = self._blocks.num_prefix_hit_tokens(request) // self._blocks.block_size
         num_wanted = request.max_prefix_hit_tokens // self._blocks.block_size - start
-        leader = self._lookups.get(request.fork_of or "")
         if leader is None and num_wanted > 0:
             leader = self._reading.get(hashes[start])
         if leader is not None and leader.is_waiting:
@@ -162,7 +170,7 @@ class DiskCache(StepObserver):
         key = str(next(self._numbers))
         table = self._reads.allocate(key, start, stop, stop * self._blocks.block_size)
         assert table is not None, "the free blocks were counted"
-        lookup = _Lookup(request, add, hashes, table, key, link, monotonic() + LATE_S)
+        lookup = _Lookup(request, add, hashes, table, key, link, monotonic() + WAIT_S)
         self._lookups[request.request_id] = lookup
         if leader is not None and leader.is_waiting:
             self._reads.cancel(key)
@@ -205,6 +213,7 @@ class DiskCache(StepObserver):
         link = self._executor.block_link
         count = max(1, STORED_BYTES // max(1, 0 if link is None else link.block_bytes))
         for store in step.schedule.stores:
+            self._storing.update(store.hashes)
             for start in range(0, len(store.blocks), count):
                 part = slice(start, start + count)
                 piece = StoredBlocks(store.key, store.hashes[part], store.blocks[part])
@@ -223,24 +232,34 @@ class DiskCache(StepObserver):
     def _read(self, lookup: _Lookup) -> None:
         table, reply = lookup.table, None
         ids, epochs = table.ids[table.start :].tolist(), table.epochs[table.start :].tolist()
-        left_s = lookup.deadline - monotonic()
-        if lookup.is_waiting and left_s > 0:
-            reply = self._ask(lookup.link, LoadBlocks(lookup.hashes, table.start, ids, epochs), left_s)
-        self._reply(partial(self._found, lookup, reply if isinstance(reply, BlocksLoaded) else None))
+        count, num_read, num_damaged = max(1, READ_BYTES // max(1, lookup.link.block_bytes)), 0, 0
+        while lookup.is_waiting and monotonic() < lookup.deadline:
+            part = slice(num_read, num_read + count)
+            request = LoadBlocks(lookup.hashes, table.start + num_read, ids[part], epochs[part])
+            answer = self._ask(lookup.link, request)
+            if not isinstance(answer, BlocksLoaded):
+                reply = None
+                break
+            num_read += answer.num_read
+            num_damaged += answer.num_damaged
+            reply = BlocksLoaded(answer.num_stored, num_read, num_damaged, answer.num_bytes)
+            if answer.num_read < count or num_read == len(ids):
+                break
+        self._reply(partial(self._found, lookup, reply))
 
     def _store(self, link: BlockLink | None, piece: StoredBlocks) -> None:
         reply = None
         if link is not None:
             ids, epochs = [block_id for block_id, _ in piece.blocks], [epoch for _, epoch in piece.blocks]
-            reply = self._ask(link, StoreBlocks(piece.hashes, ids, epochs), LATE_S)
+            reply = self._ask(link, StoreBlocks(piece.hashes, ids, epochs))
         if isinstance(reply, BlocksStored):
             self._metrics.record_stored(reply.num_written, reply.num_evicted, reply.num_bytes)
-        self._reply(partial(self._scheduler.reclaim_exported_blocks, piece.blocks))
+        self._reply(partial(self._written, piece))
 
-    def _ask(self, link: BlockLink, request: LoadBlocks | StoreBlocks, late_after_s: float) -> AgentMessage | None:
+    def _ask(self, link: BlockLink, request: LoadBlocks | StoreBlocks) -> AgentMessage | None:
         try:
-            with link.locked(late_after_s):
-                return link.use_disk(request, late_after_s, partial(self._reply, self._on_late))
+            with link.locked(LATE_S):
+                return link.use_disk(request, LATE_S, partial(self._reply, self._on_late))
         except WorkerDiedError:  # the engine handles it
             pass
         except LLMServingError as error:
@@ -269,11 +288,17 @@ class DiskCache(StepObserver):
         num_read = 0
         if reply is not None and lookup.is_waiting and reply.num_read <= len(blocks):
             num_read = reply.num_read
-            num_stored = min(reply.num_stored, len(lookup.hashes))
-            request.disk_prefix = DiskPrefix(num_stored, lookup.table.start, tuple(blocks[:num_read]))
+            num_stored, hashes = reply.num_stored, lookup.hashes
+            while num_stored < len(hashes) and hashes[num_stored] in self._storing:
+                num_stored += 1
+            request.disk_prefix = DiskPrefix(min(num_stored, len(hashes)), lookup.table.start, tuple(blocks[:num_read]))
             self._metrics.record_read(len(blocks), num_read, reply.num_damaged, reply.num_bytes)
         self._reads.reclaim(blocks[num_read:])
         self._add(lookup)
+
+    def _written(self, piece: StoredBlocks) -> None:
+        self._storing.difference_update(piece.hashes)
+        self._scheduler.reclaim_exported_blocks(piece.blocks)
 
     def _add(self, lookup: _Lookup) -> None:
         if lookup.is_waiting:

@@ -10,7 +10,7 @@ from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.block_table import BlockTable
 from llm_serving.kvcache.transfer_pool import TransferBlock, TransferPool
 
-MAX_EXPORTS: Final = 256
+MAX_EXPORTS: Final = 128
 """Maximum number of blocks that one row of a step exports, because the step waits for the copies."""
 
 
