@@ -61,9 +61,9 @@ from llm_serving.transport.messages import (
 )
 from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers, max_frame_bytes, transfer_memory
 from llm_serving.transport.tls_identity import ClusterIdentity, read_secret
-from llm_serving.worker.disk_store import DiskStore
+from llm_serving.worker.disk_store import DiskStore, open_disk_store
 from llm_serving.worker.kv_transfer import BackgroundThrottle, BlockStore, serve_blocks
-from llm_serving.worker.loading import load_runner, open_disk_store
+from llm_serving.worker.loading import load_runner
 from llm_serving.worker.model_runner import ModelRunner
 
 logger = get_logger(__name__)
@@ -184,7 +184,9 @@ def serve(
             load = load if memory is None else partial(load, transfer_fd=memory)
             runner, notice = load(settings, on_progress=lambda text: channel.send(Progress(text)))
         fingerprint = weight_fingerprint(Path(settings.model_path)) if memory_fd is None else ""
-        disk = None if settings.disk_cache_path is None else open_disk_store(settings, runner)
+        disk, transfer = None, runner.kv_tensors.transfer
+        if settings.disk_cache_path is not None and transfer is not None:
+            disk = open_disk_store(settings, runner.compute_fingerprint, transfer.arrays)
     except RankLostError:
         raise
     except LLMServingError as error:

@@ -11,9 +11,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
+from llm_serving.config import load_config
+from llm_serving.core.fingerprint import ComputeFingerprint
+from llm_serving.executor.supervisor import load_settings
 from llm_serving.worker import disk_store
-from llm_serving.worker.disk_store import DIGEST_BYTES, OVERHEAD_BYTES, TEMPORARY, DiskStore, Written
+from llm_serving.worker.disk_store import DIGEST_BYTES, OVERHEAD_BYTES, TEMPORARY, DiskStore, Written, open_disk_store
+from support.small_model import write_small_model
 
 MODEL, OTHER_MODEL = bytes(16), bytes([1] * 16)
 CONTENT = bytes(range(200)) * 5
@@ -208,3 +214,39 @@ def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path, caplog: pytest
     store = DiskStore(tmp_path / "file" / "cache", 10**6, MODEL)
     assert (store.touch([name(1)]), store.read(name(1)), store.write(name(1), CONTENT).is_new) == (0, None, False)
     assert caplog.text.count("Not a directory") == 1
+
+
+def test_the_fingerprint_covers_the_weights_the_kernels_and_the_settings(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    write_small_model(model)
+    settings = msgspec.structs.replace(
+        load_settings(load_config(None, [], model), 0), disk_cache_path=str(tmp_path / "cache"), disk_cache_bytes=10**6
+    )
+    compute, arrays = ComputeFingerprint(kernels="program"), [np.zeros((9, 2, 16, 8), np.float32)]
+
+    def folder(**changes: object) -> Path:
+        return open_disk_store(msgspec.structs.replace(settings, **changes), compute, arrays)._own
+
+    def folder_of(compute: ComputeFingerprint, *arrays: np.ndarray) -> Path:
+        return open_disk_store(settings, compute, arrays)._own
+
+    first = folder()
+    assert folder(num_blocks=7, max_num_seqs=3, num_threads=1, device_id=4) == first
+    others = [
+        folder(dtype="float16"),
+        folder(quantization="w8a8"),
+        folder(kv_cache_dtype="int8"),
+        folder(block_size=32),
+        folder(exactness="fast"),
+        folder_of(ComputeFingerprint(kernels="program", instruction_set="avx2"), *arrays),
+        folder_of(compute, np.zeros((9, 2, 16, 9), np.float32)),
+        folder_of(compute, np.zeros((9, 2, 16, 8), np.float16)),
+    ]
+    weights = model / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    others.append(folder())
+    os.utime(weights, (1, 1))
+    others.append(folder())
+    assert len({first, *others}) == 1 + len(others)

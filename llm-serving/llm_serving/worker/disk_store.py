@@ -20,7 +20,16 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from llm_serving.core.fingerprint import ComputeFingerprint, code_fingerprint
+from llm_serving.formats.gguf import files_of
 from llm_serving.log import get_logger
+from llm_serving.models.gguf import is_gguf
+from llm_serving.models.weight_reader import weight_fingerprint
+from llm_serving.transport.messages import LoadModel
 
 logger = get_logger(__name__)
 
@@ -199,3 +208,28 @@ class DiskStore:
 def _read_total(lock: int) -> int | None:
     text = os.pread(lock, 20, 0)
     return int(text) if len(text) == 20 and text.isdigit() else None
+
+
+def open_disk_store(
+    settings: LoadModel, compute_fingerprint: ComputeFingerprint, arrays: Sequence[NDArray[np.generic]]
+) -> DiskStore:
+    """Open the disk cache for blocks like those of `arrays`, each [num_blocks, ...].
+
+    The fingerprint covers all that affects the contents of a block beside the tokens: the package's code, the weight
+    files, the kernels, and the settings that change how keys and values are computed.
+    """
+    assert settings.disk_cache_path is not None
+    model = Path(settings.model_path)
+    files = files_of(model) if is_gguf(model) else [*model.iterdir()]
+    facts = (
+        code_fingerprint(),
+        weight_fingerprint(model),
+        sorted((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files if each.is_file()),
+        compute_fingerprint,
+        [(array.dtype.str, array.shape[1:]) for array in arrays],
+        *(settings.dtype, settings.quantization, settings.group_size, settings.kv_cache_dtype),
+        *(settings.implementation, settings.kernels, settings.exactness, settings.block_size, settings.max_model_len),
+        *(settings.device_target, settings.num_ranks, settings.rank),
+    )
+    fingerprint = blake2b(msgspec.msgpack.encode(facts), digest_size=16).digest()
+    return DiskStore(Path(settings.disk_cache_path), settings.disk_cache_bytes, fingerprint)

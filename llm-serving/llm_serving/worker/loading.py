@@ -6,30 +6,27 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
 import mindspore as ms
-import msgspec
 import psutil
 
 from llm_serving.backends import Backend, create_backend
 from llm_serving.config.sections.device import DeviceConfig
 from llm_serving.core.enums import ExactnessName, ImplementationName, KVCacheDtypeName, QuantizationName
-from llm_serving.core.fingerprint import ComputeFingerprint, code_fingerprint
+from llm_serving.core.fingerprint import ComputeFingerprint
 from llm_serving.core.step import DRAFT_WINDOW, MAX_DRAFT_REQUESTS, MAX_DRAFT_TOKENS, blocks_per_draft_request
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.core.window import Window
 from llm_serving.errors import ConfigError, KernelError
-from llm_serving.formats.gguf import Gguf, files_of
+from llm_serving.formats.gguf import Gguf
 from llm_serving.kernels import library
 from llm_serving.kernels.compiler import library_path
 from llm_serving.kernels.ranks import Ranks
 from llm_serving.log import get_logger
 from llm_serving.lowering.mindformers import mindformers_version
 from llm_serving.lowering.mindir import check_graph_settings, graph_settings
-from llm_serving.models.gguf import is_gguf
 from llm_serving.models.memory import (
     FREE_MEMORY_FRACTION,
     FREE_NPU_MEMORY_FRACTION,
@@ -40,12 +37,11 @@ from llm_serving.models.memory import (
     readable_size,
 )
 from llm_serving.models.spec import ModelSpec
-from llm_serving.models.weight_reader import check_folder, weight_fingerprint
+from llm_serving.models.weight_reader import check_folder
 from llm_serving.network.quantization import Quantization
 from llm_serving.transport.messages import LoadModel
 from llm_serving.worker.compiled_graph import load_networks
 from llm_serving.worker.device import backend_for, configure_device, free_npu_memory, npu_memory_limit
-from llm_serving.worker.disk_store import DiskStore
 from llm_serving.worker.draft_model import DraftModel
 from llm_serving.worker.exactness import OF_EXPERTS, check_block_size, guarantee
 from llm_serving.worker.kv_cache import block_bytes, element_bytes, num_blocks_for
@@ -226,28 +222,6 @@ def _compute_fingerprint(backend: Backend, device: DeviceConfig, framework: str,
         framework=framework,
         ranks=num_ranks,
     )
-
-
-def open_disk_store(settings: LoadModel, runner: ModelRunner) -> DiskStore:
-    """Open the disk cache. Its fingerprint covers all that affects the contents of a block beside the tokens: the
-    package's code, the weight files, the kernels, and the settings that change how keys and values are computed.
-    """
-    transfer = runner.kv_tensors.transfer
-    assert transfer is not None and settings.disk_cache_path is not None
-    model = Path(settings.model_path)
-    files = files_of(model) if is_gguf(model) else [*model.iterdir()]
-    facts = (
-        code_fingerprint(),
-        weight_fingerprint(model),
-        sorted((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files if each.is_file()),
-        runner.compute_fingerprint,
-        [(array.dtype.str, array.shape[1:]) for array in transfer.arrays],
-        *(settings.dtype, settings.quantization, settings.group_size, settings.kv_cache_dtype),
-        *(settings.implementation, settings.kernels, settings.exactness, settings.block_size, settings.max_model_len),
-        *(settings.device_target, settings.num_ranks, settings.rank),
-    )
-    fingerprint = blake2b(msgspec.msgpack.encode(facts), digest_size=16).digest()
-    return DiskStore(Path(settings.disk_cache_path), settings.disk_cache_bytes, fingerprint)
 
 
 def _quantization(settings: LoadModel, backend: Backend) -> Quantization | None:
