@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from sys import getsizeof
 from typing import Final
@@ -36,10 +37,16 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name if name.startswith(ROOT) else f"{ROOT}.{name}")
 
 
+logged_model: ContextVar[str] = ContextVar("logged_model", default="")
+"""Name of the model that a log line is about; empty if the server has one model. Set in each thread and request."""
+
+
 class SingleLineFormatter(logging.Formatter):
     """Escapes control characters, so that client texts cannot forge log lines. Tracebacks are not changed."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        if name := logged_model.get():
+            record.message = f"{name}: {record.message}"
         return _CONTROL_CHARACTERS.sub(lambda found: repr(found[0])[1:-1], super().formatMessage(record))
 
 

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from llm_serving.config.model_size import check_memory
 from llm_serving.config.schema import ServingConfig
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.engine_requests import Publish
 from llm_serving.engine.replica import build_engine
+from llm_serving.errors import ConfigError
 from llm_serving.executor.cluster.open_placement import open_placement
 from llm_serving.executor.model_files import SameFiles
 from llm_serving.executor.placement import Placement
 from llm_serving.executor.restart_status import StartCancellation
 from llm_serving.executor.supervisor import ConsistencyCheck, SupervisedExecutor, WorkAgentProcess, start_work_agent
 from llm_serving.hub.base import DownloadProgress
-from llm_serving.log import get_logger
+from llm_serving.log import get_logger, logged_model
 from llm_serving.models.pooling import pooling_mode
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observability.metrics import Metrics, StateSlotUsage, WorkAgentMemory
 from llm_serving.scheduler import Scheduler
 from llm_serving.server.app import run_file, serve
 from llm_serving.server.batches.schemas import RequestCounts
+from llm_serving.server.served_models import OpenedModel
 from llm_serving.text.tokenizer.tokenizer import Tokenizer, check_draft_vocabulary, notice_of_unknown_tokens
 from llm_serving.transport.messages import Loaded
 
@@ -40,12 +44,39 @@ def run(config: ServingConfig) -> int:
         WorkerDiedError: No WorkAgent could be started.
         NoWorkAgentsError: All WorkAgents have exhausted their restarts, and `exit_without_work_agents` is set.
     """
+    if config.models:
+        return _run_several(config.models)
     with open_placement(config) as placement:
         return serve(build(config, placement))
 
 
+def _run_several(configs: Sequence[ServingConfig]) -> int:
+    at_start = [config for config in configs if config.load_at_start]
+    check_memory(at_start)
+    with contextlib.ExitStack() as stack:
+        opened = [open_model(config) for config in at_start]
+        for each in opened:
+            stack.callback(each.close)
+        return serve(opened[0].engine, opened[1:], open_checked)
+
+
+def open_model(config: ServingConfig) -> OpenedModel:
+    """Build the engine of one of several models without starting it. Raise ConfigError if it cannot be used."""
+    with contextlib.ExitStack() as undo:
+        engine = build(config, undo.enter_context(open_placement(config)), config.model.model_name)
+        return OpenedModel(engine, undo.pop_all().close)
+
+
+def open_checked(config: ServingConfig) -> OpenedModel:
+    """Check that a model fits into the memory that is free now, then do as `open_model`."""
+    check_memory([config])
+    return open_model(config)
+
+
 def run_batch(config: ServingConfig, source: Path, target: Path) -> RequestCounts:
     """Answer a file of requests, or continue an interrupted run. Raise LLMServingError also if a file is unusable."""
+    if config.models:
+        raise ConfigError("run-batch serves one model: `models` must not be given. A server takes batches for several")
     with DownloadProgress(unit="line") as bar:
 
         def show(counts: RequestCounts) -> None:
@@ -56,8 +87,8 @@ def run_batch(config: ServingConfig, source: Path, target: Path) -> RequestCount
             return asyncio.run(run_file(build(config, placement), source, target, show))
 
 
-def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
-    """Build the engine of a configuration without starting it."""
+def build(config: ServingConfig, placement: Placement, log_name: str = "") -> AsyncEngine:
+    """Build the engine of a configuration without starting it. `log_name`: name of the model in the log."""
     assert config.model.model_path is not None
     spec = ModelSpec.from_folder(config.model.model_path)
     tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)
@@ -71,6 +102,8 @@ def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
 
     @contextmanager
     def open_replica(index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
+        logged_model.set(log_name)
+
         def start(previous: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
             agent = same_files.start_checked(
                 partial(start_work_agent, config, index, on_progress, previous, timeout_s, cancellation, placement)

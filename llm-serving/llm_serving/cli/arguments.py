@@ -234,8 +234,10 @@ def load_servable(arguments: argparse.Namespace) -> ServingConfig:
     if config.model.model_path is None:
         rule = config.model_hint or "pass --model FOLDER (or --model demo), or set model_config.model_path"
         raise ConfigError(f"no model to serve: {rule}")
-    get_weights(config, say)
-    check_weights(config)
+    for model in config.models or (config,):
+        if model.load_at_start:
+            get_weights(model, say)
+        check_weights(model)
     return config
 
 

@@ -32,9 +32,11 @@ def add_to(commands: Subcommands) -> None:
 
 def run_check(arguments: argparse.Namespace) -> int:
     config = load(arguments)
-    check_weights(config)
-    text = "\n".join([describe(config), *_tokens(config), *_sampling(config), *_memory(config), *_bounds(config)])
-    print(text, flush=True)
+    for model in config.models or (config,):
+        check_weights(model)
+        head = [f"# --- {model.model.model_name} ---"] if config.models else []
+        lines = [*head, describe(model), *_tokens(model), *_sampling(model), *_memory(model), *_bounds(model)]
+        print("\n".join(lines), flush=True)
     return 0
 
 

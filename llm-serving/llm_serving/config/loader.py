@@ -23,6 +23,8 @@ from llm_serving.config.legacy import (
     MindFormersFile,
     read_mindformers,
 )
+from llm_serving.config.models import OF_ROWS, ModelRow, combine, read_rows
+from llm_serving.config.models import SECTION as MODELS
 from llm_serving.config.paths import CREATED, DEMO_WORD, find, resolve, resolve_model, search_folders
 from llm_serving.config.schema import DEFAULTS, OPTIONS, RULES, SECTIONS, TABLES, Origin, ServingConfig
 from llm_serving.config.sections.cluster import check_cluster
@@ -51,6 +53,7 @@ MODEL_PATH: Final = "model_config.model_path"
 MODEL_CFG_PATH: Final = "model_config.model_cfg_path"
 DRAFT_MODEL_PATH: Final = "scheduler_config.draft_model_path"
 MODEL_NAME: Final = "model_config.model_name"
+MODEL_ALIASES: Final = "model_config.model_aliases"
 MODEL_DTYPE: Final = "model_config.model_dtype"
 DEVICE_TARGET: Final = "device_config.device_target"
 AGENT_PORTS: Final = "serving_config.agent_ports"
@@ -65,7 +68,7 @@ RESOLVED_PATHS: Final = (
 )
 
 ACCEPTED_KEYS: Final = (*RULES, *ALIASES, *WITHOUT_EFFECT)
-_SECTION_NAMES: Final = tuple(dict.fromkeys([*(name.partition(".")[0] for name in ACCEPTED_KEYS), *TABLES]))
+_SECTION_NAMES: Final = tuple(dict.fromkeys([*(name.partition(".")[0] for name in ACCEPTED_KEYS), *TABLES, MODELS]))
 
 
 @dataclass(frozen=True)
@@ -101,15 +104,34 @@ def load_config(
             `model_config.model_path`. For a hub name, small files may be downloaded to check that the model is
             supported.
     """
+    sections = [] if path is None else list(_sections(read_yaml(path)))
+    rows = [row for section, content in sections if section == MODELS for row in read_rows(content)]
+    if not rows:
+        return _load(path, sections, overrides, model)
+    if model is not None:
+        raise ConfigError(f"--model must not be given with `{MODELS}`, whose rows have paths. Given: {model}")
+    configs = combine(rows, [_load(path, sections, overrides, None, row) for row in rows])
+    return dataclasses.replace(configs[0], models=configs)
+
+
+def _load(
+    path: Path | None,
+    sections: Sequence[tuple[str, Located]],
+    overrides: Sequence[str],
+    model: str | Path | None,
+    row: ModelRow | None = None,
+) -> ServingConfig:
+    """Check the configuration of one model. The keys of `row` take precedence over those of the file's sections."""
     reading = _Reading()
-    if path is not None:
-        folders = search_folders(path.parent)
-        for section, content in _sections(read_yaml(path)):
-            if section in TABLES:
-                reading.tables[section].read(content)
-                continue
+    folders = () if path is None else search_folders(path.parent)
+    for section, content in sections:
+        if section in TABLES:
+            reading.tables[section].read(content)
+        elif section != MODELS:
             for key, item in content.items():
                 _accept(reading, f"{section}.{key}", _Given(plain(item), item.where, folders))
+    if row is not None:
+        _accept_row(reading, row, folders)
     for override in overrides:
         _accept_override(reading, override)
     if model is not None:
@@ -121,7 +143,19 @@ def load_config(
         _use_checkpoint(values, mindformers)
     spec = _resolve_paths(values, reading)
     _check(values, spec, mindformers, reading.tables)
-    return dataclasses.replace(_build(values, reading.tables), origin=Origin(path, tuple(overrides), model))
+    origin = Origin(path, tuple(overrides), model, None if row is None else row.name)
+    return dataclasses.replace(_build(values, reading.tables), origin=origin)
+
+
+def _accept_row(reading: _Reading, row: ModelRow, folders: tuple[Path, ...]) -> None:
+    for name in OF_ROWS:
+        if (given := reading.given.get(name)) is not None:
+            rule = f"must be given in the rows of `{MODELS}` only"
+            raise ConfigError(f"{given.source}: `{name}` {rule}. Given: {shorten(given.value)}")
+    # Models have no aliases by default: those of a single model would select several.
+    aliases, own_name = Located([], row.where), Located(row.name, row.where)
+    for name, item in ((MODEL_ALIASES, aliases), *row.keys, (MODEL_NAME, own_name)):
+        _accept(reading, name, _Given(plain(item), item.where, folders, is_override=True))
 
 
 def _check(

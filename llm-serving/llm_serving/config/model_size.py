@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import psutil
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.enums import QuantizationName
 from llm_serving.core.window import Window
+from llm_serving.errors import ConfigError
 from llm_serving.formats.gguf import Gguf
 from llm_serving.models.memory import (
     CANN_BYTES,
@@ -70,6 +72,34 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     ]
     width = max(len(name) for name, _ in rows)
     return ModelSize([f"{name:<{width}}  {text}" for name, text in rows], fits)
+
+
+def check_memory(configs: Sequence[ServingConfig]) -> None:
+    """Raise ConfigError, with the need of each model, if the WorkAgents of several models on a CPU do not fit into the
+    memory that is free now. Nothing is read but each model's config.json.
+    """
+    needs = {each.model.model_name: needed_bytes(each) for each in configs if each.device.device_target == "CPU"}
+    free, total = psutil.virtual_memory().available, sum(needs.values())
+    if total > free:
+        each = ", ".join(f"{name} {readable_size(need)}" for name, need in needs.items())
+        rule = f"must fit into the {readable_size(free)} that are free; they need {readable_size(total)}"
+        raise ConfigError(f"`models` {rule}: {each}. Reduce pa_config.num_blocks, or quantize the weights")
+
+
+def needed_bytes(config: ServingConfig) -> int:
+    """Return the least memory of a model's WorkAgents: weights, processes, largest step, states, draft model, and the
+    KV cache of `pa_config.num_blocks`, or one block if the size of the cache is derived from the memory.
+    """
+    assert config.model.model_path is not None
+    spec = ModelSpec.from_folder(config.model.model_path).of_rank(0, config.cluster.tensor_parallel)
+    is_plain = config.device.kernels == "plain"
+    dtype_bytes = 4 if is_plain or config.model.model_dtype == "float32" else 2
+    step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size
+    num_slots = (config.pa.num_blocks or 1) + config.pa.num_swap_blocks
+    cache = num_slots * config.pa.block_size * spec.kv_bytes_per_token(dtype_bytes, int8=config.quant.has_coded_cache)
+    states = config.num_state_slots(spec.state_bytes) * spec.state_bytes
+    used = -kv_cache_bytes_left(0, spec, dtype_bytes, *step, config.quant.weights_on(config.device))
+    return (used + cache + states + _draft_bytes(config, dtype_bytes)) * config.num_processes
 
 
 def _states(config: ServingConfig, spec: ModelSpec) -> list[tuple[str, str]]:

@@ -33,6 +33,12 @@ class Change(NamedTuple):
 
 def read_again(running: ServingConfig) -> ServingConfig:
     """Read the files of a configuration again, with the original flags. Raise ConfigError if they break a rule."""
+    read = read_all_again(running)
+    return read if running.origin is None or running.origin.row is None else row_of(read, running.origin.row)
+
+
+def read_all_again(running: ServingConfig) -> ServingConfig:
+    """Do as `read_again`, but return the configuration of the first of several models, with all of them."""
     origin = running.origin
     if origin is None or origin.path is None:
         raise ConfigError("there is no YAML to read again: the server was started without --config")
@@ -40,6 +46,15 @@ def read_again(running: ServingConfig) -> ServingConfig:
     if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
         raise ConfigError(f"{path}: must be a plain file to be read again")
     return load_config(path, origin.overrides, origin.model)
+
+
+def row_of(config: ServingConfig, name: str) -> ServingConfig:
+    """Return the configuration of a row of the section `models`. Raise ConfigError if there is none with this name."""
+    for each in config.models:
+        if each.model.model_name == name:
+            return each
+    names = ", ".join(each.model.model_name for each in config.models) or "none"
+    raise ConfigError(f"the section `models` must have a row of this name; its rows are {names}. Given: {name}")
 
 
 def check_reload(started: ServingConfig, running: ServingConfig, read: ServingConfig) -> list[Change]:
@@ -50,7 +65,9 @@ def check_reload(started: ServingConfig, running: ServingConfig, read: ServingCo
     fixed = [str(change) for change in changes if not _may_change(change.key)]
     if fixed:
         more = f" and {len(fixed) - MAX_NAMED} more" if len(fixed) > MAX_NAMED else ""
-        raise ConfigError(f"only a restart changes {', '.join(fixed[:MAX_NAMED])}{more}; nothing is changed")
+        row = None if started.origin is None else started.origin.row
+        how = "only a restart changes" if row is None else f"only POST /v1/models/{row}/replace or a restart changes"
+        raise ConfigError(f"{how} {', '.join(fixed[:MAX_NAMED])}{more}; nothing is changed")
     if bool(running.api_keys) != bool(read.api_keys):
         raise ConfigError("only a restart changes whether `api_keys` is empty; nothing is changed")
     for change in changes:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from llm_serving.config.legacy import ALIASES, RENAMED, WITHOUT_EFFECT
+from llm_serving.config.models import KEY_TEXTS
 from llm_serving.config.rules import MEMORY, Rule
 from llm_serving.config.schema import DEFAULTS, OPTIONS, SECTIONS, TABLES, ServingConfig
 from llm_serving.core.request_class import DEFAULT_CLASSES
@@ -156,6 +157,12 @@ KEYS_TEXT: Final = """\
 API keys. Without a row every client may use the server. With a row, every route except /health, /ping and /ui requires
 a key, as `Authorization: Bearer KEY` or `X-API-Key: KEY`. `llm-serving hash-key` reads a key and prints its SHA-256.
 A row:"""
+MODELS_TEXT: Final = """\
+Several models in one server, each in a row whose key is its name. A request selects a model by the field `model`; one
+without it goes to the first row. With this section, the sections above apply to all models, and `model_config` must not
+set `model_path`, `model_name` or `model_aliases`. An administrator loads, replaces and unloads models while the server
+runs; the YAML is then read again. See docs/guides/several_models.md. The keys of a row:"""
+MODELS_SAMPLE: Final = "chat: {path: models/qwen3}", "embed: {path: models/bge-small, memory_share: 0.2}"
 SAMPLE_ROW: Final = {"key_sha256": "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"}
 
 
@@ -179,7 +186,9 @@ def reference_yaml() -> str:
         lines += [*(f"{2 * INDENT}{key.name}: {key.default}  # as above" for key in changed), ""]
     sample = list(_yaml_keys(_row_keys("api_keys", SAMPLE_ROW | {"admin": False}), 2 * INDENT))
     lines += [*_comment(KEYS_TEXT, ""), f"#{INDENT}team-a:", *(f"#{line}".rstrip() for line in sample[:-1])]
-    return "\n".join([*lines, "api_keys: {}", ""])
+    lines += ["api_keys: {}", "", *_comment(MODELS_TEXT, "")]
+    lines += [line for key, text in KEY_TEXTS.items() for line in _comment(f"- {key}: {text}", "")]
+    return "\n".join([*lines, *(f"#{INDENT}{row}" for row in MODELS_SAMPLE), "models: {}", ""])
 
 
 def _yaml_keys(keys: Iterable[_Key], indent: str) -> Iterator[str]:
@@ -234,6 +243,8 @@ def reference_markdown() -> str:
     parts.append(_rows(("name", "key"), aliases))
     parts.append("These keys of older files are accepted without effect, with a line in the log.\n")
     parts.append(_rows(("key", "why"), [(f"`{key}`", why) for key, why in WITHOUT_EFFECT.items()]))
+    parts += ["## `models`\n", textwrap.fill(MODELS_TEXT, WIDTH) + "\n"]
+    parts.append(_rows(("key", "meaning"), [(f"`{key}`", text) for key, text in KEY_TEXTS.items()]))
     return "\n".join(parts)
 
 

@@ -28,6 +28,8 @@ class Origin:
     path: Path | None
     overrides: tuple[str, ...]
     model: str | Path | None
+    row: str | None = None
+    """Name of the model's row in the section `models`; None: the YAML has one model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,12 @@ class ServingConfig:
     """Why the weights that a MindFormers YAML names cannot be served as they are, and what to do."""
     origin: Origin | None = field(default=None, compare=False)
     """None: the configuration was not loaded by `load_config`."""
+    models: tuple["ServingConfig", ...] = field(default=(), compare=False)
+    """The configuration of each row of the section `models`. This configuration is that of the first row. Empty: the
+    YAML has one model."""
+    memory_share: float = 1.0
+    """Share of the memory that all models of the server may use."""
+    load_at_start: bool = True
 
     @property
     def num_replicas(self) -> int:

@@ -235,6 +235,7 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         draft_model_path=_text(config.scheduler.draft_model_path),
         disk_cache_path=None if (path := config.pa.disk_cache_path) is None else str(path.absolute()),
         disk_cache_bytes=config.pa.disk_cache_bytes,
+        memory_share=config.memory_share,
     )
 
 

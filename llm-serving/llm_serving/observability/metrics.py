@@ -330,6 +330,25 @@ class Metrics(Collector):
             yield family
 
 
+class MergedMetrics:
+    """The metrics of several models, each with its own label `model_name`, with each family once."""
+
+    def __init__(self, metrics: Sequence[Metrics]) -> None:
+        self._first, *self._others = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        families = {family.name: family for family in self._first.registry.collect()}
+        for family in (each for metrics in self._others for each in metrics.collect()):
+            if family.name in families:
+                families[family.name].samples.extend(family.samples)
+            else:
+                families[family.name] = family
+        yield from families.values()
+
+    def render(self) -> tuple[bytes, str]:
+        return generate_latest(self), CONTENT_TYPE_LATEST
+
+
 class HttpMetrics:
     """Metrics of HTTP requests by route and status, recorded on the event loop. Every metric has `labels`."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import gc
@@ -31,7 +30,6 @@ from llm_serving.core.memory import describe_address_space_limit, periodic_heap_
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ConfigError, RequestError
 from llm_serving.log import get_logger
-from llm_serving.observability.throughput_log import log_throughput
 from llm_serving.server.admin.advice import Advisor
 from llm_serving.server.admin.live import LiveFeed
 from llm_serving.server.batches.file_run import UNFINISHED, answer_file
@@ -55,6 +53,7 @@ from llm_serving.server.protocols.openai.response_store import ResponseStore
 from llm_serving.server.protocols.openai.schemas import ErrorDetail, ErrorResponse
 from llm_serving.server.receipts import ReceiptHook
 from llm_serving.server.routes import ENDPOINTS
+from llm_serving.server.served_models import OpenedModel, OpenModel, ServedModels
 from llm_serving.server.tenant_quota import TenantQuota
 from llm_serving.server.ui import page_routes
 
@@ -73,7 +72,12 @@ class Site:
     public: Accounting
     internal: InternalClient
     """A client of the same routes for stored requests, such as lines of batches."""
-    routes: Application
+    models: ServedModels
+
+    @property
+    def routes(self) -> Application:
+        """The routes of the default model."""
+        return self.models.default.routes
 
 
 def create_app(engine: AsyncEngine, access_log: AccessLog | None = None) -> Accounting:
@@ -86,34 +90,61 @@ def build_site(
     access_log: AccessLog | None = None,
     tracer: Tracer | None = None,
     accepted: AcceptedRequests | None = None,
+    others: Sequence[OpenedModel] = (),
+    open_model: OpenModel | None = None,
 ) -> Site:
-    """Return the server's applications for an engine. `accepted`: table of accepted requests; None: a new one."""
+    """Return the server's applications for an engine. `accepted`: table of accepted requests; None: a new one.
+
+    `others`: the engines of further models. `open_model`: opens a model at run time; None: the server has one model.
+    """
     keys = engine.config.api_keys
     document = _encoded_document(with_keys=bool(keys))
     page = page_routes() if engine.config.serving.ui else []
     open_paths = [endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key]
+    responses = ResponseStore(tenant_quota_of(engine, "response_store_bytes"))
+    accepted = open_accepted(engine) if accepted is None else accepted
+    buffers = ResponseBuffers(engine.config.serving.max_buffered_response_bytes)
+    refused, quotas = engine.metrics.http.refused, quotas_of(keys, engine.clock)
 
     async def show_openapi(request: Request) -> Response:
         return Response(document, media_type="application/json")
 
-    routes = Application(
-        [*(endpoint.route(engine) for endpoint in ENDPOINTS), Route(OPENAPI_PATH, show_openapi), *page],
-        ResponseStore(tenant_quota_of(engine, "response_store_bytes")),
-        ReceiptHook(engine.config),
-        LiveFeed(
-            engine.lookup,
-            engine.metrics,
-            engine.config.scheduler.policy,
-            engine.config.serving.max_live_viewers,
-            engine.clock,
-        ),
-        open_accepted(engine) if accepted is None else accepted,
-        ModelState(engine.config),
-        Advisor(lambda: engine.config, engine.clock, refused=lambda since: engine.refused_since(since)),
-        ResponseBuffers(engine.config.serving.max_buffered_response_bytes),
-    )
+    def routes_of(engine: AsyncEngine) -> Application:
+        routes = Application(
+            [*(endpoint.route(engine) for endpoint in ENDPOINTS), Route(OPENAPI_PATH, show_openapi), *page],
+            responses,
+            ReceiptHook(engine.config),
+            LiveFeed(
+                engine.lookup,
+                engine.metrics,
+                engine.config.scheduler.policy,
+                engine.config.serving.max_live_viewers,
+                engine.clock,
+            ),
+            accepted,
+            ModelState(engine.config),
+            Advisor(lambda: engine.config, engine.clock, refused=lambda since: engine.refused_since(since)),
+            buffers,
+        )
+
+        def apply_config(config: ServingConfig) -> None:
+            if authentication is not None:
+                authentication.reload(config.api_keys)
+            reload_quotas(quotas, config.api_keys, engine.clock)
+            client.reload({key.name: key for key in config.api_keys})
+            routes.live.policy = config.scheduler.policy
+            buffers.max_bytes = config.serving.max_buffered_response_bytes
+
+        engine.reloading.followers.append(apply_config)
+        if open_model is not None:
+            routes.models = models
+        return routes
+
+    models = ServedModels(ENDPOINTS, routes_of, open_model)
+    for each in (OpenedModel(engine), *others):
+        models.add(each)
+    routes: ASGIApp = models.default.routes if open_model is None else models
     paths = [OPENAPI_PATH, *(endpoint.path for endpoint in ENDPOINTS)]
-    refused, quotas = engine.metrics.http.refused, quotas_of(keys, engine.clock)
     internal = Accounting(routes, engine.clock, engine.metrics.http, access_log, paths, tracer)
     application: ASGIApp = routes
     authentication: ApiKeyAuthentication | None = None
@@ -129,18 +160,10 @@ def build_site(
         )
     application = BrowserGuard(application, engine.config.serving, needs_keys=bool(keys), refused=refused)
     public = Accounting(application, engine.clock, engine.metrics.http, access_log, paths, tracer)
-    client = InternalClient(internal, {key.name: key for key in keys}, quotas, lambda: engine.health().ready)
-
-    def apply_config(config: ServingConfig) -> None:
-        if authentication is not None:
-            authentication.reload(config.api_keys)
-        reload_quotas(quotas, config.api_keys, engine.clock)
-        client.reload({key.name: key for key in config.api_keys})
-        routes.live.policy = config.scheduler.policy
-        routes.response_buffers.max_bytes = config.serving.max_buffered_response_bytes
-
-    engine.reloading.followers.append(apply_config)
-    return Site(public, client, routes)
+    client = InternalClient(
+        internal, {key.name: key for key in keys}, quotas, lambda: models.default.engine.health().ready
+    )
+    return Site(public, client, models)
 
 
 @functools.cache
@@ -174,6 +197,8 @@ class Application:
         self.response_buffers = response_buffers
         self.batches: Batches | None = None
         """The batches; None before the server runs, or if batches are not configured."""
+        self.models: ServedModels | None = None
+        """All models of the server; None: it has one."""
         self._router = Router(routes, redirect_slashes=False)  # a redirect would repeat the client's Host header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -184,8 +209,9 @@ class Application:
             await _no_such_route(error)(scope, receive, send)
 
 
-def serve(engine: AsyncEngine) -> int:
-    """Start an engine, serve it on the address of its configuration, and stop it. Return 0 after an orderly end.
+def serve(engine: AsyncEngine, others: Sequence[OpenedModel] = (), open_model: OpenModel | None = None) -> int:
+    """Start an engine, serve it on the address of its configuration, and stop it. Return 0 after an orderly end. For
+    `others` and `open_model` see `build_site`.
 
     The port is bound first, and `/health` responds with 503 while the engine loads. The first SIGINT or SIGTERM lets
     running requests finish within `shutdown_timeout_s`, the second one aborts them.
@@ -195,17 +221,18 @@ def serve(engine: AsyncEngine) -> int:
     """
     serving = engine.config.serving
     check_variables(serving)
-    files = OpenFiles(engine.config.num_processes)
+    engines = [engine, *(each.engine for each in others)]
+    files = OpenFiles(sum(each.config.num_processes for each in engines))
     files.raise_limit(serving)
     if (limit := describe_address_space_limit()) is not None:
         logger.warning("%s", limit)
     return_large_blocks()
     reduce_garbage_collection()
     shorten_switch_interval()
-    with (
-        bind(serving.server_ip, serving.server_port) as listener,
-        lock_recordings(engine.config.scheduler.record_path),
-    ):
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(bind(serving.server_ip, serving.server_port))
+        for each in engines:
+            stack.enter_context(lock_recordings(each.config.scheduler.record_path))
         access_log, close_log = open_access_log(serving)
         endpoint = serving.otlp_endpoint
         tracer = None if endpoint is None else Tracer(send_to(endpoint), engine.config.model.model_name)
@@ -213,12 +240,13 @@ def serve(engine: AsyncEngine) -> int:
         try:
             request_log = open_request_log(serving)
             accepted = open_accepted(engine, request_log)
-            site = build_site(engine, access_log, tracer, accepted)
-            reload = partial(_reload_files, engine, access_log)
-            end_live = site.routes.live.close
+            site = build_site(engine, access_log, tracer, accepted, others, open_model)
+            reload = partial(_reload_files, site.models, access_log)
+            end_live = site.models.close_live
             server = HttpServer(site.public, listener, serving, site.public.refused, reload, end_live, files)
-            engine.reloading.followers.append(lambda config: server.reload_limits(config.serving))
-            engine.on_failure = server.end
+            for each in engines:
+                each.reloading.followers.append(lambda config: server.reload_limits(config.serving))
+                each.on_failure = server.end
             with periodic_heap_trim():
                 server.run_within(_running(engine, site))
         finally:
@@ -227,17 +255,19 @@ def serve(engine: AsyncEngine) -> int:
                 tracer.close()
             if request_log is not None:
                 request_log.close()
-    if engine.failure is not None:
-        raise engine.failure
+    for each in engines:
+        if each.failure is not None:
+            raise each.failure
     return 0
 
 
-async def _reload_files(engine: AsyncEngine, access_log: AccessLog | None) -> None:
+async def _reload_files(models: ServedModels, access_log: AccessLog | None) -> None:
     if access_log is not None:
         access_log.reopen()
-    if engine.config.origin is not None and engine.config.origin.path is not None:
-        with contextlib.suppress(RequestError):  # the reloader has logged it
-            await engine.reloading.reload()
+    for engine in (model.engine for model in models):
+        if engine.config.origin is not None and engine.config.origin.path is not None:
+            with contextlib.suppress(RequestError):  # the reloader has logged it
+                await engine.reloading.reload()
 
 
 def reduce_garbage_collection() -> None:
@@ -251,22 +281,18 @@ def shorten_switch_interval() -> None:
 
 @asynccontextmanager
 async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
-    engine.start()
-    batches = site.routes.batches = open_batches(engine, site.internal)
+    site.models.start()
+    batches = open_batches(engine, site.internal)
+    for model in site.models:
+        model.routes.batches = batches
     if batches is not None:
         await batches.start()
-    site.routes.receipts.start()
-    interval_s = engine.config.serving.throughput_interval_s
-    throughput = asyncio.create_task(log_throughput(engine.metrics, engine.clock, interval_s)) if interval_s else None
     try:
         yield
     finally:
-        if throughput is not None:
-            throughput.cancel()
         if batches is not None:
             await batches.stop()
-        await site.routes.advisor.close()
-        await engine.stop()
+        await site.models.stop()
 
 
 @contextmanager

@@ -103,6 +103,8 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     rank: int = 0
     disk_cache_path: str | None = None
     disk_cache_bytes: int = 0
+    memory_share: float = 1.0
+    """Share of the machine's memory that the WorkAgents of this model may use together."""
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):

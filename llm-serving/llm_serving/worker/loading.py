@@ -267,7 +267,8 @@ def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
     elif settings.max_device_memory is not None:
         limit = settings.max_device_memory
     else:
-        limit = int(psutil.virtual_memory().available * FREE_MEMORY_FRACTION / settings.num_agents)
+        share = settings.memory_share / settings.num_agents
+        limit = int(psutil.virtual_memory().available * FREE_MEMORY_FRACTION * share)
         limit -= settings.num_swap_blocks * one
     step = settings.max_num_batched_tokens, settings.max_num_seqs
     keys = num_mask_keys(settings.device_target, settings.max_model_len)

@@ -13,6 +13,7 @@ from llm_serving.errors import RequestError
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.middleware.authentication import check_operator
 from llm_serving.server.parsing.offload import json_response
+from llm_serving.server.served_models import models_shown
 
 
 class ReplicaView(Struct):
@@ -49,15 +50,25 @@ async def join_replica(engine: AsyncEngine, http_request: Request) -> Response:
 
 class ReloadView(Struct):
     changed: list[str]
-    """Changes as "section.key: before -> after"; for an API key's hash only the key."""
+    """Changes as "section.key: before -> after"; for an API key's hash only the key. With several models, each change
+    begins with the model's name."""
     late: list[int]
     """Replicas whose WorkAgent is restarting. They apply the changes when it has started."""
 
 
 async def reload(engine: AsyncEngine, http_request: Request) -> Response:
+    """Reload the YAML, for each model of the server."""
     check_operator(http_request)
-    done = await engine.reloading.reload()
-    return json_response(ReloadView([str(each) for each in done.changes], done.late))
+    models = models_shown(http_request)
+    if models is None:
+        done = await engine.reloading.reload()
+        return json_response(ReloadView([str(each) for each in done.changes], done.late))
+    changed, late = list[str](), list[int]()
+    for model in models:
+        done = await model.engine.reloading.reload()
+        changed += [f"{model.name}: {each}" for each in done.changes]
+        late += done.late
+    return json_response(ReloadView(changed, late))
 
 
 def _view(engine: AsyncEngine) -> Response:

@@ -98,6 +98,10 @@ class AcceptedRequests:
     def __len__(self) -> int:
         return len(self._records)
 
+    def peek(self, stream_id: str) -> AcceptedRequest | None:
+        """Return the record of a stream, of any tenant; None if there is none."""
+        return self._records.get(stream_id)
+
     @property
     def keeps(self) -> bool:
         return self._max_bytes > 0

@@ -3,6 +3,7 @@
 from typing import Final
 
 from llm_serving.server.admin import advice, control, explanations, health, live, replicas
+from llm_serving.server.admin import models as served_models
 from llm_serving.server.batches import api
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.idempotency import stream_routes
@@ -21,6 +22,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *embeddings.ENDPOINTS,
     *scores.ENDPOINTS,
     *api.ENDPOINTS,
+    *served_models.ENDPOINTS,
     *models.ENDPOINTS,
     *explanations.ENDPOINTS,
     *control.ENDPOINTS,

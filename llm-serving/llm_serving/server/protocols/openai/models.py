@@ -55,6 +55,7 @@ from llm_serving.server.protocols.openai.schemas import (
     VersionResponse,
 )
 from llm_serving.server.request_context import api_key_of, source_of
+from llm_serving.server.served_models import models_shown
 
 
 class Parameter(Struct, kw_only=True):
@@ -166,11 +167,16 @@ _STARTED: Final = int(time.time())
 
 
 async def list_models(engine: AsyncEngine, http_request: Request) -> Response:
-    return json_response(ModelList(data=[_card(engine)]))
+    models = models_shown(http_request)
+    engines = [engine] if models is None else [model.engine for model in models]
+    return json_response(ModelList(data=[_card(each, with_kind=models is not None) for each in engines]))
 
 
 async def show_model(engine: AsyncEngine, http_request: Request) -> Response:
-    check_model(engine, http_request.path_params["model"])
+    name, models = http_request.path_params["model"], models_shown(http_request)
+    if models is not None:
+        return json_response(_card(models.find(name).engine, with_kind=True))
+    check_model(engine, name)
     return json_response(_card(engine))
 
 
@@ -237,9 +243,9 @@ async def show_version(engine: AsyncEngine, http_request: Request) -> Response:
     return json_response(VersionResponse(__version__))
 
 
-def _card(engine: AsyncEngine) -> ModelCard:
-    name = engine.config.model.model_name
-    return ModelCard(
+def _card(engine: AsyncEngine, *, with_kind: bool = False) -> ModelCard:
+    name, pooling = engine.config.model.model_name, engine.pooling
+    card = ModelCard(
         id=name,
         display_name=name,
         created_at=datetime.fromtimestamp(_STARTED, UTC).isoformat().replace("+00:00", "Z"),
@@ -247,6 +253,11 @@ def _card(engine: AsyncEngine) -> ModelCard:
         root=name,
         max_model_len=engine.max_model_len,
     )
+    if with_kind:
+        generates = pooling is None or not pooling.embedding_only
+        card.kind = "generate" if generates or pooling is None else "score" if pooling.scores else "embed"
+        card.aliases = engine.config.model.model_aliases
+    return card
 
 
 ENDPOINTS: Final = (

@@ -397,6 +397,10 @@ class ModelCard(Struct, kw_only=True):
     root: str
     parent: str | None = None
     max_model_len: int
+    kind: str | UnsetType = UNSET
+    """generate, embed or score; only if the server has several models."""
+    aliases: tuple[str, ...] | UnsetType = UNSET
+    """Other names by which requests may select the model; only if the server has several models."""
 
 
 class ModelList(Struct, kw_only=True):

@@ -1,0 +1,153 @@
+"""The section `models`: several models in one server, each with its own path and sections."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from llm_serving.config.rules import BOOLEAN, FRACTION, MODEL_NAME, Rule
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.yaml_reader import Located, plain
+from llm_serving.core.enums import EngineName
+from llm_serving.errors import ConfigError, shorten
+
+SECTION: Final = "models"
+SHORT_KEYS: Final = {
+    "path": "model_config.model_path",
+    "aliases": "model_config.model_aliases",
+    "dtype": "model_config.model_dtype",
+    "quantization": "quant_config.quantization",
+    "replicas": "cluster_config.replicas",
+}
+"""Key of a row -> the key of a section that it stands for."""
+OWN_KEYS: Final[dict[str, Rule]] = {"memory_share": FRACTION, "load": BOOLEAN}
+MODEL_SECTIONS: Final = (
+    "model_config",
+    "pa_config",
+    "scheduler_config",
+    "quant_config",
+    "device_config",
+    "cluster_config",
+)
+"""Sections that a row may have. The others belong to the server as a whole."""
+KEY_TEXTS: Final = {
+    "path": "Folder of the model, a GGUF file, the word `demo`, or a name on a hub. Required.",
+    "aliases": "Other names by which requests may select the model. Default: none.",
+    "dtype": "`model_config.model_dtype` of the model.",
+    "quantization": "`quant_config.quantization` of the model.",
+    "replicas": "`cluster_config.replicas` of the model.",
+    "memory_share": "Share of the memory that the models on a CPU may use together, above 0 and at most 1 in total. It "
+    "limits a KV cache without `pa_config.num_blocks`. Default: equal shares of the rest.",
+    "load": "False: the model is loaded by POST /v1/models/NAME/load, not at the start. Default: True.",
+    "model_config, pa_config, scheduler_config, quant_config, device_config, cluster_config": "Keys of these sections, "
+    "for this model only. They take precedence over the sections of the file, which apply to all models.",
+}
+"""Keys of a row -> their meaning."""
+OF_ROWS: Final = ("model_config.model_path", "model_config.model_name", "model_config.model_aliases")
+"""Keys that only rows may set, because each model has its own."""
+
+
+@dataclass
+class ModelRow:
+    """One model of the section, as written."""
+
+    name: str
+    where: str
+    keys: list[tuple[str, Located]] = field(default_factory=list)
+    """("section.key", value), in the order of the file."""
+    memory_share: float | None = None
+    load: bool = True
+
+
+def read_rows(content: Located) -> list[ModelRow]:
+    """Return the models of the section. Raise ConfigError if a name, a key or a value breaks its rule."""
+    return [_read_row(name, item) for name, item in content.items()]
+
+
+def _read_row(name: str, content: Located) -> ModelRow:
+    try:
+        MODEL_NAME.parse(name)
+    except ValueError:
+        raise ConfigError(f"{content.where}: a name in `{SECTION}` {MODEL_NAME.broken_by(name)}") from None
+    row = ModelRow(name, content.where)
+    for key, item in content.items():
+        if key in OWN_KEYS:
+            if item.value is not None:
+                setattr(row, key, _parse(f"{SECTION}.{name}.{key}", OWN_KEYS[key], item))
+        elif key in SHORT_KEYS:
+            row.keys.append((SHORT_KEYS[key], item))
+        elif key in MODEL_SECTIONS:
+            row.keys += [(f"{key}.{inner}", value) for inner, value in item.items()]
+            if "model_config.model_name" in dict(row.keys):
+                rule = "must be left out: the row's name is the model's"
+                raise ConfigError(f"{item.where}: `{SECTION}.{row.name}.model_config.model_name` {rule}")
+        else:
+            known = [*SHORT_KEYS, *OWN_KEYS, *MODEL_SECTIONS]
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise ConfigError(
+                f"{item.where}: unknown key `{SECTION}.{name}.{key}`; the nearest known one is `{nearest}`"
+            )
+    if "model_config.model_path" not in [key for key, item in row.keys if item.value is not None]:
+        raise ConfigError(f"{row.where}: `{SECTION}.{name}.path` must be given: a folder, or a name on a hub")
+    return row
+
+
+def _parse(name: str, rule: Rule, item: Located) -> Any:
+    value = plain(item)
+    try:
+        return rule.parse(value)
+    except ValueError:
+        raise ConfigError(f"{item.where}: `{name}` {rule.broken_by(value)}") from None
+
+
+def combine(rows: Sequence[ModelRow], configs: Sequence[ServingConfig]) -> tuple[ServingConfig, ...]:
+    """Return the models' configurations with their shares of the machine. Raise ConfigError if models conflict."""
+    _check_names(rows, configs)
+    for row, config in zip(rows, configs, strict=True):
+        if config.cluster.engine != EngineName.LOCAL:
+            rule = f"must be local with `{SECTION}`"
+            raise ConfigError(f"{row.where}: `cluster_config.engine` {rule}. Given: {config.cluster.engine}")
+    given = sum(row.memory_share or 0.0 for row in rows)
+    without = sum(row.memory_share is None for row in rows)
+    if given > 1.0 or (without and given >= 1.0):
+        rule = f"must be {'below' if without else 'at most'} 1 in total"
+        raise ConfigError(f"{rows[0].where}: the values of `{SECTION}.*.memory_share` {rule}. Given: {given:g}")
+    rest = (1.0 - given) / max(1, without)
+    num_processes = sum(config.num_processes for config in configs)
+    num_threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
+    combined, first_device = list[ServingConfig](), configs[0].serving.start_device_id
+    for row, config in zip(rows, configs, strict=True):
+        record_path = config.scheduler.record_path
+        combined.append(
+            replace(
+                config,
+                device=replace(config.device, num_threads=config.device.num_threads or num_threads),
+                serving=replace(config.serving, start_device_id=first_device),
+                scheduler=replace(config.scheduler, record_path=record_path and record_path / row.name),
+                memory_share=rest if row.memory_share is None else row.memory_share,
+                load_at_start=row.load,
+            )
+        )
+        first_device += config.num_processes
+    if not combined[0].load_at_start:
+        rule = "must be true for the first model, to which requests without `model` go"
+        raise ConfigError(f"{rows[0].where}: `{SECTION}.{rows[0].name}.load` {rule}. Given: False")
+    return tuple(combined)
+
+
+def _check_names(rows: Sequence[ModelRow], configs: Sequence[ServingConfig]) -> None:
+    for name, count in Counter(name for config in configs for name in names_of(config)).items():
+        if count > 1:
+            owners = [row.name for row, config in zip(rows, configs, strict=True) if name in names_of(config)]
+            given = f"Given: {shorten(name)} in {' and '.join(owners)}"
+            raise ConfigError(f"{rows[0].where}: names and aliases in `{SECTION}` must differ. {given}")
+
+
+def names_of(config: ServingConfig) -> Iterator[str]:
+    """Yield the names by which requests may select a model: its name and its aliases."""
+    yield config.model.model_name
+    yield from config.model.model_aliases

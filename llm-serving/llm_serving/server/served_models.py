@@ -1,0 +1,310 @@
+"""The models of a server by name: each has an engine and routes of its own. Requests select one by `model`.
+
+A server with several models reads each body once, to find `model`, and passes the request to that model's routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import parse_qsl, urlencode
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from llm_serving.config.models import names_of
+from llm_serving.config.schema import ServingConfig
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.replicas import EngineHealth
+from llm_serving.errors import LLMServingError, ModelNotFoundError, RequestError, RequestNotFoundError, UnavailableError
+from llm_serving.log import get_logger, logged_model
+from llm_serving.observability.throughput_log import log_throughput
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.parsing.body import ANY_MODEL, read_body
+from llm_serving.server.parsing.errors import openai_error_response
+from llm_serving.server.parsing.offload import INLINE_BYTES, off_loop
+
+if TYPE_CHECKING:
+    from llm_serving.server.app import Application
+
+logger = get_logger(__name__)
+
+QUERY: Final = "model"
+"""Parameter of the query that selects a model for routes without a body."""
+SELECTED_KEY: Final = "llm_serving.selected_model"
+"""Key of the ASGI scope of a request whose query selects a model."""
+REQUESTS_PATH: Final = "/v1/requests/"
+STREAMS_PATH: Final = "/v1/streams/"
+POLL_S: Final = 0.05
+
+
+class OpenedModel(NamedTuple):
+    """The engine of a model, not started, and a function to call after it has stopped."""
+
+    engine: AsyncEngine
+    close: Callable[[], None] = lambda: None
+
+
+OpenModel = Callable[[ServingConfig], OpenedModel]
+"""Opens the model of a configuration. Raises LLMServingError if it cannot be used or does not fit into memory."""
+
+
+class ServedModel:
+    """One model, from its start to its stop."""
+
+    def __init__(self, opened: OpenedModel, routes: Application) -> None:
+        self.engine, self._close = opened
+        self.routes = routes
+        self.num_open = 0
+        """Number of HTTP requests that its routes are handling. Counted only if the server has several models."""
+        self._throughput: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.engine.config.model.model_name
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all its replicas are ready."""
+        counts = self.engine.replicas.counts()
+        return counts.num_ready == counts.num_replicas
+
+    def start(self) -> None:
+        self.engine.start()
+        self.routes.receipts.start()
+        if interval_s := self.engine.config.serving.throughput_interval_s:
+            self._throughput = asyncio.create_task(log_throughput(self.engine.metrics, self.engine.clock, interval_s))
+
+    async def stop(self) -> None:
+        """Stop the model. Unfinished requests end with an error."""
+        if self._throughput is not None:
+            self._throughput.cancel()
+        await self.routes.advisor.close()
+        await self.engine.stop()
+        self._close()
+
+    async def drain(self) -> None:
+        """Wait until all its requests have ended, then stop it."""
+        self.routes.live.close()
+        while self.num_open or self.engine.num_running or self.engine.num_waiting:
+            await asyncio.sleep(POLL_S)
+        await self.stop()
+        logger.info("model %s has stopped after its last request", self.name)
+
+
+class ServedModels:
+    """The models of a server by name, the default first. As an ASGI application it passes each request to a model."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        routes_of: Callable[[AsyncEngine], Application],
+        open_model: OpenModel | None,
+    ) -> None:
+        """`open_model`: opens a model at run time; None: the server has one model."""
+        self._models: dict[str, ServedModel] = {}
+        self._routes_of = routes_of
+        self._open = open_model
+        self._changing: set[str] = set()
+        self._drains: dict[asyncio.Task[None], ServedModel] = {}
+        self._by_body = {
+            endpoint.path: endpoint
+            for endpoint in endpoints
+            if endpoint.body is not None and "model" in getattr(endpoint.body, "__struct_fields__", ())
+        }
+
+    def add(self, opened: OpenedModel) -> ServedModel:
+        model = ServedModel(opened, self._routes_of(opened.engine))
+        self._models[model.name] = model
+        return model
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(list(self._models.values()))
+
+    @property
+    def default(self) -> ServedModel:
+        """The model of requests that name none."""
+        return next(iter(self._models.values()))
+
+    def find(self, name: str) -> ServedModel:
+        """Return the model that has a name or alias. Raise ModelNotFoundError, which lists the models."""
+        if name in self._models:
+            return self._models[name]
+        for alias in (name, ANY_MODEL):
+            for model in self:
+                if alias in names_of(model.engine.config):
+                    return model
+        return self.check_served(name)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._by_body.get(scope["path"]) if scope["method"] == "POST" else None
+        try:
+            if endpoint is not None:
+                model, receive = await self._by_field(scope, receive)
+            else:
+                model, scope = self._by_url(scope)
+        except LLMServingError as error:
+            answer = openai_error_response if endpoint is None else endpoint.error_response
+            await answer(error)(scope, receive, send)
+            return
+        except ClientDisconnect:
+            await Response(status_code=499)(scope, receive, send)
+            return
+        model.num_open += 1
+        logged_model.set(model.name)
+        try:
+            await model.routes(scope, receive, send)
+        finally:
+            model.num_open -= 1
+
+    async def _by_field(self, scope: Scope, receive: Receive) -> tuple[ServedModel, Receive]:
+        """Return the model that the field `model` of the body names, and a function that returns the body again."""
+        body = await read_body(Request(scope, receive), self.default.engine.config.serving)
+        name = await off_loop(len(body) > INLINE_BYTES, lambda: _model_field(body))
+        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_again() -> Message:
+            return unread.pop() if unread else await receive()
+
+        return self.find(name) if name else self.default, receive_again
+
+    def _by_url(self, scope: Scope) -> tuple[ServedModel, Scope]:
+        """Return the model that the query or the id in the path selects, and the scope without that parameter."""
+        path: str = scope["path"]
+        if scope["query_string"]:
+            items = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+            if names := [value for key, value in items if key == QUERY]:
+                rest = urlencode([item for item in items if item[0] != QUERY]).encode()
+                return self.find(names[0]), {**scope, "query_string": rest, SELECTED_KEY: True}
+        if path.startswith(REQUESTS_PATH):
+            return self._of_request(path.removeprefix(REQUESTS_PATH).partition("/")[0]), scope
+        if path.startswith(STREAMS_PATH):
+            record = self.default.routes.accepted.peek(path.removeprefix(STREAMS_PATH))
+            if record is not None and (name := _model_field(record.request)):
+                return self.find(name), scope
+        return self.default, scope
+
+    def _of_request(self, request_id: str) -> ServedModel:
+        """Return the model that has or had a request; the default if no model knows it."""
+        for model in self:
+            try:
+                model.engine.lookup.find(request_id, None)
+            except RequestNotFoundError:
+                continue
+            return model
+        return self.default
+
+    # --- changes at run time ----------------------------------------------------------------------------------------
+
+    async def load(self, config: ServingConfig) -> None:
+        """Load a model and return when all its replicas are ready. Raise LLMServingError if it cannot be served."""
+        name = config.model.model_name
+        if name in self._models:
+            raise RequestError(QUERY, f"is loaded already; POST /v1/models/{name}/replace replaces it", name)
+        for model in self:
+            if taken := set(names_of(config)) & set(names_of(model.engine.config)):
+                raise RequestError(QUERY, f"must not share names with {model.name}: {', '.join(sorted(taken))}", name)
+        self._models[name] = await self._open_ready(config)
+        logger.info("model %s is loaded", name)
+
+    async def replace(self, config: ServingConfig) -> None:
+        """Load a model again. It gets all new requests once its replicas are ready; then the old one drains."""
+        before = self._models[config.model.model_name]
+        after = await self._open_ready(config)
+        after.engine.metrics.http = before.engine.metrics.http
+        self._models[before.name] = after
+        self._drain(before)
+        logger.info("model %s is replaced; its former replicas finish %d requests", before.name, before.num_open)
+
+    def unload(self, name: str) -> None:
+        """Refuse new requests of a model, and stop it after its last request."""
+        model = self.check_served(name)
+        if model is self.default:
+            raise RequestError(QUERY, "must not be the default model, which has requests without `model`", name)
+        self._check_unchanged(name)
+        del self._models[name]
+        self._drain(model)
+
+    def check_served(self, name: str) -> ServedModel:
+        """Return the model with this name, not an alias. Raise ModelNotFoundError if it is not loaded."""
+        if name not in self._models:
+            raise ModelNotFoundError("model", f"must be one of the served models: {', '.join(self._models)}", name)
+        return self._models[name]
+
+    async def _open_ready(self, config: ServingConfig) -> ServedModel:
+        name = config.model.model_name
+        self._check_unchanged(name)
+        self._changing.add(name)
+        try:
+            assert self._open is not None
+            opened = await asyncio.to_thread(self._open, config)
+            engine, model = opened.engine, ServedModel(opened, self._routes_of(opened.engine))
+            model.routes.batches = self.default.routes.batches
+            model.start()
+            while not model.is_ready and engine.failure is None:
+                await asyncio.sleep(POLL_S)
+            if engine.failure is not None:
+                await model.stop()
+                raise UnavailableError(f"model {name} was not loaded: {engine.failure}")
+        finally:
+            self._changing.discard(name)
+        return model
+
+    def _check_unchanged(self, name: str) -> None:
+        if name in self._changing:
+            raise RequestError(QUERY, "is being loaded by another request", name)
+
+    def _drain(self, model: ServedModel) -> None:
+        task = asyncio.create_task(model.drain())
+        self._drains[task] = model
+        task.add_done_callback(self._drains.pop)
+
+    # --- the server -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        for model in self:
+            model.start()
+
+    async def stop(self) -> None:
+        """Stop all models, also those that drain."""
+        draining = dict(self._drains)
+        for task in draining:
+            task.cancel()
+        for model in (*self, *draining.values()):
+            await model.stop()
+
+    def close_live(self) -> None:
+        for model in (*self, *self._drains.values()):
+            model.routes.live.close()
+
+
+def models_shown(http_request: Request) -> ServedModels | None:
+    """Return all models for a route that shows all; None: the server has one model, or the query selects one."""
+    models: ServedModels | None = http_request.app.models
+    return None if SELECTED_KEY in http_request.scope else models
+
+
+def health_of_all(models: ServedModels) -> EngineHealth:
+    """Return the health of a server with several models, whose text has that of each model."""
+    healths = {model.name: model.engine.health() for model in models}
+    text = "; ".join(f"{name}: {health.detail}" for name, health in healths.items())
+    each = healths.values()
+    return EngineHealth(any(health.ready for health in each), text, any(health.loading for health in each))
+
+
+class _ModelField(msgspec.Struct):
+    model: Any = None
+
+
+def _model_field(body: bytes) -> str | None:
+    """Return the field `model` of a JSON object; None if there is none, or the body is malformed."""
+    try:
+        name = msgspec.json.decode(body, type=_ModelField).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return name if isinstance(name, str) else None
