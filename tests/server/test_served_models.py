@@ -1,0 +1,146 @@
+"""Several models behind one address, with fake engines: how a request selects its model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from llm_serving.config.tables import ApiKey
+from llm_serving.errors import RequestNotFoundError
+from llm_serving.server.app import build_site
+from llm_serving.server.middleware.authentication import hash_key
+from llm_serving.server.served_models import OpenedModel
+from support.fakes import FakeEngine
+
+KEYS = {name: name * 20 for name in ("a", "root")}
+API_KEYS = tuple(ApiKey(name=name, key_sha256=hash_key(key), admin=name == "root") for name, key in KEYS.items())
+
+
+class Engine(FakeEngine):
+    def find(self, request_id: str, tenant: str | None) -> list[object]:
+        found: list[object] = [each for each in self.submitted if each.request_id == request_id]
+        if not found:
+            raise RequestNotFoundError("request_id", "must be known", request_id)
+        return found
+
+
+def engine(name: str, *aliases: str, api_keys: tuple[ApiKey, ...] = ()) -> Any:
+    made = Engine(model_name=name, api_keys=api_keys)
+    made.config = replace(made.config, model=replace(made.config.model, model_aliases=aliases))
+    return made
+
+
+def serve(use: Callable[[httpx.AsyncClient], Awaitable[None]], *engines: Any) -> None:
+    async def run() -> None:
+        site = build_site(engines[0], others=[OpenedModel(each) for each in engines[1:]], open_model=OpenedModel)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(site.public), base_url="http://localhost") as client:
+            await use(client)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("model", "index"), [("one", 0), ("two", 1), ("second", 1), (None, 0), ("", 0)])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+def test_the_field_model_selects(path: str, model: str | None, index: int) -> None:
+    engines = engine("one", "first"), engine("two", "second")
+
+    async def use(client: httpx.AsyncClient) -> None:
+        body: dict[str, Any] = {"model": model, "max_tokens": 4}
+        body |= {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+        answer = await client.post(path, json=body)
+        if model == "" or (model is None and path == "/v1/messages"):
+            assert answer.status_code in (200, 400)
+            return
+        assert answer.status_code == 200, answer.text
+        assert [len(each.submitted) for each in engines] == [1 - index, index]
+        assert answer.json()["model"] == ("one", "two")[index]
+
+    serve(use, *engines)
+
+
+def test_an_unknown_model_is_refused_in_the_form_of_the_protocol() -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        for path in ("/v1/completions", "/v1/messages"):
+            answer = await client.post(path, json={"model": "three", "prompt": "a"})
+            assert answer.status_code == 404
+            assert "must be one of the served models: one, two. Given: 'three'" in answer.text
+        assert (await client.post("/v1/messages", json={"model": "three"})).json()["type"] == "error"
+        assert (await client.get("/v1/models/three")).status_code == 404
+
+    serve(use, engine("one"), engine("two"))
+
+
+def test_malformed_and_long_bodies_are_refused_as_with_one_model() -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        for content in (b"{", b"[]", b'{"model": 3, "prompt": "a"}', b"\xff", b'{"model": "one", "model": "two"}'):
+            answer = await client.post("/v1/completions", content=content)
+            assert answer.status_code == 400, content
+        assert (await client.post("/v1/completions", content=b" " * 5000)).status_code == 413
+
+    serve(use, engine("one"), engine("two"))
+
+
+def test_routes_without_body_select_by_query_or_request_id() -> None:
+    engines = engine("one"), engine("two")
+
+    async def use(client: httpx.AsyncClient) -> None:
+        for query, name in (("", "one"), ("?model=two", "two")):
+            assert (await client.get(f"/v1/parameters{query}")).json()["model"] == name
+        assert (await client.get("/v1/parameters?model=three")).status_code == 404
+        assert (await client.get("/v1/timeline?model=two&steps=7")).status_code == 200
+        assert (engines[0].asked, engines[1].asked) == ([], [(7, None)])
+        assert (await client.get("/v1/parameters?other=1")).status_code == 400
+        body = {"model": "two", "prompt": "a", "request_id": "mine"}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        assert (await client.post("/v1/requests/mine/cancel")).json()["cancelled"] == ["mine"]
+        assert engines[1].asked[-1] == ("mine", None)
+
+    serve(use, *engines)
+
+
+def test_health_models_and_metrics_show_all_or_the_selected_model() -> None:
+    engines = engine("one"), engine("two", "second")
+    engines[1].ready = False
+
+    async def use(client: httpx.AsyncClient) -> None:
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["loading"]) == (200, True)
+        assert health.json()["detail"] == "one: ready; two: loading the model"
+        assert (await client.get("/health?model=second")).status_code == 503
+        cards = (await client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["aliases"]) for card in cards] == [("one", []), ("two", ["second"])]
+        assert (await client.get("/v1/models/second")).json()["id"] == "two"
+        names = [line for line in (await client.get("/metrics")).text.splitlines() if "steps_total{" in line]
+        assert len(names) == 2, "the fakes have equal labels"
+
+    serve(use, *engines)
+
+
+def test_models_are_changed_by_administrators_only() -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        for action in ("load", "replace", "unload"):
+            path = f"/v1/models/two/{action}"
+            assert (await client.post(path)).status_code == 401
+            assert (await client.post(path, headers={"x-api-key": KEYS["a"]})).status_code == 403
+        root = {"x-api-key": KEYS["root"]}
+        refused = await client.post("/v1/models/one/unload", headers=root)
+        assert "`model` must not be the default model" in refused.json()["error"]["message"]
+        assert (await client.post("/v1/models/three/unload", headers=root)).status_code == 404
+        refused = await client.post("/v1/models/three/load", headers=root)
+        assert "there is no YAML to read again" in refused.json()["error"]["message"]
+
+    serve(use, engine("one", api_keys=API_KEYS), engine("two", api_keys=API_KEYS))
+
+
+def test_one_model_has_no_models_to_change() -> None:
+    async def run() -> None:
+        app = build_site(engine("one")).public
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            refused = await client.post("/v1/models/one/replace")
+            assert "only if the YAML has the section `models`" in refused.json()["error"]["message"]
+
+    asyncio.run(run())
