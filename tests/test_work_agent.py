@@ -27,6 +27,7 @@ from llm_serving.transport.codec import allowed_arrays, decode_output, step_arra
 from llm_serving.transport.messages import (
     PROTOCOL_VERSION,
     AgentMessage,
+    DropCache,
     Failed,
     Hello,
     Loaded,
@@ -391,6 +392,20 @@ class TestSteps:
         master.channel.close()
         with pytest.raises(ChannelClosedError):
             master.end.result(DEADLINE_S)
+
+
+def test_work_agent_drops_its_cache_between_two_steps(start):
+    runner, cleared = Runner(), []
+    runner.kv_tensors.clear = lambda: cleared.append(len(runner.steps))
+    master = start(lambda settings, on_progress: (runner, ""))
+    master.load()
+    for number in range(2):
+        master.run(a_step(number, 0, 5, 6, 7))
+        assert token_of(master.receive()) == expected_output([5, 6, 7], 1)
+        master.channel.send(DropCache())
+    master.channel.send(Shutdown())
+    master.end.result(DEADLINE_S)
+    assert cleared == [1, 2]
 
 
 class TestProposals:

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from llm_serving.config.model_size import check_memory
 from llm_serving.config.schema import ServingConfig
+from llm_serving.core.enums import EngineName
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.engine_requests import Publish
@@ -98,15 +100,16 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
     if config.scheduler.draft_model_path is not None:
         check_draft_vocabulary(tokenizer, config.scheduler.draft_model_path)
     metrics = Metrics(config.model.model_name, config.request_classes)
-    consistency, same_files = ConsistencyCheck(), SameFiles(config.model)
+    consistency, files = ConsistencyCheck(), ServedFiles(config)
 
     @contextmanager
     def open_replica(index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
         logged_model.set(log_name)
 
         def start(previous: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
-            agent = same_files.start_checked(
-                partial(start_work_agent, config, index, on_progress, previous, timeout_s, cancellation, placement)
+            served = files.config
+            agent = files.same_files.start_checked(
+                partial(start_work_agent, served, index, on_progress, previous, timeout_s, cancellation, placement)
             )
             return consistency.check(agent)
 
@@ -141,7 +144,23 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
         finally:
             executor.close()
 
-    return AsyncEngine(config, spec, tokenizer, metrics, open_replica)
+    # A cluster sends the files of one folder to its machines, and exported graphs contain the weights.
+    is_replaceable = config.cluster.engine == EngineName.LOCAL and config.model.mindir_path is None
+    set_weights = files.use if is_replaceable else None
+    return AsyncEngine(config, spec, tokenizer, metrics, open_replica, set_weights=set_weights)
+
+
+class ServedFiles:
+    """The folder from which WorkAgents load the weights, as a configuration, and the check that all read the same."""
+
+    def __init__(self, config: ServingConfig) -> None:
+        self.config = config
+        self.same_files = SameFiles(config.model)
+
+    def use(self, folder: Path) -> None:
+        """Let WorkAgents that start later load another folder."""
+        self.config = replace(self.config, model=replace(self.config.model, model_path=folder))
+        self.same_files = SameFiles(self.config.model)
 
 
 def _memory_of(config: ServingConfig, scheduler: Scheduler, executor: SupervisedExecutor) -> WorkAgentMemory:

@@ -44,6 +44,7 @@ from llm_serving.transport.codec import allowed_from_arrays, encode_output, step
 from llm_serving.transport.messages import (
     PROTOCOL_VERSION,
     Attach,
+    DropCache,
     Failed,
     Hello,
     Loaded,
@@ -250,6 +251,9 @@ def run_steps(
         if isinstance(message, Propose):
             channel.send(_propose(runner, message))
             continue
+        if isinstance(message, DropCache):
+            runner.kv_tensors.clear()
+            continue
         try:
             arrays = buffers.read(message.buffer, message.layout, message.content)
             step = step_from_arrays(message.step, arrays, message.allowed_follow)
@@ -275,8 +279,8 @@ def _announce_ending(runner: ModelRunner, channel: Channel[MasterMessage], step:
         announce()
 
 
-def _requests(channel: Channel[MasterMessage]) -> Iterator[RunStep | Propose]:
-    while isinstance(message := channel.receive(), RunStep | SetAllowedTokens | Propose):
+def _requests(channel: Channel[MasterMessage]) -> Iterator[RunStep | Propose | DropCache]:
+    while isinstance(message := channel.receive(), RunStep | SetAllowedTokens | Propose | DropCache):
         if not isinstance(message, SetAllowedTokens):  # its step failed before it needed the tokens
             yield message
 

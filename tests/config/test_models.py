@@ -111,9 +111,7 @@ def test_a_row_is_read_again_by_its_name(tmp_path: Path) -> None:
         f"scheduler_config.max_waiting_queue: {running.scheduler.max_waiting_queue} -> 9"
     ]
     load(tmp_path, TWO.replace("path: two", "path: one"))
-    with pytest.raises(
-        ConfigError, match=r"only POST /v1/models/two/replace or a restart changes model_config"
-    ):
+    with pytest.raises(ConfigError, match=r"only POST /v1/models/two/replace or a restart changes model_config"):
         check_reload(running, running, read_again(running))
     load(tmp_path, "models:\n    one: {path: one}\n")
     with pytest.raises(ConfigError, match=r"its rows are one\. Given: two"):

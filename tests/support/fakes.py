@@ -230,6 +230,7 @@ class FakeEngine:
         self.sampling_defaults: dict[str, object] = {}
         self.metrics = Metrics("demo")
         self.reloading = ConfigReloader(self.config, _NO_REPLICAS, self.metrics)
+        self.lifecycle = SimpleNamespace(gate=None, level=0)
         self.max_model_len = MAX_MODEL_LEN
         self.coalesced = CoalescedResponses(2**20, 60.0, lambda: 0.0)
         self.compute_fingerprint = ComputeFingerprint(kernels="program", instruction_set="plain")

@@ -44,7 +44,9 @@ def test_blocks_are_committed_on_first_use_and_cleared_by_returning_their_pages(
         cache.storage[1000] = 1
         assert (cache.asnumpy()[1000] != 0).all()
     assert resident_bytes() - before < 2**26
+    tensors.host_layers[0][0][1000] = 1
     tensors.clear()
+    assert not tensors.host_layers[0][0][1000].any()
     assert not any(cache.storage[1000].any() for layer in tensors.layers for cache in layer)
 
 

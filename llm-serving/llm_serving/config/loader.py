@@ -65,6 +65,7 @@ RESOLVED_PATHS: Final = (
     KEYFILE,
     PASSWORD_FILE,
     "cluster_config.secret_file",
+    "model_config.weights_folder",
 )
 
 ACCEPTED_KEYS: Final = (*RULES, *ALIASES, *WITHOUT_EFFECT)

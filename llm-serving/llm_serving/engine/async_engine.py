@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from llm_serving.admission.admission_control import RefusedRequests
@@ -21,6 +22,7 @@ from llm_serving.engine.coalescing import CoalescedResponse, Sharing
 from llm_serving.engine.control import Control
 from llm_serving.engine.fleet.reload import ConfigReloader
 from llm_serving.engine.fleet.router import Route
+from llm_serving.engine.lifecycle import Lifecycle
 from llm_serving.engine.open_requests import OpenRequest
 from llm_serving.engine.replicas import EngineHealth, OpenReplica
 from llm_serving.engine.request_dispatcher import RequestDispatcher
@@ -58,7 +60,9 @@ class AsyncEngine:
         open_replica: OpenReplica,
         *,
         clock: Clock = monotonic,
+        set_weights: Callable[[Path], None] | None = None,
     ) -> None:
+        """`set_weights`: makes WorkAgents that start later load another folder; None: weights cannot be replaced."""
         self.config = config
         self.model_spec = model_spec
         self.tokenizer = tokenizer
@@ -81,6 +85,7 @@ class AsyncEngine:
         metrics.replicas = self.replicas.counts
         self.lookup = RequestLookup(config, self.replicas, self._requests, clock)
         self.control = Control(config, self.lookup, dispatcher)
+        self.lifecycle = Lifecycle(config, dispatcher, set_weights)
         self.reloading = ConfigReloader(config, self.replicas, metrics)
         self.reloading.followers.append(self._follow)
         self.end_token_ids = end_token_ids(config.model, model_spec, tokenizer)
@@ -103,7 +108,7 @@ class AsyncEngine:
         await self.replicas.stop()
 
     def health(self) -> EngineHealth:
-        return self.replicas.health()
+        return self.lifecycle.health or self.replicas.health()
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -164,6 +169,8 @@ class AsyncEngine:
             CapacityError: A queue limit is exceeded, or the first token would come too late.
             UnavailableError: No WorkAgent is ready.
         """
+        if self.lifecycle.gate is not None:
+            raise UnavailableError(f"{self.lifecycle.gate.reason} since the request arrived: send it again")
         if self.pooling is not None and self.pooling.embedding_only and not wants_vector:
             raise RequestError("model", self.pooling.refusal)
         if sharing is not None and (found := self.coalesced.find(sharing.key)) is not None:

@@ -282,6 +282,11 @@ class CoalescedResponses:
                 self._num_bytes -= answer.num_bytes
         answer.drop()
 
+    def clear(self) -> None:
+        """Stop offering all answers, because the model has changed."""
+        for answer in [*self._in_flight.values(), *self._kept.values()]:
+            self.forget(answer)
+
     def _grew(self, answer: CoalescedResponse, num_bytes: int) -> None:
         self._num_bytes += num_bytes
         if answer.finished:

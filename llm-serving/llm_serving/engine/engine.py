@@ -78,6 +78,8 @@ class Engine(EngineRequests):
             scheduler, executor, tokenizer, metrics, publish, index, audit_every, event_log, drafter, clock, attach_sink
         )
         self.num_steps = 0
+        self.is_frozen = False
+        """Whether no further step is scheduled; requests keep their state."""
         self.notice = notice
         self.compute_fingerprint = compute_fingerprint
         self._recovery = Recovery(
@@ -135,6 +137,10 @@ class Engine(EngineRequests):
         return progressed
 
     def _advance(self) -> bool:
+        if self.is_frozen:
+            while self._in_flight:
+                self._collect()
+            return False
         if (self._auditor.waiting or self.fleet is not None) and not self.scheduler.has_unfinished_requests:
             if self.fleet is not None:
                 self.fleet.apply_remote_service()
@@ -210,9 +216,17 @@ class Engine(EngineRequests):
         """Send the allowed tokens of the oldest step in flight, which need the replies to all steps before it."""
         self._executor.set_allowed_tokens(self._builder.allowed(self._in_flight[0]))
 
+    def drop_cache(self) -> bool:
+        """Drop the KV cache, and compute its requests again later. Return False while steps are in flight."""
+        if self._in_flight:
+            return False
+        self.scheduler.reset_cache()
+        self._executor.drop_cache()
+        return True
+
     def _wait(self) -> None:
         """Sleep until a message comes, the WorkAgent exits, a deadline passes or a batch has waited long enough."""
-        if self._inbox.wait(self._executor.fileno(), self.idle_s):
+        if self._inbox.wait(self._executor.fileno(), None if self.is_frozen else self.idle_s):
             try:
                 self._executor.collect()  # no step is in flight, so the WorkAgent has died
             except WorkerError as error:

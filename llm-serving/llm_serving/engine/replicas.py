@@ -105,6 +105,10 @@ class Replicas(EngineListener):
         """Shared by all engines if there are several."""
         self.drained: dict[int, threading.Event] = {}
         """Drained replica -> the event its thread waits for before it loads again. Other classes only read it."""
+        self._suspended: list[int] = []
+        """Replicas that `suspend` drained."""
+        self._left: set[int] = set()
+        """Drained replicas whose WorkAgents have exited."""
         self._transferrer = BlockTransferrer(TransferThrottle(self._has_steps).wait)
         self._reloaded: tuple[int, ServingConfig] | None = None
         """(number of the latest reload, from 1, its configuration); None: no reload."""
@@ -206,6 +210,30 @@ class Replicas(EngineListener):
         engine = self.engines.get(index)
         if index in self.drained and engine is not None:
             engine.stop()
+
+    def suspend(self) -> None:
+        """Stop all WorkAgents, a loading one once it has loaded. Their threads wait until `unsuspend`."""
+        for index in range(len(self)):
+            if index not in self.drained:
+                self.drained[index] = threading.Event()
+                self._suspended.append(index)
+            self.leave(index)
+        self._changed()
+
+    def unsuspend(self) -> None:
+        """Load the replicas that `suspend` stopped."""
+        self._failures.clear()
+        while self._suspended:
+            self.join(self._suspended.pop())
+
+    @property
+    def all_left(self) -> bool:
+        """Whether no WorkAgent runs or loads."""
+        return len(self._left) == len(self)
+
+    @property
+    def load_failures(self) -> list[str]:
+        return list(self._failures.values())
 
     def reload(self, config: ServingConfig) -> dict[int, Future[None]]:
         """Make all replicas use another configuration. Return index -> future, done once a living replica uses it."""
@@ -309,7 +337,9 @@ class Replicas(EngineListener):
                     return
             if (drained := self.drained.get(index)) is not None:
                 logger.info("WorkAgent %d has exited after its replica was drained", index)
+                self._left.add(index)
                 drained.wait()
+                self._left.discard(index)
             elif self._stopping.wait(restart_delay_s(attempt)):
                 return
             if self._stopping.is_set():

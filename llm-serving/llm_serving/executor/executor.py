@@ -27,6 +27,7 @@ from llm_serving.models.spec import MAX_VOCAB_SIZE
 from llm_serving.transport.codec import allowed_arrays, decode_output, step_arrays
 from llm_serving.transport.messages import (
     AgentMessage,
+    DropCache,
     Propose,
     Proposed,
     RunStep,
@@ -102,6 +103,9 @@ class Executor(ABC):
         WorkerError as `collect` does.
         """
         return [[] for _ in requests]
+
+    def drop_cache(self) -> None:  # noqa: B027
+        """Return the memory of the KV cache to the system, where possible. No step may be in flight."""
 
     def fileno(self) -> int | None:
         """Return a descriptor that becomes readable when an idle WorkAgent exits; None if that cannot happen."""
@@ -297,6 +301,10 @@ class RemoteExecutor(Executor):
             if len(token_ids) > request.num_draft_tokens:
                 raise WorkerDiedError(f"expected at most {request.num_draft_tokens} tokens, got {len(token_ids)}")
         return reply.token_ids
+
+    def drop_cache(self) -> None:
+        with contextlib.suppress(ChannelClosedError):  # the engine finds out, and restarts the WorkAgent
+            self._channel.send(DropCache())
 
     def fileno(self) -> int | None:
         return self._channel.fileno()

@@ -228,6 +228,22 @@ def check_folder(folder: Path) -> ModelSpec:
     return spec
 
 
+def check_replacement(folder: Path, served: Path) -> None:
+    """Check the headers of a folder whose weights shall replace those of `served`. Raise ModelError, which names the
+    difference, if its architecture, its configuration or a shape differs, or a file is damaged.
+    """
+    new, old = check_folder(folder), ModelSpec.from_folder(served)
+    if new.architecture != old.architecture:
+        raise ModelError(f"{folder}: the architecture must be {old.architecture}, as served. Given: {new.architecture}")
+    for key in sorted({*new.config, *old.config} - _FREE_KEYS):
+        if (given := new.config.get(key)) != (served_value := old.config.get(key)):
+            raise ModelError(f"{folder}: `{key}` of config.json must be {served_value}, as served. Given: {given}")
+
+
+_FREE_KEYS: Final = frozenset(("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"))
+"""Keys of config.json that do not change what is computed."""
+
+
 def optional_tensors(spec: ModelSpec, found: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return the tensors of `found` that the model does not use. Some exporters write a tied embedding twice."""
     head = (spec.vocab_size, spec.network.hidden)

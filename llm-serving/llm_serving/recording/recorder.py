@@ -27,6 +27,7 @@ from llm_serving.recording.records import (
     Event,
     Header,
     MigratedOut,
+    Noted,
     Paused,
     PriorityChanged,
     Reloaded,
@@ -292,6 +293,9 @@ class RecordedScheduler(Scheduler):
     def reload(self, rules: SchedulingRules) -> None:
         self._record(Reloaded(*capture(rules)))
         super().reload(rules)
+
+    def note(self, text: str) -> None:
+        self._record(Noted(text))
 
     def reset_cache(self) -> None:
         self._record(CacheReset())

@@ -152,6 +152,12 @@ class CacheReset(msgspec.Struct, array_like=True, frozen=True, tag="lose_cache")
     pass
 
 
+class Noted(msgspec.Struct, array_like=True, frozen=True, tag="note"):
+    """An event outside the scheduler, such as that the model falls asleep or gets other weights."""
+
+    text: str
+
+
 Row = tuple[int, int, int, int, int, list[int]]
 """(request, tokens already in the cache, tokens computed, samples, blocks of its table, new ones of these blocks)."""
 
@@ -185,6 +191,7 @@ Event = (
     | ClassesDeprioritized
     | Reloaded
     | CacheReset
+    | Noted
 )
 Record = Header | Event | Decided
 

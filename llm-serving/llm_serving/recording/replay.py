@@ -25,6 +25,7 @@ from llm_serving.recording.records import (
     Entry,
     Event,
     MigratedOut,
+    Noted,
     Paused,
     PriorityChanged,
     Reader,
@@ -181,6 +182,8 @@ class Replay:
             case CacheReset():
                 scheduler.reset_cache()
                 self._open.clear()
+            case Noted():
+                pass
             case _:
                 raise ValueError("an event is expected, but the record is something else")
 

@@ -296,6 +296,9 @@ class Scheduler:
             self.waiting_requests.release_forks(request)
         request.status = RequestStatus.FINISHED
 
+    def note(self, text: str) -> None:
+        """Record an event that changes no decision, such as that the model falls asleep."""
+
     def reset_cache(self) -> None:
         """Requeue all running requests, ahead of new ones, after KV cache, host pool and steps in flight were lost."""
         self.blocks.reset()

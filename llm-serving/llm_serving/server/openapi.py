@@ -26,6 +26,10 @@ _FITS: Final = "With the answer it must fit the context of the model and the cac
 LIMITS: Final[dict[str, str]] = {
     "model": "The served model, as in /v1/models, or one of `model_config.model_aliases`.",
     "name": "The served model, as in /v1/models.",
+    "version": "A folder in `model_config.weights_folder`.",
+    "level": "1: the KV cache is dropped. 2: the weights too.",
+    "running": "What happens to accepted requests: finish, abort or freeze. Default: finish.",
+    "new_requests": "Whether later requests wait or are refused. Default: wait.",
     "request_id": "In a body: of a limited length, without control characters. In a path: id of a known request.",
     "prompt": f"A text, texts, token ids or lists of token ids of the vocabulary, not empty. {_FITS}",
     "inputs": f"Not empty. {_FITS}",

@@ -215,6 +215,7 @@ class ServedModels:
     async def replace(self, config: ServingConfig) -> None:
         """Load a model again. It gets all new requests once its replicas are ready; then the old one drains."""
         before = self._models[config.model.model_name]
+        _check_serves(before)
         after = await self._open_ready(config)
         after.engine.metrics.http = before.engine.metrics.http
         self._models[before.name] = after
@@ -224,6 +225,7 @@ class ServedModels:
     def unload(self, name: str) -> None:
         """Refuse new requests of a model, and stop it after its last request."""
         model = self.check_served(name)
+        _check_serves(model)
         if model is self.default:
             raise RequestError(QUERY, "must not be the default model, which has requests without `model`", name)
         self._check_unchanged(name)
@@ -295,6 +297,12 @@ def health_of_all(models: ServedModels) -> EngineHealth:
     text = "; ".join(f"{name}: {health.detail}" for name, health in healths.items())
     each = healths.values()
     return EngineHealth(any(health.ready for health in each), text, any(health.loading for health in each))
+
+
+def _check_serves(model: ServedModel) -> None:
+    """Raise RequestError if requests wait for the model to wake up, because it would never become idle."""
+    if (gate := model.engine.lifecycle.gate) is not None:
+        raise RequestError(QUERY, f"must serve, but {gate.reason}: wake it up or resume it first", model.name)
 
 
 class _ModelField(msgspec.Struct):

@@ -13,6 +13,7 @@ master                                 WorkAgent
   |  <- StepDone(step, ...) -----------  |   or StepFailed(step, error)
   |  -- Propose(requests) ------------>  |   if there is a draft model; only while no step is in flight
   |  <- Proposed(token_ids, error) ----  |
+  |  -- DropCache --------------------->  |   only while no step is in flight; no reply
   |  -- Shutdown ---------------------->  |
 
 A second connection transfers KV blocks between machines; replies come in the order of the requests:
@@ -262,6 +263,10 @@ class BlocksRefused(msgspec.Struct, tag="blocks_refused", frozen=True):
     error: str
 
 
+class DropCache(msgspec.Struct, tag="drop_cache", frozen=True):
+    """Return the memory of the KV cache to the system. Its contents are lost."""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     pass
 
@@ -272,6 +277,7 @@ MasterMessage = (
     | RunStep
     | SetAllowedTokens
     | Propose
+    | DropCache
     | ReadBlocks
     | BlockContents
     | LoadBlocks

@@ -15,6 +15,7 @@ from mindspore.common.dtype import type_size_in_bytes
 
 from llm_serving.backends.base import Array, Backend, BlockMemory
 from llm_serving.backends.parameters import bytes_of_block, clear_cache, host_blocks, storage_dtype
+from llm_serving.core.memory import release_pages
 from llm_serving.core.step import BlockMoveKind, Int32Array
 from llm_serving.errors import ConfigError, WorkerError
 from llm_serving.models.memory import MAX_SLOTS
@@ -187,6 +188,8 @@ class KVTensors:
         """Return the pages of all blocks in this process to the system, which provides zeroed ones on access."""
         for cache in chain(*self.layers):
             clear_cache(cache)
+        for blocks in chain(*self.host_layers):
+            release_pages(blocks.ctypes.data, blocks.nbytes)
 
     def move_blocks(self, block_moves: Int32Array) -> None:
         """Move whole blocks of all layers in the given order. The moves must have passed `check_block_moves`."""

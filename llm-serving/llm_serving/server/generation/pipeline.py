@@ -102,6 +102,8 @@ async def start_generation(request: ProtocolRequest) -> StartedGeneration:
     serving, headers = engine.config.serving, http_request.headers
     may_be_shared = serving.coalesce_identical_requests or serving.resume_streams
     try:
+        if (gate := engine.lifecycle.gate) is not None:
+            await within_deadline(request.caller.deadline, engine.clock, gate.enter())
         if not (may_be_shared or KEY_HEADER in headers or EVENT_HEADER in headers) or not (
             request.route and isinstance(body, GenerationRequest)
         ):

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from llm_serving.server.admin import advice, control, explanations, health, live, replicas
+from llm_serving.server.admin import advice, control, explanations, health, lifecycle, live, replicas
 from llm_serving.server.admin import models as served_models
 from llm_serving.server.batches import api
 from llm_serving.server.endpoint import Endpoint
@@ -28,6 +28,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *control.ENDPOINTS,
     *advice.ENDPOINTS,
     *replicas.ENDPOINTS,
+    *lifecycle.ENDPOINTS,
     *live.ENDPOINTS,
     *health.ENDPOINTS,
     *tgi.ENDPOINTS,

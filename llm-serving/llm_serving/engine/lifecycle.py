@@ -1,0 +1,279 @@
+"""Pause, sleep and replacement of weights of one model, for administrators. For the event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final, Literal
+
+from llm_serving.config.schema import ServingConfig
+from llm_serving.engine.engine import Engine
+from llm_serving.engine.replicas import EngineHealth
+from llm_serving.engine.request_dispatcher import RequestDispatcher
+from llm_serving.errors import CapacityError, RequestError, UnavailableError, WorkerDiedError
+from llm_serving.executor.model_files import ModelFiles, content_hashes
+from llm_serving.log import get_logger
+
+logger = get_logger(__name__)
+
+POLL_S: Final = 0.02
+Running = Literal["finish", "abort", "freeze"]
+"""What happens to accepted requests: they finish first, end with finish reason `abort`, or keep their state."""
+NewRequests = Literal["wait", "refuse"]
+KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
+"""Levels of sleep: a WorkAgent keeps its weights, or exits."""
+
+
+class Gate:
+    """Holds or refuses new requests while the model pauses or sleeps."""
+
+    def __init__(self, reason: str, new_requests: NewRequests, max_waiting: int) -> None:
+        self.reason = reason
+        self.new_requests = new_requests
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
+        self._changed = asyncio.Event()
+        self._is_open = False
+
+    async def enter(self) -> None:
+        """Wait until the gate opens. Raise UnavailableError if it refuses requests, or CapacityError if too many
+        requests wait.
+        """
+        if self._num_waiting >= self._max_waiting:
+            rule = f"{self._num_waiting} requests wait for it (scheduler_config.max_waiting_queue)"
+            raise CapacityError(f"{self.reason}, and {rule}")
+        self._num_waiting += 1
+        try:
+            while not self._is_open:
+                self.check()
+                await self._changed.wait()
+        finally:
+            self._num_waiting -= 1
+
+    def check(self) -> None:
+        """Raise UnavailableError if the gate refuses requests."""
+        if self.new_requests == "refuse":
+            raise UnavailableError(f"{self.reason}; new requests are refused")
+
+    def change(self, reason: str, new_requests: NewRequests) -> None:
+        self.reason, self.new_requests = reason, new_requests
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def open(self) -> None:
+        self._is_open = True
+        self._changed.set()
+
+
+class Lifecycle:
+    """The state of a model between two steps: it serves, pauses or sleeps.
+
+    `set_weights`: makes WorkAgents that start later load another folder.
+    """
+
+    def __init__(
+        self, config: ServingConfig, dispatcher: RequestDispatcher, set_weights: Callable[[Path], None] | None
+    ) -> None:
+        self.gate: Gate | None = None
+        """What new requests must pass; None: the model serves."""
+        self.level = 0
+        """Level of sleep; 0: awake."""
+        self.weights = config.model.model_path
+        """Folder whose weights are served."""
+        self._unrecorded = ""
+        """Hash of weights that a sleeping model got, for the recordings that begin when it wakes up."""
+        self._config = config
+        self._dispatcher = dispatcher
+        self._replicas = dispatcher.replicas
+        self._set_weights = set_weights
+        self._is_frozen = self._is_suspended = self._is_changing = False
+
+    @property
+    def can_replace_weights(self) -> bool:
+        return self._set_weights is not None and self.weights is not None
+
+    @property
+    def health(self) -> EngineHealth | None:
+        """The health of a model that does not serve now; None: it serves."""
+        if self.gate is None:
+            return None
+        health = self._replicas.health()
+        return EngineHealth(False, f"{self.gate.reason}; {health.detail}" if health.loading else self.gate.reason)
+
+    async def pause(self, running: Running, new_requests: NewRequests) -> None:
+        """Hold or refuse new requests, and wait until accepted ones have finished, were aborted or are frozen."""
+        with self._exclusive():
+            self._close("the model is paused", new_requests)
+            await self._settle(running)
+            await self._note("paused")
+
+    async def resume(self) -> None:
+        """Continue after `pause`. Raise RequestError if the model sleeps."""
+        with self._exclusive():
+            if self.level:
+                raise RequestError("level", "must be 0, awake: POST /v1/wake_up", self.level)
+            await self._open("resumed")
+
+    async def sleep(self, level: int, running: Running, new_requests: NewRequests) -> None:
+        """Drop the KV cache and, at level 2, the weights, once accepted requests have finished or were aborted.
+
+        At level 1 they may be frozen: they are computed again and continue when the model wakes up.
+        """
+        drops_weights = level == DROP_WEIGHTS or self._config.device.device_target != "CPU"
+        if running == "freeze" and drops_weights:
+            rule = "must be finish or abort where WorkAgents exit: at level 2, and on an NPU also at level 1"
+            raise RequestError("running", rule, running)
+        with self._exclusive():
+            self._close(f"the model sleeps at level {level}", new_requests)
+            await self._settle(running)
+            await self._note(f"sleep level {level}")
+            if drops_weights:
+                await self._suspend()
+            elif not self._is_suspended:
+                await self._freeze(True)
+                await self._until_true(Engine.drop_cache)
+            self.level = max(level, self.level)
+
+    async def wake_up(self) -> None:
+        """Serve again after `sleep`. Raise UnavailableError if the weights cannot be loaded."""
+        with self._exclusive():
+            if self.level:
+                await self._wake()
+                if self._unrecorded:
+                    await self._note(f"weights {self._unrecorded} begin")
+                self.level, self._unrecorded = 0, ""
+                await self._open("awake")
+
+    async def replace_weights(self, folder: Path, running: Running, new_requests: NewRequests) -> str:
+        """Serve the weights of another folder, once accepted requests have finished or were aborted. Return their
+        hash. A model that sleeps loads them when it wakes up. If they cannot be loaded, the former ones are, and
+        UnavailableError is raised.
+        """
+        before, set_weights = self.weights, self._set_weights
+        assert before is not None and set_weights is not None
+        with self._exclusive():
+            new = await asyncio.to_thread(self._hash, folder)
+            stays_closed = self.gate is not None
+            self._close("the weights are being replaced", new_requests)
+            await self._settle(running)
+            await self._note(f"weights are replaced by {new}")
+            await self._suspend()
+            self._dispatcher.coalesced.clear()
+            self._use(folder)
+            if self.level:
+                self.level, self._unrecorded = DROP_WEIGHTS, new
+                return new
+            try:
+                await self._wake()
+            except UnavailableError:
+                self._use(before)
+                await self._suspend()
+                await self._wake()
+                await self._note("the former weights begin again")
+                await self._reopen(stays_closed)
+                raise
+            await self._note(f"weights {new} begin")
+            await self._reopen(stays_closed)
+            return new
+
+    # --- steps of a change ------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Raise RequestError during another change."""
+        if self._is_changing:
+            raise RequestError("model", "is being changed by another request: send this one again when that has ended")
+        self._is_changing = True
+        try:
+            yield
+        finally:
+            self._is_changing = False
+
+    def _hash(self, folder: Path) -> str:
+        """Return the hash of a folder's weights, as receipts have it. This reads all of them."""
+        model = self._config.model
+        return content_hashes(ModelFiles.of(folder, model.tokenizer_path or model.model_path)).weights
+
+    def _use(self, folder: Path) -> None:
+        assert self._set_weights is not None
+        self._set_weights(folder)
+        self.weights = folder
+
+    def _close(self, reason: str, new_requests: NewRequests) -> None:
+        if self.gate is None:
+            self.gate = Gate(reason, new_requests, self._config.scheduler.max_waiting_queue)
+        else:
+            self.gate.change(reason, new_requests)
+        logger.info("%s; new requests: %s", reason, new_requests)
+
+    async def _reopen(self, stays_closed: bool) -> None:
+        if not stays_closed:
+            await self._open("awake")
+
+    async def _open(self, event: str) -> None:
+        await self._note(event)
+        await self._freeze(False)
+        if self.gate is not None:
+            self.gate.open()
+            self.gate = None
+        logger.info("the model serves again")
+
+    async def _settle(self, running: Running) -> None:
+        """Wait until accepted requests have ended, or are frozen."""
+        requests = self._dispatcher.requests.by_id
+        if running == "freeze":
+            await self._freeze(True)
+            return
+        if self._is_frozen and requests and running == "finish":
+            raise RequestError("running", "must be freeze or abort: accepted requests are frozen", running)
+        while requests:
+            if running == "abort":
+                for opened in list(requests.values()):
+                    opened.is_cancelled = True
+                    opened.engine.abort(opened.request.request_id)
+            await asyncio.sleep(POLL_S)
+
+    async def _freeze(self, is_frozen: bool) -> None:
+        self._is_frozen = is_frozen
+        await self._until_true(partial(_freeze, is_frozen=is_frozen))
+
+    async def _note(self, text: str) -> None:
+        """Write an event into the recordings of all schedulers."""
+        await self._until_true(partial(_note, text=text))
+
+    async def _until_true(self, ask: Callable[[Engine], bool]) -> None:
+        """Call a function in the thread of each engine, between two steps, until it returns True."""
+        for engine in self._replicas.living().values():
+            with contextlib.suppress(WorkerDiedError):  # it has ended, and a later one has no state
+                while not await asyncio.wrap_future(engine.ask(partial(ask, engine))):
+                    await asyncio.sleep(POLL_S)
+
+    async def _suspend(self) -> None:
+        """Let all WorkAgents exit, so that the system gets their memory back."""
+        self._is_suspended, self._is_frozen = True, False
+        self._replicas.suspend()
+        while not self._replicas.all_left:
+            await asyncio.sleep(POLL_S)
+
+    async def _wake(self) -> None:
+        if not self._is_suspended:
+            return
+        self._replicas.unsuspend()
+        while (counts := self._replicas.counts()).num_ready < counts.num_replicas - len(self._replicas.drained):
+            if failures := self._replicas.load_failures:
+                raise UnavailableError(f"the weights were not loaded: {'; '.join(failures)}")
+            await asyncio.sleep(POLL_S)
+        self._is_suspended = False
+
+
+def _freeze(engine: Engine, *, is_frozen: bool) -> bool:
+    engine.is_frozen = is_frozen
+    return True
+
+
+def _note(engine: Engine, *, text: str) -> bool:
+    engine.scheduler.note(text)
+    return True
