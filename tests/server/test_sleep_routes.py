@@ -1,0 +1,72 @@
+"""Routes that pause, put to sleep and change a model, over HTTP with fake WorkAgents."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from llm_serving.config.tables import ApiKey
+from llm_serving.server.middleware.authentication import hash_key
+from support.gated_server import GatedServer
+from support.server_client import error_of
+
+KEYS = {name: name * 20 for name in ("a", "root")}
+API_KEYS = tuple(ApiKey(name=name, key_sha256=hash_key(key), admin=name == "root") for name, key in KEYS.items())
+CHANGES = ("/v1/pause", "/v1/resume", "/v1/sleep", "/v1/wake_up", "/v1/update_weights")
+
+
+def test_changes_require_an_administrator() -> None:
+    async def run() -> None:
+        async with GatedServer(api_keys=API_KEYS).running() as client:
+            for path in CHANGES:
+                refused = await client.post(path, headers={"x-api-key": KEYS["a"]})
+                assert (refused.status_code, error_of(refused)["param"]) == (403, "api_key"), path
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/v1/sleep?level=3", "`level` must be an integer from 1 to 2. Given: '3'"),
+        ("/v1/sleep?level=2&running=freeze", "`running` must be finish or abort where WorkAgents exit"),
+        ("/v1/pause?running=later", "`running` must be one of finish, abort, freeze. Given: 'later'"),
+        ("/v1/pause?new_requests=drop", "`new_requests` must be one of wait, refuse. Given: 'drop'"),
+        ("/v1/resume?running=abort", "`running` is not a parameter of this route's URL"),
+        ("/v1/update_weights?version=x", "`version` can be given only with `model_config.weights_folder`. Given: 'x'"),
+    ],
+)
+def test_refusals_name_field_rule_and_value(path: str, message: str) -> None:
+    async def run() -> None:
+        async with GatedServer().running() as client:
+            refused = await client.post(path)
+            assert refused.status_code == 400
+            assert error_of(refused)["message"].startswith(message)
+            assert (await client.get("/v1/is_sleeping")).json() == {"is_sleeping": False, "level": 0, "state": ""}
+
+    asyncio.run(run())
+
+
+def test_requests_wait_within_their_deadline_or_are_refused() -> None:
+    async def run() -> None:
+        server = GatedServer()
+        async with server.running() as client:
+            await server.reach(lambda: not server.engine.health().loading)
+            assert (await client.post("/v1/sleep")).json()["level"] == 1
+            late = await client.post("/v1/completions", json={"prompt": "a", "timeout_s": 0.01})
+            assert late.status_code == 504
+            held = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}))
+            keyed = {"idempotency-key": "one"}
+            both = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}, headers=keyed))
+            gate = server.engine.lifecycle.gate
+            assert gate is not None
+            await server.reach(lambda: gate._num_waiting == 2)
+            assert not held.done() and not both.done()
+            assert (await client.post("/v1/wake_up")).status_code == 200
+            assert [(await each).status_code for each in (held, both)] == [200, 200]
+            await client.post("/v1/pause?new_requests=refuse")
+            refused = await client.post("/v1/completions", json={"prompt": "a"})
+            assert refused.status_code == 503
+            assert error_of(refused)["message"] == "the model is paused; new requests are refused"
+
+    asyncio.run(run())
