@@ -251,6 +251,9 @@ class FakeEngine:
     async def stop(self) -> None:
         self.num_stops += 1
 
+    def share_tenants(self, other: FakeEngine) -> None:
+        pass
+
     def health(self) -> EngineHealth:
         return EngineHealth(self.ready, "ready" if self.ready else "loading the model", loading=not self.ready)
 

@@ -146,6 +146,12 @@ class AdmissionQueue:
         for name in self._max_waiting_of:
             self._drain_rate_of_tenant.setdefault(name, DrainRate())
 
+    def share_tenants(self, other: AdmissionQueue) -> None:
+        """Count the waiting requests of a tenant together with those of another model's queue. Call it before the first
+        request.
+        """
+        self._waiting_of_tenant = other._waiting_of_tenant
+
     # --- events -----------------------------------------------------------------------------------------------------
 
     def add(

@@ -99,6 +99,10 @@ class AsyncEngine:
         """Error that prevents this process from serving, so that it must exit; None: no error."""
         self.on_failure: Callable[[], None] = lambda: None
 
+    def share_tenants(self, other: AsyncEngine) -> None:
+        """Apply `max_waiting` of a tenant to its requests of both models together. Call it before `start`."""
+        self._queue.share_tenants(other._queue)
+
     def start(self) -> None:
         """Start loading every replica. `health` reports the progress."""
         self.replicas.start()

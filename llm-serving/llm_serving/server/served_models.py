@@ -117,9 +117,15 @@ class ServedModels:
         }
 
     def add(self, opened: OpenedModel) -> ServedModel:
-        model = ServedModel(opened, self._routes_of(opened.engine))
+        """Add a model that `start` starts."""
+        model = self._made(opened)
         self._models[model.name] = model
         return model
+
+    def _made(self, opened: OpenedModel) -> ServedModel:
+        if self._models:
+            opened.engine.share_tenants(self.default.engine)
+        return ServedModel(opened, self._routes_of(opened.engine))
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(list(self._models.values()))
@@ -245,7 +251,7 @@ class ServedModels:
         try:
             assert self._open is not None
             opened = await asyncio.to_thread(self._open, config)
-            engine, model = opened.engine, ServedModel(opened, self._routes_of(opened.engine))
+            engine, model = opened.engine, self._made(opened)
             model.routes.batches = self.default.routes.batches
             model.start()
             while not model.is_ready and engine.failure is None:
