@@ -37,7 +37,7 @@ from llm_serving.errors import (
     RankLostError,
     TransportError,
 )
-from llm_serving.log import configure_logging, get_logger
+from llm_serving.log import configure_logging, get_logger, logged_model
 from llm_serving.models.weight_reader import weight_fingerprint
 from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel, enable_keepalive
 from llm_serving.transport.codec import allowed_from_arrays, encode_output, step_from_arrays
@@ -169,6 +169,7 @@ def serve(
     if not isinstance(settings, LoadModel):
         channel.send(Failed(f"expected LoadModel, got {type(settings).__name__}"))
         return
+    logged_model.set(settings.log_name)
     if model_path is not None:
         settings = msgspec.structs.replace(settings, model_path=model_path)
     elif memory_fd is None and not Path(settings.model_path).exists():

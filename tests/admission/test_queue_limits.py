@@ -188,3 +188,16 @@ def test_drain_rate_forgets_old_requests() -> None:
         now += seconds
         rate.record_finished(now)
     assert rate.per_second(now) == pytest.approx(10.0, rel=0.01)
+
+
+def test_waiting_requests_of_a_tenant_count_in_the_queues_of_all_models() -> None:
+    queue, other = create_queue(), create_queue()
+    queue.share_tenants(other)
+    queue.add("first", 0, HIGH, "a", 1)
+    other.add("second", 0, HIGH, "a", 1)
+    for each in (queue, other):
+        exceeded = first_exceeded(each, 1, 1, HIGH, "a")
+        assert (exceeded.name, exceeded.used) == ("key_max_waiting", 2)
+        assert first_exceeded(each, 1, 1, HIGH, "b") is None
+    queue.remove("first")
+    assert first_exceeded(other, 1, 1, HIGH, "a") is None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from llm_serving.config.tables import ApiKey
+from llm_serving.engine.lifecycle import Lifecycle
 from llm_serving.server.middleware.authentication import hash_key
 from support.gated_server import GatedServer
 from support.server_client import error_of
@@ -43,6 +46,27 @@ def test_refusals_name_field_rule_and_value(path: str, message: str) -> None:
             assert refused.status_code == 400
             assert error_of(refused)["message"].startswith(message)
             assert (await client.get("/v1/is_sleeping")).json() == {"is_sleeping": False, "level": 0, "state": ""}
+
+    asyncio.run(run())
+
+
+def test_a_version_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "versions").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "versions" / "link").symlink_to(tmp_path / "elsewhere")
+
+    async def run() -> None:
+        server = GatedServer()
+        server.engine.config = replace(
+            server.engine.config, model=replace(server.engine.config.model, weights_folder=tmp_path / "versions")
+        )
+        server.engine.lifecycle = Lifecycle(server.engine.config, server.engine._dispatcher, print)
+        server.engine.lifecycle.weights = tmp_path
+        async with server.running() as client:
+            for version in ("link", "..", "../elsewhere", str(tmp_path / "elsewhere"), "gone", ""):
+                refused = await client.post("/v1/update_weights", params={"version": version})
+                assert refused.status_code == 400
+                assert error_of(refused)["message"].startswith("`version` must be"), version
 
     asyncio.run(run())
 

@@ -236,6 +236,7 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         disk_cache_path=None if (path := config.pa.disk_cache_path) is None else str(path.absolute()),
         disk_cache_bytes=config.pa.disk_cache_bytes,
         memory_share=config.memory_share,
+        log_name="" if config.origin is None else config.origin.row or "",
     )
 
 

@@ -88,18 +88,19 @@ class Endpoint:
                 response.headers[IGNORED_HEADER] = ", ".join(ignored)
             return response
         except LLMServingError as error:
-            return self._refuse(request, error)
+            return self.refuse(request, error)
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=499)  # never read: the connection is gone
         except Exception as error:
             if (lack := shortage(error)) is not None:
                 logger.warning("%s %s was refused: %s", self.method, self.path, lack)
                 why = f"the machine has none of what this takes at the moment: {lack}"
-                return self._refuse(request, UnavailableError(why, RETRY_AFTER_S))
+                return self.refuse(request, UnavailableError(why, RETRY_AFTER_S))
             logger.exception("%s %s failed", self.method, self.path)
             return self.error_response(internal_error())
 
-    def _refuse(self, request: Request, error: LLMServingError) -> Response:
+    def refuse(self, request: Request, error: LLMServingError) -> Response:
+        """Return the response for an error, in the form of the protocol, and log its kind."""
         context = request_context_of(request)
         context.error, context.request_id = kind_of(error), context.request_id or request_id_of(request)
         response = self.error_response(error)

@@ -26,6 +26,7 @@ from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.parsing.body import ANY_MODEL, read_body
 from llm_serving.server.parsing.errors import openai_error_response
 from llm_serving.server.parsing.offload import INLINE_BYTES, off_loop
+from llm_serving.server.request_context import request_context_of
 
 if TYPE_CHECKING:
     from llm_serving.server.app import Application
@@ -148,15 +149,14 @@ class ServedModels:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._by_body.get(scope["path"]) if scope["method"] == "POST" else None
+        endpoint = self._by_body.get(scope["path"]) if scope.get("method") == "POST" else None
         try:
             if endpoint is not None:
                 model, receive = await self._by_field(scope, receive)
             else:
                 model, scope = self._by_url(scope)
         except LLMServingError as error:
-            answer = openai_error_response if endpoint is None else endpoint.error_response
-            await answer(error)(scope, receive, send)
+            await self._refuse(endpoint, error, Request(scope))(scope, receive, send)
             return
         except ClientDisconnect:
             await Response(status_code=499)(scope, receive, send)
@@ -167,6 +167,12 @@ class ServedModels:
             await model.routes(scope, receive, send)
         finally:
             model.num_open -= 1
+
+    def _refuse(self, endpoint: Endpoint | None, error: LLMServingError, request: Request) -> Response:
+        if endpoint is None:
+            return openai_error_response(error)
+        request_context_of(request).route = endpoint.path
+        return endpoint.refuse(request, error)
 
     async def _by_field(self, scope: Scope, receive: Receive) -> tuple[ServedModel, Receive]:
         """Return the model that the field `model` of the body names, and a function that returns the body again."""

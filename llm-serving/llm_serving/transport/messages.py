@@ -106,6 +106,8 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     disk_cache_bytes: int = 0
     memory_share: float = 1.0
     """Share of the machine's memory that the WorkAgents of this model may use together."""
+    log_name: str = ""
+    """Name of the model, with which log lines begin; empty if the server has one model."""
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):
