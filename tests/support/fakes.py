@@ -178,6 +178,26 @@ def _logprobs(token_id: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(token_id, -0.5, tuple(token_id + k for k in ranks), tuple(-0.5 - k for k in ranks))
 
 
+class FakeLifecycle:
+    """A lifecycle of a model that always serves."""
+
+    gate = None
+    level = 0
+    can_replace_weights = False
+
+    async def pause(self, running: str, new_requests: str) -> None:
+        pass
+
+    async def resume(self) -> None:
+        pass
+
+    async def sleep(self, level: int, running: str, new_requests: str) -> None:
+        pass
+
+    async def wake_up(self) -> None:
+        pass
+
+
 @dataclass
 class FakeEngine:
     """An engine that answers every request with `script` and records its calls."""
@@ -230,7 +250,7 @@ class FakeEngine:
         self.sampling_defaults: dict[str, object] = {}
         self.metrics = Metrics("demo")
         self.reloading = ConfigReloader(self.config, _NO_REPLICAS, self.metrics)
-        self.lifecycle = SimpleNamespace(gate=None, level=0)
+        self.lifecycle = FakeLifecycle()
         self.max_model_len = MAX_MODEL_LEN
         self.coalesced = CoalescedResponses(2**20, 60.0, lambda: 0.0)
         self.compute_fingerprint = ComputeFingerprint(kernels="program", instruction_set="plain")

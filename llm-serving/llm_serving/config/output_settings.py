@@ -49,7 +49,7 @@ DERIVED_KEYS: Final[Mapping[str, str]] = {
 
 _NEUTRAL_KEYS: Final[tuple[tuple[str, str], ...]] = (
     # Names and locations.
-    ("model_config", "model_name model_aliases model_hub model_revision model_cfg_path"),
+    ("model_config", "model_name model_aliases model_hub model_revision model_cfg_path weights_folder"),
     # Must equal the model's own values, or only refuse more requests.
     ("model_config", "vocab_size pad_token_id seq_length"),
     # Batch sizes and times.
