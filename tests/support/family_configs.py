@@ -89,6 +89,13 @@ CONFIGS = {
         | _LATENT
         | {"first_k_dense_replace": 1},
     ),
+    "deepseek3.2": (
+        "DeepseekV32ForCausalLM",
+        {"n_routed_experts": 6, "n_shared_experts": 1, "n_group": 3, "topk_group": 2, "q_lora_rank": 24}
+        | _EXPERTS
+        | _LATENT
+        | {"first_k_dense_replace": 1, "index_head_dim": 16, "index_n_heads": 9, "index_topk": 21},
+    ),
     "gpt-oss": (
         "GptOssForCausalLM",
         {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7, "intermediate_size": 40},

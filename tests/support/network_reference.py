@@ -19,6 +19,8 @@ from llm_serving.network.program import FLOATS, FUNCTIONS, KINDS, SCORES, Progra
 from llm_serving.network.weights import Tensors, load_parameter
 
 Array = np.ndarray[Any, Any]
+_WRITTEN = ("y", "residual_out", "topk_weights", "topk_ids", "selected")
+"""Roles of outputs. Those at odd positions are the second output of their operation."""
 
 
 @dataclass
@@ -94,7 +96,7 @@ def run_ranks(
         for rank, each in enumerate(together):
             written = results[rank] if isinstance(results[rank], tuple) else (results[rank],)
             for role, y in each.outputs.items():
-                values[rank][y] = written[("y", "residual_out", "topk_weights", "topk_ids").index(role) % 2]
+                values[rank][y] = written[_WRITTEN.index(role) % 2]
     return results
 
 
@@ -187,7 +189,8 @@ def _store_kv(step: Step, k: Array, v: Array, layer: int, k_offset: Any = None) 
 
 def _attention(
     step: Step, q: Array, layer: int, scale: float, window: int, cap: float, eps: float, causal: bool,
-    q_rope: Any = None, k: Any = None, v: Any = None, slopes: Any = None, cos: Any = None, sin: Any = None,
+    q_rope: Any = None, k: Any = None, v: Any = None, selected: Any = None, slopes: Any = None, cos: Any = None,
+    sin: Any = None,
     q_gamma: Any = None, k_gamma: Any = None, k_offset: Any = None, sinks: Any = None, consumer: Any = None,
     chunk: int = 0,
 ) -> Array:  # fmt: skip
@@ -207,7 +210,9 @@ def _attention(
             stop = step.context_lens[b] - step.query_lens[b] + i + 1
             last = stop if causal else step.context_lens[b]
             last = min(last, stop + window - 1) if window else last
-            seen = slice((stop - 1) // chunk * chunk if chunk else max(0, stop - window) if window else 0, last)
+            seen: Any = slice((stop - 1) // chunk * chunk if chunk else max(0, stop - window) if window else 0, last)
+            if selected is not None and stop > selected.shape[1]:
+                seen = selected[row]
             scores = np.einsum("hgd,jhd->hgj", q[row].reshape(kv_heads, -1, width), keys[seen])
             read = values
             if q_rope is not None:
@@ -225,6 +230,18 @@ def _attention(
             weights /= weights.sum(-1, keepdims=True) + np.exp(beside - largest)
             result.append(np.einsum("hgj,jhd->hgd", weights, read[seen]).reshape(-1))
     return np.stack(result)
+
+
+def _select_keys(step: Step, q: Array, weights: Array, layer: int, top_k: int) -> Array:
+    keys = step.caches[layer][0]
+    result = []
+    for table, num_rows, context in zip(step.block_tables, step.query_lens, step.context_lens, strict=True):
+        of_request = keys[table].reshape(-1, keys.shape[3])
+        for stop in range(context - num_rows + 1, context + 1):
+            row = len(result)
+            scores = reference.key_scores(q[row].reshape(len(weights[row]), -1), weights[row], of_request[:stop])
+            result.append(reference.largest_positions(scores, top_k))
+    return np.array(result, np.int32)
 
 
 def _gated_activation(step: Step, x: Array, function: str) -> Array:

@@ -379,6 +379,22 @@ def attention(
     return result.reshape(q.shape)
 
 
+def key_scores(q: Floats, weights: Floats, keys: Floats) -> Doubles:
+    """Score keys for one row: the sum over heads of weight * relu(q * key) (DeepSeek-V3.2, 2025). q [heads, D], weights
+    [heads], keys [n, D] -> [n].
+    """
+    scores: Doubles = _double(weights) @ np.maximum(_double(q) @ _double(keys).T, 0)
+    return scores
+
+
+def largest_positions(scores: Floats, top_k: int) -> Integers:
+    """Return the positions of the `top_k` largest scores, ascending; then -1, if there are fewer. Of equal scores, the
+    first one is larger.
+    """
+    chosen = np.sort(np.argsort(-scores, kind="stable")[:top_k])
+    return np.concatenate([chosen, np.full(top_k - len(chosen), -1)])
+
+
 def prompt_attention(
     q: Floats, k: Floats, v: Floats, lens: Integers, num_heads: int, scale: float, tile: Floats | None
 ) -> Doubles:

@@ -231,6 +231,7 @@ class Network:
         group: int = 0,
         rows: Sequence[int] | None = None,
         stored_shape: tuple[int, ...] | None = None,
+        eps: float | None = None,
     ) -> Value:
         """Compute (x - mean) / sqrt(variance + eps) * gamma + beta in float32, over whole rows or over each `group` of
         columns, which then has its own gamma and beta.
@@ -239,6 +240,7 @@ class Network:
             names: Prefixes of the tensors `<name>.weight` and, with a bias, `<name>.bias`, which are stacked.
             rows: As `Weight.rows`, for gamma and beta.
             stored_shape: Shape of each tensor, if it is no vector.
+            eps: None: the default of the network.
         """
         names = (names,) if isinstance(names, str) else tuple(names)
         shape = stored_shape or (x.width // len(names),)
@@ -251,7 +253,8 @@ class Network:
             )
             for role, kind in (("gamma", "weight"), ("beta", "bias"))[: 1 + bias]
         }
-        return self.record("rms_norm", {"x": x}, weights, {"eps": self._eps, "group": group, "centred": True}, x.width)
+        attributes = {"eps": self._eps if eps is None else eps, "group": group, "centred": True}
+        return self.record("rms_norm", {"x": x}, weights, attributes, x.width)
 
     def split(self, x: Value, *widths: int) -> list[Value]:
         """Return views of consecutive column ranges of x. No operation is added."""
@@ -295,6 +298,7 @@ class Network:
         sinks: Weight | None = None,
         q_rope: Value | None = None,
         chunk: int = 0,
+        selected: Value | None = None,
     ) -> Value:
         """Compute attention over the cache of a layer, causal if the network is.
 
@@ -310,12 +314,33 @@ class Network:
             sinks: Score of each head that takes a share of the softmax and adds no value (gpt-oss).
             q_rope: Rotary part of the queries of multi-head latent attention (DeepSeek-V2). The cached k is then the
                 latent vector, which is both key and value; the cached v is the rotary part of the key.
+            selected: Result of `select_keys`: the only keys that a row attends to; None: all. Needs `q_rope`.
         """
         attributes = {"layer": layer, "scale": scale, "window": window or 0, "cap": cap or 0.0, "eps": 0.0}
         attributes |= {"causal": self.causal, "chunk": chunk}
         return self.record(
-            "attention", {"q": q, "q_rope": q_rope}, {"slopes": slopes, "sinks": sinks}, attributes, q.width
+            "attention",
+            {"q": q, "q_rope": q_rope, "selected": selected},
+            {"slopes": slopes, "sinks": sinks},
+            attributes,
+            q.width,
         )
+
+    def select_keys(self, q: Value, weights: Value, layer: int, top_k: int) -> Value:
+        """Return the positions of the `top_k` keys before or at each row whose scores are largest, ascending, int32
+        [T, top_k]. A row with fewer keys has them all, followed by -1. The score of a key is the sum over heads of
+        weight * relu(q * key); of equal scores, the first one counts as larger (DeepSeek-V3.2, 2025, section 2.1).
+
+        Args:
+            q: [T, heads * key width]; all heads share the keys.
+            weights: [T, heads]
+            layer: Result of `store_kv`, with one KV head.
+        """
+        selected = Value(f"selected{len(self.operations)}", top_k, "int32")
+        attributes = {"layer": layer, "top_k": top_k}
+        operation = Operation("select_keys", {"q": q, "weights": weights}, {}, {"selected": selected}, attributes)
+        self.operations.append(operation)
+        return selected
 
     def activation(self, x: Value, function: Literal["silu", "gelu_tanh", "gelu", "tanh"]) -> Value:
         return self.record("activation", {"x": x}, {}, {"function": function}, x.width)

@@ -10,6 +10,7 @@ a model folder that it is assembled from. SIGNATURES lists the roles of each ope
     rope              rotary position embedding (Su et al. 2021) of elements i and i + head_dim / 2 together
     store_kv          write keys and values to the cache of a layer
     attention         attention over that cache, causal or bidirectional
+    select_keys       the keys with the largest scores of a sparse attention (DeepSeek-V3.2, 2025)
     gated_activation  function(first half of a row) * second half
     activation        function(x)
     add               a + scale * b
@@ -67,7 +68,7 @@ SIGNATURES: Final[Mapping[str, Signature]] = {
     "store_kv": _signature("", "k v", "k_offset", "layer"),
     "attention": _signature(
         "y",
-        "q q_rope k v",
+        "q q_rope k v selected",
         "slopes cos sin q_gamma k_gamma k_offset sinks",
         "layer scale window cap eps causal consumer chunk",
     ),
@@ -98,6 +99,7 @@ SIGNATURES: Final[Mapping[str, Signature]] = {
     "mix_streams": _signature("y", "base x coefficients", "", "streams offset first"),
     "match_streams": _signature("y", "like x", "", "eps sums"),
     "sparsify": _signature("y", "x", "", "scale"),
+    "select_keys": _signature("selected", "q weights", "", "layer top_k"),
 }
 """Operation kind -> signature. The position of a kind is its number in a program.
 

@@ -207,6 +207,7 @@ _WITHOUT_CELL: Final[Mapping[str, str]] = {
     "mix_streams": "mixtures of residual streams",
     "match_streams": "mixtures of residual streams",
     "sparsify": "sparse activations",
+    "select_keys": "attention to selected keys",
 }
 """Operation that only programs compute -> its name for users."""
 

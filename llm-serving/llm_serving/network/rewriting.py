@@ -198,6 +198,8 @@ def tile_for_consumer(graph: Graph, operation: Operation) -> Changes:
     is_gate = operation.kind != "linear" or operation.attributes["function"]
     if not is_gate or (operation.kind == "rms_norm" and operation.attributes["group"]):
         return {}
+    if "selected" in operation.inputs:
+        return {}
     y = operation.outputs["y"]
     consumers = graph.consumers(y)
     if len(consumers) != 1 or consumers[0].kind not in ("linear", "lm_head") or consumers[0].inputs["x"] is not y:

@@ -365,6 +365,22 @@ struct RecurrenceArgs {
   float low, high;                 // limits of softplus(a + bias)
 };
 
+// Scores of the keys of one head, up to the position of each row: the sum over heads of weight * relu(q * key).
+struct KeyScoresArgs {
+  const void* q;        // [rows, heads * dim]
+  const void* weights;  // [rows, heads]
+  const void* keys;     // [num_blocks, block_size, 1, dim]
+  const int64_t* block_tables;
+  const size_t* requests;    // [rows], index of a block table
+  const int64_t* positions;  // [rows]
+  float* scores;             // [rows, scores_stride]; scores beyond the position of a row are not defined
+  DType dtype;
+  size_t rows, heads, dim;
+  size_t q_stride, weights_stride;
+  size_t scores_stride;  // a multiple of kChunkTokens
+  size_t table_width, block_size;
+};
+
 struct Kernels {
   const char* isa;
   void (*linear)(const LinearArgs&);
@@ -394,6 +410,7 @@ struct Kernels {
   void (*mix_streams)(const MixStreamsArgs&);
   void (*match_streams)(const MatchStreamsArgs&);
   void (*sparsify)(const SparsifyArgs&);
+  void (*key_scores)(const KeyScoresArgs&);
 };
 
 // The kernels in use, which Python chooses before the first operator runs (kernels/library.py).

@@ -10,6 +10,7 @@
 #include "causal_conv.h"
 #include "elementwise.h"
 #include "fixed_point.h"
+#include "key_scores.h"
 #include "linear.h"
 #include "recurrence.h"
 #include "routing.h"
@@ -158,7 +159,8 @@ const Kernels kKernels = {LLM_TEXT(LLM_ISA),
                           recurrence,
                           mix_streams,
                           match_streams,
-                          sparsify};
+                          sparsify,
+                          key_scores};
 
 }  // namespace llm::LLM_ISA
 

@@ -12,7 +12,7 @@ const Operation* const kOperations[] = {&kEmbedding,  &kLinear,          &kRmsNo
                                         &kAttention,  &kGatedActivation, &kAdd,         &kRoute,        &kExperts,
                                         &kLmHead,     &kSelectRows,      &kSigmoidGate, &kHiddenStates, &kAllReduce,
                                         &kActivation, &kMultiply,        &kCausalConv,  &kDeltaRule,    &kSsm,
-                                        &kMixStreams, &kMatchStreams,    &kSparsify};
+                                        &kMixStreams, &kMatchStreams,    &kSparsify,    &kSelectKeys};
 constexpr size_t kNumOperations = sizeof(kOperations) / sizeof(kOperations[0]);
 
 const Operation* operation(const Program& program, size_t i) {
@@ -43,8 +43,9 @@ int run_program(const Call& call) {
   if (const int status = program.read()) return status;
   if (const int status = check_instructions(program)) return status;
   if (const int status = program.begin()) return status;
-  Ending ending(program.num_layers());
-  size_t attended = 0;
+  size_t layers = 0, attended = 0;
+  for (size_t i = 0; i < program.num_instructions(); i++) layers += operation(program, i) == &kAttention;
+  Ending ending(layers);
   for (size_t i = 0; i < program.num_instructions(); i++) {
     const Operation* op = operation(program, i);
     // A layer is done when the next one attends, the last one before the result.

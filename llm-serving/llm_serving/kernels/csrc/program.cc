@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <new>
 
+#include "kv_layout.h"
 #include "thread_pool.h"
 
 namespace llm {
@@ -242,6 +243,14 @@ int Instruction::check() const {
     }
   }
   return 0;
+}
+
+int Instruction::read_layer(int32_t layer, KvCache& cache) const {
+  if (layer < 0 || static_cast<size_t>(layer) >= program_.num_layers()) return fail("there is no layer %d", layer);
+  const int keys = kWeights + static_cast<int>(program_.num_weights()) + 2 * layer;
+  return read_cache(call(), keys, keys + 1, program_.dtype(), cache) && cache.heads > 0 && cache.key_dim > 0
+             ? 0
+             : fail("%s; or int8 [.., head_dim + %zu] of codes and scales", kCacheRule, kScaleBytes);
 }
 
 float Instruction::number(int i) const {

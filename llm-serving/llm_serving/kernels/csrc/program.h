@@ -167,6 +167,9 @@ class Instruction {
   // Like Call::fail, for this instruction.
   int fail(const char* format, ...) const __attribute__((format(printf, 2, 3)));
 
+  // Reads the cache of a layer; returns a status as operators do.
+  int read_layer(int32_t layer, KvCache& cache) const;
+
   // Checks that several operations share; they return a status as operators do.
   // Checks that an operand exists, has the type, and has the rows of `like`.
   int check_rows(const char* name, const Operand* operand, DType dtype, bool selected) const;
@@ -208,6 +211,7 @@ extern const Operation kRoute, kExperts;                       // program_expert
 extern const Operation kAllReduce;                             // program_ranks.cc
 extern const Operation kCausalConv, kDeltaRule, kSsm;          // program_states.cc
 extern const Operation kMixStreams, kMatchStreams, kSparsify;  // program_streams.cc
+extern const Operation kSelectKeys;                            // program_selection.cc
 
 // Whether attribute `function` is a gate: 0 none, 1 silu, 2 gelu_tanh, 3 gelu, 4 clamped. 5 (sigmoid) and 6 (tanh) are
 // not gates.

@@ -1,6 +1,7 @@
 // Operations of attention: rope, store_kv, attention.
 #include "kv_layout.h"
 #include "program.h"
+#include "selected_attention.h"
 
 namespace llm {
 namespace {
@@ -46,15 +47,6 @@ int run_rope(const Instruction& in) {
   return 0;
 }
 
-int read_layer(const Instruction& in, int32_t layer, KvCache& cache) {
-  const Program& program = in.program();
-  if (layer < 0 || static_cast<size_t>(layer) >= program.num_layers()) return in.fail("there is no layer %d", layer);
-  const int keys = kWeights + static_cast<int>(program.num_weights()) + 2 * layer;
-  return read_cache(in.call(), keys, keys + 1, program.dtype(), cache) && cache.heads > 0 && cache.key_dim > 0
-             ? 0
-             : in.fail("%s; or int8 [.., head_dim + %zu] of codes and scales", kCacheRule, kScaleBytes);
-}
-
 // Checks operands that are stored in the cache.
 int check_stored(const Instruction& in, const Operand* k, const Operand* v, const KvCache& cache) {
   if (const int status = in.check_rows("k", k, false)) return status;
@@ -81,35 +73,47 @@ int check_offset(const Instruction& in, int i, const KvCache& cache) {
 
 int check_store_kv(const Instruction& in) {
   KvCache cache;
-  if (const int status = read_layer(in, in.integer(0), cache)) return status;
+  if (const int status = in.read_layer(in.integer(0), cache)) return status;
   if (const int status = check_offset(in, 0, cache)) return status;
   return check_stored(in, in.input(0), in.input(1), cache);
 }
 
 int run_store_kv(const Instruction& in) {
   KvCache cache;
-  if (const int status = read_layer(in, in.integer(0), cache)) return status;
+  if (const int status = in.read_layer(in.integer(0), cache)) return status;
   KvRows rows = stored_rows(in, in.input(0), in.input(1));
   rows.k_offset = reinterpret_cast<const float*>(in.weight_data(0));
   store_kv(cache, rows, in.program().tokens());
   return 0;
 }
 
-// attention: y | q q_rope k v | slopes cos sin q_gamma k_gamma k_offset sinks | layer scale window cap eps causal
-// consumer chunk.
+// attention: y | q q_rope k v selected | slopes cos sin q_gamma k_gamma k_offset sinks | layer scale window cap eps
+// causal consumer chunk.
 // With k and v: heads are normalised if there are norm weights, rotated if there are tables, and stored, then attended
 // to; without k and v they are already stored. A causal row sees `window` tokens, including its own, or those of its
 // `chunk` up to its own, or all before it; another row sees the tokens less than `window` away on either side, or its
 // whole request. With q_rope, keys are also the values, and the stored values are the rotary part of keys, which
-// belongs to q_rope (DeepSeek-V2, 2024, section 2.1).
+// belongs to q_rope (DeepSeek-V2, 2024, section 2.1). With `selected`, the result of select_keys, a row sees these keys
+// only.
 
 enum AttendWeight { kSlopes, kCos, kSin, kQGain, kKGain, kKOffset, kSinks };
 enum AttendAttribute { kLayer, kScale, kWindow, kCap, kEps, kCausal, kConsumer, kChunk };
 
+// Checks the operand `selected`, if present.
+int check_selected(const Instruction& in, const Operand* selected) {
+  if (selected == nullptr) return 0;
+  if (const int status = in.check_rows("selected", selected, DType::kInt32, false)) return status;
+  if (in.input(1) == nullptr || in.integer(kWindow) != 0 || in.number(kCap) != 0.0f || in.has_weight(kSlopes) ||
+      in.has_weight(kSinks) || in.integer(kCausal) == 0 || in.integer(kConsumer) != -1 || in.integer(kChunk) != 0) {
+    return in.fail("selected keys must be latent and causal, without window, chunk, cap, slopes, sinks and consumer");
+  }
+  return 0;
+}
+
 int check_attention(const Instruction& in) {
   const Operand *y = in.output(0), *q = in.input(0), *k = in.input(2), *v = in.input(3);
   KvCache cache;
-  if (const int status = read_layer(in, in.integer(kLayer), cache)) return status;
+  if (const int status = in.read_layer(in.integer(kLayer), cache)) return status;
   const Operand* q_rope = in.input(1);
   if (q_rope == nullptr && cache.key_dim != cache.value_dim) {
     return in.fail("keys and values must be of one width where there is no q_rope");
@@ -128,6 +132,7 @@ int check_attention(const Instruction& in) {
     if (k != nullptr) return in.fail("latent keys must be stored already");
     if (cache.quantized) return in.fail("latent keys have no codes");
   }
+  if (const int status = check_selected(in, in.input(4))) return status;
   if ((k == nullptr) != (v == nullptr)) return in.fail("k and v go together");
   if (k != nullptr) {
     if (const int status = check_stored(in, k, v, cache)) return status;
@@ -165,7 +170,7 @@ int check_attention(const Instruction& in) {
 int run_attention(const Instruction& in) {
   const Program& program = in.program();
   KvCache cache;
-  if (const int status = read_layer(in, in.integer(kLayer), cache)) return status;
+  if (const int status = in.read_layer(in.integer(kLayer), cache)) return status;
   const Rows y = in.rows(in.output(0)), q = in.rows(in.input(0));
   AttendArgs args = {
       q.data, q.stride, {}, cache, &program.requests(), q.count, q.width / cache.key_dim, program.positions()};
@@ -195,7 +200,12 @@ int run_attention(const Instruction& in) {
   args.y = y.data;
   args.y_layout =
       in.consumer(kConsumer) == nullptr ? TiledLayout{y.count, y.stride} : in.consumer(kConsumer)->layout(y.count);
-  attend(args);
+  if (in.input(4) == nullptr) {
+    attend(args);
+  } else {
+    const Rows selected = in.rows(in.input(4));
+    attend_to_selected(args, {reinterpret_cast<const int32_t*>(selected.data), selected.stride, selected.width});
+  }
   return 0;
 }
 
@@ -203,6 +213,6 @@ int run_attention(const Instruction& in) {
 
 const Operation kRope = {{"rope", 1, 1, 2, 0}, check_rope, run_rope};
 const Operation kStoreKv = {{"store_kv", 0, 2, 1, 1}, check_store_kv, run_store_kv};
-const Operation kAttention = {{"attention", 1, 4, 7, 8}, check_attention, run_attention};
+const Operation kAttention = {{"attention", 1, 5, 7, 8}, check_attention, run_attention};
 
 }  // namespace llm
