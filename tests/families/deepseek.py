@@ -1,4 +1,6 @@
-"""DeepSeek-V2 and V3: keys and values of a token are one latent vector; grouped experts beside shared ones."""
+"""DeepSeek and GLM models whose keys and values of a token are one latent vector; experts beside shared ones. In
+DeepSeek-V3.2 and GLM-5, rows attend to selected keys only.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +34,32 @@ V3: dict[str, Any] = {key: value for key, value in V2.items() if key not in ("au
 KIMI_K2 = V3 | {
     "first_k_dense_replace": 2, "n_group": 1, "num_nextn_predict_layers": 0, "rope_scaling": None, "topk_group": 1,
 }  # fmt: skip
+V32 = V3 | {
+    "architectures": ["DeepseekV32ForCausalLM"], "index_head_dim": 32, "index_n_heads": 12, "index_topk": 24,
+    "model_type": "deepseek_v32", "topk_group": 2,
+}  # fmt: skip
+FLASH: dict[str, Any] = {
+    **PUBLISHED, "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "attention_bias": False,
+    "first_k_dense_replace": 1, "hidden_size": 64, "intermediate_size": 104, "kv_lora_rank": 24,
+    "max_position_embeddings": FAR, "mlp_layer_types": ["dense", "sparse", "sparse"], "moe_intermediate_size": 40,
+    "n_group": 1, "n_routed_experts": 8, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 4,
+    "num_experts_per_tok": 3, "num_hidden_layers": 3, "num_key_value_heads": 4, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 40, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "routed_scaling_factor": 1.8,
+    "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 32, "vocab_size": 200,
+}  # fmt: skip
+GLM_5 = FLASH | {
+    "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "index_head_dim": 16, "index_n_heads": 12,
+    "index_topk": 20, "indexer_types": ["full", "shared", "full"], "routed_scaling_factor": 2.5,
+}  # fmt: skip
+
+
+def _indexer(c: dict[str, Any]) -> Shapes:
+    size = c["index_head_dim"]
+    shapes = linear("self_attn.indexer.wq_b", c["index_n_heads"] * size, c["q_lora_rank"])
+    shapes |= linear("self_attn.indexer.wk", size, c["hidden_size"])
+    shapes |= {f"self_attn.indexer.k_norm.{name}": (size,) for name in ("weight", "bias")}
+    return shapes | linear("self_attn.indexer.weights_proj", c["index_n_heads"], c["hidden_size"])
 
 
 def latent_attention(c: dict[str, Any]) -> Shapes:
@@ -53,7 +81,8 @@ def latent_attention(c: dict[str, Any]) -> Shapes:
 
 
 def _deepseek(config: dict[str, Any], *matters: dict[str, Any]) -> Model:
-    third = config["model_type"] == "deepseek_v3"
+    third = config["model_type"] != "deepseek_v2"
+    indexers = config.get("indexer_types", ["full" if "index_topk" in config else ""] * config["num_hidden_layers"])
 
     def layer(index: int) -> Shapes:
         if index < config["first_k_dense_replace"]:
@@ -64,9 +93,15 @@ def _deepseek(config: dict[str, Any], *matters: dict[str, Any]) -> Model:
             feed_forward |= mlp(config, inner * config["n_shared_experts"], at="mlp.shared_experts.")
             if third:
                 feed_forward["mlp.gate.e_score_correction_bias"] = (config["n_routed_experts"],)
-        return latent_attention(config) | feed_forward | norms(config, "input_layernorm", "post_attention_layernorm")
+        indexer = _indexer(config) if indexers[index] == "full" else {}
+        return (
+            latent_attention(config)
+            | indexer
+            | feed_forward
+            | norms(config, "input_layernorm", "post_attention_layernorm")
+        )
 
-    scaling, shapes = config["rope_scaling"], decoder(config, layer)
+    scaling, shapes = config.get("rope_scaling"), decoder(config, layer)
     if scaling:
         matters += ({"rope_scaling": None}, {"rope_scaling": scaling | {"mscale_all_dim": 0.5}})
     for number in range(config.get("num_nextn_predict_layers", 0)):
@@ -83,4 +118,7 @@ def models() -> dict[str, Model]:
         "deepseek-v2-lite": _deepseek(LITE),
         "deepseek-v3": _deepseek(V3, {"topk_group": 3}, {"norm_topk_prob": False}),
         "kimi-k2": _deepseek(KIMI_K2),
+        "deepseek-v3.2": _deepseek(V32, {"index_topk": 40}),
+        "glm-4.7-flash": _deepseek(FLASH, {"norm_topk_prob": False}),
+        "glm-5": _deepseek(GLM_5, {"index_topk": 40}),
     }

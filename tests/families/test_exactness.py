@@ -26,6 +26,7 @@ pytestmark = pytest.mark.mindspore
         ("mistral", "program"),
         ("qwen3-moe", "program"),
         ("deepseek-v2", "program"),
+        ("glm-5", "program"),
         ("gemma2", CODED_CACHE),
         ("lfm2", "program"),
         ("qwen3.5", "program"),

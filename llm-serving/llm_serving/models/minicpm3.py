@@ -23,9 +23,9 @@ def minicpm3(c: ConfigReader) -> Network:
     width = width if c.has("dim_model_base") or c.is_absent("dim_model_base") else float(net.hidden)
     c.choice("hidden_act", ("silu",), "silu")
 
-    def layer(hidden: Value, _: int, at: str) -> Value:
+    def layer(hidden: Value, index: int, at: str) -> Value:
         x = net.rms_norm(hidden, at + "input_layernorm")
-        hidden = net.add(hidden, attention(net, x, at + "self_attn."), depth / count**0.5)
+        hidden = net.add(hidden, attention(net, x, index, at + "self_attn."), depth / count**0.5)
         x = net.rms_norm(hidden, at + "post_attention_layernorm")
         return net.add(hidden, gated_mlp(net, x, at + "mlp.", inner, bias=bias), depth / count**0.5)
 
