@@ -82,7 +82,7 @@ def top_tokens(results):
     )
 
 
-def step_input(rows, step=0, samples=None, sampling=None, moves=(), epochs=None, scores=(), vectors=()):
+def step_input(rows, step=0, samples=None, sampling=None, moves=(), epochs=None, scores=(), vectors=(), adapters=()):
     """Return a step of rows (token_ids, num_computed, block_ids).
 
     Args:
@@ -94,6 +94,7 @@ def step_input(rows, step=0, samples=None, sampling=None, moves=(), epochs=None,
         epochs: [B, W] of the blocks; None: 0, so that all blocks have one owner.
         scores: Results (row, token, token ids, number of most likely tokens) of kind LOGPROBS, in order.
         vectors: Results (row, token) of kind VECTOR, in order.
+        adapters: (number, slot) of each row's adapter; empty: no row has one.
     """
     width = max(len(blocks) for _, _, blocks in rows)
     block_tables = np.array([list(blocks) + [0] * (width - len(blocks)) for _, _, blocks in rows], np.int32)
@@ -114,6 +115,7 @@ def step_input(rows, step=0, samples=None, sampling=None, moves=(), epochs=None,
         sampling=sampling or sampling_input(len(sample_rows)),
         scoring=scoring_input(*(result for _, _, *result in scores)),
         block_moves=block_moves(*moves),
+        adapters=np.array(adapters, np.int32).reshape(-1, 2),
     )
 
 

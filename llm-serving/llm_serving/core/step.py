@@ -75,6 +75,10 @@ def no_state_accesses() -> Int32Array:
     return np.empty((0, len(StateAccess._fields)), np.int32)
 
 
+def no_adapters() -> Int32Array:
+    return np.empty((0, 2), np.int32)
+
+
 class ResultKind(enum.IntEnum):
     """The kind of result that a token of a step gives."""
 
@@ -236,6 +240,10 @@ class StepInput:
     """[N, 6], each a `BlockMove` of kind EXPORT, executed after the tokens are computed and before the reply."""
     states: Int32Array = field(default_factory=no_state_accesses)
     """[N, 4], each a `StateAccess`; empty for a model without states."""
+    adapters: Int32Array = field(default_factory=no_adapters)
+    """[B, 2], number of each row's adapter, 0 for none, and its slot; empty: no row has one. The WorkAgent copies
+    an adapter to its slot if the slot holds another one.
+    """
     allowed_follow: bool = False
     """Whether the master sends the allowed tokens during the step, because they may depend on the previous reply."""
 

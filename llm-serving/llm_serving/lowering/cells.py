@@ -34,8 +34,8 @@ Registers = Any
 
 
 class CellNetwork(nn.Cell):
-    """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> logits, float32 [S, V], or hidden states, float32 [S, H].
-    Raise ModelError if the backend lacks an operation that the network needs.
+    """Step inputs (`lowering.step_inputs.STEP_INPUTS`, with adapters `ADAPTER_INPUT`) -> logits, float32 [S, V], or
+    hidden states, float32 [S, H]. Raise ModelError if the backend lacks an operation that the network needs.
 
     Args:
         max_positions: Longest context of a row, in tokens; a sliding window of at least that many tokens has no effect.
@@ -80,10 +80,11 @@ class CellNetwork(nn.Cell):
         q_seq_lens: ms.Tensor,
         batch_valid_length: ms.Tensor,
         sample_indices: ms.Tensor,
+        adapter_slots: ms.Tensor | None = None,
     ) -> ms.Tensor:
         seen = self.attention_mask(positions, block_tables)
         rows = token_ids, positions, slot_mapping, block_tables, q_seq_lens, batch_valid_length, sample_indices
-        arguments = (*rows, seen)
+        arguments = (*rows, seen, adapter_slots)
         registers = (token_ids,) * NUM_REGISTERS
         for step in self.steps:
             registers = step(registers, arguments)
@@ -210,6 +211,7 @@ class _Schedule:
         self._network, self._backend = network, backend
         self._parameters, self._kv_caches = parameters, kv_caches
         self._max_positions, self._whole_prompts = max_positions, whole_prompts
+        self._selected = plan.selected
         listed = _schedule(plan.operations, whole_prompts)
         last_read = {x: at for at, each in enumerate(listed) for x in each.reads}
         taken: dict[object, int] = {}
@@ -266,6 +268,9 @@ class _Schedule:
                 return cells.AddCell(backend, attributes["scale"])
             case "all_reduce":
                 return cells.AllReduceCell(backend)
+            case "lora":
+                selected = operation.outputs["y"] in self._selected
+                return cells.LoraCell(backend, weights["a"], weights["b"], attributes["slots"], selected)
             case "sigmoid_gate":
                 return cells.SigmoidGateCell()
             case "route":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import mindspore as ms
@@ -36,6 +37,8 @@ class Lowered(NamedTuple):
     """As `states`, for steps without a cached prefix; None: `states` computes those steps too."""
     of_tokens: TokenNetwork | None = None
     """For steps whose rows have one token; None: `states` and `head` compute those steps too."""
+    parameters: Parameters = MappingProxyType({})
+    """The weights' Parameters, of which those of slots of adapters change between steps."""
 
     @staticmethod
     def head_inputs(hidden: int) -> list[ms.Tensor]:
@@ -94,11 +97,11 @@ def lower(
         states = CellNetwork(*settings, of_states=True)
         of_prompts = CellNetwork(*settings, of_states=True, whole_prompts=True) if whole_prompts else None
         of_tokens = None
-        if backend.largest_logits() is not None and not network.num_labels:
+        if backend.largest_logits() is not None and not network.num_labels and not network.num_adapter_slots:
             rows = backend.attention_rows > 0
             inner = CellNetwork(*settings, single_tokens=True, all_rows=not rows)
             of_tokens = (TokenRowsNetwork if rows else SingleTokenNetwork)(inner, backend)
-        return Lowered(None, states, CellLmHead(network, backend, parameters), of_prompts, of_tokens)
+        return Lowered(None, states, CellLmHead(network, backend, parameters), of_prompts, of_tokens, parameters)
     dtype = backend.dtype
     of_states = build_hidden_states_program(network, dtype)
     hidden = _network(of_states, backend, parameters, kv_caches, network.hidden, states)
@@ -107,9 +110,10 @@ def lower(
     width = network.num_labels or spec.vocab_size
     head = ProgramNetwork(of_head, _operator(backend), weights, (), width, rows=True)
     if network.num_labels:
-        return Lowered(None, hidden, head)
+        return Lowered(None, hidden, head, parameters=parameters)
     program = build_program(network, dtype)
-    return Lowered(_network(program, backend, parameters, kv_caches, spec.vocab_size, states), hidden, head)
+    logits = _network(program, backend, parameters, kv_caches, spec.vocab_size, states)
+    return Lowered(logits, hidden, head, parameters=parameters)
 
 
 def _network(

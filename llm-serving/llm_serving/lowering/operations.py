@@ -314,3 +314,26 @@ class HiddenStatesCell(nn.Cell):
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
         return (read[0].astype(ms.float32),)
+
+
+class LoraCell(nn.Cell):
+    """base, x -> base + B (A x) with the matrices in the slot of each row's adapter; base without one.
+
+    All slots are multiplied, and a row keeps only the columns of its own: each other term of its sums is zero, so a
+    row's result does not depend on other adapters. `selected`: whether the rows are the sampled ones.
+    """
+
+    def __init__(self, backend: Backend, a: ms.Parameter, b: ms.Parameter, slots: int, selected: bool) -> None:
+        super().__init__()
+        self.product = backend.linear()
+        self.a, self.b, self.selected = a, b, selected
+        self.slot_of_column = ms.Tensor(np.repeat(np.arange(slots, dtype=np.int32), a.shape[0] // slots).reshape(1, -1))
+
+    def construct(self, read: Tensors, step: Tensors) -> Tensors:
+        base, x = read[0], read[1]
+        slots = ops.gather(step[8], step[6], 0) if self.selected else step[8]
+        slots = slots.reshape(-1, 1)
+        own = ops.equal(slots, self.slot_of_column).astype(x.dtype)
+        change = self.product(self.product(x, self.a) * own, self.b)
+        wide = base.astype(ms.float32)
+        return (ops.where(slots >= 0, wide + change.astype(ms.float32), wide).astype(base.dtype),)

@@ -55,8 +55,9 @@ class ProgramNetwork(nn.Cell):
         self._rows_at = _WEIGHTS + len(weights)
         first_cache = self._rows_at + rows
         first_state = first_cache + len(caches)
-        self._state_inputs_at = first_state + len(states)
-        self._result_at = self._state_inputs_at + (len(STATE_INPUTS) if states else 0)
+        self._further_inputs_at = first_state + len(states)
+        has_adapters = program.instructions[0, 7] > 0
+        self._result_at = self._further_inputs_at + (len(STATE_INPUTS) if states else 0) + int(has_adapters)
         self._addresses = AddressTable(self._result_at + 1)
         encoded = [program.instructions, program.operands]
         storages = [(_WEIGHTS, _storages(weights)), (first_cache, _storages(caches)), (first_state, _storages(states))]
@@ -70,18 +71,18 @@ class ProgramNetwork(nn.Cell):
         return self.operator(self.table)
 
     def bind_inputs(self, arrays: Sequence[Int32Array | Float32Array]) -> Float32Array:
-        """Bind the arrays of a step for the next run: `lowering.step_inputs.STEP_INPUTS` and, with states,
-        `STATE_INPUTS`. For a head program, hidden states come first: float32 [T, H], rounded to the model dtype.
-        Return the array of the result, float32 [S, width], which is valid until the run after the next.
+        """Bind the arrays of a step for the next run: `lowering.step_inputs.STEP_INPUTS`, with states `STATE_INPUTS`,
+        with adapters `ADAPTER_INPUT`. For a head program, hidden states come first: float32 [T, H], rounded to the
+        model dtype. Return the array of the result, float32 [S, width], which is valid until the run after the next.
         """
         step: Sequence[Array] = arrays
         if self._has_rows:
             rows, *step = arrays
             self._addresses.set_copy(self._rows_at, to_model_dtype(rows, self._dtype))
-        of_step, of_states = step[: len(STEP_INPUTS)], step[len(STEP_INPUTS) :]
+        of_step, further = step[: len(STEP_INPUTS)], step[len(STEP_INPUTS) :]
         for number, array in enumerate(of_step, _STEP):
             self._addresses.set_copy(number, array)
-        for number, array in enumerate(of_states, self._state_inputs_at):
+        for number, array in enumerate(further, self._further_inputs_at):
             self._addresses.set_copy(number, array)
         num_results = len(of_step[-1])
         if num_results != len(self._result):

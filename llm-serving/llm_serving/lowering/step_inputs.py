@@ -32,6 +32,8 @@ STATE_INPUTS: Final = (
 stores to must not be used by another request.
 """
 
+ADAPTER_INPUT: Final = ("adapter_slots", 1)  # [T]
+"""Last input of a network with slots of adapters: the slot of each row's adapter; -1: none."""
 
 NUM_TOKEN_ARRAYS: Final = 3
 """Arrays of `SINGLE_TOKEN_INPUTS[0]`, the first of `STEP_INPUTS`."""

@@ -22,6 +22,7 @@ from llm_serving.models.layers import SCORE_TOKENS
 from llm_serving.models.mindformers import config_from_mindformers
 from llm_serving.models.pooling import is_embedding_model, max_seq_length, score_tokens
 from llm_serving.models.registry import architecture_of, describe
+from llm_serving.network.adapters import AdaptedLinear, with_adapters
 from llm_serving.network.builder import Network
 from llm_serving.network.caches import CacheShape, StateShape
 from llm_serving.network.operations import Weight
@@ -124,6 +125,18 @@ class ModelSpec:
         spec.__dict__["network"] = sharded(self.network, rank, num_ranks)
         spec.__dict__["scheme"] = self.scheme
         return spec
+
+    def with_adapters(self, slots: int, max_rank: int, *, as_program: bool) -> tuple[ModelSpec, list[AdaptedLinear]]:
+        """Return the spec with slots of adapters (`network.adapters.with_adapters`), and what the slots belong to."""
+        spec = replace(self)
+        spec.__dict__["network"], linears = with_adapters(self.network, slots, max_rank, as_program=as_program)
+        spec.__dict__["scheme"] = self.scheme
+        return spec, linears
+
+    def adapter_bytes(self, slots: int, max_rank: int, dtype_bytes: int) -> int:
+        """Return the bytes of slots of adapters."""
+        _, linears = self.with_adapters(slots, max_rank, as_program=True)
+        return dtype_bytes * sum(math.prod(each.a.shape) + math.prod(each.b.shape) for each in linears)
 
     @cached_property
     def tensors(self) -> dict[str, tuple[int, ...]]:

@@ -77,6 +77,8 @@ class Network:
         self.caches: list[CacheShape] = []
         self.states: list[StateShape] = []
         """The states of the operations with an attribute `state`, which is an index into this list."""
+        self.num_adapter_slots = 0
+        """Number of adapters whose matrices `lora` operations hold (`network.adapters`)."""
         self.optional: set[str] = set()
         self.rotaries: set[Rotary] = set()
         self._num_experts = 0

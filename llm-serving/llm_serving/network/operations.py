@@ -27,6 +27,7 @@ a model folder that it is assembled from. SIGNATURES lists the roles of each ope
     all_reduce        the sum of a value over all ranks, added in rank order
     lm_head           float32 logits of the sampled rows; all ranks get the logits of every part of the head
     hidden_states     the sampled rows themselves in float32
+    lora              base + B (A x) with the matrices of the adapter of each row (Hu et al. 2021); base without one
 """
 
 from __future__ import annotations
@@ -100,12 +101,13 @@ SIGNATURES: Final[Mapping[str, Signature]] = {
     "match_streams": _signature("y", "like x", "", "eps sums"),
     "sparsify": _signature("y", "x", "", "scale"),
     "select_keys": _signature("selected", "q weights", "", "layer top_k"),
+    "lora": _signature("y", "base x", "a b ranks", ""),
 }
 """Operation kind -> signature. The position of a kind is its number in a program.
 
 Model families leave some roles to `network.rewriting` (`residual`, `residual_out`, `tiled`, `consumer`, keys and
 rotary embedding of `attention`). `network.sharding` sets `first` and `rows`: the weight holds the rows from `first` of
-a table or head with `rows` rows; `rows` 0: the weight is not split.
+a table or head with `rows` rows; `rows` 0: the weight is not split. `network.adapters` adds `lora`.
 """
 
 

@@ -51,6 +51,7 @@ _IN_PLACE: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "rms_norm": {"residual_out": ("residual", "x")},
     "add": {"y": ("a", "b")},
     "all_reduce": {"y": ("x",)},
+    "lora": {"y": ("base",)},
 }
 
 
@@ -60,7 +61,7 @@ class Program:
 
     Attributes:
         instructions: int32 [1 + n, INSTRUCTION_LENGTH]. Row 0: VERSION, number of weights, number of caches, bytes of
-            memory per row, INSTRUCTION_LENGTH, index of the model dtype in DTYPES, number of states.
+            memory per row, INSTRUCTION_LENGTH, index of the model dtype in DTYPES, number of states, slots of adapters.
         operands: int32 [m, 6]: offset of the buffer in bytes per row, its columns, the first column and the columns of
             the operand, whether it holds only the sampled rows, and its type (0 model, 1 float32, 2 int32).
         weights: The weights in the order of their numbers; those of the head are first.
@@ -76,15 +77,17 @@ class Program:
 
 
 def build_program(network: Network, dtype: str) -> Program:
-    return assemble(
-        rewrite(select_rows(network.operations)), len(network.caches), dtype, num_states=len(network.states)
-    )
+    return _of_network(network, rewrite(select_rows(network.operations)), dtype)
 
 
 def build_hidden_states_program(network: Network, dtype: str) -> Program:
     """Build the program whose result is the input of the head."""
-    plan = rewrite(select_rows(network.hidden_states()))
-    return assemble(plan, len(network.caches), dtype, num_states=len(network.states))
+    return _of_network(network, rewrite(select_rows(network.hidden_states())), dtype)
+
+
+def _of_network(network: Network, plan: Plan, dtype: str) -> Program:
+    states, adapters = len(network.states), network.num_adapter_slots
+    return assemble(plan, len(network.caches), dtype, num_states=states, num_adapter_slots=adapters)
 
 
 def build_head_program(network: Network, dtype: str) -> Program:
@@ -98,9 +101,17 @@ def build_head_program(network: Network, dtype: str) -> Program:
     return assemble(rewrite(select_rows([given, *operations])), 0, dtype, first)
 
 
-def assemble(plan: Plan, num_caches: int, dtype: str, first: Sequence[Weight] = (), *, num_states: int = 0) -> Program:
-    """Encode a plan with the given numbers of KV caches and of states. `first`: weights that are numbered first
-    (default: those of the last operation).
+def assemble(
+    plan: Plan,
+    num_caches: int,
+    dtype: str,
+    first: Sequence[Weight] = (),
+    *,
+    num_states: int = 0,
+    num_adapter_slots: int = 0,
+) -> Program:
+    """Encode a plan with the given numbers of KV caches, of states and of slots of adapters. `first`: weights that are
+    numbered first (default: those of the last operation).
     """
     memory = ProgramMemory(plan.operations, ELEMENT_BYTES[dtype])
     first = first or list(plan.operations[-1].weights.values())
@@ -128,7 +139,7 @@ def assemble(plan: Plan, num_caches: int, dtype: str, first: Sequence[Weight] = 
             *(_encode_attribute(role, each, number, dtype) for role in signature.attributes),
         ]
         row[: len(words)] = words
-    instructions[0, :7] = (
+    instructions[0, :8] = (
         VERSION,
         len(weights),
         num_caches,
@@ -136,6 +147,7 @@ def assemble(plan: Plan, num_caches: int, dtype: str, first: Sequence[Weight] = 
         INSTRUCTION_LENGTH,
         DTYPES.index(dtype),
         num_states,
+        num_adapter_slots,
     )
     return Program(instructions, np.array(list(operands), np.int32), tuple(weights))
 

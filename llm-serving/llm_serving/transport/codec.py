@@ -145,6 +145,7 @@ def max_step_bytes(
     allowed_bytes = MAX_VOCAB_SIZE // 8 + 4
     sample_bytes = _SAMPLE_BYTES + _BIAS_BYTES
     per_row = (2 * 4 + 5 * _MOVE_BYTES) * max_row_blocks + 4 * max_model_len + sample_bytes
+    per_row += 2 * 4  # adapter
     per_row += 2 * _RESULT_BYTES + 4 * _STATE_BYTES  # read, stored, and at most two checkpoints of a prompt
     per_token = 4 + _RESULT_BYTES + 3 * 4 + allowed_bytes  # each may be a draft token
     num_bytes = per_token * max_tokens + max_rows * per_row + max_draft_tokens * (4 + sample_bytes + _STATE_BYTES)

@@ -17,7 +17,7 @@ from llm_serving.errors import ConfigError, KernelError
 from llm_serving.lowering.lower import Lowered
 from llm_serving.lowering.mindir import graph_file, inputs_of
 from llm_serving.lowering.program import ProgramNetwork
-from llm_serving.lowering.step_inputs import STEP_INPUTS, dynamic, dynamic_inputs
+from llm_serving.lowering.step_inputs import ADAPTER_INPUT, STEP_INPUTS, dynamic, dynamic_inputs
 from llm_serving.models.spec import ModelSpec
 
 try:
@@ -168,14 +168,19 @@ class StepNetworks(NamedTuple):
     tokens: CompiledNetwork | None = None
 
 
-def compile_networks(lowered: Lowered, hidden: int, num_prompt_rows: int = 0) -> StepNetworks:
-    """Return networks that are compiled at their first call. `num_prompt_rows`: requests in a whole-prompt step."""
+def compile_networks(
+    lowered: Lowered, hidden: int, num_prompt_rows: int = 0, *, has_adapters: bool = False
+) -> StepNetworks:
+    """Return networks that are compiled at their first call. `num_prompt_rows`: requests in a whole-prompt step.
+    `has_adapters`: whether steps have slots of adapters.
+    """
     prompts, tokens = lowered.of_prompts, lowered.of_tokens
+    slots = dynamic([ADAPTER_INPUT]) if has_adapters else []
     return StepNetworks(
         None if lowered.logits is None else CompiledNetwork(lowered.logits),
-        CompiledNetwork(lowered.states),
+        CompiledNetwork(lowered.states, [*dynamic_inputs(), *slots]),
         CompiledNetwork(lowered.head, lowered.head_inputs(hidden)),
-        None if prompts is None else CompiledNetwork(prompts, dynamic_inputs(num_prompt_rows)),
+        None if prompts is None else CompiledNetwork(prompts, [*dynamic_inputs(num_prompt_rows), *slots]),
         None if tokens is None else CompiledNetwork(tokens, dynamic(tokens.inputs), is_decode=True),
     )
 

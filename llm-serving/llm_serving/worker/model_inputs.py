@@ -80,6 +80,8 @@ class ModelInputs:
     sample_indices: Int32Array  # [R], the tokens that give a result, in the order of `StepInput.result_tokens`
     states: tuple[Int32Array, ...] = ()
     """Arrays of `lowering.step_inputs.STATE_INPUTS`; empty for a model without states."""
+    adapter_slots: tuple[Int32Array, ...] = ()
+    """Array of `lowering.step_inputs.ADAPTER_INPUT`; empty without slots of adapters."""
 
     @property
     def num_rows(self) -> int:
@@ -128,6 +130,7 @@ class ModelInputs:
             self.context_lens,
             self.selected_indices,
             *self.states,
+            *self.adapter_slots,
         )
 
 

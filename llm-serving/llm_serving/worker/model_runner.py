@@ -14,12 +14,15 @@ from llm_serving.core.enums import ImplementationName
 from llm_serving.core.fingerprint import UNKNOWN_FINGERPRINT, ComputeFingerprint
 from llm_serving.core.step import AllowedTokens, DraftModelClient, Float32Array, Int32Array, StepInput, StepOutput
 from llm_serving.core.window import Window
-from llm_serving.errors import StepMismatchError
+from llm_serving.errors import StepMismatchError, WorkerError
 from llm_serving.lowering.lower import lower
 from llm_serving.lowering.step_inputs import step_inputs_for_rows
+from llm_serving.models.adapters import AdapterLimits
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader
+from llm_serving.network.adapters import AdaptedLinear, experts_modules
 from llm_serving.network.quantization import Quantization
+from llm_serving.worker.adapters import AdapterMemory
 from llm_serving.worker.block_guard import BlockGuard, BlockTags, check_block_moves
 from llm_serving.worker.compiled_graph import StepNetwork, StepNetworks, compile_networks
 from llm_serving.worker.kv_cache import GraphOwnedCache, KVTensors, TransferMemory
@@ -69,6 +72,7 @@ class ModelRunner:
         on_weights: Callable[[int, int], None] | None = None,
         transfer_fd: int | None = None,
         num_transfer_blocks: int = 0,
+        adapters: AdapterLimits | None = None,
     ) -> None:
         """Read the weights and allocate the cache. `warm_up` compiles the network. Raise ModelError if the folder does
         not hold the weights of `spec`, or ConfigError if the cache cannot be allocated.
@@ -80,7 +84,13 @@ class ModelRunner:
             ranks: The ranks that compute the replica together with this process; None: it computes alone.
             on_weights: Called with the bytes of weights read so far, and the total.
             transfer_fd: Memory of the KV transfer pool; None: there is none.
+            adapters: Slots of adapters; None: the network has none.
         """
+        self.adapters: AdapterMemory | None = None
+        as_program = as_program and backend.program() is not None
+        linears: list[AdaptedLinear] = []
+        if adapters is not None:
+            spec, linears = spec.with_adapters(*adapters, as_program=as_program)
         self.spec = spec
         self.compute_fingerprint: ComputeFingerprint = UNKNOWN_FINGERPRINT
         self.draft_model: DraftModelClient | None = None
@@ -113,7 +123,18 @@ class ModelRunner:
                 implementation=implementation,
                 states=self.kv_tensors.states,
             )
-            networks = compile_networks(lowered, spec.network.hidden, num_prompt_rows)
+            if adapters is not None:
+                self.adapters = AdapterMemory(
+                    linears,
+                    experts_modules(spec.network),
+                    lowered.parameters,
+                    backend.dtype,
+                    adapters,
+                    as_program=as_program,
+                )
+            networks = compile_networks(
+                lowered, spec.network.hidden, num_prompt_rows, has_adapters=adapters is not None
+            )
         self._network, self._states, self._head, self._prompts, tokens = networks
         self._tokens = None if tokens is None else TokenGraph(tokens, backend.attention_rows)
         self._choose_tokens = choose_tokens_for(backend.name)
@@ -146,6 +167,7 @@ class ModelRunner:
                 context_lens=lens,
                 sample_indices=np.arange(num_rows, dtype=np.int32),
                 states=tuple(np.full(size, NO_SLOT, np.int32) for size in (num_rows, num_tokens) if self.spec.states),
+                adapter_slots=(np.full(num_tokens, NO_SLOT, np.int32),) if self.adapters is not None else (),
             )
             self._forward(inputs)
             self._states_of(inputs)
@@ -195,6 +217,11 @@ class ModelRunner:
         self._guard.check(step)
         if self._state_guard is not None:
             inputs = replace(inputs, states=self._state_guard.check(step))
+        if self.adapters is not None:
+            slots = self.adapters.slots_of_tokens(step.adapters, step.query_lens)
+            inputs = replace(inputs, adapter_slots=(slots,))
+        elif len(step.adapters):
+            raise WorkerError("adapters must be empty: the model was loaded without slots of adapters")
         tensors.move_blocks(step.block_moves)
         self._guard.check_imports(step.block_moves)
         if len(step.result_tokens) == step.sampling.num_samples:

@@ -12,6 +12,7 @@
 #include "fixed_point.h"
 #include "key_scores.h"
 #include "linear.h"
+#include "lora.h"
 #include "recurrence.h"
 #include "routing.h"
 #include "sampling.h"
@@ -160,7 +161,8 @@ const Kernels kKernels = {LLM_TEXT(LLM_ISA),
                           mix_streams,
                           match_streams,
                           sparsify,
-                          key_scores};
+                          key_scores,
+                          lora};
 
 }  // namespace llm::LLM_ISA
 

@@ -12,7 +12,7 @@ const Operation* const kOperations[] = {&kEmbedding,  &kLinear,          &kRmsNo
                                         &kAttention,  &kGatedActivation, &kAdd,         &kRoute,        &kExperts,
                                         &kLmHead,     &kSelectRows,      &kSigmoidGate, &kHiddenStates, &kAllReduce,
                                         &kActivation, &kMultiply,        &kCausalConv,  &kDeltaRule,    &kSsm,
-                                        &kMixStreams, &kMatchStreams,    &kSparsify,    &kSelectKeys};
+                                        &kMixStreams, &kMatchStreams,    &kSparsify,    &kSelectKeys,   &kLora};
 constexpr size_t kNumOperations = sizeof(kOperations) / sizeof(kOperations[0]);
 
 const Operation* operation(const Program& program, size_t i) {
@@ -61,9 +61,9 @@ int run_program(const Call& call) {
 
 // A table of addresses: instructions, operands, token_ids [T], positions [T], slot_mapping [T], block_tables [B, W],
 // query_lens [B], context_lens [B], sample_indices [S]; weights, of which the first is the LM head [V, H]; key_cache
-// and value_cache of each layer; the states and, if there are any, state_in [B] and state_out [T]; the result, float32
-// [S, V] for the sampled rows, or [S, H] for a program that ends in hidden states. The bits of an operation do not
-// depend on the other operations.
+// and value_cache of each layer; the states and, if there are any, state_in [B] and state_out [T]; with adapters,
+// adapter_slots [T]; the result, float32 [S, V] for the sampled rows, or [S, H] for a program that ends in hidden
+// states. The bits of an operation do not depend on the other operations.
 LLM_OPERATOR(program) {
   llm::AddressedCall addressed(call);
   if (const int status = addressed.read()) return status;

@@ -12,7 +12,7 @@ namespace llm {
 namespace {
 
 constexpr int32_t kVersion = 8;
-constexpr size_t kHeaderLength = 7;
+constexpr size_t kHeaderLength = 8;
 constexpr size_t kOperandLength = 6;
 
 }  // namespace
@@ -22,6 +22,7 @@ int Program::read() {
   if (const int status = read_operands()) return status;
   if (const int status = read_step()) return status;
   if (const int status = read_states()) return status;
+  if (const int status = read_adapter_slots()) return status;
   read_weights();
   return 0;
 }
@@ -38,12 +39,12 @@ int Program::read_header() {
   if (header[4] < 0 || static_cast<size_t>(header[4]) != length()) {
     return call_.fail("instructions have %zu numbers, the header says %d", length(), header[4]);
   }
-  if (header[1] < 1 || header[2] < 0 || header[3] < 0 || header[6] < 0) {
+  if (header[1] < 1 || header[2] < 0 || header[3] < 0 || header[6] < 0 || header[7] < 0) {
     return call_.fail("the header says %d weights, %d layers, %d bytes a row and %d states", header[1], header[2],
                       header[3], header[6]);
   }
   const int64_t states = header[6] > 0 ? int64_t{header[6]} + 2 : 0;
-  if (call_.count() != kWeights + int64_t{header[1]} + 2 * int64_t{header[2]} + states + 1) {
+  if (call_.count() != kWeights + int64_t{header[1]} + 2 * int64_t{header[2]} + states + (header[7] > 0) + 1) {
     return call_.fail(
         "expects %d parameters, %d weights, keys and values of %d layers, %d states with their slots and a result, "
         "got %d",
@@ -52,6 +53,7 @@ int Program::read_header() {
   num_weights_ = static_cast<size_t>(header[1]);
   num_layers_ = static_cast<size_t>(header[2]);
   num_states_ = static_cast<size_t>(header[6]);
+  num_adapter_slots_ = static_cast<size_t>(header[7]);
   memory_ = static_cast<size_t>(header[3]);
   constexpr DType kTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
   if (header[5] < 0 || header[5] > 2) return call_.fail("the model's type must be 0, 1 or 2, is %d", header[5]);
@@ -174,6 +176,15 @@ int Program::read_states() {
     }
   }
   return 0;
+}
+
+int Program::read_adapter_slots() {
+  if (num_adapter_slots_ == 0) return 0;
+  const int slots = result() - 1;
+  if (call_.dtype(slots) != DType::kInt32 || call_.elements(slots) != tokens_) {
+    return call_.fail("adapter_slots must be int32, one for each of %zu rows", tokens_);
+  }
+  return call_.check_within(slots, "adapter_slots", -1, num_adapter_slots_, "slots of adapters");
 }
 
 Sequences Program::sequences() const {

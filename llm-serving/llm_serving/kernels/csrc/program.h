@@ -6,8 +6,8 @@
 // numbers.
 //
 // The header: version, number of weights, number of layers, bytes of memory per row, L (length of an
-// instruction), model dtype (0 float32, 1 float16, 2 bfloat16), number of states. The weight of a matmul may be int8,
-// packed as qvalues.
+// instruction), model dtype (0 float32, 1 float16, 2 bfloat16), number of states, number of slots of adapters. The
+// weight of a matmul may be int8, packed as qvalues.
 //
 // `operands` int32 [m, 6]: columns of a buffer that has a row for each token of the step or, if it is `selected`, for
 // each sampled row.
@@ -24,7 +24,7 @@
 namespace llm {
 
 // Parameters of the operator. The weights are followed by the keys and values of each layer, by the states and, if
-// there are any, state_in [B] and state_out [T], then the result.
+// there are any, state_in [B] and state_out [T], by adapter_slots [T] of a program with adapters, then the result.
 enum ProgramParameter {
   kInstructions,
   kOperands,
@@ -78,6 +78,15 @@ class Program {
   // Index of a state among the parameters of the call: float32 [slots, ..].
   int state_parameter(size_t i) const { return kWeights + static_cast<int>(num_weights_ + 2 * num_layers_ + i); }
   const std::vector<Operand>& operands() const { return operands_; }
+  size_t num_adapter_slots() const { return num_adapter_slots_; }
+  // Null if the program has no slots of adapters.
+  const int32_t* adapter_slots() const {
+    return num_adapter_slots_ == 0 ? nullptr : call_.data<const int32_t>(result() - 1);
+  }
+  // Slot of the adapter of a row of the step or, if `selected`, of a sampled row; -1: none.
+  int32_t adapter_slot(size_t row, bool selected) const {
+    return adapter_slots()[selected ? static_cast<size_t>(call_.integer(kSampleIndices, row)) : row];
+  }
   int result() const { return call_.count() - 1; }
   size_t result_width() const { return call_.dim(result(), 1); }
 
@@ -107,6 +116,7 @@ class Program {
   int read_step();
   // Reads which slots the states of the sequences come from and go to.
   int read_states();
+  int read_adapter_slots();
   void read_weights();
 
   struct CheckedBlocks {
@@ -115,7 +125,8 @@ class Program {
 
   const Call& call_;
   DType dtype_ = DType::kNone;
-  size_t num_weights_ = 0, num_layers_ = 0, num_states_ = 0, memory_ = 0;  // memory_: bytes for each row
+  size_t num_weights_ = 0, num_layers_ = 0, num_states_ = 0, num_adapter_slots_ = 0;
+  size_t memory_ = 0;  // bytes for each row
   std::vector<Operand> operands_;
   std::vector<std::optional<Weight>> weights_;
   size_t tokens_ = 0, row_capacity_ = 0;
@@ -212,6 +223,7 @@ extern const Operation kAllReduce;                             // program_ranks.
 extern const Operation kCausalConv, kDeltaRule, kSsm;          // program_states.cc
 extern const Operation kMixStreams, kMatchStreams, kSparsify;  // program_streams.cc
 extern const Operation kSelectKeys;                            // program_selection.cc
+extern const Operation kLora;                                  // program_lora.cc
 
 // Whether attribute `function` is a gate: 0 none, 1 silu, 2 gelu_tanh, 3 gelu, 4 clamped. 5 (sigmoid) and 6 (tanh) are
 // not gates.

@@ -1,0 +1,210 @@
+"""Low-rank adapters (LoRA) in the form of PEFT: a folder with adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from llm_serving.core.files import open_regular, read_regular
+from llm_serving.errors import ModelError, shorten
+from llm_serving.formats.safetensors import read_safetensors
+from llm_serving.formats.stored_tensor import StoredTensor, is_finite
+
+CONFIG_NAME: Final = "adapter_config.json"
+WEIGHTS_NAME: Final = "adapter_model.safetensors"
+MAX_CONFIG_BYTES: Final = 2**20
+MAX_RANK: Final = 256
+ALL_LINEAR: Final = "all-linear"
+
+_PREFIX: Final = "base_model.model."
+_TENSOR: Final = re.compile(r"(.+)\.lora_([AB])(\.default)?\.weight")
+_NOTHING: Final[tuple[Any, ...]] = (None, False, "", [], {}, "none")
+_REFUSED: Final[Mapping[str, str]] = {
+    "use_dora": "must be false: DoRA scales the columns of the whole weight",
+    "modules_to_save": "must be null: whole tensors of an adapter are not served",
+    "bias": "must be none: biases of an adapter are not served",
+    "fan_in_fan_out": "must be false: transposed weights are not served",
+    "layer_replication": "must be null: layers are not served twice",
+    "lora_bias": "must be false: biases of an adapter are not served",
+    "trainable_token_indices": "must be null: embeddings of an adapter are not served",
+    "target_parameters": "must be null: adapters of experts are not served",
+    "use_qalora": "must be false: QA-LoRA is not served",
+    "megatron_config": "must be null: Megatron's layers are not served",
+    "alora_invocation_tokens": "must be null: an adapter applies to all tokens",
+}
+"""Field -> rule, where any value in use changes what an adapter computes."""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What adapter_config.json says about the matrices. `targets`: names of modules, or a regular expression."""
+
+    path: Path
+    rank: int
+    alpha: float
+    use_rslora: bool
+    targets: tuple[str, ...] | str
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    is_partial: bool
+    """Whether only some layers have matrices."""
+
+    @property
+    def max_rank(self) -> int:
+        return max((self.rank, *self.rank_pattern.values()))
+
+    def rank_of(self, module: str) -> int:
+        return int(_of_pattern(self.rank_pattern, module, self.rank))
+
+    def scale_of(self, module: str) -> float:
+        """Return lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora` (Kalajdzievski 2023)."""
+        rank = self.rank_of(module)
+        return _of_pattern(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def targets_module(self, module: str) -> bool:
+        if isinstance(self.targets, str):
+            return self.targets == ALL_LINEAR or re.fullmatch(self.targets, module) is not None
+        return any(module == each or module.endswith(f".{each}") for each in self.targets)
+
+
+@dataclass(frozen=True)
+class StoredChange:
+    """The matrices of one module as stored, a [rank, columns] and b [rows, rank], and the factor of their product."""
+
+    a: StoredTensor
+    b: StoredTensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """An adapter before its matrices are read. `modules`: name of a tensor without `.weight` -> its change."""
+
+    folder: Path
+    config: AdapterConfig
+    modules: Mapping[str, StoredChange]
+
+
+def read_adapter(folder: Path) -> PeftAdapter:
+    """Read the configuration and the header of an adapter. Raise ModelError, which names file, field, rule and value,
+    if it is damaged or asks for something that is not served.
+    """
+    config = read_config(folder)
+    path = folder / WEIGHTS_NAME
+    if not path.exists():
+        raise ModelError(f"{folder}: an adapter must have {WEIGHTS_NAME} beside {CONFIG_NAME}")
+    found: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in read_safetensors(path).items():
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            rule = "must be lora_A.weight or lora_B.weight of a linear layer"
+            raise ModelError(f"{path}: tensor {shorten(name)} {rule}")
+        found.setdefault(match[1].removeprefix(_PREFIX), {})[match[2]] = tensor
+    modules: dict[str, StoredChange] = {}
+    for module, pair in found.items():
+        if len(pair) < 2:
+            raise ModelError(f"{path}: {module} must have lora_A and lora_B. Found: lora_{next(iter(pair))}")
+        rank = config.rank_of(module)
+        for part, axis in (("A", 0), ("B", 1)):
+            shape = pair[part].shape
+            if len(shape) != 2 or shape[axis] != rank:
+                rule = f"must have {rank} {'rows' if axis == 0 else 'columns'}, the rank in {CONFIG_NAME}"
+                raise ModelError(f"{path}: {module}.lora_{part}.weight {rule}. Found: shape {list(shape)}")
+            if not is_finite(pair[part].read()):
+                raise ModelError(f"{path}: {module}.lora_{part}.weight must hold finite numbers only")
+        modules[module] = StoredChange(pair["A"], pair["B"], config.scale_of(module))
+    if not modules:
+        raise ModelError(f"{path}: must have at least one pair of matrices")
+    return PeftAdapter(folder, config, modules)
+
+
+def read_config(folder: Path) -> AdapterConfig:
+    """Read adapter_config.json. Raise ModelError for fields that are wrong or not served."""
+    path = folder / CONFIG_NAME
+    if not path.exists():
+        raise ModelError(f"{folder}: an adapter is a folder in PEFT's form, with {CONFIG_NAME}")
+    try:
+        fields = json.loads(read_regular(path, MAX_CONFIG_BYTES).decode())
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(fields, dict):
+        raise ModelError(f"{path}: must be a JSON object. Given: {shorten(fields)}")
+
+    def fail(field: str, rule: str) -> ModelError:
+        return ModelError(f"{path}: `{field}` {rule}. Given: {shorten(fields.get(field))}")
+
+    if fields.get("peft_type") != "LORA":
+        raise fail("peft_type", "must be LORA")
+    for field, rule in _REFUSED.items():
+        if fields.get(field) not in _NOTHING:
+            raise fail(field, rule)
+    rank = fields.get("r", 8)
+    if not _is_rank(rank):
+        raise fail("r", f"must be an integer from 1 to {MAX_RANK}")
+    alpha = fields.get("lora_alpha", 8)
+    if not _is_number(alpha):
+        raise fail("lora_alpha", "must be a finite number")
+    targets = fields.get("target_modules")
+    if isinstance(targets, str):
+        if targets != ALL_LINEAR:
+            try:
+                re.compile(targets)
+            except re.error as error:
+                raise fail("target_modules", f"must be a regular expression ({error}), or a list of names") from None
+    elif isinstance(targets, list) and targets and all(isinstance(each, str) for each in targets):
+        targets = tuple(targets)
+    else:
+        raise fail("target_modules", f"must be a list of names, a regular expression or {ALL_LINEAR}")
+    patterns = {}
+    for field, is_valid in (("rank_pattern", _is_rank), ("alpha_pattern", _is_number)):
+        patterns[field] = fields.get(field) or {}
+        if not isinstance(patterns[field], dict) or not all(map(is_valid, patterns[field].values())):
+            rule = f"integers from 1 to {MAX_RANK}" if field == "rank_pattern" else "finite numbers"
+            raise fail(field, f"must map names of modules to {rule}")
+        for pattern in patterns[field]:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise fail(field, f"must have regular expressions as names ({error})") from None
+    partial = any(fields.get(each) not in _NOTHING for each in ("layers_to_transform", "exclude_modules"))
+    rslora = fields.get("use_rslora", False)
+    if not isinstance(rslora, bool):
+        raise fail("use_rslora", "must be true or false")
+    return AdapterConfig(
+        path, rank, float(alpha), rslora, targets, patterns["rank_pattern"], patterns["alpha_pattern"], partial
+    )
+
+
+def fingerprint(folder: Path) -> str:
+    """Return a hash of both files of an adapter. Raise ModelError if one cannot be read."""
+    digest = hashlib.sha256()
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        try:
+            with open_regular(folder / name) as file:
+                while part := file.read(2**20):
+                    digest.update(part)
+        except OSError as error:
+            raise ModelError(f"{folder / name}: cannot be read: {error.strerror}") from None
+    return digest.hexdigest()
+
+
+def _of_pattern(patterns: Mapping[str, Any], module: str, default: float) -> float:
+    """Return the value of the first pattern that matches the end of a module's name, as PEFT does."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return float(value)
+    return default
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= MAX_RANK
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
