@@ -47,6 +47,7 @@ from llm_serving.transport.messages import (
     DropCache,
     Failed,
     Hello,
+    LoadAdapter,
     Loaded,
     LoadModel,
     MasterMessage,
@@ -255,6 +256,10 @@ def run_steps(
         if isinstance(message, DropCache):
             runner.kv_tensors.clear()
             continue
+        if isinstance(message, LoadAdapter):
+            if runner.adapters is not None:
+                runner.adapters.set(message.number, message.folder)
+            continue
         try:
             arrays = buffers.read(message.buffer, message.layout, message.content)
             step = step_from_arrays(message.step, arrays, message.allowed_follow)
@@ -280,8 +285,8 @@ def _announce_ending(runner: ModelRunner, channel: Channel[MasterMessage], step:
         announce()
 
 
-def _requests(channel: Channel[MasterMessage]) -> Iterator[RunStep | Propose | DropCache]:
-    while isinstance(message := channel.receive(), RunStep | SetAllowedTokens | Propose | DropCache):
+def _requests(channel: Channel[MasterMessage]) -> Iterator[RunStep | Propose | DropCache | LoadAdapter]:
+    while isinstance(message := channel.receive(), RunStep | SetAllowedTokens | Propose | DropCache | LoadAdapter):
         if not isinstance(message, SetAllowedTokens):  # its step failed before it needed the tokens
             yield message
 

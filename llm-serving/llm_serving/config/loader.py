@@ -29,6 +29,7 @@ from llm_serving.config.paths import CREATED, DEMO_WORD, find, resolve, resolve_
 from llm_serving.config.schema import DEFAULTS, OPTIONS, RULES, SECTIONS, TABLES, Origin, ServingConfig
 from llm_serving.config.sections.cluster import check_cluster
 from llm_serving.config.sections.device import check_device, set_block_size
+from llm_serving.config.sections.lora import FOLDER, MODULES, check_lora
 from llm_serving.config.sections.model import (
     MINDIR_INI,
     MINDIR_PATH,
@@ -66,6 +67,7 @@ RESOLVED_PATHS: Final = (
     PASSWORD_FILE,
     "cluster_config.secret_file",
     "model_config.weights_folder",
+    FOLDER,
 )
 
 ACCEPTED_KEYS: Final = (*RULES, *ALIASES, *WITHOUT_EFFECT)
@@ -178,6 +180,7 @@ def _check(
     check_cluster(values, spec)
     check_device(values, spec, mindformers)
     check_graph_engine(values)
+    check_lora(values, spec)
     check_tables(values, tables)
 
 
@@ -383,6 +386,9 @@ def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
         arguments = path, given.folders, DRAFT_MODEL_PATH, given.source
         draft = resolve_model(*arguments, str(given.value)) or resolve(*arguments)
         values.set(DRAFT_MODEL_PATH, draft, given.source)
+    if (given := reading.given.get(MODULES)) is not None:
+        modules = {name: resolve(each, given.folders, MODULES, given.source) for name, each in values[MODULES].items()}
+        values.set(MODULES, modules, given.source)
     for name in RULES:
         if values.is_given(name) and name != MODEL_PATH and values[name] is not None:
             if RULES[name].kind in CREATED:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from llm_serving.config.rules import Option, Rule
 from llm_serving.config.sections.cluster import ClusterConfig
 from llm_serving.config.sections.device import CacheConfig, DeviceConfig, QuantConfig
+from llm_serving.config.sections.lora import LoraConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
@@ -43,6 +44,7 @@ class ServingConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     request_classes: tuple[RequestClass, ...] = DEFAULT_CLASSES
     """Ordered by rank, at least one."""
     api_keys: tuple[ApiKey, ...] = ()
@@ -110,6 +112,7 @@ SECTIONS: Final[Mapping[str, tuple[str, type]]] = {
     "device_config": ("device", DeviceConfig),
     "quant_config": ("quant", QuantConfig),
     "cluster_config": ("cluster", ClusterConfig),
+    "lora_config": ("lora", LoraConfig),
 }
 
 _FIELDS: Final = {

@@ -104,6 +104,8 @@ class ClientRequest:
     """Name of the API key, or the user that the client names. Tenants share a class fairly."""
     cache_salt: Final[str] = ""
     """Requests share cached prefixes only if tenant and salt are equal."""
+    adapter: Final[int] = 0
+    """Number of the adapter that computes the answer; 0: none."""
     fork_of: Final[str | None] = None
     """Id of a request with the same prefix. This request waits until it is computed, then shares its blocks."""
     wants_vector: Final[bool] = False

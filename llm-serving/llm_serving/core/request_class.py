@@ -62,7 +62,7 @@ def class_of(priority: int, classes: Sequence[RequestClass]) -> RequestClass:
 
 @dataclass(frozen=True)
 class Caller:
-    """Identity and urgency of the client of a request. They do not affect the answer."""
+    """Identity and urgency of the client of a request, which do not affect the answer, and the adapter that does."""
 
     priority: int = 0
     """Smaller runs first. It also selects the request class."""
@@ -75,11 +75,13 @@ class Caller:
     deadline: float | None = None
     """Seconds on the engine's clock after which the client does not need the answer; None: no deadline."""
     http_timings: HttpTimings | None = field(default=None, compare=False)
+    adapter: int = 0
+    """Number of the adapter that the request names as its model; 0: none."""
 
 
-def cache_namespace(tenant: str, cache_salt: str) -> str:
+def cache_namespace(tenant: str, cache_salt: str, adapter: int = 0) -> str:
     """Return the namespace within which requests share cached prefixes."""
-    return f"{tenant}\0{cache_salt}"
+    return f"{tenant}\0{cache_salt}\0{adapter}" if adapter else f"{tenant}\0{cache_salt}"
 
 
 ANONYMOUS: Final = Caller()

@@ -119,6 +119,7 @@ class Auditor:
             priority=MAX_PRIORITY,
             tenant=TENANT,
             cache_salt=request.request_id,
+            adapter=request.adapter,
             beam_search=request.beam_search,
             constraint=request.constraint,
             wants_vector=answer.pieces[-1].vector is not None,

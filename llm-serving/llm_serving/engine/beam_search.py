@@ -232,6 +232,7 @@ class BeamSearchSink:
             priority=root.priority,
             tenant=root.tenant,
             cache_salt=root.cache_salt,
+            adapter=root.adapter,
             fork_of=None if parent is None else parent.request_id,
             needs_known_output=True,
             is_beam=True,

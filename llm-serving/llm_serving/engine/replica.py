@@ -16,6 +16,7 @@ from llm_serving.engine.engine import Engine
 from llm_serving.engine.engine_requests import Publish
 from llm_serving.executor.executor import Executor
 from llm_serving.kvcache import BlockManager, StateSlots
+from llm_serving.kvcache.adapter_slots import AdapterSlots
 from llm_serving.kvcache.disk_prefixes import DiskPrefixes
 from llm_serving.kvcache.transfer_pool import TransferPool
 from llm_serving.log import get_logger
@@ -75,6 +76,8 @@ def build_scheduler(
     )
     if config.num_disk_blocks:
         blocks.disk = DiskPrefixes(config.pa.block_size, create_disk_exports(config.num_disk_blocks, index))
+    if config.lora.is_enabled:
+        blocks.adapters = AdapterSlots(config.lora.max_loras)
     if whole_prompts:
         blocks.max_request_tokens = min(blocks.max_request_tokens, scheduler.max_prefill_tokens)
     limits, policy, classes, order, _ = build_rules(config, blocks.max_request_tokens, whole_prompts=whole_prompts)

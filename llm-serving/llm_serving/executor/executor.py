@@ -28,6 +28,7 @@ from llm_serving.transport.codec import allowed_arrays, decode_output, step_arra
 from llm_serving.transport.messages import (
     AgentMessage,
     DropCache,
+    LoadAdapter,
     Propose,
     Proposed,
     RunStep,
@@ -106,6 +107,10 @@ class Executor(ABC):
 
     def drop_cache(self) -> None:  # noqa: B027
         """Return the memory of the KV cache to the system, where possible. No step may be in flight."""
+
+    def set_adapter(self, number: int, folder: str) -> None:
+        """Make an adapter available to steps, also after a restart; with `folder` empty, drop it."""
+        raise NotImplementedError
 
     def fileno(self) -> int | None:
         """Return a descriptor that becomes readable when an idle WorkAgent exits; None if that cannot happen."""
@@ -280,6 +285,10 @@ class RemoteExecutor(Executor):
             raise WorkerDiedError(str(error)) from error
         self.num_restarts = 0
         return output
+
+    def set_adapter(self, number: int, folder: str) -> None:
+        with contextlib.suppress(ChannelClosedError):  # the restart sends it again
+            self._channel.send(LoadAdapter(number, folder))
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         assert not self._in_flight

@@ -23,6 +23,7 @@ from llm_serving.core.step import (
     SamplingInput,
     ScoringInput,
     StepInput,
+    no_adapters,
     no_block_moves,
     no_scoring,
     no_state_accesses,
@@ -39,6 +40,7 @@ _NO_VALUES: Float32Array = np.empty(0, np.float32)
 _NO_SCORING = no_scoring()
 _NO_MOVES = no_block_moves()
 _NO_STATES = no_state_accesses()
+_NO_ADAPTERS = no_adapters()
 _Sample = tuple[Request, int]
 """A token to be sampled: the request, and the number of draft tokens before it."""
 _NUMBERS = {name: (attrgetter(name), SAMPLING_DTYPES[name]) for name in SAMPLE_FIELDS if name in RULES}
@@ -88,6 +90,11 @@ class StepBuilder:
             of_prompts, scoring = _prompt_results(schedule, self._pooling)
             result_tokens = np.concatenate([result_tokens, of_prompts])
         block_tables, block_epochs = _packed(tables)
+        adapters = _NO_ADAPTERS
+        if (slots := self._blocks.adapters) is not None:
+            adapters = np.array(
+                [(of.adapter, slots.slot_of(of.adapter) if of.adapter else -1) for of, *_ in schedule.rows], np.int32
+            )
         step = StepInput(
             step=number,
             token_ids=np.array(token_ids, np.int32),
@@ -101,6 +108,7 @@ class StepBuilder:
             block_moves=np.array(schedule.block_moves, np.int32) if schedule.block_moves else _NO_MOVES,
             exports=np.array(schedule.exports, np.int32) if schedule.exports else _NO_MOVES,
             states=np.array(schedule.states, np.int32) if schedule.states else _NO_STATES,
+            adapters=adapters,
             allowed_follow=self._params.has_matchers,
         )
         self._previous_samples = {}

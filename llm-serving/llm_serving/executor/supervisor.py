@@ -237,6 +237,8 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         disk_cache_bytes=config.pa.disk_cache_bytes,
         memory_share=config.memory_share,
         log_name="" if config.origin is None else config.origin.row or "",
+        max_loras=config.lora.max_loras if config.lora.is_enabled else 0,
+        max_lora_rank=config.lora.max_lora_rank if config.lora.is_enabled else 0,
     )
 
 
@@ -327,6 +329,7 @@ class SupervisedExecutor(RemoteExecutor):
         self._clock = clock
         self._cancellation = StartCancellation() if cancellation is None else cancellation
         self._pause = self._cancellation.wait if pause is None else pause
+        self._adapters: dict[int, str] = {}
         self._connect(self._start_first())
         self.loaded = self._agent.loaded
 
@@ -372,6 +375,13 @@ class SupervisedExecutor(RemoteExecutor):
             raise RestartFailedError(str(error)) from error
         self.restart_status = None
 
+    def set_adapter(self, number: int, folder: str) -> None:
+        if folder:
+            self._adapters[number] = folder
+        else:
+            self._adapters.pop(number, None)
+        super().set_adapter(number, folder)
+
     def cancel_restarts(self) -> None:
         self._cancellation.cancel()
 
@@ -381,6 +391,8 @@ class SupervisedExecutor(RemoteExecutor):
     def _connect(self, agent: WorkAgentProcess) -> None:
         self._agent = agent
         super().__init__(agent.channel, agent.buffers, self._step_timeout_s, self._clock)
+        for number, folder in self._adapters.items():
+            super().set_adapter(number, folder)
 
     def _start_first(self) -> WorkAgentProcess:
         """Start the first WorkAgent. Retry if it exits while loading, but not if it reports why it cannot load."""

@@ -11,6 +11,7 @@ from llm_serving.core.request import Request, Transfer
 from llm_serving.core.request_class import cache_namespace
 from llm_serving.core.step import NO_BLOCK, BlockMove, BlockMoveKind
 from llm_serving.core.window import NO_WINDOW, Window
+from llm_serving.kvcache.adapter_slots import AdapterSlots
 from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.block_table import BlockTable, block_hash, namespace_hash
 from llm_serving.kvcache.disk_prefixes import DiskPrefixes
@@ -35,6 +36,9 @@ class BlockManager:
     """State slots of the model. None: it has no states, or the scheduler was restored from a recording without them."""
     disk: DiskPrefixes | None = None
     """None: there is no disk cache."""
+
+    adapters: AdapterSlots | None = None
+    """Slots of adapters. None: the model serves none."""
 
     def __init__(
         self,
@@ -423,7 +427,11 @@ class BlockManager:
         """Return the hashes of the request's first `count` blocks, which are full and known."""
         hashes = self._block_hashes.setdefault(request.request_id, [])
         while len(hashes) < count:
-            previous = hashes[-1] if hashes else namespace_hash(cache_namespace(request.tenant, request.cache_salt))
+            previous = (
+                hashes[-1]
+                if hashes
+                else namespace_hash(cache_namespace(request.tenant, request.cache_salt, request.adapter))
+            )
             start = len(hashes) * self.block_size
             hashes.append(block_hash(previous, request.known_token_ids(start, start + self.block_size)))
         return hashes[:count]

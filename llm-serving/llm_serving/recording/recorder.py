@@ -221,6 +221,7 @@ class RecordedScheduler(Scheduler):
                 request.num_cached_tokens,
                 request.first_scheduled_time,
                 request.disk_prefix,
+                request.adapter,
             )
         )
         super().add(request)

@@ -71,6 +71,7 @@ class Added(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     num_cached_tokens: int
     first_scheduled_time: float | None
     disk_prefix: DiskPrefix | None = None
+    adapter: int = 0
 
 
 class Drafted(msgspec.Struct, array_like=True, frozen=True, tag="draft"):

@@ -254,6 +254,7 @@ def _request(event: Added) -> Request:
         priority=event.priority,
         tenant=event.tenant,
         cache_salt=event.cache_salt,
+        adapter=event.adapter,
         fork_of=event.fork_of,
         needs_known_output=event.needs_known_output,
         is_beam=event.is_beam,

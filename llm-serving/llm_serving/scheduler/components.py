@@ -48,8 +48,12 @@ class SchedulerComponents:
         self.rules = rules._replace(classes=classes, limits=limits)
         self.waiting = WaitingQueue(classes, limits, order, blocks.pool.num_blocks)
         self.slots = RunningSlots(limits, blocks, classes)
+        # A step admits no request past one that waits for a slot of adapters, so all slots are free once the running
+        # requests have ended: with N of them, at least N waiting requests are then admitted.
+        adapters, most = blocks.adapters, limits.max_num_seqs
+        bounded = limits if adapters is None else replace(limits, max_num_seqs=min(most, adapters.num_slots))
         self.bounds = class_bounds(
-            limits, classes, blocks.pool.num_blocks, blocks.block_size, policy, blocks.window, num_running
+            bounded, classes, blocks.pool.num_blocks, blocks.block_size, policy, blocks.window, num_running
         )
         limiter = TenantLimiter(limits, classes, self.waiting.clocks)
         self.waiting_requests = WaitingRequests(self.waiting, limiter, WaitMonitor(self.bounds), self.slots)

@@ -11,6 +11,7 @@ from typing import Final
 from llm_serving.core.request import RUNNING, Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.kvcache import BlockManager
+from llm_serving.kvcache.adapter_slots import AdapterSlots
 from llm_serving.scheduler.limits import SchedulerLimits
 
 QUEUE_KEY: Final = attrgetter("queue_key")
@@ -35,23 +36,34 @@ class RunningSlots:
         return len(self.running)
 
     @property
+    def _adapters(self) -> AdapterSlots:
+        """The slots of adapters, for a request that has one."""
+        adapters = self._blocks.adapters
+        assert adapters is not None, "the model serves no adapters"
+        return adapters
+
+    @property
     def is_full(self) -> bool:
         return len(self.running) >= self._limits.max_num_seqs
 
     def add(self, request: Request) -> None:
         """Give a slot to a request that has its blocks."""
+        if request.adapter:
+            self._adapters.acquire(request, request.last_scheduled_step + 1)
         self._count(request, 1)
         insort(self.running, request, key=QUEUE_KEY)
 
     def adopt(self, running: Sequence[Request]) -> None:
         """Keep requests running after a reload. Their keys and classes may have changed."""
         for request in running:
-            self.add(request)
+            self._insert(request)
         self._max_running = max(self._max_running, len(running))
 
     def remove(self, request: Request) -> None:
         """Free the slot of a request that still has its blocks."""
         self.running.remove(request)
+        if request.adapter:
+            self._adapters.release(request)
         self._count(request, -1)
         self._max_running = max(self._limits.max_num_seqs, len(self.running))
 
@@ -64,10 +76,16 @@ class RunningSlots:
             self._count(request, -1)
         yield
         if runs:
-            self.add(request)
+            self._insert(request)
+
+    def _insert(self, request: Request) -> None:
+        self._count(request, 1)
+        insort(self.running, request, key=QUEUE_KEY)
 
     def clear(self) -> None:
         self.running.clear()
+        if self._blocks.adapters is not None:
+            self._blocks.adapters.release_all()
         self.slots_by_class = dict.fromkeys(self.slots_by_class, 0)
         self.blocks_by_class = dict.fromkeys(self.blocks_by_class, 0)
 
@@ -98,6 +116,8 @@ class RunningSlots:
         """
         num_running = len(self.running) - len(without)
         if num_running >= self._limits.max_num_seqs:
+            return False
+        if request.adapter and not self._adapters.has_room_for(request, without):
             return False
         return self.num_blocks_to_admit(request, parent, without) + num_running <= self._blocks.pool.num_free_blocks
 
@@ -133,6 +153,8 @@ class RunningSlots:
     def check_integrity(self) -> None:
         assert len(self.running) <= self._max_running
         assert all(request.status is RUNNING for request in self.running)
+        if self._blocks.adapters is not None:
+            self._blocks.adapters.check_integrity(self.running)
         keys = [request.queue_key for request in self.running]
         assert keys == sorted(keys)
         slots, blocks = dict.fromkeys(self.slots_by_class, 0), dict.fromkeys(self.slots_by_class, 0)

@@ -29,6 +29,7 @@ class WaitReason(enum.StrEnum):
     DECODING = "the step only decodes"
     BATCH = "a batch is collected"
     TENANT = "its tenant runs as many as it may"
+    ADAPTER = "no free slot of adapters"
 
 
 NO_ROOM: Final = (WaitReason.BUDGET, WaitReason.PROMPTS)

@@ -217,9 +217,16 @@ class PrefillStage:
             if self._limits.whole_prompts and request.num_tokens > plan.budget:
                 plan.blocked = Blocked.of(request, WaitReason.BUDGET)
                 return
+            adapters = self._blocks.adapters if request.adapter else None
+            if adapters is not None and adapters.waits_for_a_step(request, plan.number):
+                plan.blocked = Blocked.of(request, WaitReason.ADAPTER)
+                return
             parent = self.parent_of(request)
             if not (slots.has_room_for(request, parent) or self._preemptor.preempt_for(request, parent, plan)):
-                blocked = Blocked.of(request, WaitReason.SLOTS if slots.is_full else WaitReason.BLOCKS)
+                reason = WaitReason.SLOTS if slots.is_full else WaitReason.BLOCKS
+                if reason is WaitReason.BLOCKS and adapters is not None and not adapters.has_room_for(request):
+                    reason = WaitReason.ADAPTER
+                blocked = Blocked.of(request, reason)
                 plan.blocked = blocked._replace(holding_class=slots.largest_other_class(request_class))
                 return
             self._start(request, plan)

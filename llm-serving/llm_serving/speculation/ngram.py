@@ -274,7 +274,7 @@ class NgramProposer:
         """Start tracking a request. `model_rate`: assumed acceptance rate of the draft model."""
         if not self.requests:
             self.add_finished((), 0)
-        namespace = cache_namespace(request.tenant, request.cache_salt)
+        namespace = cache_namespace(request.tenant, request.cache_salt, request.adapter)
         lookup = NgramLookup(request.prompt_token_ids, namespace, self._length, self.finished)
         drafts = RequestDrafts(max(model_rate, MIN_ACCEPTANCE_RATE), lookup=lookup)
         self.requests[request] = self.unmatched[request] = drafts
@@ -287,7 +287,7 @@ class NgramProposer:
             token_ids = tuple(request.output_token_ids)
             if FAILED_TOKEN in token_ids:
                 token_ids = token_ids[: token_ids.index(FAILED_TOKEN)]
-            self._new_answers.append((cache_namespace(request.tenant, request.cache_salt), token_ids))
+            self._new_answers.append((cache_namespace(request.tenant, request.cache_salt, request.adapter), token_ids))
         if len(self._new_answers) * INDEX_SHARE >= num_rows:
             answers, self._new_answers = self._new_answers, []
             self.finished.add(answers)

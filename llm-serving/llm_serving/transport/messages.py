@@ -14,6 +14,7 @@ master                                 WorkAgent
   |  -- Propose(requests) ------------>  |   if there is a draft model; only while no step is in flight
   |  <- Proposed(token_ids, error) ----  |
   |  -- DropCache --------------------->  |   only while no step is in flight; no reply
+  |  -- LoadAdapter(number, folder) -->  |   at any time, without an answer
   |  -- Shutdown ---------------------->  |
 
 A second connection transfers KV blocks between machines; replies come in the order of the requests:
@@ -108,6 +109,10 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     """Share of the machine's memory that the WorkAgents of this model may use together."""
     log_name: str = ""
     """Name of the model, with which log lines begin; empty if the server has one model."""
+    max_loras: int = 0
+    """Number of slots of adapters; 0: the network has none."""
+    max_lora_rank: int = 0
+    """Highest rank of an adapter."""
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):
@@ -196,6 +201,15 @@ class Propose(msgspec.Struct, tag="propose", frozen=True):
     requests: list[DraftRequest]
 
 
+class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
+    """Read an adapter, which the master has checked, into host memory while steps run. The first step that needs it
+    waits for it. `folder` empty: drop the adapter.
+    """
+
+    number: int
+    folder: str
+
+
 class Proposed(msgspec.Struct, tag="proposed", frozen=True):
     token_ids: list[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]]
     error: str = ""
@@ -280,6 +294,7 @@ MasterMessage = (
     | SetAllowedTokens
     | Propose
     | DropCache
+    | LoadAdapter
     | ReadBlocks
     | BlockContents
     | LoadBlocks

@@ -27,6 +27,7 @@ from llm_serving.kernels.ranks import Ranks
 from llm_serving.log import get_logger
 from llm_serving.lowering.mindformers import mindformers_version
 from llm_serving.lowering.mindir import check_graph_settings, graph_settings
+from llm_serving.models.adapters import AdapterLimits
 from llm_serving.models.memory import (
     FREE_MEMORY_FRACTION,
     FREE_NPU_MEMORY_FRACTION,
@@ -140,6 +141,7 @@ def load_runner(
         on_weights=limit_progress_reports(on_progress, folder.name),
         transfer_fd=transfer_fd,
         num_transfer_blocks=settings.num_transfer_blocks,
+        adapters=AdapterLimits(settings.max_loras, settings.max_lora_rank) if settings.max_loras else None,
     )
     runner.compute_fingerprint = _compute_fingerprint(backend, device, framework, settings.num_ranks)
     on_progress("compiling the network")
@@ -274,6 +276,8 @@ def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
     keys = num_mask_keys(settings.device_target, settings.max_model_len)
     left = kv_cache_bytes_left(limit, spec, element_bytes(backend), *step, _quantization(settings, backend), keys)
     left -= _num_state_slots(settings, spec) * spec.state_bytes
+    if settings.max_loras:
+        left -= spec.adapter_bytes(settings.max_loras, settings.max_lora_rank, element_bytes(backend))
     if settings.draft_model_path is not None:
         draft = ModelSpec.from_folder(Path(settings.draft_model_path))
         left -= draft_model_bytes(draft, element_bytes(backend), settings.block_size)

@@ -105,6 +105,7 @@ def continuation_of(request: Request, transfer: Transfer) -> Request:
         priority=request.priority,
         tenant=request.tenant,
         cache_salt=request.cache_salt,
+        adapter=request.adapter,
         needs_known_output=request.needs_known_output,
         transfer=transfer,
         constraint=request.constraint,

@@ -171,7 +171,8 @@ class Router:
         if not engines or not (is_compared or may_be_refused):
             return []
         block_size = next(iter(engines.values())).scheduler.blocks.block_size
-        return prompt_block_hashes(cache_namespace(caller.tenant, caller.cache_salt), prompt_token_ids, block_size)
+        namespace = cache_namespace(caller.tenant, caller.cache_salt, caller.adapter)
+        return prompt_block_hashes(namespace, prompt_token_ids, block_size)
 
     def route(self, prompt_lens: Sequence[int], caller: Caller, hashes: Sequence[bytes] = ()) -> Route:
         """Return the best replica for a group of requests, without changing state. `hashes`: blocks of the first

@@ -1,0 +1,79 @@
+"""Which adapters are in the slots of a WorkAgent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from llm_serving.core.request import Request
+
+
+class AdapterSlots:
+    """The adapter in each slot, and the running requests that use it.
+
+    A slot is given to another adapter only if no running request uses it; of several such slots, the one that was
+    released first. A step fills at most one slot, so that copying matrices delays running requests by one adapter at
+    most. The WorkAgent copies an adapter when a step names another one than its slot holds (`StepInput.adapters`).
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._adapters = [0] * num_slots
+        """Number of the adapter in each slot; 0: none."""
+        self._free = list(range(num_slots))
+        """Slots without running requests, the least recently used first."""
+        self._users: dict[int, int] = {}
+        """Adapter -> number of running requests."""
+        self._filled_step = -1
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._adapters)
+
+    @property
+    def resident(self) -> list[int]:
+        """Numbers of the adapters in slots."""
+        return [adapter for adapter in self._adapters if adapter]
+
+    def slot_of(self, adapter: int) -> int:
+        """Return the slot of an adapter that a running request uses."""
+        return self._adapters.index(adapter)
+
+    def waits_for_a_step(self, request: Request, step: int) -> bool:
+        """Return whether the request needs a slot to be filled, and step `step` has filled one already."""
+        return self._filled_step == step and request.adapter not in self._adapters
+
+    def has_room_for(self, request: Request, without: Iterable[Request] = ()) -> bool:
+        """Return whether the request's adapter is in a slot, or a slot is free if `without` are preempted."""
+        if request.adapter in self._adapters or self._free:
+            return True
+        freed = [each.adapter for each in without]
+        return any(freed.count(adapter) == count for adapter, count in self._users.items())
+
+    def acquire(self, request: Request, step: int) -> None:
+        """Add a running request of an adapter, for which there must be room."""
+        adapter = request.adapter
+        if adapter not in self._adapters:
+            slot = next((each for each in self._free if not self._adapters[each]), self._free[0])
+            self._adapters[slot] = adapter
+            self._filled_step = step
+        if adapter not in self._users:
+            self._free.remove(self.slot_of(adapter))
+            self._users[adapter] = 0
+        self._users[adapter] += 1
+
+    def release(self, request: Request) -> None:
+        self._users[request.adapter] -= 1
+        if not self._users[request.adapter]:
+            del self._users[request.adapter]
+            self._free.append(self.slot_of(request.adapter))
+
+    def release_all(self) -> None:
+        """Release the adapters of all running requests, which wait again."""
+        for adapter in self._users:
+            self._free.append(self.slot_of(adapter))
+        self._users.clear()
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        users = [each.adapter for each in running if each.adapter]
+        assert self._users == {adapter: users.count(adapter) for adapter in users}
+        used = sorted(self.slot_of(adapter) for adapter in self._users)
+        assert sorted([*used, *self._free]) == list(range(self.num_slots)), "a slot is both free and used, or neither"
