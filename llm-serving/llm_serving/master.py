@@ -13,6 +13,7 @@ from pathlib import Path
 from llm_serving.config.model_size import check_memory
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.enums import EngineName
+from llm_serving.engine.adapters import AdapterRegistry
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.engine_requests import Publish
@@ -99,6 +100,7 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
         logger.warning("%s", notice)
     if config.scheduler.draft_model_path is not None:
         check_draft_vocabulary(tokenizer, config.scheduler.draft_model_path)
+    adapters = AdapterRegistry(config, spec)
     metrics = Metrics(config.model.model_name, config.request_classes)
     consistency, files = ConsistencyCheck(), ServedFiles(config)
 
@@ -120,6 +122,8 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
         metrics.watch_agent(index, lambda: executor.num_compilations, lambda: executor.machine)
         try:
             loaded = executor.loaded
+            for number, folder in adapters.folders.items():
+                executor.set_adapter(number, folder)
             engine = build_engine(
                 config,
                 loaded.num_blocks,
@@ -147,7 +151,7 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
     # A cluster sends the files of one folder to its machines, and exported graphs contain the weights.
     is_replaceable = config.cluster.engine == EngineName.LOCAL and config.model.mindir_path is None
     set_weights = files.use if is_replaceable else None
-    return AsyncEngine(config, spec, tokenizer, metrics, open_replica, set_weights=set_weights)
+    return AsyncEngine(config, spec, tokenizer, metrics, open_replica, set_weights=set_weights, adapters=adapters)
 
 
 class ServedFiles:

@@ -18,6 +18,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.request_class import ANONYMOUS, Caller, class_of
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.core.timings import Clock, monotonic
+from llm_serving.engine.adapters import AdapterRegistry
 from llm_serving.engine.coalescing import CoalescedResponse, Sharing
 from llm_serving.engine.control import Control
 from llm_serving.engine.fleet.reload import ConfigReloader
@@ -61,9 +62,11 @@ class AsyncEngine:
         *,
         clock: Clock = monotonic,
         set_weights: Callable[[Path], None] | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         """`set_weights`: makes WorkAgents that start later load another folder; None: weights cannot be replaced."""
         self.config = config
+        self.adapters = AdapterRegistry(config, model_spec) if adapters is None else adapters
         self.model_spec = model_spec
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -199,6 +202,7 @@ class AsyncEngine:
             priority=caller.priority,
             tenant=caller.tenant,
             cache_salt=caller.cache_salt,
+            adapter=caller.adapter,
             arrival_time=self.clock(),
             deadline=caller.deadline,
             http_timings=caller.http_timings,

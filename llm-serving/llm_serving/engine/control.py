@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from llm_serving.admission.validation import check_priority
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.engine import request_lookup
+from llm_serving.engine.adapters import Adapter, AdapterRegistry
 from llm_serving.engine.coalescing import CoalescedResponse
 from llm_serving.engine.open_requests import OpenRequest
 from llm_serving.engine.replicas import ReplicaState
@@ -20,6 +21,9 @@ from llm_serving.engine.request_dispatcher import RequestDispatcher
 from llm_serving.engine.request_lookup import RequestLookup
 from llm_serving.errors import UnavailableError, WorkerDiedError
 from llm_serving.observability.event_log import client_ids
+
+DROP_DELAY_S: Final = 0.1
+"""Seconds between two looks at whether the last request of an adapter has ended."""
 
 
 class ReplicaRow(NamedTuple):
@@ -44,6 +48,30 @@ class Control:
         self._lookup = lookup
         self._dispatcher = dispatcher
         self._replicas, self._requests, self._queue = dispatcher.replicas, dispatcher.requests, dispatcher.queue
+
+    def add_adapter(self, registry: AdapterRegistry, adapter: Adapter) -> None:
+        """Offer an adapter to new requests. Raise ModelError if there are too many."""
+        registry.add(adapter)
+        self._tell(adapter.number, str(adapter.folder))
+
+    def drop_adapter(self, registry: AdapterRegistry, adapter: Adapter) -> int:
+        """Free the memory of an adapter that was removed, after its last request. Return the number of requests."""
+        unfinished = self._num_of_adapter(adapter.number)
+        if adapter.number in registry.folders:  # under another name
+            return unfinished
+        if unfinished:
+            asyncio.get_running_loop().call_later(DROP_DELAY_S, self.drop_adapter, registry, adapter)
+        else:
+            self._tell(adapter.number, "")
+        return unfinished
+
+    def _num_of_adapter(self, number: int) -> int:
+        return sum(each.request.adapter == number for each in self._requests.by_id.values())
+
+    def _tell(self, number: int, folder: str) -> None:
+        for engine in list(self._replicas.engines.values()):
+            with contextlib.suppress(WorkerDiedError):  # the next WorkAgent reads what the registry has
+                engine.set_adapter(number, folder)
 
     def cancel(self, request_id: str, tenant: str | None = None) -> list[str]:
         """Cancel the requests with this id. Return the engine's ids of those that had not ended.

@@ -117,6 +117,12 @@ class EngineRequests:
             self.event_log.forget(request)
             raise
 
+    def set_adapter(self, number: int, folder: str) -> None:
+        """Make an adapter available to the WorkAgent; with `folder` empty, drop it. Thread-safe; raise WorkerDiedError
+        if the engine has ended.
+        """
+        self._inbox.post(lambda: self._executor.set_adapter(number, folder))
+
     def abort(self, request_id: str) -> None:
         """End a request before the next step. A finished request does not change."""
 

@@ -142,7 +142,7 @@ class ServedModels:
             return self._models[name]
         for alias in (name, ANY_MODEL):
             for model in self:
-                if alias in names_of(model.engine.config):
+                if alias in names_of(model.engine.config) or alias in model.engine.adapters.by_name:
                     return model
         return self.check_served(name)
 

@@ -21,6 +21,7 @@ from llm_serving.server.generation.prompts import Prompt
 from llm_serving.server.generation.structured_output import StructuredOutput, compile_constraint
 from llm_serving.server.idempotency.lookup import EVENT_HEADER, KEY_HEADER, claim_request
 from llm_serving.server.idempotency.request import IdempotentRequest
+from llm_serving.server.parsing.adapters import adapter_of
 from llm_serving.server.parsing.caller import HttpCaller, caller_of, within_deadline
 from llm_serving.server.parsing.headers import ResponseIdentity, identify
 from llm_serving.server.protocols.openai.schemas import CallerFields, GenerationRequest
@@ -69,7 +70,11 @@ class ProtocolRequest(ABC):
         self.engine = engine
         self.http_request = http_request
         self.body = bodies[0]
+        self.adapter = ""
+        """Name of the adapter that answers; empty: the base model does."""
         self.caller: HttpCaller = caller_of(engine.config, http_request, *bodies)
+        if (adapters := engine.adapters.by_name) and (found := adapter_of(adapters, http_request, bodies)) is not None:
+            self.caller, self.adapter = replace(self.caller, adapter=found.number), found.name
         self.choices: Choices = ONE_CHOICE
         self.num_prompts = 1
 
@@ -127,9 +132,13 @@ async def _start(
     request: ProtocolRequest, identity: ResponseIdentity, idempotent: IdempotentRequest | None
 ) -> StartedGeneration:
     engine, caller, body = request.engine, request.caller, request.body
+    if request.adapter:
+        identity = replace(identity, model=request.adapter)
     check = await request.prepare()
     receipt: ReceiptDraftProtocol | None = None
     if isinstance(body, GenerationRequest) and body.receipt:
+        if request.adapter:
+            raise RequestError("receipt", "must be false: no receipt is given for the answer of an adapter", True)
         hook: ReceiptHook = request.http_request.app.receipts
         receipt = await hook.start_receipt(engine, identity.id, identity.created)
     if idempotent is None or not idempotent.known:

@@ -132,7 +132,11 @@ def check_model(engine: AsyncEngine, name: str | None) -> None:
     """Raise ModelNotFoundError unless the field `model` is absent or means the served model."""
     served, aliases = engine.config.model.model_name, engine.config.model.model_aliases
     if name and name != served and name not in aliases and ANY_MODEL not in aliases:
-        raise ModelNotFoundError("model", f"must be {served}, the model that is served, or one of its aliases", name)
+        if name in (adapters := engine.adapters.by_name):
+            return
+        others = f", or an adapter: {', '.join(adapters)}" if adapters else ""
+        rule = f"must be {served}, the model that is served, or one of its aliases{others}"
+        raise ModelNotFoundError("model", rule, name)
 
 
 def check_json_limits(body: bytes) -> None:

@@ -39,7 +39,7 @@ class BodyFields:
 
 
 NEVER_NEUTRAL: Final = ()
-NO_ADAPTERS: Final = RefusedField("is not supported: one model without adapters is served")
+NO_ADAPTERS: Final = RefusedField("is not supported: request an adapter by its name in `model`")
 SPEED_HINT: Final = IgnoredField("only a hint for speed")
 TEXT_ONLY: Final = RefusedField("is not supported: only text is")
 EARLIER_RESPONSE: Final = IgnoredField("only describes an earlier response")

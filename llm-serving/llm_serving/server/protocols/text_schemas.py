@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Final
 
 from llm_serving.server.parsing.unsupported_fields import (
-    NO_ADAPTERS,
     BodyFields,
     IgnoredField,
     RefusedField,
@@ -39,6 +38,8 @@ class TGIParameters(CallerFields):
     best_of: int | None = None
     """Generate so many sequences and return the one with the highest mean log-probability; needs sampling."""
     top_n_tokens: int | None = None
+    adapter_id: str | None = None
+    """Name of the adapter that answers; null: the base model does."""
     grammar: JsonObject | None = None
     """Structured output: `type` is json, json_object, json_schema or regex, `value` the schema or expression."""
 
@@ -70,7 +71,6 @@ class LegacyRequest(CallerFields):
 
 _TGI: Final[Rows] = {
     "watermark": RefusedField(),
-    "adapter_id": NO_ADAPTERS,
     "max_tokens": named("max_new_tokens"),
     "min_tokens": named("min_new_tokens"),
     "truncate_prompt_tokens": named("truncate"),

@@ -16,7 +16,7 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import PromptLogprobs, RequestOutput
 from llm_serving.core.sampling_params import MAX_STOP_STRINGS, Real, SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import LLMServingError, RequestError
+from llm_serving.errors import LLMServingError, ModelNotFoundError, RequestError
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation.choices import COUNT, MAX_CHOICES, MAX_N, Choices
 from llm_serving.server.generation.logprobs import MIN_LOGPROB, check_prompt_logprobs_size, token_outputs
@@ -50,6 +50,8 @@ async def _generate(engine: AsyncEngine, http_request: Request, *, stream: bool 
         note_ignored(http_request, "stream")
     if parameters.top_n_tokens and not (streams or parameters.details or parameters.decoder_input_details):
         note_ignored(http_request, "top_n_tokens")
+    if parameters.adapter_id is not None and parameters.adapter_id not in engine.adapters.by_name:
+        raise ModelNotFoundError("adapter_id", "must be the name of a loaded adapter", parameters.adapter_id)
     request = _TGIRequest(engine, http_request, body, parameters, streams=streams)
     started = await start_generation(request)
     prompt = started.prompts[0]

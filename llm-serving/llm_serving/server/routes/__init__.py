@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from llm_serving.server.admin import advice, control, explanations, health, lifecycle, live, replicas
+from llm_serving.server.admin import adapters, advice, control, explanations, health, lifecycle, live, replicas
 from llm_serving.server.admin import models as served_models
 from llm_serving.server.batches import api
 from llm_serving.server.endpoint import Endpoint
@@ -29,6 +29,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *advice.ENDPOINTS,
     *replicas.ENDPOINTS,
     *lifecycle.ENDPOINTS,
+    *adapters.ENDPOINTS,
     *live.ENDPOINTS,
     *health.ENDPOINTS,
     *tgi.ENDPOINTS,

@@ -32,6 +32,7 @@ from llm_serving.core.sampling_params import (
     TokenIds,
     Whole,
 )
+from llm_serving.engine.adapters import Adapter
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.endpoint import Endpoint
@@ -169,15 +170,23 @@ _STARTED: Final = int(time.time())
 async def list_models(engine: AsyncEngine, http_request: Request) -> Response:
     models = models_shown(http_request)
     engines = [engine] if models is None else [model.engine for model in models]
-    return json_response(ModelList(data=[_card(each, with_kind=models is not None) for each in engines]))
+    cards = []
+    for each in engines:
+        cards.append(_card(each, with_kind=models is not None))
+        cards += [_adapter_card(each, adapter) for adapter in each.adapters.by_name.values()]
+    return json_response(ModelList(data=cards))
 
 
 async def show_model(engine: AsyncEngine, http_request: Request) -> Response:
     name, models = http_request.path_params["model"], models_shown(http_request)
     if models is not None:
-        return json_response(_card(models.find(name).engine, with_kind=True))
-    check_model(engine, name)
-    return json_response(_card(engine))
+        engine = models.find(name).engine
+    else:
+        check_model(engine, name)
+    adapter = engine.adapters.by_name.get(name)
+    if adapter is not None:
+        return json_response(_adapter_card(engine, adapter))
+    return json_response(_card(engine, with_kind=models is not None))
 
 
 async def list_parameters(engine: AsyncEngine, http_request: Request) -> Response:
@@ -258,6 +267,14 @@ def _card(engine: AsyncEngine, *, with_kind: bool = False) -> ModelCard:
         card.kind = "generate" if generates or pooling is None else "score" if pooling.scores else "embed"
         card.aliases = engine.config.model.model_aliases
     return card
+
+
+def _adapter_card(engine: AsyncEngine, adapter: Adapter) -> ModelCard:
+    card = _card(engine)
+    when = datetime.fromtimestamp(adapter.created, UTC).isoformat().replace("+00:00", "Z")
+    return msgspec.structs.replace(
+        card, id=adapter.name, display_name=adapter.name, created=adapter.created, created_at=when, parent=card.id
+    )
 
 
 ENDPOINTS: Final = (

@@ -38,6 +38,17 @@ class CallerFields(Struct, kw_only=True):
     """Seconds after which the request is aborted; also the header `x-request-timeout-s`."""
 
 
+class LoadAdapterRequest(Struct):
+    lora_name: str
+    """Name by which clients request the adapter as `model`."""
+    lora_path: str
+    """Its folder, inside `lora_config.lora_folder`."""
+
+
+class UnloadAdapterRequest(Struct):
+    lora_name: str
+
+
 class PriorityRequest(Struct):
     """A new priority, in one of two fields of `CallerFields`."""
 

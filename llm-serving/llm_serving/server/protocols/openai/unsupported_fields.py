@@ -23,11 +23,13 @@ from llm_serving.server.protocols.openai.schemas import (
     DetokenizeRequest,
     Function,
     FunctionOfMessage,
+    LoadAdapterRequest,
     PriorityRequest,
     StreamOptions,
     TokenizeRequest,
     Tool,
     ToolCallOfMessage,
+    UnloadAdapterRequest,
 )
 
 _IN_ORDER: Final = IgnoredField("calls are in order")
@@ -38,7 +40,7 @@ _OPENAI: Final[Rows] = {
     "logits_processors": RefusedField(),
     "lora_request": NO_ADAPTERS,
     "lora_path": NO_ADAPTERS,
-    "adapter_id": NO_ADAPTERS,
+    "adapter_id": named("model"),
     "documents": RefusedField("is not supported: put documents into `messages`"),
     "no_repeat_ngram_size": RefusedField(),
     "typical_p": RefusedField(neutral=(1,)),
@@ -110,4 +112,6 @@ UNSUPPORTED: Final[Mapping[type, BodyFields]] = {
     TokenizeRequest: BodyFields({"chat_template": RefusedField()}, nested={"messages": ChatMessage, "tools": Tool}),
     DetokenizeRequest: BodyFields(),
     PriorityRequest: BodyFields(),
+    LoadAdapterRequest: BodyFields(),
+    UnloadAdapterRequest: BodyFields(),
 }  # fmt: skip

@@ -1,0 +1,74 @@
+"""The adapters that a server offers, by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llm_serving.config.schema import ServingConfig
+from llm_serving.errors import ModelError
+from llm_serving.formats.peft import fingerprint, read_adapter
+from llm_serving.log import get_logger
+from llm_serving.models.adapters import AdapterLimits, check_adapter
+from llm_serving.models.spec import ModelSpec
+from llm_serving.network.adapters import experts_modules
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that requests can name as their model."""
+
+    name: str
+    folder: Path
+    fingerprint: str
+    """Hash of its files."""
+    created: int = field(default_factory=lambda: int(time.time()), compare=False)
+
+    @property
+    def number(self) -> int:
+        """The adapter's number in requests, recordings and steps: the same for the same files, never 0."""
+        return int(self.fingerprint[:8], 16) % (2**31 - 1) + 1
+
+
+class AdapterRegistry:
+    """Adapters by name. The event loop changes it; other threads read it."""
+
+    def __init__(self, config: ServingConfig, spec: ModelSpec) -> None:
+        """Read the adapters of the YAML. Raise ModelError if one cannot be served."""
+        self.config = config.lora
+        self.by_name: Mapping[str, Adapter] = {}
+        self._spec, self._dtype = spec, config.model.model_dtype
+        for name, folder in (config.lora.lora_modules or {}).items():
+            self.add(self.read(name, folder))
+
+    @property
+    def folders(self) -> dict[int, str]:
+        """Number -> folder of each adapter."""
+        return {each.number: str(each.folder) for each in self.by_name.values()}
+
+    def read(self, name: str, folder: Path) -> Adapter:
+        """Check an adapter completely, without adding it; in any thread. Raise ModelError if it cannot be served."""
+        limits = AdapterLimits(self.config.max_loras, self.config.max_lora_rank)
+        _, linears = self._spec.with_adapters(*limits, as_program=True)
+        check_adapter(read_adapter(folder), linears, experts_modules(self._spec.network), limits.max_rank)
+        return Adapter(name, folder, fingerprint(folder))
+
+    def add(self, adapter: Adapter) -> None:
+        """Offer an adapter to new requests. Raise ModelError if there are too many, or the name is taken."""
+        if len(self.by_name) >= self.config.max_adapters:
+            most = self.config.max_adapters
+            raise ModelError(f"at most {most} adapters are kept (lora_config.max_cpu_loras). Given: {most + 1}")
+        if adapter.name in self.by_name:
+            raise ModelError(f"the adapter {adapter.name} is loaded already; unload it first")
+        self.by_name = {**self.by_name, adapter.name: adapter}
+        logger.info("adapter %s: %s, files %s", adapter.name, adapter.folder, adapter.fingerprint[:12])
+
+    def remove(self, name: str) -> Adapter | None:
+        """Offer an adapter to no further request. Return it; None if there is none of this name."""
+        adapter = self.by_name.get(name)
+        self.by_name = {each: kept for each, kept in self.by_name.items() if each != name}
+        return adapter

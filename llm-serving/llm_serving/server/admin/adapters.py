@@ -1,0 +1,91 @@
+"""Routes for administrators: load and unload adapters while the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.config.rules import MODEL_NAME
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import ModelError, ModelNotFoundError, RequestError
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.middleware.authentication import check_operator
+from llm_serving.server.parsing.body import read_fields
+from llm_serving.server.parsing.offload import json_response
+from llm_serving.server.protocols.openai.schemas import LoadAdapterRequest, UnloadAdapterRequest
+
+
+class AdapterView(Struct):
+    name: str
+    num_unfinished: int
+    """Requests that use the adapter. After `unload_lora_adapter` they are answered to their end."""
+
+
+async def load_adapter(engine: AsyncEngine, http_request: Request) -> Response:
+    """Load an adapter. New requests may name it as soon as this has answered."""
+    check_operator(http_request)
+    body = await read_fields(engine, http_request, LoadAdapterRequest)
+    folder = _folder(engine, body.lora_path)
+    try:
+        MODEL_NAME.parse(body.lora_name)
+    except ValueError:
+        raise RequestError("lora_name", MODEL_NAME.text, body.lora_name) from None
+    model = engine.config.model
+    if body.lora_name in (model.model_name, *model.model_aliases, *engine.adapters.by_name):
+        raise RequestError("lora_name", "must not be the name of the model or of a loaded adapter", body.lora_name)
+    try:
+        adapter = await asyncio.to_thread(engine.adapters.read, body.lora_name, folder)
+        engine.control.add_adapter(engine.adapters, adapter)
+    except ModelError as error:
+        raise RequestError("lora_path", f"must be an adapter that can be served: {error}") from None
+    return json_response(AdapterView(adapter.name, 0))
+
+
+async def unload_adapter(engine: AsyncEngine, http_request: Request) -> Response:
+    """Offer an adapter to no further request. Unfinished ones are answered first; then its memory is freed."""
+    check_operator(http_request)
+    body = await read_fields(engine, http_request, UnloadAdapterRequest)
+    adapter = engine.adapters.remove(body.lora_name)
+    if adapter is None:
+        raise ModelNotFoundError("lora_name", "must be the name of a loaded adapter", body.lora_name)
+    return json_response(AdapterView(adapter.name, engine.control.drop_adapter(engine.adapters, adapter)))
+
+
+def _folder(engine: AsyncEngine, given: str) -> Path:
+    """Return the folder of an adapter. Raise RequestError unless it is inside `lora_folder`."""
+    root = engine.config.lora.lora_folder
+    if root is None:
+        raise RequestError("lora_path", "cannot be loaded: lora_config.lora_folder is not set")
+    try:
+        inside = root.resolve()
+        folder = (inside / given).resolve()
+        if folder != inside and folder.is_relative_to(inside) and folder.is_dir():
+            return folder
+    except (OSError, ValueError):  # a name that is too long, or has a null byte
+        pass
+    raise RequestError("lora_path", "must be a folder inside lora_config.lora_folder")
+
+
+ENDPOINTS: Final = (
+    Endpoint(
+        "POST",
+        "/v1/load_lora_adapter",
+        load_adapter,
+        "Load an adapter",
+        body=LoadAdapterRequest,
+        answer=AdapterView,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/unload_lora_adapter",
+        unload_adapter,
+        "Unload an adapter",
+        body=UnloadAdapterRequest,
+        answer=AdapterView,
+    ),
+)
