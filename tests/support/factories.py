@@ -14,6 +14,7 @@ from llm_serving.core.request_class import RequestClass
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.window import Window
 from llm_serving.kvcache import BlockManager, StateSlots
+from llm_serving.kvcache.adapter_slots import AdapterSlots
 from llm_serving.kvcache.transfer_pool import TransferPool
 from llm_serving.scheduler import PreemptionMode, Schedule, Scheduler, SchedulerLimits
 from llm_serving.scheduler.orders import ORDERS
@@ -92,6 +93,7 @@ def create_scheduler(
     window: int | None = None,
     exports: TransferPool | None = None,
     num_spare_states: int | None = None,
+    adapters: AdapterSlots | None = None,
     **limits: Any,
 ) -> Scheduler:
     """`num_spare_states`: spare slots of a model with states of fixed size; None: the model has none."""
@@ -115,6 +117,7 @@ def create_scheduler(
             prefix_caching=prefix_caching,
             window=Window.from_model(window, max_num_batched_tokens, max_model_len),
             exports=exports,
+            adapters=adapters,
             states=states,
         ),
         create_classes() if classes is None else classes,

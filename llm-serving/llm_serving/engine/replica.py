@@ -73,11 +73,10 @@ def build_scheduler(
         window=sliding_window,
         exports=create_transfer_pool(config.num_transfer_blocks - 2 * config.num_disk_blocks, index),
         states=states,
+        adapters=AdapterSlots(config.lora.max_loras) if config.lora.is_enabled else None,
     )
     if config.num_disk_blocks:
         blocks.disk = DiskPrefixes(config.pa.block_size, create_disk_exports(config.num_disk_blocks, index))
-    if config.lora.is_enabled:
-        blocks.adapters = AdapterSlots(config.lora.max_loras)
     if whole_prompts:
         blocks.max_request_tokens = min(blocks.max_request_tokens, scheduler.max_prefill_tokens)
     limits, policy, classes, order, _ = build_rules(config, blocks.max_request_tokens, whole_prompts=whole_prompts)

@@ -50,11 +50,13 @@ class BlockManager:
         window: Window | None = None,
         exports: TransferPool | None = None,
         states: StateSlots | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.host_pool = BlockPool(num_swap_blocks)
         self.transfer_pool = TransferPool() if exports is None else exports
         self.states = states
+        self.adapters = adapters
         self.block_size = block_size
         self.window = Window() if window is None else window
         self.max_blocks_per_request = self.window.max_blocks(block_size, num_blocks)
