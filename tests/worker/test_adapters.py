@@ -1,9 +1,15 @@
 import numpy as np
 import pytest
+from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ModelError, WorkerError
-from llm_serving.models.adapters import AdapterLimits
+from llm_serving.formats.peft import read_adapter
+from llm_serving.models.adapters import AdapterLimits, check_adapter
+from llm_serving.models.spec import ModelSpec
+from llm_serving.network.adapters import experts_modules
+from llm_serving.network.quantization import Quantization
 from llm_serving.worker.model_runner import ModelRunner
 from support.adapter_factories import merged, write_adapter
+from support.family_configs import config_of
 from support.graph_model import backend
 from support.model_factories import tiny_spec, write_model, write_safetensors
 from support.step_factories import step_input
@@ -97,3 +103,38 @@ def test_a_step_that_names_an_unknown_adapter_fails_alone(folders):
     with pytest.raises(WorkerError, match="adapter 9 is not in memory"):
         logits_of(runner, (9, 0))
     logits_of(runner, step=1)
+
+
+@pytest.mark.parametrize("changes", [{"head_dim": 20, "intermediate_size": 90}, {"attention_bias": True}])
+def test_odd_sizes_and_biases_change_nothing_of_the_rule(tmp_path, changes):
+    spec = tiny_spec(**changes)
+    weights = write_model(tmp_path / "base", spec)
+    write_safetensors(
+        tmp_path / "merged.safetensors", merged(weights, write_adapter(tmp_path / "adapter", spec, rank=5))
+    )
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "merged.safetensors").rename(tmp_path / "merged" / "model.safetensors")
+    expected = logits_of(runner_of(tmp_path / "merged", spec=spec, limits=None))
+    runner = runner_of(tmp_path / "base", spec=spec)
+    runner.adapters.read(1, tmp_path / "adapter")
+    np.testing.assert_allclose(logits_of(runner, (1, 1)), expected, atol=1e-4)
+
+
+def test_adapters_of_quantized_weights_change_the_answer_and_keep_rows_apart(folders):
+    quantization = Quantization(QuantizationName.W8A16)
+    plain = logits_of(runner_of(folders / "base", "bfloat16", limits=None, quantization=quantization))
+    runner = runner_of(folders / "base", "bfloat16", quantization=quantization)
+    runner.adapters.read(1, folders / "adapter1")
+    changed = logits_of(runner, (1, 0))
+    assert np.abs(changed - plain).max() > 0.1
+    np.testing.assert_array_equal(logits_of(runner, step=1), plain)
+
+
+def test_experts_are_refused_by_name(tmp_path):
+    spec = ModelSpec.from_hugging_face(config_of("qwen3, experts"))
+    write_adapter(tmp_path, spec, targets=("q_proj", "down_proj"))
+    _, linears = spec.with_adapters(2, 8, as_program=True)
+    with pytest.raises(
+        ModelError, match=r"adapters of experts and routers are not served. Found: .*experts.*down_proj"
+    ):
+        check_adapter(read_adapter(tmp_path), linears, experts_modules(spec.network), 8)
