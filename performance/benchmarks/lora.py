@@ -95,7 +95,7 @@ def _fill(runner: ModelRunner, rows: int, context: int) -> None:
     """Compute the contexts of all rows."""
     for table in _tables(rows, context):
         step = StepInput(
-            step=runner.next_step,
+            step=runner._next_step,
             token_ids=np.full(context, 5, np.int32),
             query_lens=np.array([context], np.int32),
             num_computed=np.zeros(1, np.int32),
@@ -111,7 +111,7 @@ def _run(runner: ModelRunner, num_adapters: int, rows: int, context: int) -> flo
     tables = _tables(rows, context)
     adapters = [(1 + row % num_adapters, row % num_adapters) for row in range(rows)] if num_adapters else []
     step = StepInput(
-        step=runner.next_step,
+        step=runner._next_step,
         token_ids=np.full(rows, 5, np.int32),
         query_lens=np.ones(rows, np.int32),
         num_computed=np.full(rows, context, np.int32),

@@ -1,16 +1,29 @@
 """Exported graphs of Ascend's primitives: their content for a device, and equal results after loading."""
 
+from dataclasses import replace
+
 import mindspore as ms
 import numpy as np
 import pytest
+from families import models
 from families.exported import NUM_BLOCKS, ROWS, differences, export, export_all, inputs_of, networks_of
 from llm_serving.backends.ascend_cells import prompt_mask
 from llm_serving.core.enums import QuantizationName
-from llm_serving.lowering.step_inputs import STEP_INPUTS, dynamic_inputs
+from llm_serving.lowering.lower import lower
+from llm_serving.lowering.step_inputs import ADAPTER_INPUT, STEP_INPUTS, dynamic, dynamic_inputs
+from llm_serving.models.adapters import AdapterLimits
 from llm_serving.models.spec import ModelSpec
+from llm_serving.models.weight_reader import WeightReader
 from llm_serving.network.quantization import Quantization
+from llm_serving.worker.adapters import AdapterMemory
+from llm_serving.worker.compiled_graph import CompiledNetwork
+from llm_serving.worker.kv_cache import KVTensors
+from llm_serving.worker.model_inputs import NO_TOKENS, ModelLimits, build_model_inputs
+from mindspore import nn
 from mindspore.train.mind_ir_pb2 import TensorProto
-from support.graph_model import BLOCK_SIZE
+from support.adapter_factories import write_adapter
+from support.graph_model import BLOCK_SIZE, backend
+from support.step_factories import step_input
 
 pytestmark = pytest.mark.mindspore
 
@@ -153,3 +166,31 @@ def test_exported_w8a8_graph_round_trip_is_bit_identical(tmp_path):
         types = {each.name.rsplit(".", 1)[-1]: each.data_type for each in written[graph].graph.parameter}
         assert (types["codes"], types["scales"]) == (TensorProto.INT8, TensorProto.FLOAT)
     assert differences(spec, networks, tmp_path) == []
+
+
+def test_exported_graph_with_slots_of_adapters_computes_the_bits_of_the_network(tmp_path):
+    models.write("qwen3", tmp_path, changes={"num_hidden_layers": 1})
+    base = ModelSpec.from_folder(tmp_path)
+    write_adapter(tmp_path / "adapter", base, rank=3)
+    limits, chosen = AdapterLimits(2, 16), backend("ascend", "bfloat16")
+    spec, linears = base.with_adapters(*limits, as_program=False)
+    caches = KVTensors.allocate(spec, chosen, NUM_BLOCKS, BLOCK_SIZE).layers
+    networks = lower(spec, chosen, WeightReader(tmp_path), caches, NUM_BLOCKS * BLOCK_SIZE, as_program=False)
+    memory = AdapterMemory(linears, (), networks.parameters, "bfloat16", limits, as_program=False)
+    memory.read(7, tmp_path / "adapter")
+    slots = memory.slots_of_tokens(np.array([[7, 1], [0, -1]], np.int32), np.array([9, 4], np.int32))
+    inputs = [*dynamic_inputs(), *dynamic([ADAPTER_INPUT])]
+    written = export(networks.states, tmp_path / "states.mindir", inputs).graph
+    assert [each.name.split(":")[-1] for each in written.input] == [name for name, _ in (*STEP_INPUTS, ADAPTER_INPUT)]
+    shapes = [tuple(each.dims) for each in written.parameter]
+    assert all(linear.a.shape in shapes and linear.b.shape in shapes for linear in linears)
+    tokens = list(range(2, 15))
+    given = step_input([(tokens[:9], 0, [3]), (tokens[9:], 0, [5])])
+    arrays = build_model_inputs(given, NO_TOKENS, ModelLimits(spec.vocab_size, 256, NUM_BLOCKS, BLOCK_SIZE))
+    again = CompiledNetwork(nn.GraphCell(ms.load(str(tmp_path / "states.mindir"))), inputs)
+    network = CompiledNetwork(networks.states, inputs)
+    plain = network(replace(arrays, adapter_slots=(np.full(13, -1, np.int32),)).arrays()).copy()
+    adapted = [each(replace(arrays, adapter_slots=(slots,)).arrays()).copy() for each in (network, again)]
+    np.testing.assert_array_equal(*adapted)
+    assert (adapted[0][0] != plain[0]).any()
+    np.testing.assert_array_equal(adapted[0][1], plain[1])

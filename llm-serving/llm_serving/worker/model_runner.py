@@ -144,7 +144,7 @@ class ModelRunner:
         states = None if self._state_guard is None else self._state_guard.tags
         sizes = num_blocks, self.kv_tensors.num_swap_blocks, block_size
         self._guard = BlockGuard(*sizes, spec.window, tags, states)
-        self.next_step = 0
+        self._next_step = 0
         self._previous: Int32Array = NO_TOKENS
 
     @property
@@ -199,12 +199,12 @@ class ModelRunner:
             raise
 
     def _execute(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None) -> StepOutput:
-        if step.step != self.next_step:
-            raise StepMismatchError(f"steps must arrive in order: expected step {self.next_step}. Given: {step.step}")
+        if step.step != self._next_step:
+            raise StepMismatchError(f"steps must arrive in order: expected step {self._next_step}. Given: {step.step}")
         # Until they are sampled, this step's tokens count as failed. If this step fails, the next one, which may be
         # submitted already, can refer to them and must still compute its other rows.
         previous, self._previous = self._previous, np.full(step.sampling.num_samples, -1, np.int32)
-        self.next_step += 1
+        self._next_step += 1
         network = self.spec.network
         check_sampling(step.sampling, network.vocab)
         check_scoring(step.scoring, network.vocab)
