@@ -72,8 +72,10 @@ class Pool {
     body_ = body;
     context_ = context;
     const size_t sharers = threads();
-    for (size_t id = 0; id < sharers; id++) {
-      shares_[id].left.store(range(count * id / sharers, count * (id + 1) / sharers), std::memory_order_relaxed);
+    for (size_t id = 0; id < shares_.size(); id++) {
+      // A loop that failed may have left items, also in shares that this loop does not use.
+      const size_t first = count * std::min(id, sharers) / sharers, last = count * std::min(id + 1, sharers) / sharers;
+      shares_[id].left.store(range(first, last), std::memory_order_relaxed);
     }
     state_.store(kOpen, std::memory_order_release);
     generation_.fetch_add(1, std::memory_order_seq_cst);
