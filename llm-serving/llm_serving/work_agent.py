@@ -28,7 +28,7 @@ from llm_serving.core.enums import AgentExit
 from llm_serving.core.fingerprint import code_fingerprint
 from llm_serving.core.memory import explain_address_space_limit, release_library_pages, trim_heap
 from llm_serving.core.process import die_with_parent
-from llm_serving.core.step import AllowedTokens
+from llm_serving.core.step import AllowedTokens, StepOutput
 from llm_serving.errors import (
     ChannelClosedError,
     ConfigError,
@@ -67,6 +67,7 @@ from llm_serving.worker.disk_store import DiskStore, open_disk_store
 from llm_serving.worker.kv_transfer import BackgroundThrottle, BlockStore, serve_blocks
 from llm_serving.worker.loading import load_runner
 from llm_serving.worker.model_runner import ModelRunner
+from llm_serving.worker.started_step import StartedStep
 
 logger = get_logger(__name__)
 
@@ -249,29 +250,80 @@ def run_steps(
     """Run steps and proposals until the master sends Shutdown. Raise the same errors as `serve`."""
     if not channel.peer and len(os.sched_getaffinity(0)) > 1:
         channel.poll_s = POLL_S
-    for message in _requests(channel):
+    replies = _Replies(channel, runner)
+    for message in _requests(channel, replies):
         if isinstance(message, Propose):
+            replies.flush()
             channel.send(_propose(runner, message))
             continue
         if isinstance(message, DropCache):
+            replies.flush()
             runner.kv_tensors.clear()
             continue
         if isinstance(message, LoadAdapter):
             if runner.adapters is not None:
                 runner.adapters.set(message.number, message.folder)
             continue
+        output: StepOutput | StartedStep | Exception
         try:
             arrays = buffers.read(message.buffer, message.layout, message.content)
             step = step_from_arrays(message.step, arrays, message.allowed_follow)
             _announce_ending(runner, channel, message)
             with contextlib.nullcontext() if throttle is None else throttle.step_running():
-                output = runner.execute(step, partial(_await_allowed_tokens, channel, buffers, message))
-            channel.send(encode_output(output, runner.num_compilations))
+                output = runner.start(step, partial(_await_allowed_tokens, channel, buffers, message))
         except (TransportError, RankLostError):
             raise
         except Exception as error:
             logger.exception("step %d failed", message.step)
-            channel.send(StepFailed(message.step, f"{type(error).__name__}: {error}"[:2000]))
+            output = error
+        replies.add(message.step, output)
+        if message.allowed_follow:  # its tokens are the next message
+            replies.flush()
+
+
+class _Replies:
+    """The replies to steps, in their order. While the device computes a step, the next one can be started."""
+
+    def __init__(self, channel: Channel[MasterMessage], runner: ModelRunner) -> None:
+        self._channel, self._runner = channel, runner
+        self._started: tuple[int, StartedStep] | None = None
+
+    def add(self, step: int, output: StepOutput | StartedStep | Exception) -> None:
+        """Reply to the step before, and to this one if it has ended."""
+        self.flush()
+        if isinstance(output, StartedStep):
+            self._started = step, output
+        else:
+            self._send(step, output)
+
+    def await_message(self) -> None:
+        """Wait until the next message comes. If the started step ends before, reply to it."""
+        if self._started is not None and not self._channel.wait_for_data(self._has_ended):
+            self.flush()
+
+    def flush(self) -> None:
+        """Wait for the started step and reply to it."""
+        if self._started is None:
+            return
+        (step, started), self._started = self._started, None
+        output: StepOutput | Exception
+        try:
+            output = started.output()
+        except (TransportError, RankLostError):
+            raise
+        except Exception as error:
+            logger.exception("step %d failed", step)
+            output = error
+        self._send(step, output)
+
+    def _has_ended(self) -> bool:
+        return self._started is None or self._started[1].is_done
+
+    def _send(self, step: int, output: StepOutput | Exception) -> None:
+        if isinstance(output, StepOutput):
+            self._channel.send(encode_output(output, self._runner.num_compilations))
+        else:
+            self._channel.send(StepFailed(step, f"{type(output).__name__}: {output}"[:2000]))
 
 
 def _announce_ending(runner: ModelRunner, channel: Channel[MasterMessage], step: RunStep) -> None:
@@ -285,10 +337,16 @@ def _announce_ending(runner: ModelRunner, channel: Channel[MasterMessage], step:
         announce()
 
 
-def _requests(channel: Channel[MasterMessage]) -> Iterator[RunStep | Propose | DropCache | LoadAdapter]:
-    while isinstance(message := channel.receive(), RunStep | SetAllowedTokens | Propose | DropCache | LoadAdapter):
-        if not isinstance(message, SetAllowedTokens):  # its step failed before it needed the tokens
+def _requests(
+    channel: Channel[MasterMessage], replies: _Replies
+) -> Iterator[RunStep | Propose | DropCache | LoadAdapter]:
+    while True:
+        replies.await_message()
+        message = channel.receive()
+        if isinstance(message, RunStep | Propose | DropCache | LoadAdapter):
             yield message
+        elif not isinstance(message, SetAllowedTokens):  # its step failed before it needed the tokens
+            return
 
 
 def _propose(runner: ModelRunner, message: Propose) -> Proposed:

@@ -77,10 +77,25 @@ int release(void *address) {
   return kOk;
 }
 
+// Pinned memory of the host, by its first address; guarded by mutex.
+std::map<const char *, size_t> pinned;
+
+bool is_pinned(const void *address) {
+  const auto *wanted = static_cast<const char *>(address);
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto after = pinned.upper_bound(wanted);
+  if (after == pinned.begin())
+    return false;
+  const auto &[first, size] = *std::prev(after);
+  return wanted < first + size;
+}
+
 enum Count {
   kToDevice,
+  kPinnedToDevice,
   kBytesToDevice,
   kToHost,
+  kPinnedToHost,
   kBytesToHost,
   kOnDevice,
   kSynchronisations,
@@ -88,13 +103,16 @@ enum Count {
 };
 std::atomic<uint64_t> counts[kNumCounts];
 
-void count_copy(size_t size, int kind) {
-  constexpr int kHostToDevice = 1, kDeviceToHost = 2;
+constexpr int kHostToDevice = 1, kDeviceToHost = 2;
+
+void count_copy(const void *target, const void *source, size_t size, int kind) {
   if (kind == kHostToDevice) {
     ++counts[kToDevice];
+    counts[kPinnedToDevice] += is_pinned(source);
     counts[kBytesToDevice] += size;
   } else if (kind == kDeviceToHost) {
     ++counts[kToHost];
+    counts[kPinnedToHost] += is_pinned(target);
     counts[kBytesToHost] += size;
   } else {
     ++counts[kOnDevice];
@@ -148,8 +166,8 @@ template <typename T> std::string joined(const T *values, uint64_t number) {
 // ATB's paged_attention_tiling_dependency.h.
 void trace_mask(const void *source, size_t size) {
   constexpr size_t kHead = 44, kRequest = 17;
-  constexpr size_t kBatch = 0, kColumns = 13, kHeadSize = 17,
-                   kRequestSize = 18, kMaskType = 37;
+  constexpr size_t kBatch = 0, kColumns = 13, kHeadSize = 17, kRequestSize = 18,
+                   kMaskType = 37;
   constexpr size_t kRows = 0, kNumber = 8, kHigh = 10, kLow = 14;
   if (trace_file() == nullptr || size < (kHead + kRequest) * sizeof(uint32_t))
     return;
@@ -182,6 +200,12 @@ uint32_t cores(int resource) {
 }
 
 } // namespace
+
+int synchronize(const char *with) {
+  ++counts[kSynchronisations];
+  trace(std::string("wait for ") + with);
+  return kOk;
+}
 
 extern "C" {
 
@@ -300,11 +324,18 @@ int aclrtMallocAlign32(void **address, size_t size, int) {
   return allocate(address, size);
 }
 int aclrtMallocHost(void **address, size_t size) {
-  *address = malloc(size == 0 ? 64 : size);
+  size = size == 0 ? 64 : size;
+  *address = malloc(size);
+  std::lock_guard<std::mutex> lock(mutex);
+  pinned[static_cast<const char *>(*address)] = size;
   return *address == nullptr ? kOutOfMemory : kOk;
 }
 int aclrtFree(void *address) { return release(address); }
 int aclrtFreeHost(void *address) {
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    pinned.erase(static_cast<const char *>(address));
+  }
   free(address);
   return kOk;
 }
@@ -320,14 +351,17 @@ int aclrtMallocPhysical(void **result, size_t size, const void *, uint64_t) {
 }
 int aclrtMemcpy(void *target, size_t, const void *source, size_t size,
                 int kind) {
-  count_copy(size, kind);
+  count_copy(target, source, size, kind);
+  trace("copy and wait");
   if (size > 0)
     memcpy(target, source, size);
   return kOk;
 }
 int aclrtMemcpyAsync(void *target, size_t, const void *source, size_t size,
                      int kind, void *) {
-  count_copy(size, kind);
+  count_copy(target, source, size, kind);
+  if (kind == kHostToDevice || kind == kDeviceToHost)
+    trace(kind == kDeviceToHost ? "copy to the host" : "copy to the device");
   if (size > 0 && target != nullptr && source != nullptr) {
     trace_mask(source, size);
     memcpy(target, source, size);
@@ -345,16 +379,13 @@ int aclrtMemsetAsync(void *address, size_t, int32_t value, size_t size,
 }
 
 // Synchronisation, and what was counted so far.
-int aclrtSynchronizeStream(void *) {
-  ++counts[kSynchronisations];
-  return kOk;
-}
+int aclrtSynchronizeStream(void *) { return synchronize("stream"); }
 int aclrtSynchronizeStreamWithTimeout(void *, int) {
-  ++counts[kSynchronisations];
-  return kOk;
+  return synchronize("stream");
 }
-int aclrtSynchronizeEvent(void *) {
-  ++counts[kSynchronisations];
+int aclrtSynchronizeEvent(void *) { return synchronize("event"); }
+int aclrtRecordEvent(void *, void *) {
+  trace("record event");
   return kOk;
 }
 void fake_counts(uint64_t *result) {

@@ -24,7 +24,16 @@ import msgspec
 from llm_serving.core.process import DISABLED_KERNELS, set_mindspore_environment
 
 MARK = "@@@"
-COUNTS = "to_device", "bytes_to_device", "to_host", "bytes_to_host", "on_device", "synchronisations"
+COUNTS = (
+    "to_device",
+    "pinned_to_device",
+    "bytes_to_device",
+    "to_host",
+    "pinned_to_host",
+    "bytes_to_host",
+    "on_device",
+    "synchronisations",
+)
 """What `fake_counts` of the stubs returns."""
 
 
@@ -43,6 +52,8 @@ class Job(NamedTuple):
     max_device_memory: int | None = None
     steps: tuple[tuple[tuple[int, int], ...], ...] = ()
     """Steps; each has (tokens of the step, tokens of the context before them) for each row."""
+    num_ahead: int = 0
+    """Number of decode steps that are started as a WorkAgent does, each before the tokens of the last are known."""
     num_timed: int = 0
     """How often each step is timed."""
     without: str | None = None
@@ -105,11 +116,14 @@ def run(job: Job) -> dict[str, Any]:
         "cache": tensors.num_blocks * tensors.block_bytes,
         "held": psutil.Process().memory_info().rss - before,
     }
-    return found | {"steps": [results_of(runner, job, index) for index in range(len(job.steps))]}
+    steps = [results_of(runner, job, index) for index in range(len(job.steps))]
+    if job.num_ahead:
+        start_ahead(runner, job)
+    return found | {"steps": steps}
 
 
 def results_of(runner: Any, job: Job, index: int) -> dict[str, dict[str, float]]:
-    """Run a step of a job twice with greedy tokens, then twice with drawn ones. Return for both what the second run
+    """Run a step of a job three times with greedy tokens, then with drawn ones. Return for both what the last run
     copied and waited for, and the seconds of the fastest timed run.
     """
     import numpy as np
@@ -138,9 +152,10 @@ def results_of(runner: Any, job: Job, index: int) -> dict[str, dict[str, float]]
         ("greedy", SamplingInput.plain(len(rows))),
         ("drawn", SamplingInput.plain(len(rows), temperature=temperature)),
     ):
-        step = SimpleNamespace(step=0, sampling=sampling, allowed_follow=False, exports=())
-        compute = partial(runner._sample, step, inputs, np.empty(0, np.int32), None)
+        step = SimpleNamespace(step=0, sampling=sampling, allowed_follow=False, exports=(), token_ids=inputs.token_ids)
+        compute = partial(run_step, runner, step, inputs)
         compute()
+        compute()  # the number of tokens that the first run reads from the one before may differ
         before = read_counts()
         compute()
         found[name] = {each: end - start for each, start, end in zip(COUNTS, before, read_counts(), strict=True)}
@@ -148,6 +163,27 @@ def results_of(runner: Any, job: Job, index: int) -> dict[str, dict[str, float]]
             found[name]["seconds"] = min(timeit.repeat(compute, number=1, repeat=job.num_timed))
     mark("end", index)
     return found
+
+
+def run_step(runner: Any, step: Any, inputs: Any) -> None:
+    runner._submit(step, inputs, step.token_ids[:0], None).output()
+
+
+def start_ahead(runner: Any, job: Job) -> None:
+    """Decode two requests. Mark in the trace where each step is started and where its tokens are awaited."""
+    from support.step_factories import step_input
+
+    mark("ahead", 0)
+    waiting = None
+    for index in range(job.num_ahead):
+        rows = [([3], 0, [1]), ([4], 0, [2])] if index == 0 else [([-1], index, [1]), ([-2], index, [2])]
+        mark("start", index)
+        started = runner.start(step_input(rows, index))
+        if waiting is not None:
+            mark("await", index - 1)
+            waiting.output()
+        waiting = started
+    mark("ahead", 1)
 
 
 def configure_once(loading: Any) -> None:

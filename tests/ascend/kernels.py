@@ -68,7 +68,7 @@ def rows_of(name: str, ended: Ended) -> dict[str, Any]:
     rows = {}
     for job in PROCESSES[name].jobs:
         found = ended.jobs[job["name"]]
-        settings = {key: value for key, value in job.items() if key not in ("name", "folder", "steps")}
+        settings = {key: value for key, value in job.items() if key not in ("name", "folder", "steps", "num_ahead")}
         steps = [
             {"rows": len(rows), "tokens": sum(tokens for tokens, _ in rows), "sampling": sampling} | counts
             for rows, runs in zip(job.get("steps", ()), found.found["steps"], strict=True)

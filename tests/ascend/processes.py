@@ -29,6 +29,7 @@ SQUARE: Final = ((1, 79), (79, 0))
 """A step with as many tokens as its mask has columns."""
 STEPS_OF_FAMILIES: Final = (*STEPS[:5], SQUARE)
 DECODES: Final = (((1, 40),) * 4, ((1, 40),) * 32)
+NUM_AHEAD: Final = 5
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,13 @@ GB: Final = 2**30
 
 PROCESSES: Final[Mapping[str, Process]] = {
     "exact": Process(
-        [_job("demo", "demo", steps=STEPS, max_model_len=8192)],
+        [_job("demo", "demo", steps=STEPS, max_model_len=8192, num_ahead=NUM_AHEAD)],
         {"processors": 4, "gigabytes": 64},
         invariant=True,
     ),
     "families": Process(
         [
-            _job("demo", "demo", steps=STEPS_OF_FAMILIES, max_model_len=8192),
+            _job("demo", "demo", steps=STEPS_OF_FAMILIES, max_model_len=8192, num_ahead=NUM_AHEAD),
             *(_job(name, name, **_ONE_STEP) for name in FAMILIES),
         ],
         {"processors": 8, "gigabytes": 32, "soc": "Ascend910_9391"},

@@ -130,6 +130,17 @@ class Job:
         return set(_INTERNAL.findall(self.output))
 
     @property
+    def ahead(self) -> list[tuple[str, list[str]]]:
+        """Return the copies and waits of steps that were started ahead: (`start N` or `await N`, lines), in order."""
+        events: list[tuple[str, list[str]]] = []
+        for line in _between(self.trace, "ahead 0", "ahead 1").splitlines():
+            if line.startswith(f"{MARK} "):
+                events.append((line.removeprefix(f"{MARK} "), []))
+            elif line.startswith(("copy ", "wait ")):
+                events[-1][1].append(line)
+        return events[1:]
+
+    @property
     def calls(self) -> list[str]:
         """Calls of CANN's operators with their arguments: `aclnnName ARGUMENT ...` or `aclop Name`."""
         return [line for line in self.trace.splitlines() if line.startswith("acl")]
@@ -187,7 +198,6 @@ def run_ranks(cann: Mapping[str, str], folder: Path, model: Path, num_ranks: int
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     environment = _environment(cann, folder, 16, 32, "Ascend910B2")
-    environment["PYTHONPATH"] += f":{RANK_SCRIPT.parents[1]}"
     started = []
     for rank in range(num_ranks):
         command = [sys.executable, str(RANK_SCRIPT), *map(str, (rank, num_ranks, port, model))]
@@ -209,8 +219,10 @@ def _environment(cann: Mapping[str, str], folder: Path, processors: int, gigabyt
     home = folder / "home"
     home.mkdir()
     of_machine = {"FAKE_PROCESSORS": str(processors), "FAKE_HBM_GB": str(gigabytes), "FAKE_SOC": soc}
+    own |= dict(cann) | of_machine
+    own["PYTHONPATH"] += f":{SCRIPT.parents[1]}"
     # Kernels write log files into their folder of logs.
-    return own | dict(cann) | of_machine | {"ASCEND_PROCESS_LOG_PATH": str(home)}
+    return own | {"ASCEND_PROCESS_LOG_PATH": str(home)}
 
 
 def _results(output: str) -> list[str]:

@@ -6,7 +6,7 @@ the commit.
 
 import pytest
 from ascend.kernels import read_table, rows_of
-from ascend.processes import PROCESSES
+from ascend.processes import NUM_AHEAD, PROCESSES
 
 IN_TABLE = tuple(name for name, process in PROCESSES.items() if process.in_table)
 
@@ -35,9 +35,29 @@ def test_decode_step_has_the_minimum_of_copies():
         for step in filter(is_decode, row["steps"]):
             copies = step["to_device"], step["to_host"], step["on_device"], step["synchronisations"]
             assert copies == (5 if exact else 3, 1, 0, 1), (model, step)
+            assert (step["pinned_to_device"], step["pinned_to_host"]) == copies[:2], (model, step)
             if step["sampling"] == "greedy":
                 assert step["bytes_to_host"] == 8 * step["rows"], (model, step)
 
 
 def test_kernel_table_has_exactly_the_tested_models():
     assert set(read_table()) == {f"{job['name']} ({name})" for name in IN_TABLE for job in PROCESSES[name].jobs}
+
+
+@pytest.mark.parametrize("name", ["exact", "families"])
+def test_a_step_is_started_before_the_tokens_of_the_last_one_are_awaited(ended, name):
+    ahead = ended(name).jobs["demo"].ahead
+    order = ["start 0"]
+    for step in range(1, NUM_AHEAD):
+        order += [f"start {step}", f"await {step - 1}"]
+    assert [what for what, _ in ahead] == order
+    for what, events in ahead:
+        if what.startswith("start"):
+            # One copy more than in the table: each longer context has a new plan of PagedAttention.
+            num_inputs = 6 if name == "exact" else 4
+            assert events[-1] == "copy to the host", (what, events)
+            copies = events[:-1]
+            assert set(copies) == {"copy to the device"}, (what, events)
+            assert what == "start 0" or len(copies) == num_inputs, (what, events)
+        else:
+            assert events == ["wait for event"], (what, events)

@@ -99,6 +99,9 @@ class FakeRunner:
     def announce_ending(self, announce: Callable[[], None] | None) -> bool:
         return False
 
+    def start(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None = None) -> StepOutput:
+        return self.execute(step, await_allowed)
+
     def execute(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None = None) -> StepOutput:
         assert step.step == len(self.steps)
         if step.allowed_follow:

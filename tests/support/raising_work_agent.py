@@ -8,20 +8,21 @@ from typing import Any
 from llm_serving import work_agent
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.worker.model_runner import ModelRunner
+from llm_serving.worker.started_step import StartedStep
 
 POISON = 900
 """A token id."""
 
-execute = ModelRunner.execute
+start = ModelRunner.start
 
 
-def execute_and_raise(runner: ModelRunner, step: StepInput, *await_allowed: Any) -> StepOutput:
-    output = execute(runner, step, *await_allowed)
+def start_and_raise(runner: ModelRunner, step: StepInput, *await_allowed: Any) -> StepOutput | StartedStep:
+    output = start(runner, step, *await_allowed)
     if POISON in step.token_ids:
         raise FloatingPointError("poison")
     return output
 
 
 if __name__ == "__main__":
-    ModelRunner.execute = execute_and_raise  # type: ignore[method-assign]
+    ModelRunner.start = start_and_raise  # type: ignore[method-assign]
     sys.exit(work_agent.main())

@@ -44,6 +44,24 @@ def test_channel_messages_arrive_in_order_with_their_types(ends) -> None:
     assert [channel.receive() for _ in sent] == sent
 
 
+def test_waiting_for_data_ends_with_bytes_or_when_it_is_over(ends) -> None:
+    left, channel = ends
+    asked = []
+
+    def is_over() -> bool:
+        asked.append(1)
+        return len(asked) == 3
+
+    assert not channel.wait_for_data(is_over)
+    assert len(asked) == 3
+    for _ in range(2):
+        left.send(frame(channel._encoder.encode(Shutdown())))
+    assert channel.wait_for_data(is_over)
+    assert channel.receive() == Shutdown()  # reads both frames
+    assert channel.wait_for_data(is_over)
+    assert len(asked) == 3
+
+
 @given(cuts=st.lists(st.integers(1, 40), max_size=6))
 def test_channel_frames_are_independent_of_stream_pieces(cuts: list[int]) -> None:
     left, right = socket.socketpair()

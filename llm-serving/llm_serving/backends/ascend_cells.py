@@ -176,11 +176,12 @@ class AscendLargestLogits(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
         self.largest = ops.ArgMaxWithValue(axis=-1, keep_dims=True)
-        self.cast, self.concat = ops.Cast(), ops.Concat(-1)
+        self.cast, self.concat, self.reshape = ops.Cast(), ops.Concat(-1), ops.Reshape()
 
-    def construct(self, logits: ms.Tensor) -> ms.Tensor:
+    def construct(self, logits: ms.Tensor) -> tuple[ms.Tensor, ms.Tensor]:
         ids, values = self.largest(logits)
-        return self.concat((self.cast(ids, ms.float32), values))
+        # MaxDim of CANN returns int64.
+        return self.cast(self.reshape(ids, (-1,)), ms.int32), self.concat((self.cast(ids, ms.float32), values))
 
 
 class AscendPromptAttention(nn.Cell):

@@ -129,8 +129,9 @@ class Backend(Protocol):
         """
 
     def largest_logits(self) -> nn.Cell | None:
-        """(logits float32 [S, V]) -> float32 [S, 2]: the index of the largest logit of a row, the first of equal ones,
-        and the logit. None: steps of one token per row have no graph of their own on this backend.
+        """(logits float32 [S, V]) -> int32 [S], float32 [S, 2]: the index of the largest logit of a row, the first of
+        equal ones; and the index with the logit. None: steps of one token per row have no graph of their own on this
+        backend.
         """
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:

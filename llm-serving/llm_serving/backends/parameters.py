@@ -90,7 +90,7 @@ def weight_memory(size: int) -> NDArray[np.uint8]:
 
 def zeroed_parameter(shape: tuple[int, ...], dtype: str, name: str | None = None) -> ms.Parameter:
     """Return a Parameter of zeros: on an NPU in device memory, else in pages that the system provides on access."""
-    if _is_on_npu():
+    if is_on_npu():
         return _parameter_of(mint.zeros(shape, dtype=getattr(ms, dtype)), name)
     return parameter_over(zeroed_array(shape, dtype), dtype, name)
 
@@ -100,7 +100,7 @@ def parameter_over(array: Array, dtype: str, name: str | None = None) -> ms.Para
     so the graph sees writes to it; on an NPU the elements are copied to the device.
     """
     tensor = ms.Tensor.from_numpy(array.view(numpy_bfloat16) if dtype == "bfloat16" else array)
-    if _is_on_npu():
+    if is_on_npu():
         # Otherwise MindSpore copies at the first step and keeps the host's copy.
         return _parameter_of(tensor.move_to("Ascend", blocking=True), name)
     parameter = _parameter_of(tensor, name)
@@ -126,7 +126,7 @@ def clear_cache(cache: ms.Parameter) -> None:
         release_pages(storage.ctypes.data, storage.nbytes)
 
 
-def _is_on_npu() -> bool:
+def is_on_npu() -> bool:
     return bool(ms.get_context("device_target") == "Ascend")
 
 

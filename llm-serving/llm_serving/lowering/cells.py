@@ -99,16 +99,16 @@ class NoMask(nn.Cell):
 
 
 class TokenNetwork(nn.Cell):
-    """A network for steps whose rows have one token. Its results are logits float32 [S, V], and
-    `Backend.largest_logits` of them.
+    """A network for steps whose rows have one token. Its results are logits float32 [S, V], and the two of
+    `Backend.largest_logits`.
 
     Args:
         network: A `CellNetwork` with `single_tokens`.
     """
 
     inputs: Sequence[tuple[str, int]]
-    """(name, number of dimensions) of the arguments of `construct`. The first one, [3, T], has token ids, positions and
-    slots, which so reach a device as one copy.
+    """(name, number of dimensions) of the arguments of `construct`. The first one, [4, T], has token ids, positions,
+    slots and sources of tokens, which so reach a device as one copy.
     """
 
     def __init__(self, network: nn.Cell, backend: Backend) -> None:
@@ -117,10 +117,14 @@ class TokenNetwork(nn.Cell):
         assert largest is not None
         self.network, self.largest = network, largest
         self.split, self.reshape = gen_ops_prim.SplitWithSize(), ops.Reshape()
+        self.concat, self.gather = ops.Concat(0), gen_ops_prim.Gather()
 
-    def arrays_of(self, tokens: ms.Tensor) -> Any:
-        first, second, third = self.split(tokens, (1,) * NUM_TOKEN_ARRAYS, 0)
-        return self.reshape(first, (-1,)), self.reshape(second, (-1,)), self.reshape(third, (-1,))
+    def arrays_of(self, tokens: ms.Tensor, previous: ms.Tensor) -> Any:
+        """Return token ids, positions and slots."""
+        given, positions, slots, sources = self.split(tokens, (1,) * NUM_TOKEN_ARRAYS, 0)
+        known = self.concat((previous, self.reshape(given, (-1,))))
+        token_ids = self.gather(known, self.reshape(sources, (-1,)), 0)
+        return token_ids, self.reshape(positions, (-1,)), self.reshape(slots, (-1,))
 
 
 class SingleTokenNetwork(TokenNetwork):
@@ -128,10 +132,13 @@ class SingleTokenNetwork(TokenNetwork):
 
     inputs = SINGLE_TOKEN_INPUTS
 
-    def construct(self, tokens: ms.Tensor, block_tables: ms.Tensor, batch_valid_length: ms.Tensor) -> Any:
-        token_ids, positions, slots = self.arrays_of(tokens)
+    def construct(
+        self, tokens: ms.Tensor, previous: ms.Tensor, block_tables: ms.Tensor, batch_valid_length: ms.Tensor
+    ) -> Any:
+        token_ids, positions, slots = self.arrays_of(tokens, previous)
         logits = self.network(token_ids, positions, slots, block_tables, None, batch_valid_length, None)
-        return logits, self.largest(logits)
+        ids, largest = self.largest(logits)
+        return logits, ids, largest
 
 
 class TokenRowsNetwork(TokenNetwork):
@@ -142,14 +149,16 @@ class TokenRowsNetwork(TokenNetwork):
     def construct(
         self,
         tokens: ms.Tensor,
+        previous: ms.Tensor,
         block_tables: ms.Tensor,
         batch_valid_length: ms.Tensor,
         q_seq_lens: ms.Tensor,
         sample_indices: ms.Tensor,
     ) -> Any:
-        token_ids, positions, slots = self.arrays_of(tokens)
+        token_ids, positions, slots = self.arrays_of(tokens, previous)
         logits = self.network(token_ids, positions, slots, block_tables, q_seq_lens, batch_valid_length, sample_indices)
-        return logits, self.largest(logits)
+        ids, largest = self.largest(logits)
+        return logits, ids, largest
 
 
 class CellLmHead(nn.Cell):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -18,6 +20,8 @@ MAX_FRAME_BYTES = 64 * 2**20
 KEEPALIVE_TIMEOUT_S: Final = 10
 """Seconds after which a machine that does not answer keepalive probes counts as lost."""
 _KEEPALIVE_INTERVAL_S: Final = 2
+_WAIT_INTERVAL_S: Final = 50e-6
+"""Interval in which `wait_for_data` looks: a fraction of the time of a step on a device."""
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 65536
 
@@ -95,6 +99,16 @@ class Channel(Generic[Incoming]):
             raise ProtocolError(f"a frame of {length} bytes is not a known message: {error}") from error
         finally:
             del self._received[: _LENGTH.size + length]
+
+    def wait_for_data(self, is_over: Callable[[], bool]) -> bool:
+        """Wait until the next bytes arrive. Return False if `is_over`, which is called again and again, ends that."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while not self._received and not poll.poll(0):
+            if is_over():
+                return False
+            time.sleep(_WAIT_INTERVAL_S)
+        return True
 
     @property
     def has_frame(self) -> bool:

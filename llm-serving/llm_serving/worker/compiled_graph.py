@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
@@ -12,6 +13,7 @@ import numpy as np
 from mindspore import nn
 from numpy.typing import NDArray
 
+from llm_serving.backends.parameters import is_on_npu
 from llm_serving.core.step import Float32Array, Int32Array
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.lowering.lower import Lowered
@@ -27,6 +29,8 @@ except ImportError:  # another release
 
 
 LITE_PACKAGE: Final = "mindspore_lite"
+MAX_STARTED: Final = 2
+"""Maximum number of steps that were started and not waited for."""
 _DECODE_PHASE: Final = "increment"
 """Name by which MindSpore recognizes the graph of decode steps."""
 
@@ -51,6 +55,8 @@ class CompiledNetwork:
         self._network = network
         self._execute: Any = getattr(_cell_graph_executor, "_graph_executor", None)
         self._phase: str | None = None
+        self._pins = is_on_npu()
+        self._inputs: deque[tuple[ms.Tensor, ...]] = deque(maxlen=MAX_STARTED)
 
     @property
     def num_compilations(self) -> int:
@@ -71,7 +77,16 @@ class CompiledNetwork:
         """Start the graph. The result of a graph of Cells stays on the device."""
         if isinstance(self._network, ProgramNetwork):
             return self(arrays)
-        return self._run(tuple([each if isinstance(each, ms.Tensor) else _tensor(each) for each in arrays]))
+        tensors = tuple([each if isinstance(each, ms.Tensor) else self._tensor(each) for each in arrays])
+        self._inputs.append(tensors)  # the device may copy them after this returns
+        return self._run(tensors)
+
+    def _tensor(self, array: NDArray[Any]) -> ms.Tensor:
+        """Return a tensor with the elements of an array: on an NPU in pinned memory, from which it copies while the
+        host continues.
+        """
+        tensor = ms.Tensor.from_numpy(np.ascontiguousarray(array))
+        return tensor.pin_memory() if self._pins else tensor
 
     def _run(self, tensors: tuple[ms.Tensor, ...]) -> Any:
         if self._phase is not None:
@@ -80,10 +95,6 @@ class CompiledNetwork:
         if self._execute is not None and self.num_compilations == 1:
             (self._phase,) = self._network.compile_cache
         return result
-
-
-def _tensor(array: NDArray[Any]) -> ms.Tensor:
-    return ms.Tensor.from_numpy(np.ascontiguousarray(array))
 
 
 def load_lite() -> Any:

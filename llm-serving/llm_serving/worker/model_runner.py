@@ -26,7 +26,7 @@ from llm_serving.worker.adapters import AdapterMemory
 from llm_serving.worker.block_guard import BlockGuard, BlockTags, check_block_moves
 from llm_serving.worker.compiled_graph import StepNetwork, StepNetworks, compile_networks
 from llm_serving.worker.kv_cache import GraphOwnedCache, KVTensors, TransferMemory
-from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs
+from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs, resolve_token_ids
 from llm_serving.worker.pooling import means, num_states_per_result, with_all_states, with_token_types
 from llm_serving.worker.rank_group import RankGroup
 from llm_serving.worker.sampler import (
@@ -38,8 +38,9 @@ from llm_serving.worker.sampler import (
     sample,
 )
 from llm_serving.worker.scoring import check_scoring, score
+from llm_serving.worker.started_step import HostCopy, StartedStep
 from llm_serving.worker.state_guard import NO_SLOT, StateGuard
-from llm_serving.worker.token_graph import TokenGraph
+from llm_serving.worker.token_graph import DeviceLogits, TokenGraph, most_likely
 
 _FIRST_TAG: Final = 1
 """Tag of the first step among ranks. Work before it has tag 0."""
@@ -145,7 +146,7 @@ class ModelRunner:
         sizes = num_blocks, self.kv_tensors.num_swap_blocks, block_size
         self._guard = BlockGuard(*sizes, spec.window, tags, states)
         self._next_step = 0
-        self._previous: Int32Array = NO_TOKENS
+        self._previous: Int32Array | StartedStep = NO_TOKENS
 
     @property
     def num_compilations(self) -> int:
@@ -179,8 +180,15 @@ class ModelRunner:
         return self._backend.announce_ending(announce)
 
     def execute(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None = None) -> StepOutput:
-        """Move the blocks of a step, run it and return its results. `await_allowed` waits for the allowed tokens of its
-        samples, if the master sends them later.
+        """Run a step and return its results. Parameters and errors are those of `start`."""
+        started = self.start(step, await_allowed)
+        return started.output() if isinstance(started, StartedStep) else started
+
+    def start(
+        self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None = None
+    ) -> StepOutput | StartedStep:
+        """Move the blocks of a step and run it. Return its results, or the step if a device computes it while the next
+        one is prepared. `await_allowed` waits for the allowed tokens of its samples, if the master sends them later.
 
         Raises:
             StepMismatchError: The step is not the next one. Nothing was moved or computed.
@@ -190,21 +198,23 @@ class ModelRunner:
             RankLostError: Another rank has exited or computes another step. No further step can be computed.
         """
         if self._ranks is None:
-            return self._execute(step, await_allowed)
+            return self._start(step, await_allowed)
         self._ranks.start_step(_FIRST_TAG + step.step, self._step_timeout_s)
         try:
-            return self._execute(step, await_allowed)
+            return self._start(step, await_allowed)
         except Exception:
             self._ranks.check()
             raise
 
-    def _execute(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None) -> StepOutput:
+    def _start(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None) -> StepOutput | StartedStep:
         if step.step != self._next_step:
             raise StepMismatchError(f"steps must arrive in order: expected step {self._next_step}. Given: {step.step}")
         # Until they are sampled, this step's tokens count as failed. If this step fails, the next one, which may be
         # submitted already, can refer to them and must still compute its other rows.
-        previous, self._previous = self._previous, np.full(step.sampling.num_samples, -1, np.int32)
+        latest, self._previous = self._previous, np.full(step.sampling.num_samples, -1, np.int32)
         self._next_step += 1
+        # On the device the references in `token_ids` are replaced there.
+        previous = latest.placeholders if isinstance(latest, StartedStep) else latest
         network = self.spec.network
         check_sampling(step.sampling, network.vocab)
         check_scoring(step.scoring, network.vocab)
@@ -224,6 +234,11 @@ class ModelRunner:
             raise WorkerError("adapters must be empty: the model was loaded without slots of adapters")
         tensors.move_blocks(step.block_moves)
         self._guard.check_imports(step.block_moves)
+        if self._tokens is not None and len(step.result_tokens) == step.sampling.num_samples:
+            self._previous = started = self._submit(step, inputs, latest, await_allowed)
+            return started
+        if isinstance(latest, StartedStep):
+            inputs, previous = _resolved(step, inputs, latest)
         if len(step.result_tokens) == step.sampling.num_samples:
             output = self._sample(step, inputs, previous, await_allowed)
         else:
@@ -240,18 +255,43 @@ class ModelRunner:
         previous: Int32Array,
         await_allowed: Callable[[], AllowedTokens] | None,
     ) -> StepOutput:
-        if self._tokens is not None and self._tokens.computes(inputs):
-            computed = self._tokens.submit(inputs)
-            if not step.allowed_follow and is_greedy(step.sampling) and (tokens := computed.most_likely()) is not None:
-                self._export(step.exports)
-                return greedy_output(step.step, tokens[: step.sampling.num_samples])
-            logits = computed.copy()
-        else:
-            logits = self._forward(inputs)
+        logits = self._forward(inputs)
         self._export(step.exports)
         step = self._with_allowed_tokens(step, await_allowed)
         samples = logits[: step.sampling.num_samples]
         return sample(step.step, samples, step.sampling, previous, self._choose_tokens)
+
+    def _submit(
+        self,
+        step: StepInput,
+        inputs: ModelInputs,
+        latest: Int32Array | StartedStep,
+        await_allowed: Callable[[], AllowedTokens] | None,
+    ) -> StartedStep:
+        """Start a step whose results are samples. The host samples what the device cannot, after the step."""
+        on_device = self._tokens is not None and self._tokens.computes(inputs)
+        given_ids = None
+        if isinstance(latest, StartedStep) and int(step.token_ids.min()) < 0:
+            if on_device and latest.keeps_tokens:
+                given_ids = step.token_ids
+            else:
+                inputs, _ = _resolved(step, inputs, latest)
+        computed = self._computed(inputs, given_ids)
+        self._export(step.exports)
+        num_samples = step.sampling.num_samples
+
+        def sample_on_host(logits: Float32Array) -> StepOutput:
+            previous = latest.output().token_ids if isinstance(latest, StartedStep) else latest
+            given = self._with_allowed_tokens(step, await_allowed)
+            return sample(step.step, logits[:num_samples], given.sampling, previous, self._choose_tokens)
+
+        def choose_most_likely(largest: Float32Array) -> StepOutput:
+            tokens = most_likely(largest)
+            return sample_on_host(computed.copy()) if tokens is None else greedy_output(step.step, tokens[:num_samples])
+
+        if computed.largest is None or step.allowed_follow or not is_greedy(step.sampling):
+            return StartedStep(HostCopy(computed.logits), sample_on_host, num_samples)
+        return StartedStep(HostCopy(computed.largest), choose_most_likely, num_samples, keeps_tokens=True)
 
     def _export(self, exports: Int32Array) -> None:
         if len(exports):
@@ -313,10 +353,25 @@ class ModelRunner:
     def _forward(self, inputs: ModelInputs) -> Float32Array:
         if self._network is not None:
             return self._network(self._planned(inputs).arrays())
-        if self._tokens is not None and self._tokens.computes(inputs):
-            return self._tokens.submit(inputs).copy()
+        if self._tokens is not None:
+            return self._computed(inputs).copy()
         network, arrays = self._states_network(inputs)
         return self._head((network.submit(arrays), *step_inputs_for_rows(len(inputs.selected_indices))))
+
+    def _computed(self, inputs: ModelInputs, given_ids: Int32Array | None = None) -> DeviceLogits:
+        """Start the networks of a backend that has a token graph. `given_ids`: as for `TokenGraph.submit`."""
+        assert self._tokens is not None
+        if self._tokens.computes(inputs):
+            return self._tokens.submit(inputs, given_ids)
+        network, arrays = self._states_network(inputs)
+        states = network.submit(arrays)
+        return DeviceLogits(self._head.submit((states, *step_inputs_for_rows(len(inputs.selected_indices)))))
+
+
+def _resolved(step: StepInput, inputs: ModelInputs, latest: StartedStep) -> tuple[ModelInputs, Int32Array]:
+    """Wait for the step before `step`. Return `inputs` with its tokens in place of references, and the tokens."""
+    tokens = latest.output().token_ids
+    return replace(inputs, token_ids=resolve_token_ids(step.token_ids, tokens)), tokens
 
 
 def _first_error_per_row(errors: dict[int, str], result_tokens: Int32Array) -> dict[int, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
@@ -13,32 +12,39 @@ from llm_serving.worker.compiled_graph import CompiledNetwork
 from llm_serving.worker.model_inputs import ModelInputs, all_true
 
 
-@dataclass(frozen=True)
 class DeviceLogits:
-    """Logits in the memory of the device, which compute while the host continues."""
+    """Logits in the memory of the device, which computes them while the host continues.
 
-    logits: ms.Tensor  # float32 [S, V]
-    largest: ms.Tensor  # float32 [S, 2], as `Backend.largest_logits`
+    Args:
+        logits: float32 [S, V]
+        token_ids, largest: The two results of `Backend.largest_logits`; None: the graph does not compute them.
+    """
+
+    def __init__(self, logits: ms.Tensor, token_ids: ms.Tensor | None = None, largest: ms.Tensor | None = None) -> None:
+        self.logits, self.token_ids, self.largest = logits, token_ids, largest
 
     def copy(self) -> Float32Array:
         """Wait for the step and return the logits [S, V]."""
         copied: Float32Array = self.logits.asnumpy()
         return copied
 
-    def most_likely(self) -> Int32Array | None:
-        """Wait for the step and return the token of the largest logit of each row, [S]. None if a largest logit is not
-        finite: sampling says what is wrong with such logits.
-        """
-        ids, values = self.largest.asnumpy().T
-        return ids.astype(np.int32) if all_true(np.isfinite(values)) else None
+
+def most_likely(largest: Float32Array) -> Int32Array | None:
+    """Return the token of the largest logit of each row, [S], from `DeviceLogits.largest`. None if a largest logit is
+    not finite: sampling says what is wrong with such logits.
+    """
+    ids, values = largest.T
+    return ids.astype(np.int32) if all_true(np.isfinite(values)) else None
 
 
 class TokenGraph:
-    """Runs a compiled `lowering.cells.TokenNetwork`."""
+    """Runs a compiled `lowering.cells.TokenNetwork`, which can take token ids from the results of its latest run."""
 
     def __init__(self, network: CompiledNetwork, attention_rows: int) -> None:
         self._network = network
         self._attention_rows = attention_rows
+        self._latest = ms.Tensor(np.zeros(1, np.int32))
+        """Token ids of the latest run, in the memory of the device."""
 
     @property
     def num_compilations(self) -> int:
@@ -50,15 +56,29 @@ class TokenGraph:
         """
         return bool(self._attention_rows) or len(inputs.token_ids) == inputs.num_rows == len(inputs.sample_indices)
 
-    def submit(self, inputs: ModelInputs) -> DeviceLogits:
-        """Start a step. A step without results gives the logits of its first token, because some kernels need a row."""
+    def submit(self, inputs: ModelInputs, given_ids: Int32Array | None = None) -> DeviceLogits:
+        """Start a step. A step without results gives the logits of its first token, because some kernels need a row.
+
+        Args:
+            given_ids: Token ids, in which references to the previous step (`core.step.reference_to_previous_step`)
+                stand for the most likely tokens that the latest run computed; None: there are no references.
+        """
+        num_tokens, num_latest = len(inputs.token_ids), self._latest.shape[0]
+        # Index of each token among those of the latest run, followed by those of this one.
+        sources = np.arange(num_latest, num_latest + num_tokens, dtype=np.int32)
+        if given_ids is not None:
+            sources = np.where(given_ids < 0, np.int32(-1) - given_ids, sources)
         if self._attention_rows:
             inputs = inputs.with_token_rows(self._attention_rows)
         arguments: tuple[Any, ...] = (
-            np.stack([inputs.token_ids, inputs.positions, inputs.slot_mapping]),
+            np.stack([inputs.token_ids, inputs.positions, inputs.slot_mapping, sources]),
+            self._latest,
             inputs.block_tables,
             inputs.context_lens,
         )
         if self._attention_rows:
             arguments = *arguments, inputs.query_lens, inputs.selected_indices
-        return DeviceLogits(*self._network.submit(arguments))
+        computed = DeviceLogits(*self._network.submit(arguments))
+        assert computed.token_ids is not None
+        self._latest = computed.token_ids
+        return computed
