@@ -293,7 +293,7 @@ def test_gguf_end_tokens_are_special_where_they_are_marked_as_user_defined(tmp_p
         del facts["eos_token_id"]
     tokenizer = Tokenizer.load(write(tmp_path / "a.gguf", **facts))
     assert end in tokenizer.special_token_ids
-    assert tokenizer.typed_text.mark([{"role": "user", "content": facts["tokens"][end]}])[1]
+    assert tokenizer.typed_text.insert_sentinels([{"role": "user", "content": facts["tokens"][end]}])[1]
 
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
