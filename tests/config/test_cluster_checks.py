@@ -168,3 +168,51 @@ def test_transfer_blocks_require_a_prefill_replica() -> None:
     assert load_settings(moving, 0).num_transfer_blocks == 2 * 4 * 63
     on_machines = [*common, "cluster_config.roles=[prefill, both]", "cluster_config.engine=ray"]
     assert load_config(None, on_machines).num_transfer_blocks == 4 * 63
+
+
+def rank_table(folder: Path, devices: list[int]) -> Path:
+    listed = [
+        {"device_id": str(device), "device_ip": f"192.1.0.{rank}", "rank_id": str(rank)}
+        for rank, device in enumerate(devices)
+    ]
+    table = {
+        "version": "1.0",
+        "status": "completed",
+        "server_count": "1",
+        "server_list": [{"server_id": "10.0.0.1", "device": listed}],
+    }
+    path = folder / "ranks.json"
+    path.write_text(json.dumps(table))
+    return path
+
+
+ON_TWO_NPUS = [
+    "device_config.device_target=Ascend",
+    "cluster_config.tensor_parallel=2",
+    "serving_config.start_device_id=4",
+]
+
+
+def test_a_rank_table_is_passed_on_to_the_ranks(tmp_path: Path) -> None:
+    path = rank_table(tmp_path, [4, 5])
+    config = load_config(None, [*ON_TWO_NPUS, f"cluster_config.rank_table_file={path}"])
+    assert load_settings(config, 0).rank_table == str(path)
+
+
+@pytest.mark.parametrize(
+    ("devices", "overrides", "rule"),
+    [
+        ([4, 5], ["device_config.device_target=CPU"], "must be null without `device_config.device_target: Ascend`"),
+        ([4], ["cluster_config.tensor_parallel=1"], "must be null with `cluster_config.tensor_parallel: 1`"),
+        ([4, 5], ["cluster_config.replicas=2"], "must be null with several replicas"),
+        ([4, 5, 6], [], "must have 2 ranks, as `cluster_config.tensor_parallel`. Given: 3 ranks"),
+        ([5, 4], [], "must have the devices 4 to 5, from `serving_config.start_device_id` on. Given: 5, 4"),
+    ],
+)
+def test_a_rank_table_has_the_ranks_of_the_only_replica(
+    devices: list[int], overrides: list[str], rule: str, tmp_path: Path
+) -> None:
+    path = rank_table(tmp_path, devices)
+    given = [*ON_TWO_NPUS, *overrides, f"cluster_config.rank_table_file={path}"]
+    with pytest.raises(ConfigError, match=re.escape(f"`cluster_config.rank_table_file` {rule}")):
+        load_config(None, given)

@@ -78,7 +78,7 @@ _NEUTRAL_KEYS: Final[tuple[tuple[str, str], ...]] = (
     ("lora_config", "lora_modules lora_folder max_loras max_lora_rank max_cpu_loras"),
     # Number and location of processes.
     ("cluster_config", "engine address master_host secret_file replicas cpus_per_replica placement"),
-    ("cluster_config", "weights weights_cache_path roles num_transfer_blocks"),
+    ("cluster_config", "weights weights_cache_path roles num_transfer_blocks rank_table_file"),
     ("serving_config", "agent_ports start_device_id routing"),
     ("serving_config", "step_timeout_s load_timeout_s max_worker_restarts exit_without_work_agents restart_wait_s"),
     # Access control and connection limits.

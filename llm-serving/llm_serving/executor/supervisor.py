@@ -232,6 +232,7 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         num_transfer_blocks=config.num_replicas * config.num_transfer_blocks,
         num_state_slots=config.pa.num_state_slots,
         num_ranks=config.cluster.tensor_parallel,
+        rank_table=_text(config.cluster.rank_table_file),
         draft_model_path=_text(config.scheduler.draft_model_path),
         disk_cache_path=None if (path := config.pa.disk_cache_path) is None else str(path.absolute()),
         disk_cache_bytes=config.pa.disk_cache_bytes,

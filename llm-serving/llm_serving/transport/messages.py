@@ -113,6 +113,8 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     """Number of slots of adapters; 0: the network has none."""
     max_lora_rank: int = 0
     """Highest rank of an adapter."""
+    rank_table: str | None = None
+    """Path of a rank table of HCCL."""
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):

@@ -91,7 +91,9 @@ def load_runner(
     ranks: RankGroup | None = None
     if settings.num_ranks > 1 and (device.device_target != "CPU" or device.kernels == "primitives"):
         on_progress("waiting for the other ranks")
-        ranks = CollectiveGroup(settings.rank, settings.num_ranks, group_port, device.device_target)
+        ranks = CollectiveGroup(
+            settings.rank, settings.num_ranks, group_port, device.device_target, settings.rank_table
+        )
     on_progress("preparing the kernels")
     if device.device_target != "CPU" or device.kernels != "plain":
         with suppress(KernelError):  # `backend_for` or the sampler raises it again or falls back

@@ -53,8 +53,15 @@ class CollectiveGroup:
     one exits or a step exceeds `serving_config.step_timeout_s`. Create it once per process, before the first tensor.
     """
 
-    def __init__(self, rank: int, count: int, port: int, device_target: str) -> None:
-        """Wait until all ranks have joined. `port`: port of this machine for the scheduler process."""
+    def __init__(self, rank: int, count: int, port: int, device_target: str, rank_table: str | None = None) -> None:
+        """Wait until all ranks have joined.
+
+        Args:
+            port: Port of this machine for the scheduler process.
+            rank_table: Rank table of HCCL; None: HCCL finds the devices.
+        """
+        if rank_table is not None:
+            os.environ["RANK_TABLE_FILE"] = rank_table
         os.environ.update(
             MS_ROLE="MS_WORKER",
             MS_NODE_ID=str(rank),

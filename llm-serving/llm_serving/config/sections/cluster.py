@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from llm_serving.config.paths import Kind
+from llm_serving.config.rank_table import read_rank_table
 from llm_serving.config.rules import TEXT, choice, choices, integer, option, path
 from llm_serving.config.values import Values
 from llm_serving.core.enums import EngineName, ImplementationName, RoleName, SpreadName, WeightsName
@@ -31,6 +32,10 @@ class ClusterConfig:
     """Number of ranks (processes) of one replica. Each rank computes its part of the attention heads and of the
     feed-forward columns and holds its part of the KV cache. All ranks of a replica run on one machine; on Ascend each
     has a device of its own."""
+    rank_table_file: Path | None = option(None, path(Kind.FILE), expert=True)
+    """Rank table of HCCL, a JSON file with the devices of the ranks and the addresses of their network, as MindFormers
+    and MindIE use it. Only on Ascend, with `tensor_parallel` above 1 and one replica. Rank r must have the device
+    `serving_config.start_device_id` + r. null: the ranks find each other's devices themselves."""
     roles: tuple[str, ...] | None = option(None, choices(tuple(RoleName)))
     """Prefill/decode disaggregation: the role of each replica, in the order of the replicas, such as [prefill, decode].
     `prefill`: computes prompts, then transfers the request and its KV blocks to a replica with another role. `decode`:
@@ -90,7 +95,32 @@ def check_cluster(values: Values, spec: ModelSpec | None) -> None:
         _check_sent_weights(values)
     if values["cluster_config.tensor_parallel"] > 1:
         _check_ranks(values, spec)
+    if values["cluster_config.rank_table_file"] is not None:
+        _check_rank_table(values)
     _check_roles(values)
+
+
+def _check_rank_table(values: Values) -> None:
+    name, ranks_key = "cluster_config.rank_table_file", "cluster_config.tensor_parallel"
+    num_ranks, first = values[ranks_key], values["serving_config.start_device_id"]
+    if values["device_config.device_target"] != "Ascend":
+        raise values.error(name, "must be null without `device_config.device_target: Ascend`: HCCL joins NPUs only")
+    if num_ranks == 1:
+        raise values.error(name, f"must be null with `{ranks_key}: 1`")
+    if _num_replicas(values) > 1:
+        raise values.error(name, "must be null with several replicas: the table has the ranks of one")
+    ranks = read_rank_table(values[name])
+    if len(ranks) != num_ranks:
+        raise values.error(name, f"must have {num_ranks} ranks, as `{ranks_key}`", f"{len(ranks)} ranks")
+    devices = [each.device for each in ranks]
+    if devices != list(range(first, first + num_ranks)):
+        rule = f"must have the devices {first} to {first + num_ranks - 1}, from `serving_config.start_device_id` on"
+        raise values.error(name, rule, ", ".join(map(str, devices)))
+
+
+def _num_replicas(values: Values) -> int:
+    num_replicas: int = values["cluster_config.replicas"] or len(values["serving_config.agent_ports"])
+    return num_replicas
 
 
 def _check_sent_weights(values: Values) -> None:
@@ -129,7 +159,7 @@ def _check_roles(values: Values) -> None:
     if roles is None:
         return
     given = ", ".join(roles)
-    num_replicas = values["cluster_config.replicas"] or len(values["serving_config.agent_ports"])
+    num_replicas = _num_replicas(values)
     if len(roles) != num_replicas:
         raise values.error(name, f"must name one role for each of {num_replicas} replicas", given)
     if set(roles) == {RoleName.BOTH}:
