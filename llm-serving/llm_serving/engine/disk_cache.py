@@ -286,6 +286,8 @@ class DiskCache(StepObserver):
             del self._reading[each]
         blocks = self._reads.hand_over(lookup.key).blocks
         num_read = 0
+        if lookup.link is not self._executor.block_link:  # another WorkAgent serves now, perhaps with other weights
+            reply = None
         if reply is not None and lookup.is_waiting and reply.num_read <= len(blocks):
             num_read = reply.num_read
             num_stored, hashes = reply.num_stored, lookup.hashes
