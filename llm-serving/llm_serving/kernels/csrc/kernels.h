@@ -379,78 +379,80 @@ struct KeyScoresArgs {
   size_t q_stride, weights_stride;
   size_t scores_stride;  // a multiple of kChunkTokens
   size_t table_width, block_size;
-  // Rows of an adapter that are computed together.
-  constexpr size_t kLoraRows = 4;
+};
 
-  // Consecutive rows of one adapter, in `LoraArgs::rows`.
-  struct LoraItem {
-    int32_t slot;
-    size_t first, count;  // count: 1 to kLoraRows
-  };
+// Rows of an adapter that are computed together.
+constexpr size_t kLoraRows = 4;
 
-  // y = base + B (A x) for the listed rows, with the matrices of the slot of each (lora.h).
-  struct LoraArgs {
-    const void* base;  // may be y
-    const void* x;
-    void* y;
-    const void* a;       // [slots, max_rank / 16, k, 16]
-    const void* b;       // [slots, max_rank, b_stride]
-    const float* ranks;  // [slots], rows of b in use
-    float* shrunk;       // [rows of x, max_rank], scratch memory
-    const uint32_t* rows;
-    const LoraItem* items;
-    size_t num_items;
-    DType dtype;
-    size_t n, k, max_rank, b_stride;
-    size_t base_stride, x_stride, y_stride;
-  };
+// Consecutive rows of one adapter, in `LoraArgs::rows`.
+struct LoraItem {
+  int32_t slot;
+  size_t first, count;  // count: 1 to kLoraRows
+};
 
-  struct Kernels {
-    const char* isa;
-    void (*linear)(const LinearArgs&);
-    // Layout of x [m, k] that `linear` reads without conversion; rows if it is converted anyway.
-    TiledLayout (*layout)(DType dtype, size_t m, size_t k, const WeightQValues* qvalues);
-    // Converts a packed bfloat16 weight [n, k] in place to multiples, and fills in the fields of WeightQValues; false
-    // if it has no units and is unchanged. Null if products are in floating point.
-    bool (*to_fixed_point)(void* packed, size_t n, size_t k, float* unit, float* activation_norm);
-    void (*rms_norm)(const RmsNormArgs&);
-    void (*rotary)(const RotaryArgs&);
-    void (*swiglu)(const SwigluArgs&);
-    void (*add)(const AddArgs&);
-    void (*multiply)(const AddArgs&);  // y = a * factor(b); a is not null, scale is ignored
-    void (*silu)(const SigmoidArgs&);
-    void (*sigmoid)(const SigmoidArgs&);
-    void (*round)(const RoundArgs&);
-    void (*sigmoid_gate)(const SigmoidGateArgs&);
-    void (*cap)(const CapArgs&);
-    void (*route)(const RouteArgs&);
-    void (*gather_sum)(const GatherSumArgs&);
-    void (*encode)(const EncodeArgs&);
-    void (*rotate)(float* x, size_t size);  // a row in place (rotation.h)
-    void (*attention)(const AttentionArgs&);
-    void (*sample)(const SampleArgs&);
-    void (*causal_conv)(const CausalConvArgs&);
-    void (*recurrence)(const RecurrenceArgs&);
-    void (*mix_streams)(const MixStreamsArgs&);
-    void (*match_streams)(const MatchStreamsArgs&);
-    void (*sparsify)(const SparsifyArgs&);
-    void (*key_scores)(const KeyScoresArgs&);
-    void (*lora)(const LoraArgs&);
-  };
+// y = base + B (A x) for the listed rows, with the matrices of the slot of each (lora.h).
+struct LoraArgs {
+  const void* base;  // may be y
+  const void* x;
+  void* y;
+  const void* a;       // [slots, max_rank / 16, k, 16]
+  const void* b;       // [slots, max_rank, b_stride]
+  const float* ranks;  // [slots], rows of b in use
+  float* shrunk;       // [rows of x, max_rank], scratch memory
+  const uint32_t* rows;
+  const LoraItem* items;
+  size_t num_items;
+  DType dtype;
+  size_t n, k, max_rank, b_stride;
+  size_t base_stride, x_stride, y_stride;
+};
 
-  // The kernels in use, which Python chooses before the first operator runs (kernels/library.py).
-  const Kernels& kernels();
-  bool has_kernels();
-  void use_kernels(const Kernels* set);
+struct Kernels {
+  const char* isa;
+  void (*linear)(const LinearArgs&);
+  // Layout of x [m, k] that `linear` reads without conversion; rows if it is converted anyway.
+  TiledLayout (*layout)(DType dtype, size_t m, size_t k, const WeightQValues* qvalues);
+  // Converts a packed bfloat16 weight [n, k] in place to multiples, and fills in the fields of WeightQValues; false
+  // if it has no units and is unchanged. Null if products are in floating point.
+  bool (*to_fixed_point)(void* packed, size_t n, size_t k, float* unit, float* activation_norm);
+  void (*rms_norm)(const RmsNormArgs&);
+  void (*rotary)(const RotaryArgs&);
+  void (*swiglu)(const SwigluArgs&);
+  void (*add)(const AddArgs&);
+  void (*multiply)(const AddArgs&);  // y = a * factor(b); a is not null, scale is ignored
+  void (*silu)(const SigmoidArgs&);
+  void (*sigmoid)(const SigmoidArgs&);
+  void (*round)(const RoundArgs&);
+  void (*sigmoid_gate)(const SigmoidGateArgs&);
+  void (*cap)(const CapArgs&);
+  void (*route)(const RouteArgs&);
+  void (*gather_sum)(const GatherSumArgs&);
+  void (*encode)(const EncodeArgs&);
+  void (*rotate)(float* x, size_t size);  // a row in place (rotation.h)
+  void (*attention)(const AttentionArgs&);
+  void (*sample)(const SampleArgs&);
+  void (*causal_conv)(const CausalConvArgs&);
+  void (*recurrence)(const RecurrenceArgs&);
+  void (*mix_streams)(const MixStreamsArgs&);
+  void (*match_streams)(const MatchStreamsArgs&);
+  void (*sparsify)(const SparsifyArgs&);
+  void (*key_scores)(const KeyScoresArgs&);
+  void (*lora)(const LoraArgs&);
+};
 
-  // Whether the kernels in use can read the weight: multiples can only be multiplied in integers.
-  inline bool can_multiply(const WeightQValues* qvalues) {
-    return qvalues == nullptr || qvalues->format != WeightFormat::kFixedPoint || kernels().to_fixed_point != nullptr;
-  }
-  // Whether a weight has qvalues rather than elements or multiples of the same size.
-  inline bool is_quantized(const WeightQValues* qvalues) {
-    return qvalues != nullptr && qvalues->format != WeightFormat::kFixedPoint;
-  }
-  constexpr char kOtherKernels[] = "the weight was packed for another instruction set";
+// The kernels in use, which Python chooses before the first operator runs (kernels/library.py).
+const Kernels& kernels();
+bool has_kernels();
+void use_kernels(const Kernels* set);
+
+// Whether the kernels in use can read the weight: multiples can only be multiplied in integers.
+inline bool can_multiply(const WeightQValues* qvalues) {
+  return qvalues == nullptr || qvalues->format != WeightFormat::kFixedPoint || kernels().to_fixed_point != nullptr;
+}
+// Whether a weight has qvalues rather than elements or multiples of the same size.
+inline bool is_quantized(const WeightQValues* qvalues) {
+  return qvalues != nullptr && qvalues->format != WeightFormat::kFixedPoint;
+}
+constexpr char kOtherKernels[] = "the weight was packed for another instruction set";
 
 }  // namespace llm

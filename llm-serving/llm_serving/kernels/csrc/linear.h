@@ -335,6 +335,7 @@ void linear_unit(const LinearArgs& args, const Prepared& x, const Units& units, 
       case Gate::kClamped:
         return write_rows<Element, Result, Gate::kClamped>(args, row, rows, panels, sums);
       case Gate::kNone:
+      case Gate::kTanh:
         break;
     }
   }
