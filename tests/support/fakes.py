@@ -23,6 +23,7 @@ from llm_serving.core.request_class import ANONYMOUS, Caller
 from llm_serving.core.request_output import FAILURES, PromptLogprobs, RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.core.timings import HttpTimings
+from llm_serving.engine.adapters import AdapterRegistry
 from llm_serving.engine.async_engine import Admission
 from llm_serving.engine.coalescing import CoalescedResponses, Sharing
 from llm_serving.engine.control import ReplicaRow
@@ -253,6 +254,7 @@ class FakeEngine:
         self.lifecycle = FakeLifecycle()
         self.max_model_len = MAX_MODEL_LEN
         self.coalesced = CoalescedResponses(2**20, 60.0, lambda: 0.0)
+        self.adapters = AdapterRegistry(self.config, DEMO_SPEC)
         self.compute_fingerprint = ComputeFingerprint(kernels="program", instruction_set="plain")
         self.end_token_ids = frozenset({2})
         self.constraints = DEMO_CONSTRAINTS
