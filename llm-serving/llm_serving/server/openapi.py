@@ -70,6 +70,9 @@ LIMITS: Final[dict[str, str]] = {
     "order": "asc or desc.",
     "purpose": "Purpose of the files to list.",
     "receipt": "Only if `serving_config.receipts` is not none.",
+    "lora_name": "The name of an adapter: a new one to load it, a loaded one to unload it.",
+    "lora_path": "A folder inside lora_config.lora_folder with an adapter that can be served.",
+    "adapter_id": "The name of a loaded adapter.",
     "text": "A text. In /v1/responses its `format`: a supported structured output.",
     "output_config": "A `format` of type json_schema, with a supported schema.",
     "tools": "Functions of different names, of 1 to 64 letters, digits or any of _ . -; up to 128, and only if the "
