@@ -64,7 +64,9 @@ class Runner(FakeRunner):
         super().__init__(NUM_BLOCKS, 4, NUM_SWAP_BLOCKS)
         self._announces_end = announces_end
         self._announcement = None
-        self.kv_tensors = SimpleNamespace(num_blocks=NUM_BLOCKS, num_swap_blocks=NUM_SWAP_BLOCKS, block_bytes=0)
+        self.kv_tensors = SimpleNamespace(
+            num_blocks=NUM_BLOCKS, num_swap_blocks=NUM_SWAP_BLOCKS, block_bytes=0, transfer=None
+        )
         self.num_compilations = 1
         self._failing = failing
         self.allowed = []
