@@ -64,6 +64,10 @@ class AdapterRegistry:
             raise ModelError(f"at most {most} adapters are kept (lora_config.max_cpu_loras). Given: {most + 1}")
         if adapter.name in self.by_name:
             raise ModelError(f"the adapter {adapter.name} is loaded already; unload it first")
+        for other in self.by_name.values():
+            if other.number == adapter.number and other.fingerprint != adapter.fingerprint:
+                rule = f"has the number {adapter.number} of the adapter {other.name}; save it again with other metadata"
+                raise ModelError(f"the adapter {adapter.name} {rule}")
         self.by_name = {**self.by_name, adapter.name: adapter}
         logger.info("adapter %s: %s, files %s", adapter.name, adapter.folder, adapter.fingerprint[:12])
 

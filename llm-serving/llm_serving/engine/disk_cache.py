@@ -139,8 +139,10 @@ class DiskCache(StepObserver):
         self._thread.start()
 
     def attach_sink(self, request: Request, context: SinkContext) -> None:
-        """Give a request its output sink. A request without beams waits for the disk before it is added."""
-        if request.beam_search is not None:
+        """Give a request its output sink. Requests wait for the disk before they are added, except those with beams or
+        an adapter, of which the disk has nothing: 31 bits name an adapter, too few to tell all those that ever were.
+        """
+        if request.beam_search is not None or request.adapter:
             attach_sink(request, context)
             return
         request.sink = DiskPrefixSink(request, context, self)
