@@ -66,6 +66,7 @@ RESOLVED_PATHS: Final = (
     KEYFILE,
     PASSWORD_FILE,
     "cluster_config.secret_file",
+    "cluster_config.rank_table_file",
     "model_config.weights_folder",
     FOLDER,
 )
