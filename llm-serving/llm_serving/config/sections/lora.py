@@ -42,13 +42,13 @@ class LoraConfig:
     """Folder from which administrators may load adapters with `POST /v1/load_lora_adapter`. null: that route refuses
     every request."""
     max_loras: int = option(4, integer(1, 256))
-    """Number of adapters that one step can use: each has matrices in device memory. A request whose adapter has no slot
-    waits until no running request uses one of the others."""
+    """Number of adapters that one step can use: each has a slot for its matrices in device memory. A request whose
+    adapter has no slot waits until there is a slot that no running request uses."""
     max_lora_rank: int = option(16, one_of(_RANKS))
     """Highest rank of an adapter. Each of the `max_loras` slots takes memory for this rank."""
     max_cpu_loras: int | None = option(None, integer(1, 4096))
-    """Number of adapters that a WorkAgent keeps in host memory, in slots or not. null: no fewer than `lora_modules` and
-    16 times `max_loras`."""
+    """Maximum number of loaded adapters. A WorkAgent keeps all of them in host memory. null: 16 times `max_loras`, or the
+    number of `lora_modules` if that is larger."""
 
     @property
     def is_enabled(self) -> bool:
