@@ -459,7 +459,7 @@ class TestHandshake:
 
 
 class Copy:
-    """A `HostCopy` that is there when an event is set."""
+    """A `HostCopy` that is complete once an event is set."""
 
     def __init__(self, ended):
         self._ended = ended
@@ -473,7 +473,7 @@ class Copy:
 
 
 class DeviceRunner(Runner):
-    """A fake runner whose steps end on a device when `ended` is set for them, at the latest at the next start."""
+    """A fake runner of a device. A step ends when its event in `ended` is set, or when the next step starts."""
 
     def __init__(self, failing=()):
         super().__init__()

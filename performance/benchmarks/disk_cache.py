@@ -94,7 +94,7 @@ class Server(NamedTuple):
 
 
 def measure(server: Server, num_tokens: int, num_requests: int, seed: int) -> Figures:
-    """Measure one server. `seed`: of the questions."""
+    """Measure one server. `seed`: seed of the random questions."""
     port = server.port
     system = random.Random("system prompt").choices(_VOCABULARY, k=num_tokens)
     rng = random.Random(seed)

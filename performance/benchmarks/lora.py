@@ -82,7 +82,7 @@ def write_adapter(folder: Path, spec: ModelSpec, rank: int, seed: int) -> int:
 
 
 def measure(runner: ModelRunner, num_adapters: int, rows: int, context: int, steps: int) -> list[float]:
-    """Return the seconds of each decode step; the first, which copies adapters, is left out."""
+    """Return the duration of each decode step in seconds, without the first step, which copies adapters."""
     return [_run(runner, num_adapters, rows, context) for _ in range(steps + 1)][1:]
 
 

@@ -17,7 +17,7 @@ START_S: Final = 300.0
 
 
 def complete(port: int, prompt: Sequence[int], max_tokens: int) -> float:
-    """Return the seconds of a greedy completion of exactly `max_tokens` tokens."""
+    """Return the duration in seconds of a greedy completion of exactly `max_tokens` tokens."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     begin = time.perf_counter()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)

@@ -53,7 +53,7 @@ class Job(NamedTuple):
     steps: tuple[tuple[tuple[int, int], ...], ...] = ()
     """Steps; each has (tokens of the step, tokens of the context before them) for each row."""
     num_ahead: int = 0
-    """Number of decode steps that are started as a WorkAgent does, each before the tokens of the last are known."""
+    """Number of decode steps that are started before the tokens of the step before are known, as in a WorkAgent."""
     num_timed: int = 0
     """How often each step is timed."""
     without: str | None = None
@@ -123,8 +123,8 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def results_of(runner: Any, job: Job, index: int) -> dict[str, dict[str, float]]:
-    """Run a step of a job three times with greedy tokens, then with drawn ones. Return for both what the last run
-    copied and waited for, and the seconds of the fastest timed run.
+    """Run a step of a job three times with greedy tokens, then three times with sampled ones. Return for each kind
+    what the last run copied and waited for, and the duration in seconds of the fastest timed run.
     """
     import numpy as np
     from llm_serving.core.step import SamplingInput

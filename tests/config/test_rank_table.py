@@ -1,4 +1,4 @@
-"""Rank tables of HCCL: which are read, and which field of the others is named."""
+"""Which rank tables of HCCL are accepted, and which field the error names for the rejected ones."""
 
 import json
 import re

@@ -66,7 +66,7 @@ def request(num_tokens: int = PROMPT_LEN, first: int = 0, tenant: str = "", cach
 
 
 def requests() -> list[Request]:
-    """Return requests of which the second begins like the first, and the third like no other."""
+    """Return three requests. The second shares a prefix with the first; the third shares none."""
     return [request(), request(PROMPT_LEN + 40), request(80, first=5)]
 
 
@@ -170,7 +170,7 @@ def kill(replica: CachedReplica) -> None:
 
 @pytest.mark.parametrize("num_steps", [0, 2])
 def test_a_killed_work_agent_changes_no_answer(filled: Path, expected: list[tuple[int, ...]], num_steps: int) -> None:
-    """It is killed while it reads, or while it computes and writes."""
+    """The WorkAgent is killed while it reads, or while it computes and writes."""
     with CachedReplica(filled) as replica:
         given = [*requests(), request(150, first=11)]
         for each in given:

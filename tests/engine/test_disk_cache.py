@@ -1,4 +1,4 @@
-"""Which requests wait for the disk cache. tests/end_to_end/test_disk_cache.py has the real one."""
+"""Which requests wait for the disk cache. tests/end_to_end/test_disk_cache.py tests real files."""
 
 from __future__ import annotations
 

@@ -166,8 +166,8 @@ MAX_RESTARTS, MANY_KILLS = 5, 8
 
 
 def test_work_agent_serves_after_repeated_kills(run_fake_agent, processes, monkeypatch):
-    """More deaths in a row without a step than the limit, which counts at the first start only; every second WorkAgent
-    does not get as far as being ready.
+    """WorkAgents die more often in a row without a step than the limit, which counts at the first start only. Every
+    second WorkAgent dies before it is ready.
     """
     monkeypatch.setattr(supervised_executor, "MIN_RESTART_TIMEOUT_S", 600.0)  # none is replaced for being slow
     num_kills = 0

@@ -11,7 +11,7 @@ import numpy as np
 
 
 def bits(key: str, count: int) -> np.ndarray:
-    """Return [count] uint64 bits for a key."""
+    """Return [count] random uint64 numbers that depend only on the key."""
     digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
     return np.random.Philox(key=np.frombuffer(digest, np.uint64)).random_raw(count)
 

@@ -1,4 +1,4 @@
-"""Gemma 3n and Gemma 4: inputs of tokens for each layer, layers that share keys and values; residual streams and sparse
+"""Gemma 3n and Gemma 4: token embeddings for each layer, layers that share keys and values; residual streams and sparse
 activations in the former, heads of two sizes and experts in the latter.
 """
 

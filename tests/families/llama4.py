@@ -1,4 +1,4 @@
-"""Llama 4: attention within chunks, layers without rotary embedding, experts whose input is weighed."""
+"""Llama 4: attention within chunks, layers without rotary embedding, expert inputs times the routing weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MiniCPM 3: latent attention as in DeepSeek-V2, and factors in three places."""
+"""MiniCPM 3: latent attention as in DeepSeek-V2, and factors for embeddings, residuals and logits."""
 
 from __future__ import annotations
 

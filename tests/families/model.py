@@ -41,7 +41,8 @@ class Model:
     """Value that the network adds to stored norm weights."""
 
     head_norm: float = 1.5
-    """Mean of the norm weights of queries and keys. Where scores are not scaled, smaller ones keep attention soft."""
+    """Mean of the norm weights of queries and keys. If scores are not scaled, smaller weights prevent a single key from
+    dominating."""
 
     bias_spread: float = 0.4
     """Standard deviation of biases. Where every product and norm has one, larger ones alone choose the next token."""

@@ -64,7 +64,7 @@ def _spread(name: str, shape: tuple[int, ...], model: Model) -> float:
         factor = 1.5
     elif part in ("gate", "shared_expert_gate", "wg", "layer"):
         factor = 2.5
-    elif part == "proj":  # a router whose input Gemma 4 divides by the root of the hidden size
+    elif part == "proj":  # Gemma 4's router, whose input is divided by the root of the hidden size
         factor = 20.0
     elif part in CHOOSING:
         factor = 1.35

@@ -77,7 +77,7 @@ class Product(NamedTuple):
     bits: Array
 
 
-@cache  # all instruction sets have the same
+@cache  # the tests of all instruction sets use the same products
 def products(name: str) -> list[Product]:
     """Return products of every type and shape, with the bits that NumPy computes."""
     rng = np.random.default_rng(1)

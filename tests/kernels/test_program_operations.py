@@ -233,8 +233,8 @@ def test_program_ignores_tokens_before_the_window(isa: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("limit", [{"window": 100}, {"window": 1100}, {"chunk": 100}, {"chunk": 1024}, {"chunk": 1100}])
 def test_program_window_across_attention_segments_equals_the_reference(isa: str, limit: dict[str, int]) -> None:
-    """Rows whose window or chunk begins before, at and behind position 1,024; blocks before all windows have arbitrary
-    content."""
+    """The windows or chunks of the rows begin before, at and after position 1,024. Blocks before all windows have
+    arbitrary content."""
     head_dim, count, context = 16, 60, 1170
     x = random(context, 8 * head_dim, "float32")
     table = list(range(74))

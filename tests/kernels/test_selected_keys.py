@@ -1,4 +1,4 @@
-"""Selection of keys whose scores are equal, infinite or no numbers, compared with the NumPy reference."""
+"""Selection of keys whose scores are equal, infinite or NaN, compared with the NumPy reference."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ CONFIG = config_of("deepseek3.2")
 
 
 class HeadWeights(RandomTensors):
-    """Random tensors, but for the weights of the indexer's heads: one value for all."""
+    """Random tensors, except that all weights of the indexer's heads have one value."""
 
     def __init__(self, value: float) -> None:
         self._value = value

@@ -55,7 +55,7 @@ def test_streams_are_scaled_to_the_size_of_the_first(isa: str, dtype: str, sums:
 
     y = result_of(x, SIZE if sums else STREAMS * SIZE, body)
     expected = reference.match_streams(x.values[:, :SIZE], x.values[:, SIZE:], 1e-5, sums=sums)
-    rounding = {"float32": 0.0, "float16": 2e-3, "bfloat16": 2e-2}[dtype] * sums  # of the sum so far
+    rounding = {"float32": 0.0, "float16": 2e-3, "bfloat16": 2e-2}[dtype] * sums  # the kernel rounds each partial sum
     assert_close(typed(y.array, dtype), expected, 1e-5 + rounding)
 
 

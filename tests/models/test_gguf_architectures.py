@@ -34,7 +34,7 @@ def test_gguf_longrope_of_phi3(tmp_path):
 
 
 def test_gguf_layers_that_predict_further_tokens(tmp_path):
-    """GLM-4.5: the number of layers includes them, and their tensors are not used."""
+    """In GLM-4.5 the number of layers includes these layers. The server does not read their tensors."""
     architecture, config = case("glm4moe")
     values = write_family(tmp_path / "a.gguf", architecture, config, 0)
     row = plain(np.ones(64, np.float32))
@@ -119,7 +119,7 @@ def scale_of(network):
 
 @pytest.mark.parametrize("multiplier", [0.0707, None])
 def test_gguf_yarn_of_deepseek(tmp_path, multiplier):
-    """Cosines and sines are not scaled; scores are, by the multiplier."""
+    """The multiplier scales the attention scores, not the cosines and sines."""
     mscale = {"mscale": 0.707, "mscale_all_dim": 0.707} if multiplier else {"attention_factor": 1.0}
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0, **mscale}
     config = {**case("deepseek2")[1], "rope_scaling": scaling}
@@ -138,7 +138,7 @@ def test_gguf_yarn_of_deepseek(tmp_path, multiplier):
 
 
 def test_gguf_latent_weights_of_older_files(tmp_path):
-    """Until 2025 keys and values were one tensor, and the sizes of heads the usual ones."""
+    """Older files (until 2025) store keys and values in one tensor, and lack the keys for MLA head sizes."""
     _, config = case("deepseek2")
     values = write_family(tmp_path / "a.gguf", "deepseek2", config, 0)
     facts = {key: value for key, value in family_facts("deepseek2", config).items() if not key.endswith("_mla")}

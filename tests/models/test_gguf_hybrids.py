@@ -102,7 +102,7 @@ def in_eighths(weights, endings):
 
 @pytest.mark.parametrize("dim", [32, 16])
 def test_gguf_columns_of_heads_keep_their_blocks(tmp_path, dim):
-    """Blocks of 32 columns are reordered where each lies in one head, and dequantized otherwise."""
+    """Blocks of 32 columns are reordered if each lies within one head; otherwise they are dequantized."""
     config = {**CASES["qwen35"].config, "linear_num_value_heads": 4, "linear_value_head_dim": dim}
     shapes = models.qwen_next._hybrid(config)
     weights = in_eighths(weights_of("blocks", shapes), "linear_attn.")
@@ -118,7 +118,7 @@ def test_gguf_columns_of_heads_keep_their_blocks(tmp_path, dim):
 
 
 def test_gguf_file_with_grouped_projections_of_qwen3_next(tmp_path):
-    """As the converter wrote them in 2025."""
+    """The file has the tensors that the converter wrote in 2025."""
     architecture, config, weights = case("qwen3next")
     write_gguf(tmp_path / "a.gguf", architecture, config, weights)
     older = {name: each for name, each in weights.items() if "in_proj_qkvz" not in name}

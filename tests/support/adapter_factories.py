@@ -1,4 +1,4 @@
-"""Low-rank adapters with random matrices, in the form of PEFT, and the weights that they amount to."""
+"""Low-rank adapters with random matrices, in the form of PEFT, and the weights with the adapters merged."""
 
 import json
 import math

@@ -162,7 +162,7 @@ class AskedServer(GatedServer):
 
             def ask_and_step(question: Any) -> Any:
                 answer = ask(question)
-                self.runner.add_questions()  # only now: without a question to answer, the engine would run many steps
+                self.runner.add_questions()  # after `ask`: before it, the engine would run steps without a question
                 answer.add_done_callback(lambda _: self.runner.add_questions(-1))
                 return answer
 

@@ -141,7 +141,7 @@ def tensors_of(architecture: str, config: Config, weights: Mapping[str, np.ndarr
                 continue
             stem, kind = (stem.removesuffix("dt_bias") + "dt", ".bias") if stem.endswith("dt_bias") else (stem, kind)
             role = "ssm_dt" if stem.endswith(".dt") else roles.get(stem, stem)
-            without = architecture == "falcon-h1" and role == "ffn_norm"  # the converter omits the ending
+            without = architecture == "falcon-h1" and role == "ffn_norm"  # the converter omits `.weight`
             found[f"{layer}{role}{'' if without else kind}"] = part
     return {name: np.ascontiguousarray(each) for name, each in found.items()} | {
         name: np.stack(parts) for name, parts in experts.items()
@@ -400,7 +400,7 @@ def write_gguf(
     facts: Mapping[str, Any] | None = None,
     in_blocks: tuple[str, ...] = (),
 ) -> None:
-    """Write the file. `in_blocks`: roles whose tensors are Q8_0, which the values must fit exactly."""
+    """Write the file. `in_blocks`: roles whose tensors are stored as Q8_0; it must represent their values exactly."""
     tensors = {}
     for name, array in tensors_of(architecture, config, weights).items():
         is_packed = name.split(".")[-2] in in_blocks

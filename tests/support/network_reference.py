@@ -20,7 +20,7 @@ from llm_serving.network.weights import Tensors, load_parameter
 
 Array = np.ndarray[Any, Any]
 _WRITTEN = ("y", "residual_out", "topk_weights", "topk_ids", "selected")
-"""Roles of outputs. Those at odd positions are the second output of their operation."""
+"""Roles of outputs: at even positions the first output of an operation, at odd positions the second."""
 
 
 @dataclass

@@ -15,13 +15,13 @@ Body = Callable[[Network, Value], Value]
 
 
 def program_with(x: Typed, width: int, body: Body, arrays: dict[str, Any] | None = None) -> Runnable:
-    """A program whose result is body(x), in columns of `width`; weights have the values of their first name."""
+    """Return a program whose result is body(x), with `width` columns. `arrays`: first name of a weight -> values."""
     net = Network(x.array.shape[1], len(x.array), 1e-5)
     y = body(net, net.embedding("x"))
     net.lm_head(y, "one")
     given = {"x.weight": x.values, "one.weight": np.eye(width), **(arrays or {})}
     values: dict[Weight, Any] = {weight: given[weight.names[0]] for weight in net.weights}
-    with library.use_isa("plain"):  # which keeps weights as they are
+    with library.use_isa("plain"):  # this instruction set does not repack weights
         return runnable_of(net, values, x.dtype)
 
 

@@ -28,7 +28,7 @@ def runner_of(folder, dtype="float32", spec=SPEC, limits=LIMITS, **options):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Return the folder of the model, and those of two adapters and of the models they amount to."""
+    """Return the folders of the base model, of two adapters, and of the models with each adapter merged."""
     root = tmp_path_factory.mktemp("adapters")
     weights = write_model(root / "base", SPEC)
     for number, options in ((1, {}), (2, {"targets": ("q_proj", "up_proj"), "rank": 8, "use_rslora": True, "seed": 5})):

@@ -114,7 +114,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, 10**6, MODEL)
     store.write(name(1), CONTENT)
     (tmp_path / MODEL.hex() / TEMPORARY).write_bytes(CONTENT)
-    (tmp_path / "lock").write_text("999999")  # killed between two writes of the size, or by a power failure
+    (tmp_path / "lock").write_text("999999")  # a wrong size, as after a kill or a power failure
     assert store.write(name(2), CONTENT).is_new
     assert store.num_bytes == 2 * FILE_BYTES
     assert not (tmp_path / MODEL.hex() / TEMPORARY).exists()

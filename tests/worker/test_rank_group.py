@@ -1,4 +1,4 @@
-"""How ranks that compute graphs join."""
+"""How the ranks of a replica join a group on a device."""
 
 from types import SimpleNamespace
 

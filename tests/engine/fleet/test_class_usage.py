@@ -25,7 +25,7 @@ class Replicas:
     """Schedulers stepped one after the other, whose classes always have more requests than there are slots."""
 
     def __init__(self, demand: Sequence[Sequence[str]], classes: Sequence[RequestClass], shared: bool = True) -> None:
-        """`demand`: for each replica the classes with requests there."""
+        """`demand`: for each replica, the classes that have requests there."""
         self.demand, self.accounting, self.shared = demand, FleetAccounting(), shared
         self.files = [MemoryFiles() for _ in demand]
         self.served: list[Mapping[str, int]] = []
