@@ -19,7 +19,7 @@ MODELS = {
     "gemma3n": ("Gemma3nForConditionalGeneration", WITHIN, "model.vision_tower.stem"),
     "gemma4": ("Gemma4ForConditionalGeneration", WITHIN, "model.embed_vision.projection"),
 }
-"""Text model -> (class of the multimodal model, {tensor prefix: prefix in the multimodal model}, a tensor for images)."""
+"""Text model -> (class of the multimodal model, {tensor prefix: prefix in that model}, a tensor for images)."""
 
 
 def write_with_images(name, folder, **changes):

@@ -47,8 +47,8 @@ class LoraConfig:
     max_lora_rank: int = option(16, one_of(_RANKS))
     """Highest rank of an adapter. Each of the `max_loras` slots takes memory for this rank."""
     max_cpu_loras: int | None = option(None, integer(1, 4096))
-    """Maximum number of loaded adapters. A WorkAgent keeps all of them in host memory. null: 16 times `max_loras`, or the
-    number of `lora_modules` if that is larger."""
+    """Maximum number of loaded adapters. A WorkAgent keeps all of them in host memory. null: 16 times `max_loras`, or
+    the number of `lora_modules` if that is larger."""
 
     @property
     def is_enabled(self) -> bool:
