@@ -76,13 +76,13 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
 
 def check_memory(configs: Sequence[ServingConfig]) -> None:
     """Raise ConfigError, with the need of each model, if the WorkAgents of several models on a CPU do not fit into the
-    memory that is free now. Nothing is read but each model's config.json.
+    memory that is free now. Only the config.json of each model is read.
     """
     needs = {each.model.model_name: needed_bytes(each) for each in configs if each.device.device_target == "CPU"}
     free, total = psutil.virtual_memory().available, sum(needs.values())
     if total > free:
         each = ", ".join(f"{name} {readable_size(need)}" for name, need in needs.items())
-        rule = f"must fit into the {readable_size(free)} that are free; they need {readable_size(total)}"
+        rule = f"must fit into the {readable_size(free)} of free memory; they need {readable_size(total)}"
         raise ConfigError(f"`models` {rule}: {each}. Reduce pa_config.num_blocks, or quantize the weights")
 
 

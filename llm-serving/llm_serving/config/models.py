@@ -41,19 +41,20 @@ KEY_TEXTS: Final = {
     "quantization": "`quant_config.quantization` of the model.",
     "replicas": "`cluster_config.replicas` of the model.",
     "memory_share": "Share of the memory that the models on a CPU may use together, above 0 and at most 1 in total. It "
-    "limits a KV cache without `pa_config.num_blocks`. Default: equal shares of the rest.",
+    "limits the KV cache of a model without `pa_config.num_blocks`. Default: models without this key share the rest "
+    "equally.",
     "load": "False: the model is loaded by POST /v1/models/NAME/load, not at the start. Default: True.",
     "model_config, pa_config, scheduler_config, quant_config, device_config, cluster_config": "Keys of these sections, "
     "for this model only. They take precedence over the sections of the file, which apply to all models.",
 }
 """Keys of a row -> their meaning."""
 OF_ROWS: Final = ("model_config.model_path", "model_config.model_name", "model_config.model_aliases")
-"""Keys that only rows may set, because each model has its own."""
+"""Keys that only rows may set, because each model has its own value."""
 
 
 @dataclass
 class ModelRow:
-    """One model of the section, as written."""
+    """A row of the section `models`, as the YAML has it."""
 
     name: str
     where: str

@@ -74,7 +74,7 @@ _NEUTRAL_KEYS: Final[tuple[tuple[str, str], ...]] = (
     ("scheduler_config", "speculative_method draft_model_path num_speculative_tokens prompt_lookup_min"),
     # Recording of decisions.
     ("scheduler_config", "record_path record_file_bytes record_files"),
-    # Adapters: which ones, and where; a receipt names the one that answered.
+    # Number and location of the adapters. A receipt names the adapter that computed the answer.
     ("lora_config", "lora_modules lora_folder max_loras max_lora_rank max_cpu_loras"),
     # Number and location of processes.
     ("cluster_config", "engine address master_host secret_file replicas cpus_per_replica placement"),

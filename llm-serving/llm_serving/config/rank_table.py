@@ -62,7 +62,7 @@ def _device(path: Path, place: str, device: dict[str, Any]) -> RankDevice:
 
 
 def _number(path: Path, field: str, value: Any) -> int:
-    """Return a number, which HCCL's tables have as a text."""
+    """Return a number that the table holds as a string."""
     if not isinstance(value, str | int) or isinstance(value, bool) or not str(value).isdecimal():
         raise _error(path, field, "must be a whole number, at least 0", value)
     return int(value)

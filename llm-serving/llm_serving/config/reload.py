@@ -38,7 +38,9 @@ def read_again(running: ServingConfig) -> ServingConfig:
 
 
 def read_all_again(running: ServingConfig) -> ServingConfig:
-    """Do as `read_again`, but return the configuration of the first of several models, with all of them."""
+    """Do as `read_again`. With several models, return the configuration of the first one, whose field `models` holds
+    the others.
+    """
     origin = running.origin
     if origin is None or origin.path is None:
         raise ConfigError("there is no YAML to read again: the server was started without --config")

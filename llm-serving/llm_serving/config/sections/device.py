@@ -103,9 +103,9 @@ class CacheConfig:
     `decode_batch_size` and as many spare slots, but at most 1 GiB of spare slots, and always 8 or more. No effect on
     other models."""
     disk_cache_path: Path | None = option(None, path(Kind.MADE_FOLDER))
-    """Folder on a local disk that keeps the KV blocks of prompts. If a later prompt begins with the same tokens, the
-    server reads their blocks and does not compute them, also after a restart. Only the server's user can read the
-    folder. Several servers and models may share it. null: no disk cache."""
+    """Folder on a local disk that keeps the KV blocks of prompts. A later prompt with the same prefix reads its blocks
+    instead of computing them, also after a restart. Only this user can read the folder. Several servers and models may
+    share it. null: no disk cache."""
     disk_cache_bytes: int = option(16 * 2**30, MEMORY)
     """Maximum size in bytes of all files in `disk_cache_path`, or text such as "16GB". The least recently used blocks
     are deleted."""

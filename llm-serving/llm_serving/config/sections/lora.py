@@ -42,13 +42,13 @@ class LoraConfig:
     """Folder from which administrators may load adapters with `POST /v1/load_lora_adapter`. null: that route refuses
     every request."""
     max_loras: int = option(4, integer(1, 256))
-    """Number of adapters that one step can use: each has a slot for its matrices in device memory. A request whose
-    adapter has no slot waits until there is a slot that no running request uses."""
+    """Number of adapter slots in device memory, and so of adapters that one step can use. A request whose adapter is in
+    no slot waits until a slot is free of running requests."""
     max_lora_rank: int = option(16, one_of(_RANKS))
     """Highest rank of an adapter. Each of the `max_loras` slots takes memory for this rank."""
     max_cpu_loras: int | None = option(None, integer(1, 4096))
-    """Maximum number of loaded adapters. A WorkAgent keeps all of them in host memory. null: 16 times `max_loras`, or
-    the number of `lora_modules` if that is larger."""
+    """Maximum number of adapters that a WorkAgent keeps in host memory, those in slots included. null: 16 times
+    `max_loras`, or the number of `lora_modules` if that is larger."""
 
     @property
     def is_enabled(self) -> bool:

@@ -63,8 +63,8 @@ class ModelConfig:
     tokenizer_path: Path | None = option(None, path(Kind.FILE_OR_FOLDER))
     """Tokenizer file or folder. null: the tokenizer in `model_path`."""
     weights_folder: Path | None = option(None, path(Kind.FOLDER), expert=True)
-    """Folder to which a training program writes one subfolder for each version of the weights. POST
-    /v1/update_weights?version=NAME serves the version of that name. null: the route is refused."""
+    """Folder in which a training program writes one folder for each version of the weights. POST
+    /v1/update_weights?version=NAME serves the version of that name. null: the server refuses this route."""
     generation_config: str = option("auto", choice(("auto", "none")))
     """Defaults of OpenAI requests. `auto`: temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens of
     the model's generation_config.json, for requests that do not set them. `none`: this server's own defaults."""
