@@ -155,14 +155,14 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
 
 
 class ServedFiles:
-    """The folder from which WorkAgents load the weights, as a configuration, and the check that all read the same."""
+    """The configuration with the folder that WorkAgents load, and the check that all of them read the same files."""
 
     def __init__(self, config: ServingConfig) -> None:
         self.config = config
         self.same_files = SameFiles(config.model)
 
     def use(self, folder: Path) -> None:
-        """Let WorkAgents that start later load another folder."""
+        """Set the folder that WorkAgents load from now on."""
         self.config = replace(self.config, model=replace(self.config.model, model_path=folder))
         self.same_files = SameFiles(self.config.model)
 

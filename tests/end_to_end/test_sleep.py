@@ -180,11 +180,11 @@ def test_weights_are_replaced_in_place(server: Server, tmp_path: Path) -> None:
             assert hashes[1] == await weights_of_receipt(client) == one
             server.stop()
             assert notes_in(tmp_path / "records") == [
-                f"weights are replaced by {hashes[0]}",
-                f"weights {hashes[0]} begin",
+                f"replacing the weights by {hashes[0]}",
+                f"weights {hashes[0]} are served",
                 "awake",
                 "sleep level 2",
-                f"weights {hashes[1]} begin",
+                f"weights {hashes[1]} are served",
                 "awake",
             ]
 

@@ -48,7 +48,7 @@ def test_frozen_requests_continue_after_a_pause() -> None:
             with pytest.raises(UnavailableError, match="the model is paused since the request arrived"):
                 generate(engine)
             await engine.lifecycle.pause("freeze", "wait")
-            with pytest.raises(RequestError, match="`running` must be freeze or abort: accepted requests are frozen"):
+            with pytest.raises(RequestError, match="`running` must be freeze or abort, because"):
                 await engine.lifecycle.pause("finish", "wait")
             await engine.lifecycle.resume()
             assert engine.health().ready
@@ -104,7 +104,7 @@ def test_a_sleeping_model_serves_again_after_it_wakes_up(level: int) -> None:
 def test_level_2_freezes_nothing() -> None:
     async def run() -> None:
         async with Setup().running() as engine:
-            with pytest.raises(RequestError, match="`running` must be finish or abort where WorkAgents exit"):
+            with pytest.raises(RequestError, match="`running` must be finish or abort at level 2"):
                 await engine.lifecycle.sleep(2, "freeze", "wait")
             assert engine.lifecycle.gate is None
 

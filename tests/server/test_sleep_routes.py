@@ -32,7 +32,7 @@ def test_changes_require_an_administrator() -> None:
     ("path", "message"),
     [
         ("/v1/sleep?level=3", "`level` must be an integer from 1 to 2. Given: '3'"),
-        ("/v1/sleep?level=2&running=freeze", "`running` must be finish or abort where WorkAgents exit"),
+        ("/v1/sleep?level=2&running=freeze", "`running` must be finish or abort at level 2"),
         ("/v1/pause?running=later", "`running` must be one of finish, abort, freeze. Given: 'later'"),
         ("/v1/pause?new_requests=drop", "`new_requests` must be one of wait, refuse. Given: 'drop'"),
         ("/v1/resume?running=abort", "`running` is not a parameter of this route's URL"),

@@ -64,7 +64,7 @@ class AsyncEngine:
         set_weights: Callable[[Path], None] | None = None,
         adapters: AdapterRegistry | None = None,
     ) -> None:
-        """`set_weights`: makes WorkAgents that start later load another folder; None: weights cannot be replaced."""
+        """`set_weights`: sets the folder that WorkAgents load from now on; None: weights cannot be replaced."""
         self.config = config
         self.adapters = AdapterRegistry(config, model_spec) if adapters is None else adapters
         self.model_spec = model_spec

@@ -71,20 +71,20 @@ class Gate:
 class Lifecycle:
     """The state of a model between two steps: it serves, pauses or sleeps.
 
-    `set_weights`: makes WorkAgents that start later load another folder.
+    `set_weights`: sets the folder that WorkAgents load from now on.
     """
 
     def __init__(
         self, config: ServingConfig, dispatcher: RequestDispatcher, set_weights: Callable[[Path], None] | None
     ) -> None:
         self.gate: Gate | None = None
-        """What new requests must pass; None: the model serves."""
+        """Holds or refuses new requests; None: the model serves."""
         self.level = 0
         """Level of sleep; 0: awake."""
         self.weights = config.model.model_path
         """Folder whose weights are served."""
         self._unrecorded = ""
-        """Hash of weights that a sleeping model got, for the recordings that begin when it wakes up."""
+        """Hash of the weights that a sleeping model will load. The recordings get it when the model wakes up."""
         self._config = config
         self._dispatcher = dispatcher
         self._replicas = dispatcher.replicas
@@ -124,7 +124,7 @@ class Lifecycle:
         """
         drops_weights = level == DROP_WEIGHTS or self._config.device.device_target != "CPU"
         if running == "freeze" and drops_weights:
-            rule = "must be finish or abort where WorkAgents exit: at level 2, and on an NPU also at level 1"
+            rule = "must be finish or abort at level 2, and on an NPU also at level 1, because WorkAgents exit"
             raise RequestError("running", rule, running)
         with self._exclusive():
             self._close(f"the model sleeps at level {level}", new_requests)
@@ -143,14 +143,14 @@ class Lifecycle:
             if self.level:
                 await self._wake()
                 if self._unrecorded:
-                    await self._note(f"weights {self._unrecorded} begin")
+                    await self._note(f"weights {self._unrecorded} are served")
                 self.level, self._unrecorded = 0, ""
                 await self._open("awake")
 
     async def replace_weights(self, folder: Path, running: Running, new_requests: NewRequests) -> str:
-        """Serve the weights of another folder, once accepted requests have finished or were aborted. Return their
-        hash. A model that sleeps loads them when it wakes up. If they cannot be loaded, the former ones are, and
-        UnavailableError is raised.
+        """Serve the weights of another folder, once accepted requests have finished or were aborted. Return the hash
+        of these weights. A model that sleeps loads them when it wakes up. If they cannot be loaded, load the former
+        weights again and raise UnavailableError.
         """
         before, set_weights = self.weights, self._set_weights
         assert before is not None and set_weights is not None
@@ -159,7 +159,7 @@ class Lifecycle:
             stays_closed = self.gate is not None
             self._close("the weights are being replaced", new_requests)
             await self._settle(running)
-            await self._note(f"weights are replaced by {new}")
+            await self._note(f"replacing the weights by {new}")
             await self._suspend()
             self._dispatcher.coalesced.clear()
             self._use(folder)
@@ -172,10 +172,10 @@ class Lifecycle:
                 self._use(before)
                 await self._suspend()
                 await self._wake()
-                await self._note("the former weights begin again")
+                await self._note("the former weights are served again")
                 await self._reopen(stays_closed)
                 raise
-            await self._note(f"weights {new} begin")
+            await self._note(f"weights {new} are served")
             await self._reopen(stays_closed)
             return new
 
@@ -185,7 +185,7 @@ class Lifecycle:
     def _exclusive(self) -> Iterator[None]:
         """Raise RequestError during another change."""
         if self._is_changing:
-            raise RequestError("model", "is being changed by another request: send this one again when that has ended")
+            raise RequestError("model", "is being changed by another request; send this one again when that has ended")
         self._is_changing = True
         try:
             yield
@@ -193,7 +193,7 @@ class Lifecycle:
             self._is_changing = False
 
     def _hash(self, folder: Path) -> str:
-        """Return the hash of a folder's weights, as receipts have it. This reads all of them."""
+        """Return the hash of a folder's weights that receipts contain. This reads all weight files."""
         model = self._config.model
         return content_hashes(ModelFiles.of(folder, model.tokenizer_path or model.model_path)).weights
 
@@ -228,7 +228,7 @@ class Lifecycle:
             await self._freeze(True)
             return
         if self._is_frozen and requests and running == "finish":
-            raise RequestError("running", "must be freeze or abort: accepted requests are frozen", running)
+            raise RequestError("running", "must be freeze or abort, because accepted requests are frozen", running)
         while requests:
             if running == "abort":
                 for opened in list(requests.values()):
@@ -247,7 +247,7 @@ class Lifecycle:
     async def _until_true(self, ask: Callable[[Engine], bool]) -> None:
         """Call a function in the thread of each engine, between two steps, until it returns True."""
         for engine in self._replicas.living().values():
-            with contextlib.suppress(WorkerDiedError):  # it has ended, and a later one has no state
+            with contextlib.suppress(WorkerDiedError):  # the engine has ended; the next one starts without state
                 while not await asyncio.wrap_future(engine.ask(partial(ask, engine))):
                     await asyncio.sleep(POLL_S)
 

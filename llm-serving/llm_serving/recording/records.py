@@ -154,7 +154,7 @@ class CacheReset(msgspec.Struct, array_like=True, frozen=True, tag="lose_cache")
 
 
 class Noted(msgspec.Struct, array_like=True, frozen=True, tag="note"):
-    """An event outside the scheduler, such as that the model falls asleep or gets other weights."""
+    """An event outside the scheduler, such as sleep of the model or a replacement of its weights."""
 
     text: str
 

@@ -297,7 +297,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
 
     def note(self, text: str) -> None:
-        """Record an event that changes no decision, such as that the model falls asleep."""
+        """Record an event that changes no decision, such as sleep of the model."""
 
     def reset_cache(self) -> None:
         """Requeue all running requests, ahead of new ones, after KV cache, host pool and steps in flight were lost."""

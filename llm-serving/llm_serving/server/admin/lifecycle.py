@@ -31,7 +31,8 @@ CHOICES: Final[Mapping[str, Mapping[str, Any]]] = {
     "running": {"type": "string", "enum": RUNNING},
     "new_requests": {"type": "string", "enum": NEW_REQUESTS},
 }
-"""Query parameters: what happens to accepted requests (by default they finish first) and to later ones (they wait)."""
+"""Query parameters: what happens to accepted requests (by default they finish first), and to later ones (by default
+they wait)."""
 
 
 class Sleeping(Struct):
@@ -93,7 +94,7 @@ async def update_weights(engine: AsyncEngine, http_request: Request) -> Response
     try:
         await asyncio.to_thread(check_replacement, folder, served)
     except ModelError as error:
-        raise RequestError("version", f"must be that of weights that can replace the served ones: {error}") from None
+        raise RequestError("version", f"must name weights that can replace the served ones: {error}") from None
     running = _choice(http_request, "running", RUNNING[:2])
     weights = await engine.lifecycle.replace_weights(folder, running, _new_requests(http_request))
     model = engine.config.model
@@ -110,7 +111,7 @@ def _folder(engine: AsyncEngine, name: str) -> Path:
     if parent is None:
         raise RequestError("version", "can be given only with `model_config.weights_folder`", name)
     if not engine.lifecycle.can_replace_weights:
-        raise RequestError("version", "can be given only for weights of a folder that local WorkAgents read", name)
+        raise RequestError("version", "can be given only if local WorkAgents read the weights from a folder", name)
     if not VERSION_NAME.fullmatch(name):
         rule = "must be 1 to 128 letters, digits and ._-, the name of a folder in model_config.weights_folder"
         raise RequestError("version", rule, name)
@@ -121,7 +122,7 @@ def _folder(engine: AsyncEngine, name: str) -> Path:
 
 
 def _choice(http_request: Request, name: str, values: Sequence[str]) -> Any:
-    """Return a query parameter that has a set of values, by default the first one."""
+    """Return a query parameter that must be one of `values`; the first of them if it is absent."""
     given = http_request.query_params.get(name, values[0])
     if given not in values:
         raise RequestError(name, f"must be one of {', '.join(values)}", given)
