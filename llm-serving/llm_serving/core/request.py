@@ -81,7 +81,7 @@ class Transfer:
 
 
 class DiskPrefix(NamedTuple):
-    """What the disk cache has of a request's prompt (`kvcache.disk_prefixes`)."""
+    """The blocks of a request's prompt that the disk cache holds (`kvcache.disk_prefixes`)."""
 
     num_stored: int
     """Number of the prompt's first blocks that are on the disk."""

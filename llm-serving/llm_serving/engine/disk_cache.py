@@ -1,9 +1,9 @@
 """The engine's part of the disk cache: it reads the prefixes of arriving requests, and stores computed prompts.
 
 A request with a full block in its prompt waits here, before the scheduler knows it and without a slot, until the
-WorkAgent has read the blocks that are on the disk but not in the cache. After `WAIT_S` the rest is computed; if the
-WorkAgent does not reply for `LATE_S`, everything. The result is part of the request (`Request.disk_prefix`), so a
-recording contains it.
+WorkAgent has read the blocks that are on the disk but not in the cache. After `WAIT_S`, the model computes the blocks
+not read by then. If the WorkAgent does not reply for `LATE_S`, the model computes all of them. The blocks read are part
+of the request (`Request.disk_prefix`), so a recording contains them.
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ class DiskPrefixSink(SequenceSink):
 
 
 class DiskCache(StepObserver):
-    """Reads and stores blocks through the WorkAgent, which alone has the files. For the engine's thread; an own thread
-    waits for the replies. If the WorkAgent restarts, requests that wait are computed.
+    """Reads and stores blocks through the WorkAgent, the only process that opens the files. For the engine's thread;
+    a separate thread waits for the replies. If the WorkAgent restarts, waiting requests are added without blocks from
+    the disk.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class DiskCache(StepObserver):
         self._reading: dict[bytes, _Lookup] = {}
         """Block hash -> request for which the block is being read."""
         self._storing: set[bytes] = set()
-        """Hashes of exported blocks that are not written yet."""
+        """Hashes of exported blocks that the WorkAgent has not written yet."""
         self._released: deque[list[TransferBlock]] = deque()
         """For each step in flight, the blocks that can be used again after it."""
         self._is_late = False
@@ -153,8 +154,8 @@ class DiskCache(StepObserver):
         return len(self._lookups)
 
     def find(self, request: Request, add: Callable[[], None]) -> None:
-        """Call `add` once it is known what the disk has of a request's prompt. A request whose next block is being read
-        for another one is added after that one, as is a fork after its parent.
+        """Call `add` once the blocks of a request's prompt have been looked up on the disk and read. If its next block
+        is being read for another request, it is added after that request. A fork is added after its parent.
         """
         hashes, link = self._blocks.prompt_hashes(request), self._executor.block_link
         leader = self._lookups.get(request.fork_of or "")
@@ -177,7 +178,7 @@ class DiskCache(StepObserver):
         if leader is not None and leader.is_waiting:
             self._reads.cancel(key)
             pairs = zip(hashes, leader.hashes, strict=False)
-            num_common = sum(ours == theirs for ours, theirs in pairs)  # hashes form a chain
+            num_common = sum(ours == theirs for ours, theirs in pairs)  # a hash covers all blocks before
             request.disk_prefix = DiskPrefix(num_common)  # the leader stores these blocks
             leader.followers.append(lookup)
             return
@@ -317,7 +318,7 @@ class DiskCache(StepObserver):
             self._add(follower)
 
     def _on_late(self) -> None:
-        """Compute all requests that wait, and those that arrive until the disk replies."""
+        """Add all waiting requests without blocks from the disk. Until the disk replies, new ones do not wait."""
         if not self._is_late:
             self._is_late = True
             logger.warning("disk cache: no reply for %g s; prompts are computed until there is one", LATE_S)

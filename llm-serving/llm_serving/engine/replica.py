@@ -97,7 +97,9 @@ def create_transfer_pool(num_transfer_blocks: int, index: int) -> TransferPool:
 
 
 def create_disk_exports(num_disk_blocks: int, index: int) -> TransferPool:
-    """Create the pool of blocks that replica `index` writes to the disk. Those read from it follow in the memory."""
+    """Create the pool of blocks that replica `index` writes to the disk. In memory, the pool of blocks that it reads
+    from the disk follows.
+    """
     return TransferPool(num_disk_blocks, 2 * index * num_disk_blocks, next(_POOL_NUMBERS) * EPOCHS_PER_POOL)
 
 

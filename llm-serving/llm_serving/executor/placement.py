@@ -67,7 +67,7 @@ class StartedAgent(NamedTuple):
     machine: str = ""
     """Address of the WorkAgent's machine; empty: the master's own."""
     blocks: AgentChannel | None = None
-    """Connection that transfers KV blocks or uses the disk cache; None: there is no need."""
+    """Connection that transfers KV blocks or uses the disk cache; None: neither is configured."""
 
 
 class Placement(Protocol):

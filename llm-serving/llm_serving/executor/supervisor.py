@@ -73,7 +73,7 @@ class WorkAgentProcess:
     machine: str = ""
     """Empty: the master's own machine."""
     block_link: BlockLink | None = None
-    """Transfers blocks to another machine, or uses the disk cache; None: there is no need."""
+    """Transfers blocks to another machine, or uses the disk cache; None: neither is configured."""
     _closed: bool = False
 
     def stop(self) -> None:

@@ -42,7 +42,7 @@ class DiskPrefixes:
         self._released: list[TransferBlock] = []
 
     def add(self, request_id: str, prefix: DiskPrefix) -> None:
-        """Keep what the disk has of a request's prompt until the request is freed."""
+        """Keep the blocks that were found on the disk for a request until it is freed."""
         self._num_stored[request_id] = prefix.num_stored
         if prefix.blocks:
             ids, epochs = zip(*prefix.blocks, strict=True)
@@ -70,7 +70,7 @@ class DiskPrefixes:
         if found is None:
             return []
         self._released += found.blocks(found.start)
-        if found.start > num_shared:  # the blocks before were shared when the disk was read, but are not any more
+        if found.start > num_shared:  # the cache evicted blocks before `start` since the disk was read
             return []
         moves = []
         for index in range(num_shared, min(found.end, table.end)):
@@ -108,7 +108,7 @@ class DiskPrefixes:
         return StoredBlocks(key, hashes[start:stop], target.blocks(start)), moves
 
     def pop_released(self) -> list[TransferBlock]:
-        """Return the blocks since the last call that can be used again after the steps formed so far."""
+        """Return the blocks released since the last call. They can be used again after the steps formed so far."""
         if not self._released:
             return []
         released, self._released = self._released, []

@@ -71,7 +71,7 @@ class StateSlots:
         """Give a request its own slot. It continues from the checkpoint after its first `num_shared` blocks.
 
         Checkpoints are stored after the last full block of its prompt, and after the last block that is cached already,
-        because another request had that prefix too. `hashes`: those of all blocks that it may share; None: the request
+        because another request had that prefix too. `hashes`: hashes of all blocks that the request may share; None: it
         neither uses nor provides checkpoints.
         """
         request_id = request.request_id

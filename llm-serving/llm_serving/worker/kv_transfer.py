@@ -62,7 +62,7 @@ def serve_blocks(
 ) -> None:
     """Serve the master's requests for blocks in a separate thread, until the connection ends with a TransportError.
     `pause_after` is called after each frame with the CPU seconds it took, measured by `clock`; not after a read from
-    `disk`, the disk cache of blocks of `block_size` tokens. None: there is none.
+    the disk. `disk`: disk cache with blocks of `block_size` tokens; None: there is none.
     """
     began = clock()
     while True:
@@ -72,7 +72,7 @@ def serve_blocks(
         else:
             channel.send(_answer(message, pool))
         ended = clock()
-        if not isinstance(message, LoadBlocks):  # a request waits for the next one
+        if not isinstance(message, LoadBlocks):  # the master sends the next read at once
             pause_after(ended - began)
         began = ended
 
@@ -107,7 +107,7 @@ def _load(message: LoadBlocks, pool: BlockStore, disk: Disk, block_size: int) ->
     for index in range(message.start, stop):
         content = disk.read(message.hashes[index])
         if content is None:
-            for each in message.hashes[index + 1 : stop]:  # to delete other damaged files, which would be kept
+            for each in message.hashes[index + 1 : stop]:  # deletes other damaged files
                 disk.read(each)
             num_stored = index
             break
