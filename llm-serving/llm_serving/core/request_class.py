@@ -62,7 +62,7 @@ def class_of(priority: int, classes: Sequence[RequestClass]) -> RequestClass:
 
 @dataclass(frozen=True)
 class Caller:
-    """Identity and urgency of the client of a request, which do not affect the answer, and the adapter that does."""
+    """Who sends a request, how urgent it is, and which adapter it names. Only the adapter affects the answer."""
 
     priority: int = 0
     """Smaller runs first. It also selects the request class."""

@@ -241,7 +241,7 @@ class StepInput:
     states: Int32Array = field(default_factory=no_state_accesses)
     """[N, 4], each a `StateAccess`; empty for a model without states."""
     adapters: Int32Array = field(default_factory=no_adapters)
-    """[B, 2], number of each row's adapter, 0 for none, and its slot; empty: no row has one. The WorkAgent copies
+    """[B, 2], the adapter number (0: none) and the slot of each row. Empty: no row has an adapter. The WorkAgent copies
     an adapter to its slot if the slot holds another one.
     """
     allowed_follow: bool = False

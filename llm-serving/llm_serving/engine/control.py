@@ -23,7 +23,7 @@ from llm_serving.errors import UnavailableError, WorkerDiedError
 from llm_serving.observability.event_log import client_ids
 
 DROP_DELAY_S: Final = 0.1
-"""Seconds between two looks at whether the last request of an adapter has ended."""
+"""Interval in seconds at which `drop_adapter` checks whether the last request of the adapter has ended."""
 
 
 class ReplicaRow(NamedTuple):
@@ -55,9 +55,11 @@ class Control:
         self._tell(adapter.number, str(adapter.folder))
 
     def drop_adapter(self, registry: AdapterRegistry, adapter: Adapter) -> int:
-        """Free the memory of an adapter that was removed, after its last request. Return the number of requests."""
+        """Free the memory of a removed adapter once its last request has ended. Return the number of its unfinished
+        requests.
+        """
         unfinished = self._num_of_adapter(adapter.number)
-        if adapter.number in registry.folders:  # under another name
+        if adapter.number in registry.folders:  # the same files are still offered under another name
             return unfinished
         if unfinished:
             asyncio.get_running_loop().call_later(DROP_DELAY_S, self.drop_adapter, registry, adapter)
@@ -70,7 +72,7 @@ class Control:
 
     def _tell(self, number: int, folder: str) -> None:
         for engine in list(self._replicas.engines.values()):
-            with contextlib.suppress(WorkerDiedError):  # the next WorkAgent reads what the registry has
+            with contextlib.suppress(WorkerDiedError):  # a restarted WorkAgent gets the adapters of the registry
                 engine.set_adapter(number, folder)
 
     def cancel(self, request_id: str, tenant: str | None = None) -> list[str]:

@@ -287,7 +287,7 @@ class RemoteExecutor(Executor):
         return output
 
     def set_adapter(self, number: int, folder: str) -> None:
-        with contextlib.suppress(ChannelClosedError):  # the restart sends it again
+        with contextlib.suppress(ChannelClosedError):  # a restarted WorkAgent gets it again
             self._channel.send(LoadAdapter(number, folder))
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
@@ -312,7 +312,7 @@ class RemoteExecutor(Executor):
         return reply.token_ids
 
     def drop_cache(self) -> None:
-        with contextlib.suppress(ChannelClosedError):  # the engine finds out, and restarts the WorkAgent
+        with contextlib.suppress(ChannelClosedError):  # the next step fails, and the engine restarts the WorkAgent
             self._channel.send(DropCache())
 
     def fileno(self) -> int | None:

@@ -30,7 +30,7 @@ _REFUSED: Final[Mapping[str, str]] = {
     "modules_to_save": "must be null: whole tensors of an adapter are not served",
     "bias": "must be none: biases of an adapter are not served",
     "fan_in_fan_out": "must be false: transposed weights are not served",
-    "layer_replication": "must be null: layers are not served twice",
+    "layer_replication": "must be null: replicated layers are not served",
     "lora_bias": "must be false: biases of an adapter are not served",
     "trainable_token_indices": "must be null: embeddings of an adapter are not served",
     "target_parameters": "must be null: adapters of experts are not served",
@@ -38,12 +38,12 @@ _REFUSED: Final[Mapping[str, str]] = {
     "megatron_config": "must be null: Megatron's layers are not served",
     "alora_invocation_tokens": "must be null: an adapter applies to all tokens",
 }
-"""Field -> rule, where any value in use changes what an adapter computes."""
+"""Field -> rule, for fields whose features are not served."""
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says about the matrices. `targets`: names of modules, or a regular expression."""
+    """The fields of adapter_config.json that are used. `targets`: names of modules, or a regular expression."""
 
     path: Path
     rank: int
@@ -53,7 +53,7 @@ class AdapterConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     is_partial: bool
-    """Whether only some layers have matrices."""
+    """Whether the adapter applies only to some of the layers."""
 
     @property
     def max_rank(self) -> int:
@@ -93,7 +93,7 @@ class PeftAdapter:
 
 def read_adapter(folder: Path) -> PeftAdapter:
     """Read the configuration and the header of an adapter. Raise ModelError, which names file, field, rule and value,
-    if it is damaged or asks for something that is not served.
+    if it is damaged or needs something that is not served.
     """
     config = read_config(folder)
     path = folder / WEIGHTS_NAME

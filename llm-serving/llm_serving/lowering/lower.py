@@ -38,7 +38,7 @@ class Lowered(NamedTuple):
     of_tokens: TokenNetwork | None = None
     """For steps whose rows have one token; None: `states` and `head` compute those steps too."""
     parameters: Parameters = MappingProxyType({})
-    """The weights' Parameters, of which those of slots of adapters change between steps."""
+    """Parameters of the weights. Only the slots of adapters change between steps."""
 
     @staticmethod
     def head_inputs(hidden: int) -> list[ms.Tensor]:

@@ -1,4 +1,4 @@
-"""What of an adapter a model can use."""
+"""Check that a model can use an adapter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llm_serving.network.adapters import AdaptedLinear
 
 
 class AdapterLimits(NamedTuple):
-    """Number of slots, and the highest rank of an adapter."""
+    """Number of adapter slots, and the highest rank of an adapter."""
 
     max_loras: int
     max_rank: int
@@ -20,8 +20,8 @@ class AdapterLimits(NamedTuple):
 def check_adapter(
     adapter: PeftAdapter, linears: Sequence[AdaptedLinear], experts: Sequence[str], max_rank: int
 ) -> None:
-    """Raise ModelError unless the network has a slot for each module of an adapter, and the adapter has what its
-    configuration promises.
+    """Raise ModelError unless the network has a slot for each module of an adapter, and the adapter has matrices for
+    each module that its configuration names.
     """
     path, config = adapter.folder / WEIGHTS_NAME, adapter.config
     if config.max_rank > max_rank:
@@ -41,10 +41,12 @@ def check_adapter(
         for part, axis, wanted in (("A", 1, columns), ("B", 0, rows)):
             shape = (change.a if part == "A" else change.b).shape
             if shape[axis] != wanted:
-                rule = f"must have {wanted} {'rows' if axis == 0 else 'columns'}, as the model's layer has"
+                rule = f"must have {wanted} {'rows' if axis == 0 else 'columns'}, as in the model"
                 raise ModelError(f"{path}: {module}.lora_{part}.weight {rule}. Found: shape {list(shape)}")
     if isinstance(config.targets, str) or config.is_partial:
         return
     for module in slots:
         if config.targets_module(module) and module not in adapter.modules:
-            raise ModelError(f"{path}: has no matrices of {module}, which `target_modules` of the configuration names")
+            raise ModelError(
+                f"{path}: must have matrices of {module}, which `target_modules` of {config.path.name} names"
+            )

@@ -127,14 +127,14 @@ class ModelSpec:
         return spec
 
     def with_adapters(self, slots: int, max_rank: int, *, as_program: bool) -> tuple[ModelSpec, list[AdaptedLinear]]:
-        """Return the spec with slots of adapters (`network.adapters.with_adapters`), and what the slots belong to."""
+        """Return the spec with adapter slots (`network.adapters.with_adapters`), and the operations that have them."""
         spec = replace(self)
         spec.__dict__["network"], linears = with_adapters(self.network, slots, max_rank, as_program=as_program)
         spec.__dict__["scheme"] = self.scheme
         return spec, linears
 
     def adapter_bytes(self, slots: int, max_rank: int, dtype_bytes: int) -> int:
-        """Return the bytes of slots of adapters."""
+        """Return the bytes of all adapter slots."""
         _, linears = self.with_adapters(slots, max_rank, as_program=True)
         return dtype_bytes * sum(math.prod(each.a.shape) + math.prod(each.b.shape) for each in linears)
 

@@ -146,7 +146,7 @@ def _adapted(weight: Weight, slots: int, max_rank: int, *, as_program: bool) -> 
 
 @dataclass(frozen=True)
 class _Zeros:
-    """Memory of a slot; the name keeps the memories of different operations apart."""
+    """Zeros for the slots of one operation. `name` makes the weights of different operations unequal."""
 
     name: str
     shape: tuple[int, ...]

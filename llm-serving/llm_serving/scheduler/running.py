@@ -37,7 +37,7 @@ class RunningSlots:
 
     @property
     def _adapters(self) -> AdapterSlots:
-        """The slots of adapters, for a request that has one."""
+        """The adapter slots. Only for requests that name an adapter."""
         adapters = self._blocks.adapters
         assert adapters is not None, "the model serves no adapters"
         return adapters

@@ -83,10 +83,12 @@ class AdapterMemory:
         if not len(adapters):
             return np.full(int(query_lens.sum()), -1, np.int32)
         if len(adapters) != len(query_lens):
-            raise WorkerError(f"adapters must have one entry a row. Given: {len(adapters)} for {len(query_lens)} rows")
+            raise WorkerError(
+                f"adapters must have one entry per row. Given: {len(adapters)} for {len(query_lens)} rows"
+            )
         wanted = {(number, slot) for number, slot in adapters.tolist() if number}
         if len({slot for _, slot in wanted}) < len(wanted):
-            raise WorkerError("adapters must have one number for each slot of a step")
+            raise WorkerError("adapters must give each slot to one adapter in a step")
         for number, slot in sorted(wanted):
             if self._slots.get(slot) != number:
                 self._load(number, slot)

@@ -23,11 +23,11 @@ from llm_serving.server.protocols.openai.schemas import LoadAdapterRequest, Unlo
 class AdapterView(Struct):
     name: str
     num_unfinished: int
-    """Requests that use the adapter. After `unload_lora_adapter` they are answered to their end."""
+    """Unfinished requests that use the adapter. They continue after `unload_lora_adapter`."""
 
 
 async def load_adapter(engine: AsyncEngine, http_request: Request) -> Response:
-    """Load an adapter. New requests may name it as soon as this has answered."""
+    """Load an adapter. New requests may name it as soon as this route has responded."""
     check_operator(http_request)
     body = await read_fields(engine, http_request, LoadAdapterRequest)
     folder = _folder(engine, body.lora_path)

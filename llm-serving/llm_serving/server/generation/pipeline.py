@@ -138,7 +138,7 @@ async def _start(
     receipt: ReceiptDraftProtocol | None = None
     if isinstance(body, GenerationRequest) and body.receipt:
         if request.adapter:
-            raise RequestError("receipt", "must be false: no receipt is given for the answer of an adapter", True)
+            raise RequestError("receipt", "must be false: answers of adapters have no receipt", True)
         hook: ReceiptHook = request.http_request.app.receipts
         receipt = await hook.start_receipt(engine, identity.id, identity.created)
     if idempotent is None or not idempotent.known:
