@@ -331,7 +331,7 @@ class Metrics(Collector):
 
 
 class MergedMetrics:
-    """The metrics of several models, each with its own label `model_name`, with each family once."""
+    """The metrics of several models. Each family occurs once; the label `model_name` tells the models apart."""
 
     def __init__(self, metrics: Sequence[Metrics]) -> None:
         self._first, *self._others = metrics

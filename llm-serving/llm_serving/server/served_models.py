@@ -118,7 +118,7 @@ class ServedModels:
         }
 
     def add(self, opened: OpenedModel) -> ServedModel:
-        """Add a model that `start` starts."""
+        """Add a model without starting it."""
         model = self._made(opened)
         self._models[model.name] = model
         return model
@@ -232,14 +232,14 @@ class ServedModels:
         after.engine.metrics.http = before.engine.metrics.http
         self._models[before.name] = after
         self._drain(before)
-        logger.info("model %s is replaced; its former replicas finish %d requests", before.name, before.num_open)
+        logger.info("model %s was replaced; its former replicas finish %d requests", before.name, before.num_open)
 
     def unload(self, name: str) -> None:
         """Refuse new requests of a model, and stop it after its last request."""
         model = self.check_served(name)
         _check_serves(model)
         if model is self.default:
-            raise RequestError(QUERY, "must not be the default model, which has requests without `model`", name)
+            raise RequestError(QUERY, "must not be the default model, which answers requests without `model`", name)
         self._check_unchanged(name)
         del self._models[name]
         self._drain(model)
@@ -304,7 +304,7 @@ def models_shown(http_request: Request) -> ServedModels | None:
 
 
 def health_of_all(models: ServedModels) -> EngineHealth:
-    """Return the health of a server with several models, whose text has that of each model."""
+    """Return the health of a server with several models. Its text contains the text of each model."""
     healths = {model.name: model.engine.health() for model in models}
     text = "; ".join(f"{name}: {health.detail}" for name, health in healths.items())
     each = healths.values()
@@ -312,9 +312,9 @@ def health_of_all(models: ServedModels) -> EngineHealth:
 
 
 def _check_serves(model: ServedModel) -> None:
-    """Raise RequestError if requests wait for the model to wake up, because it would never become idle."""
+    """Raise RequestError if the model is paused or sleeps, because its waiting requests would never end."""
     if (gate := model.engine.lifecycle.gate) is not None:
-        raise RequestError(QUERY, f"must serve, but {gate.reason}: wake it up or resume it first", model.name)
+        raise RequestError(QUERY, f"cannot be changed: {gate.reason}. Resume it or wake it up first", model.name)
 
 
 class _ModelField(msgspec.Struct):

@@ -26,15 +26,15 @@ class ModelChanged(Struct):
 
 
 async def load_model(engine: AsyncEngine, http_request: Request) -> Response:
-    """Load a model of the YAML's section `models`, as the YAML is now. Respond when all its replicas are ready."""
+    """Read the YAML again, and load a model of its section `models`. Respond when all its replicas are ready."""
     models, name = _models(http_request), http_request.path_params["model"]
     await models.load(await _config(engine, name))
     return json_response(ModelChanged(name, "ready"))
 
 
 async def replace_model(engine: AsyncEngine, http_request: Request) -> Response:
-    """Load a served model again, as the YAML and its files are now. Requests go to the former replicas until all new
-    ones are ready; the former ones then finish their requests and stop.
+    """Read the YAML again, and load a served model again with its present files. Requests go to the former replicas
+    until all new ones are ready. The former ones then finish their requests and stop.
     """
     models, name = _models(http_request), http_request.path_params["model"]
     models.check_served(name)
@@ -58,7 +58,7 @@ def _models(http_request: Request) -> ServedModels:
 
 
 async def _config(engine: AsyncEngine, name: str) -> ServingConfig:
-    """Read a model's configuration from the YAML. No request names a path."""
+    """Read a model's configuration from the YAML. Only the YAML can name paths."""
     try:
         return row_of(await asyncio.to_thread(read_all_again, engine.config), name)
     except ConfigError as error:
