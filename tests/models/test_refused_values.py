@@ -31,7 +31,11 @@ def test_heads_of_full_layers_may_be_given_for_each_layer():
             "`attention_chunk_size` must",
         ),
         ("llama4", {"num_experts_per_tok": 9}, "`num_experts_per_tok` must be at most the number of experts"),
-        ("gemma4", {"num_kv_shared_layers": 3}, "`num_kv_shared_layers` must leave a layer with full_attention"),
+        (
+            "gemma4",
+            {"num_kv_shared_layers": 3},
+            "`num_kv_shared_layers` must be less, so that a layer with full_attention has its own",
+        ),
         ("gemma4", {"per_layer_config": {"0": {"head_dim": 32}}}, "`per_layer_config` must give the same head_dim"),
         ("gemma4", {"per_layer_config": []}, "`per_layer_config` must give the same head_dim"),
         ("gemma4", {"use_bidirectional_attention": "all"}, "is an encoder"),

@@ -25,11 +25,11 @@ LATENT_VALUES: Final = "attn_v_b"
 
 
 class HeadCounts(NamedTuple):
-    """Numbers of heads, of which layouts depend.
+    """Numbers of heads, on which some layouts depend. 0: unknown.
 
     Attributes:
-        q, kv: HeadCounts of queries, and of keys and values.
-        linear_keys, linear_values: The same in layers with the gated delta rule.
+        q, kv: Query heads, and heads of keys and values.
+        linear_keys, linear_values: Heads of keys and of values in layers with the gated delta rule.
         linear_dim: Elements of a head of values in these layers.
     """
 
@@ -91,7 +91,7 @@ def flat(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor
 
 
 def taps(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """[channels, taps] -> [channels, 1, taps]; a bias keeps its shape."""
+    """Reshape a convolution weight [channels, taps] to [channels, 1, taps]. A bias keeps its shape."""
     return tensor if len(tensor.shape) == 1 else _plain(name, tensor, (tensor.shape[0], 1, tensor.shape[-1]))
 
 
@@ -149,8 +149,8 @@ def _halves(name: str, tensor: ReadableTensor, heads: HeadCounts) -> Array:
 
 
 def untiled(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return rows of the heads of values grouped by key head. The file has the first head of each group, then the
-    second of each. Rows before these heads keep their place.
+    """Return the rows with heads of values grouped by key head. The file has the first head of all groups, then the
+    second head of all groups. Rows before these heads keep their position.
     """
     own = 1 if len(tensor.shape) == 1 or tensor.shape[0] == heads.linear_values else heads.linear_dim
     first = tensor.shape[0] - heads.linear_values * own

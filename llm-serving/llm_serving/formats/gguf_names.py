@@ -38,7 +38,7 @@ class Naming:
             that is made of the file's tensor.
         whole: The same for tensors outside layers.
         layers: Prefix of the names of layers.
-        pairs, plus_one: Whether the file uses the layout of this name in the docstring of this module.
+        pairs, plus_one: Whether the file uses the layout of this name in the docstring of `formats.gguf_weights`.
     """
 
     more: Mapping[str, str | tuple[NamedLayout, ...]] = field(default_factory=dict)
@@ -189,7 +189,7 @@ NAMINGS: Final[Mapping[str, Naming]] = {
     "falcon-h1": Naming(
         {
             **_mamba("mamba."),
-            "ffn_norm": (NamedLayout("pre_ff_layernorm.weight", flat),),  # the converter omits the ending
+            "ffn_norm": (NamedLayout("pre_ff_layernorm.weight", flat),),  # the name in the file has no ".weight"
             **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
         },
         whole={"output_norm": "model.final_layernorm"},

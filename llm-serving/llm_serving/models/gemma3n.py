@@ -121,7 +121,7 @@ class _Streams:
         return self._mix(streams, streams, coefficients)
 
     def correct(self, predicted: Value, active: Value, computed: Value, at: str) -> Value:
-        """Return the predicted streams, changed by how far the computed stream is from its prediction."""
+        """Correct the predicted streams by the difference between the computed stream and its prediction."""
         coefficients = self._net.linear(self._modalities(computed, at), at + "altup.correction_coefs", self.count)
         return self._mix(predicted, self._net.add(computed, active, -1.0), coefficients, offset=1.0)
 

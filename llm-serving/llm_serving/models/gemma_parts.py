@@ -54,7 +54,10 @@ def shared_layers(c: ConfigReader, kinds: Sequence[str], default: int) -> list[i
     first = len(kinds) - count
     own = {kind: index for index, kind in enumerate(kinds[: max(first, 0)])}
     if missing := set(kinds) - own.keys():
-        raise c.fail("num_kv_shared_layers", f"must leave a layer with {' and '.join(sorted(missing))} its own cache")
+        raise c.fail(
+            "num_kv_shared_layers",
+            f"must be less, so that a layer with {' and '.join(sorted(missing))} has its own keys",
+        )
     return [None if index < first else own[kind] for index, kind in enumerate(kinds)]
 
 

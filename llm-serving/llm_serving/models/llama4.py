@@ -64,13 +64,13 @@ def llama4(c: ConfigReader) -> Network:
 
 
 def _rotated_layers(c: ConfigReader, count: int) -> list[bool]:
-    """Return whether each layer has a rotary embedding, for which `no_rope_layers` has a 1."""
+    """Return for each layer whether it has a rotary embedding. `no_rope_layers` has a 1 for these layers."""
     every = c.integer("no_rope_layer_interval", 4)
     usual = [(index + 1) % every != 0 for index in range(count)]
     return usual if c.config.get("no_rope_layers") == [] else c.flags("no_rope_layers", count) or usual
 
 
 def _is_tuned(c: ConfigReader) -> bool:
-    """Return `attn_temperature_tuning`, for which some folders have an integer."""
+    """Return `attn_temperature_tuning`, which some folders store as an integer."""
     value = c.config.get("attn_temperature_tuning")
     return value != 0 if type(value) is int else c.boolean("attn_temperature_tuning", True)

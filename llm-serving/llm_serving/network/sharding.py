@@ -156,7 +156,9 @@ class _Sharding:
             )
             self._record(given, {role: _rows(each, share) for role, each in given.weights.items()})
         elif kind == "multiply" and any(x.root not in self._columns for x in operation.inputs.values()):
-            raise _CannotShardError("must be 1 for a model that multiplies split values by whole ones")
+            raise _CannotShardError(
+                "must be 1: the model multiplies values that ranks split by values that they do not"
+            )
         elif kind in _OF_SPLIT_VALUES or (kind == "rms_norm" and given.attributes["group"]):
             assert y is not None
             self._columns[y] = shared_order(tuple(range(y.width)[self._share(y.width)]))
