@@ -155,7 +155,7 @@ def serve(
     Args:
         memory_fd: Memory file of the step buffers; None: arrays are in the frames.
         ranks_fd, transfer_fd, group_port: As for `worker.loading.load_runner`.
-        blocks: Channel to the master that transfers KV blocks or uses the disk cache; None: there is no need.
+        blocks: Channel to the master that transfers KV blocks or uses the disk cache; None: neither.
         model_path: Folder of the model on this machine; None: the path in `LoadModel`.
 
     Raises:
@@ -277,7 +277,7 @@ def run_steps(
             logger.exception("step %d failed", message.step)
             output = error
         replies.add(message.step, output)
-        if message.allowed_follow:  # its tokens are the next message
+        if message.allowed_follow:  # finishing the step reads the next message, SetAllowedTokens
             replies.flush()
 
 
@@ -345,7 +345,7 @@ def _requests(
         message = channel.receive()
         if isinstance(message, RunStep | Propose | DropCache | LoadAdapter):
             yield message
-        elif not isinstance(message, SetAllowedTokens):  # its step failed before it needed the tokens
+        elif not isinstance(message, SetAllowedTokens):  # a failed step has not read its allowed tokens
             return
 
 

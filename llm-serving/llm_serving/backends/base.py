@@ -129,9 +129,9 @@ class Backend(Protocol):
         """
 
     def largest_logits(self) -> nn.Cell | None:
-        """(logits float32 [S, V]) -> int32 [S], float32 [S, 2]: the index of the largest logit of a row, the first of
-        equal ones; and the index with the logit. None: steps of one token per row have no graph of their own on this
-        backend.
+        """(logits float32 [S, V]) -> int32 [S], the index of each row's largest logit (the lowest of equal ones), and
+        float32 [S, 2], this index and the logit. None: the backend has no separate graph for steps with one token per
+        row.
         """
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:

@@ -38,8 +38,9 @@ ADAPTER_INPUT: Final = ("adapter_slots", 1)  # [T]
 NUM_TOKEN_ARRAYS: Final = 4
 """Arrays of `SINGLE_TOKEN_INPUTS[0]`: the first three of `STEP_INPUTS`, and the sources of the tokens."""
 SINGLE_TOKEN_INPUTS: Final = (("tokens", 2), ("previous", 1), ("block_tables", 2), ("batch_valid_length", 1))
-"""As `STEP_INPUTS`, for steps whose rows have one token each, all of which give a result. `tokens` is [4, T]. The
-source of a token is its index in `previous` [P], token ids on the device, followed by the token ids of this step.
+"""As `STEP_INPUTS`, for steps whose rows have one token each; every token has a result. `tokens` is [4, T]. The source
+of a token is an index: below P, of a token id in `previous` [P], which is on the device; from P on, of a token id of
+this step.
 """
 TOKEN_ROW_INPUTS: Final = (*SINGLE_TOKEN_INPUTS, ("q_seq_lens", 1), ("sample_indices", 1))
 """As `SINGLE_TOKEN_INPUTS`, with rows without tokens and tokens without results."""

@@ -21,7 +21,7 @@ KEEPALIVE_TIMEOUT_S: Final = 10
 """Seconds after which a machine that does not answer keepalive probes counts as lost."""
 _KEEPALIVE_INTERVAL_S: Final = 2
 _WAIT_INTERVAL_S: Final = 50e-6
-"""Interval in which `wait_for_data` looks: a fraction of the time of a step on a device."""
+"""Seconds between two polls of `wait_for_data`, a small part of the duration of a step on a device."""
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 65536
 
@@ -101,7 +101,7 @@ class Channel(Generic[Incoming]):
             del self._received[: _LENGTH.size + length]
 
     def wait_for_data(self, is_over: Callable[[], bool]) -> bool:
-        """Wait until the next bytes arrive. Return False if `is_over`, which is called again and again, ends that."""
+        """Poll until the next bytes arrive. Return False as soon as `is_over`, called at each poll, returns True."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         while not self._received and not poll.poll(0):

@@ -63,10 +63,10 @@ class StartedStep:
         return self._pending is None or self._pending[0].is_done
 
     def output(self) -> StepOutput:
-        """Wait for the step and return its results. Raise what the device or sampling raised."""
+        """Wait for the step and return its results. Errors of the device and of sampling are raised here."""
         if self._pending is not None:
             copy, finish = self._pending
             self._output = finish(copy.array())
-            self._pending = None  # which refers to the step before, and to memory of the device
+            self._pending = None  # frees the step before, and memory of the device
         assert self._output is not None
         return self._output

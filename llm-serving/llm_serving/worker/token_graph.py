@@ -31,7 +31,7 @@ class DeviceLogits:
 
 def most_likely(largest: Float32Array) -> Int32Array | None:
     """Return the token of the largest logit of each row, [S], from `DeviceLogits.largest`. None if a largest logit is
-    not finite: sampling says what is wrong with such logits.
+    not finite: sampling reports the error in such logits.
     """
     ids, values = largest.T
     return ids.astype(np.int32) if all_true(np.isfinite(values)) else None
