@@ -180,7 +180,7 @@ class Conversations:
         template, given = self._choose(with_tools=tools is not None), self._special_tokens | given | variables
         if not continue_final_message:
             return template.render(messages, **given)
-        sentinel = secrets.token_hex(16)  # The template does not know it, so it appears directly after the text.
+        sentinel = secrets.token_hex(16)  # The template cannot change it, so it marks the end of the text.
         last, changed = _with_sentinel(messages[-1], sentinel + " ")
         text = template.render([*messages[:-1], changed], **given)
         if sentinel not in text or last.strip() not in text:

@@ -1,4 +1,4 @@
-"""Special tokens in texts of users, as characters: `<|im_end|>` in a message ends no message.
+"""Tokenize special tokens in texts of users as characters, so that `<|im_end|>` in a message does not end it.
 
 A chat template mixes texts of users with control tokens. So each special token in a message gets a sentinel after
 its first character before the template is rendered. The prompt is split at the sentinels, and the parts, none of which
