@@ -86,8 +86,8 @@ class ServingConfig:
 
     @property
     def num_disk_blocks(self) -> int:
-        """KV blocks in the transfer buffer of each replica that are read from the disk cache at the same time, and as
-        many that are written: those of the longest request.
+        """KV blocks of the longest request; 0: there is no disk cache. The transfer buffer of each replica has that
+        many blocks for reads from the disk cache, and as many for writes to it.
         """
         return 0 if self.pa.disk_cache_path is None else self._longest_blocks
 

@@ -141,7 +141,8 @@ class DiskCache(StepObserver):
 
     def attach_sink(self, request: Request, context: SinkContext) -> None:
         """Give a request its output sink. Requests wait for the disk before they are added, except those with beams or
-        an adapter, of which the disk has nothing: 31 bits name an adapter, too few to tell all those that ever were.
+        an adapter. Blocks of adapters are not on the disk, because the 31 bits of an adapter's number are too few to
+        identify an adapter for as long as the files exist.
         """
         if request.beam_search is not None or request.adapter:
             attach_sink(request, context)
@@ -289,7 +290,7 @@ class DiskCache(StepObserver):
             del self._reading[each]
         blocks = self._reads.hand_over(lookup.key).blocks
         num_read = 0
-        if lookup.link is not self._executor.block_link:  # another WorkAgent serves now, perhaps with other weights
+        if lookup.link is not self._executor.block_link:  # a former WorkAgent read it, perhaps with other weights
             reply = None
         if reply is not None and lookup.is_waiting and reply.num_read <= len(blocks):
             num_read = reply.num_read

@@ -83,13 +83,13 @@ class DiskStore:
             logger.info(text, self.num_bytes / 2**20, max_bytes / 2**20, folder, fingerprint.hex()[:12])
 
     def touch(self, hashes: Sequence[bytes]) -> int:
-        """Return how many of the first blocks are stored, and count them as used now."""
+        """Return how many of the first blocks are stored, and mark these as used now."""
         for index, each in enumerate(hashes):
             try:
                 os.utime(self._own / each.hex())
             except FileNotFoundError:
                 return index
-            except OSError as error:  # in a read-only folder, blocks can be read but keep their time of use
+            except OSError as error:  # in a read-only folder, blocks can be read but not marked as used
                 self._record_failure(error)
                 if not os.access(self._own / each.hex(), os.R_OK):
                     return index
@@ -131,7 +131,7 @@ class DiskStore:
                 if total is None or total + num_bytes > self._max_bytes:
                     total, num_evicted = self._evict(lock, num_bytes)
                 self._own.mkdir(mode=0o700, exist_ok=True)
-                # Before the file: if this process is killed in between, the size is too large until the next eviction.
+                # The size comes first: if this process is killed before it has written the file, the size is too large.
                 self._write_total(lock, total + num_bytes)
                 try:
                     with temporary.open("wb") as file:
@@ -165,12 +165,12 @@ class DiskStore:
             num_evicted += 1
         self._write_total(lock, total)
         for folder in {os.path.dirname(each.path) for each in files[:num_evicted]} - {str(self._own)}:  # noqa: PTH120
-            with contextlib.suppress(OSError):  # it is not empty
+            with contextlib.suppress(OSError):  # the folder is not empty
                 os.rmdir(folder)  # noqa: PTH106
         return total, num_evicted
 
     def _files(self) -> Iterator[_File]:
-        """Yield the blocks of all models. Delete temporary files, which a process left that was killed."""
+        """Yield the blocks of all models. Delete temporary files that killed processes left."""
         for model in os.scandir(self.folder):
             if not model.is_dir(follow_symlinks=False) or len(model.name) != 2 * len(self._fingerprint):
                 continue

@@ -72,7 +72,7 @@ def serve_blocks(
         else:
             channel.send(_answer(message, pool))
         ended = clock()
-        if not isinstance(message, LoadBlocks):  # the master sends the next read at once
+        if not isinstance(message, LoadBlocks):  # a pause would delay the request that waits for the blocks
             pause_after(ended - began)
         began = ended
 
