@@ -66,8 +66,8 @@ class AdapterRegistry:
             raise ModelError(f"the adapter {adapter.name} is loaded already; unload it first")
         for other in self.by_name.values():
             if other.number == adapter.number and other.fingerprint != adapter.fingerprint:
-                rule = f"has the number {adapter.number} of the adapter {other.name}; save it again with other metadata"
-                raise ModelError(f"the adapter {adapter.name} {rule}")
+                rule = f"must not have the number {adapter.number} of the adapter {other.name}: their files differ"
+                raise ModelError(f"the adapter {adapter.name} {rule}. Save it again with other metadata")
         self.by_name = {**self.by_name, adapter.name: adapter}
         logger.info("adapter %s: %s, files %s", adapter.name, adapter.folder, adapter.fingerprint[:12])
 
