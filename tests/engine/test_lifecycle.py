@@ -170,7 +170,7 @@ def test_a_gate_holds_a_limited_number_of_requests_or_refuses_them() -> None:
         gate = Gate("the model sleeps", "wait", 2)
         held = [asyncio.create_task(gate.enter()) for _ in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(CapacityError, match="the model sleeps, and 2 requests wait for it"):
+        with pytest.raises(CapacityError, match="the model sleeps, and 2 requests wait already"):
             await gate.enter()
         gate.change("the model is paused", "wait")
         await asyncio.sleep(0)

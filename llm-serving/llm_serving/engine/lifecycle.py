@@ -43,7 +43,7 @@ class Gate:
         requests wait.
         """
         if self._num_waiting >= self._max_waiting:
-            rule = f"{self._num_waiting} requests wait for it (scheduler_config.max_waiting_queue)"
+            rule = f"{self._num_waiting} requests wait already (scheduler_config.max_waiting_queue)"
             raise CapacityError(f"{self.reason}, and {rule}")
         self._num_waiting += 1
         try:
