@@ -149,8 +149,8 @@ def _halves(name: str, tensor: ReadableTensor, heads: HeadCounts) -> Array:
 
 
 def untiled(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return the rows with heads of values grouped by key head. The file has the first head of all groups, then the
-    second head of all groups. Rows before these heads keep their position.
+    """Return the rows with heads of values grouped by key head. The file has the first head of every group, then the
+    second head of every group. Rows before these heads keep their position.
     """
     own = 1 if len(tensor.shape) == 1 or tensor.shape[0] == heads.linear_values else heads.linear_dim
     first = tensor.shape[0] - heads.linear_values * own

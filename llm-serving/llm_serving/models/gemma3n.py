@@ -1,5 +1,5 @@
-"""Gemma 3n: several residual streams (AltUp), a low-rank residual (LAuReL), sparse activations, inputs of tokens for
-each layer, and layers that share keys and values.
+"""Gemma 3n: several residual streams (AltUp), a low-rank residual (LAuReL), sparse activations, per-layer
+embeddings, and layers that share keys and values.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from llm_serving.network.operations import Value, Weight
 from llm_serving.network.streams import match_streams, mix_streams, sparsify
 
 LEAST_SQUARE = 1e-5
-"""Least mean square of a stream when it is scaled to the size of another."""
+"""Lower bound of the mean square of a stream that is scaled to the size of another."""
 
 
 def gemma3n(c: ConfigReader) -> Network:

@@ -1,5 +1,5 @@
-"""Gemma 4: layers with a window or with fewer, wider heads, inputs of tokens for each layer, a factor of each layer,
-and in one model experts beside the feed-forward block.
+"""Gemma 4: layers with a sliding window, or with fewer and wider heads, per-layer embeddings, a scale factor of each
+layer, and in one model experts beside the feed-forward block.
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
-"""Parts that Gemma 3n and Gemma 4 share: embeddings of tokens for each layer, and layers that read the keys and values
-of an earlier one.
+"""Parts that Gemma 3n and Gemma 4 share: per-layer embeddings, and layers that read the keys and values of an earlier
+layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IMAGES = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Embeddings of tokens for each layer, to which a projection of the token embedding is added."""
+    """Per-layer embeddings: each layer has its own, to which a projection of the token embedding is added."""
 
     prefix: str
     width: int
@@ -43,7 +43,7 @@ class LayerInputs:
     def apply(self, net: Network, x: Value, given: Value, at: str) -> Value:
         """Return what a layer adds for its input. `at`: tensor name prefix of the layer."""
         gate = net.activation(net.linear(x, at + "per_layer_input_gate", self.width), "gelu_tanh")
-        half = Scaled(0.5**0.5)  # of `given`
+        half = Scaled(0.5**0.5)  # scales `given`
         x = net.linear(net.multiply(given, gate), at + "per_layer_projection", net.hidden, transform=half)
         return net.rms_norm(x, at + "post_per_layer_input_norm")
 

@@ -100,8 +100,8 @@ class Graph:
                 self._consumers.setdefault(x.root, []).append(each)
 
     def store_of(self, attention: Operation) -> Operation:
-        """Return what stores the keys that an attention operation reads: the last `store_kv`, or attention that stores
-        them itself, of its layer before it.
+        """Return the operation that stores the keys which an attention operation reads: the last `store_kv` of its
+        layer before it, or attention that stores keys itself.
         """
         return self._stores[attention]
 
