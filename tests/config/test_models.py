@@ -124,5 +124,5 @@ def test_memory_error_names_the_need_of_each_model(tmp_path: Path) -> None:
     models = load(tmp_path, TWO.replace("path: two", "path: two, pa_config: {num_blocks: 134000000}")).models
     assert needed_bytes(models[0]) < needed_bytes(models[1])
     check_memory(models[:1])
-    with pytest.raises(ConfigError, match=r"`models` must fit into the .* that are free; .*: one [\d.]+ GB, two "):
+    with pytest.raises(ConfigError, match=r"`models` must fit into the .* of free memory; .*: one [\d.]+ GB, two "):
         check_memory(models)
