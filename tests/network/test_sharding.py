@@ -18,7 +18,7 @@ from support.family_configs import CONFIGS, RandomTensors, config_of
 from support.network_reference import parameters, run, run_ranks, step_of_prompt
 
 TOKENS = [5, 60, 7, 7, 31, 96, 0, 2, 44, 8, 13]
-REFUSED = ("deepseek2", "deepseek3", "olmo2", "minimax", "gemma3n", "gemma4, inputs of layers")
+REFUSED = ("deepseek2", "deepseek3", "deepseek3.2", "olmo2", "minimax", "gemma3n", "gemma4, inputs of layers")
 SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}
 
 
