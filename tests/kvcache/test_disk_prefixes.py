@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from llm_serving.core.request import DiskPrefix, Request
+from llm_serving.core.foreign_blocks import DiskPrefix
+from llm_serving.core.request import Request
 from llm_serving.core.step import BlockMove, BlockMoveKind
 from llm_serving.kvcache import BlockManager, disk_prefixes
 from llm_serving.kvcache.disk_prefixes import DiskPrefixes

@@ -42,8 +42,10 @@ if __name__ == "__main__":
     loading.load_runner = load_runner
     model_runner: Any = types.ModuleType("llm_serving.worker.model_runner")
     model_runner.ModelRunner = FakeRunner
+    started_step: Any = types.ModuleType("llm_serving.worker.started_step")
+    started_step.StartedStep = type("StartedStep", (), {})
     # the real modules would import MindSpore
-    sys.modules |= {module.__name__: module for module in (loading, model_runner)}
+    sys.modules |= {module.__name__: module for module in (loading, model_runner, started_step)}
 
     from llm_serving.work_agent import main
 

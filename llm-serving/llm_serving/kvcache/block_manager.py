@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from llm_serving.core.request import Request, Transfer
+from llm_serving.core.foreign_blocks import Transfer
+from llm_serving.core.request import Request
 from llm_serving.core.request_class import cache_namespace
 from llm_serving.core.step import NO_BLOCK, BlockMove, BlockMoveKind
 from llm_serving.core.window import NO_WINDOW, Window

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from llm_serving.core.request import DiskPrefix, Request
+from llm_serving.core.foreign_blocks import DiskPrefix
+from llm_serving.core.request import Request
 from llm_serving.core.step import BlockMove, BlockMoveKind
 from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.block_table import BlockTable

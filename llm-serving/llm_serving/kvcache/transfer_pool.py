@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 
-from llm_serving.core.request import Transfer
+from llm_serving.core.foreign_blocks import Transfer
 from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.block_table import BlockTable
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from llm_serving import __version__
-from llm_serving.core.request import FinishReason, Request, Transfer
+from llm_serving.core.foreign_blocks import Transfer
+from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.kvcache import BlockManager

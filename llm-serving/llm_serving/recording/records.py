@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 import msgspec
 
-from llm_serving.core.request import DiskPrefix, Transfer
+from llm_serving.core.foreign_blocks import DiskPrefix, Transfer
 from llm_serving.core.step import BlockMove
 from llm_serving.errors import RecordingError
 from llm_serving.kvcache.transfer_pool import TransferBlock

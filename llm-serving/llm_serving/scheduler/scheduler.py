@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from llm_serving.core.request import FINISHED, RUNNING, FinishReason, Request, RequestStatus, Transfer
+from llm_serving.core.foreign_blocks import Transfer
+from llm_serving.core.request import FINISHED, RUNNING, FinishReason, Request, RequestStatus
 from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.kvcache import BlockManager
 from llm_serving.kvcache.transfer_pool import TransferBlock

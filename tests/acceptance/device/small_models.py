@@ -48,13 +48,13 @@ def write(name: str, folder: Path) -> None:
 
 def device_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config with heads of `ASCEND_HEAD_MULTIPLE` and a context of `LONGEST`. Heads that are stored in a
-    multiple of it, and the context of a scaled rotary embedding, do not change. Neither do heads of models with states,
-    which Ascend refuses.
+    multiple of it, and the context of a scaled rotary embedding, do not change. Neither do heads of models with states
+    or latent attention, which Ascend refuses.
     """
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     changed: dict[str, Any] = {} if scaling else {key: LONGEST for key in _LENGTH_KEYS if key in config}
     spec = ModelSpec.from_hugging_face(config)
-    if spec.states or all(size % ASCEND_HEAD_MULTIPLE == 0 for size in spec.head_dims):
+    if spec.states or "kv_lora_rank" in config or all(size % ASCEND_HEAD_MULTIPLE == 0 for size in spec.head_dims):
         return {**config, **changed}
     heads = config["num_attention_heads"]
     times = ASCEND_HEAD_MULTIPLE // (config.get("head_dim") or config["hidden_size"] // heads)

@@ -31,13 +31,13 @@ def change_inputs(runner: Any, change: Callable[[Any, int], Any]) -> None:
 
 
 def before_each_step(runner: Any, call: Callable[[Any], None]) -> None:
-    execute = runner.ModelRunner.execute
+    start = runner.ModelRunner.start
 
     def changed(self: Any, step: Any, *rest: Any) -> Any:
         call(step)
-        return execute(self, step, *rest)
+        return start(self, step, *rest)
 
-    runner.ModelRunner.execute = changed
+    runner.ModelRunner.start = changed
 
 
 def attention_scale(runner: Any) -> None:

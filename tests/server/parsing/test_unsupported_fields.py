@@ -138,7 +138,7 @@ class TestMessages:
 
 
 class TestTgi:
-    @pytest.mark.parametrize("field", ["adapter_id", "watermark", "max_tokens", "unheard"])
+    @pytest.mark.parametrize("field", ["watermark", "max_tokens", "unheard"])
     def test_unsupported_values_are_refused(self, field):
         assert f"`{field}`" in refused("/generate", {"inputs": "x", "parameters": {field: SOMETHING}})
 
