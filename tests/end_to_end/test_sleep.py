@@ -59,7 +59,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 def body(number: int) -> dict[str, Any]:
     return {
         "prompt": f"Count from {number} to {number + 9}.",
-        "max_tokens": 40 + number,
+        "max_tokens": 150 + number,
         "temperature": 1.0,
         "seed": number,
         "ignore_eos": True,
@@ -78,11 +78,16 @@ async def load(client: httpx.AsyncClient) -> list[str]:
 
 
 async def running(client: httpx.AsyncClient) -> list[asyncio.Task[str]]:
-    """Return requests of which at least one is running."""
+    """Return requests that the server has accepted; at least one was running."""
+    ended = await metric(client, "vllm:request_success_total")
     tasks = [asyncio.create_task(ask(client, number)) for number in range(NUM_REQUESTS)]
-    while not await metric(client, "vllm:num_requests_running"):
-        await asyncio.sleep(0.005)
-    return tasks
+    while True:
+        num_accepted = await metric(client, "vllm:request_success_total") - ended
+        num_running = await metric(client, "vllm:num_requests_running")
+        num_accepted += num_running + await metric(client, "vllm:num_requests_waiting")
+        if num_accepted == NUM_REQUESTS and num_running:
+            return tasks
+        assert not all(task.done() for task in tasks), "none was seen running"
 
 
 async def post(client: httpx.AsyncClient, path: str) -> dict[str, Any]:
@@ -117,6 +122,8 @@ def test_requests_survive_pause_and_sleep_and_memory_is_freed(server: Server) ->
             tasks = await running(client)
             assert (await post(client, "/v1/pause?running=freeze"))["state"] == "the model is paused"
             steps = await metric(client, "llm_serving:steps_total")
+            while (latest := await metric(client, "llm_serving:steps_total")) != steps:
+                steps = latest  # at most two steps were in flight
             waits = asyncio.create_task(ask(client, 3))
             assert (await client.get("/health")).status_code == 503
             assert await metric(client, "llm_serving:steps_total") == steps

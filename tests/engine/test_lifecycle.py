@@ -41,19 +41,20 @@ def test_frozen_requests_continue_after_a_pause() -> None:
     async def run() -> None:
         async with Setup(num_replicas=2).running() as engine:
             await ready(engine, 2)
-            streams = [generate(engine) for _ in range(4)]
+            streams = [generate(engine, 60) for _ in range(4)]
             tokens = [await first_token(each) for each in streams]
             await engine.lifecycle.pause("freeze", "wait")
             assert engine.health().detail == "the model is paused" and not engine.health().ready
             with pytest.raises(UnavailableError, match="the model is paused since the request arrived"):
                 generate(engine)
             await engine.lifecycle.pause("freeze", "wait")
-            with pytest.raises(RequestError, match="`running` must be freeze or abort, because"):
-                await engine.lifecycle.pause("finish", "wait")
+            if engine.num_running:  # fake steps are so fast that all may have ended before the pause
+                with pytest.raises(RequestError, match="`running` must be freeze or abort, because"):
+                    await engine.lifecycle.pause("finish", "wait")
             await engine.lifecycle.resume()
             assert engine.health().ready
             for token, stream in zip(tokens, streams, strict=True):
-                assert [token, *await token_ids(stream)] == expected_output(PROMPT, 30)
+                assert [token, *await token_ids(stream)] == expected_output(PROMPT, 60)
 
     asyncio.run(run())
 
