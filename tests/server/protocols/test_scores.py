@@ -147,8 +147,8 @@ def test_reranker_refuses_embeddings():
     assert "is a reranker" in error_of(response)["message"]
 
 
-def test_model_without_text_names_the_routes_that_it_answers():
+def test_model_without_text_names_the_routes_that_it_answers(monkeypatch):
     engine = create_reranker()
-    engine.tokenizer.chat_template = lambda **_: ""
+    monkeypatch.setattr(engine.tokenizer, "chat_template", lambda **_: "")
     error = error_of(post(engine, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}))
     assert error["message"] == "`model` is a reranker, which answers only /v1/score and /rerank"
