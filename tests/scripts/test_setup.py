@@ -16,10 +16,10 @@ def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_setup_prints_progress_to_a_captured_output(tmp_path: Path) -> None:
-    """The script measures time with bash's `SECONDS`, which the test sets instead of waiting."""
+    """The script measures time with bash's `SECONDS`, which is a plain variable here after `unset`."""
     lines = "echo ' Collecting this'; echo ' Downloading that (800 MB)'"
     done = run(
-        f'SECONDS=0; read() {{ builtin read "$@" && SECONDS=$((SECONDS + 20)); }}; '
+        f'unset SECONDS; SECONDS=0; read() {{ builtin read "$@" && SECONDS=$((SECONDS + 20)); }}; '
         f"{{ {lines}; }} | show_progress installing",
         LLM_SERVING_VENV=str(tmp_path),
     )
