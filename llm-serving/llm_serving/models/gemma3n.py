@@ -7,9 +7,9 @@ from functools import partial
 from statistics import NormalDist
 
 from llm_serving.models.attention import attention_heads, rotary_embedding
-from llm_serving.models.config_reader import TEXT_CONFIG, ConfigReader
-from llm_serving.models.gemma_parts import GELU, IMAGES, LayerInputs, attention, shared_layers
-from llm_serving.models.layers import FULL, SLIDING, decoder, empty_network, gated_mlp, layer_kinds
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.gemma_parts import GELU, LayerInputs, attention, shared_layers, text_decoder, text_prefix
+from llm_serving.models.layers import FULL, SLIDING, empty_network, gated_mlp, layer_kinds
 from llm_serving.network.builder import Network
 from llm_serving.network.factors import Constant, Scaled
 from llm_serving.network.operations import Value, Weight
@@ -29,7 +29,7 @@ def gemma3n(c: ConfigReader) -> Network:
     sizes, sparsity = _sizes(c, len(kinds)), _sparsity(c, len(kinds))
     cap = c.number("final_logit_softcapping", 30.0)
     c.choice("hidden_activation", (GELU,), GELU)
-    prefix, inputs = "model.language_model." if c.has(TEXT_CONFIG) else "model.", list[Value]()
+    prefix, inputs = text_prefix(c), list[Value]()
     width, rows = c.integer("hidden_size_per_layer_input", 256), c.integer("vocab_size_per_layer_input", 262144)
     given = LayerInputs(prefix, width, len(kinds), rows, c.number("rms_norm_eps", 1e-6))
     streams = _Streams(net, c, prefix)
@@ -71,22 +71,7 @@ def gemma3n(c: ConfigReader) -> Network:
         added = given.apply(net, streams.scaled_active(corrected, at), inputs[index], at)
         return mix_streams(net, corrected, added, None, streams=streams.count, offset=1.0, first=1)
 
-    if c.has(TEXT_CONFIG):
-        for name in IMAGES:
-            net.allow_unused(f"model.{name}")
-    return decoder(
-        net,
-        c,
-        layer,
-        table=prefix + "embed_tokens",
-        layers=prefix + "layers",
-        norm=prefix + "norm",
-        tied=True,
-        table_scale=net.hidden**0.5,
-        rounded_scale=True,
-        cap=cap,
-        normalize=streams.normalize,
-    )
+    return text_decoder(net, c, layer, cap=cap, normalize=streams.normalize)
 
 
 class _Streams:

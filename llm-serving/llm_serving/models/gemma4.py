@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from llm_serving.models.attention import Heads, attention_heads, rope_config, rotary_embedding
-from llm_serving.models.config_reader import TEXT_CONFIG, ConfigReader
-from llm_serving.models.gemma_parts import GELU, IMAGES, LayerInputs, attention, shared_layers
-from llm_serving.models.layers import FULL, SLIDING, decoder, empty_network, gated_mlp, layer_kinds
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.gemma_parts import GELU, LayerInputs, attention, shared_layers, text_decoder, text_prefix
+from llm_serving.models.layers import FULL, SLIDING, empty_network, gated_mlp, layer_kinds
 from llm_serving.models.mixtures import mixture_of_experts
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting, ExpertStacks
@@ -28,7 +28,7 @@ def gemma4(c: ConfigReader) -> Network:
     keys_are_values, wide = c.boolean("attention_k_eq_v"), c.boolean("use_double_wide_mlp")
     cap = c.number("final_logit_softcapping") if c.has("final_logit_softcapping") else None
     c.choice("hidden_activation", (GELU,), GELU)
-    prefix, inputs = "model.language_model." if c.has(TEXT_CONFIG) else "model.", list[Value]()
+    prefix, inputs = text_prefix(c), list[Value]()
     given = _layer_inputs(c, prefix, len(kinds))
 
     def layer(hidden: Value, index: int, at: str) -> Value:
@@ -59,21 +59,7 @@ def gemma4(c: ConfigReader) -> Network:
         whole = shared_order((0,) * net.hidden)
         return net.scaled(hidden, Weight((at + "layer_scalar",), (net.hidden,), ((1,),), rows=whole))
 
-    if c.has(TEXT_CONFIG):
-        for name in IMAGES:
-            net.allow_unused(f"model.{name}")
-    return decoder(
-        net,
-        c,
-        layer,
-        table=prefix + "embed_tokens",
-        layers=prefix + "layers",
-        norm=prefix + "norm",
-        tied=True,
-        table_scale=net.hidden**0.5,
-        rounded_scale=True,
-        cap=cap,
-    )
+    return text_decoder(net, c, layer, cap=cap)
 
 
 def _layer_inputs(c: ConfigReader, prefix: str, layers: int) -> LayerInputs | None:

@@ -1,5 +1,5 @@
-"""Parts that Gemma 3n and Gemma 4 share: per-layer embeddings, and layers that read the keys and values of an earlier
-layer.
+"""Parts that Gemma 3n and Gemma 4 share: per-layer embeddings, layers that read the keys and values of an earlier
+layer, and the names of tensors in multimodal folders.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llm_serving.models.attention import HEAD_NORMS, QKV, Heads, output_columns, qkv_rows
-from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.config_reader import TEXT_CONFIG, ConfigReader
+from llm_serving.models.layers import Layer, Norm, decoder
 from llm_serving.network.builder import Network
 from llm_serving.network.factors import Scaled
 from llm_serving.network.operations import Value
@@ -46,6 +47,39 @@ class LayerInputs:
         half = Scaled(0.5**0.5)  # scales `given`
         x = net.linear(net.multiply(given, gate), at + "per_layer_projection", net.hidden, transform=half)
         return net.rms_norm(x, at + "post_per_layer_input_norm")
+
+
+def text_prefix(c: ConfigReader) -> str:
+    """Return the tensor name prefix of the text model."""
+    return "model.language_model." if c.has(TEXT_CONFIG) else "model."
+
+
+def text_decoder(
+    net: Network,
+    c: ConfigReader,
+    layer: Layer,
+    *,
+    cap: float | None,
+    normalize: Norm | None = None,
+) -> Network:
+    """Complete a network from its layers, as `layers.decoder`. Tensors for images and sound are left out."""
+    prefix = text_prefix(c)
+    if c.has(TEXT_CONFIG):
+        for name in IMAGES:
+            net.allow_unused(f"model.{name}")
+    return decoder(
+        net,
+        c,
+        layer,
+        table=prefix + "embed_tokens",
+        layers=prefix + "layers",
+        norm=prefix + "norm",
+        tied=True,
+        table_scale=net.hidden**0.5,
+        rounded_scale=True,
+        cap=cap,
+        normalize=normalize,
+    )
 
 
 def shared_layers(c: ConfigReader, kinds: Sequence[str], default: int) -> list[int | None]:
