@@ -8,7 +8,8 @@ ranks includes the change once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Float32Array, Operation, Weight
+from llm_serving.network.weights import picked
 
 PANEL: Final = 16
 """Rows of A that products read together; kPanelWidth of csrc/kernels.h."""
@@ -72,7 +74,7 @@ class AdaptedLinear:
             a[at : at + change.rank] = change.a
             b[first : first + heights[index], at : at + change.rank] = change.b * np.float32(change.scale)
             at += change.rank
-        return _picked(a.T, self.weight.columns).T, _picked(b, self.weight.rows)
+        return picked(a.T, self.weight.columns).T, picked(b, self.weight.rows)
 
 
 def with_adapters(
@@ -85,8 +87,7 @@ def with_adapters(
         max_rank: Highest rank of an adapter, rounded up to a multiple of `PANEL`.
         as_program: Whether a program computes the network; otherwise Cells do.
     """
-    adapted = Network(network.hidden, network.vocab)
-    adapted.__dict__.update(network.__dict__)
+    adapted = copy(network)
     head = network.head_operations
     operations: list[Operation] = []
     linears: list[AdaptedLinear] = []
@@ -153,12 +154,3 @@ class _Zeros:
 
     def __call__(self, num_positions: int) -> Float32Array:
         return np.zeros(self.shape, np.float32)
-
-
-def _picked(array: Float32Array, order: Sequence[int] | None) -> Float32Array:
-    if order is None:
-        return array
-    at = np.array(order)
-    rows: Float32Array = array[np.maximum(at, 0)]
-    rows[at < 0] = 0
-    return rows

@@ -42,8 +42,7 @@ def assemble_weight(weight: Weight, parts: Sequence[Array]) -> Array:
         stack = _picked_of_stack(parts, weight.rows)
     else:
         stack = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    if weight.columns is not None:
-        stack = _picked(stack.T, weight.columns).T
+    stack = picked(stack.T, weight.columns).T
     if weight.transform is not None:
         stack = weight.transform(stack)
     whole: Array = np.ascontiguousarray(stack.reshape(weight.shape))
@@ -52,7 +51,7 @@ def assemble_weight(weight: Weight, parts: Sequence[Array]) -> Array:
 
 def _picked_of_stack(parts: Sequence[Array], order: Sequence[int]) -> Array:
     if len(parts) == 1:
-        return _picked(parts[0], order)
+        return picked(parts[0], order)
     at = np.array(order)
     rows: Array = np.zeros((len(at), *parts[0].shape[1:]), parts[0].dtype)
     first = 0
@@ -63,7 +62,10 @@ def _picked_of_stack(parts: Sequence[Array], order: Sequence[int]) -> Array:
     return rows
 
 
-def _picked(array: Array, order: Sequence[int]) -> Array:
+def picked(array: Array, order: Sequence[int] | None) -> Array:
+    """Return the rows of an array in an order as `Weight.rows` states it."""
+    if order is None:
+        return array
     at = np.array(order)
     rows: Array = array[np.maximum(at, 0)]
     rows[at < 0] = 0
