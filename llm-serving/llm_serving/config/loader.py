@@ -5,7 +5,6 @@ the model's config.json, a rule that derives it from other keys, the default. `n
 """
 
 import dataclasses
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from llm_serving.config.legacy import (
 from llm_serving.config.models import OF_ROWS, ModelRow, combine, read_rows
 from llm_serving.config.models import SECTION as MODELS
 from llm_serving.config.paths import CREATED, DEMO_WORD, find, resolve, resolve_model, search_folders
+from llm_serving.config.rules import nearest
 from llm_serving.config.schema import DEFAULTS, OPTIONS, RULES, SECTIONS, TABLES, Origin, ServingConfig
 from llm_serving.config.sections.cluster import check_cluster
 from llm_serving.config.sections.device import check_device, set_block_size
@@ -277,8 +277,7 @@ def _use_rank_ports(reading: _Reading) -> None:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    best = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"the nearest known one is `{best[0]}`"
+    return f"the nearest known one is `{nearest(name, known)}`"
 
 
 def _nearest_key(name: str) -> str:
@@ -293,10 +292,7 @@ def _nearest_key(name: str) -> str:
 
 
 def _parse(name: str, given: _Given) -> Any:
-    try:
-        return RULES[name].parse(given.value)
-    except ValueError:
-        raise ConfigError(f"{given.source}: `{name}` {RULES[name].broken_by(given.value)}") from None
+    return RULES[name].value_of(name, given.value, given.source)
 
 
 def _typed(reading: _Reading) -> Values:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
-from llm_serving.config.rules import BOOLEAN, FRACTION, MODEL_NAME, Rule
+from llm_serving.config.rules import BOOLEAN, FRACTION, MODEL_NAME, Rule, nearest
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.yaml_reader import Located, plain
 from llm_serving.core.enums import EngineName
@@ -78,7 +77,7 @@ def _read_row(name: str, content: Located) -> ModelRow:
     for key, item in content.items():
         if key in OWN_KEYS:
             if item.value is not None:
-                setattr(row, key, _parse(f"{SECTION}.{name}.{key}", OWN_KEYS[key], item))
+                setattr(row, key, OWN_KEYS[key].value_of(f"{SECTION}.{name}.{key}", plain(item), item.where))
         elif key in SHORT_KEYS:
             row.keys.append((SHORT_KEYS[key], item))
         elif key in MODEL_SECTIONS:
@@ -88,21 +87,11 @@ def _read_row(name: str, content: Located) -> ModelRow:
                 raise ConfigError(f"{item.where}: `{SECTION}.{row.name}.model_config.model_name` {rule}")
         else:
             known = [*SHORT_KEYS, *OWN_KEYS, *MODEL_SECTIONS]
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ConfigError(
-                f"{item.where}: unknown key `{SECTION}.{name}.{key}`; the nearest known one is `{nearest}`"
-            )
+            rule = f"the nearest known one is `{nearest(key, known)}`"
+            raise ConfigError(f"{item.where}: unknown key `{SECTION}.{name}.{key}`; {rule}")
     if "model_config.model_path" not in [key for key, item in row.keys if item.value is not None]:
         raise ConfigError(f"{row.where}: `{SECTION}.{name}.path` must be given: a folder, or a name on a hub")
     return row
-
-
-def _parse(name: str, rule: Rule, item: Located) -> Any:
-    value = plain(item)
-    try:
-        return rule.parse(value)
-    except ValueError:
-        raise ConfigError(f"{item.where}: `{name}` {rule.broken_by(value)}") from None
 
 
 def combine(rows: Sequence[ModelRow], configs: Sequence[ServingConfig]) -> tuple[ServingConfig, ...]:

@@ -1,5 +1,6 @@
 """The declaration of one YAML key: its default, the values it accepts, and how an error states the rule."""
 
+import difflib
 import ipaddress
 import math
 import re
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from llm_serving.config.paths import Kind
-from llm_serving.errors import shorten
+from llm_serving.errors import ConfigError, shorten
 from llm_serving.hub import is_revision
 
 MEMORY_UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -37,6 +38,18 @@ class Rule:
     def broken_by(self, value: Any) -> str:
         """Return the error text that follows the key."""
         return f"{self.text}. Given: {shorten(value)}" if self.shows_value else self.text
+
+    def value_of(self, name: str, value: Any, where: str) -> Any:
+        """Return the typed value of the key `name`. Raise ConfigError, which names `where`, if it breaks the rule."""
+        try:
+            return self.parse(value)
+        except ValueError:
+            raise ConfigError(f"{where}: `{name}` {self.broken_by(value)}") from None
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return the known name that resembles `name` most."""
+    return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
 
 
 @dataclass(frozen=True)

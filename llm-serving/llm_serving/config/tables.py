@@ -6,12 +6,11 @@ A section in a file replaces all default rows. `--set section.row.key=value` cha
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from llm_serving.config.rules import BOOLEAN, FRACTION, ROW_NAME, SHA256, Rule, integer, positive
+from llm_serving.config.rules import BOOLEAN, FRACTION, ROW_NAME, SHA256, Rule, integer, nearest, positive
 from llm_serving.config.sections.server import is_loopback
 from llm_serving.config.values import Values
 from llm_serving.config.yaml_reader import Located, plain
@@ -133,18 +132,13 @@ class TableReader:
         row, rule = self.rows[name], self._table.rules.get(key)
         full = f"{self.section}.{name}.{key}"
         if rule is None:
-            nearest = difflib.get_close_matches(key, list(self._table.rules), n=1, cutoff=0.0)[0]
-            known = f"{self.section}.{name}.{nearest}"
+            known = f"{self.section}.{name}.{nearest(key, list(self._table.rules))}"
             raise ConfigError(f"{item.where}: unknown key `{full}`; the nearest known one is `{known}`")
         row.values.pop(key, None)
         row.sources[key] = item.where
         if item.value is None:
             return
-        value = plain(item)
-        try:
-            row.values[key] = rule.parse(value)
-        except ValueError:
-            raise ConfigError(f"{item.where}: `{full}` {rule.broken_by(value)}") from None
+        row.values[key] = rule.value_of(full, plain(item), item.where)
 
     def build(self) -> tuple[Any, ...]:
         """Return the rows as instances of the section's dataclass. Raise ConfigError if a row lacks a required key."""
@@ -235,7 +229,5 @@ def _check_anonymous_clients(values: Values, classes: TableReader, has_keys: boo
 
 def _check_class_name(key: str, name: str, source: str, classes: TableReader) -> None:
     if name not in classes.rows:
-        nearest = difflib.get_close_matches(name, list(classes.rows), n=1, cutoff=0.0)[0]
-        raise ConfigError(
-            f"{source}: `{key}` must be the name of a class; the nearest known one is `{nearest}`. Given: {name}"
-        )
+        rule = f"must be the name of a class; the nearest known one is `{nearest(name, list(classes.rows))}`"
+        raise ConfigError(f"{source}: `{key}` {rule}. Given: {name}")
