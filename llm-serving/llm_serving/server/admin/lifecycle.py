@@ -7,14 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.engine.lifecycle import DROP_WEIGHTS
+from llm_serving.engine.lifecycle import DROP_WEIGHTS, NewRequests, Running
 from llm_serving.errors import ModelError, RequestError
 from llm_serving.models.weight_reader import check_replacement
 from llm_serving.server.endpoint import Endpoint
@@ -25,8 +25,8 @@ from llm_serving.server.parsing.offload import json_response
 from llm_serving.server.receipts import ReceiptHook
 
 VERSION_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-RUNNING: Final = ("finish", "abort", "freeze")
-NEW_REQUESTS: Final = ("wait", "refuse")
+RUNNING: Final = get_args(Running)
+NEW_REQUESTS: Final = get_args(NewRequests)
 CHOICES: Final[Mapping[str, Mapping[str, Any]]] = {
     "running": {"type": "string", "enum": RUNNING},
     "new_requests": {"type": "string", "enum": NEW_REQUESTS},
