@@ -85,7 +85,7 @@ def rows_in_order(name: str, tensor: ReadableTensor, order: Array) -> PackedTens
     return PackedTensor(name, shape, {"rows": tensor}, lambda arrays: arrays["rows"], order)
 
 
-def flat(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
+def flat(name: str, tensor: ReadableTensor, heads: HeadCounts) -> StoredTensor:
     """Return a vector that the file stores with two dimensions."""
     return _plain(name, tensor, (math.prod(tensor.shape),))
 
@@ -105,7 +105,7 @@ def rates(name: str, tensor: ReadableTensor, heads: HeadCounts) -> PackedTensor:
         logarithms: Array = np.log(-decays)
         return logarithms
 
-    vector = _plain(name, tensor, (math.prod(tensor.shape),))
+    vector = flat(name, tensor, heads)
     return PackedTensor(name, vector.shape, {"decays": vector}, unpack)
 
 

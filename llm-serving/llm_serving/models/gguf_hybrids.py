@@ -36,11 +36,16 @@ def _mamba(reader: MetadataReader, config: Config) -> None:
     config["mamba_proj_bias"] = reader.has_in_layer("ssm_in.bias")
 
 
+def _number_of_each_layer(reader: MetadataReader, config: Config, name: str) -> list[int]:
+    numbers = reader.numbers(name)
+    if numbers is None or len(numbers) != config["num_hidden_layers"]:
+        raise reader.fail(reader.key(name), "must be a list with a number for each layer")
+    return numbers
+
+
 def _kv_heads(reader: MetadataReader, config: Config) -> list[int]:
     """Return the number of heads of keys and values in each layer, which is 0 without attention."""
-    counts = reader.numbers("attention.head_count_kv")
-    if counts is None or len(counts) != config["num_hidden_layers"]:
-        raise reader.fail(reader.key("attention.head_count_kv"), "must be a list with a number for each layer")
+    counts = _number_of_each_layer(reader, config, "attention.head_count_kv")
     config["num_key_value_heads"] = max(counts) or config["num_attention_heads"]
     return counts
 
@@ -81,9 +86,7 @@ def _falcon_h1(reader: MetadataReader, config: Config) -> None:
 
 
 def _nemotron_h(reader: MetadataReader, config: Config) -> None:
-    widths, count = reader.numbers("feed_forward_length"), config["num_hidden_layers"]
-    if widths is None or len(widths) != count:
-        raise reader.fail(reader.key("feed_forward_length"), "must be a list with a number for each layer")
+    widths = _number_of_each_layer(reader, config, "feed_forward_length")
     kinds = [ATTENTION if heads else MAMBA for heads in _kv_heads(reader, config)]
     config["hybrid_override_pattern"] = "".join(
         MLP if width else kind for width, kind in zip(widths, kinds, strict=True)
