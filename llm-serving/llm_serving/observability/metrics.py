@@ -331,7 +331,7 @@ class Metrics(Collector):
 
 
 class MergedMetrics:
-    """The metrics of several models. Each family occurs once; the label `model_name` tells the models apart."""
+    """The metrics of several models. Each family occurs once; the label `model_name` distinguishes the models."""
 
     def __init__(self, metrics: Sequence[Metrics]) -> None:
         self._first, *self._others = metrics

@@ -107,7 +107,8 @@ class DiskStore:
             return None
         end = len(content) - DIGEST_BYTES
         header = _HEADER.pack(MAGIC, self._fingerprint, block_hash, max(0, end - _HEADER.size))
-        if content[: _HEADER.size] == header and blake2b(content[:end], digest_size=16).digest() == content[end:]:
+        digest = blake2b(content[:end], digest_size=DIGEST_BYTES).digest()
+        if content[: _HEADER.size] == header and digest == content[end:]:
             return content[_HEADER.size : end]
         self.num_damaged += 1
         logger.warning("disk cache: %s is damaged and is deleted; its block is computed", path)
@@ -221,7 +222,7 @@ def open_disk_store(
     assert settings.disk_cache_path is not None
     model = Path(settings.model_path)
     files = files_of(model) if is_gguf(model) else [*model.iterdir()]
-    facts = (
+    covered = (
         code_fingerprint(),
         weight_fingerprint(model),
         sorted((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files if each.is_file()),
@@ -231,5 +232,5 @@ def open_disk_store(
         *(settings.implementation, settings.kernels, settings.exactness, settings.block_size, settings.max_model_len),
         *(settings.device_target, settings.num_ranks, settings.rank),
     )
-    fingerprint = blake2b(msgspec.msgpack.encode(facts), digest_size=16).digest()
+    fingerprint = blake2b(msgspec.msgpack.encode(covered), digest_size=16).digest()
     return DiskStore(Path(settings.disk_cache_path), settings.disk_cache_bytes, fingerprint)
