@@ -365,15 +365,19 @@ struct RecurrenceArgs {
   float low, high;                 // limits of softplus(a + bias)
 };
 
+// The request of a row, and the index of the row's token in it.
+struct RowOwner {
+  size_t request, position;
+};
+
 // Scores of the keys of one head, up to the position of each row: the sum over heads of weight * relu(q * key).
 struct KeyScoresArgs {
   const void* q;        // [rows, heads * dim]
   const void* weights;  // [rows, heads]
   const void* keys;     // [num_blocks, block_size, 1, dim]
   const int64_t* block_tables;
-  const size_t* requests;    // [rows], index of a block table
-  const int64_t* positions;  // [rows]
-  float* scores;             // [rows, scores_stride]; scores beyond the position of a row are not defined
+  const RowOwner* owners;  // [rows]; requests are indices of block tables
+  float* scores;           // [rows, scores_stride]; scores beyond the position of a row are not defined
   DType dtype;
   size_t rows, heads, dim;
   size_t q_stride, weights_stride;

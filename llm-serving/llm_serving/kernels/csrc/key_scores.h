@@ -31,9 +31,9 @@ void score_chunks(const KeyScoresArgs& args, size_t row, size_t first, size_t en
     const size_t left = heads - head;
     store_first(weights + head, load_first(given + head, left), left);
   }
-  const int64_t* table = args.block_tables + args.requests[row] * args.table_width;
+  const int64_t* table = args.block_tables + args.owners[row].request * args.table_width;
   const size_t in_a_block = args.block_size / kGroupTokens;
-  const size_t num_groups = static_cast<size_t>(args.positions[row]) / kGroupTokens + 1;
+  const size_t num_groups = args.owners[row].position / kGroupTokens + 1;
   for (size_t chunk = first; chunk < end; chunk++) {
     const Element* keys[kChunkGroups];
     size_t count = 0;
@@ -61,14 +61,14 @@ void score_chunks(const KeyScoresArgs& args, size_t row, size_t first, size_t en
 inline void key_scores(const KeyScoresArgs& args) {
   size_t largest = 0;
   for (size_t row = 0; row < args.rows; row++) {
-    const size_t chunks = static_cast<size_t>(args.positions[row]) / kChunkTokens + 1;
+    const size_t chunks = args.owners[row].position / kChunkTokens + 1;
     largest = chunks > largest ? chunks : largest;
   }
   const size_t items = (largest + kScoredChunks - 1) / kScoredChunks;
   with_element(args.dtype, [&](auto tag) {
     auto run = [&](size_t i) {
       const size_t row = i / items, first = i % items * kScoredChunks;
-      const size_t chunks = static_cast<size_t>(args.positions[row]) / kChunkTokens + 1;
+      const size_t chunks = args.owners[row].position / kChunkTokens + 1;
       const size_t end = first + kScoredChunks < chunks ? first + kScoredChunks : chunks;
       if (first < end) score_chunks<typename decltype(tag)::Element>(args, row, first, end);
     };

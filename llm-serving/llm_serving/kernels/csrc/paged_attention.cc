@@ -186,6 +186,17 @@ int read_requests(const Call& call, int block_tables, int query_lens, int contex
   return total == rows ? 0 : call.fail("query_lens add up to %zu, q has %zu rows", total, rows);
 }
 
+std::vector<RowOwner> row_owners(const Requests& requests) {
+  std::vector<RowOwner> rows;
+  for (size_t request = 0; request < requests.query_lens.size(); request++) {
+    const int64_t context = requests.context_lens[request];
+    for (int64_t at = context - requests.query_lens[request]; at < context; at++) {
+      rows.push_back({request, static_cast<size_t>(at)});
+    }
+  }
+  return rows;
+}
+
 int check_blocks(const Call& call, const Requests& requests, size_t num_blocks, size_t block_size, size_t window) {
   const size_t width = requests.table_width;
   for (size_t i = 0; i < requests.query_lens.size(); i++) {

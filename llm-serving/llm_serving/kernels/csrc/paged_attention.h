@@ -21,6 +21,9 @@ struct Requests {
 int read_requests(const Call& call, int block_tables, int query_lens, int context_lens, size_t rows,
                   Requests& requests);
 
+// Returns the owners of all rows of a step, in order.
+std::vector<RowOwner> row_owners(const Requests& requests);
+
 // Refuses requests whose block tables lack a block of the cache for a token that a row sees.
 int check_blocks(const Call& call, const Requests& requests, size_t num_blocks, size_t block_size, size_t window);
 

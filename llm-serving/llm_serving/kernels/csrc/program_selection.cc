@@ -60,24 +60,16 @@ int run_select_keys(const Instruction& in) {
   if (const int status = in.read_layer(in.integer(0), cache)) return status;
   const Rows selected = in.rows(in.output(0)), q = in.rows(in.input(0)), weights = in.rows(in.input(1));
   const Requests& requests = in.program().requests();
-  std::vector<size_t> owner;
-  std::vector<int64_t> positions;
-  for (size_t request = 0; request < requests.query_lens.size(); request++) {
-    const int64_t context = requests.context_lens[request];
-    for (int64_t at = context - requests.query_lens[request]; at < context; at++) {
-      owner.push_back(request);
-      positions.push_back(at);
-    }
-  }
+  const std::vector<RowOwner> owners = row_owners(requests);
   const size_t top_k = selected.width, bytes = in.program().element_bytes();
   auto* chosen = reinterpret_cast<int32_t*>(selected.data);
-  for (size_t first = 0, end = 0; first < owner.size(); first = end) {
+  for (size_t first = 0, end = 0; first < owners.size(); first = end) {
     // As many rows as scores fit. Rows that read all keys need none.
-    const bool scored = static_cast<size_t>(positions[first]) >= top_k;
+    const bool scored = owners[first].position >= top_k;
     size_t longest = 0;
-    for (end = first; end < owner.size(); end++) {
-      if ((static_cast<size_t>(positions[end]) >= top_k) != scored) break;
-      const size_t padded = static_cast<size_t>(positions[end]) / kChunkTokens * kChunkTokens + kChunkTokens;
+    for (end = first; end < owners.size(); end++) {
+      if ((owners[end].position >= top_k) != scored) break;
+      const size_t padded = owners[end].position / kChunkTokens * kChunkTokens + kChunkTokens;
       if (end > first && std::max(longest, padded) * (end + 1 - first) * sizeof(float) > kScoreBytes) break;
       longest = std::max(longest, padded);
     }
@@ -85,12 +77,12 @@ int run_select_keys(const Instruction& in) {
     if (scored) {
       scores = static_cast<float*>(scratch(Scratch::kScores, (end - first) * longest * sizeof(float)));
       kernels().key_scores({q.data + first * q.stride * bytes, weights.data + first * weights.stride * bytes,
-                            cache.keys, requests.block_tables.data(), owner.data() + first, positions.data() + first,
-                            scores, in.program().dtype(), end - first, weights.width, cache.key_dim, q.stride,
-                            weights.stride, longest, requests.table_width, cache.block_size});
+                            cache.keys, requests.block_tables.data(), owners.data() + first, scores,
+                            in.program().dtype(), end - first, weights.width, cache.key_dim, q.stride, weights.stride,
+                            longest, requests.table_width, cache.block_size});
     }
     auto select = [&](size_t i) {
-      select_largest(scored ? scores + i * longest : nullptr, static_cast<size_t>(positions[first + i]) + 1,
+      select_largest(scored ? scores + i * longest : nullptr, owners[first + i].position + 1,
                      chosen + (first + i) * selected.stride, top_k);
     };
     parallel_for(end - first, select);

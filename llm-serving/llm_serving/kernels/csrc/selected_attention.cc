@@ -26,8 +26,8 @@ struct RowKeys {
   int32_t last;
 };
 
-// Copies one key of `dim` elements from its lane of a group to a lane of another one. A group has `kInputs` adjacent
-// elements of each lane.
+// Copies one key of `dim` elements, token `from_lane` of a group, to token `to_lane` of group `to`. A group has
+// `kInputs` adjacent elements of each token (kv_layout.h).
 template <class Element, size_t kInputs>
 void copy_key(const Element* from, size_t from_lane, Element* to, size_t to_lane, size_t dim) {
   for (size_t i = 0; i < dim; i += kInputs) {
@@ -72,27 +72,10 @@ void copy_selected(const KvCache& cache, const RowKeys& of_row, size_t first, si
   }
 }
 
-// Where the rows of a step belong.
-struct RowOwner {
-  size_t request;
-  size_t position;  // in its request
-};
-
-std::vector<RowOwner> owners(const Requests& requests) {
-  std::vector<RowOwner> rows;
-  for (size_t request = 0; request < requests.query_lens.size(); request++) {
-    const int64_t context = requests.context_lens[request];
-    for (int64_t at = context - requests.query_lens[request]; at < context; at++) {
-      rows.push_back({request, static_cast<size_t>(at)});
-    }
-  }
-  return rows;
-}
-
 class SelectedAttention {
  public:
   SelectedAttention(const AttendArgs& args, const SelectedKeys& selected)
-      : args_(args), selected_(selected), owners_(owners(*args.requests)) {}
+      : args_(args), selected_(selected), owners_(row_owners(*args.requests)) {}
 
   void run() {
     for (size_t row = 0; row < owners_.size();) {
