@@ -156,19 +156,19 @@ def _visible_sequences(seen: EngineSnapshot, tenant: str | None) -> frozenset[in
 
 
 def _ended(record: RequestRecord) -> EndedRequest:
-    facts, first_token_time = record.summary, record.first_token_time
+    summary, first_token_time = record.summary, record.first_token_time
     ended = record.arrival_time if record.ended_time is None else record.ended_time
     return EndedRequest(
         id=record.request_id,
         request_class=record.request_class.name,
         tenant=record.tenant,
-        reason=facts.finish_reason,
+        reason=summary.finish_reason,
         seconds=ended - record.arrival_time,
         first_token=None if first_token_time is None else first_token_time - record.arrival_time,
-        prompt=facts.num_prompt_tokens,
-        cached=facts.num_cached_tokens,
-        output=facts.num_output_tokens,
-        preemptions=facts.num_preemptions,
+        prompt=summary.num_prompt_tokens,
+        cached=summary.num_cached_tokens,
+        output=summary.num_output_tokens,
+        preemptions=summary.num_preemptions,
     )
 
 
