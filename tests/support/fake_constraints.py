@@ -18,7 +18,7 @@ class LetterTokenizer:
     """A tokenizer of single bytes and pairs of letters with the methods that a grammar compiler needs."""
 
     vocab_size = VOCAB_SIZE
-    special_token_ids = mark_ids = frozenset({0, 1, END})
+    special_token_ids = delimiter_ids = frozenset({0, 1, END})
     bos_token_id = None
 
     def token_bytes(self, token_id: int) -> bytes:

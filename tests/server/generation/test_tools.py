@@ -181,7 +181,7 @@ def test_continued_chat_answer_with_channels_is_text() -> None:
 
 def test_chat_template_has_the_reasoning_effort() -> None:
     tokenizer = copy.copy(tokenizer_with("{{ messages[0].content }} {{ reasoning_effort }}{# </think> #}"))
-    tokenizer.mark_id = {"<think>": 0, "</think>": 1}.get  # type: ignore[method-assign]
+    tokenizer.delimiter_id = {"<think>": 0, "</think>": 1}.get  # type: ignore[method-assign]
     for effort, given in (("high", "high"), ("minimal", "low"), (None, "")):
         _, engine = ask(tokenizer, "x", tools=None, reasoning_effort=effort)
         assert tokenizer.decode(engine.submitted[0].prompt_token_ids).split(" ")[1:] == [given]
@@ -362,7 +362,7 @@ def test_tool_choice_required_refuses_incompatible_parameters(
 )
 def test_reasoning_budget_is_enforced(hermes: Tokenizer, fields: dict[str, Any], budget: int) -> None:
     tokenizer = copy.copy(hermes)
-    tokenizer.mark_id = {"<think>": 0, "</think>": 1}.get  # type: ignore[method-assign]
+    tokenizer.delimiter_id = {"<think>": 0, "</think>": 1}.get  # type: ignore[method-assign]
     _, engine = ask(tokenizer, "x", tools=None, limits={"reasoning_parser": "think"}, **fields)
     constraint = engine.submitted[0].constraint
     assert constraint is not None

@@ -22,13 +22,13 @@ def ask(
     *pieces: str,
     ends: FinishReason = FinishReason.STOP,
     template: str = HERMES,
-    marks: dict[str, int] | None = None,
+    delimiters: dict[str, int] | None = None,
     **body: Any,
 ) -> tuple[Any, FakeEngine]:
     engine = FakeEngine(Script(tuple(Piece(text) for text in pieces), ends), max_body_bytes=2**16)
     engine.tokenizer = tokenizer_with(template)
-    if marks is not None:
-        engine.tokenizer.mark_id = marks.get  # type: ignore[method-assign]
+    if delimiters is not None:
+        engine.tokenizer.delimiter_id = delimiters.get  # type: ignore[method-assign]
     content = {"model": "demo", "max_tokens": 8, "messages": [USER], "tools": [TOOL], **body}
     return post(engine, PATH, content), engine
 
@@ -148,7 +148,7 @@ def test_messages_unsupported_tool_error_names_the_field():
     ],
 )
 def test_messages_disabled_thinking_is_prevented(fields, thinks):
-    _, engine = ask("Yes.", marks={"<think>": 0, "</think>": 1}, thinking={"type": "disabled"}, **fields)
+    _, engine = ask("Yes.", delimiters={"<think>": 0, "</think>": 1}, thinking={"type": "disabled"}, **fields)
     constraint = engine.submitted[0].constraint
     assert (None if constraint is None else "thinking[" in constraint.grammar.text) == thinks
 

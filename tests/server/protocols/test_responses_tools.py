@@ -35,7 +35,7 @@ def ask(*pieces: str, ends: FinishReason = FinishReason.STOP, **body: Any) -> tu
 def engine_that_thinks(*pieces: str) -> FakeEngine:
     """Return an engine whose first token opens the reasoning and whose third closes it."""
     engine = engine_that_says(*pieces)
-    engine.tokenizer.mark_id = {"<think>": 500, "</think>": 502}.get  # type: ignore[method-assign]
+    engine.tokenizer.delimiter_id = {"<think>": 500, "</think>": 502}.get  # type: ignore[method-assign]
     return engine
 
 

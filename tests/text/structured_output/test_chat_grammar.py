@@ -13,11 +13,11 @@ from llm_serving.text.output_parsers.reasoning_formats import REASONING_FORMATS,
 from llm_serving.text.structured_output import Grammar, GrammarError
 from llm_serving.text.structured_output.chat_grammar import AnswerReasoning, Calls, answer_grammar
 from llm_serving.text.structured_output.grammars import json_grammar
-from llm_serving.text.tool_parsers import TOOL_FORMATS, Call, Callee, Marks
+from llm_serving.text.tool_parsers import TOOL_FORMATS, Call, Callee, Delimiters
 from support.constraint_runs import allowed_ids, random_answer
 from support.fakes import DEMO_CONSTRAINTS, DEMO_TOKENIZER
 
-TEXT_MARKS = Marks(lambda text: None)
+TEXT_DELIMITERS = Delimiters(lambda text: None)
 SIZE: dict[str, Any] = {
     "type": "object",
     "properties": {"size": {"$ref": "#/$defs/size"}, "unit": {"enum": ["cm", "m"]}},
@@ -53,7 +53,7 @@ def answers(grammar: Grammar, count: int = 10, max_tokens: int = 200) -> list[st
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 def test_grammar_requires_between_one_and_the_limit_of_calls(form: str, most: int | None) -> None:
     calls = Calls(TOOL_FORMATS[form], TOOLS, must=True, most=most)
-    found = answers(answer_grammar(None, calls, None, TEXT_MARKS))
+    found = answers(answer_grammar(None, calls, None, TEXT_DELIMITERS))
     assert found
     for text in found:
         content, called = calls_in(form, text)
@@ -77,7 +77,7 @@ def test_unquoted_strings_may_contain_any_characters(
 ) -> None:
     text = 'if a < b: "x" </b>\n<function=say> </parameter'
     calls = Calls(TOOL_FORMATS[form], [Callee("say", schema)], must=True, most=1)
-    grammar = answer_grammar(None, calls, None, TEXT_MARKS)
+    grammar = answer_grammar(None, calls, None, TEXT_DELIMITERS)
     assert DEMO_TOKENIZER.eos_token_ids[0] in allowed_after(grammar, before + text + after)
     assert calls_in(form, before + text + after) == ("", [("say", {"text": text})])
 
@@ -86,7 +86,7 @@ def test_unquoted_strings_may_contain_any_characters(
 @pytest.mark.parametrize("form", ["hermes", "llama", "mistral", "granite", "hunyuan", "cohere"])
 def test_arguments_follow_the_json_white_space_setting(form: str, whitespace: str) -> None:
     calls = Calls(TOOL_FORMATS[form], TOOLS, must=True, most=1)
-    for text in answers(answer_grammar(None, calls, None, Marks(lambda text: None, whitespace))):
+    for text in answers(answer_grammar(None, calls, None, Delimiters(lambda text: None, whitespace))):
         frame = text[text.index("{") : text.rindex("{")]
         assert max(map(len, re.findall(r"\s*", frame))) <= len(whitespace), text
 
@@ -123,7 +123,7 @@ def test_arguments_follow_the_json_white_space_setting(form: str, whitespace: st
 )
 def test_grammar_continues_an_opened_call_as_a_call(form: str, begun: str) -> None:
     thinking = AnswerReasoning(REASONING_FORMATS["harmony"], None) if form == "harmony" else None
-    grammar = answer_grammar(None, Calls(TOOL_FORMATS[form], TOOLS, must=False, most=None), thinking, TEXT_MARKS)
+    grammar = answer_grammar(None, Calls(TOOL_FORMATS[form], TOOLS, must=False, most=None), thinking, TEXT_DELIMITERS)
     follows = {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, begun)}
     assert "s" in follows
     assert form == "glm_lines" or follows.isdisjoint({"x", "1", "]"})
@@ -133,13 +133,13 @@ def test_grammar_continues_an_opened_call_as_a_call(form: str, begun: str) -> No
 
 def test_grammar_allows_structured_output_or_calls() -> None:
     calls = Calls(TOOL_FORMATS["hermes"], TOOLS, must=False, most=None)
-    found = answers(answer_grammar(json_grammar(json.dumps(ON)), calls, None, TEXT_MARKS), 30)
+    found = answers(answer_grammar(json_grammar(json.dumps(ON)), calls, None, TEXT_DELIMITERS), 30)
     assert {text[0] for text in found} == {"{", "<"}
 
 
 @pytest.mark.parametrize(("is_open", "before"), [(True, "Hm.</think>"), (False, "<think>Hm.</think>\n\n"), (False, "")])
 def test_grammar_allows_reasoning_before_the_answer(is_open: bool, before: str) -> None:
-    grammar = answer_grammar(json_grammar('{"const": 1}'), None, AnswerReasoning(THINK, is_open), TEXT_MARKS)
+    grammar = answer_grammar(json_grammar('{"const": 1}'), None, AnswerReasoning(THINK, is_open), TEXT_DELIMITERS)
     assert {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, before)} >= {"1"}
     assert "2" not in {DEMO_TOKENIZER.token_text(each) for each in allowed_after(grammar, before)}
 
@@ -149,7 +149,7 @@ def test_grammar_allows_reasoning_before_the_answer(is_open: bool, before: str) 
 def test_grammar_allows_text_around_the_answer(special: dict[str, int], must_match: bool) -> None:
     form = json_grammar('{"const": 1}') if must_match else None
     thinking = AnswerReasoning(REASONING_FORMATS["cohere"], is_open=False)
-    grammar = answer_grammar(form, None, thinking, Marks(special.get))
+    grammar = answer_grammar(form, None, thinking, Delimiters(special.get))
 
     def may_end_after(*parts: str) -> bool:
         matcher = DEMO_CONSTRAINTS.compiled(grammar).create_matcher()
@@ -168,7 +168,9 @@ def test_grammar_of_a_channel_format_allows_channels_answers_and_calls() -> None
     calls = Calls(TOOL_FORMATS["harmony"], TOOLS, must=False, most=None)
     for budget in (None, 2):
         thinking = AnswerReasoning(REASONING_FORMATS["harmony"], is_open=False, budget=budget)
-        matcher = DEMO_CONSTRAINTS.compiled(answer_grammar(form, calls, thinking, Marks(special.get))).create_matcher()
+        matcher = DEMO_CONSTRAINTS.compiled(
+            answer_grammar(form, calls, thinking, Delimiters(special.get))
+        ).create_matcher()
         thought = [0, *tokens_of("analysis"), 1, *tokens_of("Hm"), 3, *tokens_of("<|start|>assistant")]
         if budget is not None:
             assert allowed_ids(matcher.allowed_words(thought[: -len(tokens_of("<|start|>assistant")) - 1])) == [3]
@@ -184,7 +186,7 @@ def test_grammar_of_a_channel_format_allows_channels_answers_and_calls() -> None
 def test_grammar_refers_to_special_token_marks_by_id() -> None:
     special = {"[TOOL_CALLS]": 1, "[ARGS]": 3}
     calls = Calls(TOOL_FORMATS["mistral"], TOOLS, must=True, most=1)
-    matcher = DEMO_CONSTRAINTS.compiled(answer_grammar(None, calls, None, Marks(special.get))).create_matcher()
+    matcher = DEMO_CONSTRAINTS.compiled(answer_grammar(None, calls, None, Delimiters(special.get))).create_matcher()
     assert allowed_ids(matcher.allowed_words([])) == [1]
     named = tokens_of("switch")
     assert 3 in allowed_ids(matcher.allowed_words([1, *named]))
@@ -196,10 +198,10 @@ def test_grammar_refers_to_special_token_marks_by_id() -> None:
 def test_grammar_ends_reasoning_at_its_budget(form: Grammar | None, budget: int) -> None:
     """Reasoning may end in the middle of a character; structured output follows."""
     opening, closing = 0, 1
-    marks = Marks({"<think>": opening, "</think>": closing}.get)
+    delimiters = Delimiters({"<think>": opening, "</think>": closing}.get)
     for thinks_open in (True, False):
         constraint = DEMO_CONSTRAINTS.compiled(
-            answer_grammar(form, None, AnswerReasoning(THINK, thinks_open, budget), marks)
+            answer_grammar(form, None, AnswerReasoning(THINK, thinks_open, budget), delimiters)
         )
         for seed in range(6):
             output = [] if thinks_open else [opening]
@@ -215,14 +217,14 @@ def test_grammar_ends_reasoning_at_its_budget(form: Grammar | None, budget: int)
 
 def test_reasoning_budget_needs_a_closing_token() -> None:
     with pytest.raises(GrammarError, match="the model has no token for </think>"):
-        answer_grammar(None, None, AnswerReasoning(THINK, True, 5), TEXT_MARKS)
+        answer_grammar(None, None, AnswerReasoning(THINK, True, 5), TEXT_DELIMITERS)
 
 
 def test_unsupported_constraints_of_a_lenient_tool_are_ignored() -> None:
     unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     for strict in (False, True):
         calls = Calls(TOOL_FORMATS["hermes"], [Callee("f", unique, strict)], must=True, most=1)
-        grammar = answer_grammar(None, calls, None, TEXT_MARKS)
+        grammar = answer_grammar(None, calls, None, TEXT_DELIMITERS)
         if strict:
             with pytest.raises(GrammarError, match="uniqueItems"):
                 DEMO_CONSTRAINTS.compiled(grammar)

@@ -22,7 +22,7 @@ from llm_serving.text.output_parsers.chat_message import AnswerParser
 from llm_serving.text.output_parsers.reasoning import ReasoningParser
 from llm_serving.text.output_parsers.reasoning_formats import REASONING_FORMATS, ReasoningFormat, reasoning_format_in
 from llm_serving.text.structured_output.chat_grammar import AnswerReasoning, Calls, answer_grammar, arguments_grammar
-from llm_serving.text.tool_parsers import TOOL_FORMATS, Callee, Marks, ToolFormat, format_in
+from llm_serving.text.tool_parsers import TOOL_FORMATS, Callee, Delimiters, ToolFormat, format_in
 from llm_serving.text.tool_parsers.harmony import HarmonyParser
 
 MAX_BUDGET: Final = 2**24
@@ -168,19 +168,19 @@ def chat_output(
     if budget is not None and (reasoning is None or reasoning.is_open is None):
         raise RequestError(budget.field, "is not supported: the model's chat template does not mark reasoning")
     calls = None if offered is None else Calls(offered.format, offered.callees, offered.must_call, offered.max_calls)
-    marks = Marks(engine.tokenizer.mark_id, json_whitespace(engine))
+    delimiters = Delimiters(engine.tokenizer.delimiter_id, json_whitespace(engine))
     if reasoning is not None and budget is not None:
         reasoning = replace(reasoning, budget=budget.num_tokens)
     parts = [] if content is None else [content]
     if budget is not None:
-        parts.append(StructuredOutput(budget.field, lambda _: answer_grammar(None, None, reasoning, marks)))
+        parts.append(StructuredOutput(budget.field, lambda _: answer_grammar(None, None, reasoning, delimiters)))
     if request.tools is not None and offered is not None:
         fields = {tool.function.name: f"tools[{i}].function.parameters" for i, tool in enumerate(request.tools)}
         parts += [StructuredOutput(fields[each.name], partial(arguments_grammar, each)) for each in offered.callees]
     return StructuredOutput(
         parts[0].field if content is not None or constrained_by is None else constrained_by,
         lambda whitespace: answer_grammar(
-            None if content is None else content.make(whitespace), calls, reasoning, marks
+            None if content is None else content.make(whitespace), calls, reasoning, delimiters
         ),
         parts,
         (lambda: 0) if content is None else content.size,
@@ -211,12 +211,14 @@ def reasoning_counter(
     if reasoning is None or reasoning.is_open is None:
         return None
     form = reasoning.format
-    closing = tokenizer.mark_id(Marks.parts(form.closing)[0])
+    closing = tokenizer.delimiter_id(Delimiters.parts(form.closing)[0])
     if closing is None:
         return None
-    marks = [tokenizer.mark_id(form.opening)]
+    delimiters = [tokenizer.delimiter_id(form.opening)]
     opening = (
-        tokenizer.encode(form.opening, False) if form.has_channels else [each for each in marks if each is not None]
+        tokenizer.encode(form.opening, False)
+        if form.has_channels
+        else [each for each in delimiters if each is not None]
     )
     return ReasoningTokenCounter(opening, closing, is_open=reasoning.is_open, reopens=form.has_channels)
 

@@ -16,8 +16,8 @@ class ReasoningFormat:
     """Delimiters of a format.
 
     Attributes:
-        mark: Regular expression that matches only chat templates of such models. The first matching format in the table
-            is used.
+        template_pattern: Regular expression that matches only chat templates of such models. The first matching format
+            in the table is used.
         opening: Delimiter before the reasoning.
         closing: Delimiter after the reasoning.
         answer: Delimiters before and after the answer, which models may omit; empty: none.
@@ -26,7 +26,7 @@ class ReasoningFormat:
         has_channels: Whether every part of an answer has a header, so that reasoning may also follow calls or text.
     """
 
-    mark: str
+    template_pattern: str
     opening: str = "<think>"
     closing: str = "</think>"
     answer: tuple[str, str] = ("", "")
@@ -80,4 +80,4 @@ REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
 
 @lru_cache(maxsize=16)
 def reasoning_format_in(template: str) -> ReasoningFormat | None:
-    return next((each for each in REASONING_FORMATS.values() if re.search(each.mark, template)), None)
+    return next((each for each in REASONING_FORMATS.values() if re.search(each.template_pattern, template)), None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llm_serving.text.output_parsers.reasoning_formats import ReasoningFormat
 from llm_serving.text.structured_output.grammars import Grammar, GrammarError, json_grammar, lark_grammar
-from llm_serving.text.tool_parsers import Callee, Marks, ToolFormat
+from llm_serving.text.tool_parsers import Callee, Delimiters, ToolFormat
 from llm_serving.text.tool_parsers.base import COMMON
 
 
@@ -43,7 +43,7 @@ class AnswerReasoning:
 
 
 def answer_grammar(
-    form: Grammar | None, calls: Calls | None, reasoning: AnswerReasoning | None, marks: Marks
+    form: Grammar | None, calls: Calls | None, reasoning: AnswerReasoning | None, delimiters: Delimiters
 ) -> Grammar:
     """Return the grammar of an answer. Raise GrammarError if the schema of a tool, or the budget, cannot be enforced.
 
@@ -51,26 +51,26 @@ def answer_grammar(
         form: Grammar of the response format; None: any text.
         calls: Allowed tool calls; None: no calls.
         reasoning: None: the model does not reason.
-        marks: Grammar terms of delimiters, such as `</think>`.
+        delimiters: Grammar terms of delimiters, such as `</think>`.
     """
     if form is not None and calls is None and reasoning is None:
         return form
     content = "TEXT?" if form is None else "@form"
     plain = "" if reasoning is not None and reasoning.format.has_channels else content
     if calls is None:
-        options = [plain, _framed(content, reasoning, marks)]
+        options = [plain, _framed(content, reasoning, delimiters)]
     elif calls.must:
         options = ["calls"]
     else:
-        options = [*(["free"] if form is None else ["calls", plain]), _framed(content, reasoning, marks)]
+        options = [*(["free"] if form is None else ["calls", plain]), _framed(content, reasoning, delimiters)]
     body = " | ".join(filter(None, options))
-    text = f"start: {_thought(reasoning, marks)} body\nbody: {body}\n"
+    text = f"start: {_thought(reasoning, delimiters)} body\nbody: {body}\n"
     named = {} if form is None else {"form": form}
     if reasoning is not None and reasoning.is_open is not None:
-        text += _thought_rule(reasoning, marks)
+        text += _thought_rule(reasoning, delimiters)
     if calls is not None:
-        text += calls.format.rules(calls.callees, calls.most, marks)
-        named |= {f"args{i}": arguments_grammar(each, marks.whitespace) for i, each in enumerate(calls.callees)}
+        text += calls.format.rules(calls.callees, calls.most, delimiters)
+        named |= {f"args{i}": arguments_grammar(each, delimiters.whitespace) for i, each in enumerate(calls.callees)}
     return lark_grammar(text + COMMON, **{name: each for name, each in named.items() if f"@{name}" in text})
 
 
@@ -79,27 +79,27 @@ def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
     return json_grammar(json.dumps({"type": "object", **callee.schema}), whitespace, lenient=not callee.strict)
 
 
-def _framed(content: str, reasoning: AnswerReasoning | None, marks: Marks) -> str:
+def _framed(content: str, reasoning: AnswerReasoning | None, delimiters: Delimiters) -> str:
     """Return the term of an answer between its delimiters; "" if there are none, or if the answer may contain them."""
     if reasoning is None or not reasoning.format.answer[0]:
         return ""
     opening, closing = reasoning.format.answer
-    if content == "TEXT?" and not (reasoning.format.has_channels or marks.are_special(opening)):
+    if content == "TEXT?" and not (reasoning.format.has_channels or delimiters.are_special(opening)):
         return ""
-    return f"{marks(opening)} WS? {content}" + (f" WS? {marks(closing)} WS?" if closing else "")
+    return f"{delimiters(opening)} WS? {content}" + (f" WS? {delimiters(closing)} WS?" if closing else "")
 
 
-def _thought_rule(reasoning: AnswerReasoning, marks: Marks) -> str:
+def _thought_rule(reasoning: AnswerReasoning, delimiters: Delimiters) -> str:
     closing, budget = reasoning.format.closing, reasoning.budget
     if budget is None:
-        return marks.up_to("thought", closing)
-    if not marks.are_special(marks.parts(closing)[0]):
+        return delimiters.up_to("thought", closing)
+    if not delimiters.are_special(delimiters.parts(closing)[0]):
         raise GrammarError(f"cannot be enforced: the model has no token for {closing}; leave out the reasoning budget")
     bounded = f"thinking[max_tokens={budget}]: /(?s:.*)/\n" if budget else ""
-    return f"thought: {'thinking' if budget else ''} {marks(closing)}\n{bounded}"
+    return f"thought: {'thinking' if budget else ''} {delimiters(closing)}\n{bounded}"
 
 
-def _thought(reasoning: AnswerReasoning | None, marks: Marks) -> str:
+def _thought(reasoning: AnswerReasoning | None, delimiters: Delimiters) -> str:
     if reasoning is None or reasoning.is_open is None:
         return ""
-    return "thought WS?" if reasoning.is_open else f"({marks(reasoning.format.opening)} thought)? WS?"
+    return "thought WS?" if reasoning.is_open else f"({delimiters(reasoning.format.opening)} thought)? WS?"

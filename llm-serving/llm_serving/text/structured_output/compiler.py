@@ -46,7 +46,7 @@ class _Tokens:
         self.bos_token_id = tokenizer.bos_token_id
         self.tokens = token_bytes
         # A token that ends an output is never part of a text.
-        special = tokenizer.mark_ids.union(end_ids)
+        special = tokenizer.delimiter_ids.union(end_ids)
         self.special_token_ids = sorted(token_id for token_id in special if token_id < len(token_bytes))
 
     def __call__(self, text: str) -> list[int]:

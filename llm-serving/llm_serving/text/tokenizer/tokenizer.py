@@ -184,16 +184,16 @@ class Tokenizer:
         return self._named_class
 
     @cached_property
-    def mark_ids(self) -> frozenset[int]:
+    def delimiter_ids(self) -> frozenset[int]:
         """Ids of tokens that are not text in structured output: special tokens and reasoning tags."""
-        marks = {text for each in REASONING_FORMATS.values() for text in (each.opening, each.closing)}
-        ids = map(self._vocabulary.token_id, marks)
+        delimiters = {text for each in REASONING_FORMATS.values() for text in (each.opening, each.closing)}
+        ids = map(self._vocabulary.token_id, delimiters)
         return self.special_token_ids.union(token_id for token_id in ids if token_id is not None)
 
-    def mark_id(self, text: str) -> int | None:
-        """Return the id of a token in `mark_ids` by its text, else None."""
+    def delimiter_id(self, text: str) -> int | None:
+        """Return the id of a token in `delimiter_ids` by its text, else None."""
         token_id = self._vocabulary.token_id(text)
-        return token_id if token_id in self.mark_ids else None
+        return token_id if token_id in self.delimiter_ids else None
 
     def _special_id(self, name: str) -> int | None:
         if (text := self._special_texts.get(name)) is None:

@@ -23,18 +23,18 @@ from llm_serving.text.tool_parsers import (
     pythonic,
     xml_calls,
 )
-from llm_serving.text.tool_parsers.base import Call, Callee, Marks, Part, Thought, ToolParser
+from llm_serving.text.tool_parsers.base import Call, Callee, Delimiters, Part, Thought, ToolParser
 
-__all__ = ["TOOL_FORMATS", "Call", "Callee", "Marks", "Part", "Thought", "ToolFormat", "ToolParser", "format_in"]
+__all__ = ["TOOL_FORMATS", "Call", "Callee", "Delimiters", "Part", "Thought", "ToolFormat", "ToolParser", "format_in"]
 
 
 @dataclass(frozen=True)
 class ToolFormat:
     create: Callable[[Mapping[str, Mapping[str, Any]]], ToolParser]
     """Creates a parser of one answer from tool name -> JSON schema of its arguments."""
-    rules: Callable[[Sequence[Callee], int | None, Marks], str]
+    rules: Callable[[Sequence[Callee], int | None, Delimiters], str]
     """Returns the grammar rules of the tools. Arguments: tools, maximum number of calls (None: unlimited), terms."""
-    mark: str
+    template_pattern: str
     """Regular expression that matches only chat templates of such models. The first matching format in the table is
     used."""
     special_tokens: bool = False
@@ -47,20 +47,20 @@ class ToolFormat:
     """Returns calls (name, arguments) in the model's syntax, for chat templates that do not render them."""
 
 
-def _xml(layout: xml_calls.XmlLayout, mark: str) -> ToolFormat:
+def _xml(layout: xml_calls.XmlLayout, template_pattern: str) -> ToolFormat:
     create, rules = partial(xml_calls.create, layout), partial(xml_calls.rules, layout)
-    return ToolFormat(create, rules, mark, special_tokens=layout is not xml_calls.QWEN)
+    return ToolFormat(create, rules, template_pattern, special_tokens=layout is not xml_calls.QWEN)
 
 
-def _json(layout: json_lists.JsonListLayout, mark: str, *, special_tokens: bool = False) -> ToolFormat:
+def _json(layout: json_lists.JsonListLayout, template_pattern: str, *, special_tokens: bool = False) -> ToolFormat:
     create, rules = partial(json_lists.create, layout), partial(json_lists.rules, layout)
-    return ToolFormat(create, rules, mark, special_tokens, written=partial(json_lists.written, layout))
+    return ToolFormat(create, rules, template_pattern, special_tokens, written=partial(json_lists.written, layout))
 
 
-def _python(layout: pythonic.PythonicLayout, mark: str) -> ToolFormat:
+def _python(layout: pythonic.PythonicLayout, template_pattern: str) -> ToolFormat:
     create, rules = partial(pythonic.create, layout), partial(pythonic.rules, layout)
     written = partial(pythonic.written, layout)
-    return ToolFormat(create, rules, mark, special_tokens=layout is pythonic.LFM2, written=written)
+    return ToolFormat(create, rules, template_pattern, special_tokens=layout is pythonic.LFM2, written=written)
 
 
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
@@ -102,4 +102,4 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
 
 @lru_cache(maxsize=16)
 def format_in(template: str) -> str | None:
-    return next((name for name, each in TOOL_FORMATS.items() if re.search(each.mark, template)), None)
+    return next((name for name, each in TOOL_FORMATS.items() if re.search(each.template_pattern, template)), None)

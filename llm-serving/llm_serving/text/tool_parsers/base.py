@@ -77,7 +77,7 @@ class ToolParser(Protocol):
         """Return the remaining parts at the end of the answer. `add` must not be called afterwards."""
 
 
-class MarkedCalls:
+class DelimitedCalls:
     """Parser of formats whose calls follow an opening. Text after an opening that is not a call is returned unchanged.
     White space between text and a call, and between calls, is dropped. `readers`: opening -> function that creates a
     reader of the text after it; `begins_open`: whether the answer starts as if after the first opening.
@@ -204,7 +204,7 @@ class Callee:
     strict: bool = False
 
 
-class Marks:
+class Delimiters:
     """Grammar terms for delimiters (`special_id`: text -> special token id or None) and for white space in JSON."""
 
     def __init__(
@@ -247,17 +247,17 @@ def repeated(rule: str, between: str, most: int | None) -> str:
     return rule if most == 1 else f"{rule} ({between} {rule}){times}"
 
 
-def framed(openings: Sequence[str], inside: str, marks: Marks) -> str:
+def framed(openings: Sequence[str], inside: str, delimiters: Delimiters) -> str:
     """Return the rules of a format in which all calls of an answer, the term `inside`, follow one of the openings. A
     forced call uses the first opening.
     """
-    opened = [marks.up_to(f"opened{i}", each) for i, each in enumerate(openings)]
+    opened = [delimiters.up_to(f"opened{i}", each) for i, each in enumerate(openings)]
     names = " | ".join(f"opened{i}" for i in range(len(openings)))
-    return f"calls: {marks(openings[0])} {inside}\nfree: (({names}) {inside})? TEXT?\n{''.join(opened)}"
+    return f"calls: {delimiters(openings[0])} {inside}\nfree: (({names}) {inside})? TEXT?\n{''.join(opened)}"
 
 
 def json_calls(
-    callees: Sequence[Callee], arguments: str, marks: Marks, *, name: str = "name", first: Sequence[str] = ()
+    callees: Sequence[Callee], arguments: str, delimiters: Delimiters, *, name: str = "name", first: Sequence[str] = ()
 ) -> str:
     """Return rules that define `call`: a JSON object with the tool's name under the key `name`, and its arguments under
     the key `arguments`. `first`: grammar terms of the members before these two.
@@ -266,10 +266,10 @@ def json_calls(
     for i, each in enumerate(callees):
         parts = (literal(name), ":", literal(each.name), ",", literal(arguments), ":")
         terms = (literal("{"), *first, *map(literal, parts))
-        gap = "GAP? " if marks.whitespace else ""
+        gap = "GAP? " if delimiters.whitespace else ""
         rules.append(f"call{i}: {''.join(f'{term} {gap}' for term in terms)}@args{i} {gap}{literal('}')}\n")
-    if marks.whitespace:
-        rules.append(f"GAP: /{marks.whitespace}/\n")
+    if delimiters.whitespace:
+        rules.append(f"GAP: /{delimiters.whitespace}/\n")
     return "".join(rules)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from llm_serving.text.structured_output.grammars import literal
 from llm_serving.text.tool_parsers import headed_calls
-from llm_serving.text.tool_parsers.base import Callee, Marks, ToolParser
+from llm_serving.text.tool_parsers.base import Callee, Delimiters, ToolParser
 from llm_serving.text.tool_parsers.headed_calls import HeadedLayout
 
 OPENING: Final = "<｜tool▁calls▁begin｜>"
@@ -59,12 +59,14 @@ def _describe(tools: Sequence[Mapping[str, Any]], call: str) -> str:
     return "\n\n".join(parts)
 
 
-def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    return headed_calls.rules(_LAYOUT, callees, most, marks, lambda name: f"{literal(name)} {marks(_NAME_END)}")
+def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
+    return headed_calls.rules(
+        _LAYOUT, callees, most, delimiters, lambda name: f"{literal(name)} {delimiters(_NAME_END)}"
+    )
 
 
-def fenced_rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+def fenced_rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
     def head(name: str) -> str:
-        return f'"function" {marks(_NAME_END)} {literal(name + _JSON)}'
+        return f'"function" {delimiters(_NAME_END)} {literal(name + _JSON)}'
 
-    return headed_calls.rules(_LAYOUT, callees, most, marks, head, literal(_JSON_END))
+    return headed_calls.rules(_LAYOUT, callees, most, delimiters, head, literal(_JSON_END))

@@ -11,8 +11,8 @@ from llm_serving.text.structured_output.grammars import definitions_of
 from llm_serving.text.tool_parsers.base import (
     Call,
     Callee,
-    MarkedCalls,
-    Marks,
+    DelimitedCalls,
+    Delimiters,
     NotACallError,
     ToolParser,
     any_of,
@@ -74,32 +74,32 @@ class _Source(PythonicSource):
 
 def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
     del schemas
-    return MarkedCalls({OPENING: partial(PythonicReader, CLOSING, partial(calls_in, source=_Source))})
+    return DelimitedCalls({OPENING: partial(PythonicReader, CLOSING, partial(calls_in, source=_Source))})
 
 
-def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
     """Return the grammar rules of calls (see `base`): arguments in schema order, objects and lists as JSON. Of the
     constraints on strings only `enum` and `const` are enforced.
     """
-    rest = f"call {marks(CLOSING)}"
+    rest = f"call {delimiters(CLOSING)}"
     times = "*" if most is None else f"{{0,{most}}}"
-    calls = "".join(_call_rules(f"call{i}", each, marks) for i, each in enumerate(callees))
+    calls = "".join(_call_rules(f"call{i}", each, delimiters) for i, each in enumerate(callees))
     return (
         f"calls: {repeated('whole', 'WS?', most)}\n"
-        f"whole: {marks(OPENING)} {rest}\n"
+        f"whole: {delimiters(OPENING)} {rest}\n"
         f"free: (opened {rest}){times} TEXT?\n"
-        f"{marks.up_to('opened', OPENING)}{marks.up_to('quoted', QUOTE)}"
+        f"{delimiters.up_to('opened', OPENING)}{delimiters.up_to('quoted', QUOTE)}"
         f"call: {any_of(callees)}\n{calls}"
     )
 
 
-def _call_rules(rule: str, callee: Callee, marks: Marks) -> str:
+def _call_rules(rule: str, callee: Callee, delimiters: Delimiters) -> str:
     definitions = definitions_of(callee.schema)
 
     def value(schema: Any) -> str:
-        term = value_term(schema, definitions, callee, marks.whitespace)
+        term = value_term(schema, definitions, callee, delimiters.whitespace)
         if term is None:
-            return f"{marks(QUOTE)} quoted"
-        return term if term.startswith("%json") else f"{marks(QUOTE)} {term} {marks(QUOTE)}"
+            return f"{delimiters(QUOTE)} quoted"
+        return term if term.startswith("%json") else f"{delimiters(QUOTE)} {term} {delimiters(QUOTE)}"
 
     return call_rules(rule, callee, (f"{HEAD}{callee.name}{{", ":", ",", "}"), value)

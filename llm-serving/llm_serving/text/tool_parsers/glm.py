@@ -11,8 +11,8 @@ from llm_serving.text.structured_output.grammars import literal
 from llm_serving.text.tool_parsers.base import (
     Call,
     Callee,
-    MarkedCalls,
-    Marks,
+    DelimitedCalls,
+    Delimiters,
     NotACallError,
     Read,
     ToolParser,
@@ -67,19 +67,19 @@ def _call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> Call:
 
 def create(schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
     """Return a parser. It needs the schemas to distinguish numbers from texts that look like numbers."""
-    return MarkedCalls({OPENING: partial(_Reader, schemas)})
+    return DelimitedCalls({OPENING: partial(_Reader, schemas)})
 
 
-def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
     """Return the grammar rules of calls (see `base` and `arguments_term`)."""
-    rest = f"call {marks(CLOSING)}"
+    rest = f"call {delimiters(CLOSING)}"
     times = "*" if most is None else f"{{0,{most}}}"
-    calls = "".join(_call_rule(f"call{i}", each, marks.whitespace) for i, each in enumerate(callees))
+    calls = "".join(_call_rule(f"call{i}", each, delimiters.whitespace) for i, each in enumerate(callees))
     return (
         f"calls: {repeated('whole', 'WS?', most)}\n"
-        f"whole: {marks(OPENING)} {rest}\n"
+        f"whole: {delimiters(OPENING)} {rest}\n"
         f"free: (opened {rest}){times} TEXT?\n"
-        f"{marks.up_to('opened', OPENING)}"
+        f"{delimiters.up_to('opened', OPENING)}"
         f"call: {any_of(callees)}\n{calls}"
         f"{unquoted_rule(_VALUE_END)}"
         "RAW: /[^<]*/\n"

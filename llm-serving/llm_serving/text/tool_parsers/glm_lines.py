@@ -10,8 +10,8 @@ from llm_serving.text.structured_output.grammars import literal
 from llm_serving.text.tool_parsers.base import (
     Call,
     Callee,
-    MarkedCalls,
-    Marks,
+    DelimitedCalls,
+    Delimiters,
     NotACallError,
     Read,
     ToolParser,
@@ -52,12 +52,12 @@ class _Reader:
 
 
 def create(names: Collection[str]) -> ToolParser:
-    return MarkedCalls({OPENING: partial(_Reader, frozenset(names))}, begins_open=True)
+    return DelimitedCalls({OPENING: partial(_Reader, frozenset(names))}, begins_open=True)
 
 
-def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
     """Return the grammar rules of a call (see `base`). An answer has one, because these models write one at a time."""
-    del most, marks
+    del most, delimiters
     names = "|".join(escaped(each.name) for each in callees)
     calls = [f"call{i}: {literal(each.name + chr(10))} @args{i}\n" for i, each in enumerate(callees)]
     return (

@@ -17,7 +17,7 @@ from llm_serving.text.tool_parsers.base import (
     MAX_CALL_CHARS,
     Call,
     Callee,
-    Marks,
+    Delimiters,
     NotACallError,
     Part,
     Thought,
@@ -36,7 +36,7 @@ _ENDS: Final = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
 _END: Final = re.compile("|".join(map(re.escape, _ENDS)))
 _STARTS: Final = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, "to=")
 """Texts with which a header starts; the prompt ends with `<|start|>assistant`."""
-_MARK: Final = re.compile(r"<\|(?:start|channel|constrain)\|>")
+_HEADER_TOKEN: Final = re.compile(r"<\|(?:start|channel|constrain)\|>")
 _WORDS: Final = re.compile(r"[\w\s.=/:\-]*")
 _MAX_HEADER_CHARS: Final = 512
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -187,27 +187,29 @@ def _may_be_header(text: str) -> bool:
     stripped = text.lstrip()
     if not any(stripped.startswith(each) or each.startswith(stripped) for each in _STARTS):
         return False
-    words, found, mark = _MARK.sub(" ", stripped).partition("<")
-    return _WORDS.fullmatch(words) is not None and (not found or any(each.startswith("<" + mark) for each in _STARTS))
+    words, found, delimiter = _HEADER_TOKEN.sub(" ", stripped).partition("<")
+    return _WORDS.fullmatch(words) is not None and (
+        not found or any(each.startswith("<" + delimiter) for each in _STARTS)
+    )
 
 
 def create(names: Collection[str]) -> HarmonyParser:
     return HarmonyParser(frozenset(names))
 
 
-def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
     """Return the grammar rules of a call (see `base`). An answer has one, because the model ends with `<|call|>`."""
     del most
     calls = "".join(
-        f"call{i}: {marks('<|channel|>')} {literal(f'commentary to={_FUNCTIONS}{each.name}')} format?"
-        f" {marks(_MESSAGE)} @args{i}\n"
+        f"call{i}: {delimiters('<|channel|>')} {literal(f'commentary to={_FUNCTIONS}{each.name}')} format?"
+        f" {delimiters(_MESSAGE)} @args{i}\n"
         for i, each in enumerate(callees)
     )
     return (
         f"calls: {any_of(callees)}\n"
         "free: preamble? calls\n"
-        f"preamble: {marks('<|channel|>commentary<|message|>')} preface\n"
-        f"{marks.up_to('preface', NEXT)}"
-        f'format: " "? {marks("<|constrain|>")} "json" | " json"\n'
+        f"preamble: {delimiters('<|channel|>commentary<|message|>')} preface\n"
+        f"{delimiters.up_to('preface', NEXT)}"
+        f'format: " "? {delimiters("<|constrain|>")} "json" | " json"\n'
         f"{calls}"
     )

@@ -11,8 +11,8 @@ from typing import Final
 from llm_serving.text.tool_parsers.base import (
     Call,
     Callee,
-    MarkedCalls,
-    Marks,
+    DelimitedCalls,
+    Delimiters,
     NotACallError,
     Read,
     ToolParser,
@@ -94,7 +94,7 @@ class HeadedReader:
             if self._calls and rest.startswith(self.layout.end):
                 self._at = len(body) - len(rest) + len(self.layout.end)
                 self._is_closed = True
-            elif not any(mark.startswith(rest) for mark in (self.layout.opening, self.layout.end)):
+            elif not any(delimiter.startswith(rest) for delimiter in (self.layout.opening, self.layout.end)):
                 raise NotACallError
             return False
         start = len(body) - len(rest) + len(self.layout.opening)
@@ -129,24 +129,24 @@ class HeadedReader:
 
     def _behind_tail(self, body: str, at: int, ended: bool) -> int | None:
         """Return the index after the closing texts; None if it is not known yet."""
-        for mark in self.layout.tail:
+        for delimiter in self.layout.tail:
             rest = body[at:].lstrip()
-            if rest.startswith(mark):
-                at = len(body) - len(rest) + len(mark)
-            elif mark.startswith(rest) and not ended:
+            if rest.startswith(delimiter):
+                at = len(body) - len(rest) + len(delimiter)
+            elif delimiter.startswith(rest) and not ended:
                 return None
         return at
 
 
 def create(layout: HeadedLayout, names: Collection[str]) -> ToolParser:
-    return MarkedCalls({layout.section: partial(HeadedReader, layout, frozenset(names))})
+    return DelimitedCalls({layout.section: partial(HeadedReader, layout, frozenset(names))})
 
 
 def rules(
     layout: HeadedLayout,
     callees: Sequence[Callee],
     most: int | None,
-    marks: Marks,
+    delimiters: Delimiters,
     head: Callable[[str], str],
     before_tail: str = "",
 ) -> str:
@@ -156,9 +156,9 @@ def rules(
         head: Returns the term between the opening of a call of this tool and its arguments.
         before_tail: Term between the arguments and the last text of `layout.tail`.
     """
+    opening, tail = delimiters(layout.opening), delimiters(layout.tail[-1])
     calls = "".join(
-        f"call{i}: {marks(layout.opening)} {head(each.name)} @args{i} {before_tail} {marks(layout.tail[-1])}\n"
-        for i, each in enumerate(callees)
+        f"call{i}: {opening} {head(each.name)} @args{i} {before_tail} {tail}\n" for i, each in enumerate(callees)
     )
-    inside = f"{repeated('call', 'WS?', most)} {marks(layout.end)}"
-    return f"{framed([layout.section], inside, marks)}call: {any_of(callees)}\n{calls}"
+    inside = f"{repeated('call', 'WS?', most)} {delimiters(layout.end)}"
+    return f"{framed([layout.section], inside, delimiters)}call: {any_of(callees)}\n{calls}"

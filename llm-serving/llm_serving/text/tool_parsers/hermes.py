@@ -9,8 +9,8 @@ from typing import Final
 from llm_serving.text.tool_parsers.base import (
     Call,
     Callee,
-    MarkedCalls,
-    Marks,
+    DelimitedCalls,
+    Delimiters,
     NotACallError,
     Read,
     ToolParser,
@@ -70,16 +70,16 @@ class _Reader:
 
 def create(names: Collection[str]) -> ToolParser:
     """Return a parser. A call of an unknown tool is returned only when it is complete."""
-    return MarkedCalls({OPENING: partial(_Reader, frozenset(names))})
+    return DelimitedCalls({OPENING: partial(_Reader, frozenset(names))})
 
 
-def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    rest = f"WS? call WS? {marks(CLOSING)}"
+def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
+    rest = f"WS? call WS? {delimiters(CLOSING)}"
     times = "*" if most is None else f"{{0,{most}}}"
     return (
         f"calls: {repeated('whole', 'WS?', most)}\n"
-        f"whole: {marks(OPENING)} {rest}\n"
+        f"whole: {delimiters(OPENING)} {rest}\n"
         f"free: (opened {rest}){times} TEXT?\n"
-        f"{marks.up_to('opened', OPENING)}"
-        f"{json_calls(callees, 'arguments', marks)}"
+        f"{delimiters.up_to('opened', OPENING)}"
+        f"{json_calls(callees, 'arguments', delimiters)}"
     )

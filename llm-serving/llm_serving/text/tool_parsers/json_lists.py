@@ -11,8 +11,8 @@ from typing import Any, Final
 from llm_serving.text.tool_parsers.base import (
     Call,
     Callee,
-    MarkedCalls,
-    Marks,
+    DelimitedCalls,
+    Delimiters,
     NotACallError,
     Read,
     ToolParser,
@@ -91,11 +91,11 @@ def written(layout: JsonListLayout, calls: Sequence[tuple[str, dict[str, Any]]])
 
 def create(layout: JsonListLayout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
     del schemas
-    return MarkedCalls(dict.fromkeys(layout.openings, partial(_Reader, layout)))
+    return DelimitedCalls(dict.fromkeys(layout.openings, partial(_Reader, layout)))
 
 
-def rules(layout: JsonListLayout, callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+def rules(layout: JsonListLayout, callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
     several = repeated("call", 'WS? "," WS?', most)
-    inside = f'WS? "[" WS? {several} WS? "]"' + (f" WS? {marks(layout.closing)}" if layout.closing else "")
-    calls = json_calls(callees, layout.arguments, marks, name=layout.name, first=layout.first)
-    return framed(layout.openings, inside, marks) + calls
+    inside = f'WS? "[" WS? {several} WS? "]"' + (f" WS? {delimiters(layout.closing)}" if layout.closing else "")
+    calls = json_calls(callees, layout.arguments, delimiters, name=layout.name, first=layout.first)
+    return framed(layout.openings, inside, delimiters) + calls

@@ -8,7 +8,7 @@ from typing import Final
 
 from llm_serving.text.structured_output.grammars import literal
 from llm_serving.text.tool_parsers import headed_calls
-from llm_serving.text.tool_parsers.base import Callee, Marks, ToolParser
+from llm_serving.text.tool_parsers.base import Callee, Delimiters, ToolParser
 from llm_serving.text.tool_parsers.headed_calls import HeadedLayout
 
 OPENING: Final = "<|tool_calls_section_begin|>"
@@ -30,8 +30,8 @@ def create(names: Collection[str]) -> ToolParser:
     return headed_calls.create(_LAYOUT, names)
 
 
-def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
     def head(name: str) -> str:
-        return f"{literal(f'functions.{name}:')} NUMBER {marks(_ARGUMENTS)}"
+        return f"{literal(f'functions.{name}:')} NUMBER {delimiters(_ARGUMENTS)}"
 
-    return f"{headed_calls.rules(_LAYOUT, callees, most, marks, head)}NUMBER: /[0-9]{{1,4}}/\n"
+    return f"{headed_calls.rules(_LAYOUT, callees, most, delimiters, head)}NUMBER: /[0-9]{{1,4}}/\n"

@@ -9,8 +9,8 @@ from typing import Final
 from llm_serving.text.tool_parsers.base import (
     Call,
     Callee,
-    MarkedCalls,
-    Marks,
+    DelimitedCalls,
+    Delimiters,
     NotACallError,
     Read,
     ToolParser,
@@ -62,15 +62,15 @@ class _Reader:
 
 
 def create(names: Collection[str]) -> ToolParser:
-    return MarkedCalls({OPENING: partial(_Reader, frozenset(names))}, begins_open=True)
+    return DelimitedCalls({OPENING: partial(_Reader, frozenset(names))}, begins_open=True)
 
 
-def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
     """Return the grammar rules of calls (see `base`). Text that starts with a brace must be a call."""
     several = repeated("call", '";" WS?', most)
     return (
         f"calls: {several}\n"
-        f"free: calls | OTHER? ({marks(OPENING)} calls)?\n"
+        f"free: calls | OTHER? ({delimiters(OPENING)} calls)?\n"
         "OTHER: /[^{ \\n](?s:.*)/\n"
-        f"{json_calls(callees, 'parameters', marks)}"
+        f"{json_calls(callees, 'parameters', delimiters)}"
     )

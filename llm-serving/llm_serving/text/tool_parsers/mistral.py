@@ -11,8 +11,8 @@ from llm_serving.text.structured_output.grammars import literal
 from llm_serving.text.tool_parsers.base import (
     Call,
     Callee,
-    MarkedCalls,
-    Marks,
+    DelimitedCalls,
+    Delimiters,
     NotACallError,
     Read,
     ToolParser,
@@ -35,7 +35,7 @@ OPENING: Final = "[TOOL_CALLS]"
 ARGUMENTS: Final = "[ARGS]"
 _NAME: Final = re.compile(r"([\w.\-]+)(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\])?\s*(?=\{)")
 _MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
-"""Maximum length of a name with the marks that may follow it."""
+"""Maximum length of a name with the delimiters that may follow it."""
 
 
 class _Reader:
@@ -85,15 +85,15 @@ def _head(body: str) -> tuple[str | None, int] | None:
 
 def create(names: Collection[str]) -> ToolParser:
     """Return a parser. A call of an unknown tool is returned only when it is complete."""
-    return MarkedCalls({OPENING: partial(_Reader, frozenset(names))})
+    return DelimitedCalls({OPENING: partial(_Reader, frozenset(names))})
 
 
-def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
-    if marks.are_special(ARGUMENTS):
-        calls = [f"call{i}: {literal(each.name)} {marks(ARGUMENTS)} @args{i}\n" for i, each in enumerate(callees)]
-        behind, call = repeated("call", marks(OPENING), most), f"call: {any_of(callees)}\n" + "".join(calls)
+def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
+    if delimiters.are_special(ARGUMENTS):
+        calls = [f"call{i}: {literal(each.name)} {delimiters(ARGUMENTS)} @args{i}\n" for i, each in enumerate(callees)]
+        behind, call = repeated("call", delimiters(OPENING), most), f"call: {any_of(callees)}\n" + "".join(calls)
     else:
         several = repeated("call", 'WS? "," WS?', most)
         behind = f'WS? "[" WS? {several} WS? "]"'
-        call = json_calls(callees, "arguments", marks)
-    return f"{framed([OPENING], behind, marks)}{call}"
+        call = json_calls(callees, "arguments", delimiters)
+    return f"{framed([OPENING], behind, delimiters)}{call}"

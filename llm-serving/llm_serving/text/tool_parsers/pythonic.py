@@ -13,8 +13,8 @@ from llm_serving.text.structured_output.grammars import GrammarError, definition
 from llm_serving.text.tool_parsers.base import (
     Call,
     Callee,
-    MarkedCalls,
-    Marks,
+    DelimitedCalls,
+    Delimiters,
     NotACallError,
     Read,
     ToolParser,
@@ -230,15 +230,16 @@ def written(layout: PythonicLayout, calls: Sequence[tuple[str, dict[str, Any]]])
 
 def create(layout: PythonicLayout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolParser:
     del schemas
-    return MarkedCalls({layout.opening: partial(PythonicReader, layout.closing, calls_in)})
+    return DelimitedCalls({layout.opening: partial(PythonicReader, layout.closing, calls_in)})
 
 
-def rules(layout: PythonicLayout, callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+def rules(layout: PythonicLayout, callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
     """Return the grammar rules of calls (see `base`): arguments in schema order, with values as JSON."""
     several = repeated("call", literal(layout.between), most)
     inside = f'"[" {several} "]"' if layout.is_list else f"WS? {several} WS?"
-    calls = "".join(_call_rules(f"call{i}", each, marks.whitespace) for i, each in enumerate(callees))
-    return f"{framed([layout.opening], f'{inside} {marks(layout.closing)}', marks)}call: {any_of(callees)}\n{calls}"
+    calls = "".join(_call_rules(f"call{i}", each, delimiters.whitespace) for i, each in enumerate(callees))
+    frame = framed([layout.opening], f"{inside} {delimiters(layout.closing)}", delimiters)
+    return f"{frame}call: {any_of(callees)}\n{calls}"
 
 
 def _call_rules(rule: str, callee: Callee, whitespace: str) -> str:

@@ -12,8 +12,8 @@ from llm_serving.text.structured_output.grammars import literal
 from llm_serving.text.tool_parsers.base import (
     Call,
     Callee,
-    MarkedCalls,
-    Marks,
+    DelimitedCalls,
+    Delimiters,
     NotACallError,
     Read,
     ToolParser,
@@ -141,31 +141,31 @@ class _Reader:
         self._at, self._search = start, max(start, len(body) - len(closing) + 1)
         return False
 
-    def _next(self, body: str, *marks: str, skip: bool = True) -> str:
-        """Return which of `marks` follows after white space, and skip it if `skip`. Return "" if more text is needed.
-        Raise NotACallError if none follows.
+    def _next(self, body: str, *delimiters: str, skip: bool = True) -> str:
+        """Return which of `delimiters` follows after white space, and skip it if `skip`. Return "" if more text is
+        needed. Raise NotACallError if none follows.
         """
         at = _end_of_spaces(body, self._at)
         if skip:
             self._at = at
-        for mark in marks:
-            if body.startswith(mark, at):
-                self._at += len(mark) if skip else 0
-                return mark
-        if at - self._at > MAX_NAME_CHARS or not any(mark.startswith(body[at:]) for mark in marks):
+        for delimiter in delimiters:
+            if body.startswith(delimiter, at):
+                self._at += len(delimiter) if skip else 0
+                return delimiter
+        if at - self._at > MAX_NAME_CHARS or not any(delimiter.startswith(body[at:]) for delimiter in delimiters):
             raise NotACallError
         return ""
 
-    def _text_before(self, body: str, mark: str) -> str | None:
-        """Return the name before `mark`, and skip both; None if the name is incomplete."""
-        name, found, _ = body[self._at : self._at + MAX_NAME_CHARS + len(mark)].partition(mark)
+    def _text_before(self, body: str, delimiter: str) -> str | None:
+        """Return the name before `delimiter`, and skip both; None if the name is incomplete."""
+        name, found, _ = body[self._at : self._at + MAX_NAME_CHARS + len(delimiter)].partition(delimiter)
         if not found:
             if len(name) > MAX_NAME_CHARS or "<" in name:
                 raise NotACallError
             return None
         if not is_name(name) or "<" in name:
             raise NotACallError
-        self._at += len(name) + len(mark)
+        self._at += len(name) + len(delimiter)
         return name
 
 
@@ -181,22 +181,22 @@ def create(layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolP
         layout.opening: partial(_Reader, layout, schemas, in_call=False),
         layout.call[0]: partial(_Reader, layout, schemas, in_call=True),  # some models omit the opening
     }
-    return MarkedCalls(readers)
+    return DelimitedCalls(readers)
 
 
-def rules(layout: XmlLayout, callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+def rules(layout: XmlLayout, callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
     """Return the grammar rules of calls (see `base` and `arguments_term`)."""
     most_inside = most if layout.several else 1
-    inside = f"WS? {repeated('call', 'WS?', most_inside)} WS? {marks(layout.closing)}"
+    inside = f"WS? {repeated('call', 'WS?', most_inside)} WS? {delimiters(layout.closing)}"
     most_outside = 1 if layout.several else most
     times = "*" if most_outside is None else f"{{0,{most_outside}}}"
-    calls = "".join(_call_rules(layout, i, each, marks.whitespace) for i, each in enumerate(callees))
+    calls = "".join(_call_rules(layout, i, each, delimiters.whitespace) for i, each in enumerate(callees))
     return (
         f"calls: {repeated('whole', 'WS?', most_outside)}\n"
-        f"whole: {marks(layout.opening)} {inside}\n"
-        f"free: (opened {inside} | bare rest (WS? {marks(layout.closing)})?){times} TEXT?\n"
-        f"{marks.up_to('opened', layout.opening)}"
-        f"{marks.up_to('bare', layout.call[0])}"
+        f"whole: {delimiters(layout.opening)} {inside}\n"
+        f"free: (opened {inside} | bare rest (WS? {delimiters(layout.closing)})?){times} TEXT?\n"
+        f"{delimiters.up_to('opened', layout.opening)}"
+        f"{delimiters.up_to('bare', layout.call[0])}"
         f"rest: {' | '.join(f'rest{i}' for i in range(len(callees)))}\n"
         f"call: {any_of(callees)}\n{calls}"
         f"{unquoted_rule(layout.margin + layout.argument[2])}"
