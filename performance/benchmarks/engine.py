@@ -14,7 +14,8 @@ Prompts are random token ids, decoding is greedy, the end-of-sequence token is i
 shown with the share of its limit that it reaches. The limit is the time to read every weight and every context once and
 to compute every product, at the memory bandwidth and arithmetic peak measured right before and right after the run
 (the higher of the two). For several runs the median share is shown. For a mixture of experts, only the chosen experts
-count. With quantized weights, the peak is that of the type the products multiply, for attention too.
+count. With quantized weights, the peak of products is that of the type they multiply. Attention multiplies the model
+dtype, or int8 with an int8 KV cache.
 """
 
 from __future__ import annotations
@@ -58,10 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_config(None, overrides, arguments.model)
     figures: list[Figure] = []
 
+    quant = config.quant
+    measured = partial(Limits.measure, arguments.dtype, quant.quantization, coded_cache=quant.has_coded_cache)
     highest: dict[str, Limits] = {}
 
     def run(test: str, measure: Callable[[SurroundingLimits], list[Figure]]) -> None:
-        limits = SurroundingLimits(partial(Limits.measure, arguments.dtype, config.quant.quantization))
+        limits = SurroundingLimits(measured)
         meter = LostCoresMeter()
         found = measure(limits)
         lost = meter.read()

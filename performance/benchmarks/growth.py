@@ -122,7 +122,7 @@ def judged(medians: Mapping[tuple[int, int], float], cost: StepCost, limits: Lim
     for (running, context), seconds in medians.items():
         pairs = running * context
         num_bytes = cost.num_bytes(pairs) + 2 * running * cost.spec.state_bytes
-        least_s = limits.seconds(num_bytes, cost.flop(running, running, pairs))
+        least_s = limits.seconds(num_bytes, *cost.flop(running, running, pairs))
         yield Point(running, context, seconds, least_s)
 
 

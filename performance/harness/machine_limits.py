@@ -41,22 +41,28 @@ class Limits:
     dtype: str
     read_bytes_per_s: float
     flop_per_s: float
+    attention_flop_per_s: float
+    """Of attention, which multiplies the model dtype although products of quantized weights multiply int8."""
 
     @classmethod
-    def measure(cls, dtype: str, quantization: str | None = None) -> Limits:
-        dtype = MULTIPLIED_AS.get(quantization or "", dtype)
+    def measure(cls, dtype: str, quantization: str | None = None, *, coded_cache: bool = False) -> Limits:
+        """`coded_cache`: attention multiplies the int8 elements of the KV cache."""
         kernels = library.load()
         isa, num_threads = kernels.llm_isa().decode(), int(kernels.llm_num_threads())
-        return cls(isa, num_threads, dtype, read_bandwidth(), arithmetic_peak(dtype))
+        multiplied, attended = MULTIPLIED_AS.get(quantization or "", dtype), "int8" if coded_cache else dtype
+        peaks = {each: arithmetic_peak(each) for each in dict.fromkeys((multiplied, attended))}
+        return cls(isa, num_threads, multiplied, read_bandwidth(), peaks[multiplied], peaks[attended])
 
     def better_of(self, other: Limits) -> Limits:
         """Return the higher of each limit: a virtual machine can lose half of either to its neighbours for minutes."""
-        read = max(self.read_bytes_per_s, other.read_bytes_per_s)
-        return replace(self, read_bytes_per_s=read, flop_per_s=max(self.flop_per_s, other.flop_per_s))
+        rates = ("read_bytes_per_s", "flop_per_s", "attention_flop_per_s")
+        return replace(self, **{each: max(getattr(self, each), getattr(other, each)) for each in rates})
 
-    def seconds(self, num_bytes: float, flop: float) -> float:
-        """Return the least seconds to read these bytes and compute these operations at the same time."""
-        return max(num_bytes / self.read_bytes_per_s, flop / self.flop_per_s)
+    def seconds(self, num_bytes: float, flop: float, attention_flop: float = 0.0) -> float:
+        """Return the least seconds to read these bytes while computing these operations of products and attention."""
+        return max(
+            num_bytes / self.read_bytes_per_s, flop / self.flop_per_s + attention_flop / self.attention_flop_per_s
+        )
 
     def __str__(self) -> str:
         return (
@@ -118,8 +124,9 @@ class StepCost:
         per_token = self.spec.kv_bytes_per_token(ELEMENT_BYTES[self.dtype], int8=self.coded_cache)
         return self.weight_bytes + per_token * num_context_tokens
 
-    def flop(self, num_tokens: int, num_samples: int, num_pairs: int) -> float:
-        """Return the operations of a step. A token that is not sampled needs only keys and values of the last layer.
+    def flop(self, num_tokens: int, num_samples: int, num_pairs: int) -> tuple[float, float]:
+        """Return the operations of a step's products and of its attention. A token that is not sampled needs only keys
+        and values of the last layer.
 
         Args:
             num_tokens: Tokens the step computes.
@@ -127,7 +134,7 @@ class StepCost:
             num_pairs: Pairs of a token and a token it attends to, in one head of one layer.
         """
         products = self._layers * num_tokens - self._spared * (num_tokens - num_samples)
-        return 2.0 * (products + self._head * num_samples + self._attention * num_pairs)
+        return 2.0 * (products + self._head * num_samples), 2.0 * self._attention * num_pairs
 
     @property
     def _element_bytes(self) -> float:
@@ -168,13 +175,13 @@ class StepCost:
 def prompt_seconds(limits: Limits, cost: StepCost, count: int, length: int) -> float:
     """Return the least seconds for the first tokens of `count` prompts of `length` tokens in one step."""
     pairs = count * length * (length + 1) // 2
-    return limits.seconds(cost.num_bytes(0), cost.flop(count * length, count, pairs))
+    return limits.seconds(cost.num_bytes(0), *cost.flop(count * length, count, pairs))
 
 
 def decode_seconds(limits: Limits, cost: StepCost, count: int, first: int, last: int) -> float:
     """Return the least seconds for the steps in which `count` contexts grow from `first` to `last` tokens."""
     return sum(
-        limits.seconds(cost.num_bytes(count * context), cost.flop(count, count, count * context))
+        limits.seconds(cost.num_bytes(count * context), *cost.flop(count, count, count * context))
         for context in range(first + 1, last + 1)
     )
 

@@ -30,7 +30,7 @@ COST = StepCost(SPEC, "bfloat16")
 
 
 def limits(read_bytes_per_s, flop_per_s):
-    return Limits("plain", 1, "bfloat16", read_bytes_per_s, flop_per_s)
+    return Limits("plain", 1, "bfloat16", read_bytes_per_s, flop_per_s, flop_per_s / 2)
 
 
 def test_step_bytes_are_all_weights_except_the_embedding_and_all_contexts():
@@ -49,13 +49,13 @@ def test_step_bytes_count_a_tied_embedding_once():
 
 
 def test_step_flop_multiplies_tokens_with_all_weights_and_samples_with_the_lm_head():
-    assert COST.flop(5, 5, 0) == 2 * 5 * (LAYERS + HEAD)
-    assert COST.flop(0, 0, 7) == 2 * 2 * 32 * 7 * 2  # scores and sums of 32 elements, two layers
+    assert COST.flop(5, 5, 0) == (2 * 5 * (LAYERS + HEAD), 0)
+    assert COST.flop(0, 0, 7) == (0, 2 * 2 * 32 * 7 * 2)  # scores and sums of 32 elements, two layers
 
 
 def test_step_flop_of_the_last_layer_is_keys_and_values_without_a_sample():
     query_out_mlp = 32 * 32 + 32 * 32 + 3 * 32 * 16
-    assert COST.flop(5, 3, 0) == 2 * (5 * LAYERS - 2 * query_out_mlp + 3 * HEAD)
+    assert COST.flop(5, 3, 0) == (2 * (5 * LAYERS - 2 * query_out_mlp + 3 * HEAD), 0)
 
 
 def test_step_bytes_of_experts_are_those_of_one_row_or_those_counted():
@@ -75,7 +75,8 @@ def test_machine_limit_is_the_higher_of_two_measurements():
 def test_step_limit_is_the_longer_of_reading_and_computing():
     assert prompt_seconds(limits(10.0, 1e30), COST, 4, 3) == pytest.approx(COST.num_bytes(0) / 10)
     pairs = 4 * (1 + 2 + 3)
-    assert prompt_seconds(limits(1e30, 10.0), COST, 4, 3) == pytest.approx(COST.flop(12, 4, pairs) / 10)
+    products, attention = COST.flop(12, 4, pairs)
+    assert prompt_seconds(limits(1e30, 10.0), COST, 4, 3) == pytest.approx(products / 10 + attention / 5)
 
 
 def test_decode_limit_includes_a_growing_context():
