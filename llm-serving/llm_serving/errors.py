@@ -70,6 +70,10 @@ class ModelError(ConfigError):
     """A model folder is missing, unreadable or of an unknown family."""
 
 
+class NotFiniteError(ModelError):
+    """A weight has an infinite or NaN element."""
+
+
 class AuthenticationError(LLMServingError):
     """The request's API key is missing or unknown."""
 

@@ -31,6 +31,7 @@ from llm_serving.kernels import library
 from llm_serving.network.caches import INT8_SCALE_BYTES
 from llm_serving.network.operations import ELEMENT_BYTES
 from llm_serving.network.quantization import BITS, WEIGHT_ONLY
+from llm_serving.network.weights import RowStack
 
 SECONDS_PER_FIGURE = 0.3
 CASES = ("products", "attention", "others")
@@ -158,8 +159,9 @@ def products(
 def _packed_weights(n: int, k: int, dtype: str) -> list[Array]:
     source = _random((n, k), dtype)
     copies = [zeroed_array((n, k), dtype) for _ in range(_num_copies(source.nbytes))]
+    rows, _ = RowStack([source]).addresses()
     for copy in copies:
-        library.load().llm_pack_weight(source.ctypes.data, copy.ctypes.data, dtype.encode(), n, k)
+        library.load().llm_pack_weight(rows.ctypes.data, copy.ctypes.data, dtype.encode(), n, k)
     return copies
 
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.kernels import fixed_point, library, reference
 from llm_serving.kernels.reference import round_to_bfloat16
+from llm_serving.network.weights import RowStack
 from support.instruction_sets import real_isas
 from support.kernel_calls import (
     FIXED_POINT_ISA,
@@ -249,7 +250,8 @@ def test_fixed_point_repacked_weight_gets_new_units() -> None:
     place = np.empty((20, 40), np.uint16)
     for size in (1.0, 1e6, 1e-6):
         weight = typed(normal(rng, 20, 40) * size, "bfloat16")
-        library.load().llm_pack_weight(weight.array.ctypes.data, place.ctypes.data, b"bfloat16", 20, 40)
+        rows, _ = RowStack([weight.array]).addresses()
+        library.load().llm_pack_weight(rows.ctypes.data, place.ctypes.data, b"bfloat16", 20, 40)
         bits = linear(x, Typed(place, "bfloat16"), "float32").bits
         assert np.array_equal(bits, fixed_point.linear(x.values, weight.values).view(np.uint32))
     library.load().llm_release_weight(place.ctypes.data)

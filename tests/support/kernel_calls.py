@@ -12,6 +12,7 @@ from llm_serving.backends.block_packing import BlockSegments
 from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.kernels import library
 from llm_serving.kernels.reference import from_bfloat16, round_to_bfloat16
+from llm_serving.network.weights import RowStack
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -102,7 +103,8 @@ def packed(weight: Typed) -> Typed:
     """Return a packed weight. It stays registered as packed: use its array for nothing else."""
     n, k = weight.array.shape
     target = np.empty_like(weight.array)
-    library.load().llm_pack_weight(weight.array.ctypes.data, target.ctypes.data, weight.dtype.encode(), n, k)
+    rows, _ = RowStack([weight.array]).addresses()
+    library.load().llm_pack_weight(rows.ctypes.data, target.ctypes.data, weight.dtype.encode(), n, k)
     return Typed(target, weight.dtype)
 
 

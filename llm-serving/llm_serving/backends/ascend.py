@@ -31,6 +31,7 @@ from llm_serving.network.builder import Network
 from llm_serving.network.caches import CacheShape, StateShape
 from llm_serving.network.operations import rounded_to
 from llm_serving.network.quantization import unsupported_by_ascend
+from llm_serving.network.weights import RowStack
 
 
 class AscendBackend:
@@ -128,6 +129,9 @@ class AscendBackend:
         """Return one Parameter [experts, K, N], because GroupedMatmulV4 takes no transposed weights."""
         of_experts = array.reshape(num_experts, -1, array.shape[1])
         return [self._copy(of_experts.transpose(0, 2, 1), name)]
+
+    def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
+        return None
 
     def block_weight(self, segments: Sequence[BlockTensor], name: str | None = None) -> ms.Parameter:
         raise ModelError(f"the operations of {self.name} run no programs, which such weights require")

@@ -22,6 +22,7 @@ from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.network.builder import Network
 from llm_serving.network.caches import CacheShape, StateShape
+from llm_serving.network.weights import RowStack
 
 Array = NDArray[Any]
 """float32, float16, or bfloat16 as uint16 bits."""
@@ -169,6 +170,11 @@ class Backend(Protocol):
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
         """Return the matrices [N, K] of all experts ([num_experts * N, K]) as one Parameter each, or one for all."""
+
+    def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
+        """As `linear_weight` or, with `num_experts`, `expert_weights`, without copying the rows before packing them.
+        Return None if this backend cannot pack them. Raise NotFiniteError if an element is infinite or NaN.
+        """
 
     def block_weight(self, segments: Sequence[BlockTensor], name: str | None = None) -> ms.Parameter:
         """As `linear_weight`, for a program's weight that stays in GGUF blocks. `segments`: consecutive rows, copied;

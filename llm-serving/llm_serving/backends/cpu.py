@@ -31,13 +31,14 @@ from llm_serving.backends.parameters import (
 )
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
-from llm_serving.errors import ConfigError, KernelError, ModelError
+from llm_serving.errors import ConfigError, KernelError, ModelError, NotFiniteError
 from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.kernels import library
 from llm_serving.kernels.compiler import library_path
 from llm_serving.kernels.library import announce_ending
 from llm_serving.network.caches import INT8_SCALE_BYTES, CacheShape, StateShape
+from llm_serving.network.weights import RowStack
 
 PLUGIN_VARIABLE = "MS_OP_PLUGIN_PATH"
 _MULTIPLE = 16
@@ -92,20 +93,33 @@ class CpuBackend(AscendBackend):
         return CpuProgram()
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
-        return self._packed(array, array.shape, name)
+        return self._packed(self._rows(array), None, name)
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
-        """Pack the weights of all experts as one Parameter, which MindSpore sees as [experts, K, N]."""
-        rows, columns = array.shape
-        return [self._packed(array, (num_experts, columns, rows // num_experts), name)]
+        return [self._packed(self._rows(array), num_experts, name)]
 
-    def _packed(self, array: Array, shown: tuple[int, ...], name: str | None) -> ms.Parameter:
+    def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
+        if rows.dtype != np.dtype(MODEL_DTYPES[self.dtype].numpy):
+            return None
+        return self._packed(rows, num_experts, name)
+
+    def _rows(self, array: Array) -> RowStack:
+        return RowStack([np.ascontiguousarray(to_model_dtype(array, self.dtype))])
+
+    def _packed(self, rows: RowStack, num_experts: int | None, name: str | None) -> ms.Parameter:
+        """Pack a matrix [N, K]. MindSpore sees the weights of all experts as one Parameter [experts, K, N]."""
         _require_dispatch()
-        source = np.ascontiguousarray(to_model_dtype(array, self.dtype))
-        memory = weight_memory(source.nbytes).view(source.dtype).reshape(source.shape)
+        num_rows, columns = rows.shape
+        memory = weight_memory(num_rows * columns * rows.dtype.itemsize).view(rows.dtype)
         address = memory.ctypes.data
         kernels = library.load()
-        library.done(kernels.llm_pack_weight(source.ctypes.data, address, self.dtype.encode(), *source.shape))
+        sources, zeros = rows.addresses()
+        form = address, self.dtype.encode(), num_rows, columns
+        if library.done(kernels.llm_pack_weight(sources.ctypes.data, *form)) != 0:
+            kernels.llm_release_weight(address)
+            raise NotFiniteError("a weight must hold finite numbers only")
+        del zeros
+        shown = rows.shape if num_experts is None else (num_experts, columns, num_rows // num_experts)
         parameter = parameter_over(memory.reshape(shown), self.dtype, name)
         weakref.finalize(parameter, kernels.llm_release_weight, address)
         return parameter

@@ -32,6 +32,7 @@ from llm_serving.network.builder import Network
 from llm_serving.network.caches import CacheShape, StateShape
 from llm_serving.network.operations import rounded_to
 from llm_serving.network.quantization import unsupported_by_cells
+from llm_serving.network.weights import RowStack
 
 
 class PlainBackend:
@@ -125,6 +126,9 @@ class PlainBackend:
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
         return [self._copy(part, f"{name}.{at}") for at, part in enumerate(np.split(array, num_experts))]
+
+    def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
+        return None
 
     def block_weight(self, segments: Sequence[BlockTensor], name: str | None = None) -> ms.Parameter:
         raise self._no_quantized_products()

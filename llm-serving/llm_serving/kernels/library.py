@@ -41,7 +41,7 @@ def done(status: int) -> int:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Return the status of a library function. Raise KernelError if it failed, most likely for lack of memory."""
+    """Load the kernel library and declare the arguments and results of its functions."""
     path = library_path()
     library = _open(path)
     library.llm_pack_weight.argtypes = [

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import mindspore as ms
 
 from llm_serving.backends.base import Backend
 from llm_serving.backends.quantize import quantize
 from llm_serving.core.enums import QuantizationName
-from llm_serving.errors import ModelError
+from llm_serving.errors import ModelError, NotFiniteError
 from llm_serving.formats.block_tensor import BlockTensor
 from llm_serving.formats.packed import Quantized, unquantized
 from llm_serving.formats.quantized_tensor import QuantizedTensor
@@ -27,7 +27,7 @@ from llm_serving.network.quantization import (
     stored_blocks,
     stored_qvalues,
 )
-from llm_serving.network.weights import assemble_weight, load_parameter
+from llm_serving.network.weights import RowStack, assemble_weight, row_stack
 
 logger = get_logger(__name__)
 
@@ -39,7 +39,7 @@ _PRODUCTS: Mapping[str, tuple[str, ...]] = {
 }
 """Operation -> roles of the weights that it multiplies by."""
 
-Stored = QuantizedTensor | list[BlockTensor] | Array
+Stored = QuantizedTensor | list[BlockTensor] | RowStack | Array
 
 Parameters = Mapping[Weight, Sequence[ms.Parameter]]
 """The Parameters of each weight: one; or quantized values and scales; or one for each expert."""
@@ -77,8 +77,10 @@ def parameters_of(
             values, scheme = _quantized_values(weight, reader, schemes, quantization.group_size, as_cells=as_cells)
         elif weight in in_blocks:
             values, scheme = _blocks(weight, reader), None
+        elif weight.generate is not None:
+            values, scheme = weight.generate(max_positions), None
         else:
-            values, scheme = load_parameter(weight, reader, max_positions), None
+            values, scheme = row_stack(weight, [reader.read(*each) for each in _stored(weight)]), None
         if isinstance(values, QuantizedTensor):
             if not as_cells:
                 made[weight] = [backend.packed_quantized_weight(values, scheme in WEIGHT_ONLY, name)]
@@ -92,9 +94,18 @@ def parameters_of(
             continue
         if weight in quantized:
             dequantized.append(weight)
-        if weight.generate is None and not is_finite(values):
+        try:
+            if isinstance(values, RowStack):
+                packed = backend.packed_rows(values, experts.get(weight), name) if weight in multiplied else None
+                if packed is not None:
+                    made[weight] = [packed]
+                    continue
+                values = values.assembled()
+            if weight.generate is None and not is_finite(values):
+                raise NotFiniteError
+        except NotFiniteError:
             where = reader.first_non_finite(weight.names) or ", ".join(weight.names[:3])
-            raise ModelError(f"{where} must hold finite numbers only")
+            raise ModelError(f"{where} must hold finite numbers only") from None
         if weight in experts:
             made[weight] = list(backend.expert_weights(values, experts[weight], name))
         elif weight in multiplied:
@@ -143,11 +154,16 @@ def _blocks(weight: Weight, reader: WeightReader) -> Stored:
     """Return the stored blocks of a weight if the kernels can multiply them, else its values."""
     parts = _read_packed(weight, reader)
     segments = stored_blocks(weight, parts)
-    return assemble_weight(weight, _dequantized(weight, parts)) if segments is None else segments
+    return row_stack(weight, _dequantized(weight, parts)) if segments is None else segments
 
 
 def _read_packed(weight: Weight, reader: WeightReader) -> list[Quantized | Array]:
-    return [reader.read_packed(name, shape) for name, shape in zip(weight.names, weight.stored_shapes, strict=True)]
+    return [reader.read_packed(*each) for each in _stored(weight)]
+
+
+def _stored(weight: Weight) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield name and shape of each tensor of a weight."""
+    return zip(weight.names, weight.stored_shapes, strict=True)
 
 
 def _dequantized(weight: Weight, parts: Iterable[Quantized | Array]) -> list[Array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +14,41 @@ from llm_serving.network.operations import Weight
 
 Array = NDArray[Any]
 """float32, float16, or bfloat16 as uint16 bits."""
+
+
+@dataclass(frozen=True)
+class RowStack:
+    """A weight whose rows are those of stored matrices: it can be packed without a copy.
+
+    Attributes:
+        parts: Matrices of one type and number of columns, each C-contiguous.
+        order: Row i of the weight is row order[i] of the stacked parts; -1 is a row of zeros. None: all rows in order.
+    """
+
+    parts: Sequence[Array]
+    order: Sequence[int] | None = None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.parts[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows = sum(len(part) for part in self.parts) if self.order is None else len(self.order)
+        return rows, self.parts[0].shape[1]
+
+    def addresses(self) -> tuple[NDArray[np.uint64], Array]:
+        """Return the address of each row, and a row of zeros that must be kept while the addresses are used."""
+        stride = self.parts[0].strides[0]
+        starts = [part.ctypes.data + np.arange(len(part), dtype=np.uint64) * np.uint64(stride) for part in self.parts]
+        zeros = np.zeros(self.shape[1], self.dtype)
+        stacked = np.concatenate([*starts, np.array([zeros.ctypes.data], np.uint64)])
+        return stacked[:-1] if self.order is None else stacked[np.array(self.order)], zeros
+
+    def assembled(self) -> Array:
+        if self.order is not None:
+            return _picked_of_stack(self.parts, self.order)
+        return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
 
 
 class Tensors(Protocol):
@@ -31,6 +67,14 @@ def load_parameter(weight: Weight, tensors: Tensors, num_positions: int) -> Arra
     )
 
 
+def row_stack(weight: Weight, parts: Sequence[Array]) -> RowStack | Array:
+    """Return the rows of a weight where its tensors lie, or the assembled weight if they cannot be used as stored."""
+    is_direct = not (weight.transposed or weight.columns or weight.transform) and len(weight.shape) == 2
+    if not is_direct or len({part.dtype for part in parts}) > 1 or not all(part.flags.c_contiguous for part in parts):
+        return assemble_weight(weight, parts)
+    return RowStack([part.reshape(-1, part.shape[-1]) for part in parts], weight.rows)
+
+
 def assemble_weight(weight: Weight, parts: Sequence[Array]) -> Array:
     """Assemble a weight from its tensors. Matrices that a tensor stacks follow one another."""
     parts = [np.swapaxes(part, -1, -2) for part in parts] if weight.transposed else parts
@@ -38,10 +82,7 @@ def assemble_weight(weight: Weight, parts: Sequence[Array]) -> Array:
     parts = [part.reshape(-1) if is_vector else part.reshape(-1, part.shape[-1]) for part in parts]
     if len({part.dtype for part in parts}) > 1 or (weight.transform is not None and parts[0].dtype != np.float32):
         parts = [to_float32(part) for part in parts]
-    if weight.rows is not None:
-        stack = _picked_of_stack(parts, weight.rows)
-    else:
-        stack = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    stack = RowStack(parts, weight.rows).assembled()
     stack = picked(stack.T, weight.columns).T
     if weight.transform is not None:
         stack = weight.transform(stack)

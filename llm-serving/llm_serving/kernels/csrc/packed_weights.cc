@@ -1,6 +1,7 @@
 #include "packed_weights.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -57,33 +58,60 @@ size_t position(size_t k, size_t column, size_t inputs, size_t width, bool pairs
   return (k / 2 * width + column) * 2 + k % 2;
 }
 
-// Transposes rows of `k` units into columns: units of one input, or of a pair of them.
+// Rows are read and panels written a cache line at a time.
+constexpr size_t kLineBytes = 64;
+
+// Returns whether an element of `words` is infinite or NaN: all bits of its exponent are set.
+template <class Word>
+bool has_non_finite(const Word* words, size_t count, Word exponent) {
+  Word found = 0;
+  for (size_t i = 0; i < count; i++) found |= static_cast<Word>((words[i] & exponent) == exponent);
+  return found != 0;
+}
+
+// Transposes units [first, first + count) of `width` rows into columns: units of one input, or of a pair of them. Reads
+// a line of each row before it writes, because rows whose distance is a power of two share few lines of the cache.
 template <class Unit>
-void transpose(const void* source, size_t source_stride, void* target, size_t width, size_t k) {
-  for (size_t i = 0; i < k; i++) {
-    for (size_t column = 0; column < width; column++) {
-      std::memcpy(static_cast<char*>(target) + (i * width + column) * sizeof(Unit),
-                  static_cast<const char*>(source) + column * source_stride + i * sizeof(Unit), sizeof(Unit));
+void transpose(const char* const* rows, size_t width, size_t first, size_t count, Unit* target) {
+  constexpr size_t kUnits = kLineBytes / sizeof(Unit);
+  Unit lines[kPanelWidth][kUnits];
+  for (size_t at = first; at < first + count; at += kUnits) {
+    const size_t units = std::min(kUnits, first + count - at);
+    if (width == kPanelWidth && units == kUnits) {  // sizes that the compiler knows
+      for (size_t row = 0; row < kPanelWidth; row++) std::memcpy(lines[row], rows[row] + at * sizeof(Unit), kLineBytes);
+      for (size_t unit = 0; unit < kUnits; unit++) {
+        for (size_t row = 0; row < kPanelWidth; row++) target[unit * kPanelWidth + row] = lines[row][unit];
+      }
+    } else {
+      for (size_t row = 0; row < width; row++) {
+        std::memcpy(lines[row], rows[row] + at * sizeof(Unit), units * sizeof(Unit));
+        for (size_t unit = 0; unit < units; unit++) target[unit * width + row] = lines[row][unit];
+      }
     }
+    target += units * width;
   }
 }
 
+// Packs one panel. Returns whether its elements are finite.
 template <class Element>
-void pack_panel(const Element* source, Element* target, size_t width, size_t k, bool pairs) {
-  if (!pairs) return transpose<Element>(source, k * sizeof(Element), target, width, k);
-  transpose<uint32_t>(source, k * sizeof(Element), target, width, k / 2);
-  const size_t paired = k / 2 * 2;
-  transpose<Element>(source + paired, k * sizeof(Element), target + paired * width, width, k - paired);
+bool pack_panel(const char* const* rows, Element* target, size_t width, size_t k, bool pairs, Element exponent) {
+  const size_t paired = pairs ? k / 2 * 2 : 0;
+  transpose(rows, width, 0, paired / 2, reinterpret_cast<uint32_t*>(target));
+  transpose(rows, width, paired, k - paired, target + paired * width);
+  return !has_non_finite(target, width * k, exponent);
 }
 
 template <class Element>
-void pack_panels(const void* source, void* target, size_t n, size_t k, bool pairs) {
+bool pack_panels(const void* const* rows, void* target, size_t n, size_t k, bool pairs, Element exponent) {
+  std::atomic<bool> finite{true};
   auto body = [&](size_t panel) {
     const size_t first = panel * kPanelWidth;
-    pack_panel(static_cast<const Element*>(source) + first * k, static_cast<Element*>(target) + first * k,
-               std::min(kPanelWidth, n - first), k, pairs);
+    const auto* of_panel = reinterpret_cast<const char* const*>(rows) + first;
+    Element* packed = static_cast<Element*>(target) + first * k;
+    if (!pack_panel(of_panel, packed, std::min(kPanelWidth, n - first), k, pairs, exponent)) finite = false;
   };
   parallel_for((n + kPanelWidth - 1) / kPanelWidth, body);
+  return finite;
 }
 
 template <class Element>
@@ -98,12 +126,17 @@ void unpack(const void* packed, void* target, size_t n, size_t k, size_t row, bo
 
 }  // namespace
 
-void pack_weight(const void* source, void* target, DType dtype, size_t n, size_t k) {
-  if (dtype == DType::kFloat32) {
-    pack_panels<uint32_t>(source, target, n, k, false);
-  } else {
-    pack_panels<uint16_t>(source, target, n, k, dtype == DType::kBFloat16);
-  }
+bool pack_rows(const void* const* rows, void* target, DType dtype, size_t n, size_t k) {
+  if (dtype == DType::kFloat32) return pack_panels<uint32_t>(rows, target, n, k, false, 0x7F800000);
+  if (dtype == DType::kFloat16) return pack_panels<uint16_t>(rows, target, n, k, false, 0x7C00);
+  return pack_panels<uint16_t>(rows, target, n, k, true, 0x7F80);
+}
+
+bool pack_weight(const void* source, void* target, DType dtype, size_t n, size_t k) {
+  std::vector<const void*> rows(n);
+  const size_t bytes = k * element_size(dtype, nullptr);
+  for (size_t row = 0; row < n; row++) rows[row] = static_cast<const char*>(source) + row * bytes;
+  return pack_rows(rows.data(), target, dtype, n, k);
 }
 
 void register_packed(void* data, DType dtype, size_t n, size_t k) {

@@ -15,8 +15,11 @@
 
 namespace llm {
 
-// Packs `source` (row-major) into `target`, which must not overlap it.
-void pack_weight(const void* source, void* target, DType dtype, size_t n, size_t k);
+// Packs n rows of k elements into `target`, which must not overlap them. Returns whether all elements are finite.
+bool pack_rows(const void* const* rows, void* target, DType dtype, size_t n, size_t k);
+
+// The same for the rows of a row-major matrix.
+bool pack_weight(const void* source, void* target, DType dtype, size_t n, size_t k);
 
 // Registers a tensor as packed: MindSpore passes the kernels a pointer and a shape only. If the kernels in use multiply
 // in integers, bfloat16 elements become multiples of units (fixed_point.h), which other kernels cannot read.

@@ -61,14 +61,15 @@ LLM_EXPORT const char** GetAllRegisteredOps() { return kOperators; }
 LLM_EXPORT int GetComputeDependOpCount() { return 0; }
 LLM_EXPORT const char** GetAllComputeDependOps() { return kNone; }
 
-// Packs a row-major weight [n, k] into `target` and registers `target` as packed. Non-zero: unknown type.
-LLM_EXPORT int llm_pack_weight(const void* source, void* target, const char* dtype, int64_t n, int64_t k) {
+// Packs the `n` rows of a weight, of `k` elements each, into `target` and registers `target` as packed. 1: unknown
+// type, nothing is packed; 2: packed, but an element is infinite or NaN.
+LLM_EXPORT int llm_pack_weight(const void* const* rows, void* target, const char* dtype, int64_t n, int64_t k) {
   const llm::DType type = llm::parse_dtype(dtype);
   if (!llm::is_float(type) || n < 0 || k < 0) return 1;
   return llm::guarded("llm_pack_weight", [&] {
-    llm::pack_weight(source, target, type, static_cast<size_t>(n), static_cast<size_t>(k));
+    const bool finite = llm::pack_rows(rows, target, type, static_cast<size_t>(n), static_cast<size_t>(k));
     llm::register_packed(target, type, static_cast<size_t>(n), static_cast<size_t>(k));
-    return 0;
+    return finite ? 0 : 2;
   });
 }
 
