@@ -8,8 +8,8 @@ from families import models
 from llm_serving.errors import ModelError
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader
-from llm_serving.network.weights import load_parameter
 from safetensors.numpy import save_file
+from support.weights import load_parameter
 
 WITHIN = {"model.": "model.language_model."}
 MODELS = {

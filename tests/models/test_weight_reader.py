@@ -8,8 +8,8 @@ from llm_serving.formats.stored_tensor import to_float32
 from llm_serving.models import weight_reader
 from llm_serving.models.weight_reader import ReadAhead, WeightReader
 from llm_serving.network.operations import Weight
-from llm_serving.network.weights import load_parameter
 from support.model_factories import to_bfloat16, write_safetensors
+from support.weights import load_parameter
 
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
 

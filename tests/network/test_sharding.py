@@ -13,9 +13,9 @@ from llm_serving.network.program import build_program
 from llm_serving.network.quantization import Quantization, quantized_weights
 from llm_serving.network.rewriting import rewrite, select_rows
 from llm_serving.network.sharding import sharded, sharding_violation
-from llm_serving.network.weights import load_parameter
 from support.family_configs import CONFIGS, RandomTensors, config_of
 from support.network_reference import parameters, run, run_ranks, step_of_prompt
+from support.weights import load_parameter
 
 TOKENS = [5, 60, 7, 7, 31, 96, 0, 2, 44, 8, 13]
 REFUSED = ("deepseek2", "deepseek3", "deepseek3.2", "olmo2", "minimax", "gemma3n", "gemma4, inputs of layers")

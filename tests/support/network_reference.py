@@ -16,7 +16,7 @@ from llm_serving.kernels.reference import Sequences, all_reduce
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import SIGNATURES, Operation, Value, Weight
 from llm_serving.network.program import FLOATS, FUNCTIONS, KINDS, SCORES, Program
-from llm_serving.network.weights import Tensors, load_parameter
+from support.weights import Tensors, load_parameter
 
 Array = np.ndarray[Any, Any]
 _WRITTEN = ("y", "residual_out", "topk_weights", "topk_ids", "selected")

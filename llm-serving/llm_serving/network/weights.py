@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,22 +49,6 @@ class RowStack:
         if self.order is not None:
             return _picked_of_stack(self.parts, self.order)
         return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
-
-
-class Tensors(Protocol):
-    def read(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Return a tensor of this shape, possibly as a read-only memory map."""
-
-
-def load_parameter(weight: Weight, tensors: Tensors, num_positions: int) -> Array:
-    """Return a weight as a C-contiguous array of `weight.shape`, of a stored type or float32; possibly a read-only
-    memory map. Generated tables have `num_positions` rows (the longest served context).
-    """
-    if weight.generate is not None:
-        return weight.generate(num_positions)
-    return assemble_weight(
-        weight, [tensors.read(name, shape) for name, shape in zip(weight.names, weight.stored_shapes, strict=True)]
-    )
 
 
 def row_stack(weight: Weight, parts: Sequence[Array]) -> RowStack | Array:
