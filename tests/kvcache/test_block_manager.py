@@ -80,9 +80,17 @@ def test_prefix_cache_keeps_blocks_of_finished_requests() -> None:
 
 
 def test_prefix_cache_namespaces_share_no_blocks() -> None:
-    blocks = BlockManager(num_blocks=16, block_size=4)
+    blocks = BlockManager(num_blocks=32, block_size=4)
     admit(blocks, create_request(9, request_id="a"))
-    for name, changes in {"b": {"cache_salt": "x"}, "c": {"tenant": "x"}}.items():
+    spaces = [
+        {"cache_salt": "x"},
+        {"tenant": "x"},
+        {"tenant": "x", "cache_salt": "y"},
+        {"tenant": "x\0y"},
+        {"adapter": 1},
+        {"cache_salt": "\x001"},
+    ]
+    for name, changes in zip("bcdefg", spaces, strict=True):
         other = create_request(9, request_id=name)
         for field, value in changes.items():
             setattr(other, field, value)

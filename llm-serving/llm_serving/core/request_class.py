@@ -80,8 +80,8 @@ class Caller:
 
 
 def cache_namespace(tenant: str, cache_salt: str, adapter: int = 0) -> str:
-    """Return the namespace within which requests share cached prefixes."""
-    return f"{tenant}\0{cache_salt}\0{adapter}" if adapter else f"{tenant}\0{cache_salt}"
+    """Return the namespace within which requests share cached prefixes. It is unambiguous for any two texts."""
+    return f"{adapter} {len(tenant)} {tenant}{cache_salt}"
 
 
 ANONYMOUS: Final = Caller()
