@@ -14,6 +14,7 @@ import httpx
 from llm_serving.config import load_config
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.device import CacheConfig
+from llm_serving.config.sections.lora import LoraConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
@@ -60,6 +61,7 @@ class GatedServer:
         serving: dict[str, Any] | None = None,
         accepted: AcceptedRequests | None = None,
         yaml: Path | None = None,
+        lora: LoraConfig | None = None,
         clock: Clock = monotonic,
         **scheduler: Any,
     ) -> None:
@@ -76,6 +78,7 @@ class GatedServer:
             pa=CacheConfig(block_size=16),
             scheduler=SchedulerConfig(**scheduler),
             api_keys=api_keys,
+            lora=lora or LoraConfig(),
         )
         if yaml is not None:
             config = load_config(yaml, ["model_config.max_generate_length=512"])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import httpx
 import pytest
+from llm_serving.config.sections.lora import LoraConfig
 from llm_serving.core.request import FinishReason
+from llm_serving.engine.adapters import Adapter
 from llm_serving.server.app import create_app
 from llm_serving.server.idempotency.lookup import seed_of
 from support.fakes import FakeEngine, Piece, Script
@@ -197,6 +200,33 @@ def test_coalesced_requests_are_computed_once():
             explained = [(await client.get(f"/v1/requests/{each['id']}/explain")).json() for each in answers[:2]]
             assert explained[0]["requests"] == explained[1]["requests"]
             assert explained[0]["requests"][0]["num_sharing"] == 1
+
+    asyncio.run(run())
+
+
+def test_answers_of_adapters_are_neither_shared_nor_repeated_with_other_files():
+    def adapter(digit):
+        return Adapter("one", Path("one"), digit * 64)
+
+    async def run():
+        lora = LoraConfig(lora_folder=Path("adapters"))
+        server = GatedServer(max_num_seqs=8, serving={"coalesce_identical_requests": True}, lora=lora)
+        adapters = server.engine.adapters
+        adapters.add(adapter("1"))
+        async with server.running() as client:
+            body = BODY | {"temperature": 0}
+            server.runner.gate.clear()
+            tasks = [asyncio.create_task(client.post(PATH, json=body | {"model": name})) for name in ("demo", "one")]
+            await server.reach(lambda: server.engine.num_waiting + server.engine.num_running == 2)
+            server.runner.gate.set()
+            assert [(await task).json()["model"] for task in tasks] == ["demo", "one"]
+            of_one = body | {"model": "one"}
+            first = await client.post(PATH, json=of_one, headers=keyed())
+            assert (await client.post(PATH, json=of_one, headers=keyed())).content == first.content
+            adapters.remove("one")
+            adapters.add(adapter("2"))
+            gone = await client.post(PATH, json=of_one, headers=keyed())
+            assert (gone.status_code, error_of(gone)["code"]) == (410, "gone")
 
     asyncio.run(run())
 

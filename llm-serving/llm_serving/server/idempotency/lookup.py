@@ -68,7 +68,7 @@ async def claim_request(
 
     Raises:
         RequestError: The key or the event id is malformed, or belongs to another request.
-        GoneError: The request was accepted by another model.
+        GoneError: The request was accepted by another model or adapter.
         TimedOutError: Another request held the key until the deadline.
     """
     accepted: AcceptedRequests = http_request.app.accepted
@@ -99,7 +99,7 @@ async def claim_request(
             record, claim = (None, found) if isinstance(found, Claim) else (found, None)
     try:
         longest = engine.max_model_len, engine.config.model.max_input_len
-        state = http_request.app.model_state.digest(engine.compute_fingerprint, *longest)
+        state = http_request.app.model_state.digest(engine.compute_fingerprint, *longest, caller.adapter)
         if record is not None:
             position.check(num_streams)
             resumed = ResumedStream(record, position)
@@ -142,7 +142,7 @@ def _known_request(
 ) -> ClaimedRequest:
     record, position = resumed
     if record.model != state:
-        raise GoneError("the request was accepted by another model or with other kernels")
+        raise GoneError("the request was accepted by another model or adapter, or with other kernels")
     request.seed = record.seed
     request_context_of(http_request).request_id = record.request_id
     name = engine.config.model.model_name

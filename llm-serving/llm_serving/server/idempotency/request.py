@@ -131,7 +131,7 @@ class IdempotentRequest:
             scope = self.record.stream_id
         else:
             return None
-        owner = (scope, caller.tenant, caller.cache_salt, caller.priority)
+        owner = (scope, caller.tenant, caller.cache_salt, caller.priority, caller.adapter)
         self._prompts = await off_loop(sum(map(len, prompts)) > INLINE_ITEMS, lambda: _digest_of_ids(prompts))
         key = digest_of(_encode((owner, self._prompts, _distinctive(sampling), choices)))
         keeps = self.record is not None and bool(self.record.key)

@@ -200,7 +200,11 @@ class ModelState:
         state = (files, sorted(output_settings(config).items()), model.generation_config, model.end_token)
         self._state = msgspec.msgpack.encode(state)
 
-    def digest(self, compute_fingerprint: ComputeFingerprint, max_model_len: int, max_input_len: int) -> bytes:
-        """Return a digest that is equal only for models and configurations that give the same responses."""
-        state = self._state + msgspec.msgpack.encode((compute_fingerprint, max_model_len, max_input_len))
+    def digest(
+        self, compute_fingerprint: ComputeFingerprint, max_model_len: int, max_input_len: int, adapter: int = 0
+    ) -> bytes:
+        """Return a digest that is equal only for models, adapters and configurations that give the same responses.
+        `adapter`: number of the request's adapter; 0: none.
+        """
+        state = self._state + msgspec.msgpack.encode((compute_fingerprint, max_model_len, max_input_len, adapter))
         return hashlib.blake2b(state, digest_size=16).digest()
