@@ -15,6 +15,7 @@ from llm_serving.engine.recovery import DEATHS_TO_SUSPECT, MAX_LOST_STEPS
 from llm_serving.errors import WorkerDiedError
 from llm_serving.executor.executor import RestartFailedError, StepFailedError
 from llm_serving.executor.restart_status import RestartStatus
+from llm_serving.kvcache.adapter_slots import AdapterSlots
 from support.factories import create_request
 from support.fake_runner import expected_output
 from support.fragile_harness import FragileHarness
@@ -69,6 +70,23 @@ def test_recovery_ends_only_the_culprit(error: Exception, place: int) -> None:
     assert harness.last(poison.request_id).finish_reason is FinishReason.ERROR
     assert "poison" in (harness.last(poison.request_id).error or "")
     harness.assert_exact(*requests)
+
+
+def test_recovery_ends_the_requests_of_an_adapter_that_cannot_be_read_after_one_failure() -> None:
+    harness = FragileHarness(adapters=AdapterSlots(2))
+    requests = [replace(create_request(4 + i, max_tokens=6, seed=i), adapter=i % 3) for i in range(7)]
+
+    def spoil(step: StepInput) -> None:
+        if 2 in step.adapters[:, 0]:
+            raise StepFailedError("adapter 2 cannot be read")
+
+    harness.executor.spoil = spoil
+    harness.submit(*requests)
+    harness.run()
+    lost = [each for each in requests if each.adapter == 2]
+    assert all(harness.last(each.request_id).finish_reason is FinishReason.ERROR for each in lost)
+    assert all(each.num_lost_steps <= 1 for each in requests)
+    harness.assert_exact(*(each for each in requests if each.adapter != 2))
 
 
 def test_recovery_finds_a_culprit_that_fails_late() -> None:

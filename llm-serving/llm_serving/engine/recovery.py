@@ -15,6 +15,7 @@ from llm_serving.errors import LLMServingError, WorkerError
 from llm_serving.executor.executor import Executor, RestartFailedError, StepFailedError
 from llm_serving.executor.step_builder import StepBuilder
 from llm_serving.kvcache import BlockManager, StateSlots
+from llm_serving.kvcache.adapter_slots import AdapterSlots
 from llm_serving.log import get_logger
 from llm_serving.observability.metrics import Metrics
 from llm_serving.scheduler import Schedule, Scheduler, SchedulerLimits
@@ -136,8 +137,11 @@ class Recovery:
         pool, size, states = scheduler.blocks.pool, scheduler.blocks.block_size, scheduler.blocks.states
         if states is not None:
             states = StateSlots(states.pool.num_blocks, states.max_running, size)
-        window = scheduler.blocks.window
-        blocks = BlockManager(pool.num_blocks, size, prefix_caching=False, window=window, states=states)
+        window, slots = scheduler.blocks.window, scheduler.blocks.adapters
+        adapters = None if slots is None else AdapterSlots(slots.num_slots)
+        blocks = BlockManager(
+            pool.num_blocks, size, prefix_caching=False, window=window, states=states, adapters=adapters
+        )
         trial = Scheduler(
             _trial_limits(scheduler.limits), Mixed(ServingConfig()), blocks, (RequestClass(name="trial", rank=0),)
         )
@@ -181,4 +185,5 @@ def _copy(request: Request) -> Request:
         stop_token_ids=request.stop_token_ids,
         constraint=request.constraint,
         wants_vector=request.wants_vector,
+        adapter=request.adapter,
     )
