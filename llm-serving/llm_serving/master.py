@@ -122,8 +122,6 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
         metrics.watch_agent(index, lambda: executor.num_compilations, lambda: executor.machine)
         try:
             loaded = executor.loaded
-            for number, folder in adapters.folders.items():
-                executor.set_adapter(number, folder)
             engine = build_engine(
                 config,
                 loaded.num_blocks,
@@ -141,6 +139,7 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
                 notice=loaded.notice,
                 compute_fingerprint=loaded.compute_fingerprint,
             )
+            engine.ask(partial(_send_adapters, adapters, executor))  # before its first request
             metrics.moves.block_bytes = metrics.disk.block_bytes = loaded.block_bytes
             metrics.watch_memory(index, partial(_memory_of, config, engine.scheduler, executor))
             metrics.watch_state_slots(index, partial(_state_slots_of, engine.scheduler))
@@ -152,6 +151,12 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
     is_replaceable = config.cluster.engine == EngineName.LOCAL and config.model.mindir_path is None
     set_weights = files.use if is_replaceable else None
     return AsyncEngine(config, spec, tokenizer, metrics, open_replica, set_weights=set_weights, adapters=adapters)
+
+
+def _send_adapters(adapters: AdapterRegistry, executor: SupervisedExecutor) -> None:
+    """Send a WorkAgent all adapters. An engine calls this when other threads can send it those that come later."""
+    for number, folder in adapters.folders.items():
+        executor.set_adapter(number, folder)
 
 
 class ServedFiles:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,9 @@ def test_answers_of_adapters_under_load_are_those_of_each_request_alone(
         server.stop()
 
 
-def test_refusals_say_what_is_wrong(folder: Path) -> None:
-    server = start_server("--set", f"lora_config.lora_folder={folder / 'one'}", "--set", ONE_THREAD)
+def test_refusals_say_what_is_wrong(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "one", tmp_path / "inside" / "one")
+    server = start_server("--set", f"lora_config.lora_folder={tmp_path / 'inside'}", "--set", ONE_THREAD)
     try:
 
         async def run() -> None:
@@ -118,6 +120,16 @@ def test_refusals_say_what_is_wrong(folder: Path) -> None:
                 assert "`adapter_id` must be the name of a loaded adapter" in text
                 status, text = await refused("/v1/unload_lora_adapter", {"lora_name": "new"})
                 assert (status, text) == (404, "`lora_name` must be the name of a loaded adapter. Given: 'new'")
+
+                await client.post("/v1/load_lora_adapter", json={"lora_name": "new", "lora_path": "one"})
+                write_adapter(tmp_path / "inside" / "one", ModelSpec.from_folder(DEMO_FOLDER), seed=9)
+                server.work_agents()[0].kill()
+                body = {"model": "new", "prompt": "a", "max_tokens": 1}
+                status, text = await refused("/v1/completions", body)
+                assert (status, "has changed since the adapter was loaded" in text) == (500, True)
+                while (await client.post("/v1/completions", json=body)).status_code != 404:
+                    await asyncio.sleep(0.01)
+                assert (await client.post("/v1/completions", json=body | {"model": "demo"})).status_code == 200
 
         asyncio.run(run())
     finally:

@@ -1,9 +1,25 @@
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.lora import LoraConfig
 from llm_serving.engine.adapters import Adapter, AdapterRegistry
 from llm_serving.errors import ModelError
+from support.adapter_factories import write_adapter
+from support.fakes import DEMO_SPEC
+
+
+def test_registry_finds_changed_and_removed_files(tmp_path: Path) -> None:
+    for name in "abc":
+        write_adapter(tmp_path / name, DEMO_SPEC, targets=("q_proj",), seed=ord(name))
+    lora = LoraConfig(lora_modules={name: tmp_path / name for name in "abc"})
+    registry = AdapterRegistry(ServingConfig(lora=lora), DEMO_SPEC)
+    (tmp_path / "b" / "adapter_model.safetensors").unlink()
+    shutil.copytree(tmp_path / "a", tmp_path / "c", dirs_exist_ok=True)
+    found = [registry.find_changed(registry.by_name[name].number) for name in "abc"]
+    assert [[each.name for each in adapters] for adapters in found] == [[], ["b"], ["c"]]
 
 
 def test_registry_refuses_an_adapter_with_the_number_of_another_one() -> None:

@@ -14,6 +14,7 @@ from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine import audit
 from llm_serving.engine.audit import Auditor
 from llm_serving.executor.executor import StepFailedError
+from llm_serving.kvcache.adapter_slots import AdapterSlots
 from support.engine_harness import Harness
 from support.factories import create_request
 from support.fake_runner import expected_output
@@ -54,6 +55,19 @@ def test_auditor_audits_answers_with_stop_tokens_and_stop_strings() -> None:
         harness.engine.submit(request)
     harness.run()
     assert counts(harness) == (2, 0)
+
+
+def test_auditor_forgets_the_answers_of_an_unloaded_adapter() -> None:
+    harness = audited(adapters=AdapterSlots(2))
+    requests = [replace(create_request(4, max_tokens=4), adapter=number) for number in (1, 2)]
+    for request in requests:
+        harness.engine.submit(request)
+    while len(harness.engine._auditor.waiting) < 2:
+        harness.engine.step()
+    harness.executor.set_adapter = lambda number, folder: None
+    harness.engine.set_adapter(1, "")
+    harness.run()
+    assert counts(harness) == (1, 0)
 
 
 def test_auditor_skips_aborted_requests() -> None:

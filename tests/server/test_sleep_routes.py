@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from llm_serving.config.sections.lora import LoraConfig
 from llm_serving.config.tables import ApiKey
+from llm_serving.engine.adapters import Adapter
 from llm_serving.engine.lifecycle import Lifecycle
 from llm_serving.server.middleware.authentication import hash_key
 from support.gated_server import GatedServer
@@ -67,6 +69,26 @@ def test_a_version_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
                 refused = await client.post("/v1/update_weights", params={"version": version})
                 assert refused.status_code == 400
                 assert error_of(refused)["message"].startswith("`version` must be"), version
+
+    asyncio.run(run())
+
+
+def test_a_request_that_waits_while_its_adapter_is_unloaded_is_refused() -> None:
+    async def run() -> None:
+        server = GatedServer(lora=LoraConfig(lora_folder=Path("adapters")))
+        adapters = server.engine.adapters
+        adapters.add(Adapter("one", Path("one"), "1" * 64))
+        async with server.running() as client:
+            await client.post("/v1/pause")
+            held = asyncio.create_task(client.post("/v1/completions", json={"model": "one", "prompt": "a"}))
+            gate = server.engine.lifecycle.gate
+            assert gate is not None
+            await server.reach(lambda: gate._num_waiting == 1)
+            adapters.remove("one")
+            await client.post("/v1/resume")
+            refused = await held
+            assert refused.status_code == 404
+            assert error_of(refused)["message"].startswith("`model` must be a loaded adapter: this one was unloaded")
 
     asyncio.run(run())
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ModelError, WorkerError
-from llm_serving.formats.peft import read_adapter
+from llm_serving.formats.peft import fingerprint, number_of, read_adapter
 from llm_serving.models.adapters import AdapterLimits, check_adapter
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.adapters import experts_modules
@@ -103,6 +103,19 @@ def test_a_step_that_names_an_unknown_adapter_fails_alone(folders):
     with pytest.raises(WorkerError, match="adapter 9 is not in memory"):
         logits_of(runner, (9, 0))
     logits_of(runner, step=1)
+
+
+def test_changed_files_are_not_served_under_the_number_of_the_former_ones(folders, tmp_path):
+    write_adapter(tmp_path, SPEC)
+    number = number_of(fingerprint(tmp_path))
+    runner = runner_of(folders / "base")
+    runner.adapters.set(number, str(tmp_path))
+    logits_of(runner, (number, 0))
+    write_adapter(tmp_path, SPEC, seed=8)
+    again = runner_of(folders / "base")
+    again.adapters.set(number, str(tmp_path))
+    with pytest.raises(WorkerError, match="has changed since the adapter was loaded"):
+        logits_of(again, (number, 0))
 
 
 @pytest.mark.parametrize("changes", [{"head_dim": 20, "intermediate_size": 90}, {"attention_bias": True}])

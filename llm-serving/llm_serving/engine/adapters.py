@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.errors import ModelError
-from llm_serving.formats.peft import fingerprint, read_adapter
+from llm_serving.formats.peft import fingerprint, number_of, read_adapter
 from llm_serving.log import get_logger
 from llm_serving.models.adapters import AdapterLimits, check_adapter
 from llm_serving.models.spec import ModelSpec
@@ -30,8 +30,15 @@ class Adapter:
 
     @property
     def number(self) -> int:
-        """The adapter's number in requests, recordings and steps: the same for the same files, never 0."""
-        return int(self.fingerprint[:8], 16) % (2**31 - 1) + 1
+        return number_of(self.fingerprint)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether its files are those that were loaded. This reads them."""
+        try:
+            return fingerprint(self.folder) == self.fingerprint
+        except ModelError:
+            return False
 
 
 class AdapterRegistry:
@@ -70,6 +77,10 @@ class AdapterRegistry:
                 raise ModelError(f"the adapter {adapter.name} {rule}. Save it again with other metadata")
         self.by_name = {**self.by_name, adapter.name: adapter}
         logger.info("adapter %s: %s, files %s", adapter.name, adapter.folder, adapter.fingerprint[:12])
+
+    def find_changed(self, number: int) -> list[Adapter]:
+        """Return the adapters with a number whose files were changed or removed. This reads them, so in any thread."""
+        return [each for each in self.by_name.values() if each.number == number and not each.is_unchanged]
 
     def remove(self, name: str) -> Adapter | None:
         """Offer an adapter to no further request. Return it; None if there is none of this name."""

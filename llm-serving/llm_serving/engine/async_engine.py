@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +30,14 @@ from llm_serving.engine.replicas import EngineHealth, OpenReplica
 from llm_serving.engine.request_dispatcher import RequestDispatcher
 from llm_serving.engine.request_lookup import RequestLookup
 from llm_serving.engine.request_stream import RequestStream
-from llm_serving.errors import ContextLengthError, LLMServingError, RequestError, UnavailableError, WorkerDiedError
+from llm_serving.errors import (
+    ContextLengthError,
+    LLMServingError,
+    ModelNotFoundError,
+    RequestError,
+    UnavailableError,
+    WorkerDiedError,
+)
 from llm_serving.models.pooling import Pooling, resolve_pooling
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observability.class_metrics import ClassLoad
@@ -88,6 +96,7 @@ class AsyncEngine:
         metrics.replicas = self.replicas.counts
         self.lookup = RequestLookup(config, self.replicas, self._requests, clock)
         self.control = Control(config, self.lookup, dispatcher)
+        dispatcher.on_adapter_error = partial(self.control.check_adapter, self.adapters)
         self.lifecycle = Lifecycle(config, dispatcher, set_weights)
         self.reloading = ConfigReloader(config, self.replicas, metrics)
         self.reloading.followers.append(self._follow)
@@ -172,12 +181,17 @@ class AsyncEngine:
             sharing: How the answer is coalesced with that of identical requests; None: it is not.
 
         Raises:
-            RequestError: The request can never be served, for instance because it is too long.
+            RequestError: The request can never be served, for instance because it is too long, or its adapter was
+                unloaded.
             CapacityError: A queue limit is exceeded, or the first token would come too late.
             UnavailableError: No WorkAgent is ready.
         """
         if self.lifecycle.gate is not None:
             raise UnavailableError(f"{self.lifecycle.gate.reason} since the request arrived: send it again")
+        if caller.adapter and caller.adapter not in self.adapters.folders:
+            raise ModelNotFoundError(
+                "model", "must be a loaded adapter: this one was unloaded since the request arrived"
+            )
         if self.pooling is not None and self.pooling.embedding_only and not wants_vector:
             raise RequestError("model", self.pooling.refusal)
         if sharing is not None and (found := self.coalesced.find(sharing.key)) is not None:

@@ -135,6 +135,13 @@ class Auditor:
             assert sink is not None
             sink.finish(FinishReason.ABORT)
 
+    def forget_adapter(self, number: int) -> None:
+        """Audit no further answer of an adapter that is unloaded."""
+        kept = [each for each in self.waiting if each.request.adapter != number]
+        self.waiting = deque(kept, MAX_WAITING)
+        if self._running is not None and self._running[0].request.adapter == number:
+            self.cancel_copy()
+
     def _add_copy_output(self, piece: RequestOutput) -> None:
         """Record an output of the copy. After the last one, compare the answers."""
         assert self._running is not None

@@ -20,7 +20,10 @@ from llm_serving.engine.replicas import ReplicaState
 from llm_serving.engine.request_dispatcher import RequestDispatcher
 from llm_serving.engine.request_lookup import RequestLookup
 from llm_serving.errors import UnavailableError, WorkerDiedError
+from llm_serving.log import get_logger
 from llm_serving.observability.event_log import client_ids
+
+logger = get_logger(__name__)
 
 DROP_DELAY_S: Final = 0.1
 """Interval in seconds at which `drop_adapter` checks whether the last request of the adapter has ended."""
@@ -47,6 +50,8 @@ class Control:
         self._config = config
         self._lookup = lookup
         self._dispatcher = dispatcher
+        self._checks: set[asyncio.Task[None]] = set()
+        """Running checks of adapters' files."""
         self._replicas, self._requests, self._queue = dispatcher.replicas, dispatcher.requests, dispatcher.queue
 
     def add_adapter(self, registry: AdapterRegistry, adapter: Adapter) -> None:
@@ -66,6 +71,21 @@ class Control:
         else:
             self._tell(adapter.number, "")
         return unfinished
+
+    def check_adapter(self, registry: AdapterRegistry, number: int) -> None:
+        """Unload the adapters with a number if their files were changed or removed, because a WorkAgent that restarts
+        cannot read them. Return before that is known.
+        """
+
+        async def check() -> None:
+            for adapter in await asyncio.to_thread(registry.find_changed, number):
+                logger.error("adapter %s is unloaded: its files in %s have changed", adapter.name, adapter.folder)
+                if registry.remove(adapter.name) is not None:
+                    self.drop_adapter(registry, adapter)
+
+        task = asyncio.get_running_loop().create_task(check())
+        self._checks.add(task)
+        task.add_done_callback(self._checks.discard)
 
     def _num_of_adapter(self, number: int) -> int:
         return sum(each.request.adapter == number for each in self._requests.by_id.values())

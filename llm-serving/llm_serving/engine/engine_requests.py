@@ -121,7 +121,13 @@ class EngineRequests:
         """Make an adapter available to the WorkAgent; with `folder` empty, drop it. Thread-safe; raise WorkerDiedError
         if the engine has ended.
         """
-        self._inbox.post(lambda: self._executor.set_adapter(number, folder))
+
+        def change() -> None:
+            if not folder:
+                self._auditor.forget_adapter(number)
+            self._executor.set_adapter(number, folder)
+
+        self._inbox.post(change)
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step. A finished request does not change."""

@@ -49,6 +49,8 @@ class RequestDispatcher:
         self.replicas = Replicas(config, open_replica, events)
         self.admission = AdmissionControl(config, self.queue, metrics.classes, clock)
         self.router = Router(config, self.replicas, self.requests, self.queue, self.admission, clock)
+        self.on_adapter_error: Callable[[int], None] = lambda number: None
+        """Called with the number of an adapter after one of its requests has ended with an error."""
         serving = config.serving
         self.coalesced = CoalescedResponses(serving.coalesced_response_bytes, serving.request_log_age_s, clock)
 
@@ -113,6 +115,8 @@ class RequestDispatcher:
             try:
                 if piece.finish_reason is not None:
                     self.close(piece.request_id)
+                    if piece.finish_reason is FinishReason.ERROR and opened.request.adapter:
+                        self.on_adapter_error(opened.request.adapter)
                     if piece.request_id in (slots := self.replicas.accounting.tenant_slots).migrating:
                         slots.end_migration(piece.request_id)
                 opened.stream.put(piece)

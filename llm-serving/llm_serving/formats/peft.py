@@ -194,6 +194,11 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def number_of(fingerprint: str) -> int:
+    """Return the number of an adapter in requests, recordings and steps: the same for the same files, never 0."""
+    return int(fingerprint[:8], 16) % (2**31 - 1) + 1
+
+
 def _of_pattern(patterns: Mapping[str, Any], module: str, default: float) -> float:
     """Return the value of the first pattern that matches the end of a module's name, as PEFT does."""
     for pattern, value in patterns.items():

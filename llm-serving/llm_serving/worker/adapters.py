@@ -14,7 +14,7 @@ from llm_serving.backends.base import Array
 from llm_serving.backends.parameters import to_model_dtype
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ModelError, WorkerError
-from llm_serving.formats.peft import PeftAdapter, read_adapter
+from llm_serving.formats.peft import PeftAdapter, fingerprint, number_of, read_adapter
 from llm_serving.formats.stored_tensor import to_float32
 from llm_serving.models.adapters import AdapterLimits, check_adapter
 from llm_serving.network.adapters import AdaptedLinear, LowRankChange, panels
@@ -61,14 +61,21 @@ class AdapterMemory:
         a dropped adapter.
         """
         if folder:
-            self._host[number] = self._reader.submit(self._read, Path(folder))
+            self._host[number] = self._reader.submit(self._read_same, number, Path(folder))
         else:
             self._host.pop(number, None)
 
     def read(self, number: int, folder: Path) -> None:
-        """As `set`, and wait. Raise ModelError if the adapter cannot be served."""
-        self.set(number, str(folder))
+        """Read an adapter into host memory under any number. Raise ModelError if it cannot be served."""
+        self._host[number] = self._reader.submit(self._read, folder)
         self._host[number].result()
+
+    def _read_same(self, number: int, folder: Path) -> list[_Matrices]:
+        """Read the adapter whose files have a number, which the server gave them when it loaded the adapter."""
+        matrices = self._read(folder)
+        if number_of(fingerprint(folder)) != number:
+            raise ModelError(f"{folder}: has changed since the adapter was loaded: unload it, and load it again")
+        return matrices
 
     def _read(self, folder: Path) -> list[_Matrices]:
         adapter = read_adapter(folder)
