@@ -183,7 +183,7 @@ class LatentAttention:
             rows=self.key_rows,
             columns=latents,
             stored_shapes=stored_shapes,
-            transform=_Transposed(heads),
+            transform=_Transposed(still),
             width=heads * len(latents),
         )
         attended = net.attention(q, layer, q_rope=net.rope(q_rope, self.rotary), scale=self.scale, selected=selected)
@@ -202,9 +202,9 @@ class LatentAttention:
 class _Transposed:
     """Transposes each head's part of a weight: [heads * nope_dim, rank] -> [heads * rank, nope_dim]."""
 
-    def __init__(self, heads: int) -> None:
-        self._heads = heads
+    def __init__(self, nope_dim: int) -> None:
+        self._nope_dim = nope_dim
 
     def __call__(self, weight: Float32Array) -> Float32Array:
-        parts = weight.reshape(self._heads, -1, weight.shape[1]).transpose(0, 2, 1)
+        parts = weight.reshape(-1, self._nope_dim, weight.shape[1]).transpose(0, 2, 1)
         return parts.reshape(-1, parts.shape[2])

@@ -1,7 +1,8 @@
 """Tensor parallelism: the part of a network that one rank computes, by rules that are independent of the model family.
 
     attention, store_kv  heads, and columns of an output gate, are split: a rank computes its own heads and stores
-                         only their keys and values
+                         only their keys and values. Latent keys belong to all heads: every rank stores them all
+    norm of all heads    every rank computes it, and the product before it, whole; then a rank takes its own heads
     gated_activation     columns of the gate and the matching columns of its other half are split
     experts              the same within each expert
     linear               the producer of a split value holds the rows of its weight that the rank needs. The consumer
@@ -67,6 +68,8 @@ class _Sharding:
         self._graph = Graph(network.operations)
         self._columns: dict[Value, Indices] = {}
         """Split value -> the columns that this rank holds."""
+        self._own_columns: set[Value] = set()
+        """Inputs of which this rank reads only its own columns, although it computes the whole value."""
         self._split_stores: set[Operation] = set()
         self._values: dict[Value, Value] = {}
         """Value of the whole network -> the value that replaces it on this rank."""
@@ -90,30 +93,41 @@ class _Sharding:
 
     def _shard_heads(self, attend: Operation) -> None:
         """Split the query, key and value heads so that each rank has whole groups."""
-        if "q_rope" in attend.inputs:
-            raise _CannotShardError("must be 1 for a model with latent attention")
         store = self._graph.store_of(attend)
-        kv_heads = self._network.caches[attend.attributes["layer"]].kv_heads
-        products: dict[Value, set[tuple[int, int]]] = {}
+        cache = self._network.caches[attend.attributes["layer"]]
         gates = [each.inputs["b"] for each in self._graph.consumers(attend.outputs["y"]) if each.kind == "multiply"]
+        heads = [attend.inputs["q"], *gates]
+        if "q_rope" in attend.inputs:
+            heads.append(attend.inputs["q_rope"])
+            if (queries := attend.inputs["q"].width // cache.key_width) % self._count:
+                raise _CannotShardError(f"must divide the {queries} heads of queries")
+        elif cache.kv_heads % self._count:
+            raise _CannotShardError(f"must divide the {cache.kv_heads} heads of keys and values")
         # Layers that read the keys of an earlier one split only their queries.
-        stored = () if store in self._split_stores else (store.inputs["k"], store.inputs["v"])
-        self._split_stores.add(store)
-        for value in (attend.inputs["q"], *stored, *gates):
-            made = self._product_of(value)
-            products.setdefault(made.root, set()).add((made.start, made.width))
-        if kv_heads % self._count:
-            raise _CannotShardError(f"must divide the {kv_heads} heads of keys and values")
+        elif store not in self._split_stores:
+            self._split_stores.add(store)
+            heads += store.inputs["k"], store.inputs["v"]
+        found = [self._product_of(value) for value in heads]
+        whole = {made.root for made, normed in found if normed is not None}
+        products: dict[Value, set[tuple[int, int]]] = {}
+        for made, normed in found:
+            if made.root in whole:
+                self._own_columns.add(made if normed is None else normed)
+            else:
+                products.setdefault(made.root, set()).add((made.start, made.width))
         for product, ranges in products.items():
             self._shard(product, ranges, "heads")
 
-    def _product_of(self, value: Value) -> Value:
-        """Return the product that computes the heads, found through their norms and rotary embedding, as columns."""
-        while (producer := self._graph.producer(value)) is not None and producer.kind in ("rope", "rms_norm"):
+    def _product_of(self, value: Value) -> tuple[Value, Value | None]:
+        """Return the columns of the product that compute these heads, and the result of a norm of all heads, if any."""
+        normed = None
+        while (producer := self._graph.producer(value)) is not None:
             if producer.kind == "rms_norm" and not producer.attributes["group"]:
-                raise _CannotShardError("must be 1 for a model that normalises all heads together")
+                normed = normed or value
+            elif producer.kind not in ("rope", "rms_norm") and not _is_product_of_heads(producer):
+                break
             value = producer.inputs["x"]
-        return value
+        return value, normed
 
     def _shard(self, value: Value, ranges: Iterable[tuple[int, int]], what: str) -> None:
         producer = self._graph.producer(value)
@@ -135,16 +149,23 @@ class _Sharding:
     def _write(self, operation: Operation) -> None:
         kind, y = operation.kind, operation.outputs.get("y")
         given = operation.changed(inputs={role: self._local(x) for role, x in operation.inputs.items()})
-        is_split = any(x.root in self._columns for x in operation.inputs.values())
+        is_split = any(map(self._is_split, operation.inputs.values()))
         if kind in ("embedding", "lm_head"):
             self._write_vocabulary(given)
         elif kind == "experts":
             if self._rank and "down_bias" in given.weights:
                 self.result.optional.update(given.weights["down_bias"].names)
             self._write_partial_sum(given, _shard_experts(given, self._rank, self._count))
+        elif is_split and _is_product_of_heads(operation):
+            assert y is not None
+            self._columns[y] = shared_order(tuple(range(y.width)[self._share(y.width)]))
+            weights = {role: self._of_own_heads(each) for role, each in given.weights.items()}
+            self._record(given.changed(attributes={"heads": operation.attributes["heads"] // self._count}), weights)
         elif y in self._columns and not is_split:
             self._record(given, {role: _rows(each, self._columns[y]) for role, each in given.weights.items()})
         elif not is_split:
+            if kind == "store_kv":
+                self.result.caches.append(self._network.caches[given.attributes["layer"]])
             self._record(given, given.weights)
         elif kind == "linear" and y not in self._columns:
             self._write_partial_sum(given, self._consumer_weights(operation))
@@ -155,7 +176,7 @@ class _Sharding:
                 tuple(range(cache.kv_heads * cache.key_width)[self._share(cache.kv_heads * cache.key_width)])
             )
             self._record(given, {role: _rows(each, share) for role, each in given.weights.items()})
-        elif kind == "multiply" and any(x.root not in self._columns for x in operation.inputs.values()):
+        elif kind == "multiply" and not all(map(self._is_split, operation.inputs.values())):
             raise _CannotShardError(
                 "must be 1: the model multiplies values that ranks split by values that they do not"
             )
@@ -165,6 +186,15 @@ class _Sharding:
             self._record(given, {role: self._part(operation, role, each) for role, each in given.weights.items()})
         else:
             raise _CannotShardError(f"must be 1 for a model that applies `{kind}` to split values")
+
+    def _is_split(self, x: Value) -> bool:
+        return x.root in self._columns or x in self._own_columns
+
+    def _of_own_heads(self, weight: Weight) -> Weight:
+        """Return the rank's part of a weight with equal rows for each head, before any transformation of the rows."""
+        order = tuple(range(weight.shape[0])) if weight.rows is None else weight.rows
+        rows = shared_order(order[self._share(len(order))])
+        return replace(weight, shape=(weight.shape[0] // self._count, weight.shape[1]), rows=rows)
 
     def _part(self, operation: Operation, role: str, weight: Weight) -> Weight:
         """Return the rank's part of a weight that an operation applies to split heads or columns."""
@@ -217,6 +247,9 @@ class _Sharding:
     def _local(self, x: Value) -> Value:
         """Return the part of a value, or of a view, that the rank holds."""
         whole = self._values[x.root]
+        if x in self._own_columns:
+            share = range(x.start, x.start + x.width)[self._share(x.width)]
+            return replace(x, base=whole, start=share.start, width=len(share))
         if x.base is None:
             return whole
         columns = self._columns.get(x.root)
@@ -225,6 +258,10 @@ class _Sharding:
         start = sum(each < x.start for each in columns)
         width = sum(x.start <= each < x.start + x.width for each in columns)
         return replace(x, base=whole, start=start, width=width)
+
+
+def _is_product_of_heads(operation: Operation) -> bool:
+    return operation.kind == "linear" and operation.attributes["heads"] > 1
 
 
 def _shard_experts(operation: Operation, rank: int, count: int) -> dict[str, Weight]:
