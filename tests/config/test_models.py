@@ -10,6 +10,8 @@ from llm_serving.config import ServingConfig, load_config
 from llm_serving.config.model_size import check_memory, needed_bytes
 from llm_serving.config.reload import check_reload, read_again, read_all_again, row_of
 from llm_serving.errors import ConfigError
+from support.adapter_factories import write_adapter
+from support.fakes import DEMO_SPEC
 from support.model_folders import write_config
 
 
@@ -58,6 +60,25 @@ def test_rows_take_precedence_over_sections_and_options_over_rows(tmp_path: Path
     assert {each.device.num_threads for each in config.models} == {max(1, cores // 3)}
     assert [key.name for key in one.api_keys] == [key.name for key in two.api_keys] == ["me"]
     assert (config.model, config.serving) == (one.model, one.serving), "the first model is the default"
+
+
+def test_adapters_belong_to_their_model_and_have_names_of_their_own(tmp_path: Path) -> None:
+    for name in ("sql", "poems"):
+        write_adapter(tmp_path / name, DEMO_SPEC, targets=("q_proj",))
+    one = f"one: {{path: one, aliases: [uno], lora_config: {{lora_modules: {{sql: {tmp_path / 'sql'}}}}}}}"
+    poems = f"lora_modules: {{%s: {tmp_path / 'poems'}}}, max_loras: 2"
+
+    def text(name: str) -> str:
+        return f"models:\n    {one}\n    two: {{path: two, lora_config: {{{poems % name}}}}}\n"
+
+    first, second = load(tmp_path, text("poems")).models
+    assert [[*(each.lora.lora_modules or ())] for each in (first, second)] == [["sql"], ["poems"]]
+    assert [each.lora.max_loras for each in (first, second)] == [4, 2]
+    for name in ("one", "uno", "sql"):
+        rule = f"names, aliases and adapters in `models` must differ. Given: {name!r} in one and two"
+        assert rule in error_of(tmp_path, text(name))
+    own = text("poems").replace("{sql:", "{uno:")
+    assert "must have other names than `model_config.model_name` and `model_aliases`" in error_of(tmp_path, own)
 
 
 def test_memory_is_shared_equally_or_as_given(tmp_path: Path) -> None:

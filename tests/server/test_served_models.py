@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
+from llm_serving.config.sections.lora import LoraConfig
 from llm_serving.config.tables import ApiKey
-from llm_serving.errors import RequestNotFoundError
+from llm_serving.engine.adapters import Adapter
+from llm_serving.engine.lifecycle import Lifecycle
+from llm_serving.errors import ModelError, RequestError, RequestNotFoundError, UnavailableError
 from llm_serving.server.app import build_site
 from llm_serving.server.middleware.authentication import hash_key
-from llm_serving.server.served_models import OpenedModel
+from llm_serving.server.served_models import OpenedModel, ServedModels
 from support.fakes import FakeEngine
 
 KEYS = {name: name * 20 for name in ("a", "root")}
@@ -134,6 +140,93 @@ def test_models_are_changed_by_administrators_only() -> None:
         assert "there is no YAML to read again" in refused.json()["error"]["message"]
 
     serve(use, engine("one", api_keys=API_KEYS), engine("two", api_keys=API_KEYS))
+
+
+def loadable(name: str, *failures: str, adapters: tuple[str, ...] = ()) -> Any:
+    made = engine(name)
+    counts = SimpleNamespace(num_ready=not failures, num_replicas=1)
+    made.replicas = SimpleNamespace(counts=lambda: counts, load_failures=list(failures))
+    made.adapters.by_name = {each: Adapter(each, Path(each), "1" * 64) for each in adapters}
+    made.add_adapter = lambda registry, adapter: registry.add(adapter)
+    return made
+
+
+def config_of(name: str, *aliases: str, **lora: Any) -> Any:
+    return replace(engine(name, *aliases).config, lora=LoraConfig(**lora))
+
+
+def models_of(*opened: Any) -> ServedModels:
+    waiting = list(opened[1:])
+    return build_site(opened[0], open_model=lambda config: OpenedModel(waiting.pop(0))).models
+
+
+def test_a_model_that_cannot_be_loaded_is_stopped_and_can_be_loaded_later() -> None:
+    async def run() -> None:
+        failing, working = loadable("two", "no such tensor"), loadable("two")
+        models = models_of(loadable("one"), failing, working)
+        with pytest.raises(UnavailableError, match="model two was not loaded: no such tensor"):
+            await models.load(config_of("two"))
+        assert (failing.num_starts, failing.num_stops) == (1, 1)
+        await models.load(config_of("two"))
+        assert models.find("two").engine is working
+        with pytest.raises(RequestError, match="`model` is loaded already"):
+            await models.load(config_of("two"))
+
+    asyncio.run(run())
+
+
+def test_names_of_models_and_adapters_differ_also_while_a_model_is_loaded() -> None:
+    async def run() -> None:
+        loading, other = loadable("two"), loadable("three")
+        loading.replicas.counts().num_ready = 0
+        models = models_of(loadable("one", adapters=("sql",)), loading, other)
+        for config in (config_of("sql"), config_of("two", "sql"), config_of("two", lora_modules={"sql": Path("sql")})):
+            with pytest.raises(RequestError, match="must not share names with the model one: 'sql'"):
+                await models.load(config)
+        task = asyncio.create_task(models.load(config_of("two", "second")))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="is being loaded by another request"):
+            await models.load(config_of("two"))
+        with pytest.raises(RequestError, match="`lora_name` must not share names with the model two: 'second'"):
+            models.check_names("lora_name", ["second"], "one")
+        later = asyncio.create_task(models.load(config_of("three")))
+        await asyncio.sleep(0.06)
+        assert (loading.num_starts, other.num_starts) == (1, 0), "one at a time is checked against the free memory"
+        loading.replicas.counts().num_ready = 1
+        await asyncio.gather(task, later)
+        assert [model.name for model in models] == ["one", "two", "three"]
+
+    asyncio.run(run())
+
+
+def test_a_replaced_model_keeps_its_adapters_and_cannot_pause_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        before, after = loadable("one", adapters=("sql", "lost")), loadable("one")
+        before.num_running = before.num_waiting = 0
+        before.lifecycle = Lifecycle(before.config, SimpleNamespace(replicas=None), None)  # type: ignore[arg-type]
+        after.replicas.counts().num_ready = 0
+
+        def read(name: str, folder: Path) -> Adapter:
+            if name == "lost":
+                raise ModelError("there is no such folder")
+            return Adapter(name, folder, "1" * 64)
+
+        monkeypatch.setattr(after.adapters, "read", read)
+        models = models_of(before, after)
+        models.on_ready = ready = Mock()
+        task = asyncio.create_task(models.replace(config_of("one")))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="is being changed by another request"):
+            await before.lifecycle.pause("finish", "wait")
+        after.replicas.counts().num_ready = 1
+        await task
+        assert models.default.engine is after
+        ready.assert_called_once_with(after)
+        assert [*after.adapters.by_name] == ["sql"]
+        while not before.num_stops:
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
 
 
 def test_one_model_has_no_models_to_change() -> None:

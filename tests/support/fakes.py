@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,6 +186,10 @@ class FakeLifecycle:
     gate = None
     level = 0
     can_replace_weights = False
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        yield
 
     async def pause(self, running: str, new_requests: str) -> None:
         pass

@@ -31,6 +31,7 @@ MODEL_SECTIONS: Final = (
     "quant_config",
     "device_config",
     "cluster_config",
+    "lora_config",
 )
 """Sections that a row may have. The others belong to the server as a whole."""
 KEY_TEXTS: Final = {
@@ -43,8 +44,9 @@ KEY_TEXTS: Final = {
     "limits the KV cache of a model without `pa_config.num_blocks`. Default: models without this key share the rest "
     "equally.",
     "load": "False: the model is loaded by POST /v1/models/NAME/load, not at the start. Default: True.",
-    "model_config, pa_config, scheduler_config, quant_config, device_config, cluster_config": "Keys of these sections, "
-    "for this model only. They take precedence over the sections of the file, which apply to all models.",
+    "model_config, pa_config, scheduler_config, quant_config, device_config, cluster_config, lora_config": "Keys of "
+    "these sections, for this model only. They take precedence over the sections of the file, which apply to all "
+    "models.",
 }
 """Keys of a row -> their meaning."""
 OF_ROWS: Final = ("model_config.model_path", "model_config.model_name", "model_config.model_aliases")
@@ -130,14 +132,21 @@ def combine(rows: Sequence[ModelRow], configs: Sequence[ServingConfig]) -> tuple
 
 
 def _check_names(rows: Sequence[ModelRow], configs: Sequence[ServingConfig]) -> None:
-    for name, count in Counter(name for config in configs for name in names_of(config)).items():
+    for name, count in Counter(name for config in configs for name in all_names_of(config)).items():
         if count > 1:
-            owners = [row.name for row, config in zip(rows, configs, strict=True) if name in names_of(config)]
+            owners = [row.name for row, config in zip(rows, configs, strict=True) if name in all_names_of(config)]
             given = f"Given: {shorten(name)} in {' and '.join(owners)}"
-            raise ConfigError(f"{rows[0].where}: names and aliases in `{SECTION}` must differ. {given}")
+            rule = f"names, aliases and adapters in `{SECTION}` must differ"
+            raise ConfigError(f"{rows[0].where}: {rule}. {given}")
 
 
 def names_of(config: ServingConfig) -> Iterator[str]:
     """Yield the names by which requests may select a model: its name and its aliases."""
     yield config.model.model_name
     yield from config.model.model_aliases
+
+
+def all_names_of(config: ServingConfig) -> Iterator[str]:
+    """Yield the names of a model, and those of the adapters that it loads at its start."""
+    yield from names_of(config)
+    yield from config.lora.lora_modules or ()

@@ -105,14 +105,14 @@ class Lifecycle:
 
     async def pause(self, running: Running, new_requests: NewRequests) -> None:
         """Hold or refuse new requests, and wait until accepted ones have finished, were aborted or are frozen."""
-        with self._exclusive():
+        with self.exclusive():
             self._close("the model is paused", new_requests)
             await self._settle(running)
             await self._note("paused")
 
     async def resume(self) -> None:
         """Continue after `pause`. Raise RequestError if the model sleeps."""
-        with self._exclusive():
+        with self.exclusive():
             if self.level:
                 raise RequestError("level", "must be 0, awake: POST /v1/wake_up", self.level)
             await self._open("resumed")
@@ -126,7 +126,7 @@ class Lifecycle:
         if running == "freeze" and drops_weights:
             rule = "must be finish or abort at level 2, and on an NPU also at level 1, because WorkAgents exit"
             raise RequestError("running", rule, running)
-        with self._exclusive():
+        with self.exclusive():
             self._close(f"the model sleeps at level {level}", new_requests)
             await self._settle(running)
             await self._note(f"sleep level {level}")
@@ -139,7 +139,7 @@ class Lifecycle:
 
     async def wake_up(self) -> None:
         """Serve again after `sleep`. Raise UnavailableError if the weights cannot be loaded."""
-        with self._exclusive():
+        with self.exclusive():
             if self.level:
                 await self._wake()
                 if self._unrecorded:
@@ -154,7 +154,7 @@ class Lifecycle:
         """
         before, set_weights = self.weights, self._set_weights
         assert before is not None and set_weights is not None
-        with self._exclusive():
+        with self.exclusive():
             new = await asyncio.to_thread(self._hash, folder)
             stays_closed = self.gate is not None
             self._close("the weights are being replaced", new_requests)
@@ -182,7 +182,7 @@ class Lifecycle:
     # --- steps of a change ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Raise RequestError during another change."""
         if self._is_changing:
             raise RequestError("model", "is being changed by another request; send this one again when that has ended")

@@ -231,8 +231,21 @@ def serve(engine: AsyncEngine, others: Sequence[OpenedModel] = (), open_model: O
     shorten_switch_interval()
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind(serving.server_ip, serving.server_port))
+        locked: set[Path] = set()
+
+        def lock(config: ServingConfig) -> None:
+            """Lock the recordings of a model until the server ends."""
+            if (folder := config.scheduler.record_path) is not None and folder not in locked:
+                stack.enter_context(lock_recordings(folder))
+                locked.add(folder)
+
+        def open_locked(config: ServingConfig) -> OpenedModel:
+            assert open_model is not None
+            lock(config)
+            return open_model(config)
+
         for each in engines:
-            stack.enter_context(lock_recordings(each.config.scheduler.record_path))
+            lock(each.config)
         access_log, close_log = open_access_log(serving)
         endpoint = serving.otlp_endpoint
         tracer = None if endpoint is None else Tracer(send_to(endpoint), engine.config.model.model_name)
@@ -240,13 +253,18 @@ def serve(engine: AsyncEngine, others: Sequence[OpenedModel] = (), open_model: O
         try:
             request_log = open_request_log(serving)
             accepted = open_accepted(engine, request_log)
-            site = build_site(engine, access_log, tracer, accepted, others, open_model)
+            site = build_site(engine, access_log, tracer, accepted, others, open_model and open_locked)
             reload = partial(_reload_files, site.models, access_log)
             end_live = site.models.close_live
             server = HttpServer(site.public, listener, serving, site.public.refused, reload, end_live, files)
+
+            def follow(engine: AsyncEngine) -> None:
+                engine.reloading.followers.append(lambda config: server.reload_limits(config.serving))
+                engine.on_failure = server.end
+
             for each in engines:
-                each.reloading.followers.append(lambda config: server.reload_limits(config.serving))
-                each.on_failure = server.end
+                follow(each)
+            site.models.on_ready = follow
             with periodic_heap_trim():
                 server.run_within(_running(engine, site))
         finally:
@@ -255,9 +273,9 @@ def serve(engine: AsyncEngine, others: Sequence[OpenedModel] = (), open_model: O
                 tracer.close()
             if request_log is not None:
                 request_log.close()
-    for each in engines:
-        if each.failure is not None:
-            raise each.failure
+    for model in site.models:
+        if model.engine.failure is not None:
+            raise model.engine.failure
     return 0
 
 

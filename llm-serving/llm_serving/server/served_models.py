@@ -6,7 +6,8 @@ A server with several models reads each body once, to find `model`, and passes t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import parse_qsl, urlencode
 
@@ -15,11 +16,20 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from llm_serving.config.models import names_of
+from llm_serving.config.models import all_names_of, names_of
 from llm_serving.config.schema import ServingConfig
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.replicas import EngineHealth
-from llm_serving.errors import LLMServingError, ModelNotFoundError, RequestError, RequestNotFoundError, UnavailableError
+from llm_serving.errors import (
+    ConfigError,
+    LLMServingError,
+    ModelError,
+    ModelNotFoundError,
+    RequestError,
+    RequestNotFoundError,
+    UnavailableError,
+    shorten,
+)
 from llm_serving.log import get_logger, logged_model
 from llm_serving.observability.throughput_log import log_throughput
 from llm_serving.server.endpoint import Endpoint
@@ -109,7 +119,12 @@ class ServedModels:
         self._models: dict[str, ServedModel] = {}
         self._routes_of = routes_of
         self._open = open_model
-        self._changing: set[str] = set()
+        self._changing: dict[str, ServingConfig] = {}
+        """Name of a model that is being loaded -> its configuration."""
+        self._loading: set[ServedModel] = set()
+        self._turn = asyncio.Lock()
+        self.on_ready: Callable[[AsyncEngine], None] = lambda engine: None
+        """Called with the engine of each model that was loaded at run time."""
         self._drains: dict[asyncio.Task[None], ServedModel] = {}
         self._by_body = {
             endpoint.path: endpoint
@@ -218,31 +233,33 @@ class ServedModels:
         name = config.model.model_name
         if name in self._models:
             raise RequestError(QUERY, f"is loaded already; POST /v1/models/{name}/replace replaces it", name)
-        for model in self:
-            if taken := set(names_of(config)) & set(names_of(model.engine.config)):
-                raise RequestError(QUERY, f"must not share names with {model.name}: {', '.join(sorted(taken))}", name)
-        self._models[name] = await self._open_ready(config)
+        with self._changing_to(config):
+            self._models[name] = await self._open_ready(config)
         logger.info("model %s is loaded", name)
 
     async def replace(self, config: ServingConfig) -> None:
-        """Load a model again. It gets all new requests once its replicas are ready; then the old one drains."""
-        before = self._models[config.model.model_name]
-        _check_serves(before)
-        after = await self._open_ready(config)
-        after.engine.metrics.http = before.engine.metrics.http
-        self._models[before.name] = after
-        self._drain(before)
+        """Load a model again, with the adapters that were loaded at run time. It gets all new requests once its
+        replicas are ready; then the old one drains.
+        """
+        before = self.check_served(config.model.model_name)
+        with self._changing_to(config), before.engine.lifecycle.exclusive():
+            _check_serves(before)
+            after = await self._open_ready(config)
+            await _carry_adapters(before.engine, after.engine)
+            after.engine.metrics.http = before.engine.metrics.http
+            self._models[before.name] = after
+            self._drain(before)
         logger.info("model %s was replaced; its former replicas finish %d requests", before.name, before.num_open)
 
     def unload(self, name: str) -> None:
         """Refuse new requests of a model, and stop it after its last request."""
         model = self.check_served(name)
-        _check_serves(model)
         if model is self.default:
             raise RequestError(QUERY, "must not be the default model, which answers requests without `model`", name)
-        self._check_unchanged(name)
-        del self._models[name]
-        self._drain(model)
+        with model.engine.lifecycle.exclusive():
+            _check_serves(model)
+            del self._models[name]
+            self._drain(model)
 
     def check_served(self, name: str) -> ServedModel:
         """Return the model with this name, not an alias. Raise ModelNotFoundError if it is not loaded."""
@@ -250,28 +267,53 @@ class ServedModels:
             raise ModelNotFoundError("model", f"must be one of the served models: {', '.join(self._models)}", name)
         return self._models[name]
 
-    async def _open_ready(self, config: ServingConfig) -> ServedModel:
-        name = config.model.model_name
-        self._check_unchanged(name)
-        self._changing.add(name)
-        try:
-            assert self._open is not None
-            opened = await asyncio.to_thread(self._open, config)
-            engine, model = opened.engine, self._made(opened)
-            model.routes.batches = self.default.routes.batches
-            model.start()
-            while not model.is_ready and engine.failure is None:
-                await asyncio.sleep(POLL_S)
-            if engine.failure is not None:
-                await model.stop()
-                raise UnavailableError(f"model {name} was not loaded: {engine.failure}")
-        finally:
-            self._changing.discard(name)
-        return model
+    def check_names(self, field: str, names: Iterable[str], besides: str) -> None:
+        """Raise RequestError, which names `field`, if a model other than `besides`, or an adapter of one, has or will
+        have one of these names.
+        """
+        used = [(model.name, {*names_of(model.engine.config), *model.engine.adapters.by_name}) for model in self]
+        used += [(name, {*all_names_of(config)}) for name, config in self._changing.items()]
+        for owner, taken in used:
+            if owner != besides and (common := taken & {*names}):
+                shared = ", ".join(map(shorten, sorted(common)))
+                raise RequestError(field, f"must not share names with the model {owner}: {shared}")
 
-    def _check_unchanged(self, name: str) -> None:
+    @contextlib.contextmanager
+    def _changing_to(self, config: ServingConfig) -> Iterator[None]:
+        """Reserve the names of a model that is being loaded. Raise RequestError if they are not free."""
+        name = config.model.model_name
         if name in self._changing:
             raise RequestError(QUERY, "is being loaded by another request", name)
+        self.check_names(QUERY, all_names_of(config), name)
+        self._changing[name] = config
+        try:
+            yield
+        finally:
+            del self._changing[name]
+
+    async def _open_ready(self, config: ServingConfig) -> ServedModel:
+        """Return a started model when all its replicas are ready. One model is loaded at a time, because each is
+        checked against the memory that is free. Raise LLMServingError if it cannot be served.
+        """
+        assert self._open is not None
+        name = config.model.model_name
+        async with self._turn:
+            try:
+                opened = await asyncio.to_thread(self._open, config)
+            except ConfigError as error:
+                raise RequestError(QUERY, f"cannot be loaded: {error}", name) from None
+            model = self._made(opened)
+            model.routes.batches = self.default.routes.batches
+            self._loading.add(model)
+            model.start()
+            while not (model.is_ready or (failures := opened.engine.replicas.load_failures)):
+                await asyncio.sleep(POLL_S)
+            self._loading.discard(model)
+            if not model.is_ready:
+                await model.stop()
+                raise UnavailableError(f"model {name} was not loaded: {'; '.join(failures)}")
+            self.on_ready(opened.engine)
+            return model
 
     def _drain(self, model: ServedModel) -> None:
         task = asyncio.create_task(model.drain())
@@ -285,11 +327,11 @@ class ServedModels:
             model.start()
 
     async def stop(self) -> None:
-        """Stop all models, also those that drain."""
+        """Stop all models, also those that drain or are being loaded."""
         draining = dict(self._drains)
         for task in draining:
             task.cancel()
-        for model in (*self, *draining.values()):
+        for model in (*self, *draining.values(), *self._loading):
             await model.stop()
 
     def close_live(self) -> None:
@@ -309,6 +351,24 @@ def health_of_all(models: ServedModels) -> EngineHealth:
     text = "; ".join(f"{name}: {health.detail}" for name, health in healths.items())
     each = healths.values()
     return EngineHealth(any(health.ready for health in each), text, any(health.loading for health in each))
+
+
+async def _carry_adapters(before: AsyncEngine, after: AsyncEngine) -> None:
+    """Load the adapters that `before` has got at run time into the engine that replaces it."""
+    carried: set[str] = set()
+    while missing := [
+        each for each in before.adapters.by_name.values() if each.name not in {*after.adapters.by_name, *carried}
+    ]:
+        for each in missing:
+            carried.add(each.name)
+            try:
+                adapter = await asyncio.to_thread(after.adapters.read, each.name, each.folder)
+                after.control.add_adapter(after.adapters, adapter)
+            except ModelError as error:
+                logger.error("adapter %s is not served by the replaced model: %s", each.name, error)
+    for name in carried - {*before.adapters.by_name}:  # unloaded meanwhile
+        if (removed := after.adapters.remove(name)) is not None:
+            after.control.drop_adapter(after.adapters, removed)
 
 
 def _check_serves(model: ServedModel) -> None:

@@ -69,8 +69,8 @@ def check_lora(values: Values, spec: ModelSpec | None) -> None:
         raise values.error(named, "must come with `model_config.implementation: native`")
     if values["model_config.mindir_path"] is not None:
         raise values.error(named, "must not come with `model_config.mindir_path`: exported graphs have no adapters")
-    if values["model_config.model_name"] in modules:
-        raise values.error(MODULES, "must have other names than `model_config.model_name`")
+    if not {values["model_config.model_name"], *values["model_config.model_aliases"]}.isdisjoint(modules):
+        raise values.error(MODULES, "must have other names than `model_config.model_name` and `model_aliases`")
     most = values[MAX_CPU_LORAS]
     if most is not None and most < max(len(modules), values[MAX_LORAS]):
         raise values.error(MAX_CPU_LORAS, f"must be at least `max_loras` and the {len(modules)} of `lora_modules`")

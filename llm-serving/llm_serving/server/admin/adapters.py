@@ -18,6 +18,7 @@ from llm_serving.server.middleware.authentication import check_operator
 from llm_serving.server.parsing.body import read_fields
 from llm_serving.server.parsing.offload import json_response
 from llm_serving.server.protocols.openai.schemas import LoadAdapterRequest, UnloadAdapterRequest
+from llm_serving.server.served_models import ServedModels
 
 
 class AdapterView(Struct):
@@ -38,6 +39,9 @@ async def load_adapter(engine: AsyncEngine, http_request: Request) -> Response:
     model = engine.config.model
     if body.lora_name in (model.model_name, *model.model_aliases, *engine.adapters.by_name):
         raise RequestError("lora_name", "must not be the name of the model or of a loaded adapter", body.lora_name)
+    models: ServedModels | None = http_request.app.models
+    if models is not None:
+        models.check_names("lora_name", [body.lora_name], model.model_name)
     try:
         adapter = await asyncio.to_thread(engine.adapters.read, body.lora_name, folder)
         engine.control.add_adapter(engine.adapters, adapter)
