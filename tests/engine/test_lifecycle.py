@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from llm_serving.core.request import FinishReason
+from llm_serving.core.request_class import ANONYMOUS, Caller
+from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.lifecycle import Gate, Lifecycle
@@ -49,8 +51,10 @@ def test_frozen_requests_continue_after_a_pause() -> None:
                 generate(engine)
             await engine.lifecycle.pause("freeze", "wait")
             if engine.num_running:  # fake steps are so fast that all may have ended before the pause
-                with pytest.raises(RequestError, match="`running` must be freeze or abort, because"):
-                    await engine.lifecycle.pause("finish", "wait")
+                for change in (engine.lifecycle.pause("finish", "wait"), engine.lifecycle.sleep(2, "finish", "wait")):
+                    with pytest.raises(RequestError, match="`running` must be freeze or abort, because"):
+                        await change
+                assert engine.health().detail == "the model is paused", "a refused change changes nothing"
             await engine.lifecycle.resume()
             assert engine.health().ready
             for token, stream in zip(tokens, streams, strict=True):
@@ -90,6 +94,10 @@ def test_a_sleeping_model_serves_again_after_it_wakes_up(level: int) -> None:
             assert engine.lifecycle.level == level
             with pytest.raises(RequestError, match="must be 0, awake: POST /v1/wake_up"):
                 await engine.lifecycle.resume()
+            with pytest.raises(RequestError, match="must be 0, awake: POST /v1/wake_up"):
+                await engine.lifecycle.pause("finish", "wait")
+            await engine.lifecycle.sleep(1, "finish", "wait")
+            assert engine.health().detail == f"the model sleeps at level {level}"
             gate = engine.lifecycle.gate
             assert gate is not None
             entering = asyncio.create_task(gate.enter())
@@ -145,6 +153,53 @@ def test_failed_weights_are_replaced_by_the_former_ones(monkeypatch: pytest.Monk
             assert used == ["good", "bad", "good"]
             assert lifecycle.weights == Path("good") and lifecycle.gate is None
             assert await token_ids(generate(engine)) == expected_output(PROMPT, 30)
+
+    asyncio.run(run())
+
+
+async def freeze(setup: Setup, engine: AsyncEngine, caller: Caller = ANONYMOUS) -> RequestStream:
+    """Pause an engine while it computes the first step of a request. Return the request's stream."""
+    await ready(engine, 1)
+    setup.runners[0].gate.clear()
+    sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    stream = engine.generate(PROMPT, sampling, caller, request_id="one")
+    pausing = asyncio.create_task(engine.lifecycle.pause("freeze", "wait"))
+    await asyncio.sleep(0)
+    setup.runners[0].gate.set()
+    await pausing
+    return stream
+
+
+async def last_output(stream: RequestStream) -> RequestOutput:
+    async with asyncio.timeout(30):
+        return [piece async for piece in stream][-1]
+
+
+def test_deadlines_of_frozen_requests_apply() -> None:
+    async def run() -> None:
+        setup = Setup()
+        async with setup.running() as engine:
+            await ready(engine, 1)
+            stream = await freeze(setup, engine, Caller(deadline=engine.clock() + 0.1))
+            assert (await last_output(stream)).finish_reason is FinishReason.TIMEOUT
+
+    asyncio.run(run())
+
+
+def test_a_shutdown_ends_frozen_and_waiting_requests() -> None:
+    async def run() -> None:
+        setup = Setup()
+        async with setup.running() as engine:
+            stream = await freeze(setup, engine)
+            gate = engine.lifecycle.gate
+            assert gate is not None
+            waiting = asyncio.create_task(gate.enter())
+            await asyncio.sleep(0)
+            engine.lifecycle.begin_shutdown()
+            last = await last_output(stream)
+            assert (last.finish_reason, last.error) == (FinishReason.UNAVAILABLE, "the server is shutting down")
+            with pytest.raises(UnavailableError, match="the server is shutting down; new requests are refused"):
+                await waiting
 
     asyncio.run(run())
 

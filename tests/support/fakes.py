@@ -191,6 +191,9 @@ class FakeLifecycle:
     def exclusive(self) -> Iterator[None]:
         yield
 
+    def begin_shutdown(self) -> None:
+        pass
+
     async def pause(self, running: str, new_requests: str) -> None:
         pass
 

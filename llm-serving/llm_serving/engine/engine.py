@@ -78,8 +78,6 @@ class Engine(EngineRequests):
             scheduler, executor, tokenizer, metrics, publish, index, audit_every, event_log, drafter, clock, attach_sink
         )
         self.num_steps = 0
-        self.is_frozen = False
-        """Whether no further step is scheduled; requests keep their state."""
         self.notice = notice
         self.compute_fingerprint = compute_fingerprint
         self._recovery = Recovery(
@@ -226,7 +224,7 @@ class Engine(EngineRequests):
 
     def _wait(self) -> None:
         """Sleep until a message comes, the WorkAgent exits, a deadline passes or a batch has waited long enough."""
-        if self._inbox.wait(self._executor.fileno(), None if self.is_frozen else self.idle_s):
+        if self._inbox.wait(self._executor.fileno(), self.idle_s):
             try:
                 self._executor.collect()  # no step is in flight, so the WorkAgent has died
             except WorkerError as error:
@@ -287,7 +285,7 @@ class Engine(EngineRequests):
         status = self._executor.restart_status
         if status is not None and self._clock() - status.lost_at > self._restart_wait_s:
             error = f"its WorkAgent was not restarted within {self._restart_wait_s:g} s: {reason}"
-            self._end_all(error, FinishReason.UNAVAILABLE)
+            self.end_all(error, FinishReason.UNAVAILABLE)
         self._publish()
         for listener in self._listeners:
             listener.on_restart_attempt()
@@ -300,7 +298,7 @@ class Engine(EngineRequests):
     def _shut(self, reason: str, kind: FinishReason) -> None:
         self._inbox.end(reason)
         self._inbox.handle()
-        self._end_all(reason, kind)
+        self.end_all(reason, kind)
         if self.migration is not None:
             self.migration.close()
         self._publish()

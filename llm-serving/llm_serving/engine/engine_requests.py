@@ -53,6 +53,8 @@ class EngineRequests:
     """
 
     disk_cache: DiskCache | None = None
+    is_frozen = False
+    """Whether no further step is scheduled; requests keep their state, and their deadlines apply."""
 
     def __init__(
         self,
@@ -295,7 +297,8 @@ class EngineRequests:
     def idle_s(self) -> float | None:
         """Seconds until there may be work without a message; None: there will be none."""
         now = self._clock()
-        timeouts_s = [self.scheduler.prefill.batch_wait_s(now)] if len(self.scheduler.waiting) else []
+        has_batch = len(self.scheduler.waiting) > 0 and not self.is_frozen
+        timeouts_s = [self.scheduler.prefill.batch_wait_s(now)] if has_batch else []
         if self._deadlines.heap and (deadline := self._deadlines.next) is not None:
             timeouts_s.append(max(0.0, deadline - now))
         return min(timeouts_s, default=None)
@@ -359,7 +362,8 @@ class EngineRequests:
         if request.deadline is not None:
             self._deadlines.add(request)
 
-    def _end_all(self, reason: str, kind: FinishReason) -> None:
+    def end_all(self, reason: str, kind: FinishReason) -> None:
+        """End all requests."""
         self._auditor.cancel_copy()
         for request in self._processor.unfinished():
             finish(request, kind, reason)

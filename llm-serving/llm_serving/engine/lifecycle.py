@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from llm_serving.config.schema import ServingConfig
+from llm_serving.core.request import FinishReason
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.replicas import EngineHealth
 from llm_serving.engine.request_dispatcher import RequestDispatcher
@@ -104,8 +105,12 @@ class Lifecycle:
         return EngineHealth(False, f"{self.gate.reason}; {health.detail}" if health.loading else self.gate.reason)
 
     async def pause(self, running: Running, new_requests: NewRequests) -> None:
-        """Hold or refuse new requests, and wait until accepted ones have finished, were aborted or are frozen."""
+        """Hold or refuse new requests, and wait until accepted ones have finished, were aborted or are frozen. Raise
+        RequestError if the model sleeps.
+        """
         with self.exclusive():
+            self._check_awake()
+            self._check_running(running)
             self._close("the model is paused", new_requests)
             await self._settle(running)
             await self._note("paused")
@@ -113,8 +118,7 @@ class Lifecycle:
     async def resume(self) -> None:
         """Continue after `pause`. Raise RequestError if the model sleeps."""
         with self.exclusive():
-            if self.level:
-                raise RequestError("level", "must be 0, awake: POST /v1/wake_up", self.level)
+            self._check_awake()
             await self._open("resumed")
 
     async def sleep(self, level: int, running: Running, new_requests: NewRequests) -> None:
@@ -127,6 +131,8 @@ class Lifecycle:
             rule = "must be finish or abort at level 2, and on an NPU also at level 1, because WorkAgents exit"
             raise RequestError("running", rule, running)
         with self.exclusive():
+            self._check_running(running)
+            level = max(level, self.level)
             self._close(f"the model sleeps at level {level}", new_requests)
             await self._settle(running)
             await self._note(f"sleep level {level}")
@@ -135,7 +141,7 @@ class Lifecycle:
             elif not self._is_suspended:
                 await self._freeze(True)
                 await self._until_true(Engine.drop_cache)
-            self.level = max(level, self.level)
+            self.level = level
 
     async def wake_up(self) -> None:
         """Serve again after `sleep`. Raise UnavailableError if the weights cannot be loaded."""
@@ -156,7 +162,8 @@ class Lifecycle:
         assert before is not None and set_weights is not None
         with self.exclusive():
             new = await asyncio.to_thread(self._hash, folder)
-            stays_closed = self.gate is not None
+            self._check_running(running)
+            reason = "" if self.gate is None else self.gate.reason
             self._close("the weights are being replaced", new_requests)
             await self._settle(running)
             await self._note(f"replacing the weights by {new}")
@@ -165,6 +172,7 @@ class Lifecycle:
             self._use(folder)
             if self.level:
                 self.level, self._unrecorded = DROP_WEIGHTS, new
+                await self._reopen(f"the model sleeps at level {DROP_WEIGHTS}")
                 return new
             try:
                 await self._wake()
@@ -173,11 +181,20 @@ class Lifecycle:
                 await self._suspend()
                 await self._wake()
                 await self._note("the former weights are served again")
-                await self._reopen(stays_closed)
+                await self._reopen(reason)
                 raise
             await self._note(f"weights {new} are served")
-            await self._reopen(stays_closed)
+            await self._reopen(reason)
             return new
+
+    def begin_shutdown(self) -> None:
+        """Refuse the requests that wait for the model, and end frozen ones, for which a shutdown would wait."""
+        if self.gate is not None:
+            self.gate.change("the server is shutting down", "refuse")
+        if self._is_frozen:
+            for engine in self._replicas.living().values():
+                with contextlib.suppress(WorkerDiedError):  # the engine has ended its requests
+                    engine.ask(partial(engine.end_all, "the server is shutting down", FinishReason.UNAVAILABLE))
 
     # --- steps of a change ------------------------------------------------------------------------------------------
 
@@ -191,6 +208,14 @@ class Lifecycle:
             yield
         finally:
             self._is_changing = False
+
+    def _check_awake(self) -> None:
+        if self.level:
+            raise RequestError("level", "must be 0, awake: POST /v1/wake_up", self.level)
+
+    def _check_running(self, running: Running) -> None:
+        if self._is_frozen and self._dispatcher.requests.by_id and running == "finish":
+            raise RequestError("running", "must be freeze or abort, because accepted requests are frozen", running)
 
     def _hash(self, folder: Path) -> str:
         """Return the hash of a folder's weights that receipts contain. This reads all weight files."""
@@ -209,8 +234,11 @@ class Lifecycle:
             self.gate.change(reason, new_requests)
         logger.info("%s; new requests: %s", reason, new_requests)
 
-    async def _reopen(self, stays_closed: bool) -> None:
-        if not stays_closed:
+    async def _reopen(self, reason: str) -> None:
+        """Serve again, unless there is still a reason why not."""
+        if self.gate is not None and reason:
+            self.gate.reason = reason
+        else:
             await self._open("awake")
 
     async def _open(self, event: str) -> None:
@@ -227,8 +255,6 @@ class Lifecycle:
         if running == "freeze":
             await self._freeze(True)
             return
-        if self._is_frozen and requests and running == "finish":
-            raise RequestError("running", "must be freeze or abort, because accepted requests are frozen", running)
         while requests:
             if running == "abort":
                 for opened in list(requests.values()):

@@ -255,8 +255,8 @@ def serve(engine: AsyncEngine, others: Sequence[OpenedModel] = (), open_model: O
             accepted = open_accepted(engine, request_log)
             site = build_site(engine, access_log, tracer, accepted, others, open_model and open_locked)
             reload = partial(_reload_files, site.models, access_log)
-            end_live = site.models.close_live
-            server = HttpServer(site.public, listener, serving, site.public.refused, reload, end_live, files)
+            begin_shutdown = site.models.begin_shutdown
+            server = HttpServer(site.public, listener, serving, site.public.refused, reload, begin_shutdown, files)
 
             def follow(engine: AsyncEngine) -> None:
                 engine.reloading.followers.append(lambda config: server.reload_limits(config.serving))

@@ -334,9 +334,11 @@ class ServedModels:
         for model in (*self, *draining.values(), *self._loading):
             await model.stop()
 
-    def close_live(self) -> None:
+    def begin_shutdown(self) -> None:
+        """End what would delay the end of the server: live views, and requests of models that pause or sleep."""
         for model in (*self, *self._drains.values()):
             model.routes.live.close()
+            model.engine.lifecycle.begin_shutdown()
 
 
 def models_shown(http_request: Request) -> ServedModels | None:
