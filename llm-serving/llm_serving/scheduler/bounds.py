@@ -1,4 +1,4 @@
-"""The maximum wait of the requests of each class, and a monitor that counts violations."""
+"""Guaranteed maximum waits of each request class, and a monitor that counts the waits that exceed them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.policies import Policy
 
 MIN_HEAP: Final = 64
-"""A heap of at most this many entries keeps its outdated entries."""
+"""Heaps with more entries than this drop their outdated entries before these become the majority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +29,20 @@ class ClassBounds:
     """Maximum number of consecutive steps that give a decoding request no token."""
     max_preemptions: int
     first_steps: int
-    """Maximum number of steps from an arrival until the class is next and the slots of its share were freed once."""
+    """Maximum number of steps from the arrival of a request, without other requests of its class, until fair sharing
+    selects the class and its share of slots and blocks is free.
+    """
     steps_per_admission: float
     """Maximum number of steps between two admissions of the class."""
     max_overtakes: int
-    """Maximum number of requests that are admitted before a request that arrived earlier."""
+    """Maximum number of requests that are admitted before one that arrived earlier."""
     max_prompt_gap: int
-    """Maximum number of consecutive steps that compute nothing of a running request with an incomplete prompt."""
+    """Maximum number of consecutive steps that compute no token of a running request whose prompt is incomplete."""
 
     def max_wait_steps(self, num_ahead: int, num_returning: int = 0) -> int:
-        """Return the maximum number of steps from arrival to first admission. `num_ahead`: earlier requests of the
-        class that wait for theirs. `num_returning`: requests of the class that ran and may be admitted again.
+        """Return the maximum number of steps from arrival to first admission. `num_ahead`: requests of the class that
+        arrived earlier and have never been admitted. `num_returning`: requests of the class that have been admitted
+        before and may be admitted again after a preemption.
         """
         num_admissions = (num_ahead + 1) * (self.max_overtakes + 1) + num_returning
         return self.first_steps + math.ceil(num_admissions * self.steps_per_admission)
@@ -48,7 +51,9 @@ class ClassBounds:
         return self.describe(None)
 
     def describe(self, step_s: float | None) -> str:
-        """Describe all bounds in one line. `step_s`: seconds of a step, to convert waits; None if unknown."""
+        """Describe all bounds in one line. `step_s`: duration of a step in seconds, which converts waits to time; None
+        if unknown.
+        """
         alone, more = self.max_wait_steps(0), self.max_wait_steps(1) - self.max_wait_steps(0)
         seconds = ["" if step_s is None else f" ({steps * step_s:.3g} s)" for steps in (alone, more)]
         return (
@@ -78,27 +83,40 @@ def class_bounds(
 ) -> list[ClassBounds]:
     """Return the bounds of each class. `classes`: in ascending order of rank. `num_running`: requests that already run.
 
-    Progress: a running request computes a token in each step that is not full of other prompts. Prompts of `n` tokens
-    fill at most `n * _steps_per_prompt_token` steps. Other prompts delay each token of a contending class by at most
+    The bounds follow from these arguments:
+
+    Progress: a running request computes a token in each step that other prompts do not fill. Prompts of `n` tokens fill
+    at most `n * _steps_per_prompt_token` steps. Other prompts delay each token of a contending class by at most
     `max_decode_gap` steps: the minimum of the policy's gap and the gap of the class's weight.
-    Share: a contending class gets its weight's share of freed slots and blocks, once the running requests have finished
-    and it has paid back what it had above its share. As many of its requests run in parallel as fit at full length; if
-    less than one fits, one request runs for this fraction of the time.
+
+    Share: a contending class gets its weight's share of the slots and blocks that become free, once the requests that
+    ran at its arrival have finished and other classes have caught up with service that it received above its share. The
+    number of its requests that run in parallel is the number that fits into this share at full length. If less than one
+    fits, one request runs for that fraction of the time.
+
     Gap and share together: the gap makes a token take `a` steps, and the class has the fraction `d` of slots or cache.
     In these steps the class is charged a * d, and the other classes a - d. With the weight `w` of the sum `s`, fair
     sharing makes the others' charge (s - w) / w times that of the class: a - d = a * d * (s - w) / w. So a token takes
     a / d = a * (s - w) / w + 1 times the steps that it needs if the class has all slots.
+
     Recomputation: each preemption computes the tokens of a request once more, as a prompt. A request with
     `needs_known_output` computes nothing while its latest token is in flight.
-    Several replicas: a class that exceeds its share of all replicas counts with 1/`weight_divisor` of its weight; the
-    quantum grows by the same factor.
+
+    Several replicas: the weight of a class that exceeds its share across all replicas is divided by `weight_divisor`,
+    and the quantum is multiplied by it.
+
     Order: at least one of every `max_overtakes` + 1 admissions admits the oldest request, and preempted requests return
     before all others.
+
     Prompts: a running prompt waits at most for the prompts of its class that fit into the cache.
+
     Reload: if more requests run than there are slots, no request is admitted until enough have finished.
-    Whole prompts: two consecutive steps use at least one token budget together, unless they compute all waiting
-    prompts, because a prompt that does not fit into the first is in the second.
-    Sliding windows: a request holds at most its window and a step, so more of the longest requests run in parallel.
+
+    Whole prompts: a prompt that does not fit into one step is computed in the next. So two consecutive steps together
+    compute at least `max_num_batched_tokens`, or all waiting prompts.
+
+    Sliding windows: a request holds blocks for at most its window and one step, so more of the longest requests run in
+    parallel.
     """
     window = Window() if window is None else window
     longest = min(limits.max_model_len, window.max_request_tokens(block_size, num_blocks))
@@ -159,7 +177,9 @@ def class_bounds(
 
 
 def _steps_per_prompt_token(limits: SchedulerLimits, policy: Policy, chunk: int) -> Fraction:
-    """Return the maximum number of steps by which others delay a prompt token. Each step has room for `chunk`."""
+    """Return the maximum number of steps by which one prompt token of another request delays a token. `chunk`: number
+    of prompt tokens for which each step has room.
+    """
     budget = limits.max_num_batched_tokens
     left_by_decoding = 0 if limits.separate else budget - limits.max_num_seqs
     rates = [Fraction(_prompt_gap(limits, policy) + 2, min(budget, chunk))]
@@ -174,12 +194,14 @@ def _prompt_gap(limits: SchedulerLimits, policy: Policy) -> int:
 
 
 def _steps_per_prompt(limits: SchedulerLimits) -> Fraction:
-    """Return the minimum number of steps for a prompt of any length: a step holds few prompts."""
+    """Return the steps that a prompt takes because of the limit on prompts in a step, however short the prompt is."""
     return Fraction(1, 1 if limits.separate else limits.max_prefill_seqs)
 
 
 class _Due(NamedTuple):
-    """When the wait of a request exceeds its bound: an entry of a class's heap. Entries are compared by identity."""
+    """The time at which the wait of a request exceeds its bound; an entry in the heap of a class. Entries are compared
+    by identity.
+    """
 
     clock: int
     """Value of the class's clock at which the bound is exceeded."""
@@ -189,21 +211,23 @@ class _Due(NamedTuple):
 
 
 class WaitMonitor:
-    """Counts the requests whose wait for admission exceeds its bound. The clock of a class counts the steps that could
-    schedule it. It stops while a beam search runs, because beams wait for each other without a bound.
+    """Counts the requests whose wait for admission exceeds its bound.
+
+    Waits are measured by the clock of the class, which counts the steps that could have scheduled the class. The clock
+    stops while a beam search runs, because beams may wait for each other without a bound.
     """
 
     def __init__(self, bounds: Sequence[ClassBounds]) -> None:
         self._bounds = {each.name: each for each in bounds}
         self._clocks = dict.fromkeys(self._bounds, 0)
         self._due: dict[str, list[_Due]] = {each.name: [] for each in bounds}
-        """Class -> heap of its requests' entries. An entry that `_waits` no longer has is outdated, and is skipped."""
+        """Class -> heap of its requests' entries. Entries that are not in `_waits` are outdated and ignored."""
         self._waits: dict[int, _Due] = {}
         """`Request.sequence` -> the valid entry of a waiting request."""
 
     def start_wait(self, request: Request, num_ahead: int, num_returning: int = 0, num_waited: int = 0) -> None:
-        """Set the wait bound of a request that starts to wait, and monitor it. `num_waited`: steps that it waited
-        before, in another class or under other rules. The other arguments are those of `ClassBounds.max_wait_steps`.
+        """Set the wait bound of a request that starts to wait, and monitor it. `num_waited`: steps that it has already
+        waited, in another class or before a reload. The other arguments are those of `ClassBounds.max_wait_steps`.
         """
         name = request.request_class.name
         clock, bound = self._clocks[name], self._bounds[name].max_wait_steps(num_ahead, num_returning)
@@ -232,7 +256,9 @@ class WaitMonitor:
         self._waits.pop(request.sequence, None)
 
     def tick(self, closed: Collection[str]) -> int:
-        """Advance the clocks of all classes not in `closed`. Return the number of waits that exceed their bound now."""
+        """Advance the clocks of all classes except `closed`, which this step could not schedule. Return the number of
+        waits that exceed their bound since this step.
+        """
         violations = 0
         for name, due in self._due.items():
             if name not in closed:

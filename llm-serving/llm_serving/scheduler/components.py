@@ -1,4 +1,4 @@
-"""The parts of a scheduler that depend on its rules, and their replacement at a reload of the rules."""
+"""The parts of a scheduler that depend on its configured rules, and their replacement when the rules are reloaded."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ class SchedulerComponents:
         self._requests = requests
 
     def reload(self, rules: SchedulingRules, step: int) -> SchedulerComponents:
-        """Return components for other rules, with all requests; see `Scheduler.reload`. `step`: next one to form."""
+        """Return the components for other rules, and move all requests to them; see `Scheduler.reload`. `step`: number
+        of the next step.
+        """
         assert rules.limits.max_preemptions == self.rules.limits.max_preemptions
         if type(rules.order) is type(self.rules.order):
             rules = rules._replace(order=self.rules.order)

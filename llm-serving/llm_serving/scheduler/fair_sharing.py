@@ -2,8 +2,8 @@
 
 Each class is charged for its dominant resource (Ghodsi et al. 2011): the largest of its shares of running slots, of a
 step's tokens and of KV blocks. The class with the lowest charge divided by weight is next (stride scheduling,
-Waldspurger and Weihl 1995). With several schedulers, a class that exceeds its share across all of them counts here with
-1/`SchedulerLimits.weight_divisor` of its weight.
+Waldspurger and Weihl 1995). With several schedulers, the weight of a class that exceeds its share across all of them is
+divided by `SchedulerLimits.weight_divisor`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llm_serving.scheduler.limits import SchedulerLimits
 FULL_STEP: Final = 2**16
 """Service that one step charges to a class if the step serves no other class."""
 SCALE: Final = 2**23
-"""Factor of all charges: charges divided by large weights still differ, and fit into 63 bits."""
+"""Factor of all charges. With it, charges divided by large weights still differ, and all charges fit into 63 bits."""
 _NOTHING: Final[tuple[int, ...]] = (0, 0, 0)
 
 
@@ -59,7 +59,8 @@ class WeightedFairSharing:
         self._usage = dict.fromkeys(self._names, _NOTHING)
         """Class -> charges for slots, tokens and blocks, divided by weight. Only differences between classes matter."""
         self._prefill_usage = dict.fromkeys(self._names, 0)
-        """Class -> charge for tokens above that of the unserved class with the lowest charge."""
+        """Class -> charge for prompt tokens. The unserved class with the lowest charge has 0; only differences matter.
+        """
         self._aged: set[str] = set()
         self.contenders: list[str] = []
         """Names of the contending classes, by rank."""
@@ -70,7 +71,7 @@ class WeightedFairSharing:
 
     def update_contenders(self, waiting: Collection[str], aged: Collection[str], held: Mapping[str, int]) -> None:
         """Determine which classes contend from now on. `waiting`: classes with a waiting request that may be admitted.
-        `aged`: classes with a request that has waited `ageing_steps`. `held`: class -> running slots.
+        `aged`: classes with a request that has waited `ageing_steps`. `held`: class -> number of running slots.
         """
         contenders: list[str] = []
         no_higher_class_waits = True
@@ -91,10 +92,10 @@ class WeightedFairSharing:
     def next_class(self, waiting: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> str | None:
         """Return the class whose request is admitted next; None if no contending class waits.
 
-        It is the contender with the lowest charge among those below their share of slots and blocks. If none is below,
-        it is the highest contender. A class whose charge is lower by more than a quantum is next even above its share.
-        `waiting`: classes with an admissible request. `held`: class -> running slots. `blocks`: class -> blocks of
-        running requests.
+        Only classes below their share of slots and blocks are considered, and the one with the lowest charge is next.
+        Two exceptions: if all are above their share, the highest contender is next; and a class above its share is next
+        if its charge is lower by more than a quantum. `waiting`: classes with an admissible request. `held`: class ->
+        running slots. `blocks`: class -> blocks of running requests.
         """
         if len(self.contenders) < 2:
             alone = self.contenders[0] if self.contenders else None
@@ -125,15 +126,19 @@ class WeightedFairSharing:
         return min(contenders or [name for name in self._names if name in among], key=self._prefill_usage.__getitem__)
 
     def max_decode_gap(self, name: str) -> int | None:
-        """Return how many consecutive steps prefills may at most leave out the decodes of a class; None: no limit."""
+        """Return the maximum number of consecutive steps in which prefills may leave out the class's decodes; None: no
+        limit.
+        """
         if len(self.contenders) < 2 or name not in self.contenders:
             return None
         return max_decode_gap(self._weights[name], self._sum_of_weights())
 
     def num_entitled(self, name: str, by: str, blocks: Iterable[int]) -> int:
-        """Return how many running requests of the class `name` the higher class `by` must not preempt: those that fit
-        into its share of slots and blocks. A request that partly exceeds the share counts until the class has had
-        `quantum_steps` above its share. `blocks`: number of blocks of each request, in order.
+        """Return how many running requests of the class `name` the higher class `by` must not preempt.
+
+        These are the requests that fit into the share of `name` of slots and blocks. The request that only partly fits
+        counts too, until the class has received service for `quantum_steps` steps above its share. `blocks`: number of
+        blocks of each request, in the order in which requests count.
         """
         if name not in self.contenders:
             return 0
@@ -159,9 +164,9 @@ class WeightedFairSharing:
         backlogged: Collection[str],
         unserved: Collection[str],
     ) -> None:
-        """Charge the contending classes for a formed step. The mappings are by class. `held`: running slots.
-        `num_tokens`: tokens of the step. `blocks`: blocks of running requests. `backlogged`: classes with a waiting
-        request or a prompt to compute. `unserved`: classes with a prompt for which the step had too few tokens.
+        """Charge the contending classes for a formed step. All mappings have class names as keys. `held`: running
+        slots. `num_tokens`: tokens of the step. `blocks`: blocks of running requests. `backlogged`: classes with a
+        waiting request or a prompt to compute. `unserved`: classes with a prompt for which the step had too few tokens.
         """
         if self._is_shared:
             self._record_service(held, num_tokens, blocks, backlogged)
@@ -221,7 +226,7 @@ class WeightedFairSharing:
         return self._weights[name] if name in self.deprioritized else self._weights[name] * self._weight_divisor
 
     def _scale(self, name: str) -> int:
-        """Return the factor that converts a class's service into its charge, which grows as its weight falls."""
+        """Return the factor that converts service of a class into its charge. It is inverse to the effective weight."""
         scale = SCALE // self._weights[name]
         return scale * self._weight_divisor if name in self.deprioritized else scale
 

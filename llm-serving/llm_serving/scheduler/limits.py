@@ -28,11 +28,13 @@ class SchedulerLimits:
     max_prefill_seqs: int
     """Maximum number of prompts, or chunks of prompts, in one step."""
     max_model_len: int
-    """Maximum number of tokens of a request, prompt and output together."""
+    """Maximum number of tokens of a request: prompt and output together."""
     max_prefill_gap: int = 16
     """Maximum number of consecutive steps that compute no prompt although one could run."""
     max_preemptions: int = 8
-    """Maximum number of preemptions of a request. It is then readmitted with all blocks that it can ever need."""
+    """Maximum number of preemptions of a request. After them, it is readmitted only with all blocks that it can ever
+    need, so that it is not preempted again.
+    """
     max_overtakes: int = 0
     """Maximum number of consecutive admissions of a class that pass over its oldest waiting request."""
     max_head_start_steps: int = 256
@@ -42,8 +44,8 @@ class SchedulerLimits:
     max_steps_in_flight: int = 1
     """Maximum number of steps in flight: formed, but without a reply."""
     whole_prompts: bool = False
-    """Whether a step computes only whole prompts, because tokens attend to later ones. `max_model_len` is then at most
-    the token budget.
+    """Whether each prompt is computed in one step, because its tokens attend to later ones. The token budget is then at
+    least `max_model_len`.
     """
     max_long_prefill_tokens: int | None = None
     """Maximum number of tokens of one prompt in a step while other prompts wait; None: no limit."""
@@ -55,17 +57,19 @@ class SchedulerLimits:
     static_batching: bool = False
     """Whether a new batch is admitted only after the previous one has finished; a baseline for comparisons."""
     max_running_per_tenant: int | None = None
-    """Maximum number of unfinished requests of a tenant that have had a slot, without further beams; None: no limit."""
+    """Maximum number of admitted, unfinished requests of a tenant; None: no limit. Of a beam search, one request
+    counts.
+    """
     max_running_of_tenant: dict[str, int] = field(default_factory=dict)
-    """Tenant -> its own limit in place of `max_running_per_tenant`."""
+    """Tenant -> limit of this tenant, which replaces `max_running_per_tenant`."""
     num_schedulers: int = 1
     """Number of schedulers (one per replica) that share class weights and tenant limits."""
     batch_waiting_time: float = 0.0
-    """Maximum number of seconds after the first arrival in which a batch may fill."""
+    """Static batching: seconds after the first arrival at which a batch is admitted even if it is not full."""
 
     @property
     def weight_divisor(self) -> int:
-        """Divisor of a class's weight here while the class exceeds its share across all schedulers. Twice the number of
-        schedulers keeps the share of a class that has all other schedulers to itself, if it is at most half.
+        """Divisor of a class's weight at this scheduler while the class exceeds its share across all schedulers; 1 if
+        there is only this scheduler.
         """
         return min(2 * self.num_schedulers, MAX_WEIGHT_DIVISOR) if self.num_schedulers > 1 else 1

@@ -14,13 +14,15 @@ MAX_TENANTS: Final = 10_000
 PROMPT_TOKENS_A_STEP: Final = 64
 """Number of prompt tokens that delay other requests as much as one decode step."""
 NO_DEADLINE_S: Final = 86_400.0
-"""Seconds from arrival to the assumed deadline of a request that has no deadline and whose class has no SLO."""
+"""Assumed seconds from arrival to deadline for a request without a deadline whose class has no SLO."""
 OUTPUT_TOKEN_WEIGHT: Final = 2
 """Service of a generated token relative to a computed prompt token, as in the paper of `TenantTokenCounters`."""
 
 
 class Order(Protocol):
-    """Sorts the waiting requests of a class. One of `max_overtakes` + 1 admissions is the oldest request anyway."""
+    """Order of the waiting requests of a class. Whatever the order, one of `max_overtakes` + 1 admissions takes the
+    oldest.
+    """
 
     shares_fairly: bool
     """Whether the tenant with the least service goes first. `sort_key` then orders the requests of one tenant."""
@@ -134,7 +136,9 @@ class TenantTokenCounters:
         self._last_to_leave = tenant
 
     def _evict(self) -> None:
-        """Keep the half of `MAX_TENANTS` with the most service. The others gain least from a new counter."""
+        """Drop the counters of the tenants with the least service, down to half of `MAX_TENANTS`. A dropped tenant
+        restarts at `_floor`, so dropping a low counter gives the smallest advantage.
+        """
         most_last = sorted(self._served, key=self._served.__getitem__)
         kept = most_last[-(MAX_TENANTS // 2) :]
         self._served = {name: self._served[name] for name in kept if self._served[name] > self._floor}

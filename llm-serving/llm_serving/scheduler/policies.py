@@ -20,7 +20,7 @@ class Preference(enum.Enum):
 
 
 class PolicyInput(NamedTuple):
-    """The state of a scheduler before a step, as far as a policy may depend on it."""
+    """The state of a scheduler before a step, on which a policy decides."""
 
     num_decoding: int
     """Number of running requests whose prompt is complete."""
@@ -89,10 +89,11 @@ class Mixed:
 
 
 class Throughput:
-    """Prefill once empty slots of decode steps have cost as much time as a prefill step takes from decoding requests.
+    """Prefill once the empty slots of decode steps have wasted as much time as a prefill step costs the decoding
+    requests.
 
-    MindIE's rule: a prefill step delays each decoding request by the time of a prompt. A decode step while prompts wait
-    wastes its time in each empty slot.
+    This is MindIE's rule. A prefill step delays each decoding request by the duration of the prefill. A decode step
+    while prompts wait wastes its duration for each empty slot.
     """
 
     honours_classes = True

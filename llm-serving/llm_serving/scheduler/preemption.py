@@ -15,7 +15,7 @@ from llm_serving.scheduler.waiting import WaitingRequests
 
 
 class Preemptor:
-    """Preempts as few running requests as possible to make room for another one."""
+    """Preempts as few running requests as possible when another request needs their slots or blocks."""
 
     def __init__(
         self,
@@ -41,19 +41,22 @@ class Preemptor:
         return popped
 
     def adopt(self, other: Preemptor) -> None:
-        """Take over the unreported preemptions of the preemptor before a reload."""
+        """Take over the preemptions that `other`, the preemptor before a reload, has not reported yet."""
         self.preempted, self._preemptions = other.pop_preempted()
 
     def preempt_for(self, request: Request, parent: Request | None, plan: StepPlan) -> bool:
-        """Preempt running requests to make room for a waiting one. Return False if there cannot be room."""
+        """Preempt running requests to make room for a waiting one. Return False if no preemption makes enough room.
+        `parent`: the request whose blocks a fork shares, see `PrefillStage.parent_of`.
+        """
         victims = self._find_victims(request, parent)
         for victim in victims:
             self.preempt(victim, plan, request)
         return bool(victims)
 
     def ensure_blocks(self, request: Request, plan: StepPlan) -> bool:
-        """Allocate blocks for the next step of a running request. Return False if the request itself was preempted.
-        Protected requests keep their slots, because they got all blocks at their admission.
+        """Allocate blocks for the next step of a running request, and preempt other requests if none are free. Return
+        False if the request itself was preempted. Protected requests are not preempted: they got all blocks at their
+        admission.
         """
         if self._blocks.has_sliding_window:
             self._slots.free_outside_window(request)
@@ -66,7 +69,9 @@ class Preemptor:
         return True
 
     def preempt(self, request: Request, plan: StepPlan, cause: Request) -> None:
-        """Free the slot and blocks of a request, which then waits ahead of new requests of its class."""
+        """Free the slot and blocks of a request, which then waits ahead of new requests of its class. `cause`: the
+        request that needs the room.
+        """
         self._slots.remove(request)
         plan.remove_row(request)
         swaps = self._prefers_swap(request) and self._blocks.can_swap_out(request)
@@ -100,7 +105,9 @@ class Preemptor:
         return request.request_class.rank < other.request_class.rank and not self._slots.is_protected(other)
 
     def _entitled(self, by: RequestClass) -> set[Request]:
-        """Return the running requests of classes below `by` that fit into the share of their class."""
+        """Return the running requests of classes below `by` that fit into the share of their class, and so are not
+        preempted.
+        """
         slots, sharing = self._slots, self._sharing
         entitled: set[Request] = set()
         for each in self._classes:

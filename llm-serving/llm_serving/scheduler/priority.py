@@ -12,7 +12,9 @@ from llm_serving.scheduler.waiting import WaitingRequests
 
 
 class PriorityChanger:
-    """Moves requests within and between classes and keeps the wait bounds of all other requests."""
+    """Changes the priority of requests, within a class or by moving them to another class. All other wait bounds still
+    hold.
+    """
 
     def __init__(
         self,
@@ -27,7 +29,7 @@ class PriorityChanger:
         self._waiting_requests = waiting_requests
 
     def set_priority(self, request: Request, priority: int, step: int) -> bool:
-        """See `Scheduler.set_priority`. `step` is the next one to be formed."""
+        """See `Scheduler.set_priority`. `step`: number of the next step."""
         new_class, limiter = class_of(priority, self._classes), self._waiting_requests.tenant_limiter
         was_held = limiter.is_held(request)
         if was_held:
@@ -71,7 +73,7 @@ class PriorityChanger:
         return True
 
     def _set_class(self, request: Request, priority: int, request_class: RequestClass, step: int) -> None:
-        """Move the request into the class. The steps since its arrival still count."""
+        """Move the request into the class. Its age, in steps, stays the same."""
         clocks = self._waiting_requests.queue.clocks
         age = clocks[request.request_class.name] - request.arrival_clock
         request.priority, request.request_class = priority, request_class

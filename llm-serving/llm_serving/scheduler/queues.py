@@ -17,11 +17,11 @@ from llm_serving.scheduler.policies import Policy
 _Key = tuple[float, ...]
 
 MIN_HEAP: Final = 64
-"""A heap of at most this many entries keeps its outdated entries."""
+"""Heaps with more entries than this drop their outdated entries before these become the majority."""
 
 
 class _Entry(NamedTuple):
-    """One stay of a request in a class's queue. Entries of earlier stays may remain in the heaps for a time."""
+    """Entry of a request in a heap, for one stay in the class's queue. Entries of earlier stays are outdated."""
 
     key: _Key
     stay: int
@@ -39,8 +39,10 @@ _Heap = list[_Entry]
 
 
 class ClassQueue:
-    """Waiting requests of one class: first those that ran before, then by the order, which may pass over the oldest
-    request at most `max_overtakes` times in a row.
+    """Waiting requests of one class.
+
+    Preempted requests are first. New requests follow in the configured order, which may pass over the oldest request at
+    most `max_overtakes` times in a row.
     """
 
     def __init__(self, request_class: RequestClass, max_overtakes: int, order: Order) -> None:
@@ -54,10 +56,10 @@ class ClassQueue:
         self._num_stays = 0
         self._returning: _Heap = []
         self.num_returning = 0
-        """Number of members that ran before."""
+        """Number of queued requests that have been admitted before."""
         self._by_arrival: _Heap = []
         self._by_tenant: dict[str, _Heap] = {}
-        """Tenant -> heap of entries. All are under "" if the order does not share among tenants."""
+        """Tenant -> heap of entries. If the order does not share among tenants, all entries are under ""."""
         self._tenants: list[_TenantEntry] = []
         """Heap of waiting tenants; some entries are outdated."""
         self._tenant_entries: dict[str, _TenantEntry] = {}
@@ -74,11 +76,11 @@ class ClassQueue:
 
     @property
     def can_be_bypassed(self) -> bool:
-        """Return whether a request may be admitted before the oldest one."""
+        """Return whether the limit on bypasses allows to admit a request before the oldest one."""
         return not self._members or self._num_bypasses < self._max_overtakes
 
     def record_bypass(self) -> None:
-        """Count a request that entered the class ahead of the waiting ones."""
+        """Count a request that was moved into the class ahead of its waiting requests."""
         if self._members:
             self._num_bypasses += 1
 
@@ -103,7 +105,9 @@ class ClassQueue:
             heapq.heappush(self._tenants, self._update_entry(tenant))
 
     def reorder(self, request: Request) -> None:
-        """Sort a member again after its `queue_key` changed. Its arrival and the bypass count do not change."""
+        """Update the position of a queued request whose `queue_key` changed. Its arrival and the bypass count stay the
+        same.
+        """
         entry = self._members[request.request_id]._replace(key=request.queue_key)
         self._members[request.request_id] = entry
         tenant = request.tenant if self._order.shares_fairly else ""
@@ -127,7 +131,9 @@ class ClassQueue:
         return self._first(self._by_tenant[tenant])
 
     def arrival_clock(self) -> int | None:
-        """Return the earlier `arrival_clock` of the first returning and the oldest new request; None: there is none."""
+        """Return the lower `arrival_clock` of the first preempted and the oldest new request; None if the queue is
+        empty.
+        """
         returning, oldest = self._first(self._returning), self._first(self._by_arrival)
         if returning is None or oldest is None:
             first = returning or oldest
@@ -135,7 +141,7 @@ class ClassQueue:
         return min(returning.arrival_clock, oldest.arrival_clock)
 
     def pop(self, request: Request) -> None:
-        """Remove an admitted request, and count it if it passed over the oldest one."""
+        """Remove an admitted request. Count a bypass if it was not the oldest one."""
         if not request.has_run and request is not self._first(self._by_arrival):
             self._num_bypasses += 1
         self.discard(request)
@@ -194,11 +200,11 @@ class ClassQueue:
 
 
 class WaitingQueue:
-    """The queues of all classes. Higher classes go first, but none starves.
+    """The queues of all classes. Higher classes go first, but no class starves.
 
     A class whose oldest request has waited `ageing_steps` shares with higher classes by weight. (A priority that grows
-    with age would become first come, first served under overload.) The clock of a class counts the steps that could
-    schedule it, and measures waits.
+    with age would turn into first come, first served under overload.) Waits are measured by the clock of the class,
+    which counts the steps that could have scheduled the class.
     """
 
     def __init__(self, classes: Sequence[RequestClass], limits: SchedulerLimits, order: Order, num_blocks: int) -> None:
@@ -222,9 +228,11 @@ class WaitingQueue:
     def update_contenders(
         self, closed: Collection[str], held: Mapping[str, int], aged_prefills: Collection[str] = ()
     ) -> list[str]:
-        """Determine which classes contend, and return the classes with a waiting request that may be admitted. To be
-        called after any change, before methods of `sharing`. `closed`: classes at their share limit. `held`: class ->
-        running slots. `aged_prefills`: classes with a prompt that is incomplete `ageing_steps` after its admission.
+        """Determine which classes contend. Return the classes with a waiting request that may be admitted.
+
+        After any change, call this before the methods of `sharing`. `closed`: classes at their share limit. `held`:
+        class -> running slots. `aged_prefills`: classes with a prompt that is incomplete `ageing_steps` after its
+        admission.
         """
         waiting, aged = [], [*aged_prefills]
         for name, queue in self.queues.items():
@@ -241,7 +249,7 @@ class WaitingQueue:
         return None if name is None else self.queues[name].peek()
 
     def charge(self, charges: Mapping[tuple[str, str], int]) -> None:
-        """Charge tokens: (class, tenant) -> number, in which a generated token counts `OUTPUT_TOKEN_WEIGHT`."""
+        """Charge the tokens of a step: (class, tenant) -> number. A generated token counts `OUTPUT_TOKEN_WEIGHT`."""
         if not self._shares_among_tenants:
             return
         for (name, tenant), num_tokens in charges.items():
@@ -258,14 +266,14 @@ class WaitingQueue:
                 queue.token_counters.charge(tenant, num_tokens)
 
     def tick(self, closed: Collection[str]) -> None:
-        """Advance the clocks of all classes not in `closed`, which the formed step could schedule."""
+        """Advance the clocks of all classes except `closed`, which the formed step could not schedule."""
         for name in self.clocks:
             if name not in closed:
                 self.clocks[name] += 1
 
 
 Key = tuple[int, float, int, int]
-"""(rank of the class, key of the order, step of arrival shifted by the priority, sequence)."""
+"""(rank of the class, sort key of the order, step of the arrival shifted by the priority, `Request.sequence`)."""
 
 
 class QueueKeys:
@@ -286,14 +294,16 @@ class QueueKeys:
         return rank, self._order.sort_key(request), step, request.sequence
 
     def with_priority(self, request: Request, priority: int) -> Key:
-        """Set the priority of a request within its class, and return its new key."""
+        """Set the priority of a request within its class, and return the new sort key of the request."""
         rank, order_key, step, sequence = request.queue_key
         step -= self._priority_boost(request)
         request.priority = priority
         return rank, order_key, step + self._priority_boost(request), sequence
 
     def _priority_boost(self, request: Request) -> int:
-        """Return the steps by which the priority shifts a request within its class; negative: forward."""
+        """Return the number of steps by which the priority shifts the request's arrival; negative: the request moves
+        forward.
+        """
         if not self._honours_classes:
             return 0
         boost = (request.priority - request.request_class.rank) * request.request_class.ageing_steps

@@ -19,7 +19,7 @@ ADMISSION_NUMBER: Final = attrgetter("admission_number")
 
 
 class RunningSlots:
-    """The running requests, sorted by key. At most `max_num_seqs` hold slots."""
+    """The running requests, sorted by `queue_key`. Each holds one of `max_num_seqs` slots."""
 
     def __init__(self, limits: SchedulerLimits, blocks: BlockManager, classes: Sequence[RequestClass]) -> None:
         self.running: list[Request] = []
@@ -30,14 +30,16 @@ class RunningSlots:
         self._blocks = blocks
         self._ranks = {each.name: each.rank for each in classes}
         self._max_running = limits.max_num_seqs
-        """Maximum number of running requests; above `max_num_seqs` while more run than a reload allows."""
+        """Maximum number of running requests. Above `max_num_seqs` after a reload that set a limit below the number
+        running.
+        """
 
     def __len__(self) -> int:
         return len(self.running)
 
     @property
     def _adapters(self) -> AdapterSlots:
-        """The adapter slots. Only for requests that name an adapter."""
+        """The adapter slots; only called for requests that name an adapter."""
         adapters = self._blocks.adapters
         assert adapters is not None, "the model serves no adapters"
         return adapters
@@ -47,20 +49,20 @@ class RunningSlots:
         return len(self.running) >= self._limits.max_num_seqs
 
     def add(self, request: Request) -> None:
-        """Give a slot to a request that has its blocks."""
+        """Give a slot to a request whose blocks have been allocated."""
         if request.adapter:
             self._adapters.acquire(request, request.last_scheduled_step + 1)
         self._count(request, 1)
         insort(self.running, request, key=QUEUE_KEY)
 
     def adopt(self, running: Sequence[Request]) -> None:
-        """Keep requests running after a reload. Their keys and classes may have changed."""
+        """Keep these requests running after a reload, which may have changed their keys and classes."""
         for request in running:
             self._insert(request)
         self._max_running = max(self._max_running, len(running))
 
     def remove(self, request: Request) -> None:
-        """Free the slot of a request that still has its blocks."""
+        """Free the slot of a request. Call this before its blocks are freed, because both are counted."""
         self.running.remove(request)
         if request.adapter:
             self._adapters.release(request)
@@ -69,7 +71,7 @@ class RunningSlots:
 
     @contextmanager
     def reinserting(self, request: Request) -> Iterator[None]:
-        """Sort a running request again at the end of the context, in which its key or class may change."""
+        """Sort a running request again when the context ends. Its key or class may change within the context."""
         runs = request.status is RUNNING
         if runs:
             self.running.remove(request)
@@ -106,13 +108,13 @@ class RunningSlots:
         return self._blocks.can_grow(request.request_id, self.num_tokens_to_allocate(request))
 
     def num_blocks_to_admit(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> int:
-        """Return how many free blocks a request needs if the requests `without` are preempted."""
+        """Return how many free blocks the admission of a request needs after a preemption of the requests `without`."""
         num_tokens, is_protected = self.num_tokens_to_allocate(request), self.is_protected(request)
         return self._blocks.num_blocks_to_admit(request, num_tokens, parent, without, guaranteed=is_protected)
 
     def has_room_for(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> bool:
-        """Return whether slots and blocks are free for a request if the requests `without` are preempted. One block for
-        each running request stays free, so that each can fill a block before a preemption.
+        """Return whether slots and blocks would be free for a request if the requests `without` were preempted. One
+        block for each running request must stay free, so that each can fill a block before a preemption.
         """
         num_running = len(self.running) - len(without)
         if num_running >= self._limits.max_num_seqs:
@@ -143,7 +145,9 @@ class RunningSlots:
         return any(number and self._ranks[name] > request_class.rank for name, number in self.slots_by_class.items())
 
     def num_tokens_to_allocate(self, request: Request) -> int:
-        """Return the number of tokens that need blocks now; for a protected request, the most that it can ever have."""
+        """Return the number of tokens for which the request needs blocks now: its present tokens, or, if it is
+        protected, the most that it can ever have.
+        """
         return request.max_num_tokens if self.is_protected(request) else request.num_tokens
 
     def is_protected(self, request: Request) -> bool:
@@ -171,7 +175,9 @@ class RunningSlots:
 
 
 class RunningSnapshot:
-    """The running requests grouped by what they need in a step. Valid until one is added, removed or computed."""
+    """The running requests, grouped by what they need in a step. Outdated once a request is added, removed or
+    computed.
+    """
 
     __slots__ = ("decoding", "least_scheduled_step", "num_decoding", "prefilling")
 
@@ -206,6 +212,6 @@ class RunningSnapshot:
 
 
 def preemption_order(running: Sequence[Request]) -> Iterator[Request]:
-    """Yield running requests in the order in which they are preempted: paused ones first, then by descending key."""
+    """Yield running requests in the order of preemption: paused ones first, then by descending `queue_key`."""
     yield from [request for request in reversed(running) if request.paused]
     yield from [request for request in reversed(running) if not request.paused]

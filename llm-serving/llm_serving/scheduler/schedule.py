@@ -33,11 +33,13 @@ class WaitReason(enum.StrEnum):
 
 
 NO_ROOM: Final = (WaitReason.BUDGET, WaitReason.PROMPTS)
-"""Reasons that hold for one step only: with fewer tokens before it, the request might have been admitted."""
+"""Reasons that concern one step only: if other requests had used less of the step, the request might have fitted."""
 
 
 class Blocked(NamedTuple):
-    """The next request to admit, which has no room in a step, and why. Classes below their share limit wait for it."""
+    """The request that would be admitted next but does not fit into a step, and the reason. Requests after it in the
+    queue wait too, except those of `closed_classes`, which the step does not consider.
+    """
 
     request_id: str | None
     """None if the reason concerns all requests."""
@@ -48,7 +50,7 @@ class Blocked(NamedTuple):
     closed_classes: tuple[str, ...] = ()
     """Classes at their share limit, which the step skipped."""
     full_tenants: tuple[str, ...] = ()
-    """Tenants at their concurrency limit. Their further requests block no other request."""
+    """Tenants at their concurrency limit. Their held requests do not block other tenants."""
 
     @classmethod
     def of(cls, request: Request, reason: WaitReason) -> Blocked:
@@ -74,7 +76,9 @@ class ScheduledRow(NamedTuple):
     num_samples: int
     """Number of tokens that the step samples: 0 while known tokens remain, then 1 plus one after each draft token."""
     num_preemptions: int
-    """`Request.num_preemptions` when the step was formed. If it has grown since, the row's KV cache is lost."""
+    """`Request.num_preemptions` when the step was formed. If the request was preempted since, the row's KV cache is
+    lost.
+    """
 
     @property
     def end(self) -> int:
@@ -87,7 +91,7 @@ class ScheduledRow(NamedTuple):
 
 
 class PromptResults(NamedTuple):
-    """What a step returns about the prompt of one row's request."""
+    """Results about a prompt, other than tokens, that a step returns for the request of one row."""
 
     row: int
     start: int
@@ -106,24 +110,25 @@ class Schedule:
     step: int
     rows: list[ScheduledRow]
     block_moves: list[BlockMove] = field(default_factory=list)
-    """Executed in order before the rows are computed."""
+    """Copies, swaps and imports of blocks that are executed in order before the rows are computed."""
     started: list[Request] = field(default_factory=list)
-    """Requests that are scheduled for the first time."""
+    """Requests for which this is the first step."""
     preempted: list[Request] = field(default_factory=list)
     """Requests preempted since the previous schedule, once for each preemption."""
     preemptions: list[Preemption] = field(default_factory=list)
     prompt_results: list[PromptResults] = field(default_factory=list)
     has_draft_tokens: bool = False
     migrating: list[ScheduledRow] = field(default_factory=list)
-    """Rows whose requests migrate to another replica after the reply, unless they finish with it."""
+    """Rows whose requests migrate to another replica after the reply, unless the reply finishes them."""
     exports: list[BlockMove] = field(default_factory=list)
     """Moves of the blocks of `migrating`, executed after the rows are computed."""
     states: list[StateAccess] = field(default_factory=list)
-    """Where the rows read and store their states; empty for a model without states."""
+    """Slots from which each row reads its recurrent state and to which it writes it; empty for a model without states.
+    """
     stores: Sequence[StoredBlocks] = ()
-    """Blocks of prompts among `exports` that are written to the disk after the reply."""
+    """Prompt blocks among `exports` that are written to disk after the reply."""
     num_bound_violations: int = 0
-    """Number of waits and gaps that exceeded a bound in this step; more than 0 is a defect of the scheduler."""
+    """Number of waits and gaps that exceeded a bound in this step. Any number above 0 is a bug in the scheduler."""
     num_tokens: int = field(init=False)
     num_samples: int = field(init=False)
 
@@ -133,25 +138,25 @@ class Schedule:
 
 
 class StepPlan:
-    """A step while it is being formed."""
+    """A step while the scheduler forms it."""
 
     def __init__(self, number: int, now: float, budget: int, max_prefills: int) -> None:
         self.number = number
         self.now = now
-        """Seconds on the clock of `Request.arrival_time`."""
+        """Time in seconds, on the clock of `Request.arrival_time`."""
         self.budget = budget
-        """Number of tokens that can still be added."""
+        """Number of tokens that the step still has room for."""
         self.closed_classes: set[str] = set()
         self.first_class: str | None = None
-        """The class whose prompts come first if several contend; None: the highest."""
+        """The class whose prompts come first in this step if several classes contend; None: the highest class."""
         self.blocked: Blocked | None = None
         self.changes_running = False
         self.has_draft_tokens = False
         self.considers_prompts = False
         self.rows: dict[str, ScheduledRow] = {}
-        """Request id -> row, in the order of the step. Other classes only read them."""
+        """Request id -> row, in the order of the step. Only `StepPlan` changes them."""
         self.prefills: set[str] = set()
-        """Ids of requests of which the step computes a part of the prompt."""
+        """Ids of the requests whose prompt tokens the step computes."""
         self._max_prefills = max_prefills
 
     @property
@@ -159,11 +164,11 @@ class StepPlan:
         return self.budget > 0 and len(self.prefills) < self._max_prefills
 
     def prefill_rank(self, request_class: RequestClass) -> tuple[bool, int]:
-        """Return the sort key of a class's prompts, smaller first."""
+        """Return the rank of a class's prompts in this step; smaller ranks go first."""
         return request_class.name != self.first_class, request_class.rank
 
     def add_decode(self, request: Request) -> None:
-        """Add a row of one token for a decoding request, unless the step has a row of the request."""
+        """Add a row of one token for a decoding request, unless the step already has a row for it."""
         if request.request_id not in self.rows:
             row = (request, request.num_computed_tokens, 1, 1, request.num_preemptions)
             # Half the cost of calling ScheduledRow.
@@ -220,7 +225,9 @@ def _blocked_in_queue(plan: StepPlan, waiting_requests: WaitingRequests, slots: 
 
 
 def _or_no_slot(blocked: Blocked, waiting_requests: WaitingRequests, slots: RunningSlots) -> Blocked:
-    """Replace the reason by SLOTS if all slots are taken: a step with more tokens would not have admitted it either."""
+    """Replace the reason by SLOTS if all slots are taken, because a larger step would not have admitted the request
+    either.
+    """
     assert blocked.class_name is not None
     own = waiting_requests.queue.queues[blocked.class_name].request_class
     if not slots.is_full or slots.has_lower_class(own):
@@ -229,7 +236,7 @@ def _or_no_slot(blocked: Blocked, waiting_requests: WaitingRequests, slots: Runn
 
 
 def collect_prompt_results(rows: Sequence[ScheduledRow]) -> list[PromptResults]:
-    """Return the prompt results of these rows, without log-probabilities that were received before."""
+    """Return the prompt results of these rows, except log-probabilities that earlier steps returned."""
     results = []
     for index, (request, num_computed, query_len, _, _) in enumerate(rows):
         if not request.has_prompt_results or num_computed >= request.num_prompt_tokens:
@@ -246,7 +253,7 @@ def collect_prompt_results(rows: Sequence[ScheduledRow]) -> list[PromptResults]:
 
 def plan_exports(rows: Sequence[ScheduledRow], blocks: BlockManager) -> tuple[list[ScheduledRow], list[BlockMove]]:
     """Return the rows whose requests migrate after this step, and the moves that export their blocks. A request
-    migrates with its first token, unless that is its last one or the transfer pool has no room.
+    migrates after its first token, unless that is also its last token or the transfer pool has no room.
     """
     migrating: list[ScheduledRow] = []
     exports: list[BlockMove] = []
@@ -266,7 +273,9 @@ def plan_exports(rows: Sequence[ScheduledRow], blocks: BlockManager) -> tuple[li
 def plan_stores(
     rows: Sequence[ScheduledRow], blocks: BlockManager, disk: DiskPrefixes, exports: list[BlockMove]
 ) -> list[StoredBlocks]:
-    """Return the blocks of prompts that a step with these rows exports for the disk. Add their moves to `exports`."""
+    """Return the prompt blocks of these rows that are to be written to disk. Append the moves that export them to
+    `exports`.
+    """
     stores = []
     for row in rows:
         request = row.request
@@ -279,7 +288,7 @@ def plan_stores(
 
 
 def plan_states(rows: Sequence[ScheduledRow], states: StateSlots) -> list[StateAccess]:
-    """Return the state accesses of a step with these rows."""
+    """Return the reads and writes of recurrent states in a step with these rows."""
     for request, _, _, num_samples, _ in rows:
         if num_samples > 1:
             states.add_drafts(request.request_id, num_samples - 1)
@@ -289,8 +298,8 @@ def plan_states(rows: Sequence[ScheduledRow], states: StateSlots) -> list[StateA
 
 
 def add_draft_tokens(plan: StepPlan, blocks: BlockManager) -> None:
-    """Add draft tokens to the decoding rows, higher classes first, but none to a step with a prompt. In models
-    with fixed-size states, each draft token needs a spare slot.
+    """Add draft tokens to the decoding rows of a step without prompts, higher classes first. In models with recurrent
+    states, each draft token needs a spare state slot.
     """
     if plan.prefills:
         return
@@ -305,9 +314,10 @@ def add_draft_tokens(plan: StepPlan, blocks: BlockManager) -> None:
 
 
 def count_accepted_tokens(draft_token_ids: Sequence[int], token_ids: Sequence[int]) -> int:
-    """Return how many tokens a reply adds to a request: the first one, and one for each accepted draft token.
-    `token_ids` were sampled after the latest token and after each draft token; a negative id means that the request's
-    constraints allowed no token.
+    """Return how many tokens a reply adds to a request: one, and one more for each accepted draft token.
+
+    `token_ids` were sampled after the latest token and after each draft token. A negative id means that the request's
+    constraints allow no token there.
     """
     count = 1
     for chosen, draft, following in zip(token_ids, draft_token_ids, token_ids[1:], strict=False):

@@ -1,4 +1,6 @@
-"""The scheduler of one replica: which requests compute how many tokens in each step, and which are preempted."""
+"""The scheduler of one replica. It decides which requests compute how many tokens in each step, and which are
+preempted.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,9 @@ class Scheduler:
 
     One rule covers prompts, chunks, decoding and preempted requests: bring `num_computed_tokens` up to `num_tokens`.
     The policy selects the stage that a step begins with; request classes decide which requests go first. `schedule` may
-    run ahead of the results (`Request.num_tokens_in_flight`). A WorkAgent runs steps strictly in order, so a freed
-    block can be reused at once: a submitted step has finished with it before its next owner writes it.
+    form a step before the results of the previous one arrive (`Request.num_tokens_in_flight`). A freed block can be
+    reused at once even while steps are in flight: a WorkAgent runs steps strictly in order, so every earlier step has
+    read the block before a later step writes it.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class Scheduler:
         self._usage_step = 0
         """Number of the next step at the last `pop_class_usage`."""
         self.blocked: Blocked | None = None
-        """The request that the last `schedule` could not admit, and why; None if none was blocked."""
+        """The request that the latest `schedule` could not admit, and the reason; None if it admitted all."""
 
     def _use_components(self, components: SchedulerComponents) -> None:
         self._components = components
@@ -74,7 +77,7 @@ class Scheduler:
         self.running = self.slots.running
         self.prefill, self.decode, self._preemptor = components.prefill, components.decode, components.preemptor
         self._closed_classes: set[str] = set()
-        """Classes at their share limit when requests were last admitted."""
+        """Classes at their share limit in the latest step that considered prompts."""
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -82,8 +85,8 @@ class Scheduler:
         """Apply other rules from the next step on. `max_preemptions` and the sliding window must not change.
 
         Running requests keep their slots; above the new limit, no request is admitted until enough have finished.
-        Waiting requests queue again in order of arrival with new bounds. Charged service is dropped; an order of the
-        same type keeps what it has learned.
+        Waiting requests are queued again in order of arrival, with new bounds. Charges of fair sharing restart at 0. If
+        the order has the same type as before, it keeps its statistics.
         """
         self._use_components(self._components.reload(rules, self._step))
 
@@ -115,15 +118,17 @@ class Scheduler:
             self.waiting_requests.enqueue(request)
 
     def set_draft_tokens(self, request: Request, token_ids: list[int]) -> None:
-        """Replace the draft tokens after a request's latest token. The next step consumes all and verifies those that
-        fit.
+        """Set the draft tokens that follow a request's latest token. The next step verifies as many as fit and drops
+        the rest.
         """
         if request.status is RUNNING and not request.num_tokens_in_flight and not request.wants_migration:
             request.draft_token_ids = token_ids
             self._num_with_drafts += 1
 
     def schedule(self, now: float) -> Schedule | None:
-        """Form the next step; None if no request can be computed. `now`: seconds, as `Request.arrival_time`."""
+        """Form the next step; None if no request can be computed. `now`: seconds, on the clock of
+        `Request.arrival_time`.
+        """
         # A reload may have lowered the budget below the number of running requests; each gets one token.
         budget = max(self.limits.max_num_batched_tokens, len(self.running))
         plan = StepPlan(self._step, now, budget, self.limits.max_prefill_seqs)
@@ -167,8 +172,8 @@ class Scheduler:
         )
 
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
-        """Apply the tokens that a step sampled, in the order of its sampling rows. Return the unfinished requests that
-        got a token, in row order, then those that finish with their prompt results.
+        """Apply the tokens that a step sampled. `token_ids`: in the order of the rows that sample. Return the
+        unfinished requests that got a token, in row order, then those that finish with their prompt results.
         """
         self._confirm(schedule.rows)
         for store in schedule.stores:
@@ -199,7 +204,7 @@ class Scheduler:
             self.finish(request, FinishReason.LENGTH)
 
     def _verify(self, row: ScheduledRow, token_ids: list[int]) -> None:
-        """Append the token after the latest one, and one for each draft token that the model sampled too."""
+        """Append the token sampled after the latest one, and one for each accepted draft token."""
         request = row.request
         num_before = len(request.output_token_ids)
         for token_id in token_ids[: count_accepted_tokens(request.draft_token_ids, token_ids)]:
@@ -230,7 +235,9 @@ class Scheduler:
         return finished
 
     def pause(self, request: Request) -> None:
-        """Stop scheduling a request without tokens in flight until `resume`. Paused requests are preempted first."""
+        """Stop scheduling a request until `resume`. It must have no tokens in flight. Paused requests are preempted
+        first.
+        """
         assert request.num_tokens_in_flight == 0
         request.paused = True
         if request.status is RequestStatus.WAITING:  # it was preempted before its reply came
@@ -244,22 +251,22 @@ class Scheduler:
         self.waiting_requests.resume(request)
 
     def set_priority(self, request: Request, priority: int) -> bool:
-        """Change the priority of a request, and perhaps its class. Return whether it has the priority now.
+        """Change the priority of a request, and perhaps its class. Return False if the priority did not change.
 
-        Within its class the new priority shifts its arrival, so repeated changes gain nothing. In another class it
-        queues behind the waiting requests. If it ran before, it goes ahead of them, which needs a free bypass and a
-        class below its share limit.
+        Within its class, the new priority shifts the request's arrival, so repeated changes have no further effect. In
+        another class, a new request queues behind the waiting ones. A request that has run goes ahead of them; the
+        change then needs a free bypass in the new class, and room below its share limit.
         """
         if request.is_finished:
             return False
         return self._components.priority_changer.set_priority(request, priority, self._step)
 
     def set_deadline(self, request: Request, deadline: float | None) -> None:
-        """Change the deadline of a request. Its position changes when its queue key is next computed."""
+        """Change the deadline of a request. It takes effect when the queue key of the request is next computed."""
         request.deadline = deadline
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Finish a request in any state and free its blocks at once. Idempotent."""
+        """Finish a request in any state and free its blocks at once. A finished request stays as it is."""
         if request.is_finished:
             return
         if request.is_migrating:
@@ -271,7 +278,9 @@ class Scheduler:
             self.order.record_finished(request)
 
     def migrate_out(self, request: Request) -> Transfer:
-        """Remove a request after the reply to the step that exported it, and return its state for the next replica."""
+        """Remove a request that migrates, after the reply to the step that exported its blocks. Return its state for
+        the replica that continues it.
+        """
         transfer = self.blocks.transfer_pool.hand_over(request.request_id)
         self._remove(request)
         return replace(transfer, num_waited=request.num_steps_waited or 0, num_preemptions=request.num_preemptions)
@@ -298,10 +307,12 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
 
     def note(self, text: str) -> None:
-        """Record an event that changes no decision, such as sleep of the model."""
+        """Record an event that affects no scheduling decision, such as model sleep."""
 
     def reset_cache(self) -> None:
-        """Requeue all running requests, ahead of new ones, after KV cache, host pool and steps in flight were lost."""
+        """Requeue all running requests, ahead of new ones. Call this after a loss of the KV cache, host pool and steps
+        in flight.
+        """
         self.blocks.reset()
         for request in self._requests.values():
             request.num_computed_tokens = request.num_confirmed_tokens = request.num_tokens_in_flight = 0
@@ -317,16 +328,20 @@ class Scheduler:
     # --- sharing with the schedulers of other replicas --------------------------------------------------------------
 
     def charge_remote_service(self, service: Mapping[tuple[str, str], int]) -> None:
-        """Charge service of other replicas (see `pop_service`). It affects the order within a class, but no bound."""
+        """Charge the tenants for service of other replicas (see `pop_service`). It changes the order within a class,
+        but no bound.
+        """
         self.waiting.charge_remote(service)
 
     def pop_service(self) -> dict[tuple[str, str], int]:
-        """Return the service since the last call: (class, tenant) -> virtual tokens."""
+        """Return the service since the last call: (class, tenant) -> virtual tokens (see `TenantTokenCounters`)."""
         service, self.waiting.service = self.waiting.service, {}
         return service
 
     def adjust_tenant_leases(self, leases: Mapping[str, int]) -> None:
-        """Change the number of running slots that tenants may use here. Their limits apply to all replicas together."""
+        """Change the number of running slots that tenants may use at this scheduler. Their limits apply to all replicas
+        together. `leases`: tenant -> number of slots to add; negative numbers remove slots.
+        """
         waiting_requests = self.waiting_requests
         waiting_requests.apply_limiter_changes(waiting_requests.tenant_limiter.adjust_leases(leases))
 
@@ -336,11 +351,11 @@ class Scheduler:
         return limiter.pop_demand() if limiter.is_active else {}
 
     def deprioritize(self, classes: Collection[str]) -> None:
-        """Schedule other classes first: these classes have exceeded their share across all replicas."""
+        """Schedule other classes first, because these have exceeded their share across all replicas."""
         self.waiting.sharing.deprioritized = frozenset(classes)
 
     def pop_class_usage(self) -> dict[str, ClassUsage] | None:
-        """Return the usage of each class since the last call; None if no step was formed although requests wait."""
+        """Return the usage of each class since the last call; None if requests wait but no step was formed."""
         if self._step == self._usage_step and len(self.waiting):
             return None
         self._usage_step = self._step
@@ -369,11 +384,11 @@ class Scheduler:
         return self._closed_classes
 
     def held_by_tenant_limits(self) -> Iterator[Request]:
-        """Yield the requests that a tenant's limit keeps out of `waiting`."""
+        """Yield the requests that a tenant's limit keeps out of the waiting queue."""
         return self.waiting_requests.tenant_limiter.held_requests()
 
     def unstarted_slot_holders(self) -> list[str]:
-        """Return the ids of requests that count against their tenant's limit and have not been computed yet."""
+        """Return the ids of requests that count against their tenant's limit although no step has computed them yet."""
         limiter = self.waiting_requests.tenant_limiter
         unstarted = [each for each in self._requests.values() if each.first_scheduled_time is None]
         return [each.request_id for each in unstarted if limiter.holds_slot(each)]
@@ -390,14 +405,18 @@ class Scheduler:
 
     @property
     def can_fast_forward(self) -> bool:
-        """Return whether all requests only decode, and no window, batch, beam or tenant limit affects the next step."""
+        """Whether the simulator may fast-forward: all requests only decode, and no sliding window, static batch, beam
+        search or tenant limit affects the next step.
+        """
         special = self._num_beams or self._num_with_prompt_results or self._num_migrating or self._num_with_drafts
         limiter = self.waiting_requests.tenant_limiter
         limited = self._closed_classes or limiter.full_tenants or limiter.has_changed_demand
         return not (special or limited or self.blocks.has_sliding_window or self.limits.static_batching)
 
     def fast_forward_step(self, charges: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> None:
-        """Count a decode-only step (simulator). `charges`: (class, tenant) -> tokens. `tokens`: class -> tokens."""
+        """Account for a decode-only step of the simulator. `charges`: (class, tenant) -> virtual tokens. `tokens`:
+        class -> tokens.
+        """
         self.waiting.charge(charges)
         self.waiting.sharing.charge(self.slots.slots_by_class, tokens, self.slots.blocks_by_class, (), ())
         self.decode.num_steps_without_prefill = 0
@@ -407,7 +426,9 @@ class Scheduler:
         self.blocked = None
 
     def _advance(self, plan: StepPlan, rows: Sequence[ScheduledRow], running: RunningSnapshot) -> list[Request]:
-        """Advance the requests of a step and charge for it. Return those scheduled for the first time."""
+        """Mark the tokens of a formed step as computed, and charge classes and tenants for them. Return the requests
+        that are scheduled for the first time.
+        """
         started = []
         charges: dict[tuple[str, str], int] = defaultdict(int)
         step = self._step
@@ -438,7 +459,7 @@ class Scheduler:
         return started
 
     def _confirm(self, rows: list[ScheduledRow]) -> None:
-        """Record that rows have been computed, so that other requests may share their full blocks."""
+        """Record that the WorkAgent has computed these rows, so that other requests may share their full blocks."""
         block_size = self.blocks.block_size
         for request, num_computed, query_len, num_samples, num_preemptions in rows:
             end = num_computed + query_len

@@ -1,4 +1,4 @@
-"""The two stages of a step, prefill and decode: which comes first, and the bounds on gaps between steps."""
+"""The two stages of a step, prefill and decode, their order, and the bounds on the gaps between steps of a request."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ class DecodeStage:
                 plan.add_decode(request)
 
     def preference(self, running: RunningSnapshot, has_prompts: bool, step: int) -> Preference:
-        """Return the policy's preference, or the one that a bound on gaps requires. `running`: state before the step.
-        `has_prompts`: whether a prompt, or a part of one, remains to be computed.
+        """Return the stage that the step begins with: the one that the policy prefers, or the one that a bound on gaps
+        requires. `running`: state before the step. `has_prompts`: whether a prompt, or a part of one, remains to be
+        computed.
         """
         preference = self._policy.prefer(PolicyInput(running.num_decoding, has_prompts))
         last = running.least_scheduled_step
@@ -63,7 +64,7 @@ class DecodeStage:
         return preference
 
     def _exceeds_class_gap(self, decoding: Sequence[Request], last_step: int) -> bool:
-        """Return whether prefills left out a contending class for as many steps as its weight allows."""
+        """Return whether prefills have left out a contending class for as many steps as its weight allows."""
         names = {request.request_class.name for request in decoding}
         gaps = {name: self._sharing.max_decode_gap(name) for name in names}
         return any(
@@ -72,7 +73,9 @@ class DecodeStage:
         )
 
     def count_gap_violations(self, plan: StepPlan, running: RunningSnapshot, has_prompts: bool) -> int:
-        """Record a formed step, and count the bounds on gaps that it violates. `running`: state before the step."""
+        """Update the gaps after a formed step. Return the number of bounds on gaps that the step violates. `running`:
+        state before the step.
+        """
         self.num_steps_without_prefill = 0 if plan.prefills or not has_prompts else self.num_steps_without_prefill + 1
         last = plan.number
         for request in running.decoding:
@@ -84,7 +87,7 @@ class DecodeStage:
         return num_violations
 
     def _breaks_prompt_gap(self, prompt: Request, step: int) -> bool:
-        """Return whether this step is the first that exceeds the maximum gap of a running prompt."""
+        """Return whether a running prompt exceeds its maximum gap for the first time in this step."""
         since = max(prompt.last_scheduled_step, prompt.class_change_step)
         return step - since == self._max_prompt_gaps[prompt.request_class.name] + 1
 
@@ -110,7 +113,7 @@ class PrefillStage:
         self._requests = requests
 
     def schedule(self, plan: StepPlan, running: RunningSnapshot) -> None:
-        """Fill the step with prefills. `running`: state before this stage."""
+        """Fill the step with prefills. `running`: the running requests before this stage."""
         plan.considers_prompts = True
         admits = not (self._limits.static_batching and self._slots.running)
         waits_for_a_batch = self._limits.batch_waiting_time > 0.0 and self.batch_wait_s(plan.now) > 0.0
@@ -137,7 +140,9 @@ class PrefillStage:
                 plan.add_prefill(request, self._num_computable(request))
 
     def batch_wait_s(self, now: float) -> float:
-        """Return the seconds until the waiting requests are admitted even if the batch is not full; 0: now."""
+        """Return the seconds until static batching admits the waiting requests even if its batch is not full; 0:
+        now.
+        """
         limits, queue = self._limits, self._waiting_requests.queue
         if limits.batch_waiting_time == 0.0 or len(queue) == 0:
             return 0.0
@@ -148,14 +153,16 @@ class PrefillStage:
         return max(0.0, limits.batch_waiting_time - (now - oldest))
 
     def parent_of(self, request: Request) -> Request | None:
-        """Return the running request whose blocks this fork can share; None if there is none."""
+        """Return the running request whose blocks this fork can share; None if the request is no fork or its parent
+        ended.
+        """
         if request.fork_of is None:
             return None
         parent = self._requests.get(request.fork_of)
         return parent if parent is not None and parent.status is RUNNING else None
 
     def unserved_classes(self, plan: StepPlan) -> set[str]:
-        """Return the classes with a prompt for which a step without room for a prefill had too few tokens."""
+        """Return the classes with a prompt that this full step leaves out for lack of tokens."""
         running = self._slots.running
         prompts = [request for request in running if request.num_uncomputed_tokens and not request.is_decoding]
         unserved = {request.request_class.name for request in prompts}
@@ -165,8 +172,9 @@ class PrefillStage:
         return unserved
 
     def estimate_tokens(self, request: Request) -> int:
-        """Return how many tokens are computed before the first output token of a waiting request, if it is next. Of
-        prefixes that are cached, or about to be computed by running requests, only the missing part counts.
+        """Return how many prompt tokens must be computed until the first output token of a waiting request, if it is
+        admitted next. Tokens of cached prefixes do not count. Of a prefix that a running request computes, only the
+        rest counts.
         """
         num_tokens = request.num_tokens
         estimate = num_tokens - self._blocks.num_prefix_hit_tokens(request)
@@ -180,7 +188,9 @@ class PrefillStage:
         return max(1, estimate)
 
     def _first_class(self, prompts: list[Request], plan: StepPlan) -> str | None:
-        """Return the contending class with the lowest prefill usage, whose prompts come first; None: only one."""
+        """Return the contending class whose prompts come first, the one with the lowest prefill usage; None: only one
+        class.
+        """
         queue, closed = self._waiting_requests.queue, plan.closed_classes
         names = set()
         for request in prompts:
@@ -194,8 +204,9 @@ class PrefillStage:
         return queue.sharing.next_prefill_class(names)
 
     def _admit(self, plan: StepPlan, capped: list[Request], before: RequestClass | None = None) -> None:
-        """Admit waiting requests in order until the first one that has no room. `capped` collects requests whose
-        prefill `max_long_prefill_tokens` shortened. `before`: admit only classes whose prompts come before this class.
+        """Admit waiting requests in order until one does not fit. Append to `capped` the requests whose prefill is
+        shortened by `max_long_prefill_tokens`. `before`: admit only classes whose prompts come before those of this
+        class.
         """
         slots, queue = self._slots, self._waiting_requests.queue
         plan.blocked = None
@@ -253,8 +264,8 @@ class PrefillStage:
         slots.add(request)
 
     def _schedule_prefill(self, request: Request, plan: StepPlan, capped: list[Request]) -> None:
-        """Add at most `max_long_prefill_tokens` of a prompt to the step. Requests with more are added to `capped`. With
-        `whole_prompts`, add the whole prompt if it fits.
+        """Add at most `max_long_prefill_tokens` of a prompt to the step, and append the request to `capped` if more
+        would fit. With `whole_prompts`, add the whole prompt if it fits.
         """
         if self._limits.whole_prompts:
             if request.num_tokens <= plan.budget:
@@ -269,7 +280,7 @@ class PrefillStage:
         plan.add_prefill(request, min(num_tokens, share))
 
     def _num_computable(self, request: Request) -> int:
-        """Return the number of uncomputed tokens that have blocks: all of them without a sliding window."""
+        """Return the number of uncomputed tokens that have blocks. Without a sliding window, all tokens have blocks."""
         if not self._blocks.has_sliding_window:
             return request.num_uncomputed_tokens
         room = self._blocks.num_tokens_with_blocks(request.request_id) - request.num_computed_tokens

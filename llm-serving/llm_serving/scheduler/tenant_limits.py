@@ -1,4 +1,4 @@
-"""Per-tenant concurrency limits. Further requests of a tenant are held back and block no other request."""
+"""Per-tenant concurrency limits. The limiter holds back a tenant's further requests, so they block no other request."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _Key = tuple[float, ...]
 
 
 class LimiterChanges(NamedTuple):
-    """The requests without a slot that an event moves out of the queue (`held`) or into it (`released`)."""
+    """Requests without a slot whose place changes: `held` leave the waiting queue, `released` enter it."""
 
     held: list[Request]
     released: list[Request]
 
 
 class SlotDemand(NamedTuple):
-    """Use of and demand for a tenant's slots at one scheduler. The limit applies to all schedulers together."""
+    """Used and wanted slots of a tenant at one scheduler. The tenant's limit applies to all schedulers together."""
 
     limit: int
     num_leased: int
-    """Number of the limit's slots that are leased to this scheduler."""
+    """Number of slots, of the tenant's limit, that this scheduler may use."""
     num_active: int
     num_waiting: int
 
@@ -44,9 +44,9 @@ class _Tenant:
         self.active: dict[int, Request] = {}
         """`Request.sequence` -> request that was admitted and has not finished, running or preempted."""
         self.released: dict[str, dict[int, Request]] = {}
-        """Class -> `Request.sequence` -> request that may wait in the queue."""
+        """Class -> `Request.sequence` -> request that is in the waiting queue."""
         self.held: dict[str, list[tuple[_Key, Request]]] = {}
-        """Class -> heap of requests that are held back."""
+        """Class -> heap of requests that are kept out of the waiting queue."""
 
     @property
     def is_empty(self) -> bool:
@@ -64,13 +64,13 @@ class _Tenant:
 
 
 class TenantLimiter:
-    """Lets as many requests of a tenant into the queue, in each class, as the tenant may still run.
+    """Keeps in the waiting queue, for each class of a tenant, at most as many requests as the tenant has free slots.
 
-    So a tenant at its limit blocks no other request. When one of its requests finishes, the first held request of each
-    class is released. A request that had a slot counts until it finishes and is never held. The classes of a tenant
-    share its limit by weight, as all classes share the server; when an aged lower class is next, the free slots are
-    reserved for it and charged to it. Several schedulers share the limit by leases: each may use its leased slots, and
-    returns one when a request finishes.
+    A tenant at its limit therefore blocks no other request. When one of its requests finishes, the first held request
+    of each class is released. A request that had a slot counts until it finishes and is never held. The classes of a
+    tenant share its limit by weight, as all classes share the server. When a lower class that has aged is next, the
+    free slots are reserved for it and charged to it. Several schedulers share the limit by leases: each uses only its
+    leased slots, and returns a lease when a request finishes.
     """
 
     def __init__(self, limits: SchedulerLimits, classes: Sequence[RequestClass], clocks: Mapping[str, int]) -> None:
@@ -83,13 +83,15 @@ class TenantLimiter:
         """Tenants with held requests, which are few even if there are many tenants."""
         self.full_tenants: tuple[str, ...] = ()
         self.is_active = limits.max_running_per_tenant is not None or bool(limits.max_running_of_tenant)
-        """Whether any tenant has a limit. If not, the scheduler reports no events to the limiter."""
+        """Whether any tenant has a limit. If none has, the scheduler does not call the limiter."""
         self._uses_leases = limits.num_schedulers > 1
         self._changed_tenants: dict[str, None] = {}
         """Tenants whose demand changed since `pop_demand`, as an ordered set; empty without leases."""
 
     def add(self, request: Request) -> LimiterChanges | None:
-        """Add a request without a slot. Return None if its tenant has no limit, or the request brought a slot."""
+        """Add a request without a slot. Return None if its tenant has no limit, or if the request already holds a
+        tenant slot.
+        """
         tenant = self._tenant(request.tenant)
         if tenant is None or request.sequence in tenant.active:
             return None
@@ -115,7 +117,7 @@ class TenantLimiter:
         return self._rebalance(tenant)
 
     def remove(self, request: Request) -> LimiterChanges:
-        """Remove a request that has finished or leaves its class."""
+        """Remove a request that finishes or leaves its class."""
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
             return LimiterChanges([], [])
@@ -133,7 +135,7 @@ class TenantLimiter:
         return changes
 
     def adjust_leases(self, more: Mapping[str, int]) -> LimiterChanges:
-        """Add leased slots to tenants; negative numbers remove some. Slots in use stay."""
+        """Add leased slots to tenants; negative numbers remove slots that are not in use."""
         changes = LimiterChanges([], [])
         for name, number in more.items():
             tenant = self._tenant(name)
@@ -158,7 +160,7 @@ class TenantLimiter:
         return bool(self._changed_tenants)
 
     def adopt(self, before: TenantLimiter) -> None:
-        """Take over slots in use and leases from the limiter before a reload."""
+        """Take over the slots in use and the leases from `before`, the limiter before a reload."""
         for name, tenant in before._tenants.items():
             if (mine := self._tenant(name)) is not None:
                 mine.active.update(tenant.active)
@@ -196,7 +198,7 @@ class TenantLimiter:
                 yield from (request for _, request in heap)
 
     def _rebalance(self, tenant: _Tenant) -> LimiterChanges:
-        """Release as many requests of each class as the tenant may still run, and hold the rest."""
+        """Release as many requests of each class as the tenant has free slots, and hold the rest."""
         due = self._class_due(tenant) if any(tenant.held.values()) else None
         changes = LimiterChanges([], [])
         for name in {**tenant.released, **tenant.held}:
@@ -230,7 +232,7 @@ class TenantLimiter:
         self.full_tenants = tuple(sorted(self._full))
 
     def _class_due(self, tenant: _Tenant) -> str | None:
-        """Return the tenant's class that is next; None if that is the highest waiting one."""
+        """Return the tenant's class that fair sharing selects next; None if it is the highest waiting class."""
         waiting, slots = self._update_contenders(tenant)
         name = tenant.sharing.next_class(waiting, slots, dict.fromkeys(slots, 0))
         return None if not waiting or name == waiting[0] else name

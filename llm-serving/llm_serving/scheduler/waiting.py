@@ -13,7 +13,9 @@ from llm_serving.scheduler.tenant_limits import LimiterChanges, TenantLimiter
 
 
 class WaitingRequests:
-    """Requests in the queue, held by their tenant's limiter, waiting for the parent of their fork, or paused."""
+    """All requests without a slot: queued, held back by a tenant limit, forks that wait for their parent, and paused
+    ones.
+    """
 
     def __init__(
         self, queue: WaitingQueue, tenant_limiter: TenantLimiter, monitor: WaitMonitor, slots: RunningSlots
@@ -40,12 +42,13 @@ class WaitingRequests:
             self.enqueue(fork)
 
     def num_steps_waited(self) -> dict[int, int]:
-        """Return `Request.sequence` -> steps counted since its wait began, for each queued request."""
+        """Return `Request.sequence` -> number of steps waited so far, for each queued request."""
         return {request.sequence: self.monitor.num_steps_waited(request) for request in self.queue}
 
     def adopt(self, before: WaitingRequests, num_waited: Mapping[int, int], requests: Iterable[Request]) -> None:
-        """Take over all waiting requests after a reload, in order of arrival, with new wait bounds. The steps
-        `num_waited`, the earlier result of `before.num_steps_waited`, count. `requests`: all unfinished ones.
+        """Take over all waiting requests from `before` at a reload, in order of arrival and with new wait bounds.
+        `num_waited`: earlier result of `before.num_steps_waited`; these steps count. `requests`: all unfinished
+        requests.
         """
         self.forks, self.paused = before.forks, before.paused
         self.num_arrivals, self.num_admitted = before.num_arrivals, before.num_admitted
@@ -62,7 +65,7 @@ class WaitingRequests:
         self.paused.append(request)
 
     def resume(self, request: Request) -> None:
-        """Queue a request again, if it was preempted while paused."""
+        """Queue a request again if it was preempted while it was paused."""
         if request in self.paused:
             self.paused.remove(request)
             self.enqueue(request)
@@ -80,7 +83,7 @@ class WaitingRequests:
             self.apply_limiter_changes(changes, request)
 
     def enqueue_migrated(self, request: Request, num_waited: int) -> None:
-        """Queue a request from another replica, which brings the slot of its tenant."""
+        """Queue a request that migrated from another replica. It keeps its slot under the tenant limit."""
         self.apply_limiter_changes(self.tenant_limiter.add_migrated(request))
         self.enqueue(request, num_waited)
 
@@ -112,7 +115,7 @@ class WaitingRequests:
             siblings.remove(request)
 
     def apply_limiter_changes(self, changes: LimiterChanges, but: Request | None = None) -> None:
-        """Remove held requests from the queue, and queue released ones, except `but`, behind those that wait."""
+        """Remove held requests from the queue. Queue released requests behind the waiting ones, except `but`."""
         for request in changes.held:
             self.queue.discard(request)
             self.monitor.forget(request)
@@ -124,7 +127,7 @@ class WaitingRequests:
             self.queue.queues[request.request_class.name].push(request)
 
     def set_wait_bound(self, request: Request, num_waited: int = 0) -> None:
-        """Set the wait bound of a request from the number of requests that may be admitted before it."""
+        """Set the wait bound of a request, which depends on how many requests may be admitted before it."""
         name = request.request_class.name
         queue = self.queue.queues[name]
         num_ahead = len(queue) - queue.num_returning
