@@ -1,7 +1,8 @@
 """Decides which requests get draft tokens, how many, and whether speculative decoding raises the throughput.
 
-An accepted draft token saves its request a step. Each draft token prolongs the step that verifies it, and forbids
-forming this step ahead, because a draft depends on the latest token. Drafts never change an answer.
+Each accepted draft token saves its request a step. Each draft token makes the step that verifies it longer. A step with
+drafts also cannot be formed before the reply to the previous step, because a draft follows the latest token. Drafts
+never change an answer.
 """
 
 from __future__ import annotations
@@ -27,32 +28,36 @@ from llm_serving.speculation.statistics import (
 )
 
 MIN_NGRAM_RATE: Final = 0.25
-"""Minimum expected acceptance rate of an n-gram draft without a draft model; with one: `MIN_ACCEPTANCE_RATE`."""
+"""Minimum expected acceptance rate of an n-gram draft if there is no draft model. With one, `MIN_ACCEPTANCE_RATE`
+applies.
+"""
 MAX_RATE: Final = 0.98
-"""Maximum expected acceptance rate, for a draft whose tokens were all accepted recently."""
+"""Upper bound of the expected acceptance rate of a draft, even if all recent draft tokens were accepted."""
 _BEST_ACCEPTANCE: Final = Acceptance(MAX_RATE, MAX_RATE)
 MIN_PRICE: Final = 1e-3
-"""Lower bound of prices and rates whose logarithm is needed."""
+"""Lower bound of the relative cost of a draft token and of acceptance rates, so that their logarithms exist."""
 RATE_PARTS: Final = 64
-"""Acceptance rates are rounded down to multiples of 1/RATE_PARTS to cache draft lengths."""
+"""Acceptance rates are rounded down to multiples of 1/RATE_PARTS, so that draft lengths can be cached."""
 MAX_DELAY: Final = 0.03
 """Maximum delay of requests without a draft, as a fraction of the step time, averaged over all running requests."""
 HOST_MEMORY: Final = 16
-"""Time constant, in steps, of the moving average of master times."""
+"""Time constant, in steps, of the moving averages of times in the master."""
 PROPOSAL_S: Final = 3e-6
-"""Seconds to make the draft of one request, assumed before the first measurement."""
+"""Assumed seconds to make the draft of one request, until the first measurement."""
 MIN_SEARCH_STEP_S: Final = 0.004
-"""Minimum duration of a step in which the best draft length is searched: the search takes 1 % of this time."""
+"""Minimum duration of a step, in seconds, for which the best draft length is searched. The search takes 1 % of this
+time.
+"""
 MIN_CHECKED: Final = 32
-"""Number of matched requests from which the controller first checks whether any drafts could pay."""
+"""Number of requests with an n-gram match from which `could_pay` is checked before the drafts are updated."""
 UPDATE_SHARE: Final = 0.005
-"""Maximum fraction of the step time for updates of the n-gram drafts while drafts do not pay."""
+"""Maximum fraction of the step time that updates of n-gram drafts take while drafts do not raise the throughput."""
 UPDATE_MEMORY: Final = 16
 """Time constant, in updates, of the moving average of update times."""
 MAX_UPDATE_PERIOD: Final = 16
 """Maximum number of steps between two updates."""
 MIN_SWEPT: Final = 64
-"""Number of tracked requests from which new requests trigger the removal of aborted ones."""
+"""Number of tracked requests from which each new request triggers the removal of aborted requests."""
 
 
 class DraftCandidate(NamedTuple):
@@ -60,7 +65,7 @@ class DraftCandidate(NamedTuple):
 
     acceptance: Acceptance
     max_tokens: float = math.inf
-    """Maximum length; for a draft that a grammar forces, the expected number of forced tokens."""
+    """Maximum length in tokens. For a draft that a grammar forces: the expected number of forced tokens."""
     uses_model: bool = False
 
 
@@ -71,21 +76,23 @@ class GainModel:
         self.step_s = 0.0
         """Seconds of the latest decode step."""
         self._max_draft_tokens = self._max_length = max_draft_tokens
-        """`_max_length`: current maximum draft length, which gives the highest throughput."""
+        """`_max_length`: the maximum draft length with the highest throughput at present."""
         self._best_drafts = [(each, expected_tokens(_BEST_ACCEPTANCE, each)) for each in {1, max_draft_tokens}]
-        """(length, maximum expected number of accepted tokens) of the shortest and of the longest draft."""
+        """(length, maximum expected number of accepted tokens), for the shortest and the longest draft."""
         self._step_times = StepTimeModel()
         self._host = MovingAverage(HOST_MEMORY)
-        """Extra seconds of a step that can be scheduled only after the reply to the previous step."""
+        """Seconds by which a step starts later if it is formed only after the reply to the previous step."""
         self._proposal = MovingAverage(HOST_MEMORY, PROPOSAL_S)
         """Seconds to make the draft of one request."""
         self._num_rows = 0
-        """Number of rows of the step to which the following fields belong; 0: they are outdated."""
+        """Number of rows of the step for which the following fields were computed; 0: they are outdated."""
         self._rows_s = self._token_s = 0.0
         self._plans: dict[tuple[int, int], tuple[int, float]] = {}
 
     def record_step(self, num_tokens: int, seconds: float, host_s: float) -> None:
-        """Record the seconds of a decode step, and the seconds that waiting for the previous reply added (`host_s`)."""
+        """Record the duration of a decode step in seconds. `host_s`: the part that waiting for the previous reply
+        added.
+        """
         self._step_times.add(num_tokens, seconds)
         self._num_rows = 0
         self.step_s = seconds
@@ -95,7 +102,9 @@ class GainModel:
         self._proposal.add(seconds)
 
     def prepare(self, num_rows: int, num_drafted: int) -> None:
-        """Set the price of a draft token in a step of `num_rows` rows, `num_drafted` of them with the longest draft."""
+        """Compute the cost of a draft token in a step of `num_rows` rows, of which `num_drafted` have the longest
+        draft.
+        """
         if self._num_rows != num_rows:
             self._num_rows, self._plans = num_rows, {}
             self._rows_s = self._step_times.step_s(num_rows)
@@ -103,7 +112,9 @@ class GainModel:
             self._token_s = self._step_times.added_s(num_rows, num_tokens) / num_tokens
 
     def draft_length(self, acceptance: Acceptance, proposing_s: float = 0.0) -> int:
-        """Return the length at which the last token's gain covers its cost. `proposing_s`: seconds for each token."""
+        """Return the draft length at which the gain of the last token still covers its cost. `proposing_s`: seconds to
+        propose one token.
+        """
         first, further = min(acceptance.first, MAX_RATE), min(max(acceptance.further, MIN_PRICE), MAX_RATE)
         price = self._num_rows * (self._token_s + proposing_s) / self._rows_s if self._rows_s else 0.0
         if price >= first:
@@ -111,7 +122,9 @@ class GainModel:
         return min(self._max_length, 1 + int(math.log(max(price, MIN_PRICE) / first) / math.log(further)))
 
     def plan(self, acceptance: Acceptance) -> tuple[int, float]:
-        """Return the best length of a draft that costs nothing to propose, and its expected accepted tokens."""
+        """Return the best length of a draft that takes no time to propose, and its expected number of accepted
+        tokens.
+        """
         key = int(RATE_PARTS * acceptance.first), int(RATE_PARTS * acceptance.further)
         if (plan := self._plans.get(key)) is None:
             acceptance = Acceptance(key[0] / RATE_PARTS, key[1] / RATE_PARTS)
@@ -125,7 +138,9 @@ class GainModel:
         """Return whether drafts raise the throughput of a step, and set the best maximum length.
 
         Args:
+            num_rows: Number of rows of the step.
             num_drafted: Number of rows with a draft, as for `prepare`.
+            candidates: The drafts that could be proposed.
             num_unmatched: Number of requests that have just lost their draft. They do not count as delayed.
             pass_s: Seconds in which the draft model computes one token of each request.
         """
@@ -153,7 +168,9 @@ class GainModel:
         return best_length > 0
 
     def could_pay(self, num_rows: int) -> bool:
-        """Return whether drafts would raise the throughput if all running requests had good drafts."""
+        """Return whether drafts would raise the throughput if every running request had a draft with the highest
+        acceptance rate.
+        """
         step_s, host_s = self._step_times.step_s(num_rows), self._host.value + num_rows * self._proposal.value
         if not step_s:
             return True
@@ -188,7 +205,7 @@ def expected_tokens(acceptance: Acceptance, length: int) -> float:
 
 
 class SpeculationController:
-    """Proposes draft tokens for the requests of one engine. For the engine's thread."""
+    """Proposes draft tokens for the requests of one engine. Only the engine's thread may call it."""
 
     def __init__(
         self,
@@ -209,22 +226,24 @@ class SpeculationController:
         self._ngram = ngram
         self._min_ngram_rate = MIN_NGRAM_RATE if draft_model is None else MIN_ACCEPTANCE_RATE
         self._predictable: dict[Request, RequestDrafts] = {}
-        """Requests whose n-gram draft has at least the minimum acceptance rate."""
+        """Requests whose n-gram draft has at least the minimum expected acceptance rate."""
         self._constrained: dict[Request, RequestDrafts] = {}
         self.waiting: dict[Request, RequestDrafts] = {}
-        """Requests whose steps are never formed ahead. They get drafts even while drafts do not pay."""
+        """Requests whose steps are always formed after the reply to the previous step. Drafts do not delay them, so
+        they get drafts even while drafts do not raise the throughput.
+        """
         self._update_time = MovingAverage(UPDATE_MEMORY)
         self._update_period = 1
-        """Number of steps between two updates. It doubles while drafts do not pay, up to `MAX_UPDATE_PERIOD`."""
+        """Number of steps between two updates. It at most doubles at each update that finds that drafts do not pay."""
         self._num_steps = 0
         self._sweep_at = MIN_SWEPT
         self.gain = GainModel(max_draft_tokens)
-        """The engine records the durations of steps without prompts in it."""
+        """Measured costs of drafts. The engine records in it the duration of each step without prompts."""
         self.pays = False
-        """Whether drafts raise the throughput, including the time spent waiting for replies."""
+        """Whether drafts raise the throughput although their steps wait for the previous reply."""
 
     def add_request(self, request: Request) -> None:
-        """Start proposing drafts for a request, unless it is a beam search or generates at most one token."""
+        """Start to propose drafts for a request, unless it is part of a beam search or generates at most one token."""
         if request.beam_search is not None or request.sampling.max_tokens <= 1:
             return
         drafts = self._ngram.add_request(request, 0.0 if self._model is None else self._model.acceptance_rate)
@@ -298,7 +317,9 @@ class SpeculationController:
             self._num_steps = 0
 
     def _update(self, num_rows: int) -> None:
-        """Update the n-gram drafts, and decide whether drafts pay. While they do not, update less often."""
+        """Update the n-gram drafts, and decide whether drafts raise the throughput. While they do not, update less
+        often.
+        """
         began, step_s = self._now(), self.gain.step_s
         self._remove_aborted()
         if len(self._ngram.matched) >= MIN_CHECKED and not self.gain.could_pay(num_rows):
@@ -319,7 +340,9 @@ class SpeculationController:
             self._update_period = max(1, min(2 * self._update_period, round(period), MAX_UPDATE_PERIOD))
 
     def _model_requests(self) -> dict[Request, RequestDrafts]:
-        """Return the requests for which the draft model proposes; empty while a prompt waits or is computed."""
+        """Return the requests for which the draft model may propose; empty while any request waits or computes its
+        prompt.
+        """
         assert self._model is not None
         candidates = {}
         for request, drafts in self._ngram.requests.items():
@@ -346,7 +369,9 @@ class SpeculationController:
         return proposed
 
     def _record_useless(self, request: Request, drafts: RequestDrafts) -> None:
-        """Count a proposal without usable tokens as rejected. Otherwise the model would be called in each step."""
+        """Count a proposal without usable tokens as a rejected token, so that the model is not called in vain in each
+        step.
+        """
         assert self._model is not None
         self._model.record_verified(drafts, request, 1, 0)
 
@@ -379,7 +404,7 @@ class SpeculationController:
         return num_drafted if self._model is None else num_drafted + MAX_DRAFT_REQUESTS
 
     def _evaluate(self, num_rows: int, model: Mapping[Request, RequestDrafts]) -> bool:
-        """Return whether drafts pay. `model`: the requests for which the draft model would propose."""
+        """Return whether drafts raise the throughput. `model`: the requests for which the draft model would propose."""
         candidates = [DraftCandidate(drafts.acceptance) for drafts in self._predictable.values()]
         candidates += [DraftCandidate(alike(drafts.model_rate), uses_model=True) for drafts in model.values()]
         for request, drafts in self._constrained.items():

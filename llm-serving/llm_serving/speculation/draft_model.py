@@ -19,17 +19,17 @@ FIRST_ACCEPTANCE_RATE: Final = 0.75
 GLOBAL_RATE_MEMORY: Final = 256
 """Time constant, in draft tokens, of the moving average of the acceptance rate over all requests."""
 PASS_MEMORY: Final = 32
-"""Time constant, in proposals, of the moving average of the time of a pass."""
+"""Time constant, in proposals, of the moving average of the duration of a pass."""
 MAX_WORKER_DEATHS: Final = 3
 """Number of WorkAgent exits during proposals after which the draft model is no longer used."""
 
 
 class DraftModelProposer:
-    """Lets a WorkAgent's draft model propose tokens while no step is in flight.
+    """Proposes tokens with the draft model of a WorkAgent, while no step is in flight.
 
-    The draft model reads the latest tokens of each request (`DRAFT_WINDOW`) and samples with the request's parameters.
-    A pass computes one more token for each request. `propose` is `Executor.propose`. A draft ends at the latest with
-    the last block of its request.
+    The draft model reads the last `DRAFT_WINDOW` tokens of each request and samples with the request's parameters. Each
+    pass of the model computes one more token for each request. `propose`: the method `Executor.propose`. No draft
+    extends beyond the last block of its request.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class DraftModelProposer:
         self._num_deaths = 0
         self._pass = MovingAverage(PASS_MEMORY)
         self.acceptance_rate = FIRST_ACCEPTANCE_RATE
-        """Moving average over the draft tokens of all requests."""
+        """Moving average of the acceptance rate of all requests."""
 
     @property
     def pass_s(self) -> float:
@@ -66,8 +66,8 @@ class DraftModelProposer:
         )
 
     def propose(self, requested: Sequence[tuple[Request, int]]) -> dict[Request, list[int]]:
-        """Return draft tokens for requests with room, at most the given number. Raise WorkerError if the WorkAgent
-        exits.
+        """Propose for each request that has room, at most the given number of draft tokens. Return request -> draft
+        tokens. Raise WorkerError if the WorkAgent exits.
         """
         counts = [(request, min(count, self._room(request))) for request, count in requested]
         counts = [each for each in counts if each[1] > 0]

@@ -1,8 +1,9 @@
-"""The n-gram proposer: the tokens that followed an earlier occurrence of the same n-gram become the draft.
+"""The n-gram proposer: it proposes the tokens that followed an earlier occurrence of the same n-gram.
 
 Saxena, "Prompt Lookup Decoding" (2023), searches prompt and output; Hu et al., "SAM Decoding" (2024), also searches
-other texts for the longest match. This proposer tries in turn: n-grams of twice the length in finished answers, n-grams
-in the request's own text, n-grams in finished answers. It follows the latest match while it predicts the output.
+other texts for the longest match. This proposer searches in this order: n-grams of twice the length in finished
+answers, n-grams in the request's own text, n-grams in finished answers. It keeps a match as long as the match predicts
+the output.
 """
 
 from __future__ import annotations
@@ -29,23 +30,27 @@ from llm_serving.speculation.statistics import (
 )
 
 FINISHED_TOKENS: Final = 2**18
-"""Maximum number of tokens of all finished answers in the index."""
+"""Maximum total number of tokens of the finished answers in the index."""
 MAX_INDEXED_TOKENS: Final = 8192
-"""Maximum number of prompt tokens to search: the latest ones."""
+"""Maximum number of prompt tokens that are searched. Only the latest tokens are."""
 INDEX_SHARE: Final = 4
-"""Finished answers enter the index when they are 1/INDEX_SHARE of the rows of a step: one costs as much as many."""
+"""Finished answers are indexed together once their number is 1/INDEX_SHARE of the rows of a step, because adding one
+answer takes as long as adding many.
+"""
 FAILED_TOKEN: Final = -1
-"""Output token of a failed step. The WorkAgent would read it as a reference to a token of the previous step."""
+"""Output token of a failed step. It must not enter a draft, because a WorkAgent takes negative ids for references to
+tokens of the previous step.
+"""
 MATCH_TOKENS: Final = 1.4
-"""Number of tokens that a lookup is assumed to save if the next token of its match is correct."""
+"""Assumed number of tokens that a lookup saves if its match predicts the next token."""
 LOOKUP_SHARE: Final = 0.0025
-"""Fraction of the step time for lookups in rotation."""
+"""Fraction of the step time that lookups in rotation take (see `NgramProposer`)."""
 LOOKUP_S: Final = 2.5e-6
-"""Seconds of a lookup, assumed before the first measurement."""
+"""Assumed seconds of a lookup, until the first measurement."""
 LOOKUP_MEMORY: Final = 16
 """Time constant, in measurements, of the moving average of lookup times."""
 TOKEN_BITS: Final = 32
-"""Bits per token of an n-gram, which is one integer: faster to build and to look up than a tuple."""
+"""Bits for each token of an n-gram. An n-gram is one integer, which is faster to build and to look up than a tuple."""
 _FACTOR: Final = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio: its multiples differ in their upper bits (Knuth, TAOCP 3, 6.4)."""
 _BITS: Final = 64
@@ -54,7 +59,7 @@ Int64Array = NDArray[np.int64]
 
 
 class SlotTable(Protocol):
-    """An integer for each hash slot; 0: none was stored."""
+    """An integer for each hash slot; 0: the slot is empty."""
 
     def __getitem__(self, slot: int, /) -> SupportsInt: ...
 
@@ -66,10 +71,12 @@ def dense_table(num_slots: int) -> Int64Array:
 
 
 class FinishedAnswersIndex:
-    """The latest finished answers, at most `max_tokens` in total. A lookup finds only answers of its own namespace.
+    """The latest finished answers, with at most `max_tokens` tokens in total. A lookup finds only answers of its own
+    namespace.
 
-    As in LZ4, the hash of an n-gram selects a slot with the position that followed its last occurrence. Later n-grams
-    overwrite it, and lookups compare the tokens. So a few array operations add many answers, and removal costs nothing.
+    As in LZ4, the hash of an n-gram selects a slot, which stores the position after the n-gram's last occurrence. Later
+    n-grams overwrite it, and a lookup compares the tokens. So adding many answers takes a few array operations, and
+    removing one takes no time.
     """
 
     def __init__(
@@ -81,7 +88,7 @@ class FinishedAnswersIndex:
         salt: Callable[[str], int] = hash,
     ) -> None:
         self._weights = [pow(_FACTOR, power, 1 << _BITS) for power in range(1, 2 * length + 1)]
-        """Factors of the hash for the latest token, the one before it, ..."""
+        """Hash factors of the tokens of an n-gram: for the latest token, the token before it, and so on."""
         self._max_tokens = max_tokens
         slot_bits = (2 * max_tokens).bit_length()
         self._shift = _BITS - slot_bits
@@ -89,12 +96,14 @@ class FinishedAnswersIndex:
         self._slots = {each: table(1 << slot_bits) for each in (length, 2 * length)}
         """N-gram length -> hash -> (number of an answer << 32 | index of the token after the n-gram)."""
         self._answers: dict[int, tuple[str, Sequence[int]]] = {}
-        """Number -> (namespace, tokens), oldest first."""
+        """Number of the answer -> (namespace, tokens), oldest first."""
         self._num_answers = 0
         self.num_tokens = 0
 
     def find(self, namespace: str, tokens: Sequence[int], length: int) -> tuple[Sequence[int], int] | None:
-        """Return an answer that contains the last `length` of `tokens`, and the index of the token after them."""
+        """Return an answer that contains the last `length` tokens of `tokens`, and the index of the token after
+        them.
+        """
         if not self._answers or len(tokens) < length:
             return None
         newest = tokens[-length:]
@@ -107,7 +116,9 @@ class FinishedAnswersIndex:
         return answer, index
 
     def add(self, answers: Sequence[tuple[str, Sequence[int]]]) -> None:
-        """Add answers as (namespace, tokens), and remove the oldest ones. Answers above `max_tokens` are skipped."""
+        """Add answers as (namespace, tokens), and remove the oldest ones. Answers longer than `max_tokens` are
+        skipped.
+        """
         first, salts, texts, lengths = self._num_answers + 1, [], [], []
         for answer in answers:
             namespace, tokens = answer
@@ -134,8 +145,9 @@ class FinishedAnswersIndex:
 
 
 class NgramLookup:
-    """The text of one request, and its draft from an n-gram match in that text or in finished answers. `advance` is
-    cheap and runs for each new token; `search` indexes the new tokens and searches for a match.
+    """The text of one request, and the draft from an n-gram match in that text or in finished answers.
+
+    `advance` is cheap and runs for each new token. `search` indexes the new tokens and searches for a match.
     """
 
     def __init__(
@@ -155,7 +167,7 @@ class NgramLookup:
         self._indexed = 0
         """Number of tokens whose n-grams are in `_positions`."""
         self._draft: Sequence[int] | None = None
-        """The text that contains the draft, from `_index` on; None: there is no draft."""
+        """The text that contains the draft, which starts at `_index`; None: there is no draft."""
         self._index = 0
 
     @property
@@ -163,7 +175,9 @@ class NgramLookup:
         return self._draft is not None
 
     def propose(self, count: int) -> list[int]:
-        """Return at most `count` draft tokens. A draft that reaches the latest token repeats from its start."""
+        """Return at most `count` draft tokens. If the draft reaches the end of the request's own text, it repeats
+        itself.
+        """
         if self._draft is None:
             return []
         token_ids = list(self._draft[self._index : self._index + count])
@@ -172,8 +186,8 @@ class NgramLookup:
         return token_ids
 
     def advance(self, token_ids: Sequence[int]) -> tuple[int, bool]:
-        """Append output tokens and compare them with the draft. Return how many it predicted, and whether the next was
-        wrong.
+        """Append output tokens and compare them with the draft. Return how many the draft predicted, and whether it
+        predicted a wrong token after these.
         """
         self._tokens += token_ids
         self.num_output_tokens += len(token_ids)
@@ -191,7 +205,7 @@ class NgramLookup:
         return len(token_ids), False
 
     def search(self) -> bool:
-        """Index the new tokens, and search for a draft after the latest one. Return whether there is one."""
+        """Index the new tokens, and search for a draft that continues the latest token. Return whether there is one."""
         self._draft = None
         tokens, length = self._tokens, self._length
         if len(tokens) < length:
@@ -223,7 +237,9 @@ class RequestDrafts(RequestStatistics):
     lookup: NgramLookup
 
     def expected_match_rate(self, num_output_tokens: int) -> float:
-        """Return the probability that a lookup after this number of output tokens predicts the next one."""
+        """Return the probability that a lookup now predicts the next token. `num_output_tokens`: output tokens of the
+        request.
+        """
         num_seen = self.lookup.num_output_tokens
         known = max(self.match_rate, FIRST_TOKEN_RATE * RATE_DECAY**num_seen)
         return float(known * RATE_DECAY ** (num_output_tokens - num_seen))
@@ -244,31 +260,31 @@ class RequestDrafts(RequestStatistics):
 
 
 class NgramProposer:
-    """The n-gram drafts of all requests of an engine, whether or not they are proposed.
+    """Keeps an n-gram draft for each request of an engine, whether or not the draft is proposed.
 
-    Each output token is compared with its request's draft, so the acceptance rate is known before a draft costs
-    anything. A request without a draft gets a lookup if the expected gain exceeds the cost. The others get theirs in
-    rotation, which takes `LOOKUP_SHARE` of the step time.
+    Each output token is compared with the draft, so the acceptance rate is known before any draft is verified. A
+    request without a draft gets a lookup if the expected gain exceeds the cost. All other requests without a draft get
+    lookups in rotation, which take `LOOKUP_SHARE` of the step time.
     """
 
     def __init__(self, length: int, finished: FinishedAnswersIndex | None = None, clock: Clock | None = None) -> None:
-        """`finished`: None: an index of `FINISHED_TOKENS` tokens, 64 bytes each. `clock`: None: lookups take
-        `LOOKUP_S`.
+        """`finished`: index of finished answers; None: a new one of `FINISHED_TOKENS` tokens, which takes 64 bytes for
+        each. `clock`: measures lookups; None: each lookup is assumed to take `LOOKUP_S`.
         """
         self._length = length
         self._is_timed = clock is not None
         self._now: Clock = no_time if clock is None else clock
         self.finished = FinishedAnswersIndex(length, FINISHED_TOKENS) if finished is None else finished
         self.requests: OrderedDict[Request, RequestDrafts] = OrderedDict()
-        """All requests, in the order in which they are looked up in rotation."""
+        """All requests, in the order of the rotation of lookups."""
         self.matched: dict[Request, RequestDrafts] = {}
         self.unmatched: dict[Request, RequestDrafts] = {}
-        """Requests without a draft that are new or have just lost one, so that a lookup may gain more than it costs."""
+        """Requests that are new or have just lost their draft, so that a lookup may gain more than it costs."""
         self.lookup_time = MovingAverage(LOOKUP_MEMORY, LOOKUP_S)
         self._new_answers: list[tuple[str, tuple[int, ...]]] = []
         """(namespace, tokens) of finished answers that are not in the index yet."""
         self._credit = 0.0
-        """Number of lookups in rotation for which past steps have left time."""
+        """Number of lookups for which the rotation still has time."""
 
     def add_request(self, request: Request, model_rate: float) -> RequestDrafts:
         """Start tracking a request. `model_rate`: assumed acceptance rate of the draft model."""
@@ -282,7 +298,9 @@ class NgramProposer:
         return drafts
 
     def add_finished(self, requests: Iterable[Request], num_rows: int) -> None:
-        """Store finished answers for lookups, each up to its first `FAILED_TOKEN`. `num_rows`: rows of a step."""
+        """Store finished answers for lookups, each up to its first `FAILED_TOKEN`. `num_rows`: number of rows of a
+        step.
+        """
         for request in requests:
             token_ids = tuple(request.output_token_ids)
             if FAILED_TOKEN in token_ids:
@@ -293,9 +311,9 @@ class NgramProposer:
             self.finished.add(answers)
 
     def update(self, num_rows: int, num_steps: int, step_s: float, could_pay: Callable[[], bool]) -> bool:
-        """Compare new output tokens with the drafts, and look up drafts. Return whether a lookup was expected to gain
-        more than it cost. `num_steps`: steps since the last update. `could_pay`: whether drafts would pay if all were
-        accepted.
+        """Compare new output tokens with the drafts, and look up new drafts. Return whether any lookup was expected to
+        gain more than it cost. `num_steps`: steps since the last update. `step_s`: seconds of a step. `could_pay`:
+        returns whether drafts would raise the throughput if all were accepted.
         """
         self._compare()
         promising = self._promising(num_rows, step_s)
@@ -317,8 +335,9 @@ class NgramProposer:
                 self.requests.move_to_end(request, last=False)
 
     def _promising(self, num_rows: int, step_s: float) -> list[Request]:
-        """Return unmatched requests whose lookup is expected to gain more than it costs, and drop the others. The gain
-        is a saved token, the cost the tokens that all rows of a step could compute during the lookup.
+        """Return the unmatched requests whose lookup is expected to gain more than it costs, and remove the others from
+        `unmatched`. The gain is in saved tokens. The cost is the number of tokens that all rows could compute
+        meanwhile.
         """
         cost_s = num_rows * self.lookup_time.value
         if cost_s >= step_s:
@@ -332,7 +351,7 @@ class NgramProposer:
         return promising
 
     def _next_in_rotation(self, num_steps: int, step_s: float) -> list[Request]:
-        """Return the next requests of the rotation without a draft, as many as the steps have time for."""
+        """Return the next requests without a draft in the rotation, as many as the steps left time for."""
         num_requests = float(len(self.requests))
         credit = self._credit + num_steps * LOOKUP_SHARE * step_s / self.lookup_time.value
         self._credit = min(num_requests, credit) if step_s else num_requests

@@ -1,4 +1,6 @@
-"""Acceptance rates of one request's draft tokens, and a model of the step time as a function of the tokens."""
+"""Acceptance rates of one request's draft tokens, and a model of the step time as a function of the number of
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,38 +13,44 @@ RATE_MEMORY: Final = 8
 """Time constant, in draft tokens, of the moving average of an acceptance rate."""
 RATE_DECAY: Final = 1 - 1 / RATE_MEMORY
 FIRST_TOKEN_RATE: Final = 0.3
-"""Acceptance rate of the first token of a new n-gram match, assumed before one was compared."""
+"""Assumed acceptance rate of the first token of a new n-gram match, until one was compared with the output."""
 FURTHER_TOKEN_RATE: Final = 0.8
-"""Acceptance rate of a token after an accepted one, assumed before one was compared."""
+"""Assumed acceptance rate of a token after an accepted one, until one was compared with the output."""
 MIN_ACCEPTANCE_RATE: Final = 0.5
 """Acceptance rate below which a request gets no drafts from the draft model or from its constraint."""
 FIRST_PAUSE_TOKENS: Final = 32
-"""Number of output tokens of a request's first pause from the draft model. Each further pause is twice as long."""
+"""Number of output tokens for which the draft model first pauses for a request. Each further pause is twice as long."""
 FIRST_FORCED_TOKENS: Final = 1.0
-"""Number of forced tokens per step, assumed before any were verified."""
+"""Assumed number of tokens per step that a constraint forces, until any were verified."""
 FORCED_MEMORY: Final = 8
 """Time constant, in steps, of the moving average of the number of forced tokens."""
 FORCED_MEMORY_TOKENS: Final = 128
-"""Time constant, in output tokens, with which an old average of forced tokens returns to `FIRST_FORCED_TOKENS`."""
+"""Time constant, in output tokens, with which the average of forced tokens decays to `FIRST_FORCED_TOKENS` when none
+are verified.
+"""
 MAX_OUTLIER: Final = 4
-"""Maximum ratio of a measurement to the average. Larger ones, as of a descheduled thread, are clipped."""
+"""Maximum ratio of a measurement to the average. Larger measurements, for example of a descheduled thread, are
+clipped.
+"""
 STEP_DECAY: Final = 1 - 1 / 256
-"""Factor by which the weight of a step decreases with each later step."""
+"""Factor by which the weight of a recorded step decreases with each later step."""
 SIZE_DECAY: Final = 1 / 1024
-"""Weight of a step whose size class differs by one; if it differs by n, the n-th power."""
+"""Weight of a recorded step whose size class differs by one. If it differs by n, the weight is the n-th power of
+this.
+"""
 SMALLEST_SIZE: Final = 7
-"""Number added to a number of tokens before its bit length determines its size class."""
+"""This is added to a number of tokens; the bit length of the sum is the size class."""
 MIN_VARIANCE: Final = 1e-6
-"""Relative variance of the token counts below which the cost of a token cannot be estimated."""
+"""Minimum relative variance of token counts from which the time of one token can be estimated."""
 
 
 def no_time() -> float:
-    """A clock for components whose work is assumed to take no time."""
+    """Return 0. A clock for components whose work is assumed to take no time."""
     return 0.0
 
 
 class VerifiedDraft(NamedTuple):
-    """Numbers of one proposer's draft tokens that a step verified for a request."""
+    """Numbers of draft tokens of one proposer that a step verified for a request."""
 
     proposer: Proposer
     num_draft_tokens: int
@@ -58,7 +66,9 @@ class Acceptance(NamedTuple):
 
 
 def updated_rate(rate: float, num_accepted: int, is_rejected: bool, memory: int = RATE_MEMORY) -> float:
-    """Return the average `rate` after `num_accepted` accepted tokens and, if `is_rejected`, a rejected one."""
+    """Return the moving average `rate` after `num_accepted` accepted tokens and, if `is_rejected`, one rejected
+    token.
+    """
     decay = 1 - 1 / memory
     rate = 1 - (1 - rate) * decay**num_accepted
     return float(rate * decay if is_rejected else rate)
@@ -66,7 +76,7 @@ def updated_rate(rate: float, num_accepted: int, is_rejected: bool, memory: int 
 
 class MovingAverage:
     """Exponential moving average of durations in seconds, with clipped outliers. `memory`: time constant in
-    measurements. `value`: assumed before the first one.
+    measurements. `value`: assumed value until the first measurement.
     """
 
     __slots__ = ("_memory", "value")
@@ -85,13 +95,13 @@ class RequestStatistics:
     """Acceptance rates of the draft tokens of one request, by proposer."""
 
     model_rate: float
-    """Acceptance rate of the draft model's tokens; at first an assumption."""
+    """Acceptance rate of the draft model's tokens. It starts with an assumed value."""
     match_rate: float = 0.0
     """Fraction of the latest output tokens that the n-gram draft predicted."""
     forced_rate: float = 1.0
     """Acceptance rate of tokens that the constraint forces."""
     num_proposed: int = 0
-    """Number of tokens of the latest draft by `proposer`. The constraint forced the tokens after these."""
+    """Number of tokens of the latest draft that `proposer` proposed. The constraint forced the tokens after these."""
     proposer: Proposer = Proposer.NGRAM
     _first: float = field(default=FIRST_TOKEN_RATE, init=False)
     _further: float = field(default=FURTHER_TOKEN_RATE, init=False)
@@ -105,11 +115,13 @@ class RequestStatistics:
 
     @property
     def acceptance(self) -> Acceptance:
-        """Expected rates of the n-gram draft. A new match is often wrong, a confirmed one rarely."""
+        """Expected acceptance rates of the n-gram draft. A new match is often wrong, a confirmed match rarely."""
         return Acceptance(self._further if self._is_confirmed else self._first, self._further)
 
     def record_match(self, num_matched: int, is_mismatched: bool) -> None:
-        """Record that the draft predicted `num_matched` output tokens and, if `is_mismatched`, not the next one."""
+        """Record that the draft predicted `num_matched` output tokens. `is_mismatched`: it predicted the next token
+        wrongly.
+        """
         if not num_matched and not is_mismatched:
             return
         self.match_rate = updated_rate(self.match_rate, num_matched, is_mismatched)
@@ -126,18 +138,22 @@ class RequestStatistics:
         return FIRST_FORCED_TOKENS + known * (self._forced_tokens - FIRST_FORCED_TOKENS)
 
     def record_forced(self, num_draft_tokens: int, num_accepted: int, num_output_tokens: int) -> None:
-        """Record the verification of forced tokens. 0 draft tokens: the constraint forced none."""
+        """Record that `num_accepted` of `num_draft_tokens` forced tokens were accepted. With 0 draft tokens, the
+        constraint forced none.
+        """
         expected = self.forced_tokens(num_output_tokens)
         self._forced_tokens = expected + (num_accepted - expected) / FORCED_MEMORY
         self._forced_at = num_output_tokens
         self.forced_rate = updated_rate(self.forced_rate, num_accepted, num_accepted < num_draft_tokens)
 
     def may_use_model(self, num_output_tokens: int) -> bool:
-        """Return whether the draft model is not paused for the request because of a low acceptance rate."""
+        """Return False while the draft model pauses for the request because of a low acceptance rate."""
         return num_output_tokens >= self._model_resumes_at
 
     def record_model(self, num_draft_tokens: int, num_accepted: int, num_output_tokens: int) -> None:
-        """Record the verification of the draft model's tokens. Pause the model below `MIN_ACCEPTANCE_RATE`."""
+        """Record that `num_accepted` of the draft model's tokens were accepted. Pause the model below
+        `MIN_ACCEPTANCE_RATE`.
+        """
         self.model_rate = updated_rate(self.model_rate, num_accepted, num_accepted < num_draft_tokens)
         if self.model_rate < MIN_ACCEPTANCE_RATE:
             self.model_rate = MIN_ACCEPTANCE_RATE
@@ -148,9 +164,9 @@ class RequestStatistics:
 class StepTimeModel:
     """Predicts the duration of a decode step from its number of tokens.
 
-    A few more tokens prolong a step hardly if memory bandwidth limits it, and in proportion if arithmetic does. So each
-    size class (powers of two) has its own line, fitted by weighted least squares to the latest steps. Steps of other
-    classes have less weight.
+    A few more tokens hardly prolong a step that memory bandwidth limits; they prolong a step in proportion if
+    arithmetic limits it. So each size class (powers of two) has its own line, which weighted least squares fit to the
+    latest steps. Steps of other size classes have less weight.
     """
 
     def __init__(self) -> None:
@@ -189,8 +205,8 @@ class StepTimeModel:
         return max(0.1 * mean_s, mean_s + slope * (num_tokens - mean))
 
     def added_s(self, num_tokens: int, num_more: float) -> float:
-        """Return by how many seconds `num_more` tokens prolong a step of `num_tokens`, at most in proportion. Return 0
-        while all steps have had the same size, so that drafts are tried once.
+        """Return by how many seconds `num_more` tokens prolong a step of `num_tokens`, at most in proportion to the
+        tokens. Return 0 while all steps have had the same size, so that drafts are tried and measured.
         """
         seconds = self.step_s(num_tokens)
         return min(max(0.0, self.step_s(num_tokens + num_more) - seconds), seconds * num_more / num_tokens)
