@@ -1,4 +1,4 @@
-"""Which adapters are in the slots of a WorkAgent."""
+"""Assignment of LoRA adapters to the adapter slots of a WorkAgent."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from llm_serving.core.request import Request
 class AdapterSlots:
     """The adapter in each slot, and the running requests that use it.
 
-    A slot is given to another adapter only if no running request uses it; of several such slots, the one that was
-    released first. A step fills at most one slot, so that copying matrices delays running requests by one adapter at
-    most. The WorkAgent copies an adapter when a step names another one than its slot holds (`StepInput.adapters`).
+    A slot gets another adapter only if no running request uses its adapter; of several such slots, the one released
+    first is used. A step fills at most one slot, so running requests wait for the copy of one adapter at most. The
+    WorkAgent copies an adapter when a step names another adapter than its slot holds (`StepInput.adapters`).
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -30,7 +30,7 @@ class AdapterSlots:
 
     @property
     def resident(self) -> list[int]:
-        """Numbers of the adapters in slots."""
+        """Numbers of the adapters that are in slots."""
         return [adapter for adapter in self._adapters if adapter]
 
     def slot_of(self, adapter: int) -> int:
@@ -38,18 +38,20 @@ class AdapterSlots:
         return self._adapters.index(adapter)
 
     def waits_for_a_step(self, request: Request, step: int) -> bool:
-        """Return whether the request needs a slot to be filled, and step `step` has filled one already."""
+        """Return whether the request must wait for the next step, because step `step` has already filled a slot."""
         return self._filled_step == step and request.adapter not in self._adapters
 
     def has_room_for(self, request: Request, without: Iterable[Request] = ()) -> bool:
-        """Return whether the request's adapter is in a slot, or a slot is free if `without` are preempted."""
+        """Return whether the request's adapter is in a slot, or a slot is free after a preemption of the requests
+        `without`.
+        """
         if request.adapter in self._adapters or self._free:
             return True
         freed = [each.adapter for each in without]
         return any(freed.count(adapter) == count for adapter, count in self._users.items())
 
     def acquire(self, request: Request, step: int) -> None:
-        """Add a running request of an adapter, for which there must be room."""
+        """Record that a request runs with its adapter. The caller must have checked `has_room_for`."""
         adapter = request.adapter
         if adapter not in self._adapters:
             slot = next((each for each in self._free if not self._adapters[each]), self._free[0])
@@ -67,7 +69,7 @@ class AdapterSlots:
             self._free.append(self.slot_of(request.adapter))
 
     def release_all(self) -> None:
-        """Release the adapters of all running requests, which wait again."""
+        """Release the adapters of all running requests, because all of them wait again."""
         for adapter in self._users:
             self._free.append(self.slot_of(adapter))
         self._users.clear()

@@ -21,25 +21,28 @@ from llm_serving.kvcache.transfer_pool import TransferBlock, TransferPool
 
 
 class BlockManager:
-    """Allocates the blocks that the tokens of each request need, and frees them.
+    """Allocates and frees the blocks for the tokens of each request.
 
     Token i of a request is in block `table[i // block_size]` at offset `i % block_size`. If every layer has a sliding
-    window, a request frees the blocks that the window has passed, so it holds at most the window and a step. Only full
-    blocks are shared: with earlier requests of the same namespace and prefix (found by hash), and with the parent of a
-    fork. A shared block is never written again; a fork that starts inside a block gets a copy of it. Before a step
-    computes, it executes its block moves in the order in which they were decided.
+    window, a request frees the blocks that the window has passed, so it holds blocks for at most the window and one
+    step. Only full blocks are shared: with earlier requests of the same namespace and prefix (found by hash), and with
+    the parent of a fork. A shared block is never written again; a fork that starts inside a block gets a copy of it.
+    Before a step computes, the WorkAgent executes the step's block moves in the order in which this class returned
+    them.
 
-    In a model with states of fixed size, a request with blocks also has a slot of `states`. A shared prefix then ends
-    at a checkpoint, and a fork computes the tokens after it again.
+    In a model with recurrent states (fixed size per request), a request with blocks also has a slot of `states`. A
+    shared prefix then ends at a checkpoint of the state, and a fork computes the tokens after the checkpoint again.
     """
 
     states: StateSlots | None = None
-    """State slots of the model. None: it has no states, or the scheduler was restored from a recording without them."""
+    """Slots of recurrent states. None: the model has none, or the scheduler was restored from a recording without
+    them.
+    """
     disk: DiskPrefixes | None = None
-    """None: there is no disk cache."""
+    """Disk cache of prefixes; None: there is none."""
 
     adapters: AdapterSlots | None = None
-    """Slots of adapters. None: the model serves none."""
+    """Slots of LoRA adapters; None: the model serves no adapters."""
 
     def __init__(
         self,
@@ -65,13 +68,13 @@ class BlockManager:
         """Number of tokens of the longest request that fits into an empty cache."""
         self.prefix_caching = prefix_caching
         self._unshared: set[str] = set()
-        """Ids of requests that share no blocks, see `admit`."""
+        """Ids of requests that share no blocks (`guaranteed` requests with a sliding window, see `admit`)."""
         self._tables: dict[str, BlockTable] = {}
         self._host_tables: dict[str, BlockTable] = {}
         self._import_tables: dict[str, BlockTable] = {}
-        """Request id -> blocks in other replicas' transfer pools, for waiting requests."""
+        """Id of a waiting request -> its blocks in the transfer pools of other replicas."""
         self._released_imports: list[TransferBlock] = []
-        """Blocks of other replicas' transfer pools that can be reclaimed after the steps formed so far."""
+        """Blocks of other replicas' transfer pools that no step after those formed so far reads."""
         self._block_hashes: dict[str, list[bytes]] = {}
         """Request id -> hashes of its first full blocks, computed on demand."""
         self._block_moves: list[BlockMove] = []
@@ -80,7 +83,9 @@ class BlockManager:
 
     @property
     def has_sliding_window(self) -> bool:
-        """Whether requests free the blocks that the window has passed, which limits the blocks of each request."""
+        """Whether requests free the blocks that the sliding window has passed, which limits the blocks of each
+        request.
+        """
         return self.max_blocks_per_request < NO_WINDOW
 
     @property
@@ -107,7 +112,9 @@ class BlockManager:
         return count
 
     def num_tokens_with_blocks(self, request_id: str) -> int:
-        """Return the number of the request's first tokens that have, or had, a block in its table."""
+        """Return the number of tokens from the start of the request that have a block, or had one before the window
+        passed it.
+        """
         return self._tables[request_id].end * self.block_size
 
     @property
@@ -136,7 +143,7 @@ class BlockManager:
         *,
         guaranteed: bool = False,
     ) -> int:
-        """Return the number of free blocks that `admit` needs, if the tables of the requests `without` are freed
+        """Return the number of free blocks that `admit` needs if the tables of the requests `without` are freed
         before.
         """
         uses: Counter[int] = Counter()
@@ -159,12 +166,12 @@ class BlockManager:
     def admit(
         self, request: Request, num_tokens: int, parent: Request | None = None, *, guaranteed: bool = False
     ) -> int:
-        """Allocate the table of a request that has none, after a check of `num_blocks_to_admit`.
+        """Allocate the table of a request that has none. The caller must have checked `num_blocks_to_admit`.
 
-        Return the number of its tokens that are already computed, at most `Request.max_prefix_hit_tokens`. `parent` is
-        a running request whose computed prefix is shared. A `guaranteed` request never lacks a block up to
-        `num_tokens`. With a sliding window it shares none: it recycles its own blocks, and a shared one would not
-        become free.
+        Return the number of its tokens that are already computed, at most `Request.max_prefix_hit_tokens`. `parent`: a
+        running request whose computed prefix is shared. A `guaranteed` request never lacks a block up to `num_tokens`
+        tokens. With a sliding window, a guaranteed request reuses the blocks that its window passes. So it shares no
+        blocks, because a shared block would not become free.
         """
         request_id = request.request_id
         assert request_id not in self._tables, f"request {request_id} has blocks already"
@@ -198,7 +205,9 @@ class BlockManager:
         return self._shared_blocks(request, None, unshared=False).end * self.block_size
 
     def num_common_tokens(self, request: Request, other: Request) -> int:
-        """Return the number of prefix tokens that a request finds in the cache once `other` has computed them."""
+        """Return the number of prefix tokens that `request` will find in the cache after `other` has computed its
+        prompt.
+        """
         if not self.prefix_caching:
             return 0
         ours, theirs = (
@@ -209,7 +218,9 @@ class BlockManager:
         return num_tokens if self.states is None else self.states.num_common_tokens(other, num_tokens)
 
     def free_outside_window(self, request_id: str, num_computed: int) -> None:
-        """Free the blocks to which no token after the first `num_computed` attends. These must have been submitted."""
+        """Free the blocks that no token after the first `num_computed` attends to. The steps that compute these tokens
+        must have been submitted.
+        """
         table = self._tables[request_id]
         self.pool.free(table.drop_before(min(self.window.first_block(num_computed, self.block_size), table.end)))
 
@@ -217,13 +228,15 @@ class BlockManager:
         return self._num_missing_blocks(request_id, num_tokens) <= self.pool.num_free_blocks
 
     def grow(self, request_id: str, num_tokens: int) -> None:
-        """Extend the request's table to `num_tokens`. The caller must have checked `can_grow`."""
+        """Extend the request's table to `num_tokens` tokens. The caller must have checked `can_grow`."""
         missing = self._num_missing_blocks(request_id, num_tokens)
         if missing > 0:
             self._tables[request_id].extend(self.pool.allocate(missing), self.pool)
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Let other requests share the full blocks of the first `num_tokens` tokens, which are computed and known."""
+        """Let other requests share the full blocks of the first `num_tokens` tokens, which are computed and known to
+        the master.
+        """
         if not self.prefix_caching or request.request_id in self._unshared:
             return
         table = self._tables[request.request_id]
@@ -237,7 +250,9 @@ class BlockManager:
     # --- freeing and swapping ---------------------------------------------------------------------------------------
 
     def free(self, request_id: str) -> None:
-        """Free all blocks of a request, if any: the last block first, because it is the least likely to be reused."""
+        """Free all blocks of a request, if any. The last block is freed first, because it is the least likely to be
+        reused.
+        """
         if request_id in self._tables:
             table = self._tables.pop(request_id)
             self.pool.free(reversed(table.ids[table.start :]))
@@ -263,7 +278,7 @@ class BlockManager:
         return has_slot and 0 < self.num_blocks_to_swap(request) <= self.host_pool.num_free_blocks
 
     def swap_out(self, request: Request) -> None:
-        """Move the computed blocks that the request still needs to the host pool, and free its table."""
+        """Move the computed blocks that later tokens attend to into the host pool, and free the request's table."""
         num_tokens, count = request.num_computed_tokens, self.num_blocks_to_swap(request)
         table = self._tables.pop(request.request_id)
         start = self.num_blocks_for(num_tokens) - count
@@ -281,14 +296,15 @@ class BlockManager:
     # --- KV transfer between replicas -------------------------------------------------------------------------------
 
     def add_import(self, request_id: str, transfer: Transfer) -> None:
-        """Record the transfer blocks of a request from another replica. `admit` imports them."""
+        """Record the transfer pool blocks of a request that migrates from another replica. `admit` imports them."""
         if transfer.block_ids:
             self._import_tables[request_id] = BlockTable(transfer.block_ids, transfer.epochs, transfer.start)
 
     def export(self, request_id: str, num_tokens: int) -> list[BlockMove] | None:
-        """Export the blocks of the first `num_tokens` tokens that the request still needs to the transfer pool. Return
-        moves for the step that computes the last of these tokens; None if the transfer pool is full. A state follows
-        the blocks.
+        """Export the blocks of the first `num_tokens` tokens to which later tokens attend into the transfer pool.
+
+        Return the moves for the step that computes the last of these tokens; None if the transfer pool is full. If the
+        model has recurrent states, moves of the request's state follow those of the blocks.
         """
         table = self._tables[request_id]
         start = max(table.start, self.window.first_block(num_tokens, self.block_size))
@@ -307,8 +323,8 @@ class BlockManager:
         return self._hashes_of(request, request.num_prompt_tokens // self.block_size)
 
     def import_from_disk(self, request: Request, num_shared: int) -> int:
-        """Import the blocks read from the disk for a request that `admit` gave `num_shared` computed tokens. Return how
-        many it has now.
+        """Import the blocks read from disk for a request that has just been admitted with `num_shared` computed tokens.
+        Return the number of computed tokens that it has now.
         """
         assert self.disk is not None
         table, hashes = self._tables[request.request_id], self.prompt_hashes(request)
@@ -317,15 +333,19 @@ class BlockManager:
         return num_shared + len(moves) * self.block_size
 
     def pop_released_imports(self) -> list[TransferBlock]:
-        """Return the imported blocks since the last call that can be reclaimed after the steps formed so far."""
+        """Return the blocks imported since the last call. Their owner can reclaim them after the steps formed so
+        far.
+        """
         if not self._released_imports:
             return []
         released, self._released_imports = self._released_imports, []
         return released
 
     def reset(self) -> None:
-        """Drop all tables, hashes and pending moves, because cache and host pool were lost. Blocks handed over to other
-        replicas stay valid. Imports are dropped, because reading them may be the cause of the loss.
+        """Drop all tables, hashes and pending moves after a loss of the cache and the host pool.
+
+        Blocks handed over to other replicas stay valid. Imports are dropped, because reading them may have caused the
+        loss.
         """
         for request_id in [*self._tables, *self._host_tables, *self._import_tables]:
             self.free(request_id)
@@ -338,7 +358,7 @@ class BlockManager:
             self.disk.reset()
 
     def pop_block_moves(self) -> list[BlockMove]:
-        """Return the moves decided since the last call, in order."""
+        """Return the block moves since the last call, in the order of execution."""
         moves, self._block_moves = self._block_moves, []
         return moves
 
@@ -360,29 +380,33 @@ class BlockManager:
             self.disk.exports.check_integrity()
 
     def check_writable(self, request_id: str, start: int, end: int) -> None:
-        """Raise AssertionError unless the blocks of the tokens [start, end) belong to this request only."""
+        """Raise AssertionError if another request shares a block of the tokens [start, end)."""
         table = self._tables[request_id].ids
         blocks = table[start // self.block_size : self.num_blocks_for(end)]
         assert len(table) >= self.num_blocks_for(end), f"the table of {request_id} ends before token {end}"
         assert all(self.pool.ref_count(block_id) == 1 for block_id in blocks), f"{request_id} would write shared blocks"
 
     def check_readable(self, request_id: str, num_computed: int) -> None:
-        """Raise AssertionError unless the blocks are held that the token after `num_computed` others attends to."""
+        """Raise AssertionError if the request lacks a block to which its token number `num_computed` attends."""
         table, first = self._tables[request_id], self.window.first_block(num_computed, self.block_size)
         assert table.start <= first, f"the table of {request_id} begins at block {table.start}, it sees block {first}"
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _recycles_blocks(self, num_tokens: int) -> bool:
-        """Return whether a request with guaranteed blocks frees one block for each that it allocates."""
+        """Return whether a request of `num_tokens` with guaranteed blocks reuses blocks that its sliding window has
+        passed.
+        """
         return self.num_blocks_for(num_tokens) > self.max_blocks_per_request
 
     def _table_end(self, start: int, num_tokens: int) -> int:
-        """Return the number of entries of a table that starts at `start`, for a request of `num_tokens`."""
+        """Return the end of a table for a request of `num_tokens`, whose first block is entry `start`."""
         return min(self.num_blocks_for(num_tokens), start + self.max_blocks_per_request)
 
     def _shared_blocks(self, request: Request, parent: Request | None, unshared: bool) -> BlockTable:
-        """Return the full blocks of the longest computed prefix to share, from the parent's table or by hash."""
+        """Return the full blocks of the longest computed prefix that the request can share, from its parent or found by
+        hash.
+        """
         if unshared:
             return BlockTable()
         source, num_common, hashes = BlockTable(), 0, list[bytes]()
@@ -427,7 +451,7 @@ class BlockManager:
         return next(index for index, (ours, theirs) in enumerate(pairs) if ours != theirs)
 
     def _hashes_of(self, request: Request, count: int) -> list[bytes]:
-        """Return the hashes of the request's first `count` blocks, which are full and known."""
+        """Return the hashes of the request's first `count` blocks. All their tokens must be known."""
         hashes = self._block_hashes.setdefault(request.request_id, [])
         while len(hashes) < count:
             previous = (
@@ -463,7 +487,9 @@ class BlockManager:
         self._released_imports += table.blocks(table.start)
 
     def _move(self, kind: BlockMoveKind, source: BlockTable, target: BlockTable, start: int, end: int) -> None:
-        """Move the tokens [start, end) between the same entries of two tables. `start` is the start of a block."""
+        """Add moves of the tokens [start, end) between the same entries of two tables. `start`: first token of a
+        block.
+        """
         self._block_moves += self._moves_of(
             kind, source, target, start // self.block_size, self.num_blocks_for(end), end
         )
@@ -471,7 +497,9 @@ class BlockManager:
     def _moves_of(
         self, kind: BlockMoveKind, source: BlockTable, target: BlockTable, start: int, end: int, num_tokens: int
     ) -> list[BlockMove]:
-        """Return moves of the first `num_tokens` tokens between two tables, for the entries [start, end)."""
+        """Return the moves that copy the entries [start, end) of a table to another. Only the first `num_tokens` tokens
+        count.
+        """
         moves = []
         for index in range(start, end):
             blocks = source.ids[index], target.ids[index], source.epochs[index], target.epochs[index]

@@ -10,18 +10,18 @@ MAX_EPOCH: Final = 2**31 - 1
 
 
 class BlockPool:
-    """Allocates and frees block ids 0 .. num_blocks - 1.
+    """Allocates and frees the block ids 0 .. num_blocks - 1.
 
     A block is free or has a reference count of at least one; free + used == all at any time. A free block can be found
-    by its hash until it is allocated again. Blocks without a hash are allocated first, the latest freed one first, then
-    blocks with a hash, the least recently used one first.
+    by its hash until it is allocated again. Blocks without a hash are allocated first, starting with the latest freed.
+    Blocks with a hash follow, starting with the least recently used.
     """
 
     def __init__(self, num_blocks: int, last_epoch: int = 0) -> None:
-        """`last_epoch`: number before the epoch of the first allocation."""
+        """`last_epoch`: the first allocation has the next epoch."""
         self.num_blocks = num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        """In order of allocation."""
+        """Free block ids, in order of allocation."""
         self._ref_counts = [0] * num_blocks
         self._epochs = [0] * num_blocks
         self._num_allocations = last_epoch % MAX_EPOCH
@@ -38,7 +38,7 @@ class BlockPool:
 
     @property
     def num_touched_blocks(self) -> int:
-        """Number of blocks that were allocated at least once. Counted on each call."""
+        """Number of blocks that were allocated at least once. Each call counts them anew."""
         return self.num_blocks - self._epochs.count(0)
 
     @property
@@ -50,7 +50,9 @@ class BlockPool:
         return self._ref_counts[block_id]
 
     def epoch(self, block_id: int) -> int:
-        """Return the number of the block's latest allocation. It repeats only after `MAX_EPOCH` allocations."""
+        """Return the epoch of the block: the number of its latest allocation. Epochs repeat only after `MAX_EPOCH`
+        allocations.
+        """
         return self._epochs[block_id]
 
     def allocate(self, count: int) -> list[int]:
@@ -70,7 +72,7 @@ class BlockPool:
         return block_ids
 
     def add_references(self, block_ids: Iterable[int]) -> None:
-        """Add one reference to each block, including free ones."""
+        """Add one reference to each block. Free blocks become used."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._free[block_id]
@@ -88,7 +90,9 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def register_hash(self, block_id: int, epoch: int, block_hash: bytes) -> None:
-        """Make a block available by its hash. If two blocks have the same content, the first keeps the hash."""
+        """Let later requests find a block by its hash. If two blocks have the same content, the first one keeps the
+        hash.
+        """
         assert self._ref_counts[block_id] > 0, f"block {block_id} is free and cannot be cached"
         assert self._epochs[block_id] == epoch, f"block {block_id} was allocated again"
         if self._hashes[block_id] is None and block_hash not in self._blocks_by_hash:
@@ -96,7 +100,7 @@ class BlockPool:
             self._blocks_by_hash[block_hash] = block_id
 
     def forget_hash(self, block_id: int) -> None:
-        """Drop the hash of a block, if it has one. If the block is free, it is allocated next."""
+        """Drop the hash of a block, if it has one. A free block is then the next to be allocated."""
         block_hash = self._hashes[block_id]
         if block_hash is not None:
             del self._blocks_by_hash[block_hash]
@@ -109,17 +113,19 @@ class BlockPool:
 
     @property
     def is_cached(self) -> Callable[[bytes], bool]:
-        """Function that returns whether a hash is cached. It stays valid as long as the pool."""
+        """Function that returns whether a block hash is cached. It may be kept as long as the pool exists."""
         return self._blocks_by_hash.__contains__
 
     def clear_hashes(self) -> None:
-        """Drop all hashes, because the content of the blocks was lost."""
+        """Drop all hashes after a loss of the content of the blocks."""
         for block_id in self._blocks_by_hash.values():
             self._hashes[block_id] = None
         self._blocks_by_hash.clear()
 
     def check_integrity(self, references: Iterable[int]) -> None:
-        """Raise AssertionError unless free + used == all and `references` (one entry per use) match the counts."""
+        """Raise AssertionError unless free + used == all and `references` (a block id for each use) match the reference
+        counts.
+        """
         expected = [0] * self.num_blocks
         for block_id in references:
             expected[block_id] += 1

@@ -14,13 +14,14 @@ class BlockTable:
     """Block ids in token order, each with the epoch of its allocation, as two arrays of 32-bit integers.
 
     The first `start` entries have no block, because the sliding window has passed them. A WorkAgent tags each block
-    with its writer's epoch, to detect two writers of a block, and readers of a block that was allocated again.
+    that it writes with the epoch of the step's table. So it detects two writers of a block, and reads of a block that
+    was allocated again.
     """
 
     __slots__ = ("epochs", "ids", "start")
 
     def __init__(self, ids: Iterable[int] = (), epochs: Iterable[int] = (), start: int = 0) -> None:
-        """`ids`, `epochs`: those of the entries from index `start`; earlier entries have no blocks."""
+        """`ids`, `epochs`: entries from index `start` on; the entries before have no blocks."""
         self.start = start
         self.ids = array("i", [NO_BLOCK]) * start
         self.epochs = array("i", [0]) * start
@@ -29,7 +30,7 @@ class BlockTable:
 
     @classmethod
     def of(cls, pool: BlockPool, block_ids: Collection[int], start: int = 0) -> BlockTable:
-        """Return a table of blocks with their current epochs, for the entries from `start`."""
+        """Return a table of these blocks with their current epochs. The first block is entry `start`."""
         return cls(block_ids, map(pool.epoch, block_ids), start)
 
     def extend(self, block_ids: Collection[int], pool: BlockPool) -> None:
@@ -48,7 +49,7 @@ class BlockTable:
         return block_ids
 
     def blocks(self, start: int) -> list[tuple[int, int]]:
-        """Return (block id, epoch) of the entries from `start`, which must have blocks."""
+        """Return (block id, epoch) of the entries from `start` on, which must have blocks."""
         return list(zip(self.ids[start:], self.epochs[start:], strict=True))
 
     @property
@@ -67,12 +68,12 @@ DIGEST_BYTES = 16
 
 
 def namespace_hash(namespace: str) -> bytes:
-    """Return the hash that starts the chain of a namespace. Blocks of different namespaces never have equal hashes."""
+    """Return the first hash of the chain of a namespace. Blocks of different namespaces never have equal hashes."""
     return blake2b(namespace.encode(), digest_size=DIGEST_BYTES, person=b"namespace").digest()
 
 
 def block_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the hash of the block that holds `token_ids` after the block with the hash `previous`.
+    """Return the hash of a block that holds `token_ids`. `previous`: hash of the block before.
 
     Hashes form a chain, because keys and values depend on all earlier tokens. They are cryptographic, because clients
     choose the tokens and must not find two texts with the same block hash.

@@ -1,4 +1,6 @@
-"""The scheduler's part of the disk cache: blocks read from the disk for waiting requests, and blocks to be stored."""
+"""The scheduler's part of the disk cache: blocks read from disk for waiting requests, and blocks to be written to
+disk.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from llm_serving.kvcache.block_table import BlockTable
 from llm_serving.kvcache.transfer_pool import TransferBlock, TransferPool
 
 MAX_EXPORTS: Final = 128
-"""Maximum number of blocks that one row of a step exports, because the step waits for the copies."""
+"""Maximum number of blocks that one row of a step exports. It is limited because the step waits for the copies."""
 
 
 class StoredBlocks(NamedTuple):
-    """Full blocks of a prompt in the transfer pool, from which the WorkAgent writes them to the disk."""
+    """Full blocks of a prompt in the transfer pool, from which the WorkAgent writes them to disk."""
 
     key: str
     """Identifies the export in `DiskPrefixes.exports`."""
@@ -25,25 +27,25 @@ class StoredBlocks(NamedTuple):
 
 
 class DiskPrefixes:
-    """Blocks in the transfer pool that were read from the disk, or will be written to it.
+    """Blocks in the transfer pool that were read from disk or will be written to it.
 
-    What the disk has is an input of the scheduler: the engine looks before it adds a request (`Request.disk_prefix`).
-    An admitted request imports the blocks that it does not find in the cache. A step that computes full blocks of a
-    prompt exports those that the disk does not have. If the transfer pool is full, the rest of the prompt is not
-    stored, because a prefix is only found from its start.
+    The scheduler does not read the disk: the engine looks for a prefix before it adds a request
+    (`Request.disk_prefix`). When a request is admitted, it imports the blocks that it does not find in the KV cache. A
+    step that computes full blocks of a prompt exports those that are not on disk. If the transfer pool is full, the
+    rest of the prompt is not stored: later blocks would be useless, because a prefix is found only from its start.
     """
 
     def __init__(self, block_size: int, exports: TransferPool) -> None:
         self.exports = exports
         self._block_size = block_size
         self._found: dict[str, BlockTable] = {}
-        """Request id -> blocks that were read for it, until it is admitted."""
+        """Request id -> blocks that were read from disk for the request. Kept until its admission."""
         self._num_stored: dict[str, int] = {}
-        """Request id -> number of the prompt's first blocks that were on the disk or have been exported."""
+        """Request id -> number of blocks from the start of the prompt that are on disk or have been exported."""
         self._released: list[TransferBlock] = []
 
     def add(self, request_id: str, prefix: DiskPrefix) -> None:
-        """Keep the blocks that were found on the disk for a request until it is freed."""
+        """Keep the blocks that were found on disk for a request until the request imports them or is freed."""
         self._num_stored[request_id] = prefix.num_stored
         if prefix.blocks:
             ids, epochs = zip(*prefix.blocks, strict=True)
@@ -55,7 +57,7 @@ class DiskPrefixes:
             self._released += found.blocks(found.start)
 
     def reset(self) -> None:
-        """Drop all blocks, because the steps that wrote them, or would read them, were lost."""
+        """Drop all blocks after a loss of the steps that wrote them or would have read them."""
         for request_id in list(self._num_stored):
             self.free(request_id)
         self.exports.cancel_all()
@@ -63,9 +65,11 @@ class DiskPrefixes:
     def imports(
         self, request_id: str, table: BlockTable, num_shared: int, hashes: list[bytes], pool: BlockPool
     ) -> list[BlockMove]:
-        """Return the moves of a request's blocks to its new table, after the first `num_shared` blocks that it shares.
-        Other requests can share them at once, because a step executes its moves before it computes tokens. All blocks
-        that were read for the request are released.
+        """Return the moves that import a request's blocks into its new table, after its first `num_shared` shared
+        blocks.
+
+        Other requests can share these blocks at once, because a step executes its moves before it computes tokens. All
+        blocks that were read from disk for the request are then released.
         """
         found = self._found.pop(request_id, None)
         if found is None:
@@ -81,14 +85,16 @@ class DiskPrefixes:
         return moves
 
     def stores(self, request_id: str) -> bool:
-        """Return whether a request may have blocks to be stored."""
+        """Return whether blocks of the request's prompt may still be written to disk."""
         return request_id in self._num_stored
 
     def store(
         self, request: Request, num_computed: int, table: BlockTable, hashes: list[bytes]
     ) -> tuple[StoredBlocks, list[BlockMove]] | None:
-        """Export the full blocks of a prompt that are computed once it has `num_computed` tokens and are not stored.
-        Return them with the moves for that step; None if there are none. `hashes`: of the prompt's full blocks.
+        """Export the full blocks of a prompt that a step completes and that are not on disk. `num_computed`: computed
+        tokens after this step. `hashes`: hashes of the full blocks of the prompt.
+
+        Return the blocks with the moves for the step; None if there are none.
         """
         start = self._num_stored[request.request_id]
         wanted = min(num_computed // self._block_size - start, len(hashes) - start, MAX_EXPORTS)
@@ -109,7 +115,7 @@ class DiskPrefixes:
         return StoredBlocks(key, hashes[start:stop], target.blocks(start)), moves
 
     def pop_released(self) -> list[TransferBlock]:
-        """Return the blocks released since the last call. They can be used again after the steps formed so far."""
+        """Return the blocks released since the last call. They can be reused after the steps formed so far."""
         if not self._released:
             return []
         released, self._released = self._released, []

@@ -1,4 +1,4 @@
-"""State slots, for models whose layers keep a fixed-size state in place of keys and values."""
+"""State slots, for models whose layers keep a recurrent state of fixed size in place of keys and values."""
 
 from __future__ import annotations
 
@@ -12,54 +12,58 @@ from llm_serving.kvcache.transfer_pool import TransferBlock
 
 
 class StateSlots:
-    """Allocates state slots. A slot holds the state of a request after its computed tokens, for all layers.
+    """Allocates state slots. A slot holds the state, of all layers, after the computed tokens of a request.
 
-    `max_running` slots are reserved: every running request has its own. The spare slots hold checkpoints, the states
-    after draft tokens, and the states of swapped requests. A checkpoint is the state after a full block. It is found by
-    the block's hash until its slot is allocated again. A checkpoint is only read: a request that continues from one
-    stores its next state in its own slot. A row of a step stores the state after its last known token, after each
-    draft token, and where a checkpoint is stored.
+    `max_running` slots are reserved, one for each running request. The spare slots hold checkpoints, states after draft
+    tokens, and states of swapped requests. A checkpoint is the state after a full block. It is found by the block's
+    hash until its slot is allocated again. A checkpoint is never overwritten: a request that continues from one stores
+    its next state in its own slot. Each row of a step stores the state after its last known token, after each draft
+    token, and at each checkpoint.
 
-    A WorkAgent runs steps in order, so the next step may allocate a freed slot. Rows of one step run concurrently, so
-    a slot that a row reads is freed only after the whole step is planned.
+    A WorkAgent runs steps in order, so the next step may allocate a freed slot. Rows of one step run concurrently, so a
+    slot that a row reads is freed only after the whole step is planned.
     """
 
     def __init__(self, num_slots: int, max_running: int, block_size: int, num_pieces: int = 1) -> None:
-        """`num_pieces`: blocks of the transfer pool that one state takes."""
+        """`num_pieces`: number of transfer pool blocks that one state occupies."""
         assert num_slots >= max_running, f"{num_slots} slots cannot hold the states of {max_running} requests"
         self.pool = BlockPool(num_slots)
         self.max_running = max_running
         self.num_pieces = num_pieces
         self._block_size = block_size
         self._own: dict[str, int] = {}
-        """Request id -> slot, for running and swapped requests."""
+        """Id of a running or swapped request -> its own slot."""
         self._swapped: set[str] = set()
         self._sources: dict[str, int] = {}
-        """Request id -> checkpoint from which its next row continues."""
+        """Request id -> slot of the checkpoint from which the request's next row continues."""
         self._drafts: dict[str, list[int]] = {}
         """Request id -> slots of the states after each draft token of the step in flight."""
         self._checkpoint_ends: dict[str, list[int]] = {}
-        """Request id -> prompt lengths after which to store checkpoints; no entry: none."""
+        """Request id -> prompt lengths, in tokens, after which checkpoints are stored. A request without an entry
+        stores none.
+        """
         self._latest: dict[str, tuple[int, int]] = {}
-        """Request id -> slot and epoch of the latest checkpoint in its output."""
+        """Request id -> (slot, epoch) of the latest checkpoint in the request's output."""
         self._unconfirmed: dict[str, list[tuple[int, int]]] = {}
         """Request id -> (number of tokens, slot) of checkpoints that a step in flight stores."""
         self._accesses: list[StateAccess] = []
         self._read: list[int] = []
-        """Checkpoints that rows of the planned step read, to be released."""
+        """Slots of the checkpoints that rows of the planned step read. They are released when the step is planned."""
 
     @property
     def num_spare(self) -> int:
-        """Number of free slots beyond those reserved for requests that are not running yet."""
+        """Number of free slots that are not reserved for requests that may start to run."""
         return self.pool.num_free_blocks - (self.max_running - len(self._own) + len(self._swapped))
 
     def is_checkpoint(self, block_hash: bytes) -> bool:
-        """Whether a request may continue from a block's checkpoint. To use a free checkpoint takes a spare slot."""
+        """Return whether a request may continue from the checkpoint of this block. A checkpoint that no request uses
+        takes a spare slot.
+        """
         slot = self.pool.find_cached(block_hash)
         return slot is not None and (self.pool.ref_count(slot) > 0 or self.num_spare > 0)
 
     def num_common_tokens(self, other: Request, num_tokens: int) -> int:
-        """Return how many of `num_tokens` common prefix tokens a request can reuse once `other` has computed its
+        """Return how many of `num_tokens` common prefix tokens a request can reuse after `other` has computed its
         prompt.
         """
         checkpoint = self._prompt_checkpoint(other)
@@ -68,11 +72,11 @@ class StateSlots:
     def admit(
         self, request: Request, hashes: Sequence[bytes] | None, num_shared: int, is_cached: Callable[[bytes], bool]
     ) -> None:
-        """Give a request its own slot. It continues from the checkpoint after its first `num_shared` blocks.
+        """Give a request its own slot. The request continues from the checkpoint after its first `num_shared` blocks.
 
-        Checkpoints are stored after the last full block of its prompt, and after the last block that is cached already,
-        because another request had that prefix too. `hashes`: hashes of all blocks that the request may share; None: it
-        neither uses nor provides checkpoints.
+        It stores checkpoints after the last full block of its prompt, and after its last block that is already cached:
+        since another request had the same prefix, later ones probably will too. `hashes`: hashes of all blocks that the
+        request may share; None: it neither uses nor stores checkpoints.
         """
         request_id = request.request_id
         if num_shared and hashes is not None:
@@ -87,7 +91,7 @@ class StateSlots:
             self._checkpoint_ends[request_id] = [each for each in sorted(ends) if each > num_shared * self._block_size]
 
     def admit_import(self, request_id: str, pieces: Iterable[TransferBlock], num_tokens: int) -> list[BlockMove]:
-        """Give a request from another replica its own slot. Return the moves of its state, which is that after
+        """Give a request from another replica its own slot. Return the moves that import its state, the one after
         `num_tokens` tokens.
         """
         (slot,) = self.pool.allocate(1)
@@ -96,7 +100,9 @@ class StateSlots:
         return [BlockMove(kind, block_id, slot, each, epoch, num_tokens) for block_id, each in pieces]
 
     def export(self, request_id: str, pieces: Iterable[TransferBlock], num_tokens: int) -> list[BlockMove]:
-        """Return the moves of a request's state after the planned step, which is that after `num_tokens` tokens."""
+        """Return the moves that export a request's state after the planned step. `num_tokens`: computed tokens after
+        that step.
+        """
         slot = self._sources.get(request_id, self._own[request_id])
         kind, epoch = int(BlockMoveKind.EXPORT_STATE), self.pool.epoch(slot)
         return [BlockMove(kind, slot, block_id, epoch, each, num_tokens) for block_id, each in pieces]
@@ -106,8 +112,8 @@ class StateSlots:
 
     @property
     def can_swap_out(self) -> bool:
-        """Whether a request may keep its slot while it is swapped. One spare slot stays free, because the preempting
-        request may need it to continue from a checkpoint.
+        """Whether a request can be swapped out, which keeps its slot. One spare slot must stay free, because the
+        preempting request may need one to continue from a checkpoint.
         """
         return self.num_spare > 1
 
@@ -117,7 +123,7 @@ class StateSlots:
         self.pool.free(slot for _, slot in self._unconfirmed.pop(request_id, ()))
 
     def free(self, request_id: str) -> None:
-        """Free all slots of a request, if any, except confirmed checkpoints."""
+        """Free all slots of a request, if any. Confirmed checkpoints stay cached."""
         if request_id not in self._own:
             return
         slots = [self._own.pop(request_id), *self._drafts.pop(request_id, ())]
@@ -130,7 +136,7 @@ class StateSlots:
         self.pool.free(slots)
 
     def reset(self) -> None:
-        """Drop all checkpoints and the planned step, because the states were lost. No request may have a slot."""
+        """Drop all checkpoints and the planned step after a loss of the states. No request may have a slot."""
         assert not self._own, "a request without blocks has a state"
         self._accesses.clear()
         self.pool.free(self._read)
@@ -140,12 +146,14 @@ class StateSlots:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def add_drafts(self, request_id: str, num_drafts: int) -> None:
-        """Allocate at most `num_spare` slots for the states after draft tokens. Call this before `add_row`."""
+        """Allocate `num_drafts` slots, at most `num_spare`, for the states after draft tokens. Call this before
+        `add_row`.
+        """
         self._drafts[request_id] = self.pool.allocate(num_drafts)
 
     def add_row(self, row: int, request_id: str, start: int, query_len: int) -> None:
-        """Plan row number `row` of a step, which computes `query_len` tokens after `start` computed ones. Draft tokens
-        (`add_drafts`) are the last of them.
+        """Plan row number `row` of a step, which computes `query_len` tokens after `start` computed tokens. The last of
+        them are the draft tokens of `add_drafts`.
         """
         own, source, drafts = self._own[request_id], self._sources.pop(request_id, None), self._drafts.get(request_id)
         if start:
@@ -163,14 +171,16 @@ class StateSlots:
             self._access(row, last, own)
 
     def pop_accesses(self) -> list[StateAccess]:
-        """Return the accesses of the rows since the last call, and release the checkpoints that they read."""
+        """Return the reads and writes of states since the last call, and release the checkpoints that are read."""
         accesses, self._accesses = self._accesses, []
         self.pool.free(self._read)
         self._read.clear()
         return accesses
 
     def accept_drafts(self, request_id: str, num_accepted: int) -> None:
-        """Continue after the first `num_accepted` draft tokens of the request's latest step, if it has any."""
+        """Continue from the state after the first `num_accepted` draft tokens of the request's latest step. Free the
+        other slots.
+        """
         slots = self._drafts.pop(request_id, None)
         if slots is None:
             return
@@ -180,7 +190,9 @@ class StateSlots:
         self.pool.free(slots)
 
     def confirm(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """Let other requests find the checkpoints after the request's first blocks, whose hashes are `hashes`."""
+        """Let other requests find the checkpoints that the request has stored. `hashes`: hashes of its first computed
+        blocks.
+        """
         for num_tokens, slot in self._unconfirmed.pop(request_id, ()):
             if num_tokens <= len(hashes) * self._block_size:
                 self.pool.register_hash(slot, self.pool.epoch(slot), hashes[num_tokens // self._block_size - 1])
@@ -189,7 +201,9 @@ class StateSlots:
                 self._unconfirmed.setdefault(request_id, []).append((num_tokens, slot))
 
     def check_integrity(self, with_table: Iterable[str], swapped: Iterable[str]) -> None:
-        """Raise AssertionError unless exactly the requests with a table have slots, and no slot is lost."""
+        """Raise AssertionError unless exactly the running and swapped requests have slots, and each slot is free or in
+        use.
+        """
         assert self._swapped == set(swapped), "a swapped request has no state, or a state is not that of one"
         assert self._own.keys() == {*with_table, *self._swapped}, "a request has blocks and no state, or the reverse"
         assert self.num_spare >= 0, "too few slots are free for the states of further running requests"
@@ -198,8 +212,10 @@ class StateSlots:
         self.pool.check_integrity([*self._own.values(), *self._sources.values(), *drafts, *unconfirmed, *self._read])
 
     def _add_checkpoints(self, row: int, request_id: str, start: int, query_len: int) -> None:
-        """Plan the checkpoints of a row: those of the prompt; in the output, for rows of one token, the state
-        after each full block, which replaces the previous checkpoint of the output.
+        """Plan the checkpoints that a row stores.
+
+        Rows of the prompt store those of `_checkpoint_ends`. In the output, a row of one token that completes a block
+        stores one, which replaces the previous checkpoint of the output.
         """
         ends = self._checkpoint_ends[request_id]
         is_output = query_len == 1 and (start + 1) % self._block_size == 0 and start + 1 not in ends
@@ -221,7 +237,7 @@ class StateSlots:
                 self._latest[request_id] = slot, self.pool.epoch(slot)
 
     def _prompt_checkpoint(self, request: Request) -> int:
-        """Return the number of tokens after which the checkpoint of a prompt is stored; 0: nowhere."""
+        """Return the number of tokens after which the checkpoint of a prompt is stored; 0: the prompt has none."""
         return (request.num_prompt_tokens - 1) // self._block_size * self._block_size
 
     def _access(self, row: int, token: int, slot: int) -> None:

@@ -1,4 +1,4 @@
-"""The blocks of the transfer pool, by which one replica passes KV cache to other replicas."""
+"""The blocks of the transfer pool, through which replicas pass KV cache to each other."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.block_table import BlockTable
 
 TransferBlock = tuple[int, int]
-"""Id of a block in the transfer pool of all replicas, and its epoch."""
+"""(block id, epoch). The ids are unique in the transfer pool that all replicas share."""
 
 
 class TransferPool:
     """Allocates the blocks of one replica's part of the transfer pool.
 
     A block is free, pending (no reply yet to its exporting step) or handed over to another replica. Only this replica's
-    WorkAgent writes it, in the order of steps, so it can be allocated again once its reader has reclaimed it. With 0
-    `num_blocks` no request migrates. `first`: id of the first block. `last_epoch`: number before the first epoch, so
-    that successive engines that use the same part have different epochs.
+    WorkAgent writes the block, in the order of steps, so the block can be allocated again once its reader has returned
+    it (`reclaim`). `num_blocks`: 0 disables migration. `first`: id of the first block. `last_epoch`: the first
+    allocation has the next epoch, so that successive engines that use the same part never repeat an epoch.
     """
 
     def __init__(self, num_blocks: int = 0, first: int = 0, last_epoch: int = 0) -> None:
         self.pool = BlockPool(num_blocks, last_epoch)
         self._first = first
         self._pending: dict[str, tuple[BlockTable, int]] = {}
-        """Request id -> (blocks, number of tokens that they will hold)."""
+        """Request id -> (blocks, number of tokens that they will hold after the exporting step)."""
         self._handed_over: dict[int, int] = {}
-        """Block id -> epoch, for blocks that other replicas have."""
+        """Id of a block that another replica may read -> its epoch."""
 
     def allocate(self, request_id: str, start: int, end: int, num_tokens: int) -> BlockTable | None:
-        """Allocate blocks for the entries [start, end) of a table, to hold `num_tokens`; None if too few are free."""
+        """Allocate blocks for the entries [start, end) of a table that will hold `num_tokens` tokens. Return None if
+        too few are free.
+        """
         count = end - start
         if count > self.pool.num_free_blocks:
             return None
@@ -41,7 +43,7 @@ class TransferPool:
         return table
 
     def hand_over(self, request_id: str) -> Transfer:
-        """Hand over the blocks of a request whose exporting step is done."""
+        """Hand over the blocks of a request to another replica. The reply to the exporting step must have arrived."""
         table, num_tokens = self._pending.pop(request_id)
         ids, epochs = tuple(table.ids[table.start :]), tuple(table.epochs[table.start :])
         self._handed_over.update(zip(ids, epochs, strict=True))
@@ -53,14 +55,14 @@ class TransferPool:
         self.pool.free(each - self._first for each in table)
 
     def reclaim(self, blocks: Iterable[TransferBlock]) -> None:
-        """Free blocks that other replicas have imported. Blocks that an earlier engine handed over have no effect."""
+        """Free blocks that other replicas have imported. Blocks that an earlier engine handed over are ignored."""
         for block_id, epoch in blocks:
             if self._handed_over.get(block_id) == epoch:
                 del self._handed_over[block_id]
                 self.pool.free([block_id - self._first])
 
     def cancel_all(self) -> None:
-        """Free all pending blocks, because their steps were lost."""
+        """Free all pending blocks after a loss of the steps that export them."""
         for request_id in list(self._pending):
             self.cancel(request_id)
 
