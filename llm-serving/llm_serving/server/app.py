@@ -60,9 +60,9 @@ from llm_serving.server.ui import page_routes
 logger = get_logger(__name__)
 
 GARBAGE_THRESHOLDS: Final = (2_000, 1, 200)
-"""Python's garbage collector: full collections, of 0.1 s with a thousand connections, must be rare."""
+"""Thresholds of Python's garbage collector. They make full collections rare: one takes 0.1 s with 1,000 connections."""
 SWITCH_INTERVAL_S: Final = 0.0005
-"""Seconds after which a thread gives the GIL to the event loop, which waits for it; Python's default is 5 ms."""
+"""Seconds after which a thread must give the GIL to a waiting event loop. Python's default is 5 ms."""
 
 OPENAPI_PATH: Final = "/openapi.json"
 
@@ -71,7 +71,7 @@ OPENAPI_PATH: Final = "/openapi.json"
 class Site:
     public: Accounting
     internal: InternalClient
-    """A client of the same routes for stored requests, such as lines of batches."""
+    """Sends stored requests, such as lines of batches, to the same routes."""
     models: ServedModels
 
     @property
@@ -216,8 +216,8 @@ def serve(engine: AsyncEngine, others: Sequence[OpenedModel] = (), open_model: O
     The port is bound first, and `/health` responds with 503 while the engine loads. The first SIGINT or SIGTERM lets
     running requests finish within `shutdown_timeout_s`, the second one aborts them.
 
-    Raise ConfigError if the configuration, the environment or the limit of open files does not allow serving, and the
-    error with which the engine fails.
+    Raise ConfigError if the configuration, the environment or the limit of open files does not allow serving. An error
+    of the engine is raised again.
     """
     serving = engine.config.serving
     check_variables(serving)
@@ -340,13 +340,13 @@ def open_request_log(serving: ServerConfig) -> LogFile | None:
 
 
 def tenant_quota_of(engine: AsyncEngine, key: str) -> TenantQuota:
-    """Return the quota by which tenants share the bytes that a key of `serving_config` sets."""
+    """Return the quota by which tenants share a store, whose size in bytes is the value of `serving_config.KEY`."""
     limit = getattr(engine.config.serving, key)
     return TenantQuota(limit, lambda: len(engine.config.api_keys) > 1, f"serving_config.{key}")
 
 
 def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRequests:
-    """Return the table of accepted requests, filled from a log to which it appends."""
+    """Return the table of accepted requests. With a log, it is filled from the log and appends new requests to it."""
     serving, quota = engine.config.serving, tenant_quota_of(engine, "request_log_bytes")
     if serving.request_log == "none":
         quota = replace(quota, num_bytes=0)
@@ -359,9 +359,10 @@ def open_accepted(engine: AsyncEngine, log: LogFile | None = None) -> AcceptedRe
 
 
 def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Batches | None:
-    """Return the batches of the configuration, or those in the database `path`, whose size is not limited.
+    """Open the batch database of the configuration, or the database `path`, whose size is not limited.
 
-    None: batches are not configured. Raise ConfigError if the database cannot be used.
+    `ask` sends a line to the server's routes. Return None if no database is configured. Raise ConfigError if the
+    database cannot be used.
     """
     config, serving = engine.config, engine.config.serving
     database = path or serving.batch_path
@@ -381,7 +382,10 @@ def open_batches(engine: AsyncEngine, ask: Ask, path: Path | None = None) -> Bat
 async def run_file(
     engine: AsyncEngine, source: Path, target: Path, on_progress: Callable[[RequestCounts], None]
 ) -> RequestCounts:
-    """Answer a file of requests with a new engine. Raise ConfigError if the files cannot be used."""
+    """Answer the requests in the file `source` with an engine that has not started, and write them to `target`.
+
+    Raise ConfigError if the files cannot be used.
+    """
     unfinished = Path(f"{target}{UNFINISHED}")
     batches = open_batches(engine, build_site(engine).internal, unfinished)
     assert batches is not None

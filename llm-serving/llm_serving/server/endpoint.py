@@ -47,13 +47,13 @@ class Endpoint:
     summary: str
     body: type | None = None
     answer: type | None = None
-    """Struct of the response with status 200; None: not JSON, or in the protocol's own form."""
+    """Struct of the response with status 200; None: the response is not JSON, or its JSON has no struct."""
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     error_response: Callable[[LLMServingError], Response] = openai_error_response
     id_headers: tuple[str, ...] = (REQUEST_ID_HEADER,)
     takes_form: bool = False
     is_probe: bool = False
-    """Whether it is for monitoring. Any query is then ignored, because probes add one to bypass caches."""
+    """Whether the route is for monitoring. It then ignores any query, because probes add one to bypass caches."""
     needs_key: bool = True
 
     def route(self, engine: AsyncEngine) -> Route:
@@ -74,7 +74,7 @@ class Endpoint:
                 await check_no_body(request, serving)
             response = await self.handler(engine, request)
             size, most = len(getattr(response, "body", b"")), serving.max_buffered_bytes
-            if size > most and UNSENT_KEY in request.scope:  # the connection limits would cut it off
+            if size > most and UNSENT_KEY in request.scope:  # the connection would be closed before its end
                 rule = f"must ask for an answer of at most {most} bytes (serving_config.max_buffered_bytes)"
                 raise RequestError("body", f"{rule}, or for a stream", size)
             if (request_id := response.headers.get(REQUEST_ID_HEADER)) is not None:
@@ -90,11 +90,11 @@ class Endpoint:
         except LLMServingError as error:
             return self.refuse(request, error)
         except (ClientGoneError, ClientDisconnect):
-            return Response(status_code=499)  # never read: the connection is gone
+            return Response(status_code=499)  # the client never reads it: the connection is closed
         except Exception as error:
             if (lack := shortage(error)) is not None:
                 logger.warning("%s %s was refused: %s", self.method, self.path, lack)
-                why = f"the machine has none of what this takes at the moment: {lack}"
+                why = f"the machine lacks a resource for this request at the moment: {lack}"
                 return self.refuse(request, UnavailableError(why, RETRY_AFTER_S))
             logger.exception("%s %s failed", self.method, self.path)
             return self.error_response(internal_error())

@@ -146,7 +146,7 @@ LIMITS: Final[dict[str, str]] = {
     "parameters": "Each as its own description says.",
     "steps": "1 to `serving_config.timeline_steps`.",
 }
-"""Field, or path or query parameter -> the values that it accepts, if its type does not tell."""
+"""Name of a field, path parameter or query parameter -> text about its values, where the type does not express it."""
 
 DOCUMENT_PATH: Final = "/openapi.json"
 DOCUMENT_OPERATION: Final[JsonObject] = {
@@ -175,7 +175,7 @@ def with_limits(components: dict[str, JsonObject], bodies: set[str]) -> dict[str
 
 
 def _reached(components: dict[str, JsonObject], start: set[str]) -> set[str]:
-    """Return these schemas and all schemas that they refer to, directly or indirectly."""
+    """Return the names of the schemas `start` and of all schemas that they refer to, directly or indirectly."""
     found, waiting = set(start), list(start)
     while waiting:
         for name in _references(components[waiting.pop()]) - found:

@@ -65,7 +65,7 @@ def test_exhausted_system_resources_are_a_503(path, caplog) -> None:
         engine.precheck_capacity = Mock(side_effect=lack)  # type: ignore[method-assign]
         response = post(engine, path, body)
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-        assert "the machine has none of what this takes at the moment: " in response.text
+        assert "the machine lacks a resource for this request at the moment: " in response.text
     assert "failed" not in caplog.text
 
 

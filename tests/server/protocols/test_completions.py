@@ -381,7 +381,7 @@ class TestPromptLogprobs:
     def test_prompt_logprobs_above_the_response_limit_are_refused(self):
         body = {"prompt": ["a " * 100] * 4, "prompt_logprobs": 20, "n": 128}
         error = error_of(post(FakeEngine(), PATH, body))
-        rule = "and one, times the tokens of the prompts of all answers, must be at most 524288. Given: 1096704"
+        rule = "plus one, times the number of prompt tokens of all choices, must be at most 524288. Given: 1096704"
         assert error["message"] == f"`prompt_logprobs` {rule}"
 
 

@@ -51,7 +51,7 @@ async def load_adapter(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def unload_adapter(engine: AsyncEngine, http_request: Request) -> Response:
-    """Offer an adapter to no further request. Unfinished ones are answered first; then its memory is freed."""
+    """Refuse new requests for an adapter. Its memory is freed when its unfinished requests have ended."""
     check_operator(http_request)
     body = await read_fields(engine, http_request, UnloadAdapterRequest)
     adapter = engine.adapters.remove(body.lora_name)
@@ -70,7 +70,7 @@ def _folder(engine: AsyncEngine, given: str) -> Path:
         folder = (inside / given).resolve()
         if folder != inside and folder.is_relative_to(inside) and folder.is_dir():
             return folder
-    except (OSError, ValueError):  # a name that is too long, or has a null byte
+    except (OSError, ValueError):  # the name of the folder is too long or contains a null byte
         pass
     raise RequestError("lora_path", "must be a folder inside lora_config.lora_folder")
 

@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 SIMULATOR: Final = "llm_serving_simulator"
 COMMAND: Final = tuple(command_of(f"{SIMULATOR}.advice"))
 BUDGET_S: Final = 120.0
-"""Maximum seconds of simulation in a process of the lowest priority."""
+"""Maximum seconds that the simulator, a process of the lowest priority, may compute."""
 TIMEOUT_S: Final = 240.0
 RETRY_AFTER_S: Final = 30.0
 MAX_OUTPUT_CHARS: Final = 300
@@ -47,8 +47,8 @@ MAX_MINUTES: Final = 60
 class Advisor:
     """Runs one simulator process at a time for all waiting clients. For the event loop only.
 
-    `command` reads a question from standard input and writes advice to standard output. `refused` returns the requests
-    that admission refused since a time on `clock`, which also stamps recordings.
+    `command` starts the simulator, which reads a request from standard input and writes advice to standard output.
+    `refused` returns the requests that admission refused since a time on `clock`, the clock of the recordings.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class Advisor:
         self._minutes = 0
         self._task: asyncio.Task[dict[str, Any]] | None = None
         self._num_waiting = 0
-        """Number of clients that wait for the task. At 0 it has ended or is being cancelled."""
+        """Number of clients that wait for `_task`. At 0 the task has ended or is being cancelled."""
 
     async def advise(self, minutes: int) -> dict[str, Any]:
         """Return advice on the last `minutes`. If the last waiting client is cancelled, the work is cancelled too.
 
         Raise RequestError if too few requests were recorded, CapacityError while advice on another period is computed,
-        and UnavailableError if it takes too much time or memory, or the simulator package is not installed.
+        and UnavailableError if the simulator exceeds its time or memory limit or is not installed.
         """
         if find_spec(SIMULATOR) is None:
             raise UnavailableError(f"advice needs the package {SIMULATOR}, which is not installed on this server")
@@ -120,13 +120,13 @@ class Advisor:
             stdout=pipe,
             stderr=pipe,
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # its own process group, which is killed as a whole
+            start_new_session=True,  # a process group of its own, so that all its processes can be killed
         )
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 written, errors = await process.communicate(encode(question))
         except TimeoutError:
-            rule = "the simulator only gets processor time that the server leaves"
+            rule = "the simulator gets only the processor time that the server does not use"
             raise UnavailableError(f"advice was not ready within {TIMEOUT_S:g} s: {rule}") from None
         finally:
             with contextlib.suppress(ProcessLookupError):  # the whole process group has ended

@@ -25,7 +25,7 @@ from llm_serving.server.request_context import api_key_of
 class Cancelled(Struct):
     request_id: str
     cancelled: list[str]
-    """Ids of the engine requests that were cancelled, one per choice; empty: all had ended before."""
+    """Ids of the cancelled engine requests, one for each choice; empty: all choices had ended before."""
 
 
 async def cancel_request(engine: AsyncEngine, http_request: Request) -> Response:

@@ -52,7 +52,10 @@ async def explain_request(engine: AsyncEngine, http_request: Request) -> Respons
 
 
 async def show_timeline(engine: AsyncEngine, http_request: Request) -> Response:
-    """Return the latest steps and the requests alive during them, for Perfetto. `?steps=N` limits the steps."""
+    """Return the latest steps and the requests alive during them in the Trace Event Format, which Perfetto displays.
+
+    `?steps=N` limits the steps.
+    """
     most = engine.config.serving.timeline_steps
     num_steps = query_integer(http_request, "steps", most, most, "serving_config.timeline_steps")
     tenant = tenant_seen(http_request)

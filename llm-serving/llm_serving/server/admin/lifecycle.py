@@ -31,8 +31,8 @@ CHOICES: Final[Mapping[str, Mapping[str, Any]]] = {
     "running": {"type": "string", "enum": RUNNING},
     "new_requests": {"type": "string", "enum": NEW_REQUESTS},
 }
-"""Query parameters: what happens to accepted requests (by default they finish first), and to later ones (by default
-they wait)."""
+"""Query parameters and their JSON schemas. `running`: what happens to accepted requests; by default they finish first.
+`new_requests`: what happens to later requests; by default they wait."""
 
 
 class Sleeping(Struct):

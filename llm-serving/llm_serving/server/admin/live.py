@@ -64,9 +64,9 @@ class ComputedStep(Struct, kw_only=True):
 
     number: int
     ended: float
-    """Time of its end, on the clock of the snapshot's `time`."""
+    """End of the step in seconds, on the clock of the snapshot's `time`."""
     seconds: float
-    """Seconds until its results, from its scheduling or from the end of the previous step, whichever is later."""
+    """Seconds to the results from the scheduling of the step, or from the end of the previous step if that is later."""
     prompts: int
     """Number of rows that computed parts of prompts, or recomputed tokens after a preemption."""
     prompt_tokens: int
@@ -198,7 +198,7 @@ class Watched(Protocol):
 
 
 class Viewer:
-    """One watching client. It sees what its tenant may see, or everything if the tenant is None."""
+    """One watching client. It sees the requests of its tenant, or of all tenants if `tenant` is None."""
 
     def __init__(self, tenant: str | None) -> None:
         self.tenant = tenant
@@ -309,7 +309,7 @@ class LiveFeed:
                 if viewer.tenant == tenant:
                     viewer.show(snapshot)
                     spent_s += SEND_S
-            await asyncio.sleep(0)  # let other tasks run between two tenants
+            await asyncio.sleep(0)  # lets other tasks run between two tenants
         return spent_s
 
 
@@ -345,7 +345,7 @@ class _LiveResponse(Response):
     async def _send_all(self, send: Callable[[Message], Awaitable[None]]) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": columns_event(), "more_body": True})
-        # A HEAD request ends here: it takes no body, and its client need not disconnect.
+        # A HEAD request ends here: its response has no body, and its client may stay connected.
         while self._with_body and (snapshot := await self._viewer.next()) is not None:
             await send({"type": "http.response.body", "body": snapshot, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

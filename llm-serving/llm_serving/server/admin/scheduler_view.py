@@ -54,7 +54,7 @@ class SchedulerView(Struct):
 
 
 def view_of(states: dict[int, SchedulerState], silent: list[int], policy: str, tenant: str | None) -> SchedulerView:
-    """Return what a tenant may see of the schedulers; None: everything."""
+    """Return the part of the schedulers' states that a tenant may see; `tenant` None: all of it."""
     return SchedulerView([_replica(index, states[index], policy, tenant) for index in sorted(states)], silent)
 
 

@@ -107,7 +107,7 @@ async def show_content(engine: AsyncEngine, http_request: Request) -> Response:
             yield piece
             number += 1
 
-    # The response has its length: a client notices that it is incomplete if the file is deleted meanwhile.
+    # The response states its length. If the file is deleted meanwhile, the client sees that the response is incomplete.
     return StreamingResponse(pieces(), headers={"content-length": str(about.bytes)}, media_type="application/jsonl")
 
 

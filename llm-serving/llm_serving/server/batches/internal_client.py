@@ -22,8 +22,8 @@ READY_EVERY_S: Final = 0.5
 class InternalClient:
     """A client within the process. API keys and rate limits apply to it as to other clients.
 
-    `app` includes authentication. `keys` and `quotas` are by tenant; without `keys` the server requires none. Requests
-    wait while `ready` returns False, because the engine cannot compute.
+    `app` includes authentication. `keys` maps each tenant to its API key; empty: the server requires no keys. `quotas`
+    maps each tenant to its rate limits. While `ready` returns False, the engine cannot compute, and requests wait.
     """
 
     def __init__(

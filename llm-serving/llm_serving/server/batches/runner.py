@@ -38,7 +38,7 @@ MAX_LINES: Final = 50_000
 MAX_LINE_BYTES: Final = 2**24
 MAX_ERRORS: Final = 100
 SPARE_DEPTH: Final = 64
-"""Extra nesting with which each line is checked, because later calls have less stack left for nested lists."""
+"""Extra nesting with which each line is checked. A line that passes can be decoded later, when less stack is left."""
 EXPIRE_EVERY_S: Final = 3600.0
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 60.0
 """Minimum and maximum seconds before a refused line is retried."""
@@ -69,9 +69,9 @@ class Batches:
 
     Args:
         store: Opens the store, in its thread.
-        concurrency: Maximum number of requests at a time; also of lines in progress per batch, with those to be
-            retried.
-        priority_class: Class of lines that name none.
+        concurrency: Maximum number of requests at a time in all batches, and of unfinished lines at a time in one
+            batch. Lines that wait for a retry count as unfinished.
+        priority_class: Request class of lines that name no class.
         shares: Quota for files that are being uploaded.
         bounds_answers: Whether lines wait until the store has room for their answers.
         now: Returns seconds since the epoch.
@@ -146,7 +146,7 @@ class Batches:
         batch = await self.stored(BatchStore.cancel, batch_id, self.now())
         if batch_id in self._cancelled:
             self._cancelled[batch_id].set()
-        elif not batch.has_ended:  # it waits or has stopped: run it to end it
+        elif not batch.has_ended:  # a batch that waits or has stopped is run again, which ends it
             self._run(batch_id, tenant)
         return batch
 
@@ -184,7 +184,7 @@ class Batches:
             self.trouble = UnavailableError(f"batch {batch_id} has stopped: {error}")
             self._failed.add(batch_id)
             logger.exception("Batch %s has stopped until it is cancelled or the server restarts", batch_id)
-        finally:  # before another task finds the batch ended but still listed
+        finally:  # now, so that no other task finds an ended batch in these tables
             del self._tasks[batch_id], self._cancelled[batch_id]
             self._num_running[tenant] -= 1
             if not self._is_stopped:
@@ -205,7 +205,7 @@ class Batches:
 
     @staticmethod
     async def _pause(cancelled: asyncio.Event, pause_s: float) -> None:
-        """Sleep until the batch is cancelled, or for the full time if it is cancelled already."""
+        """Sleep for `pause_s`. Wake up earlier if the batch is cancelled during the sleep."""
         if cancelled.is_set():
             await asyncio.sleep(pause_s)
             return
@@ -284,7 +284,10 @@ class Batches:
         self.trouble = None
 
     async def _request(self, batch_id: str, line: PendingLine, tenant: str) -> tuple[Answered | None, float]:
-        """Return the response to a line (None: the store has no room for it), and for how many seconds to retry it."""
+        """Return the response to a line, and the seconds for which the line may be retried.
+
+        The response is None if the store has no room for it; the line is then not sent.
+        """
         async with self._room:
             if not await self._has_room(tenant):
                 return None, math.inf
@@ -306,7 +309,7 @@ class Batches:
         return False
 
     def _prepared(self, body: bytes) -> tuple[bytes, float]:
-        """Return the body with the request class added, and its `timeout_s`. Other values are copied as raw JSON."""
+        """Return the body with the request class added, and the body's `timeout_s`. Other values stay as raw JSON."""
         content = _decode_fields(body)
         timeout_s = _timeout_s(content.get("timeout_s", _NULL))
         if all(content.get(name, _NULL) == _NULL for name in ("priority", "priority_class")):

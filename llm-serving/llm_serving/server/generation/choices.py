@@ -51,7 +51,7 @@ async def select_best(
         whole.append(join_pieces(by_sequence[index]))
         logprobs = whole[-1].logprobs
         means.append(sum(token.logprob for token in logprobs) / max(len(logprobs), 1))
-        await asyncio.sleep(0)  # each may consist of thousands of outputs: let other requests run
+        await asyncio.sleep(0)  # a sequence may have thousands of outputs: let other requests run
     for start in range(0, len(whole), choices.best_of):
         prompt_logprobs = whole[start].prompt_logprobs
         ranked = sorted(range(start, start + choices.best_of), key=lambda index: -means[index])

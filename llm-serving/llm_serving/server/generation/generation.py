@@ -279,7 +279,7 @@ async def run_until_client_leaves(receive: Receive, work: Awaitable[T]) -> T:
         nonlocal has_left
         while (await receive())["type"] != "http.disconnect":
             pass
-        await asyncio.sleep(0)  # work that has its result already may end
+        await asyncio.sleep(0)  # lets work that already has its result end
         if not has_ended:
             has_left = True
             task.cancel()

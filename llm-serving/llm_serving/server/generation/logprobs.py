@@ -51,7 +51,7 @@ def check_prompt_logprobs_size(prompts: Sequence[list[int]], sampling: SamplingP
         return
     num_values = (1 + sampling.prompt_logprobs) * n * sum(map(len, prompts))
     if num_values > MAX_PROMPT_VALUES:
-        rule = f"and one, times the tokens of the prompts of all answers, must be at most {MAX_PROMPT_VALUES}"
+        rule = f"plus one, times the number of prompt tokens of all choices, must be at most {MAX_PROMPT_VALUES}"
         raise RequestError(field, rule, num_values)
 
 

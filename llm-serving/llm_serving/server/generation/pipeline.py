@@ -37,7 +37,7 @@ class PrecheckInput(NamedTuple):
 
     prompts: Sequence[Prompt]
     max_tokens: int
-    """Number of output tokens that each choice needs at least."""
+    """Number of output tokens for which each prompt must leave room."""
     field_names: Mapping[str, str] = NO_RENAMES
     """Field in errors of the engine -> the protocol's name for it."""
     num_choices: int = 1

@@ -11,7 +11,7 @@ from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.server.parsing.offload import INLINE_ITEMS, off_loop
 
 INLINE_CHARS: Final = 4096
-"""Maximum length of a text that is tokenized on the event loop, where a thread costs more than it saves."""
+"""Maximum number of characters tokenized on the event loop. For so few, starting a thread costs more than it saves."""
 
 CALL_CHARS: Final = 64
 """Cost of one tokenizer call, as the number of characters that are tokenized in the same time."""
@@ -64,7 +64,10 @@ def _encode_all(engine: AsyncEngine, prompts: Sequence[Prompt], add_special_toke
 
 
 def check_length(engine: AsyncEngine, text: str, field: str, least_chars: int = 0) -> None:
-    """Raise ContextLengthError if a text has more than `least_chars`, and more than the longest prompt can have."""
+    """Raise ContextLengthError if a text has more characters than any prompt of the maximum length can have.
+
+    A text of at most `least_chars` characters always passes.
+    """
     max_chars = max(engine.config.model.max_input_len * engine.tokenizer.max_token_chars, least_chars)
     if len(text) > max_chars:
         rule = f"must be at most {engine.config.model.max_input_len} tokens long, which {max_chars} characters exceed"

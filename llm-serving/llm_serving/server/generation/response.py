@@ -156,7 +156,7 @@ class ResponseBuffers:
             rule = f"must ask for an answer that takes at most {self.max_bytes} bytes of memory ({KEY})"
             largest.failure = RequestError("body", f"{rule}, or for a stream")
         else:
-            held = f"answers in one piece hold more than {self.max_bytes} bytes ({KEY})"
+            held = f"answers that are not streamed together take more than {self.max_bytes} bytes ({KEY})"
             largest.failure = UnavailableError(held, RETRY_AFTER_S)
         largest.cancel()
 
@@ -173,9 +173,10 @@ def buffered_bytes(output: RequestOutput) -> int:
 
 
 async def buffered(http_request: Request, generation: Generation, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, which builds a response from a generation, and account for its memory meanwhile.
+    """Return the result of `work`, which builds a response from a generation. Meanwhile, count the response's memory.
 
-    Raise RequestError if the response alone exceeds the limit, and UnavailableError if it was evicted for others.
+    Raise RequestError if the response alone exceeds the memory limit, and UnavailableError if all responses together
+    exceed it and this one was evicted.
     """
     buffers: ResponseBuffers = http_request.app.response_buffers
     task = asyncio.current_task()
@@ -190,7 +191,7 @@ async def buffered(http_request: Request, generation: Generation, work: Coroutin
     try:
         result = await work
         if response.failure is not None:
-            await asyncio.sleep(0)  # it was evicted and has not been suspended since: be cancelled here
+            await asyncio.sleep(0)  # the eviction's cancellation takes effect here, if not before
         return result
     except asyncio.CancelledError:
         if response.failure is not None and task.uncancel() == 0:

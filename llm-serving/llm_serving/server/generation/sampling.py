@@ -38,7 +38,7 @@ _NEUTRAL: Final = {
     "temperature": 0.0,
     **{name: DEFAULTS[name] for name in ("min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")},
 }
-"""Field -> its only value (besides null) with beam search, which ranks by the model's own logprobs."""
+"""Field -> the only value that beam search allows besides null, because it ranks by the model's own logprobs."""
 
 
 def sampling_params(
@@ -141,7 +141,7 @@ def with_choice_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
     """Return the parameters of choice 0, 1, ... of a prompt: each has a seed derived from the request's."""
     if choice == 0:
         return sampling
-    own = copy.copy(sampling)  # skips the validation, which the original has passed
+    own = copy.copy(sampling)  # no second validation: the original parameters have passed it
     object.__setattr__(own, "seed", (sampling.seed + choice * SEED_STRIDE) & MAX_SEED)
     object.__setattr__(own, "prompt_logprobs", None)
     return own

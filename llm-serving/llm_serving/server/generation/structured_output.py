@@ -42,7 +42,7 @@ class StructuredOutput:
         make: Returns the grammar, given the default whitespace in JSON. Slow; raises GrammarError or RequestError.
         parts: The structured outputs that this one combines. An error names the first of them that fails alone.
         size: Returns a lower bound of the size of the grammar's source in bytes or characters; slow.
-        is_json: Whether a request may choose its whitespace.
+        is_json: Whether the output is JSON, whose whitespace a request may choose.
     """
 
     field: str
@@ -104,7 +104,7 @@ async def compile_constraint(engine: AsyncEngine, output: StructuredOutput, sour
 def _compile(engine: AsyncEngine, output: StructuredOutput) -> TokenConstraint:
     compiler = engine.constraints
     try:
-        compiler.check_size(output.size())  # before the grammar is made, which costs more
+        compiler.check_size(output.size())  # checked first, because making the grammar costs more
         return compiler.compiled(output.make(json_whitespace(engine)))
     except GrammarError as error:
         for part in output.parts:

@@ -136,7 +136,7 @@ def offered_tools(engine: AsyncEngine, request: ChatCompletionRequest) -> Offere
     configured = engine.config.serving.tool_call_parser
     name = format_in(engine.tokenizer.chat_template(with_tools=True)) if configured == "auto" else configured
     if name is None or name not in TOOL_FORMATS:
-        why = "is not supported: the model's chat template shows no known form of calls"
+        why = "is not supported: the model's chat template has no known format of tool calls"
         raise RequestError("tools", f"{why}; serving_config.tool_call_parser: {configured}")
     return OfferedTools(
         {tool.function.name: tool.function.parameters or {} for tool in request.tools},
@@ -260,7 +260,10 @@ def shows_special_tokens(engine: AsyncEngine, offered: OfferedTools | None) -> b
 
 
 def _format_of_parts(engine: AsyncEngine) -> ReasoningFormat | None:
-    """Return the format of the reasoning. A format with channels is needed even if reasoning stays in the content."""
+    """Return the format of the reasoning; None: the parser needs none.
+
+    A format with channels (gpt-oss) is needed even if reasoning stays in the content, because channels mark all text.
+    """
     own = reasoning_format_in(engine.tokenizer.chat_template())
     return reasoning_format(engine) or (own if own is not None and own.has_channels else None)
 

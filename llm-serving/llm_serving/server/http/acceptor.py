@@ -214,7 +214,7 @@ class Acceptor:
             queue = self._waiting.pop(address)
             connection, client = queue.popleft()
             if queue:
-                self._waiting[address] = queue  # behind the other addresses
+                self._waiting[address] = queue  # last in the order of addresses
             if connection.is_closing() or client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != ESTABLISHED:
                 _drop(connection, client)
                 continue

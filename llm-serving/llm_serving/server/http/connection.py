@@ -171,7 +171,7 @@ class Connection(asyncio.Protocol):
     # Reading
 
     def _advance(self) -> None:
-        """Pass the buffered bytes on to uvicorn, as far as the state of the request allows."""
+        """Pass to uvicorn the buffered bytes that the state of the current request lets it receive."""
         try:
             while self._held and not self._is_closing:
                 before = len(self._held)
@@ -188,7 +188,7 @@ class Connection(asyncio.Protocol):
         self.update_weight()
 
     def _read_head(self) -> None:
-        self._held = self._held.lstrip(b"\r\n")  # empty lines before a request mean nothing
+        self._held = self._held.lstrip(b"\r\n")  # empty lines before a request are ignored (RFC 9112, 2.2)
         if not self._held:
             return
         begin = max(0, self._num_searched - len(BLANK_LINE) + 1)

@@ -32,7 +32,8 @@ _ABSOLUTE: Final = re.compile(rb"https?://([^/?#]+)", re.IGNORECASE)
 ARRIVED_KEY: Final = "llm_serving.arrived"
 """Scope key: the time at which the head of the request had arrived, by `core.timings.monotonic`."""
 MAX_WEIGHT_KEY: Final = "llm_serving.max_weight"
-"""Scope key: a function with which the application limits the bytes of the body that count as buffered."""
+"""Scope key: a function that sets the maximum number of body bytes that count as buffered. Routes that spool long
+bodies to disk call it."""
 UNSENT_KEY: Final = "llm_serving.unsent"
 """Scope key: a function that adds to the number of produced but unsent response bytes."""
 WRITE_KEY: Final = "llm_serving.write"
@@ -245,7 +246,7 @@ class HttpRequest:
         try:
             while not chunks.is_complete:
                 end = data.find(BLANK_LINE, num_read) + len(BLANK_LINE)
-                if end < len(BLANK_LINE):  # what may begin a blank line waits for its end
+                if end < len(BLANK_LINE):  # bytes that may begin a blank line stay in the buffer until the rest arrives
                     end = len(data) - (2 if data.endswith(BLANK_LINE[:2]) else data.endswith(BLANK_LINE[:1]))
                 if end <= num_read:
                     break

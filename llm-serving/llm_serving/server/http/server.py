@@ -44,7 +44,7 @@ def check_variables(limits: ServerConfig) -> None:
     """Raise ConfigError if an environment variable names trusted proxies, which only the YAML may do."""
     if (given := os.environ.get(PROXIES_VARIABLE)) is not None:
         key, proxies = "serving_config.trusted_proxies", ", ".join(map(json.dumps, limits.trusted_proxies))
-        rule = f"must not be set: `{key}` says whose X-Forwarded-For is believed, now [{proxies}]"
+        rule = f"must not be set: the key `{key}` lists the proxies whose X-Forwarded-For is trusted, now [{proxies}]"
         raise ConfigError(f"the environment variable {PROXIES_VARIABLE} {rule}. Given: {shorten(given)}")
 
 
@@ -203,7 +203,7 @@ class HttpServer(uvicorn.Server):
             self._keep(self._on_reload())
 
     def reload_limits(self, limits: ServerConfig) -> None:
-        """Change the limits: those of all connections at once, those of each connection for new connections."""
+        """Apply new limits. Those of all connections together apply at once, those of each one to new connections."""
         self._limits = limits
         possible = self._files.possible_connections(limits)
         self._registry.reload(possible, limits.max_connections_per_address, limits.max_buffered_bytes)

@@ -1,7 +1,7 @@
 """Records of accepted requests in files that stay readable, even if the process is killed.
 
 A file `requests-N.log` holds records: length and CRC-32 of the content as little-endian 32-bit integers, then the
-content as MessagePack. It ends at a damaged record, which is removed before the next record is appended.
+content as MessagePack. Reading stops at a damaged record, which is removed before the next record is appended.
 """
 
 from __future__ import annotations

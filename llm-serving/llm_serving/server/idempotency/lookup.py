@@ -181,13 +181,14 @@ def _by_event(accepted: AcceptedRequests, http_request: Request, event_id: str, 
 def resumed_by(
     accepted: AcceptedRequests, http_request: Request, field: str, event_id: str, stream_id: str | None = None
 ) -> ResumedStream:
-    """Return the accepted request and the position for an event id, or for its part after the colon.
+    """Return the accepted request that an event id names, and the client's position in its stream.
 
-    The URL may name the stream (`stream_id`). Raise RequestError, which names `field`, if there is no such event.
+    If the URL names the stream (`stream_id`), `event_id` may be only the part after the colon. Raise RequestError,
+    which names `field`, if there is no such event.
     """
     named, colon, text = event_id.rpartition(":")
     if stream_id is not None and colon and named != stream_id:
-        raise RequestError(field, "must be the id of an event of this stream, or what follows its colon", event_id)
+        raise RequestError(field, "must be the id of an event of this stream, or its part after the colon", event_id)
     key = api_key_of(http_request)
     record = accepted.find(field, stream_id or named, None if key is None else key.name)
     return ResumedStream(record, Position.read(field, text) if text else BEGINNING)

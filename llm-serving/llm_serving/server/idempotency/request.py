@@ -49,7 +49,7 @@ class Position(NamedTuple):
         """Parse a position. Raise RequestError if the text is not a position."""
         found = _POSITION.fullmatch(text)
         if found is None:
-            raise RequestError(field, "must be the id of an event of this stream, or what follows its colon", text)
+            raise RequestError(field, "must be the id of an event of this stream, or its part after the colon", text)
         counts, closing = found.groups()
         num_read = tuple(map(int, counts.split(".")))
         return cls(num_read, 0, True) if closing == END else cls(num_read, int(closing or 0))
@@ -111,7 +111,10 @@ class IdempotentRequest:
         return self.record.stream_id if self.record is not None and self.record.streams else ""
 
     def chance(self, choice: int) -> Random:
-        """Return the random generator of a choice's ids: the same for a repeated request, otherwise unpredictable."""
+        """Return the generator of a choice's random ids, such as those of tool calls.
+
+        It has the same seed for each repetition of a recorded request. Ids of other requests are unpredictable.
+        """
         return SystemRandom() if self.record is None else Random(f"{self.record.stream_id} {choice}")
 
     @property
@@ -138,7 +141,10 @@ class IdempotentRequest:
         return Sharing(key, keeps, self._rules.grace_s if self.stream_id else 0.0)
 
     async def accept(self) -> None:
-        """Store the record with the prompts given to `sharing`. Raise GoneError if its prompts were others before."""
+        """Store the record of a new request, with the prompts given to `sharing`.
+
+        For a known request, raise GoneError if its prompts have other tokens than when it was accepted.
+        """
         if self.record is None:
             return
         if self.known:
@@ -157,7 +163,7 @@ def _digest_of_ids(prompts: Sequence[list[int]]) -> bytes:
 
 
 def _distinctive(sampling: SamplingParams) -> object:
-    """Return the parameters that affect a response. The seed does not affect greedy sampling."""
+    """Return the sampling parameters that affect the response. With greedy sampling the seed does not."""
     content = msgspec.to_builtins(sampling)
     if sampling.greedy:
         del content["seed"]

@@ -183,7 +183,7 @@ def _check(key: str, known: bytes, digest: bytes) -> None:
 
 
 class ModelState:
-    """The model's files and configuration when the server started. It does not read the weights."""
+    """The sizes and times of the model's files, and its configuration, when the server started."""
 
     def __init__(self, config: ServingConfig) -> None:
         model = config.model
@@ -194,7 +194,7 @@ class ModelState:
             for path in sorted(folder.iterdir()) if folder.is_dir() else [folder]:
                 try:
                     found = path.stat()
-                except OSError:  # a link to nowhere
+                except OSError:  # a broken symbolic link
                     continue
                 files.append((path.name, found.st_size, found.st_mtime_ns))
         state = (files, sorted(output_settings(config).items()), model.generation_config, model.end_token)

@@ -195,7 +195,7 @@ class Accounting:
             return
         http_timings = HttpTimings(scope.get(ARRIVED_KEY) or self._clock())
         path, method, client = scope["path"], scope["method"], scope.get("client")
-        # A trusted proxy may pass on an arbitrary text that its client sent.
+        # A trusted proxy may pass on any text that its client sent as its address.
         if client and not (len(client[0]) <= MAX_ADDRESS_CHARS and client[0].isascii() and client[0].isprintable()):
             scope["client"] = client = None
         context = RequestContext(

@@ -97,7 +97,7 @@ async def read_body(request: Request, limits: ServerConfig) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
         raise RequestTooLargeError("body", f"must be at most {max_bytes} bytes")
-    body = bytearray()  # not a list of chunks: a chunk of one byte would take forty bytes
+    body = bytearray()  # not a list of chunks, in which a chunk of one byte would take forty bytes
     try:
         async with asyncio.timeout(limits.body_timeout_s):
             more = True
@@ -122,7 +122,7 @@ async def check_no_body(request: Request, limits: ServerConfig) -> None:
     try:
         fields = _decode_object(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise RequestError("body", "must be empty: this route takes none") from None
+        raise RequestError("body", "must be empty: this route takes no body") from None
     for name, value in fields.items():
         if bytes(value) != b"null":
             raise RequestError(name[:64], "is not a parameter of this route, which takes no body")
@@ -141,10 +141,10 @@ def check_model(engine: AsyncEngine, name: str | None) -> None:
 
 def check_json_limits(body: bytes) -> None:
     """Raise RequestError, naming the limit, if a body would take long to decode. It may still be malformed JSON."""
-    # An upper bound, which counts commas inside strings too, settles most bodies.
+    # This upper bound also counts commas inside strings. Most bodies are below it, so they need no exact count.
     if _num_structural(body) <= MAX_CONTAINERS and body.count(b'"') <= 2 * MAX_TEXTS and not _has_long_number(body):
         return
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote left opens or closes a string
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # each remaining quote opens or closes a string
     if plain.count(b'"') > 2 * MAX_TEXTS:
         raise RequestError("body", f"must hold at most {MAX_TEXTS} texts and names")
     outside = b'"'.join(plain.split(b'"')[::2])
@@ -177,7 +177,7 @@ def _first_repeated(text: bytes, *, only_outermost: bool) -> str | None:
     repeated: str | None = None
 
     def check_names(pairs: list[tuple[str, Any]]) -> None:
-        """Called for each object, the outermost last."""
+        """Check one object. The decoder calls this function for each object, the outermost last."""
         nonlocal repeated
         names = {name for name, _ in pairs}
         found = None if len(names) == len(pairs) else Counter(name for name, _ in pairs).most_common(1)[0][0]

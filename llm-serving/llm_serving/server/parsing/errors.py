@@ -54,7 +54,8 @@ UNAVAILABLE_RETRY_AFTER_S = 5.0
 RETRY_AFTER_MS_HEADER = "retry-after-ms"
 """Like `Retry-After`, but in milliseconds. The client libraries of OpenAI and Anthropic read it."""
 PREDICTED_TTFT_HEADER = "x-predicted-ttft-ms"
-"""Predicted ms to the first token, from the request's arrival or, if it was refused, from now with a retry."""
+"""Predicted milliseconds from the request's arrival to its first token. For a refused request: from now, if the client
+retries after `Retry-After`."""
 
 
 def openai_error(error: LLMServingError) -> ErrorResponse:

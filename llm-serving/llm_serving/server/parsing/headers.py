@@ -59,7 +59,7 @@ def check_headers(request: Request) -> list[str]:
     if len(set(given)) < len(given):
         raise RequestError(max(given, key=given.count), "must be given once")
     if encoding not in (None, "", "identity"):
-        raise RequestError("content-encoding", "must be identity: bodies are read as they come", encoding)
+        raise RequestError("content-encoding", "must be identity: the server decompresses no bodies", encoding)
     return given
 
 

@@ -35,7 +35,7 @@ async def off_loop(is_long: bool, work: Callable[[], T]) -> T:
 
 
 class Long(msgspec.Struct):
-    """Base of structs whose lists may be as long as a response."""
+    """Base of structs with lists that may be as long as a response. `encode_in_parts` encodes them in short calls."""
 
 
 def encode_in_parts(content: Any) -> bytes:
@@ -93,7 +93,7 @@ _Work = tuple["Future[Any]", Callable[[], Any]]
 
 
 class FairThreads:
-    """A pool of threads that next serves the client that has used the least thread time.
+    """A pool of threads. A free thread next takes work of the client that has used the least thread time.
 
     This is start-time fair queueing (Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996, section 2), with
     costs that are known only afterwards. An idle client gains no advantage: it starts level with the client being

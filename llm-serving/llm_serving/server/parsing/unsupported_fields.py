@@ -9,7 +9,7 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class RefusedField:
-    """A field that would change the response."""
+    """A field that would change the response. A request that sets it is refused."""
 
     why: str = "is not supported"
     neutral: tuple[Any, ...] = ("", 0, False)
@@ -20,7 +20,7 @@ class RefusedField:
 
 @dataclass(frozen=True, slots=True)
 class IgnoredField:
-    """A field that cannot change the response."""
+    """A field that cannot change the response. `x-ignored-parameters` names it."""
 
     why: str
 
@@ -30,7 +30,7 @@ Rows = Mapping[str, RefusedField | IgnoredField]
 
 @dataclass(frozen=True, slots=True)
 class BodyFields:
-    """The fields of one body that its struct does not have."""
+    """Rules for the fields of one body that are not fields of its struct."""
 
     rows: Rows = field(default_factory=dict)
     unknown: RefusedField | IgnoredField = RefusedField("is not a parameter of this route", ())

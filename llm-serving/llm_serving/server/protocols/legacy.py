@@ -94,7 +94,7 @@ def _line(content: JsonObject, prefix: str = "") -> bytes:
 
 
 class LegacyBuilder(ResponseBuilder):
-    """Collects the tokens of a response and formats its lines."""
+    """Builds the response of the older routes from its tokens: server-sent events, or lines of JSON."""
 
     def __init__(self, parameters: LegacyParameters) -> None:
         self._is_sse = parameters.return_protocol in (None, "sse")
@@ -142,7 +142,7 @@ class LegacyBuilder(ResponseBuilder):
         return _line(self._summary() | {"details": None})
 
     def _add_text(self, text: str, finish_reason: str) -> JsonObject:
-        """End the response with a text that belongs to no token, such as an error."""
+        """End the response with an error text, which is reported like a token."""
         token = {"id": 0, "logprob": 0.0, "special": False, "text": text}
         self._tokens.append(token)
         self._texts.append(text)

@@ -84,7 +84,7 @@ class _CompletionRequest(ProtocolRequest):
         engine, body, choices = self.engine, self.body, self.choices
         self._max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         self._prompt_field, prompt_logprobs = "prompt_logprobs", body.prompt_logprobs
-        if body.echo and body.logprobs is not None:  # asks for the logprobs of the echoed tokens too
+        if body.echo and body.logprobs is not None:  # also requests the logprobs of the echoed tokens
             RULES["logprobs"].checked("logprobs", body.logprobs)
             self._prompt_field = "echo and logprobs"
             prompt_logprobs = body.logprobs if prompt_logprobs is None else max(prompt_logprobs, body.logprobs)

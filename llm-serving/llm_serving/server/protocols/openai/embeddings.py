@@ -38,8 +38,8 @@ from llm_serving.server.protocols.openai.vector_schemas import (
 MAX_INPUTS: Final = 2048
 """Maximum number of texts in one request (OpenAI's limit)."""
 COUNTED_CHARS: Final = 2**18
-"""Length of a text whose tokens are counted for any model, because the request may cut it, and one token of an encoder
-may stand for a long unknown word. A thread counts them in about a second.
+"""Maximum characters of a text that is always tokenized, even if it seems too long for the model: the request may
+truncate it, or an encoder may replace a long unknown word by one token. Tokenizing so many takes about a second.
 """
 _PROMPT_ONLY: Final = SamplingParams(max_tokens=0)
 FORMATS: Final = ("float", "base64")
@@ -188,7 +188,7 @@ async def _encode(
 
 
 def _ending(ids: list[int], of_text: list[int]) -> list[int]:
-    """Return the special tokens after the tokens of a text. The vector is read there, so truncation keeps them."""
+    """Return the special tokens after the tokens of a text. Truncation keeps them: many models pool the last one."""
     num_around = len(ids) - len(of_text)
     before = next(
         (count for count in range(num_around + 1) if ids[count : count + len(of_text)] == of_text), num_around
@@ -197,7 +197,7 @@ def _ending(ids: list[int], of_text: list[int]) -> list[int]:
 
 
 def _check_lengths(engine: AsyncEngine, prompts: Sequence[list[int]], field_name: FieldName, num_ids: int) -> None:
-    """Refuse empty or too long texts under their own names, because the engine sees only one prompt at a time."""
+    """Raise RequestError, which names the text, for an empty or too long one. The engine does not know these names."""
     most = min(engine.config.model.max_input_len, engine.max_model_len)
     for index, prompt in enumerate(prompts):
         if not prompt:

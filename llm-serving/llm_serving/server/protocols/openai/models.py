@@ -194,7 +194,7 @@ async def list_parameters(engine: AsyncEngine, http_request: Request) -> Respons
     table = ParameterTable(
         model=engine.config.model.model_name,
         max_model_len=engine.max_model_len,
-        parameters=[each for each in parameters if each.completions or each.chat],  # others derive from other fields
+        parameters=[each for each in parameters if each.completions or each.chat],  # others have no field of their own
         classes=_classes(engine, api_key_of(http_request)),
     )
     return json_response(table)

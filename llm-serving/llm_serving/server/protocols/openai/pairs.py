@@ -25,8 +25,10 @@ class TextPair(NamedTuple):
 
 
 def encode_pair(engine: AsyncEngine, pair: TextPair, max_tokens: int | None) -> list[int]:
-    """Return the token ids of a pair; with `max_tokens`, cut it to that number. Raise RequestError if the model's chat
-    template rejects the pair, or `max_tokens` has no room for what is never cut.
+    """Return the token ids of a pair. With `max_tokens`, cut the pair to that number of tokens.
+
+    Raise RequestError if the model's chat template rejects the pair, or `max_tokens` is below the number of tokens that
+    are never cut.
 
     An encoder reads both texts with the special tokens of its tokenizer. A decoder reads the text of a template: the
     chat template of the folder if it has a role `document`, otherwise `Pooling.pair_template`.

@@ -45,7 +45,7 @@ def _chars_of(message: ChatMessage) -> int:
 class ResponseStore:
     """Stores finished responses up to a number of bytes, and as many bytes of responses in progress.
 
-    Full, it evicts the oldest response of the tenant that uses most bytes. For the event loop only.
+    When it is full, it evicts the oldest response of the tenant that uses most bytes. For the event loop only.
     """
 
     def __init__(self, quota: TenantQuota) -> None:

@@ -212,12 +212,12 @@ def _check(request: ResponsesRequest, store: ResponseStore) -> None:
         raise RequestError("background", "must not be given together with store: false")
     if not store.keeps and (request.background or request.store):
         field = "background" if request.background else "store"
-        raise RequestError(field, "must be false, as no response is kept (serving_config.response_store_bytes)")
+        raise RequestError(field, "must be false: serving_config.response_store_bytes is 0, so none is stored")
     check_metadata(request.metadata)
 
 
 async def _run_in_background(http_request: Request, generation: Generation, builder: ResponsesBuilder) -> None:
-    """Generate a response for which no connection waits."""
+    """Generate a response in the background. Its client retrieves it later."""
     try:
         await buffered(http_request, generation, builder.collect(generation))
     except LLMServingError as error:
@@ -226,7 +226,7 @@ async def _run_in_background(http_request: Request, generation: Generation, buil
         builder.cancel()
         raise
     except Exception:
-        logger.exception("a background response failed")
+        logger.exception("A background response failed")
         builder.fail(internal_error())
     finally:
         await generation.aclose()

@@ -46,7 +46,10 @@ class PairsRequest(VectorRequest, kw_only=True):
 
 
 class ScoreRequest(PairsRequest, kw_only=True):
-    """Two lists of texts under one of two pairs of names: one text and several, or equally many."""
+    """Two lists of texts: `text_1` and `text_2`, or `queries` and `documents`.
+
+    The first list has one text, which is compared with each text of the second, or as many texts as the second.
+    """
 
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
@@ -64,7 +67,7 @@ class RerankRequest(PairsRequest, kw_only=True):
     top_n: int | None = None
     """Return only this number of best documents; 0 or not given: all."""
     return_documents: bool | None = None
-    """Also return the texts. Default: true."""
+    """Whether to return the texts of the documents too. Default: true."""
     max_tokens_per_doc: int | None = None
     """Keep this number of tokens from the start of each document."""
 
