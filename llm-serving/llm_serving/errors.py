@@ -4,6 +4,7 @@
 LLMServingError
 ├── ConfigError                 the YAML, an override or a model folder cannot be served
 │   └── ModelError              a model folder is missing, unreadable or of an unknown family
+│       └── NotFiniteError      a weight has an infinite or NaN element
 ├── AuthenticationError   401   the API key is missing or unknown
 ├── RequestError          400   a request breaks a rule: field, rule, value
 │   ├── ContextLengthError 400  prompt and max_tokens do not fit the model or the KV cache
