@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from families import models
 from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.errors import ModelError
@@ -252,6 +253,14 @@ def test_spec_refuses_unsupported_features_by_name(family, changes, text):
         ModelSpec.from_hugging_face(config_of(family) | changes, "m/config.json")
     assert str(caught.value).startswith("m/config.json: ")
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "kimi-k2", "deepseek-v3.2", "glm-4.7-flash", "glm-5", "glm4-moe"])
+def test_unknown_ways_to_choose_experts_are_refused(name):
+    config = models.model(name).config
+    for key, value, known in (("topk_method", "greedy", "noaux_tc"), ("scoring_func", "softmax", "sigmoid")):
+        with pytest.raises(ModelError, match=f"`{key}` must be {known}. Given: '{value}'"):
+            ModelSpec.from_hugging_face(config | {key: value}, "m/config.json")
 
 
 @pytest.mark.parametrize("name", CONFIGS)

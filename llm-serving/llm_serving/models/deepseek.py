@@ -35,8 +35,6 @@ def deepseek_v2(c: ConfigReader) -> Network:
 
 
 def deepseek_v3(c: ConfigReader) -> Network:
-    c.choice("topk_method", ("noaux_tc",), "noaux_tc")
-    c.choice("scoring_func", ("sigmoid",), "sigmoid")
     if not c.boolean("rope_interleave", True):
         raise c.fail("rope_interleave", "must be true")
     return _deepseek(c, sigmoid_routing(c, (8, 4), 2.5), c.integer("first_k_dense_replace", 3, least=0))
