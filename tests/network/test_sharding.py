@@ -7,6 +7,7 @@ import pytest
 from llm_serving.core.enums import QuantizationName
 from llm_serving.errors import ModelError
 from llm_serving.models.config_reader import ConfigReader
+from llm_serving.models.falcon_h1 import RowScales
 from llm_serving.models.registry import describe
 from llm_serving.network.builder import Network
 from llm_serving.network.program import build_program
@@ -43,6 +44,27 @@ def test_sharding_over_two_ranks_computes_the_same_logits(name: str) -> None:
         first, second = run_ranks([plan.operations for plan in plans], weights, steps)
         assert np.array_equal(first, second)
         assert np.allclose(first, expected, atol=2e-5 * np.abs(expected).max())
+
+
+def test_sharding_divides_the_states_of_the_delta_rule() -> None:
+    net = network("qwen3-next")
+    rank = sharded(net, 1, 2)
+    of_rules = {each.attributes["state"] for each in net.operations if each.kind == "delta_rule"}
+    for number, (whole, part) in enumerate(zip(net.states, rank.states, strict=True)):
+        expected = (whole.shape[0] // 2, *whole.shape[1:]) if number in of_rules else (3, whole.shape[1] // 2)
+        assert part.shape == expected
+
+
+def test_sharding_keeps_the_delta_rule_whole_when_ranks_do_not_get_whole_heads() -> None:
+    net = network("qwen3-next", linear_num_key_heads=1, linear_num_value_heads=2)
+    assert sharded(net, 0, 2).states == net.states
+
+
+def test_row_scales_multiply_the_rows_of_a_rank_as_those_of_the_whole_weight() -> None:
+    scales = RowScales(((4, 3.0), (8, 5.0)))
+    weight = np.arange(1, 25, dtype=np.float32).reshape(12, 2)
+    of_rank = [0, 1, 4, 5, 6, 7]
+    assert np.array_equal(scales(weight[of_rank]), scales(weight)[of_rank])
 
 
 def test_sharding_over_four_ranks_gives_each_a_kv_head() -> None:

@@ -20,12 +20,15 @@ BIASES = ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
 
 @dataclass(frozen=True)
 class RowScales:
-    """Multiplies consecutive rows of a weight. `parts`: (number of rows, factor)."""
+    """Multiplies consecutive rows of a weight. `parts`: (number of rows, factor). One of several ranks holds
+    an equal share of the rows of each part.
+    """
 
     parts: tuple[tuple[int, float], ...]
 
     def __call__(self, weight: Float32Array) -> Float32Array:
-        factors = np.repeat([factor for _, factor in self.parts], [count for count, _ in self.parts])
+        ranks = sum(count for count, _ in self.parts) // len(weight)
+        factors = np.repeat([factor for _, factor in self.parts], [count // ranks for count, _ in self.parts])
         scaled: Float32Array = weight * factors.astype(np.float32)[:, None]
         return scaled
 

@@ -3,6 +3,8 @@
     attention, store_kv  heads, and columns of an output gate, are split: a rank computes its own heads and stores
                          only their keys and values. Latent keys belong to all heads: every rank stores them all
     norm of all heads    every rank computes it, and the product before it, whole; then a rank takes its own heads
+    delta_rule           heads are split as well, with the columns of the convolution before them and their states, if
+                         the number of ranks divides the heads of keys
     gated_activation     columns of the gate and the matching columns of its other half are split
     experts              the same within each expert
     linear               the producer of a split value holds the rows of its weight that the rank needs. The consumer
@@ -10,7 +12,8 @@
                          rank 0 adds the bias
     embedding, lm_head   rows of the table and of the head are split: a token's row is added to the zeros of the other
                          ranks, and each rank shares the logits it computes
-    other operations     every rank computes them with identical bits, and keeps their whole states
+    other operations     every rank computes them with identical bits, and keeps their whole states (Mamba-2, short
+                         convolutions)
 
 Partial sums change the order of additions, so the bits differ from those of a single rank.
 """
@@ -25,6 +28,7 @@ from typing import Final
 from llm_serving.errors import ModelError
 from llm_serving.formats.block_tensor import PANEL_ROWS
 from llm_serving.network.builder import Network
+from llm_serving.network.caches import StateShape
 from llm_serving.network.operations import Float32Array, Operation, Value, Weight
 from llm_serving.network.orders import padded_order, repeated_order, shared_order
 from llm_serving.network.rewriting import Graph
@@ -80,6 +84,8 @@ class _Sharding:
         for each in network.operations:
             if each.kind == "attention":
                 self._shard_heads(each)
+            elif each.kind == "delta_rule":
+                self._shard_delta_rule(each)
             elif each.kind == "gated_activation":
                 inner = each.outputs["y"].width
                 self._shard(
@@ -117,6 +123,22 @@ class _Sharding:
                 products.setdefault(made.root, set()).add((made.start, made.width))
         for product, ranges in products.items():
             self._shard(product, ranges, "heads")
+
+    def _shard_delta_rule(self, rule: Operation) -> None:
+        """Split the heads, and the columns of the convolution, unless a rank would not get whole heads of keys."""
+        convolution = self._graph.producer(rule.inputs["q"].root)
+        if convolution is None or convolution.kind != "causal_conv" or rule.attributes["heads"] % self._count:
+            return
+        mixed, parts = convolution.inputs["x"], [rule.inputs[role] for role in ("q", "k", "v")]
+        products = {mixed.root: {(mixed.start + part.start, part.width) for part in parts}}
+        norms = self._graph.consumers(rule.outputs["y"])
+        gated = [each for norm in norms for each in self._graph.consumers(norm.outputs["y"])]
+        for value in (rule.inputs["a"], rule.inputs["b"], *(each.inputs["b"] for each in gated)):
+            products.setdefault(value.root, set()).add((value.start, value.width))
+        for product, ranges in products.items():
+            self._shard(product, ranges, "heads")
+        of_parts = (range(part.start, part.start + part.width)[self._share(part.width)] for part in parts)
+        self._columns[convolution.outputs["y"]] = tuple(column for share in of_parts for column in share)
 
     def _product_of(self, value: Value) -> tuple[Value, Value | None]:
         """Return the columns of the product that compute these heads, and the result of a norm of all heads, if any."""
@@ -161,6 +183,8 @@ class _Sharding:
             self._columns[y] = shared_order(tuple(range(y.width)[self._share(y.width)]))
             weights = {role: self._of_own_heads(each) for role, each in given.weights.items()}
             self._record(given.changed(attributes={"heads": operation.attributes["heads"] // self._count}), weights)
+        elif is_split and kind in ("causal_conv", "delta_rule"):
+            self._write_states(given)
         elif y in self._columns and not is_split:
             self._record(given, {role: _rows(each, self._columns[y]) for role, each in given.weights.items()})
         elif not is_split:
@@ -213,6 +237,29 @@ class _Sharding:
         if self._rank and (bias := weights.pop("bias", None)) is not None:
             self.result.optional.update(bias.names)
         return weights
+
+    def _write_states(self, operation: Operation) -> None:
+        """Write a convolution of the rank's columns, or the gated delta rule of its heads, with smaller states."""
+        y, number = operation.outputs["y"], operation.attributes["state"]
+        whole = self.result.states[number].shape
+        if operation.kind == "delta_rule":
+            self._columns[y] = shared_order(tuple(range(y.width)[self._share(y.width)]))
+            shape = (whole[0] // self._count, *whole[1:])
+            weights = {
+                role: _rows(each, tuple(range(whole[0])[self._share(whole[0])]))
+                for role, each in operation.weights.items()
+            }
+            operation = operation.changed(attributes={"heads": operation.attributes["heads"] // self._count})
+        else:
+            columns = self._columns[y]
+            shape = (whole[0], len(columns))
+            # The taps are stored by columns, and transposed last.
+            weights = {
+                role: replace(_rows(each, columns), shape=(*each.shape[:-1], len(columns)))
+                for role, each in operation.weights.items()
+            }
+        self.result.states[number] = StateShape(shape)
+        self._record(operation, weights)
 
     def _write_vocabulary(self, operation: Operation) -> None:
         """Split the rows of the token embedding or of the LM head as csrc/ranks.h does."""
