@@ -69,6 +69,13 @@ def test_a_version_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
                 refused = await client.post("/v1/update_weights", params={"version": version})
                 assert refused.status_code == 400
                 assert error_of(refused)["message"].startswith("`version` must be"), version
+            (tmp_path / "versions" / "one.gguf").touch()
+            refused = await client.post("/v1/update_weights?version=one.gguf")
+            rule = "`version` must be a folder with safetensors: a GGUF file cannot replace weights. Given: 'one.gguf'"
+            assert (refused.status_code, error_of(refused)["message"]) == (400, rule)
+            server.engine.lifecycle.weights = tmp_path / "served.gguf"
+            refused = await client.post("/v1/update_weights?version=link")
+            assert "only if local WorkAgents read the weights from a folder, not from a GGUF file" in refused.text
 
     asyncio.run(run())
 

@@ -17,6 +17,7 @@ from llm_serving.engine.request_dispatcher import RequestDispatcher
 from llm_serving.errors import CapacityError, RequestError, UnavailableError, WorkerDiedError
 from llm_serving.executor.model_files import ModelFiles, content_hashes
 from llm_serving.log import get_logger
+from llm_serving.models.gguf import is_gguf
 
 logger = get_logger(__name__)
 
@@ -94,7 +95,7 @@ class Lifecycle:
 
     @property
     def can_replace_weights(self) -> bool:
-        return self._set_weights is not None and self.weights is not None
+        return self._set_weights is not None and self.weights is not None and not is_gguf(self.weights)
 
     @property
     def health(self) -> EngineHealth | None:

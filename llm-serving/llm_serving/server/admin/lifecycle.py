@@ -16,6 +16,7 @@ from starlette.responses import Response
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.lifecycle import DROP_WEIGHTS, NewRequests, Running
 from llm_serving.errors import ModelError, RequestError
+from llm_serving.models.gguf import is_gguf
 from llm_serving.models.weight_reader import check_replacement
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.idempotency.store import ModelState
@@ -111,11 +112,14 @@ def _folder(engine: AsyncEngine, name: str) -> Path:
     if parent is None:
         raise RequestError("version", "can be given only with `model_config.weights_folder`", name)
     if not engine.lifecycle.can_replace_weights:
-        raise RequestError("version", "can be given only if local WorkAgents read the weights from a folder", name)
+        rule = "can be given only if local WorkAgents read the weights from a folder, not from a GGUF file or a graph"
+        raise RequestError("version", rule, name)
     if not VERSION_NAME.fullmatch(name):
         rule = "must be 1 to 128 letters, digits and ._-, the name of a folder in model_config.weights_folder"
         raise RequestError("version", rule, name)
     folder = parent / name
+    if is_gguf(folder) and folder.is_file():
+        raise RequestError("version", "must be a folder with safetensors: a GGUF file cannot replace weights", name)
     if not folder.is_dir() or folder.resolve().parent != parent.resolve():
         raise RequestError("version", "must be the name of a folder in model_config.weights_folder", name)
     return folder
