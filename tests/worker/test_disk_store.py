@@ -122,6 +122,26 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     assert DiskStore(tmp_path, 10**6, MODEL).num_bytes == 2 * FILE_BYTES
 
 
+def test_what_other_programs_wrote_is_neither_deleted_nor_read(tmp_path: Path) -> None:
+    kept = [tmp_path / ("z" * 32) / "notes", tmp_path / MODEL.hex() / "notes"]
+    for path in kept:
+        path.parent.mkdir()
+        path.write_bytes(CONTENT)
+    (tmp_path / MODEL.hex() / TEMPORARY).mkdir()
+    store = DiskStore(tmp_path, 2 * FILE_BYTES, MODEL)
+    os.mkfifo(tmp_path / MODEL.hex() / name(1).hex())
+    (tmp_path / MODEL.hex() / name(2).hex()).symlink_to("/dev/zero")
+    with (tmp_path / MODEL.hex() / name(3).hex()).open("wb") as file:
+        file.truncate(2**40)
+    for number in (1, 2, 3):
+        assert store.read(name(number)) is None
+    assert store.num_damaged == 3
+    (tmp_path / MODEL.hex() / TEMPORARY).rmdir()
+    for number in range(4, 8):
+        assert store.write(name(number), CONTENT).is_new
+    assert all(path.exists() for path in kept)
+
+
 WRITER = """
 import sys
 from pathlib import Path

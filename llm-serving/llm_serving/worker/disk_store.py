@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
+import stat
 import struct
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
@@ -39,6 +41,8 @@ _HEADER: Final = struct.Struct("<8s16s16sQ")
 DIGEST_BYTES: Final = 16
 OVERHEAD_BYTES: Final = _HEADER.size + DIGEST_BYTES
 TEMPORARY: Final = "temporary"
+_HEX: Final = re.compile(r"[0-9a-f]{32}")
+"""A fingerprint or a block hash as the name of a folder or file."""
 KEPT_FRACTION: Final = 0.9
 """Fraction of `max_bytes` that an eviction leaves, so that not each write has to read the folder."""
 
@@ -99,7 +103,9 @@ class DiskStore:
         """Return the contents of a block; None if there is none. A damaged file is deleted."""
         path = self._own / block_hash.hex()
         try:
-            content = path.read_bytes()
+            found = path.lstat()
+            is_block = stat.S_ISREG(found.st_mode) and found.st_size <= self._max_bytes
+            content = path.read_bytes() if is_block else b""  # reading a pipe would wait for a writer
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -171,17 +177,21 @@ class DiskStore:
         return total, num_evicted
 
     def _files(self) -> Iterator[_File]:
-        """Yield the blocks of all models. Delete temporary files that killed processes left."""
+        """Yield the blocks of all models. Delete temporary files that killed processes left. Skip what other programs
+        wrote.
+        """
         for model in os.scandir(self.folder):
-            if not model.is_dir(follow_symlinks=False) or len(model.name) != 2 * len(self._fingerprint):
+            if not model.is_dir(follow_symlinks=False) or not _HEX.fullmatch(model.name):
                 continue
             for entry in os.scandir(model.path):
+                if not entry.is_file(follow_symlinks=False):
+                    continue
                 if entry.name == TEMPORARY:
                     Path(entry.path).unlink()
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    found = entry.stat(follow_symlinks=False)
-                    yield _File(found.st_mtime_ns, entry.path, found.st_size)
+                elif _HEX.fullmatch(entry.name):
+                    with contextlib.suppress(FileNotFoundError):
+                        found = entry.stat(follow_symlinks=False)
+                        yield _File(found.st_mtime_ns, entry.path, found.st_size)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
