@@ -231,7 +231,7 @@ def test_a_disk_that_hangs_delays_requests_only_for_a_bounded_time(
         replica.run(lambda: replica.engine.has_unfinished_requests)
         answers = [replica.take_answer(each.request_id) for each in given]
         assert [each.token_ids for each in answers] == expected
-        assert caplog.text.count("no reply for 0.1 s; prompts are computed until there is one") == 1
+        assert caplog.text.count("did not reply within 0.1 s; prompts are computed until it does") == 1
         late = request(first=50)
         assert not replica.cache._lookups
         replica.engine.submit(late)

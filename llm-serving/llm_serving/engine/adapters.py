@@ -1,4 +1,4 @@
-"""The adapters that a server offers, by name."""
+"""The LoRA adapters that a server offers, by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that requests can name as their model."""
+    """A LoRA adapter that requests can name as their model."""
 
     name: str
     folder: Path
@@ -58,14 +58,16 @@ class AdapterRegistry:
         return {each.number: str(each.folder) for each in self.by_name.values()}
 
     def read(self, name: str, folder: Path) -> Adapter:
-        """Check an adapter completely, without adding it; in any thread. Raise ModelError if it cannot be served."""
+        """Check an adapter completely, without adding it. Callable in any thread. Raise ModelError if it cannot be
+        served.
+        """
         limits = AdapterLimits(self.config.max_loras, self.config.max_lora_rank)
         _, linears = self._spec.with_adapters(*limits, as_program=True)
         check_adapter(read_adapter(folder), linears, experts_modules(self._spec.network), limits.max_rank)
         return Adapter(name, folder, fingerprint(folder))
 
     def add(self, adapter: Adapter) -> None:
-        """Offer an adapter to new requests. Raise ModelError if there are too many, or the name is taken."""
+        """Offer an adapter to new requests. Raise ModelError if too many are loaded, or the name or number is taken."""
         if len(self.by_name) >= self.config.max_adapters:
             most = self.config.max_adapters
             raise ModelError(f"at most {most} adapters are kept (lora_config.max_cpu_loras). Given: {most + 1}")
@@ -83,7 +85,7 @@ class AdapterRegistry:
         return [each for each in self.by_name.values() if each.number == number and not each.is_unchanged]
 
     def remove(self, name: str) -> Adapter | None:
-        """Offer an adapter to no further request. Return it; None if there is none of this name."""
+        """Stop offering an adapter to new requests. Return it; None if no adapter has this name."""
         adapter = self.by_name.get(name)
         self.by_name = {each: kept for each, kept in self.by_name.items() if each != name}
         return adapter

@@ -1,4 +1,4 @@
-"""The engine as the server uses it: submit a request, then read its stream."""
+"""The engine as the server uses it: submit a request, then read its output stream."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from llm_serving.text.structured_output import ConstraintCompiler, GrammarLimits
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 ID_BYTES: Final = 8
-"""Number of random bytes at the end of an engine's request id, which no client can predict."""
+"""Number of random bytes at the end of an engine's request id, so that no client can predict the id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,9 @@ class Admission:
 
 
 class AsyncEngine:
-    """The engine of a server: checks requests and submits them to the engine threads. For the event loop only."""
+    """The engine of a server: checks requests and submits them to the engine threads. Only the event loop may call
+    it.
+    """
 
     def __init__(
         self,
@@ -83,7 +85,9 @@ class AsyncEngine:
         self.sampling_defaults: Mapping[str, Any] = (
             generation_defaults(path) if config.model.generation_config == "auto" else {}
         )
-        """Sampling parameters that the model recommends for OpenAI requests. Others have those of `SamplingParams`."""
+        """Sampling parameters that the model recommends, for OpenAI requests. Other protocols use the defaults of
+        `SamplingParams`.
+        """
         self.pooling: Pooling | None = None if path is None else resolve_pooling(config.model.pooling, path, model_spec)
         """How hidden states become embeddings; None: the model does not produce embeddings."""
         self._num_input_ids = model_spec.vocab_size if path is None else model_spec.network.num_input_ids
@@ -112,7 +116,7 @@ class AsyncEngine:
         self.on_failure: Callable[[], None] = lambda: None
 
     def share_tenants(self, other: AsyncEngine) -> None:
-        """Apply `max_waiting` of a tenant to its requests of both models together. Call it before `start`."""
+        """Count a tenant's requests of both models together for its `max_waiting` limit. Call this before `start`."""
         self._queue.share_tenants(other._queue)
 
     def start(self) -> None:
@@ -120,7 +124,7 @@ class AsyncEngine:
         self.replicas.start()
 
     async def stop(self) -> None:
-        """Stop all replicas, a loading one once it has loaded. Unfinished requests end with an error."""
+        """Stop all replicas. A replica that loads stops once it has loaded. Unfinished requests end with an error."""
         await self.replicas.stop()
 
     def health(self) -> EngineHealth:
@@ -130,7 +134,9 @@ class AsyncEngine:
 
     @property
     def max_model_len(self) -> int:
-        """Maximum number of tokens of prompt and output together; a small KV cache reduces the configured number."""
+        """Maximum number of tokens of a request: prompt and output together. A small KV cache reduces the configured
+        number.
+        """
         longest = self.config.model.max_generate_length
         for engine in list(self.replicas.engines.values()):
             if engine.dead is None:
@@ -173,12 +179,12 @@ class AsyncEngine:
         """Submit one request. Return its stream, which ends with the output that has a `finish_reason`.
 
         Args:
-            request_id: The client's id of the request, which other requests may have too.
-            fork_of: A request with the same prompt, with which the new one shares replica and prompt blocks.
+            request_id: The client's id of the request. Other requests may have the same id.
+            fork_of: A request with the same prompt. The new request shares its replica and its prompt blocks.
             wants_vector: Whether the last output must include the last hidden state of the prompt.
             has_siblings: Whether other requests fork from this one, so that it must not migrate.
-            admission: Result of `check_capacity` for the request's group, which is then not checked again.
-            sharing: How the answer is coalesced with that of identical requests; None: it is not.
+            admission: Result of `check_capacity` for the request's group; the request is then not checked again.
+            sharing: How identical requests share the answer; None: they do not.
 
         Raises:
             RequestError: The request can never be served, for instance because it is too long, or its adapter was
@@ -290,7 +296,7 @@ class AsyncEngine:
         return stream
 
     def _join(self, shared: CoalescedResponse, client_id: str, caller: Caller) -> RequestStream:
-        """Return a stream of an answer that another request computes or has computed."""
+        """Return a stream of an answer that is computed, or was computed, for another request."""
         self.metrics.record_coalesced()
         self._requests.record_coalesced(client_id, shared.request_id)
         opened = self._requests.by_id.get(shared.request_id)
@@ -299,7 +305,8 @@ class AsyncEngine:
         return shared.read(client_id, caller.http_timings, deadline=caller.deadline)
 
     def check_capacity(self, prompt_lens: Sequence[int], caller: Caller = ANONYMOUS, num_each: int = 1) -> Admission:
-        """Check a group of requests, given the lengths of their prompts, against all admission limits.
+        """Check a group of requests against all admission limits. `prompt_lens`: number of prompt tokens of each
+        request.
 
         Each `num_each` consecutive requests share a prompt, which is computed once unless they form a static batch. The
         result is valid for `generate` until the event loop runs another task. Raise the errors of `generate`.
@@ -309,8 +316,8 @@ class AsyncEngine:
         return self._admit(self._router.route(prompt_lens, caller), prompt_lens, caller, uncached)
 
     def precheck_capacity(self, min_lens: Sequence[int], caller: Caller = ANONYMOUS) -> None:
-        """Before tokenization, raise the errors of `check_capacity` if even prompts of the minimum lengths exceed a
-        limit.
+        """Raise the errors of `check_capacity` if even prompts of the minimum lengths would exceed a limit. Called
+        before tokenization, when the exact lengths are unknown.
         """
         replica = self._router.load_of(self._router.route(min_lens, caller))
         self._admission.check(min_lens, caller, replica, self._admission.min_uncached(min_lens))
@@ -332,7 +339,7 @@ class AsyncEngine:
         return self._admission.predict_s([num_prompt_tokens], request_class, tenant, replica)
 
     def refused_since(self, time: float) -> list[RefusedRequests]:
-        """Return the requests that admission control refused since a time on the engine's clock."""
+        """Return the requests that admission control refused since `time`, in seconds on the engine's clock."""
         return self._admission.refused_since(time)
 
     def _class_load(self, name: str) -> ClassLoad:
@@ -347,7 +354,7 @@ class AsyncEngine:
             return None
 
     def _follow(self, config: ServingConfig) -> None:
-        """Apply another configuration to future requests."""
+        """Apply a reloaded configuration to future requests."""
         self.config = config
         self._dispatcher.reload(config)
         self.metrics.classes.reload(config.request_classes)

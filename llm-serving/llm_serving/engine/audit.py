@@ -1,4 +1,4 @@
-"""Audits: answers given under load are recomputed alone, and compared bit for bit."""
+"""Audits: recompute answers that were given under load with batch size 1, and compare both bit for bit."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 MAX_WAITING: Final = 16
-"""Maximum number of answers that wait until the engine is idle. Newer ones replace older ones."""
+"""Maximum number of answers that wait until the engine is idle. If more wait, the oldest is dropped."""
 MAX_BYTES: Final = 2**24
-"""Maximum bytes of an audited answer's outputs, because up to `MAX_WAITING` answers stay in memory."""
+"""Maximum bytes of the outputs of an answer that is audited. Up to `MAX_WAITING` answers stay in memory."""
 TENANT: Final = "(audits)"
-"""Tenant of the copies. No API key can have this name."""
+"""Tenant of the copies that audits run. No API key can have this name."""
 AUDITED_REASONS: Final = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
@@ -57,16 +57,17 @@ class Answer:
 
 
 class Auditor:
-    """Audits 1 in `every` requests (0: none): a copy runs alone on an idle engine, and both answers must be equal.
+    """Audits 1 in `every` requests (0: none). A copy of the request runs alone on an idle engine, and both answers must
+    be equal.
 
-    Answers are batch-invariant, so any difference is a defect of this server; `audit_mismatch_total` counts them. The
-    copy's own cache salt keeps it from reusing cached blocks. It has the lowest priority and an own tenant, so it
+    Answers are batch-invariant, so any difference is a bug of this server; `audit_mismatch_total` counts them. The copy
+    has its own cache salt, so that it reuses no cached blocks, and the lowest priority and its own tenant, so that it
     delays no client.
     """
 
     def __init__(self, every: int, scheduler: Scheduler, tokenizer: Tokenizer, metrics: Metrics, clock: Clock) -> None:
         self.watched: dict[str, Answer] = {}
-        """Request id -> outputs so far, for selected requests."""
+        """Id of a selected request -> its outputs so far."""
         self.waiting: deque[Answer] = deque(maxlen=MAX_WAITING)
         """Finished answers that have not been compared."""
         self.every = every
@@ -84,17 +85,19 @@ class Auditor:
         return request_id in self.watched
 
     def leave(self, request_id: str) -> Answer | None:
-        """Stop recording a request that another replica continues. Return its outputs if it was selected."""
+        """Stop recording a request that migrates to another replica. Return its outputs so far if it was selected."""
         return self.watched.pop(request_id, None)
 
     def resume(self, request: Request, answer: Answer | None) -> None:
-        """Continue the recording of another replica's auditor."""
+        """Continue to record a request that migrated from another replica. `answer`: its outputs so far; None: not
+        selected.
+        """
         if answer is not None:
             answer.request = request
             self.watched[request.request_id] = answer
 
     def record(self, pieces: list[RequestOutput]) -> None:
-        """Record those outputs that belong to selected requests."""
+        """Record the outputs that belong to selected requests."""
         for piece in pieces:
             answer = self.watched.get(piece.request_id)
             if answer is None:
@@ -129,7 +132,7 @@ class Auditor:
         attach_sink(copy, self._context)
 
     def cancel_copy(self) -> None:
-        """End the running copy, if any, without a comparison."""
+        """Abort the running copy, if any, without a comparison."""
         if self._running is not None:
             sink = self._running[1].request.sink
             assert sink is not None

@@ -60,14 +60,14 @@ class BeamSearch:
     """The beam search of one prompt.
 
     Each step continues every live sequence by its `2 * width` most likely tokens. A continuation by a stop token is
-    finished; the `width` most likely of the others stay live. Ties prefer the earlier sequence, then the more likely
-    token. Finished sequences are ranked by `cumulative_logprob / length ** length_penalty`, where the length counts
-    generated tokens including the stop token. Live sequences finish at `max_tokens`.
+    finished; the `width` most likely of the other continuations stay live. Ties prefer the earlier sequence, then the
+    more likely token. Finished sequences are ranked by `cumulative_logprob / length ** length_penalty`, where the
+    length counts generated tokens including the stop token. Live sequences finish at `max_tokens`.
     """
 
     def __init__(self, params: BeamSearchParams, max_tokens: int, stop_token_ids: Collection[int]) -> None:
         self.live = [Hypothesis()]
-        """Most likely first; empty after the search has ended."""
+        """Live sequences, the most likely first; empty after the search has ended."""
         self._params = params
         self._max_tokens = max_tokens
         self._stop_token_ids = stop_token_ids
@@ -79,8 +79,9 @@ class BeamSearch:
         return not self.live
 
     def advance(self, choices: Sequence[LikelyTokens]) -> list[int]:
-        """Continue every live sequence by one token. `choices`: for each of `live`, at least `2 * width` candidates, or
-        the whole vocabulary. Return for each of the new `live` the index of the old one that it continues.
+        """Continue every live sequence by one token. `choices`: for each sequence in `live`, at least `2 * width`
+        candidates, or the whole vocabulary. Return, for each sequence in the new `live`, the index of the old sequence
+        that it continues.
         """
         width = self._params.width
         continued: list[tuple[int, Hypothesis]] = []
@@ -102,7 +103,7 @@ class BeamSearch:
         return [index for index, _ in surviving][: len(self.live)]
 
     def best(self) -> list[FinishedBeam]:
-        """Return the finished sequences that are the answers, best first."""
+        """Return the best finished sequences, which form the answer, best first."""
         return self._finished[: self._params.num_returned]
 
     def _finish(self, hypothesis: Hypothesis, reason: FinishReason) -> None:
@@ -128,7 +129,7 @@ class BeamSearch:
 
 
 class BeamSearchSink:
-    """The sink of a request with `BeamSearchParams`. The scheduler computes one request for each beam instead.
+    """The output sink of a client's request with `BeamSearchParams`. The scheduler computes one request for each beam.
 
     A beam is paused after its token until the tokens of all beams have arrived. Then the search decides: the first
     continuation of a beam stays in its request, further ones become forks that share its blocks, and a beam without
@@ -142,7 +143,7 @@ class BeamSearchSink:
         self._params = request.beam_search
         self._search = BeamSearch(request.beam_search, request.sampling.max_tokens, request.stop_token_ids)
         self._beams: list[Request] = []
-        """One request for each live sequence of the search, in the same order."""
+        """The requests of the live sequences of the search, in the same order."""
         self._candidates: dict[str, LikelyTokens] = {}
         """Beam id -> candidates that arrived for the current step."""
         self._num_forks = 0
@@ -221,7 +222,7 @@ class BeamSearchSink:
                 scheduler.finish(beam, FinishReason.ABORT)
 
     def _new_beam(self, output_token_ids: list[int], parent: Request | None = None) -> Request:
-        """Add a beam to the group. `parent` has computed all of its tokens except the latest."""
+        """Add a beam to the group. `parent`: the request that has computed all tokens of the beam except the latest."""
         root = self.request
         beam = Request(
             request_id=f"{root.request_id}/{self._num_forks}",

@@ -1,4 +1,4 @@
-"""Request coalescing: the answer to identical requests is computed once and sent to all their clients."""
+"""Request coalescing: the answer to identical requests is computed once and sent to all clients that sent them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from llm_serving.core.timings import Clock, HttpTimings
 from llm_serving.engine.request_stream import RequestStream
 
 PIECE_BYTES: Final = 320
-"""Estimated bytes of an output without its text and log-probabilities."""
+"""Estimated bytes of an output, without its text and log-probabilities."""
 TOKEN_BYTES: Final = 160
-"""Estimated bytes of a token's log-probabilities. Each alternative takes half as much."""
+"""Estimated bytes of a token's log-probability. Each alternative token takes half as much."""
 
 ExtendDeadline = Callable[[str, float | None], None]
 
@@ -24,9 +24,11 @@ class Sharing(NamedTuple):
     """How the answer to a request may be shared with identical requests."""
 
     key: bytes
-    """Equal for requests that may share an answer: identical, of the same tenant, class and cache salt."""
+    """Key of the answer. Identical requests of the same tenant, class and cache salt have the same key and may share
+    it.
+    """
     keeps: bool = False
-    """Whether the answer is kept after it has been computed."""
+    """Whether the finished answer is kept for later requests."""
     grace_s: float = 0.0
     """Seconds for which the computation continues after the last reader has closed its stream."""
 
@@ -50,9 +52,9 @@ class _Reader:
 class CoalescedResponse:
     """The outputs of one answer so far, for current and later readers.
 
-    The computation ends at the latest deadline of all readers, and each reader's stream at its own. `request_id` is the
-    engine's request that computes the answer; `abort` aborts it, and `extend_deadline` gives it a later deadline or
-    none. `grew` is called with the bytes of each new output.
+    The computation ends at the latest deadline of all readers; the stream of each reader ends at the reader's own
+    deadline. `request_id`: id of the engine's request that computes the answer. `abort` aborts this request, and
+    `extend_deadline` gives it a later deadline or none. `grew` is called with the bytes of each new output.
     """
 
     def __init__(
@@ -92,12 +94,12 @@ class CoalescedResponse:
 
     @property
     def is_expired(self) -> bool:
-        """Whether the deadline has passed, so that a new reader may be too late to extend it."""
+        """Whether the deadline has passed, so that a new reader could not extend it in time."""
         return self._deadline is not None and self._clock() >= self._deadline
 
     @property
     def is_answer(self) -> bool:
-        """Whether an identical request can get this answer, because it has not failed or been aborted."""
+        """Whether an identical request can get this answer: it has not failed and was not aborted."""
         return self.last is None or not (self.last.failed or self.last.finish_reason is FinishReason.ABORT)
 
     def read(
@@ -107,13 +109,14 @@ class CoalescedResponse:
         predicted_s: float | None = None,
         deadline: float | None = None,
     ) -> RequestStream:
-        """Return a stream of all outputs, from the first. Closing the last stream ends the computation.
+        """Return a stream of all outputs, starting with the first. When the last stream is closed, the computation
+        ends.
 
         Args:
             client_id: The id by which the client may cancel its request.
             http_timings: Receives the time of the first token.
             predicted_s: Predicted seconds to the first token.
-            deadline: Time on the engine's clock. The first reader's deadline is also that of the engine's request.
+            deadline: Time on the engine's clock. The first reader's deadline also becomes that of the engine's request.
         """
         assert self._pieces is not None
         number = self._num_read = self._num_read + 1
@@ -152,7 +155,9 @@ class CoalescedResponse:
             self._grew(self, size)
 
     def cancel(self, client_ids: Sequence[str]) -> bool:
-        """End the streams of readers with one of these ids. If no other client reads, do nothing and return False."""
+        """End the streams of the readers with one of these ids. If the answer has no other readers, do nothing and
+        return False.
+        """
         mine = [number for number, reader in self._readers.items() if reader.client_id in client_ids]
         if len(mine) == len(self._readers):
             return False
@@ -161,7 +166,7 @@ class CoalescedResponse:
         return True
 
     def drop(self) -> None:
-        """Stop keeping outputs. Current readers still get the rest of the answer."""
+        """Stop keeping outputs for later readers. Current readers still get the rest of the answer."""
         self._pieces = None
 
     def _send(self, reader: _Reader, piece: RequestOutput) -> None:
@@ -171,7 +176,7 @@ class CoalescedResponse:
         reader.stream.put(piece)
 
     def _apply_deadlines(self) -> None:
-        """Extend the engine's deadline to the latest of all readers, and start a timer for each reader's own."""
+        """Extend the engine's deadline to the latest deadline of all readers, and start a timer for each reader."""
         for number, reader in self._readers.items():
             if reader.deadline is not None and reader.timer is None:
                 left_s = max(0.0, reader.deadline - self._clock())
@@ -221,10 +226,12 @@ class CoalescedResponse:
 
 
 class CoalescedResponses:
-    """The coalesced responses of a server by key, in flight or kept for `kept_s` seconds. For the event loop only.
+    """The coalesced responses of a server by key. Each is being computed, or kept for `kept_s` seconds. For the event
+    loop only.
 
     If they exceed `max_bytes` (0: nothing is shared), kept answers are removed first, the oldest first, then the
-    largest in flight. Current readers of a removed answer get the rest of it; later requests are computed again.
+    largest answers that are being computed. Current readers of a removed answer get the rest of it; later requests are
+    computed again.
     """
 
     def __init__(self, max_bytes: int, kept_s: float, clock: Clock) -> None:
@@ -234,7 +241,7 @@ class CoalescedResponses:
         self._num_bytes = 0
         self._in_flight: dict[bytes, CoalescedResponse] = {}
         self._kept: dict[bytes, CoalescedResponse] = {}
-        """In the order in which the answers ended."""
+        """Key -> kept answer, in the order in which the answers ended."""
 
     def __len__(self) -> int:
         return len(self._in_flight) + len(self._kept)
@@ -252,7 +259,7 @@ class CoalescedResponses:
         return sum(answer.num_readers for answer in self._in_flight.values())
 
     def find(self, key: bytes) -> CoalescedResponse | None:
-        """Return the answer to requests with a key; None if it must be computed."""
+        """Return the answer for requests with this key; None if there is none."""
         self._expire()
         found = self._in_flight.get(key)
         if found is not None and found.is_expired:
@@ -261,7 +268,7 @@ class CoalescedResponses:
         return found or self._kept.get(key)
 
     def has(self, keys: Sequence[bytes]) -> bool:
-        """Return whether there is at least one key, and an answer for each key."""
+        """Return whether `keys` is not empty and each key has an answer."""
         return bool(keys) and all(self.find(key) is not None for key in keys)
 
     def open(
@@ -275,7 +282,7 @@ class CoalescedResponses:
         return answer
 
     def forget(self, answer: CoalescedResponse) -> None:
-        """Stop offering an answer to further readers."""
+        """Stop sharing this answer with further readers."""
         for table in (self._in_flight, self._kept):
             if table.get(answer.key) is answer:
                 del table[answer.key]
@@ -283,7 +290,7 @@ class CoalescedResponses:
         answer.drop()
 
     def clear(self) -> None:
-        """Stop offering all answers, because the model has changed."""
+        """Stop sharing all answers, because the model has changed."""
         for answer in [*self._in_flight.values(), *self._kept.values()]:
             self.forget(answer)
 

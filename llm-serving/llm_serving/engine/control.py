@@ -30,7 +30,7 @@ DROP_DELAY_S: Final = 0.1
 
 
 class ReplicaRow(NamedTuple):
-    """A replica as shown to an operator."""
+    """State of a replica as shown to an operator."""
 
     replica: int
     state: ReplicaState
@@ -40,10 +40,10 @@ class ReplicaRow(NamedTuple):
 
 
 class Control:
-    """Operations on open requests and replicas. For the event loop only.
+    """Operations on open requests and replicas. Only the event loop may call them.
 
-    `tenant` restricts an operation to the requests of a tenant; None allows all. `request_id` is the client's id of a
-    request, or the id of a response.
+    `tenant` restricts an operation to the requests of a tenant; None allows all tenants. `request_id` is the client's
+    id of a request, or the id of a response.
     """
 
     def __init__(self, config: ServingConfig, lookup: RequestLookup, dispatcher: RequestDispatcher) -> None:
@@ -60,8 +60,8 @@ class Control:
         self._tell(adapter.number, str(adapter.folder))
 
     def drop_adapter(self, registry: AdapterRegistry, adapter: Adapter) -> int:
-        """Free the memory of a removed adapter once its last request has ended. Return the number of its unfinished
-        requests.
+        """Free the memory of a removed adapter after its last request has ended. Return how many of its requests are
+        unfinished.
         """
         unfinished = self._num_of_adapter(adapter.number)
         if adapter.number in registry.folders:  # the same files are still offered under another name
@@ -98,8 +98,8 @@ class Control:
     def cancel(self, request_id: str, tenant: str | None = None) -> list[str]:
         """Cancel the requests with this id. Return the engine's ids of those that had not ended.
 
-        Each gets its final output, with finish reason `abort`, before the engine's next step. If other clients share
-        the answer, it ends only for this client. Raise RequestNotFoundError if the tenant has no such request.
+        Each request gets its final output, with finish reason `abort`, before the engine's next step. If other clients
+        share the answer, it ends only for this client. Raise RequestNotFoundError if the tenant has no such request.
         """
         found = self._lookup.find(request_id, tenant)
         for each in found:
@@ -110,8 +110,8 @@ class Control:
         return [each.request.request_id for each in found]
 
     async def set_priority(self, request_id: str, priority: int, tenant: str | None = None) -> dict[str, bool]:
-        """Change the priority of the requests with this id. Return, for each unfinished one, whether it has the
-        priority now.
+        """Change the priority of the requests with this id. Return engine id -> whether the request has the priority
+        now, for each unfinished request.
 
         Raises:
             RequestError: The priority is out of range.
@@ -165,22 +165,30 @@ class Control:
         ]
 
     def drain(self, replica: int) -> None:
-        """Route no requests to a replica; stop it once it has none. Raise RequestError unless another one serves."""
+        """Route no further requests to a replica, and stop it once it has no requests. Raise RequestError if no other
+        replica serves.
+        """
         self._replicas.drain(replica)
         if (engine := self._replicas.engines.get(replica)) is not None:
             self._dispatcher.leave_if_idle(engine)
 
     def join(self, replica: int) -> None:
-        """Route requests to a drained replica again; load it first if it has left. Raise RequestError if unknown."""
+        """Route requests to a drained replica again. If it has stopped, load it first. Raise RequestError if it does
+        not exist.
+        """
         self._replicas.join(replica)
 
     def _has_moved(self, opened: OpenRequest, record: Request) -> bool:
-        """Return whether an open request has migrated since its engine had it as `record`."""
+        """Return whether an open request has migrated, so that `record`, the object of its former engine, is
+        outdated.
+        """
         has_left = opened.is_in_transfer or opened.request is not record
         return has_left and self._requests.by_id.get(_id_of(opened)) is opened
 
     def _update_queue(self, opened: OpenRequest, request_class: RequestClass, answer: asyncio.Future[bool]) -> None:
-        """Count a request under its new class in admission control, once the scheduler has changed its priority."""
+        """Count a request under its new class in admission control. `answer`: completes when the scheduler has changed
+        the priority.
+        """
         if not answer.cancelled() and answer.exception() is None and answer.result():
             self._queue.change_class(_id_of(opened), request_class)
 

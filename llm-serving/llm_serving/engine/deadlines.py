@@ -1,4 +1,4 @@
-"""Deadlines of requests: ending requests that exceed their deadline or cannot meet it."""
+"""Deadlines of requests. Requests that exceed their deadline or cannot meet it are ended."""
 
 from __future__ import annotations
 
@@ -12,29 +12,33 @@ from llm_serving.engine.sinks import finish
 from llm_serving.scheduler import Scheduler
 
 MIN_CLEANUP_SIZE: Final = 64
-"""Minimum number of heap entries at which stale entries are removed."""
+"""Heaps with fewer entries than this keep their stale entries."""
 CHECK_INTERVAL_S: Final = 0.1
 """Seconds between two searches for waiting requests that cannot meet their deadlines."""
 MAX_CHECKED: Final = 16
 """Maximum number of requests in one such search: those with the earliest deadlines."""
 
 _Entry = tuple[float, str, int, Request]
-"""(deadline, request id, number, request). The number is unique: a request that migrates back is a new object."""
+"""(deadline, request id, number, request). The number is unique, which request ids are not: a request that migrates
+back becomes a new object.
+"""
 
 
 class Deadlines:
-    """The deadlines of one engine's requests. A heap entry is stale once its request ended or has another deadline."""
+    """The deadlines of the requests of one engine. A heap entry is stale once its request has ended or has another
+    deadline.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.heap: list[_Entry] = []
-        """Empty: no request has a deadline."""
+        """Heap of the deadlines; empty if no request has one."""
         self._scheduler = scheduler
         self._numbers = itertools.count()
         self._cleanup_size = MIN_CLEANUP_SIZE
         self._next_check = 0.0
 
     def add(self, request: Request) -> None:
-        """Add the deadline of a request, which must have one. It replaces an earlier deadline."""
+        """Add the deadline of a request, which must have one. It replaces an earlier deadline of the request."""
         assert request.deadline is not None
         heapq.heappush(self.heap, (request.deadline, request.request_id, next(self._numbers), request))
         if len(self.heap) > self._cleanup_size:
@@ -61,12 +65,14 @@ class Deadlines:
         return [request for *_, request in heapq.nsmallest(count, entries)]
 
     def is_due(self, now: float) -> bool:
-        """Return whether `end_expired` may end a request."""
+        """Return whether it is time to call `end_expired`."""
         deadline = self.next
         return deadline is not None and (now >= deadline or now >= self._next_check)
 
     def end_expired(self, now: float, predictor: TtftPredictor, step_began: float) -> None:
-        """End requests that exceed or cannot meet their deadline. `step_began`: start of the oldest step in flight."""
+        """End requests that exceed or cannot meet their deadline. `step_began`: time at which the oldest step in flight
+        began.
+        """
         for request in self.pop_expired(now):
             finish(request, FinishReason.TIMEOUT, f"the request was not done within its {timeout_of(request):g} s")
         if now >= self._next_check:
@@ -75,7 +81,7 @@ class Deadlines:
 
     def _end_hopeless(self, now: float, predictor: TtftPredictor, elapsed_s: float) -> None:
         """End requests whose first token would miss the deadline even if they were the next of their class. If no
-        request runs, end none: the next one starts at once and updates the predictor's measurements.
+        request runs, end none: the next one then starts at once, and its step updates the predictor's measurements.
         """
         speed, scheduler = predictor.speed, self._scheduler
         if speed is None or not scheduler.running:
@@ -114,7 +120,9 @@ def _is_current(entry: _Entry) -> bool:
 
 
 def _first_to_compute(request: Request) -> Request | None:
-    """Return the first request that is computed for this one; None if any of them has been scheduled."""
+    """Return the first request that the scheduler computes for this client's request; None if any has been
+    scheduled.
+    """
     if request.sink is None:
         return None
     computed = request.sink.active_requests

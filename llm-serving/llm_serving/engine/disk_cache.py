@@ -1,9 +1,9 @@
 """The engine's part of the disk cache: it reads the prefixes of arriving requests, and stores computed prompts.
 
-A request with a full block in its prompt waits here, before the scheduler knows it and without a slot, until the
-WorkAgent has read the blocks that are on the disk but not in the cache. After `WAIT_S`, the model computes the blocks
-not read by then. If the WorkAgent does not reply for `LATE_S`, the model computes all of them. The blocks read are part
-of the request (`Request.disk_prefix`), so a recording contains them.
+A request whose prompt fills a block waits here, before the scheduler knows it and without a slot, until the WorkAgent
+has read the blocks that are on disk but not in the KV cache. Blocks that are not read within `WAIT_S` are computed. If
+the WorkAgent does not reply for `LATE_S`, all blocks are computed. The blocks that were read are part of the request
+(`Request.disk_prefix`), so a recording contains them.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ LATE_S: Final = 5.0
 READ_BYTES: Final = 2**24
 """Bytes of the blocks that one message reads."""
 STORED_BYTES: Final = 2**20
-"""Bytes of the blocks that one message stores. A read waits for at most one message."""
+"""Maximum bytes of the blocks that one message stores. It is small because a read may have to wait for a store."""
 READ, STORE, END = range(3)
-"""Order of the messages to the WorkAgent."""
+"""Kinds of messages to the WorkAgent. Messages of a lower kind are sent first."""
 
 
 @dataclass(eq=False, slots=True)
 class _Lookup:
-    """A request that waits for the disk."""
+    """A request that waits for blocks from the disk."""
 
     request: Request
     add: Callable[[], None]
     """Adds the request to the scheduler."""
     hashes: list[bytes]
     table: BlockTable
-    """Blocks of the transfer pool to read into, from the first block of the prompt that is not in the cache."""
+    """Transfer pool blocks to read into. The first is for the first prompt block that is not in the KV cache."""
     key: str
-    """Identifies `table` in the pool."""
+    """Key of `table` in the transfer pool."""
     link: BlockLink
     deadline: float
     """Time after which no further blocks are read."""
     is_waiting: bool = True
     followers: list[_Lookup] = field(default_factory=list)
-    """Requests that wait for this one, because they share its prefix."""
+    """Requests that wait for this one, because it reads a prefix that they share."""
 
 
 class DiskPrefixSink(SequenceSink):
-    """The sink of a request that waits for the disk before the scheduler gets it."""
+    """The output sink of a request that waits for the disk before it is added to the scheduler."""
 
     def __init__(self, request: Request, context: SinkContext, disk_cache: DiskCache) -> None:
         super().__init__(request, context)
@@ -101,9 +101,10 @@ class DiskPrefixSink(SequenceSink):
 
 
 class DiskCache(StepObserver):
-    """Reads and stores blocks through the WorkAgent, the only process that opens the files. For the engine's thread;
-    a separate thread waits for the replies. If the WorkAgent restarts, waiting requests are added without blocks from
-    the disk.
+    """Reads and stores blocks through the WorkAgent, the only process that opens the files.
+
+    Only the engine's thread may call it; a separate thread waits for the replies. If the WorkAgent restarts, waiting
+    requests are added without blocks from the disk.
     """
 
     def __init__(
@@ -115,8 +116,8 @@ class DiskCache(StepObserver):
         post: Callable[[Callable[[], None]], None],
         on_added: Callable[[Request], None],
     ) -> None:
-        """`reads`: blocks of the transfer pool to read into. `post`: calls a function in the engine's thread; it may
-        raise WorkerDiedError. `on_added`: called after the scheduler got a request.
+        """`reads`: transfer pool blocks to read into. `post`: calls a function in the engine's thread; may raise
+        WorkerDiedError. `on_added`: called after the scheduler got a request.
         """
         assert scheduler.blocks.disk is not None
         self._scheduler = scheduler
@@ -127,13 +128,13 @@ class DiskCache(StepObserver):
         self._post = post
         self.on_added = on_added
         self._lookups: dict[str, _Lookup] = {}
-        """Request id -> request that waits."""
+        """Request id -> waiting request."""
         self._reading: dict[bytes, _Lookup] = {}
         """Block hash -> request for which the block is being read."""
         self._storing: set[bytes] = set()
         """Hashes of exported blocks that the WorkAgent has not written yet."""
         self._released: deque[list[TransferBlock]] = deque()
-        """For each step in flight, the blocks that can be used again after it."""
+        """For each step in flight: the transfer pool blocks that can be reused after it."""
         self._is_late = False
         self._numbers = itertools.count()
         self._jobs: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
@@ -141,9 +142,9 @@ class DiskCache(StepObserver):
         self._thread.start()
 
     def attach_sink(self, request: Request, context: SinkContext) -> None:
-        """Give a request its output sink. Requests wait for the disk before they are added, except those with beams or
-        an adapter. Blocks of adapters are not on the disk, because the 31 bits of an adapter's number are too few to
-        identify an adapter for as long as the files exist.
+        """Give a request its output sink. The request then waits for the disk before it is added, unless it is a beam
+        search or uses an adapter. Blocks of adapters are not stored on disk: the adapter's number has only 31 bits, too
+        few to identify the adapter as long as the files exist.
         """
         if request.beam_search is not None or request.adapter:
             attach_sink(request, context)
@@ -156,8 +157,10 @@ class DiskCache(StepObserver):
         return len(self._lookups)
 
     def find(self, request: Request, add: Callable[[], None]) -> None:
-        """Call `add` once the blocks of a request's prompt have been looked up on the disk and read. If its next block
-        is being read for another request, it is added after that request. A fork is added after its parent.
+        """Call `add` after the blocks of a request's prompt on the disk have been read.
+
+        If the next block of the prompt is already being read for another request, this request is added after the
+        other. A fork is added after its parent.
         """
         hashes, link = self._blocks.prompt_hashes(request), self._executor.block_link
         leader = self._lookups.get(request.fork_of or "")
@@ -188,7 +191,7 @@ class DiskCache(StepObserver):
         self._start(READ, partial(self._read, lookup))
 
     def cancel(self, request: Request) -> None:
-        """Forget a request that has finished before it was added."""
+        """Forget a request that has finished before it was added to the scheduler."""
         lookup = self._lookups.pop(request.request_id, None)
         if lookup is not None:
             lookup.is_waiting = False
@@ -268,9 +271,9 @@ class DiskCache(StepObserver):
         except WorkerDiedError:  # the engine handles it
             pass
         except LLMServingError as error:
-            logger.warning("disk cache: a request failed: %s", error)
+            logger.warning("disk cache: a read or write failed: %s", error)
         except Exception:
-            logger.exception("disk cache: a request failed")
+            logger.exception("disk cache: a read or write failed")
         return None
 
     def _reply(self, message: Callable[[], None]) -> None:
@@ -285,7 +288,7 @@ class DiskCache(StepObserver):
         self._jobs.put((order, next(self._numbers), job))
 
     def _found(self, lookup: _Lookup, reply: BlocksLoaded | None) -> None:
-        """Add a request whose blocks have been read."""
+        """Add a request to the scheduler with the blocks that were read. `reply`: None if the read failed."""
         request, self._is_late = lookup.request, False
         for each in [block_hash for block_hash, reader in self._reading.items() if reader is lookup]:
             del self._reading[each]
@@ -320,9 +323,13 @@ class DiskCache(StepObserver):
             self._add(follower)
 
     def _on_late(self) -> None:
-        """Add all waiting requests without blocks from the disk. Until the disk replies, new ones do not wait."""
+        """Add all waiting requests without blocks from the disk. New requests do not wait until the WorkAgent
+        replies.
+        """
         if not self._is_late:
             self._is_late = True
-            logger.warning("disk cache: no reply for %g s; prompts are computed until there is one", LATE_S)
+            logger.warning(
+                "disk cache: the WorkAgent did not reply within %g s; prompts are computed until it does", LATE_S
+            )
         for lookup in list(self._lookups.values()):
             self._add(lookup)

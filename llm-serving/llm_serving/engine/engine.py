@@ -1,4 +1,4 @@
-"""The step loop of one replica, which alone owns its scheduler, blocks and requests."""
+"""The step loop of one replica. Its thread alone owns the replica's scheduler, blocks and requests."""
 
 from __future__ import annotations
 
@@ -36,19 +36,21 @@ BuildStep = Callable[[Schedule, int], StepInput]
 IS_FINISHED: Final = attrgetter("is_finished")
 NEEDS_KNOWN_OUTPUT: Final = attrgetter("needs_known_output")
 SHORT_STEP_S: Final = 0.02
-"""Step duration up to which the engine schedules the next step at once, because a late start would cost more."""
+"""Step duration, in seconds, up to which the engine schedules the next step at once. Scheduling shorter steps late
+would risk that the WorkAgent waits.
+"""
 
 
 class Engine(EngineRequests):
-    """Runs steps: drain the inbox, propose drafts, schedule, submit, collect, update, publish.
+    """Runs the steps of a replica: drain the inbox, propose drafts, schedule, submit, collect, update, publish.
 
-    If the executor allows it, one step is scheduled ahead of the WorkAgent. Observers (`StepObserver`) get every step;
-    listeners (`EngineListener`) get the events for the owner of the replica.
+    If the executor allows it, the next step is scheduled while the WorkAgent computes the current one. Observers
+    (`StepObserver`) get every step; listeners (`EngineListener`) get the events that concern the owner of the replica.
 
     Args (for the others see `EngineRequests`):
         restart_wait_s: Maximum seconds that requests wait for a WorkAgent that restarts.
-        notice: Warning for the operator about the WorkAgent; usually empty.
-        disk_reads: Blocks of the transfer pool to read from the disk into; None: there is no disk cache.
+        notice: Warning about the WorkAgent for the operator; usually empty.
+        disk_reads: Transfer pool blocks to read into from disk; None: there is no disk cache.
         build_step: Builds the input of a step from a schedule and a step number; None: `StepBuilder.build`.
     """
 
@@ -103,7 +105,9 @@ class Engine(EngineRequests):
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run steps until stopped or the WorkAgent is lost. All requests have their final output when this returns."""
+        """Run steps until the engine is stopped or the WorkAgent is lost. When this returns, all requests have their
+        final output.
+        """
         reason, kind = "the server is shutting down", FinishReason.UNAVAILABLE
         try:
             while not self._stopping:
@@ -123,7 +127,9 @@ class Engine(EngineRequests):
         self.close()
 
     def step(self) -> bool:
-        """Submit the next step as late as possible, then collect the oldest. Return False if there was no work."""
+        """Submit the next step as late as possible, then collect the result of the oldest. Return False if there was no
+        work.
+        """
         try:
             self._executor.await_ending()
             self._drain_inbox()
@@ -211,11 +217,15 @@ class Engine(EngineRequests):
         self._times.record_published(self._clock())
 
     def _send_allowed_tokens(self) -> None:
-        """Send the allowed tokens of the oldest step in flight, which need the replies to all steps before it."""
+        """Send the tokens that constraints allow in the oldest step in flight. They depend on the replies to all steps
+        before it.
+        """
         self._executor.set_allowed_tokens(self._builder.allowed(self._in_flight[0]))
 
     def drop_cache(self) -> bool:
-        """Drop the KV cache, and compute its requests again later. Return False while steps are in flight."""
+        """Drop the KV cache and requeue the running requests. Return False, and drop nothing, while steps are in
+        flight.
+        """
         if self._in_flight:
             return False
         self.scheduler.reset_cache()
@@ -234,7 +244,9 @@ class Engine(EngineRequests):
 
     @property
     def forms_late(self) -> bool:
-        """Whether steps are so long that the next one is formed only when the current one is about to end."""
+        """Whether steps are so long that the next one is formed only shortly before the current one ends, so that it
+        includes the latest requests.
+        """
         return self._max_steps_in_flight > 1 and self._times.step_s > SHORT_STEP_S
 
     @property
@@ -244,8 +256,9 @@ class Engine(EngineRequests):
     def _waits_for_replies(self) -> bool:
         """Return whether throughput is higher if no step is scheduled ahead.
 
-        Scheduling after the reply costs master time in each step. But drafts depend on the latest token, and if steps
-        are scheduled ahead, a request that waits for its reply is only in every other step.
+        Without scheduling ahead, the WorkAgent waits while the master schedules. With it, there are no drafts, because
+        drafts depend on the latest token; and a request that needs the reply to its latest token is only in every other
+        step.
         """
         if self._max_steps_in_flight == 1:
             return True
@@ -263,11 +276,11 @@ class Engine(EngineRequests):
 
     @property
     def restarting(self) -> str | None:
-        """Why the WorkAgent is restarting; None if it is not."""
+        """Reason why the WorkAgent is restarting; None if it is not."""
         return self._recovery.restarting
 
     def _recover(self, error: LLMServingError) -> None:
-        """Continue after a step failed or the WorkAgent exited. End only the requests that cause the failure again."""
+        """Continue after a step failed or the WorkAgent exited. End only the requests that reproduce the failure."""
         now = self._clock()
         lost, self._in_flight = list(self._in_flight), deque()
         for observer in self._observers["on_failed"]:
@@ -280,7 +293,9 @@ class Engine(EngineRequests):
             finish(request, FinishReason.ERROR, str(error))
 
     def _on_restart_attempt(self, reason: str) -> None:
-        """End all requests if the WorkAgent has been lost for longer than `restart_wait_s`."""
+        """After a restart attempt, handle messages. End all requests if the WorkAgent has been lost longer than
+        `restart_wait_s`.
+        """
         self._drain_inbox()
         status = self._executor.restart_status
         if status is not None and self._clock() - status.lost_at > self._restart_wait_s:

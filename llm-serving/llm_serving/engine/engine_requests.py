@@ -1,4 +1,4 @@
-"""The requests of one engine: messages from other threads, and operations of the engine's thread."""
+"""The requests of one engine: messages from other threads, and operations that run in the engine's thread."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ class EngineRequests:
     """The part of an engine that adds, changes and ends requests.
 
     Any thread may call the methods of the first group, which post a message that the engine's thread handles between
-    two steps. Only the engine's thread may call those of the second group. One in `audit_every` requests is audited (0:
-    none). `attach_sink` gives a request its output sink, and queues the requests to compute first.
+    two steps. Only the engine's thread may call those of the second group. `audit_every`: one request of this many is
+    audited (0: none). `attach_sink`: gives a client's request its output sink, and queues the requests to compute
+    first.
     """
 
     disk_cache: DiskCache | None = None
@@ -85,7 +86,7 @@ class EngineRequests:
         self._times = StepTimes()
         self._reports = LoadReports(scheduler, self._times)
         self.ttft_predictor = self._reports.predictor
-        """Read by admission control, from any thread."""
+        """Predicts the TTFT. Admission control reads it from other threads."""
         self.fleet = FleetSync(index, scheduler, metrics) if scheduler.limits.num_schedulers > 1 else None
         """Accounting across replicas; None: there is only one replica."""
         self._fairness = self.fleet or FairnessObserver(index, scheduler, metrics)
@@ -96,7 +97,7 @@ class EngineRequests:
         self._sink_context = SinkContext(scheduler, self._processor, self._outputs.append)
         self._auditor = Auditor(audit_every, scheduler, tokenizer, metrics, clock)
         self.migration: RequestMigration | None = None
-        """Passes requests to other replicas and takes theirs; None: requests do not migrate."""
+        """Passes requests to other replicas and continues theirs; None: requests do not migrate."""
         if scheduler.blocks.transfer_pool.pool.num_blocks:
             self.migration = RequestMigration(
                 scheduler, self._processor, self._auditor, self._sink_context, self.event_log, metrics, self._listeners
@@ -105,11 +106,13 @@ class EngineRequests:
     # --- from any thread --------------------------------------------------------------------------------------------
 
     def add_listener(self, listener: EngineListener) -> None:
-        """Also report events to this listener. Call it before the engine serves."""
+        """Report events to this listener too. Call it before the engine serves."""
         self._listeners.append(listener)
 
     def submit(self, request: Request) -> None:
-        """Queue a request that passed admission control. Raise WorkerDiedError if the engine has ended or stops."""
+        """Queue a request that passed admission control. Raise WorkerDiedError if the engine has ended or is
+        stopping.
+        """
         if self._stopping:
             raise WorkerDiedError("the engine is shutting down")
         self.event_log.submitted(request, class_of(request.priority, self.scheduler.classes))
@@ -120,8 +123,8 @@ class EngineRequests:
             raise
 
     def set_adapter(self, number: int, folder: str) -> None:
-        """Make an adapter available to the WorkAgent; with `folder` empty, drop it. Thread-safe; raise WorkerDiedError
-        if the engine has ended.
+        """Load an adapter from `folder` into the WorkAgent; if `folder` is empty, unload it. Thread-safe. Raise
+        WorkerDiedError if the engine has ended.
         """
 
         def change() -> None:
@@ -143,18 +146,22 @@ class EngineRequests:
             self._inbox.post(end)
 
     def take_over(self, migrating: MigratingRequest, *, is_cancelled: bool = False) -> None:
-        """Continue a request of another replica, or end it if it was cancelled. Raise the errors of `submit`."""
+        """Continue a request that migrated from another replica, or end it if it was cancelled. Raise the errors of
+        `submit`.
+        """
         if self._stopping:
             raise WorkerDiedError("the engine is shutting down")
         self._inbox.post(lambda: self._arrive(migrating, is_cancelled))
 
     def reclaim_blocks(self, blocks: list[TransferBlock]) -> None:
-        """Free exported blocks that the importing replicas have read."""
+        """Free exported blocks that the importing replicas have copied."""
         with contextlib.suppress(WorkerDiedError):  # the next owner of the memory starts without exports
             self._inbox.post(lambda: self.scheduler.reclaim_exported_blocks(blocks))
 
     def ask(self, question: Callable[[], T]) -> Future[T]:
-        """Call a function between two steps, and return its result. Raise WorkerDiedError if the engine has ended."""
+        """Call a function in the engine's thread between two steps, and return a future of its result. Raise
+        WorkerDiedError if the engine has ended.
+        """
         answer: Future[T] = Future()
 
         def reply() -> None:
@@ -168,7 +175,7 @@ class EngineRequests:
         return answer
 
     def wake(self) -> None:
-        """Wake the engine, so that it reads the changes of other replicas."""
+        """Wake the engine's thread, so that it applies what other replicas have changed."""
         with contextlib.suppress(WorkerDiedError):
             self._inbox.post(lambda: None)
         for listener in self._listeners:
@@ -187,19 +194,19 @@ class EngineRequests:
         self._inbox, inbox.on_end = inbox, self._report_closing
 
     def close(self) -> None:
-        """Close the inbox's file descriptor. The engine must make no further step."""
+        """Close the file descriptor of the inbox. The engine must not run another step."""
         self._inbox.close("the engine is closed")
         if self.disk_cache is not None:
             self.disk_cache.close()
 
     @property
     def dead(self) -> str | None:
-        """Why the engine ended; None if it has not."""
+        """Reason why the engine ended; None if it has not."""
         return self._inbox.ended
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the engine is shutting down. A request submitted now would end with it."""
+        """Whether the engine is shutting down, so that a request submitted now would end at once."""
         return self._stopping
 
     @property
@@ -295,7 +302,7 @@ class EngineRequests:
 
     @property
     def idle_s(self) -> float | None:
-        """Seconds until there may be work without a message; None: there will be none."""
+        """Seconds until there may be work even if no message arrives; None: only a message brings work."""
         now = self._clock()
         has_batch = len(self.scheduler.waiting) > 0 and not self.is_frozen
         timeouts_s = [self.scheduler.prefill.batch_wait_s(now)] if has_batch else []
@@ -304,7 +311,7 @@ class EngineRequests:
         return min(timeouts_s, default=None)
 
     def _use_disk_cache(self, reads: TransferPool, metrics: Metrics) -> DiskCache:
-        """Let requests wait for their prefix from the disk. `reads`: blocks of the transfer pool to read into."""
+        """Make requests wait for their prefix from the disk. `reads`: transfer pool blocks to read into."""
         self.disk_cache = DiskCache(
             self.scheduler,
             self._executor,
@@ -328,7 +335,7 @@ class EngineRequests:
             self._deadlines.end_expired(now, self.ttft_predictor, self._times.began)
 
     def _publish(self) -> None:
-        """Send the outputs since the last call to the clients, then hand over migrating requests."""
+        """Send the outputs since the last call to the clients. Then pass migrating requests to other replicas."""
         if self._outputs:
             outputs = self._outputs.copy()
             self._outputs.clear()

@@ -13,12 +13,14 @@ from llm_serving.errors import WorkerDiedError
 
 
 class Inbox:
-    """Functions that the engine's thread calls in order between two steps. Any thread may `post`, `wake` and `end`."""
+    """Functions that the engine's thread calls, in order, between two steps. Any thread may call `post`, `wake` and
+    `end`.
+    """
 
     def __init__(self) -> None:
         self.messages: deque[Callable[[], None]] = deque()
         self.ended: str | None = None
-        """Why the inbox accepts no more messages; None if it does."""
+        """Reason why the inbox accepts no more messages; None if it accepts them."""
         self.on_end: Callable[[], None] = lambda: None
         """Called when the inbox ends, from any thread."""
         self._lock = threading.Lock()
@@ -33,18 +35,20 @@ class Inbox:
             os.eventfd_write(self._wake_fd, 1)
 
     def wake(self) -> None:
-        """End the current `wait` of the reader, or its next one."""
+        """End the current `wait` of the reader. If the reader does not wait, its next `wait` returns at once."""
         with self._lock:
             if self.ended is None:  # after the end, the descriptor may belong to another file
                 os.eventfd_write(self._wake_fd, 1)
 
     def handle(self) -> None:
-        """Call all messages, including those that arrive meanwhile."""
+        """Call all messages, including those that arrive during the call."""
         while self.messages:
             self.messages.popleft()()
 
     def wait(self, other_fd: int | None, timeout_s: float | None) -> bool:
-        """Sleep until the reader is woken, `other_fd` is readable or time is up. Return whether only `other_fd` is."""
+        """Sleep until `wake` is called, `other_fd` is readable or `timeout_s` has passed. Return whether only
+        `other_fd` is readable.
+        """
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         if other_fd is not None:

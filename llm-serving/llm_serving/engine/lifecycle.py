@@ -1,4 +1,4 @@
-"""Pause, sleep and replacement of weights of one model, for administrators. For the event loop only."""
+"""Pause, sleep and weight replacement of one model, on request of an administrator. Only the event loop may call it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Running = Literal["finish", "abort", "freeze"]
 """What happens to accepted requests: they finish first, end with finish reason `abort`, or keep their state."""
 NewRequests = Literal["wait", "refuse"]
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
-"""Levels of sleep: a WorkAgent keeps its weights, or exits."""
+"""Levels of sleep. At KEEP_WEIGHTS the WorkAgents keep their weights; at DROP_WEIGHTS they exit."""
 
 
 class Gate:
-    """Holds or refuses new requests while the model pauses or sleeps."""
+    """Makes new requests wait, or refuses them, while the model pauses or sleeps."""
 
     def __init__(self, reason: str, new_requests: NewRequests, max_waiting: int) -> None:
         self.reason = reason
@@ -71,7 +71,7 @@ class Gate:
 
 
 class Lifecycle:
-    """The state of a model between two steps: it serves, pauses or sleeps.
+    """The state of a model: it serves, pauses or sleeps.
 
     `set_weights`: sets the folder that WorkAgents load from now on.
     """
@@ -80,13 +80,15 @@ class Lifecycle:
         self, config: ServingConfig, dispatcher: RequestDispatcher, set_weights: Callable[[Path], None] | None
     ) -> None:
         self.gate: Gate | None = None
-        """Holds or refuses new requests; None: the model serves."""
+        """Makes new requests wait, or refuses them; None: the model serves."""
         self.level = 0
         """Level of sleep; 0: awake."""
         self.weights = config.model.model_path
         """Folder whose weights are served."""
         self._unrecorded = ""
-        """Hash of the weights that a sleeping model will load. The recordings get it when the model wakes up."""
+        """Hash of the weights that a sleeping model will load. It is written to the recordings when the model wakes
+        up.
+        """
         self._config = config
         self._dispatcher = dispatcher
         self._replicas = dispatcher.replicas
@@ -99,7 +101,7 @@ class Lifecycle:
 
     @property
     def health(self) -> EngineHealth | None:
-        """The health of a model that does not serve now; None: it serves."""
+        """The health of a model that pauses or sleeps; None: the model serves."""
         if self.gate is None:
             return None
         health = self._replicas.health()
@@ -123,9 +125,9 @@ class Lifecycle:
             await self._open("resumed")
 
     async def sleep(self, level: int, running: Running, new_requests: NewRequests) -> None:
-        """Drop the KV cache and, at level 2, the weights, once accepted requests have finished or were aborted.
+        """Drop the KV cache, and at level 2 also the weights, after accepted requests have finished or were aborted.
 
-        At level 1 they may be frozen: they are computed again and continue when the model wakes up.
+        At level 1 accepted requests may be frozen: they are computed again and continue when the model wakes up.
         """
         drops_weights = level == DROP_WEIGHTS or self._config.device.device_target != "CPU"
         if running == "freeze" and drops_weights:
@@ -155,9 +157,11 @@ class Lifecycle:
                 await self._open("awake")
 
     async def replace_weights(self, folder: Path, running: Running, new_requests: NewRequests) -> str:
-        """Serve the weights of another folder, once accepted requests have finished or were aborted. Return the hash
-        of these weights. A model that sleeps loads them when it wakes up. If they cannot be loaded, load the former
-        weights again and raise UnavailableError.
+        """Serve the weights of another folder, after accepted requests have finished or were aborted. Return the hash
+        of these weights.
+
+        A sleeping model loads the weights when it wakes up. If they cannot be loaded, load the former weights again and
+        raise UnavailableError.
         """
         before, set_weights = self.weights, self._set_weights
         assert before is not None and set_weights is not None
@@ -219,7 +223,7 @@ class Lifecycle:
             raise RequestError("running", "must be freeze or abort, because accepted requests are frozen", running)
 
     def _hash(self, folder: Path) -> str:
-        """Return the hash of a folder's weights that receipts contain. This reads all weight files."""
+        """Return the weight hash that receipts contain. This reads all weight files of the folder."""
         model = self._config.model
         return content_hashes(ModelFiles.of(folder, model.tokenizer_path or model.model_path)).weights
 
@@ -251,7 +255,7 @@ class Lifecycle:
         logger.info("the model serves again")
 
     async def _settle(self, running: Running) -> None:
-        """Wait until accepted requests have ended, or are frozen."""
+        """Wait until accepted requests have finished, were aborted or are frozen, as `running` says."""
         requests = self._dispatcher.requests.by_id
         if running == "freeze":
             await self._freeze(True)
@@ -272,14 +276,14 @@ class Lifecycle:
         await self._until_true(partial(_note, text=text))
 
     async def _until_true(self, ask: Callable[[Engine], bool]) -> None:
-        """Call a function in the thread of each engine, between two steps, until it returns True."""
+        """Call a function repeatedly in the thread of each engine, between two steps, until it returns True."""
         for engine in self._replicas.living().values():
             with contextlib.suppress(WorkerDiedError):  # the engine has ended; the next one starts without state
                 while not await asyncio.wrap_future(engine.ask(partial(ask, engine))):
                     await asyncio.sleep(POLL_S)
 
     async def _suspend(self) -> None:
-        """Let all WorkAgents exit, so that the system gets their memory back."""
+        """Stop all WorkAgents, so that their memory becomes free."""
         self._is_suspended, self._is_frozen = True, False
         self._replicas.suspend()
         while not self._replicas.all_left:

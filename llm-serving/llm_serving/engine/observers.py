@@ -1,4 +1,6 @@
-"""Listeners of an engine, and observers of its steps: step times, metrics, fairness, TTFT prediction, speculation."""
+"""Listeners to the events of an engine, and observers of its steps: step times, metrics, fairness, TTFT prediction,
+speculation.
+"""
 
 from __future__ import annotations
 
@@ -25,43 +27,49 @@ STEP_MEMORY: Final = 128
 
 
 class EngineListener:
-    """Base class with events that do nothing. Events come in the engine's thread unless stated otherwise."""
+    """Base class of listeners, whose methods do nothing. The engine's thread calls them unless stated otherwise."""
 
     def on_started(self, request_ids: list[str]) -> None:
-        """A step was submitted that computes these requests for the first time. Their outputs come later."""
+        """Called after the submission of the first step of these requests. Their outputs come later."""
 
     def on_restart_attempt(self) -> None:
-        """Another attempt to restart the WorkAgent was made."""
+        """Called after each attempt to restart the WorkAgent."""
 
     def on_closing(self) -> None:
-        """The engine accepts no further requests, because it has ended or is about to. From any thread."""
+        """Called when the engine accepts no further requests, because it has ended or is about to. Any thread may call
+        it.
+        """
 
     def on_woken(self) -> None:
-        """Another replica has changed shared data, which the engine reads before its next step. From any thread."""
+        """Called when another replica has changed shared data, which the engine reads before its next step. Any thread
+        may call it.
+        """
 
     def on_migrating(self, requests: list[MigratingRequest]) -> None:
-        """Other replicas must continue these requests. This engine has published all their outputs."""
+        """Called when other replicas must continue these requests. This engine has published all their outputs."""
 
     def on_blocks_released(self, blocks: list[TransferBlock]) -> None:
-        """This engine has read these exported blocks of other replicas, which may reuse them."""
+        """Called when this engine has copied these exported blocks of other replicas, which may reuse them."""
 
 
 class StepTimes:
-    """Durations of steps and of the master's work for them, in seconds on the engine's clock. Methods are called in
-    this order for each step: record_submitted, record_reply, record_updated (the next step begins), record_published.
+    """Durations of steps and of the master's work for them, in seconds on the engine's clock.
+
+    For each step, the methods are called in this order: record_submitted, record_reply, record_updated (the next step
+    begins), record_published.
     """
 
     def __init__(self) -> None:
         self.began = 0.0
         """Time at which the WorkAgent could begin the oldest step in flight."""
         self.step_s = 0.0
-        """Duration of the latest step, since the WorkAgent could begin it."""
+        """Duration of the latest step, from the time at which the WorkAgent could begin it."""
         self.mean_s: float | None = None
         """Moving average of `step_s`; None before the first step."""
         self.computed_s = 0.0
-        """Duration of the latest step without scheduling, if no other step was in flight."""
+        """Seconds from the previous reply, or from a submission without a step in flight, to the latest reply."""
         self.host_s = 0.0
-        """The master's time for each step: to process a reply and to schedule the next step."""
+        """The master's time for one step, to process a reply and to schedule the next step."""
         self._reply_s = 0.0
         self._replied = 0.0
         """Time of the latest reply, or of a submission while no step was in flight."""
@@ -124,7 +132,7 @@ class FairnessObserver(StepObserver):
         self._limits, self._weights = LimitMonitor(), WeightMonitor(scheduler)
         self._leads: Mapping[str, ClassLead] = {}
         self._shares: Mapping[str, StepShare] | None = None
-        """Arguments of `WeightMonitor.count_violations` for the current step; empty and None with one replica."""
+        """Shares of the current step for `WeightMonitor.count_violations`; None if there is only one replica."""
 
     def on_scheduled(
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
@@ -145,12 +153,12 @@ class FairnessObserver(StepObserver):
 
 
 class LoadReports(StepObserver):
-    """Gives the TTFT predictor the steps and the load of an engine. Other threads only read `predictor`."""
+    """Passes the steps and the load of an engine to the TTFT predictor. Other threads only read `predictor`."""
 
     def __init__(self, scheduler: Scheduler, times: StepTimes) -> None:
         self.predictor = TtftPredictor(scheduler.limits)
         self.num_tokens_left = 0
-        """Number of uncomputed tokens of the prompts that the latest step computes only in part."""
+        """Number of prompt tokens that remain of the prompts which the latest step computes in part."""
         self._scheduler = scheduler
         self._times = times
 
@@ -185,7 +193,7 @@ class LoadReports(StepObserver):
         self._report_in_flight((), self._times.began)
 
     def _report_in_flight(self, steps: Collection[Schedule], began: float) -> None:
-        """Give the predictor the steps in flight, the oldest of which began at `began`."""
+        """Pass the steps in flight to the predictor. `began`: time at which the oldest began."""
         num_tokens = 0
         for each in steps:
             num_tokens += each.num_tokens - len(each.rows)
@@ -193,7 +201,7 @@ class LoadReports(StepObserver):
 
 
 class SpeculationObserver(StepObserver):
-    """Gives the speculation controller the results of its drafts and the step times."""
+    """Passes the results of drafts and the step times to the speculation controller."""
 
     def __init__(self, drafter: SpeculationController, times: StepTimes, metrics: Metrics, runs_ahead: bool) -> None:
         self._drafter, self._times, self._metrics, self._runs_ahead = drafter, times, metrics, runs_ahead

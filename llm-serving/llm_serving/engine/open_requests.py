@@ -15,7 +15,7 @@ from llm_serving.engine.request_stream import RequestStream
 from llm_serving.observability.event_log import client_id_of, client_ids
 
 MAX_COALESCED: Final = 4096
-"""Maximum number of the latest coalesced requests that are remembered."""
+"""Maximum number of coalesced requests whose engine ids are kept, the latest ones."""
 
 
 @dataclass(eq=False, slots=True)
@@ -24,13 +24,13 @@ class OpenRequest:
     stream: RequestStream | CoalescedResponse
     engine: Engine
     deadline: float | None
-    """The latest requested deadline. The engine applies a change later, between two steps."""
+    """The latest requested deadline. The engine applies it between two steps."""
     is_cancelled: bool = field(default=False, init=False)
-    """Whether the request was cancelled, so that its engine, or the next one after a migration, must end it."""
+    """Whether the request was cancelled. Its engine, or the next one after a migration, must then end it."""
     next_engine: Engine | None = field(default=None, init=False)
-    """The engine to which the blocks are being transferred. Meanwhile no engine has the request."""
+    """During a migration: the engine to which the blocks are being transferred. No engine has the request then."""
     priority: int | None = field(default=None, init=False)
-    """Priority set during the transfer, which the request gets afterwards."""
+    """Priority that was set during a migration, for the next engine."""
 
     @property
     def is_in_transfer(self) -> bool:
@@ -38,19 +38,19 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """Unfinished requests by engine id, client id and engine; finished requests are dropped."""
+    """Unfinished requests by engine id, client id and engine."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, OpenRequest] = {}
         """Engine id -> open request. Other classes only read it."""
         self._num_of: Counter[Engine] = Counter()
         self._ranked: Mapping[int, Engine] = {}
-        """The engines of the last call of `by_load`."""
+        """Argument of the latest call of `by_load`."""
         self._by_load: list[tuple[int, int]] = []
-        """The result of the last call of `by_load`, updated with each request."""
+        """Result of the latest call of `by_load`. Each new or finished request updates it."""
         self._num_migrating_to: Counter[Engine] = Counter()
         self._coalesced: dict[str, dict[str, None]] = {}
-        """Client id -> engine ids of the latest coalesced requests that computed its answers."""
+        """Client id -> engine ids of the requests whose answers the client's latest requests share."""
         self._num_coalesced = 0
 
     def __len__(self) -> int:
@@ -70,14 +70,16 @@ class OpenRequests:
         return opened
 
     def start_transfer(self, request_id: str, engine: Engine) -> None:
-        """Record that the blocks of a request are being transferred to an engine, which may not be the last one."""
+        """Record that the blocks of a request are being transferred to an engine. A later call may name another
+        engine.
+        """
         if (opened := self.by_id.get(request_id)) is not None:
             self._end_transfer(opened)
             opened.next_engine = engine
             self._num_migrating_to[engine] += 1
 
     def finish_migration(self, request_id: str, request: Request, engine: Engine) -> None:
-        """Record that an engine continues a request, with a new record of it."""
+        """Record that an engine continues a request. `request`: the new object of the request."""
         if (opened := self.pop(request_id)) is not None:
             opened.request, opened.engine, opened.priority = request, engine, None
             self.add(opened)
@@ -91,7 +93,9 @@ class OpenRequests:
         return self._num_of[engine]
 
     def by_load(self, engines: Mapping[int, Engine]) -> Sequence[tuple[int, int]]:
-        """Return (number of requests, index) of each engine, ascending. Fast if called with the same object again."""
+        """Return (number of requests, index) of each engine, ascending. A repeated call with the same object is
+        fast.
+        """
         if engines is not self._ranked:
             self._ranked = engines
             self._by_load = sorted((self._num_of[engine], index) for index, engine in engines.items())
@@ -102,7 +106,9 @@ class OpenRequests:
         return self._num_migrating_to[engine]
 
     def find(self, client_id: str, tenant: str | None) -> list[OpenRequest]:
-        """Return the requests with this id of a client, a response or the engine. `tenant`: owner; None: any."""
+        """Return the requests whose client id, response id or engine id is `client_id`. `tenant`: owner; None: any
+        tenant.
+        """
         names, engine_ids = client_ids(client_id), {client_id, *self.coalesced_with(client_id)}
         return [
             opened
@@ -111,7 +117,9 @@ class OpenRequests:
         ]
 
     def record_coalesced(self, client_id: str, engine_id: str) -> None:
-        """Record that a client's request gets the answer that the engine computes for another client."""
+        """Record that the answer of the engine's request `engine_id` is also sent to the client's request
+        `client_id`.
+        """
         engine_ids = self._coalesced.setdefault(client_id, {})
         self._num_coalesced += engine_id not in engine_ids
         engine_ids[engine_id] = None
@@ -123,7 +131,7 @@ class OpenRequests:
                 del self._coalesced[oldest]
 
     def coalesced_with(self, client_id: str) -> Sequence[str]:
-        """Return the engine ids of other clients' requests that answer a client's requests."""
+        """Return the engine ids of the requests whose answers the requests with this client id share."""
         return [engine_id for each in client_ids(client_id) for engine_id in self._coalesced.get(each, ())]
 
     def _count(self, engine: Engine, change: int) -> None:

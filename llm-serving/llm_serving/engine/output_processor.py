@@ -1,4 +1,4 @@
-"""Conversion of sampled tokens to the outputs that a client gets."""
+"""Conversion of sampled tokens into the outputs that a client gets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ class ProducedOutput:
 
 
 class OutputProcessor:
-    """Collects the output of each live request until it is sent. Without `metrics`, `event_log` gets no requests."""
+    """Collects the output of each live request until it is sent. If `metrics` is None, `event_log` gets no events
+    either.
+    """
 
     def __init__(self, tokenizer: Tokenizer, metrics: Metrics | None, event_log: EventLog, clock: Clock) -> None:
         self._tokenizer = tokenizer
@@ -47,17 +49,17 @@ class OutputProcessor:
         self._states: dict[str, ProducedOutput] = {}
         self._max_token_len = 0
         self._gaps: list[float] = []
-        """Seconds between consecutive tokens of a request that `flush_token_gaps` has not reported yet."""
+        """Seconds between consecutive tokens of requests, not yet reported to the metrics."""
 
     def start(self, request: Request) -> None:
         self._states[request.request_id] = ProducedOutput(request, self._detokenizer(request))
 
     def leave(self, request: Request) -> ProducedOutput:
-        """Remove a request that another replica continues, and return its output state."""
+        """Remove a request that migrates to another replica, and return its output state."""
         return self._states.pop(request.request_id)
 
     def resume(self, request: Request, produced: ProducedOutput) -> None:
-        """Continue a request with the output state from another replica's processor."""
+        """Continue a migrated request with the output state of its former replica."""
         produced.request = request
         self._states[request.request_id] = produced
 
@@ -88,7 +90,9 @@ class OutputProcessor:
         return [state.request for state in self._states.values()]
 
     def add_token(self, request: Request, sample: int, output: StepOutput) -> str | None:
-        """Add the token of a sample of `output` to a request. Return the stop string that it completes, if any."""
+        """Add a sampled token to a request. `sample`: index of the token in `output`. Return the stop string that it
+        completes, if any.
+        """
         state = self._states[request.request_id]
         token_id: int = output.token_ids.item(sample)
         state.token_ids += (token_id,)
@@ -105,7 +109,9 @@ class OutputProcessor:
     def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
-        """Add results as `OutputSink.add_prompt_result` does, except those that an earlier step has reported."""
+        """Add prompt results, see `OutputSink.add_prompt_result`. Results that an earlier step has returned are
+        ignored.
+        """
         state = self._states[request.request_id]
         if logprobs is not None:
             assert start <= state.num_results, f"log-probabilities of {request.request_id} are missing"
@@ -117,7 +123,9 @@ class OutputProcessor:
             state.vector = vector
 
     def pop_output(self, request: Request, error: str | None = None, *, num_pending: int = 0) -> RequestOutput:
-        """Return the output since the last call: the last one if the request has finished and no token is pending."""
+        """Return the output since the last call. It is the final output if the request has finished and no token is
+        pending.
+        """
         state = self._states[request.request_id]
         is_last = request.is_finished and not num_pending
         if is_last:
@@ -162,7 +170,9 @@ class OutputProcessor:
         state.last_token_time = now
 
     def flush_token_gaps(self) -> None:
-        """Report the times between tokens to the metrics, once for each step, because each report takes a lock."""
+        """Report the times between tokens to the metrics. Called once for each step, because each report takes a
+        lock.
+        """
         if self._metrics is not None and self._gaps:
             self._metrics.record_inter_tokens(self._gaps)
             self._gaps = []
@@ -195,7 +205,7 @@ class OutputProcessor:
 
 @dataclass(frozen=True, slots=True)
 class SinkContext:
-    """What all output sinks of an engine share."""
+    """Objects that all output sinks of an engine share."""
 
     scheduler: Scheduler
     processor: OutputProcessor

@@ -1,4 +1,6 @@
-"""Recovery after a failed step: find the request that causes the failure by bisection, and continue the others."""
+"""Recovery after a failed step: find the requests that cause the failure by bisection, and continue the other
+requests.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ T = TypeVar("T")
 
 logger = get_logger(__name__)
 DEATHS_TO_SUSPECT: Final = 2
-"""Number of WorkAgent exits after which the requests in all lost steps are tested as the cause."""
+"""Number of consecutive steps that a request loses by exits of the WorkAgent before it is tested as the cause."""
 MAX_LOST_STEPS: Final = 4
-"""Number of consecutive lost steps after which a request ends, even if no test shows that it is the cause."""
+"""Number of consecutive lost steps after which a request ends, even if no test has shown that it is the cause."""
 
 
 def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) -> list[T]:
-    """Return the suspects that fail alone, by bisection: about 2 log2(n) trials (`passes`) for each. Empty if the
-    failure does not repeat, or only in a combination.
+    """Return the suspects that fail alone, found by bisection with about 2 log2(n) trials for each. `passes`: runs a
+    trial. Return none if the failure does not recur, or only in a combination of requests.
     """
     if passes(suspects):
         return []
@@ -43,8 +45,11 @@ def find_culprits(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) 
 
 
 class Recovery:
-    """Restores a replica after steps were lost. The WorkAgent recomputes lost KV blocks from the master's tokens.
-    `on_restart_attempt` is called after each attempt to restart it, `on_trial_step` before each step of a trial.
+    """Restores a replica after a loss of steps. The WorkAgent recomputes lost KV blocks from the tokens that the master
+    has.
+
+    `on_restart_attempt` is called after each attempt to restart the WorkAgent, `on_trial_step` before each step of a
+    trial.
     """
 
     def __init__(
@@ -57,7 +62,7 @@ class Recovery:
         pooling: PoolingMode = PoolingMode.LAST,
     ) -> None:
         self.restarting: str | None = None
-        """Why the WorkAgent is restarting; None if it is not."""
+        """Reason why the WorkAgent is restarting; None if it is not."""
         self._scheduler = scheduler
         self._executor = executor
         self._metrics = metrics
@@ -66,10 +71,10 @@ class Recovery:
         self._pooling = pooling
 
     def culprits(self, error: LLMServingError, in_flight: Sequence[Schedule]) -> list[Request]:
-        """Restart the WorkAgent if necessary, however long it takes. Return the requests that made a step fail.
+        """Restart the WorkAgent if necessary, however long it takes. Return the requests that caused the failure.
 
-        `error` is that of the oldest step in flight, or of a step that could not be submitted. No step `in_flight` will
-        get a reply. Raise WorkerDiedError if the WorkAgent has exited and is not restarted.
+        `error`: error of the oldest step in flight, or of a step that could not be submitted. `in_flight`: steps that
+        get no reply any more. Raise WorkerDiedError if the WorkAgent has exited and is not restarted.
         """
         logger.error("the WorkAgent lost the submitted steps: %s", error)
         failed = isinstance(error, StepFailedError) and self._survives(in_flight[1:])
@@ -91,7 +96,7 @@ class Recovery:
         )
 
     def _survives(self, further: Sequence[Schedule]) -> bool:
-        """Discard the replies to the steps after a failed one. Return False if the WorkAgent exits meanwhile."""
+        """Discard the replies to the steps after a failed one. Return False if the WorkAgent exits in the meantime."""
         for schedule in further:
             if self._executor.needs_allowed_tokens:
                 self._executor.set_allowed_tokens(all_tokens_allowed(schedule.num_samples))
@@ -119,7 +124,9 @@ class Recovery:
         self._on_restart_attempt(reason)
 
     def _culprits_among(self, suspects: Sequence[Request]) -> list[Request]:
-        """Return the suspects that make a step fail again, or else those whose steps were lost too often."""
+        """Return the suspects that make a step fail again. If there are none, return those that have lost too many
+        steps.
+        """
         if not suspects:
             return []
         guilty = find_culprits(suspects, self._passes)
@@ -130,7 +137,7 @@ class Recovery:
         return guilty
 
     def _passes(self, group: Sequence[Request]) -> bool:
-        """Return whether the WorkAgent can compute copies of these requests up to their latest token and one further.
+        """Return whether the WorkAgent can compute copies of these requests: all their tokens, and one further token.
         Answers are batch-invariant, so a copy causes the same failure as its request.
         """
         scheduler, executor = self._scheduler, self._executor

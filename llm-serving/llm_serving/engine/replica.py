@@ -1,4 +1,4 @@
-"""Builds the parts of one replica: scheduler, KV cache blocks and engine, around an executor."""
+"""Builds the parts of one replica around an executor: scheduler, KV cache blocks and engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 EPOCHS_PER_POOL: Final = 2**22
-"""Distance between the first epochs of successive transfer pools, which use the same memory for their exports."""
+"""Distance between the first epochs of successive transfer pools. They use the same memory and must not repeat
+epochs.
+"""
 _POOL_NUMBERS: Final = itertools.count()
 
 
@@ -50,14 +52,14 @@ def build_scheduler(
     num_state_slots: int = 0,
     num_state_pieces: int = 1,
 ) -> Scheduler:
-    """Create the scheduler of replica `index`, with a KV cache of `num_blocks` and a host pool of `num_swap_blocks`.
+    """Create the scheduler of replica `index`, with a KV cache of `num_blocks` and a host pool of `num_swap_blocks`
+    blocks.
 
     If the configuration names a folder for recordings, the scheduler records its decisions there until it is
-    garbage-collected.
-    `window`: number of latest tokens that every layer of the model attends to; None: some layer attends to all.
-    `whole_prompts`: whether a step must compute whole prompts, because tokens attend to later ones.
-    `num_state_slots`: number of state slots; 0: the model has no states. `num_state_pieces`: blocks of the transfer
-    pool that one state takes.
+    garbage-collected. `window`: number of latest tokens to which every layer of the model attends; None: some layer
+    attends to all tokens. `whole_prompts`: whether a step must compute whole prompts, because tokens attend to later
+    ones. `num_state_slots`: number of slots for recurrent states; 0: the model has none. `num_state_pieces`: number of
+    transfer pool blocks that one state occupies.
     """
     scheduler = config.scheduler
     sliding_window = Window.from_model(window, scheduler.max_prefill_tokens, config.model.max_generate_length)
@@ -97,15 +99,15 @@ def create_transfer_pool(num_transfer_blocks: int, index: int) -> TransferPool:
 
 
 def create_disk_exports(num_disk_blocks: int, index: int) -> TransferPool:
-    """Create the pool of blocks that replica `index` writes to the disk. In memory, the pool of blocks that it reads
-    from the disk follows.
+    """Create the pool of transfer blocks from which replica `index` writes to disk. In memory, the pool of blocks that
+    it reads from disk follows.
     """
     return TransferPool(num_disk_blocks, 2 * index * num_disk_blocks, next(_POOL_NUMBERS) * EPOCHS_PER_POOL)
 
 
 def build_rules(config: ServingConfig, max_request_tokens: int, *, whole_prompts: bool = False) -> SchedulingRules:
-    """Return the rules of a scheduler whose KV cache holds requests of up to `max_request_tokens`. With `whole_prompts`
-    the token budget is at least the longest request, also after a reload.
+    """Return the scheduling rules for a KV cache that holds requests of up to `max_request_tokens`. With
+    `whole_prompts`, the token budget is at least the longest request, also after a reload.
     """
     scheduler, model = config.scheduler, config.model
     max_model_len = min(model.max_generate_length, max_request_tokens)
@@ -149,7 +151,7 @@ def _max_steps_in_flight(config: ServingConfig) -> int:
 
 
 def _longest_request(config: ServingConfig, blocks: BlockManager) -> str:
-    """Return a text for the log: the longest request, and which setting limits it."""
+    """Return a text for the log: the maximum length of a request, and which setting limits it."""
     configured = config.model.max_generate_length
     source = config.sources.get("model_config.max_generate_length", "default")
     if blocks.max_request_tokens < configured:
@@ -191,8 +193,8 @@ def build_engine(
     build_drafter: Callable[[ServingConfig, Executor, Clock], SpeculationController | None] = build_drafter,
     **options: Any,
 ) -> Engine:
-    """Create the engine of replica `index`. For the numbers of blocks and of slots, `window` and `whole_prompts` see
-    `build_scheduler`.
+    """Create the engine of replica `index`. `build_scheduler` explains the numbers of blocks and slots, `window` and
+    `whole_prompts`.
     """
     sizes = {"num_state_slots": num_state_slots, "num_state_pieces": num_state_pieces}
     scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, window, clock, whole_prompts, **sizes)

@@ -1,4 +1,4 @@
-"""The engine threads, one for each WorkAgent: each loads, serves, and reloads after a failure; and their health."""
+"""The engine threads and their health. Each thread loads its WorkAgent, serves, and loads again after a failure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ from llm_serving.observability.metrics import ReplicaCounts
 logger = get_logger(__name__)
 T = TypeVar("T")
 OpenReplica = Callable[[int, Publish, Callable[[str], None]], AbstractContextManager[Engine]]
-"""(index, publish, on_progress) -> the replica's engine. Entering may take minutes; leaving stops its WorkAgent."""
+"""(index, publish, on_progress) -> context manager of the replica's engine. Entering it may take minutes; leaving it
+stops the WorkAgent.
+"""
 ReplicaState = Literal["loading", "serving", "restarting", "draining", "left"]
 
 
@@ -45,8 +47,8 @@ class EngineHealth:
 def health_of(
     engines: Mapping[int, Engine], failures: Mapping[int, str], num_replicas: int, progress: str, max_restarts: int
 ) -> EngineHealth:
-    """Return the health of a server, from its engines and failed loads by index. `progress`: of a loading replica.
-    `max_restarts`: maximum number of consecutive restarts that are normal.
+    """Return the health of a server. `engines`, `failures`: engines and load errors by index. `progress`: text of a
+    loading replica. `max_restarts`: number of consecutive restarts above which a replica counts as unhealthy.
     """
     failed = {**failures, **{index: engine.dead for index, engine in engines.items() if engine.dead is not None}}
     restarting = {
@@ -79,20 +81,20 @@ class CallsSoon(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Functions that are called on the event loop for events in an engine thread."""
+    """Functions that the event loop calls for events in an engine thread."""
 
     on_outputs: Callable[[list[RequestOutput]], None]
-    """A step has produced outputs."""
+    """Called with the outputs that a step has produced."""
     on_started: Callable[[list[str]], None]
-    """Requests with these ids were scheduled for the first time. Their outputs come later."""
+    """Called with the ids of requests that were scheduled for the first time. Their outputs come later."""
     on_migrating: Callable[[list[MigratingRequest]], None]
-    """Another replica must continue these requests."""
+    """Called with requests that another replica must continue."""
     on_failure: Callable[[LLMServingError], None]
-    """The server cannot serve and must exit."""
+    """Called when the server cannot serve and must exit."""
     on_ended: Callable[[Engine], None] = lambda engine: None
-    """An engine has ended. It sends no further events."""
+    """Called when an engine has ended. It sends no further events."""
     on_serving: Callable[[Engine], None] = lambda engine: None
-    """A replica that was drained while it loaded is ready. It must leave as soon as it has no requests."""
+    """Called when a replica that was drained while it loaded is ready. It must stop as soon as it has no requests."""
 
 
 class Replicas(EngineListener):
@@ -100,11 +102,11 @@ class Replicas(EngineListener):
 
     def __init__(self, config: ServingConfig, open_replica: OpenReplica, events: Events) -> None:
         self.engines: dict[int, Engine] = {}
-        """Index -> loaded engine. A dead engine stays until its replica has loaded again."""
+        """Index -> loaded engine. An engine that has ended stays until its replica has loaded again."""
         self.accounting = FleetAccounting()
-        """Shared by all engines if there are several."""
+        """Accounting that all engines share if there are several."""
         self.drained: dict[int, threading.Event] = {}
-        """Drained replica -> the event its thread waits for before it loads again. Other classes only read it."""
+        """Index of a drained replica -> event for which the replica's thread waits before it loads again."""
         self._suspended: list[int] = []
         """Replicas that `suspend` drained."""
         self._left: set[int] = set()
@@ -115,9 +117,9 @@ class Replicas(EngineListener):
         self._opening = threading.Lock()
         self._changes = itertools.count(1)
         self._newest_change = 0
-        """Number of the latest change of the replicas, after which `open` must compute its result again."""
+        """Number of the latest change of the replicas. After a change, `open` computes its result again."""
         self._open: tuple[int, Mapping[int, Engine]] = (-1, {})
-        """(number of the latest change included, result of the last `open`)."""
+        """(number of the change up to which it is valid, result of the latest `open`)."""
         self._config = config.serving
         self._num_replicas = config.num_replicas
         self._num_transfer_blocks = config.num_transfer_blocks
@@ -134,7 +136,7 @@ class Replicas(EngineListener):
         return self._num_replicas
 
     def start(self) -> None:
-        """Start loading all replicas. Call it on the event loop. `health` shows the progress."""
+        """Start loading all replicas. Call it on the event loop. `health` reports the progress."""
         self._loop = asyncio.get_running_loop()
         for index in range(len(self)):
             thread = threading.Thread(target=self._run, args=(index,), name=f"engine-{index}", daemon=True)
@@ -142,7 +144,9 @@ class Replicas(EngineListener):
             thread.start()
 
     def drive(self, index: int, make: Callable[[Publish], Engine], loop: CallsSoon) -> Engine:
-        """Add an engine whose steps the caller runs. `make` creates it, given a function that takes its outputs."""
+        """Add an engine whose steps the caller runs. `make`: creates the engine; its argument is the function that
+        takes outputs.
+        """
         self._loop = loop
         engine = self.engines[index] = make(self._publish)
         self.watch(engine)
@@ -154,7 +158,7 @@ class Replicas(EngineListener):
         engine.add_listener(self)
 
     async def stop(self) -> None:
-        """Stop all engines, a loading one once it has loaded. Unfinished requests end with an error."""
+        """Stop all engines. A replica that loads stops once it has loaded. Unfinished requests end with an error."""
         self._stopping.set()
         for joined in self.drained.values():
             joined.set()
@@ -169,7 +173,9 @@ class Replicas(EngineListener):
         return {index: engine for index, engine in list(self.engines.items()) if engine.dead is None}
 
     def open(self) -> Mapping[int, Engine]:
-        """Return the engines that accept requests, by ascending index; the same object until they change."""
+        """Return the engines that accept requests, by ascending index. The same object is returned until these engines
+        change.
+        """
         with self._opening:
             change, found = self._open
             if change != self._newest_change:
@@ -190,7 +196,9 @@ class Replicas(EngineListener):
         self._newest_change = next(self._changes)
 
     def drain(self, index: int) -> None:
-        """Route no requests to the replica; `leave` follows. Raise RequestError unless another one serves."""
+        """Route no further requests to the replica; the caller then calls `leave`. Raise RequestError if no other one
+        serves.
+        """
         self._check(index)
         if index in self.drained:
             return
@@ -212,7 +220,9 @@ class Replicas(EngineListener):
             engine.stop()
 
     def suspend(self) -> None:
-        """Stop all WorkAgents, a loading one once it has loaded. Their threads wait until `unsuspend`."""
+        """Stop all WorkAgents. A WorkAgent that loads stops once it has loaded. Their threads wait until
+        `unsuspend`.
+        """
         for index in range(len(self)):
             if index not in self.drained:
                 self.drained[index] = threading.Event()
@@ -236,7 +246,9 @@ class Replicas(EngineListener):
         return list(self._failures.values())
 
     def reload(self, config: ServingConfig) -> dict[int, Future[None]]:
-        """Make all replicas use another configuration. Return index -> future, done once a living replica uses it."""
+        """Make all replicas use another configuration. Return index -> future that completes once the living replica
+        uses it.
+        """
         self._reloaded = reloaded = (1 if self._reloaded is None else self._reloaded[0] + 1), config
         asked = {}
         for index, engine in self.living().items():
@@ -245,7 +257,7 @@ class Replicas(EngineListener):
         return asked
 
     def reclaim_blocks(self, blocks: list[TransferBlock]) -> None:
-        """Let the replicas that exported these blocks reuse them. Thread-safe."""
+        """Return these blocks to the replicas that exported them, for reuse. Thread-safe."""
         blocks_of: dict[int, list[TransferBlock]] = {}
         for block in blocks:
             blocks_of.setdefault(block[0] // self._num_transfer_blocks, []).append(block)
@@ -253,10 +265,11 @@ class Replicas(EngineListener):
             self.engines[index].reclaim_blocks(given)
 
     def transfer(self, migrating: MigratingRequest, index: int) -> int | None:
-        """Return the replica that continues a request which replica `index` should continue; None: not known yet.
+        """Return the replica that continues a migrating request, which should be `index`; None: its blocks must arrive
+        first.
 
-        With None, its blocks are transferred first, and the request returns with `on_migrating`, without blocks if the
-        transfer failed. If too many transfers wait, the replica that has the blocks continues it.
+        With None, a transfer of the blocks has started. After it, `on_migrating` gets the request again, without blocks
+        if the transfer failed. If too many transfers wait, the replica that has the blocks continues the request.
         """
         blocks, transferred = migrating.blocks, migrating.transferred
         if not blocks or (transferred is not None and transferred.replica == index):
@@ -280,7 +293,9 @@ class Replicas(EngineListener):
         return index
 
     def join(self, index: int) -> None:
-        """Let a drained replica serve again, and load it if it has left. Raise RequestError if the index is unknown."""
+        """Let a drained replica serve again. If it has stopped, load it first. Raise RequestError if the index is
+        unknown.
+        """
         self._check(index)
         joined = self.drained.pop(index, None)
         if joined is not None:
@@ -305,7 +320,7 @@ class Replicas(EngineListener):
             raise RequestError("replica", f"must be an integer from 0 to {len(self) - 1}", index)
 
     def index_of(self, engine: Engine) -> int | None:
-        """Return the index of an engine's replica; None if the replica has a newer engine."""
+        """Return the index of an engine's replica; None if the replica has another engine now."""
         return engine.index if self.engines.get(engine.index) is engine else None
 
     def health(self) -> EngineHealth:
@@ -324,7 +339,7 @@ class Replicas(EngineListener):
     # --- in an engine's thread --------------------------------------------------------------------------------------
 
     def _run(self, index: int) -> None:
-        """Load and serve a replica repeatedly until the server exits, or fails because no replica can be loaded."""
+        """Load and serve a replica, again after each failure. End when the server exits or no replica can be loaded."""
         for attempt in itertools.count(1):
             try:
                 self._serve(index)
@@ -354,7 +369,7 @@ class Replicas(EngineListener):
                 self._ends(index, engine)
 
     def _begins(self, index: int, engine: Engine) -> None:
-        """Let a loaded replica accept requests, unless it was drained meanwhile."""
+        """Let a replica that has loaded accept requests, unless it was drained while it loaded."""
         self.watch(engine)
         if (reloaded := self._reloaded) is not None:
             _reload(engine, *reloaded)
@@ -403,7 +418,7 @@ class Replicas(EngineListener):
     # --- on the event loop ------------------------------------------------------------------------------------------
 
     def _check_restarts(self, _: None) -> None:
-        """Stop the server once every WorkAgent has exhausted its restarts, if the configuration says so."""
+        """Stop the server if every WorkAgent has exhausted its restarts and the configuration demands it."""
         exhausted = any(engine.restarts_exhausted for engine in self.living().values())
         if self._config.exit_without_work_agents and exhausted and all(map(self._is_abandoned, range(len(self)))):
             self._events.on_failure(NoWorkAgentsError(self.health().detail))

@@ -1,4 +1,4 @@
-"""Open requests on the event loop: outputs, starts, cancellations, migrations and failures that engines report."""
+"""Handles on the event loop what engines report about open requests: outputs, starts, migrations and failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ logger = get_logger(__name__)
 
 
 class RequestDispatcher:
-    """Connects open requests with their replicas. An exception ends only its request. For the event loop only."""
+    """Connects open requests with their replicas. An exception ends only the request it concerns. For the event loop
+    only.
+    """
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class RequestDispatcher:
     # --- one request ------------------------------------------------------------------------------------------------
 
     def close(self, request_id: str) -> OpenRequest | None:
-        """Remove a request that has finished or is aborted. Return it if it was open."""
+        """Remove a request that has finished or is aborted. Return it; None if it was not open."""
         self.queue.remove(request_id)
         if request_id in self.router.prompts.requests:
             self.router.prompts.remove(request_id)
@@ -72,7 +74,7 @@ class RequestDispatcher:
         return opened
 
     def abort(self, request_id: str) -> None:
-        """Abort a request. Its tenant's slot stays occupied until the replica that has the request frees it."""
+        """Abort a request. It occupies its tenant's slot until the replica that has the request frees it."""
         opened = self.close(request_id)
         if opened is not None:
             self.discard_coalesced(opened)
@@ -87,12 +89,14 @@ class RequestDispatcher:
                 opened.engine.ask(partial(opened.engine.extend_deadline, request_id, deadline))
 
     def discard_coalesced(self, opened: OpenRequest) -> None:
-        """Stop sharing the answer of a request, which will stay incomplete, with further clients."""
+        """Stop sharing the answer of a request with further clients, because the answer will stay incomplete."""
         if isinstance(opened.stream, CoalescedResponse):
             self.coalesced.forget(opened.stream)
 
     def _fail(self, opened: OpenRequest, error: Exception) -> None:
-        """End a request whose handling raised an exception. Its client gets an error even if this fails too."""
+        """End a request after an exception in its handling. Its client gets an error even if another exception
+        follows.
+        """
         request_id = opened.request.request_id
         piece = failure_output(opened.request, FinishReason.ERROR, f"internal error: {error}")
         for call in (
@@ -125,7 +129,9 @@ class RequestDispatcher:
                 self._fail(opened, error)
 
     def end_requests_of(self, engine: Engine) -> None:
-        """End the requests that an engine left behind: an engine that ends by an exception may not know them all."""
+        """End the open requests of an engine that has ended. If it ended by an exception, it may not have ended all of
+        them.
+        """
         for opened in self.requests.of_engine(engine):
             self._end(opened.request, FinishReason.ERROR, f"its engine has ended: {engine.dead}")
 
@@ -135,7 +141,7 @@ class RequestDispatcher:
             self.replicas.leave(replica)
 
     def migrate(self, requests: list[MigratingRequest]) -> None:
-        """Pass requests whose prompts are computed to replicas that decode."""
+        """Pass requests whose prompts are computed to decode replicas."""
         for migrating in requests:
             try:
                 self._migrate_one(migrating)
@@ -173,7 +179,7 @@ class RequestDispatcher:
         self._end(request, FinishReason.UNAVAILABLE, "no WorkAgent is left that could continue it")
 
     def _fail_migration(self, migrating: MigratingRequest, error: Exception) -> None:
-        """End a request whose migration raised an exception, and free its blocks unless a replica has accepted it."""
+        """End a request whose migration raised an exception. Free its blocks unless a replica has accepted it."""
         request_id = migrating.request.request_id
         opened = self.requests.by_id.get(request_id)
         has_no_replica = opened is None or opened.request is not migrating.request
@@ -185,7 +191,7 @@ class RequestDispatcher:
                 self.replicas.reclaim_blocks(migrating.drop_blocks())
 
     def _end(self, request: Request, reason: FinishReason, error: str) -> None:
-        """End a request that no replica has."""
+        """End a request that no replica has, because it is being migrated."""
         opened = self.close(request.request_id)
         self.replicas.accounting.tenant_slots.end_migration(request.request_id)
         if opened is not None:

@@ -1,4 +1,4 @@
-"""Reading the state of requests and schedulers: explanations, timelines and snapshots."""
+"""Reads the state of requests and schedulers: explanations, timelines and snapshots."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ STATE_TIMEOUT_S: Final = 5.0
 
 
 class RequestLookup:
-    """Reads the event logs and schedulers of all replicas. `tenant` restricts a lookup to the requests of a tenant;
-    None allows all. `request_id` is the client's id of a request, or the id of a response.
+    """Reads the event logs and schedulers of all replicas.
+
+    `tenant` restricts a lookup to the requests of a tenant; None allows all. `request_id` is the client's id of a
+    request, or the id of a response.
     """
 
     def __init__(self, config: ServingConfig, replicas: Replicas, requests: OpenRequests, clock: Clock) -> None:
@@ -36,11 +38,11 @@ class RequestLookup:
         self._requests = requests
         self._clock = clock
         self._states: dict[int, asyncio.Future[SchedulerState]] = {}
-        """Replica -> its latest answer, which may be pending."""
+        """Replica -> future of its latest scheduler state."""
         self._snapshots: dict[int, asyncio.Future[EngineSnapshot]] = {}
 
     def find(self, request_id: str, tenant: str | None) -> list[OpenRequest]:
-        """Return the open requests with an id; empty if all of them have ended. For the event loop only. Raise
+        """Return the open requests with an id; empty if all of them have ended. Only the event loop may call it. Raise
         RequestNotFoundError if no known request has this id, or it belongs to another tenant.
         """
         found, ids = self._requests.find(request_id, tenant), self._ids(request_id)
@@ -51,17 +53,21 @@ class RequestLookup:
         return found
 
     async def scheduler_states(self) -> dict[int, SchedulerState | None]:
-        """Return the scheduler state of each living replica between two steps; None: it did not answer in time."""
+        """Return the scheduler state of each living replica between two steps; None for a replica that did not answer
+        in time.
+        """
         return await self._ask_all(self._states, lambda engine: engine.state, STATE_TIMEOUT_S)
 
     async def snapshots(self, since: float, timeout_s: float) -> dict[int, EngineSnapshot | None]:
-        """Return the scheduler states with the events since a time, for clients that poll."""
+        """Return the scheduler state of each living replica with its events since a time, for clients that poll."""
         return await self._ask_all(self._snapshots, lambda engine: partial(engine.take_snapshot, since), timeout_s)
 
     async def _ask_all(
         self, asked: dict[int, asyncio.Future[T]], question: Callable[[Engine], Callable[[], T]], timeout_s: float
     ) -> dict[int, T | None]:
-        """Return the answers of all living replicas. A replica with a pending answer gets no second question."""
+        """Call a function in each living engine, and return the results. A replica whose answer is pending is not asked
+        again.
+        """
         living = self._replicas.living()
         for index, engine in living.items():
             before = asked.get(index)
@@ -97,7 +103,9 @@ class RequestLookup:
         return found
 
     def timeline(self, num_steps: int, tenant: str | None = None) -> JsonObject:
-        """Return a trace of the latest steps of each replica with their requests, or a tenant's part. Thread-safe."""
+        """Return a trace of the latest steps of each replica with their requests. `tenant`: show only this tenant's
+        requests. Thread-safe.
+        """
         return trace(
             [
                 ReplicaTrace(
@@ -113,7 +121,7 @@ class RequestLookup:
         )
 
     def _ids(self, request_id: str) -> list[str]:
-        """Return the id, and the engine's ids of other clients' requests whose answers the client shared."""
+        """Return the id, and the engine's ids of the requests whose answers the client's request shared."""
         return [request_id, *self._requests.coalesced_with(request_id)]
 
 

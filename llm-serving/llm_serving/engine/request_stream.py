@@ -10,7 +10,7 @@ from typing import Final
 from llm_serving.core.request_output import RequestOutput
 
 MAX_READ_AT_ONCE: Final = 16
-"""Maximum number of outputs that a reader gets without a wait before the event loop runs other tasks."""
+"""Maximum number of outputs that a reader gets in a row before the event loop runs other tasks."""
 
 
 class RequestStream:
@@ -19,13 +19,15 @@ class RequestStream:
     def __init__(self, request_id: str, abort: Callable[[str], None], predicted_s: float | None = None) -> None:
         self.request_id = request_id
         self.predicted_s = predicted_s
-        """Seconds from arrival to the first token, as predicted at admission; None: too few measurements."""
+        """Seconds from arrival to the first token, predicted at admission; None: too few measurements."""
         self._abort = abort
         self._pieces: deque[RequestOutput] = deque()
         self._reader: asyncio.Future[None] | None = None
         """Completes when the next output arrives, if the reader waits for it."""
         self.take: Callable[[RequestOutput], bool] | None = None
-        """Called with an output that the reader waits for, except the last; returns whether it handled it."""
+        """Called with each output that arrives while the reader waits, except the final one. Returns whether it handled
+        the output.
+        """
         self._on_waiting: Callable[[int], None] | None = None
         self._finished = False
         self._num_at_once = 0
@@ -52,7 +54,7 @@ class RequestStream:
         return piece
 
     def report_waiting(self, on_waiting: Callable[[int], None] | None) -> None:
-        """Call `on_waiting` with each change of the bytes of unread outputs; None: stop calling it."""
+        """Call `on_waiting` with the change in bytes whenever the unread outputs change; None: stop calling it."""
         self._on_waiting = on_waiting
         if on_waiting is not None and self._pieces:
             on_waiting(sum(piece.num_bytes for piece in self._pieces))

@@ -1,4 +1,4 @@
-"""Output sinks, which create the answer to a client's request from the results of steps."""
+"""Output sinks. A sink creates the answer to a client's request from the results of steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SequenceSink:
         self._context.scheduler.add(self.request)
 
     def resume(self) -> None:
-        """Queue a migrated request, whose output the processor already has."""
+        """Queue a migrated request, whose earlier output the output processor already has."""
         self._context.scheduler.add(self.request)
 
     def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
@@ -67,7 +67,7 @@ class SequenceSink:
         return self._context.scheduler.set_priority(self.request, priority)
 
     def _finish(self, reason: FinishReason, stop_reason: str | None = None) -> None:
-        """Finish with this reason, even if the latest token also reached a limit."""
+        """Finish with this reason, even if the latest token has already finished the request for another reason."""
         self._context.scheduler.finish(self.request, reason)
         self.request.finish_reason, self.request.stop_reason = reason, stop_reason
 
@@ -83,19 +83,21 @@ OUTPUT_SINKS: Final[dict[type, _CreateSink]] = {
 
 
 def attach_sink(request: Request, context: SinkContext) -> None:
-    """Give a request its output sink, and queue the requests to compute first."""
+    """Give a client's request its output sink, and queue the requests to compute first."""
     request.sink = OUTPUT_SINKS[type(request.beam_search)](request, context)
     request.sink.start()
 
 
 def finish(request: Request, reason: FinishReason, error: str | None = None) -> None:
-    """Finish the answer for which a request is computed. No effect if it has finished."""
+    """Finish the client's request for which `request` is computed. No effect if it has finished."""
     if request.sink is not None:
         request.sink.finish(reason, error)
 
 
 def deliver(schedule: Schedule, updated: list[Request], output: StepOutput) -> None:
-    """Pass each result of a step to the sink of its request. `updated`: result of `Scheduler.update` for the step."""
+    """Pass each result of a step to the sink of its request. `updated`: return value of `Scheduler.update` for the
+    step.
+    """
     failed = _deliver_prompt_results(schedule, output) if schedule.prompt_results else set()
     all_are_live = len(updated) == len(schedule.rows) and not failed  # the usual case, without a set of many rows
     live = set() if all_are_live else set(updated) - failed

@@ -1,7 +1,7 @@
 """Accounting across replicas, because limits of tenants and weights of classes apply to all replicas together.
 
-Between two steps, each engine reports its service and applies what other replicas reported. Its scheduler gets these
-reports as recorded calls, so that its decisions can be replayed.
+Between two steps, each engine reports its service and applies the service that other replicas reported. It passes these
+reports to its scheduler by calls that are recorded, so that the scheduler's decisions can be replayed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Service = Mapping[tuple[str, str], int]
 class TenantUsage:
     """Virtual tokens that all replicas served, by class and tenant. Not thread-safe.
 
-    All lists have one index for each (class, tenant), in order of first service, so that a snapshot is one copy. The
+    All lists have one element for each (class, tenant), in order of first service, so that a snapshot is one copy. The
     lists of a replica may be shorter than the list of totals.
     """
 
@@ -36,18 +36,18 @@ class TenantUsage:
         self._totals: list[int] = []
         self._version = 0
         self._snapshot_versions: dict[int, int] = {}
-        """Replica -> `_version` at its snapshot."""
+        """Replica -> `_version` at the time of its snapshot."""
         self._snapshots: dict[int, list[int]] = {}
-        """Replica -> totals at its snapshot, plus its own service since."""
+        """Replica -> totals at the time of its snapshot, plus the replica's own service since then."""
         self._known: dict[int, list[int]] = {}
-        """Replica -> the part of the totals that `pop_remote` returned to it or that it served itself."""
+        """Replica -> the part of the totals that it knows: its own service, and what `pop_remote` returned to it."""
 
     @property
     def replicas(self) -> set[int]:
         return {*self._snapshots}
 
     def join(self, replica: int) -> None:
-        """Add a replica, which gets only the service that is recorded from now on."""
+        """Add a replica. It gets only service that is recorded later."""
         self._snapshots[replica], self._known[replica] = self._totals.copy(), self._totals.copy()
         self._snapshot_versions[replica] = self._version
 
@@ -74,15 +74,17 @@ class TenantUsage:
         self._version += 1
 
     def has_changed(self, replica: int) -> bool:
-        """Return whether any replica recorded service since this replica's snapshot. Safe without the lock."""
+        """Return whether any replica recorded service since this replica's snapshot. May be called without the lock."""
         return self._snapshot_versions.get(replica) not in (None, self._version)
 
     def take_snapshot(self, replica: int) -> None:
-        """Make the next `pop_remote` of the replica return the service until now."""
+        """Take a snapshot of the totals, up to which the next `pop_remote` of the replica returns service."""
         self._snapshots[replica], self._snapshot_versions[replica] = self._totals.copy(), self._version
 
     def pop_remote(self, replica: int) -> dict[tuple[str, str], int]:
-        """Return the service of other replicas until the last snapshot that was not returned before."""
+        """Return the service of other replicas up to the latest snapshot, without the service that earlier calls
+        returned.
+        """
         snapshot, known = self._snapshots.get(replica), self._known.get(replica)
         if snapshot is None or known is None or snapshot == known:
             return {}
@@ -92,7 +94,9 @@ class TenantUsage:
         return {key: total - before for key, total, before in rows if total != before}
 
     def _clear(self) -> None:
-        """Drop all counts, which is rare. A replica without a recent snapshot misses service not yet returned to it."""
+        """Drop all counts, because there are too many. Replicas lose the service that `pop_remote` has not returned to
+        them.
+        """
         self._indices.clear()
         self._totals.clear()
         for each in (*self._snapshots.values(), *self._known.values()):
@@ -102,30 +106,30 @@ class TenantUsage:
 class FleetAccounting:
     """Tenant usage, class usage and slot leases of all replicas of a master. Thread-safe.
 
-    A replica learns the service of the others before its next step. So the service of tenants with waiting requests
-    differs by what each scheduler alone allows, plus at most what the others compute in two steps.
+    Before each step, a replica gets the service of the other replicas. So the service of two tenants with waiting
+    requests differs at most by what one scheduler allows, plus what the other replicas compute in two steps.
     """
 
     def __init__(self) -> None:
         self.tenant_slots = TenantSlots()
         self.class_usage = FleetClassUsage()
         self.limit_monitor = LimitMonitor()
-        """Checks the limits that `tenant_slots` enforces."""
+        """Monitor that checks the limits which `tenant_slots` enforces."""
         self._lead_monitor = ClassLeadMonitor()
-        """Computes the leads of the classes again, to check those of `class_usage`. Lead: see `FleetClassUsage`."""
+        """Monitor that computes the leads of the classes independently of `class_usage`, to check them."""
         self._class_lock = threading.Lock()
         self._usage_lock = threading.Lock()
         self._tenant_usage = TenantUsage()
 
     @property
     def replicas(self) -> set[int]:
-        """Replicas known to any part. Exact while no engine runs a step."""
+        """Replicas that any part knows. Exact only while no engine runs a step."""
         parts = self.tenant_slots, self.limit_monitor, self.class_usage, self._lead_monitor
         return self._tenant_usage.replicas.union(*(part.replicas for part in parts))
 
     def join(self, replica: int, wake: Callable[[], None] = lambda: None, num_reloads: int = 0) -> None:
-        """Add a replica that uses the rules of reload `num_reloads` (0: the rules of the start). `wake` makes its
-        thread apply changed leases; it may be called from any thread.
+        """Add a replica that uses the rules of reload number `num_reloads` (0: no reload yet). `wake` makes the
+        replica's thread apply changed leases; any thread may call it.
         """
         self.tenant_slots.join(replica, wake)
         self.limit_monitor.join(replica, num_reloads)
@@ -149,8 +153,8 @@ class FleetAccounting:
     def charge_classes(
         self, replica: int, usage: Mapping[str, ClassUsage], service: Mapping[str, int]
     ) -> Mapping[str, ClassLead]:
-        """Add the class usage that a scheduler reports, and the `service` by class, derived from the contents of the
-        step. Return the range of each class's lead since the replica's previous call.
+        """Add the class usage that a scheduler reports. `service`: service of each class, computed from the contents of
+        the step. Return the range of each class's lead (see `FleetClassUsage`) since the replica's previous call.
         """
         with self._class_lock:  # both sums see the steps of all replicas in the same order
             self.class_usage.charge(replica, usage)
@@ -162,24 +166,28 @@ class FleetAccounting:
             self._lead_monitor.leave(replica)
 
     def take_snapshot(self, replica: int) -> None:
-        """Make the next `pop_remote_service` of the replica return the service until now."""
+        """Take a snapshot, up to which the next `pop_remote_service` of the replica returns service."""
         if self._tenant_usage.has_changed(replica):
             with self._usage_lock:
                 self._tenant_usage.take_snapshot(replica)
 
     def pop_remote_service(self, replica: int) -> Service:
-        """Return the service of other replicas until the last snapshot that was not returned before."""
+        """Return the service of other replicas up to the latest snapshot, without the service that earlier calls
+        returned.
+        """
         with self._usage_lock:
             return self._tenant_usage.pop_remote(replica)
 
 
 class FleetSync(FairnessObserver):
-    """Connects the scheduler of replica `index` with the accounting of all replicas. For the engine's thread."""
+    """Connects the scheduler of replica `index` with the accounting of all replicas. Only the engine's thread may call
+    it.
+    """
 
     def __init__(self, index: int, scheduler: Scheduler, metrics: Metrics) -> None:
         super().__init__(index, scheduler, metrics)
         self._accounting = FleetAccounting()
-        """Replaced by the accounting that all replicas share."""
+        """Accounting of this replica only, until `join` replaces it by the accounting that all replicas share."""
         self._num_reloads = 0
 
     def join(self, accounting: FleetAccounting, wake: Callable[[], None]) -> None:
@@ -199,7 +207,9 @@ class FleetSync(FairnessObserver):
             scheduler.deprioritize(exceeding)
 
     def apply_remote_service(self) -> None:
-        """Charge the service of the last snapshot to the scheduler, which needs it while requests wait or arrive."""
+        """Charge the service up to the latest snapshot to the scheduler, which reads it only while requests wait or
+        arrive.
+        """
         if service := self._accounting.pop_remote_service(self._index):
             self._scheduler.charge_remote_service(service)
 
@@ -210,7 +220,7 @@ class FleetSync(FairnessObserver):
         super().on_scheduled(schedule, in_flight, blocked, now)
 
     def report(self, schedule: Schedule | None = None) -> None:
-        """Report the service of a step to the other replicas; None: there is no step, or it repeats the one before."""
+        """Report the service of a step to the other replicas. None: no step ran, or it was a repetition."""
         scheduler, accounting = self._scheduler, self._accounting
         self._leads, self._shares = {}, None
         accounting.add_service(self._index, scheduler.pop_service())
@@ -228,6 +238,6 @@ class FleetSync(FairnessObserver):
         self._limits.record_reload(self._index, kept, number)
 
     def record_migrated(self, request: Request) -> None:
-        """Record that a request of another replica continues here and keeps its tenant's slot."""
+        """Record that this replica continues a migrated request, which keeps the slot of its tenant."""
         self._accounting.tenant_slots.finish_migration(self._index, request.request_id)
         self._metrics.shares_broken(self._limits.record_migrated(request, self._scheduler.limits), 0)

@@ -17,11 +17,13 @@ from llm_serving.scheduler.fair_sharing import ClassUsage
 _NO_CLASSES: Final[frozenset[str]] = frozenset()
 
 MAX_LEAD_QUANTA: Final = 4
-"""Maximum lead (see `FleetClassUsage`), in scheduling quanta, so that no class is deprioritized for too long."""
+"""Maximum lead (see `FleetClassUsage`) in scheduling quanta. It limits how long a class is deprioritized."""
 
 
 class ClassDemand:
-    """Number of replicas on which each class has unmet demand. Updated by replica, so no step scans all replicas."""
+    """Number of replicas on which each class has unmet demand. It is updated incrementally, so no step scans all
+    replicas.
+    """
 
     def __init__(self) -> None:
         self._classes: dict[int, frozenset[str]] = {}
@@ -54,10 +56,12 @@ class ClassDemand:
 
 
 class FleetClassUsage:
-    """Determines which classes exceed their share of all replicas, from the usage that schedulers report. Thread-safe.
+    """Determines which classes exceed their share across all replicas, from the usage that schedulers report.
+    Thread-safe.
 
     The usage of a class is its service divided by its weight. Its lead is its usage minus the lowest usage of all
-    classes with demand. A class with a lead above one scheduling quantum is deprioritized until it is at most half.
+    classes with demand. A class is deprioritized when its lead exceeds one scheduling quantum, until its lead is at
+    most half a quantum.
     """
 
     def __init__(self) -> None:
@@ -109,16 +113,16 @@ class ClassLead(NamedTuple):
 
 
 class ClassLeadMonitor:
-    """Checks the leads of `FleetClassUsage`: computes them again from the contents of steps. Not thread-safe."""
+    """Computes the leads of `FleetClassUsage` again, from the contents of steps, to check them. Not thread-safe."""
 
     def __init__(self) -> None:
         self._leads: Counter[str] = Counter()
         self._demand = ClassDemand()
         self._history: defaultdict[str, ExtremesSince] = defaultdict(ExtremesSince)
-        """Class -> its lead after each call of `record`, by the number of the call."""
+        """Class -> lead of the class after each call of `record`. The index is the number of the call."""
         self._num_records = 0
         self._last_records: dict[int, tuple[int, Collection[str]]] = {}
-        """Replica -> (number of its latest call of `record`, classes in it)."""
+        """Replica -> (number of its latest call of `record`, classes in that call)."""
 
     @property
     def replicas(self) -> set[int]:
@@ -131,8 +135,8 @@ class ClassLeadMonitor:
     def record(
         self, replica: int, service: Mapping[str, int], usage: Mapping[str, ClassUsage]
     ) -> Mapping[str, ClassLead]:
-        """Add the service of a step, divided by weight. Return the range of each lead since the replica's previous
-        call.
+        """Add the `service` of a step (class -> service divided by weight). Return the range of each class's lead since
+        the replica's previous call.
         """
         self._demand.update(replica, usage)
         leads = self._leads
@@ -150,15 +154,17 @@ class ClassLeadMonitor:
 
 
 class ExtremesSince:
-    """Minimum and maximum of a series since a given index. Keeps only values below or above all later ones."""
+    """Minimum and maximum of a series since a given index. To save memory, only values below or above all later ones
+    are kept.
+    """
 
     def __init__(self) -> None:
         self._min_indices: list[int] = []
         self._minima: list[int] = []
-        """Values that are smaller than all later ones, so they and their indices ascend."""
+        """Values that are smaller than all later values, in ascending order, with their indices."""
         self._max_indices: list[int] = []
         self._maxima: list[int] = []
-        """Values that are larger than all later ones, so they descend and their indices ascend."""
+        """Values that are larger than all later values, in descending order, with their indices."""
 
     def add(self, index: int, value: int) -> None:
         """Append a value. Its index must exceed all earlier ones."""

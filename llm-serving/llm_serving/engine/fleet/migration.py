@@ -40,29 +40,31 @@ logger = get_logger(__name__)
 MAX_REQUESTS: Final = 64
 """Maximum number of requests of one replica whose blocks wait for their transfer."""
 MAX_BYTES: Final = 2**30
-"""Maximum bytes of these blocks, unless a single request has more: about a second on a link of 10 Gbit/s."""
+"""Maximum bytes of these blocks: about one second on a link of 10 Gbit/s. A single request may exceed it."""
 CPU_SHARE: Final = 0.5
 """Maximum fraction of one core that all transfer threads together use while a step is in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferredBlocks:
-    """Replica to which the blocks of a request were transferred. They are lost when the link to it closes."""
+    """Destination to which the blocks of a request were transferred. They are lost when the link to this replica
+    closes.
+    """
 
     replica: int
     link: BlockLink
 
 
 class MigratingRequest(NamedTuple):
-    """A request on its way between two engines."""
+    """A request that has left one engine and has not reached the next."""
 
     request: Request
-    """The record for the next engine. The first engine has finished its own record."""
+    """New object of the request, for the next engine. The first engine has finished its own."""
     produced: ProducedOutput
     audited: Answer | None
-    """What the client has received, if the request is audited; otherwise None."""
+    """Outputs that the client has received; None if the request is not audited."""
     exported_at: float
-    """Engine time of the reply to the request's last step."""
+    """Time, on the engine's clock, of the reply to the request's last step."""
     transferred: TransferredBlocks | None = None
     """Where the blocks were transferred; None: they are still in the transfer pool of the first engine's machine."""
 
@@ -72,7 +74,7 @@ class MigratingRequest(NamedTuple):
         return [] if self.request.transfer is None else self.request.transfer.blocks
 
     def drop_blocks(self) -> list[TransferBlock]:
-        """Let the next engine recompute the KV cache. Return the blocks, which can be reclaimed."""
+        """Give up the KV cache, so that the next engine recomputes it. Return the blocks, which can be reclaimed."""
         blocks = self.blocks
         if self.request.transfer is not None:
             self.request.transfer = self.request.transfer.without_blocks()
@@ -97,7 +99,7 @@ def failure_output(request: Request, reason: FinishReason, error: str) -> Reques
 
 
 def continuation_of(request: Request, transfer: Transfer) -> Request:
-    """Return a new record of a request for the engine that continues it."""
+    """Return a copy of a request for the engine that continues it. `transfer`: its KV cache and state."""
     return Request(
         request_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,
@@ -120,10 +122,11 @@ def continuation_of(request: Request, transfer: Transfer) -> Request:
 
 
 class RequestMigration(StepObserver):
-    """Releases and accepts migrating requests of one engine. For the engine's thread.
+    """Sends requests of one engine to other engines, and accepts theirs. Only the engine's thread may call it.
 
-    A request is released after the reply to the step that exports its blocks, when its client has all output. The
-    accepting engine imports the blocks in its first step; after that step, they are reclaimed.
+    A request is handed over after the reply to the step that exports its blocks, when its client has all output so far.
+    The accepting engine imports the blocks in the request's first step there; after that step, the blocks are
+    reclaimed.
     """
 
     def __init__(
@@ -144,11 +147,11 @@ class RequestMigration(StepObserver):
         self._event_log = event_log
         self._metrics = metrics
         self._imported: deque[list[TransferBlock]] = deque()
-        """For each step in flight, the blocks that can be reclaimed after it."""
+        """For each step in flight: the imported blocks that can be reclaimed after it."""
         self._exported: list[tuple[Request, Transfer, float]] = []
-        """(request, its blocks, engine time) of requests that left the scheduler."""
+        """(request, its exported blocks, time on the engine's clock) of requests that left the scheduler."""
         self._accepted: dict[Request, float] = {}
-        """Accepted request -> its `MigratingRequest.exported_at`, until its first step."""
+        """Accepted request -> its `MigratingRequest.exported_at`. Kept until the request's first step."""
 
     def accept(self, migrating: MigratingRequest) -> None:
         """Continue a request of another engine."""
@@ -179,7 +182,9 @@ class RequestMigration(StepObserver):
         self._accepted = {request: time for request, time in self._accepted.items() if not request.is_finished}
 
     def complete_step(self, schedule: Schedule, now: float) -> None:
-        """Reclaim the blocks that the oldest step imported, and remove the requests whose blocks it exported."""
+        """After the reply to a step: reclaim the blocks that it imported, and remove the requests whose blocks it
+        exported.
+        """
         if blocks := self._imported.popleft():
             self._reclaim(blocks)
         for row in schedule.migrating:
@@ -226,7 +231,7 @@ class RequestMigration(StepObserver):
 
 
 class Link(Protocol):
-    """The part of `BlockLink` that a transfer needs."""
+    """The part of `BlockLink` that a transfer uses."""
 
     blocks_per_frame: int
     block_bytes: int
@@ -242,9 +247,9 @@ class Link(Protocol):
 class BlockTransferrer:
     """Transfers blocks between WorkAgents through the master, in frames.
 
-    One thread for each source replica transfers one request after the other, on connections that carry no steps. Its
-    queue is limited in requests and bytes, and each request has `Link.timeout_s` from its arrival. It calls `throttle`
-    before each frame and after each request.
+    One thread for each source replica transfers one request after the other, on connections that carry no steps. The
+    queue of a thread is limited in requests and bytes. Each request must be transferred within `Link.timeout_s` of its
+    arrival. The thread calls `throttle` before each frame and after each request.
     """
 
     def __init__(self, throttle: Callable[[], None] = lambda: None, clock: Clock = monotonic) -> None:
@@ -265,7 +270,7 @@ class BlockTransferrer:
         done: Callable[[bool], None],
     ) -> bool:
         """Start the transfer of a request's blocks from `replica`. Return False if the queue is full or no thread can
-        start. `done` is called in another thread with whether all blocks arrived.
+        start. `done` is called in another thread; its argument is whether all blocks arrived.
         """
         num_bytes = len(blocks) * source.block_bytes
         with self._lock:
@@ -292,7 +297,7 @@ class BlockTransferrer:
         return True
 
     def close(self) -> None:
-        """Wait for the transfers in progress, which fail once their WorkAgents have exited."""
+        """Wait for the transfers in progress. The WorkAgents must have been stopped, so that the transfers fail."""
         for thread in self._threads.values():
             thread.shutdown()
 
@@ -310,7 +315,9 @@ def transfer_blocks(
     clock: Clock = monotonic,
     throttle: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Transfer blocks and return whether all arrived. No frame starts after the deadline or is in flight at the end."""
+    """Transfer blocks, and return whether all arrived. No frame starts after the deadline or is still in flight on
+    return.
+    """
     try:
         with contextlib.ExitStack() as both:
             for link in sorted((source, target), key=id):  # one order for all threads, so no two block each other
@@ -335,7 +342,9 @@ def _pieces(blocks: Sequence[TransferBlock], count: int) -> Iterator[Sequence[Tr
 def _until(
     clock: Clock, deadline: float, pieces: Iterable[Sequence[TransferBlock]], throttle: Callable[[], None]
 ) -> Iterator[Sequence[TransferBlock]]:
-    """Yield pieces. Raise WorkerError after the deadline, because each frame alone may be in time."""
+    """Yield `pieces`. Raise WorkerError after the deadline: each frame has its own timeout, which does not limit their
+    sum.
+    """
     for piece in pieces:
         throttle()
         if clock() > deadline:
@@ -344,7 +353,7 @@ def _until(
 
 
 class _CpuTime(threading.local):
-    """CPU time of the calling thread at its last `TransferThrottle.wait`."""
+    """CPU time of the calling thread at its latest `TransferThrottle.wait`."""
 
     seconds = 0.0
 
@@ -363,10 +372,14 @@ class TransferThrottle:
         self._lock = threading.Lock()
         self._last = _CpuTime()
         self._balanced_at = 0.0
-        """Time at which the CPU time used so far is `CPU_SHARE` of the elapsed time."""
+        """Time at which the CPU time used so far will be `CPU_SHARE` of the elapsed time. Until then, transfer threads
+        sleep.
+        """
 
     def wait(self) -> None:
-        """Sleep until the transfer threads together used at most `CPU_SHARE` of a core. Call it after each piece."""
+        """Sleep until the transfer threads together have used at most `CPU_SHARE` of a core. Call it after each
+        piece.
+        """
         cpu_time = self._cpu_time()
         used_s, self._last.seconds = cpu_time - self._last.seconds, cpu_time
         if not self._has_steps():

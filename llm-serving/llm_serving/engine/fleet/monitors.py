@@ -1,4 +1,6 @@
-"""Monitors that check steps against the rules: weights of classes, and limits of tenants across replicas."""
+"""Monitors that check steps independently of the scheduler: weights of classes, and limits of tenants across
+replicas.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import OUTPUT_TOKEN_WEIGHT
 
 MIN_TENANTS: Final = 64
-"""Number of tenants up to which `LimitMonitor` does not search for tenants without requests."""
+"""`LimitMonitor` searches for tenants without requests only if it knows more tenants than this."""
 
 _UNKNOWN: Final = ClassLead(0, math.inf)
 
@@ -54,23 +56,24 @@ def weighted_service(shares: Mapping[str, StepShare], scheduler: Scheduler) -> d
 class WeightMonitor:
     """Counts how often one replica gives a class a running slot that another class is entitled to.
 
-    While a request of class B waits and B holds less than its share, a class A that has had more service than B since
-    then, divided by weight, must get no slot. Service is that of step contents; it counts `weight_divisor` times for a
-    class above its share of all replicas. B may have had more before its request began to wait, so nothing is counted
-    until the bound on its wait has left time to compensate.
+    The rule: while a request of class B waits and B holds less than its share, a class A that has received more service
+    than B since the wait began, divided by weight, must get no slot. Service is computed from the contents of steps.
+    For a class above its share across all replicas it counts `weight_divisor` times. Before its request began to wait,
+    B may have received more service than A. So no violation is counted until A's excess is larger than the wait bound
+    of B allows.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._queue = scheduler.waiting
         self.excess: dict[tuple[str, str], list[int]] = {}
-        """(A, B) -> slots, tokens and blocks that A has had more than B, divided by weight, while B waits."""
+        """(A, B) -> slots, tokens and blocks, divided by weight, that A has received more than B while B waits."""
 
     def count_violations(
         self, schedule: Schedule, leads: Mapping[str, ClassLead], shares: Mapping[str, StepShare] | None = None
     ) -> int:
-        """Add a step. Return for how many pairs (A, B) it violates the weights. `leads`: those across replicas, if
-        known.
+        """Add a step. Return for how many pairs (A, B) it violates the rule. `leads`: leads of the classes across
+        replicas; empty if unknown. `shares`: result of `step_shares`; None: compute it.
         """
         scheduler = self._scheduler
         if scheduler.waiting is not self._queue:  # a reload has changed the rules
@@ -132,10 +135,10 @@ class _Tenant(NamedTuple):
 
 
 class LimitMonitor:
-    """Counts requests that run beyond the limit of their tenant, over all replicas of a master. Thread-safe.
+    """Counts requests that run although their tenant is at its limit, over all replicas of a master. Thread-safe.
 
-    It knows only limits and which requests have started and finished, not the slot leases. Beams do not count, because
-    all beams of a search run together. After a change of a limit, only requests that get their slot later count.
+    It knows only the limits and which requests have started and finished, not the slot leases. Beams are not counted,
+    because all beams of a search run together. After a limit has changed, it counts only requests that start later.
     """
 
     def __init__(self) -> None:
@@ -143,7 +146,7 @@ class LimitMonitor:
         self._tenants: dict[str, _Tenant] = {}
         self._max_tenants = MIN_TENANTS
         self._reloads: dict[int, int] = {}
-        """Replica -> number of the reload whose rules it uses."""
+        """Replica -> number of the reload whose rules the replica uses."""
         self._kept: dict[int, set[str]] = {}
         """Replica -> ids of the requests that held a tenant slot at its last reload and have not started since."""
 
@@ -162,14 +165,16 @@ class LimitMonitor:
             self._kept.pop(replica, None)
 
     def record_reload(self, replica: int, kept: Iterable[str], number: int) -> None:
-        """Record that a replica uses the rules of reload `number`. The requests `kept` hold slots and start later."""
+        """Record that a replica uses the rules of reload `number`. `kept`: ids of requests that hold slots but start
+        later.
+        """
         with self._lock:
             self._reloads[replica] = number
             self._kept[replica] = {*kept}
             self._tenants.clear()
 
     def record_started(self, requests: Iterable[Request], limits: SchedulerLimits) -> int:
-        """Record requests that got running slots. Return how many of them exceed a limit."""
+        """Record requests that got running slots. Return how many of them exceed their tenant's limit."""
         num_over_limit = 0
         with self._lock:
             for request in requests:
@@ -181,7 +186,9 @@ class LimitMonitor:
         return num_over_limit
 
     def record_migrated(self, request: Request, limits: SchedulerLimits) -> int:
-        """Record a request from another replica, as `record_started`. Return 0 while replicas use different rules."""
+        """Record a request that migrated from another replica. Return 1 if it exceeds its tenant's limit, else 0.
+        Return 0 also while the replicas use different rules.
+        """
         if len({*self._reloads.values()}) > 1:
             return 0
         return self.record_started([request], limits)

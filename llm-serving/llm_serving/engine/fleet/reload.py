@@ -1,4 +1,4 @@
-"""Reload of the configuration by a running server, for keys that need no restart."""
+"""Reload of the configuration while the server runs, for keys that need no restart."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from llm_serving.observability.metrics import Metrics
 logger = get_logger(__name__)
 
 TIMEOUT_S: Final = 5.0
-"""Maximum seconds to wait for the engines. One whose WorkAgent is restarting applies the changes later."""
+"""Maximum seconds to wait for the engines. An engine whose WorkAgent is restarting applies the changes later."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReloadResult:
     changes: list[Change]
     late: list[int]
-    """Replicas that apply the changes later."""
+    """Indices of the replicas that apply the changes later."""
 
 
 class ConfigReloader:
-    """Applies a changed YAML file as a whole or not at all, in each engine between two steps. Event loop only."""
+    """Applies a changed YAML file, either completely or not at all. Each engine applies it between two steps. Only the
+    event loop may call it.
+    """
 
     def __init__(self, config: ServingConfig, replicas: Replicas, metrics: Metrics) -> None:
         self.followers: list[Callable[[ServingConfig], None]] = []
-        """Functions to call with the new configuration. They must not raise errors."""
+        """Functions that are called with each new configuration. They must not raise errors."""
         self._started = self._running = config
         self._replicas = replicas
         self._metrics = metrics

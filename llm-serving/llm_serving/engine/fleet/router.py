@@ -1,4 +1,4 @@
-"""Routing: the replica that serves each request, chosen on the event loop."""
+"""Routing: the event loop chooses the replica that serves each request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from llm_serving.kvcache import BlockManager, BlockPool
 from llm_serving.kvcache.block_table import block_hash, namespace_hash
 
 MAX_BLOCKS: Final = 1024
-"""Maximum number of blocks of a prompt to look up."""
+"""Maximum number of blocks of a prompt that are looked up in the caches of the replicas."""
 
 
 class OpenReplicas:
@@ -42,7 +42,7 @@ class OpenReplicas:
 
     @cached_property
     def caches(self) -> list[tuple[int, Callable[[bytes], bool]]]:
-        """(replica, `BlockPool.is_cached` of its KV cache)."""
+        """(replica, function that returns whether its KV cache has a block hash; see `BlockPool.is_cached`)."""
         return [(index, engine.scheduler.blocks.pool.is_cached) for index, engine in self.engines.items()]
 
     @cached_property
@@ -57,7 +57,7 @@ class OpenReplicas:
 
 
 def prompt_block_hashes(namespace: str, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Return the hashes of a prompt's full blocks that a prefix cache can hold, without the block of its last token."""
+    """Return the hashes of a prompt's full blocks, except the block of its last token, which is always computed."""
     hashes: list[bytes] = []
     previous = namespace_hash(namespace)
     for index in range(min(MAX_BLOCKS, (len(token_ids) - 1) // block_size)):
@@ -67,7 +67,9 @@ def prompt_block_hashes(namespace: str, token_ids: Sequence[int], block_size: in
 
 
 class PromptBlocks:
-    """Prompt blocks of the unfinished requests of each replica. They count as cached, even before they are computed."""
+    """Prompt blocks of the unfinished requests of each replica. Routing treats them as cached, even before they are
+    computed.
+    """
 
     def __init__(self) -> None:
         self.requests: dict[str, tuple[int, Sequence[bytes]]] = {}
@@ -105,11 +107,13 @@ class PromptBlocks:
         self.add(request_id, replica, hashes)
 
     def replicas_with(self, first: bytes, caches: Iterable[tuple[int, Callable[[bytes], bool]]]) -> set[int]:
-        """Return the replicas that have the first block of a prompt, or will compute it; see `OpenReplicas.caches`."""
+        """Return the replicas that have the first block of a prompt, or will compute it. `caches`: see
+        `OpenReplicas.caches`.
+        """
         return {replica for replica, is_cached in caches if is_cached(first)}.union(self._first_blocks.get(first, ()))
 
     def num_found(self, replica: int, hashes: Sequence[bytes], pool: BlockPool) -> int:
-        """Return how many leading blocks a replica has in its cache or will compute."""
+        """Return how many blocks from the start of a prompt a replica has in its cache or will compute."""
         counts = self._counts.get(replica, Counter())
         for number, each in enumerate(hashes):
             if each not in counts and pool.find_cached(each) is None:
@@ -127,8 +131,10 @@ class Route(NamedTuple):
 
 
 class Router:
-    """Routes each request to a living replica by the configured policy. With roles, the request may migrate later. A
-    replica whose WorkAgent is restarting gets requests only if no other accepts any; a drained one gets none.
+    """Chooses a living replica for each request by the configured policy.
+
+    With roles, the request may later migrate to another replica. A replica whose WorkAgent is restarting gets requests
+    only if no other replica accepts any. A drained replica gets none.
     """
 
     def __init__(
@@ -153,7 +159,7 @@ class Router:
         self._clock = clock
         self.prompts = PromptBlocks()
         self._open = self._prefilling = OpenReplicas({})
-        """All replicas that accept requests, and those of them that do not only decode."""
+        """`_open`: all replicas that accept requests. `_prefilling`: those of them whose role includes prefill."""
 
     def reload(self, config: ServingConfig) -> None:
         self._config = config
@@ -175,8 +181,9 @@ class Router:
         return prompt_block_hashes(namespace, prompt_token_ids, block_size)
 
     def route(self, prompt_lens: Sequence[int], caller: Caller, hashes: Sequence[bytes] = ()) -> Route:
-        """Return the best replica for a group of requests, without changing state. `hashes`: blocks of the first
-        prompt. Raise UnavailableError if none accepts requests, or its WorkAgent will not be restarted soon.
+        """Return the best replica for a group of requests, without changing state. `hashes`: block hashes of the first
+        prompt. Raise UnavailableError if no replica accepts requests, or the WorkAgent of the chosen one does not
+        restart soon.
         """
         fleet = self._first_stage()
         if not fleet.engines:
@@ -194,7 +201,9 @@ class Router:
         return route
 
     def route_of(self, stream: RequestStream) -> Route | None:
-        """Return the route of an unfinished request, for one that shares its prompt; None if its replica has ended."""
+        """Return the route of an unfinished request, for another one that shares its prompt; None if its replica has
+        ended.
+        """
         opened = self._requests.by_id.get(stream.request_id)
         if opened is None or opened.engine.dead is not None:
             return None
@@ -206,8 +215,9 @@ class Router:
     def migration_targets(self, preferred: int | None = None) -> list[tuple[int, Engine]]:
         """Return the living replicas that may continue a request whose prompt is computed, the best first.
 
-        The order is: not drained before drained, decoding before prefilling, running before restarting WorkAgents; then
-        the preferred replica, then those with the fewest requests, including requests in migration to them.
+        Replicas are sorted by these criteria: not drained before drained, decoding before prefilling, running before
+        restarting WorkAgents, the preferred replica before others, few requests before many (including requests in
+        migration to them).
         """
         return sorted(
             self._replicas.living().items(),
@@ -224,8 +234,10 @@ class Router:
     # --- replicas ---------------------------------------------------------------------------------------------------
 
     def load_of(self, route: Route, speed_of_another: Callable[[], ReplicaSpeed | None] | None = None) -> ReplicaLoad:
-        """Return the load of the replica for admission control. With too few measured steps it counts as fast as
-        another one (`speed_of_another`); while its WorkAgent restarts, its speed is unknown.
+        """Return the load of the replica for admission control.
+
+        A replica with too few measured steps is assumed to be as fast as another one (`speed_of_another`). While its
+        WorkAgent restarts, its speed is unknown.
         """
         index, engine, num_cached_tokens = route
         speed = None
@@ -243,13 +255,17 @@ class Router:
         )
 
     def smallest_cache(self) -> BlockManager:
-        """Return the KV cache with the smallest maximum request. Raise UnavailableError if no replica is open."""
+        """Return the KV cache with the shortest maximum request length. Raise UnavailableError if no replica is
+        open.
+        """
         if not self._first_stage().engines:
             raise UnavailableError(self._replicas.health().detail)
         return self._open.smallest_cache
 
     def _first_stage(self) -> OpenReplicas:
-        """Return the replicas that may begin a request; those that only decode, only if no other is available."""
+        """Return the replicas that may begin a request. Replicas that only decode are included only if no other is
+        available.
+        """
         engines = self._replicas.open()
         if engines is not self._open.engines:
             self._open = self._prefilling = OpenReplicas(engines)
@@ -312,7 +328,7 @@ class Router:
         )
 
     def _speed_of_another(self) -> ReplicaSpeed | None:
-        """Return the speed of the first living replica with measurements, ignoring whether its KV cache is full."""
+        """Return the speed of the first living replica that has measurements, without the effect of a full KV cache."""
         for engine in list(self._replicas.engines.values()):
             if engine.dead is None and (speed := engine.ttft_predictor.speed) is not None:
                 return replace(speed, num_slots=speed.limits.max_num_seqs)
@@ -325,7 +341,9 @@ class Router:
     def _cached_tokens(
         self, fleet: OpenReplicas, by_load: Sequence[tuple[int, int]], hashes: Sequence[bytes]
     ) -> dict[int, int]:
-        """Return replica -> cached tokens of a prompt, the least loaded replica first, without zeros."""
+        """Return replica -> number of cached tokens of a prompt, the least loaded replica first, without replicas that
+        have none.
+        """
         found = self.prompts.replicas_with(hashes[0], fleet.caches) if hashes else set()
         if not found:
             return {}

@@ -10,21 +10,24 @@ from typing import Final, NamedTuple
 from llm_serving.core.enums import RoutingName
 
 MIN_MATCH: Final = 0.1
-"""Minimum cached fraction of a prompt that counts as a match, as in Ray Serve."""
+"""Minimum fraction of a prompt that must be cached for a replica to count as a match, as in Ray Serve."""
 MAX_IMBALANCE: Final = 16
 """Maximum difference of unfinished requests between replicas at which `PrefixAffinity` considers prefixes."""
 MAX_COMPARED: Final = 8
-"""Maximum number of replicas whose TTFT is predicted: up to half with the longest cached prefix, then by load."""
+"""Maximum number of replicas whose TTFT is predicted. Up to half are those with the longest cached prefix, the rest
+those with the lowest load.
+"""
 OTHERS_WEIGHT: Final = 1 / 3
-"""Weight of the delay of another request. With 1, requests stay with a cached prefix until its queue is seconds longer
-than others; with 0, prefixes are recomputed everywhere and all become slower (docs/results/routing.md).
+"""Weight of the delay of other requests, relative to that of the request. With 1, requests follow a cached prefix until
+the queue of its replica is seconds longer than others. With 0, every replica recomputes prefixes, and all become slower
+(docs/results/routing.md).
 """
 OTHERS_WEIGHT_UNMATCHED: Final = 1 / 10
-"""As `OTHERS_WEIGHT`, if no replica has a match: every replica then computes about as much."""
+"""`OTHERS_WEIGHT` if no replica has a match. It is lower, because every replica then computes about as much."""
 
 
 class Candidate(NamedTuple):
-    """A replica that can be chosen, with its current figures."""
+    """A replica that can be chosen, with its current load."""
 
     replica: int
     num_unfinished: int
@@ -46,13 +49,13 @@ class Candidate(NamedTuple):
 
 
 class Candidates:
-    """Replicas to choose from, at least one. The figures of a replica are computed only when a policy reads them.
+    """Replicas to choose from, at least one. The load of a replica is computed only when a policy reads it.
 
     Args:
         replicas: Indices, ascending.
         by_load: (unfinished requests, index), ascending.
-        cached: Replica -> cached tokens of the prompt, without zeros, the least loaded replica first.
-        is_available: Whether a replica can be chosen; other replicas are skipped.
+        cached: Replica -> cached tokens of the prompt, the least loaded replica first, without replicas that have none.
+        is_available: Returns whether a replica can be chosen; other replicas are skipped.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Candidates:
         return next(self._candidate_of(replica) for _, replica in by_load if self._is_available(replica))
 
     def by_prefix(self) -> Iterator[Candidate]:
-        """Iterate over the replicas with cached tokens, the most tokens first; ties by load."""
+        """Iterate over the replicas with cached tokens, most tokens first. Of equal ones, the least loaded is first."""
         ranked = sorted(self._cached, key=self._cached.__getitem__, reverse=True)  # a stable sort
         return map(self._candidate_of, filter(self._is_available, ranked))
 
@@ -100,7 +103,7 @@ class RoutingPolicy:
     """Whether the policy reads `num_cached_tokens`. If not, prompt blocks are not hashed."""
 
     def choose(self, candidates: Candidates, predict: PredictTtft) -> Candidate:
-        """Return one of the candidates without changing state, because some callers only check admission."""
+        """Return one of the candidates, without changing state: some callers only check admission."""
         raise NotImplementedError
 
     def record_routed(self, replica: int) -> None:
@@ -112,7 +115,8 @@ def load_key(candidate: Candidate) -> tuple[int, int]:
 
 
 class BlockCost(RoutingPolicy):
-    """Chooses the replica with the fewest blocks to compute, counted twice, and to hold, as NVIDIA Dynamo's KV router.
+    """Chooses the replica with the lowest cost, like NVIDIA Dynamo's KV router. The cost is twice the number of blocks
+    to compute, plus the number of blocks to hold.
 
     Source: https://docs.nvidia.com/dynamo/design-docs/router-design
     """
@@ -122,7 +126,9 @@ class BlockCost(RoutingPolicy):
 
 
 def _block_cost(candidate: Candidate) -> float:
-    """Return twice the blocks that the replica would have to compute, plus the blocks that its requests hold."""
+    """Return twice the number of blocks that the replica would have to compute, plus the number that its requests
+    hold.
+    """
     uncached = candidate.num_prompt_tokens - candidate.num_cached_tokens
     num_new = (candidate.num_queued_tokens + uncached) / candidate.block_size
     return 2 * num_new + candidate.num_used_blocks
@@ -138,7 +144,8 @@ class LeastLoaded(RoutingPolicy):
 
 
 class PrefixAffinity(RoutingPolicy):
-    """Chooses the longest cached prefix of the prompt while loads are balanced, as in Ray Serve's prefix-aware router.
+    """Chooses the replica with the longest cached prefix while loads are balanced, like Ray Serve's prefix-aware
+    router.
 
     Source: https://docs.ray.io/en/latest/serve/llm/prefix-aware-request-router.html
     """
@@ -154,10 +161,11 @@ def _is_match(candidate: Candidate) -> bool:
 
 
 class PredictedTtft(RoutingPolicy):
-    """Chooses the lowest predicted TTFT of the request plus a fraction of the delay that it causes to other requests.
+    """Chooses the replica with the lowest predicted TTFT, plus a fraction of the delay that the request causes to
+    others.
 
-    So a cached prefix is worth little on an idle replica and much on a busy one. The delay has a low weight, because
-    most other requests are decoding. `PrefixAffinity` decides until a replica has measured enough steps.
+    So a cached prefix counts little on an idle replica and much on a busy one. The weight of the delay is low, because
+    most other requests are decoding. Until a replica has measured enough steps, `PrefixAffinity` decides.
     """
 
     _unmeasured = PrefixAffinity()

@@ -1,4 +1,4 @@
-"""Leases of running slots: the `max_running` limit of a tenant is divided among the replicas."""
+"""Leases of running slots, which divide the `max_running` limit of a tenant among the replicas."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ class _Tenant:
     def __init__(self) -> None:
         self.limit = 0
         self.demands: dict[int, SlotDemand] = {}
-        """Replica -> its last report."""
+        """Replica -> the latest demand that it reported."""
         self.changes: Counter[int] = Counter()
-        """Replica -> slots leased to it since its report; negative: slots that it must return."""
+        """Replica -> number of slots leased to it since its latest report. Negative: number of slots that it must
+        return.
+        """
         self.last_leases: Counter[int] = Counter()
-        """Replica -> number of the lease that gave it its latest slot."""
+        """Replica -> number of the lease by which it got its latest slot. Leases are numbered in order of time."""
         self.num_leased = 0
 
     def leased_to(self, replica: int) -> int:
@@ -35,9 +37,10 @@ class _Tenant:
 class TenantSlots:
     """Leases the slots of each tenant to the replicas of a master. Thread-safe.
 
-    All leases of a tenant together, with the slots of migrating requests, never exceed its limit. A scheduler returns a
-    slot when a request leaves it, unless it migrates. A free slot goes to the replica with the fewest slots among those
-    that need one; ties go to the one whose last lease is the oldest, so a single slot rotates.
+    All leases of a tenant together, with the slots of migrating requests, never exceed the tenant's limit. A scheduler
+    returns a slot when a request leaves it, unless the request migrates. A free slot goes to the replica with the
+    fewest slots among those that need one. Of equal ones, it goes to the replica whose latest lease is the oldest, so a
+    single slot rotates.
     """
 
     def __init__(self) -> None:
@@ -45,12 +48,12 @@ class TenantSlots:
         self._wakes: dict[int, Callable[[], None]] = {}
         self._tenants: dict[str, _Tenant] = {}
         self._pending: dict[int, set[str]] = {}
-        """Replica -> tenants whose changed leases `exchange` has not returned to it yet."""
+        """Replica -> tenants whose changed leases the replica has not got from `exchange` yet."""
         self.migrating: dict[str, str] = {}
         """Id of a migrating request -> tenant. Other classes only read it."""
         self._num_migrating: Counter[str] = Counter()
         self._arrived: dict[int, list[str]] = {}
-        """Replica -> requests that have migrated to it since its last report."""
+        """Replica -> ids of the requests that have migrated to it since its latest report."""
         self._num_leases = 0
 
     @property
@@ -59,7 +62,7 @@ class TenantSlots:
         return {*self._wakes, *self._pending, *self._arrived, *with_demand}
 
     def join(self, replica: int, wake: Callable[[], None]) -> None:
-        """Add a replica. `wake` makes its thread call `exchange`; it may be called from any thread."""
+        """Add a replica. `wake` makes the replica's thread call `exchange`; any thread may call it."""
         self.leave(replica)
         with self._lock:
             self._wakes[replica] = wake
@@ -81,7 +84,7 @@ class TenantSlots:
             wake()
 
     def start_migration(self, request_id: str, tenant: str) -> None:
-        """Let a request that leaves a replica keep its slot. Idempotent."""
+        """Keep the slot of a request that leaves a replica. A second call has no effect."""
         with self._lock:
             if request_id not in self.migrating:
                 self.migrating[request_id] = tenant
@@ -93,7 +96,7 @@ class TenantSlots:
             self._arrived.setdefault(replica, []).append(request_id)
 
     def end_migration(self, request_id: str) -> None:
-        """Free the slot of a request that ended during its migration. Other requests are ignored."""
+        """Free the slot of a request that ended during its migration. Ids of other requests are ignored."""
         with self._lock:
             tenant = self._pop_migrating(request_id)
             wakes = [] if tenant is None else self._lease({tenant})
@@ -117,7 +120,9 @@ class TenantSlots:
         return {name: number for name, number in changes.items() if number}
 
     def _update(self, replica: int, name: str, demand: SlotDemand) -> None:
-        """Store a demand. Slots beyond it become free; after a limit fell, also unused slots of other replicas."""
+        """Store the demand of a replica. Slots beyond the demand become free. If the limit fell, so do unused slots of
+        others.
+        """
         tenant = self._tenants.setdefault(name, _Tenant())
         is_lower = demand.limit < tenant.limit
         tenant.limit = demand.limit
@@ -149,7 +154,9 @@ class TenantSlots:
         return change
 
     def _lease(self, names: set[str], caller: int | None = None) -> list[Callable[[], None]]:
-        """Lease the free slots of these tenants. Return the `wake` of each replica that got one, except the caller."""
+        """Lease the free slots of these tenants. Return the `wake` of each replica that got a slot, except that of
+        `caller`.
+        """
         got = set()
         for name in sorted(names):
             if (tenant := self._tenants.get(name)) is None:
