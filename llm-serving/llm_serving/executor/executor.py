@@ -1,4 +1,4 @@
-"""Executors: how the engine runs steps, either on a WorkAgent in another process or in this process."""
+"""Executors run the steps of an engine, either on a WorkAgent in another process or in this process."""
 
 from __future__ import annotations
 
@@ -51,17 +51,19 @@ class RestartFailedError(LLMServingError):
 
 
 class Executor(ABC):
-    """Runs steps in the order of submission. The defaults suit a WorkAgent in the master, without restarts."""
+    """Runs steps in the order of submission. The default methods suit a WorkAgent in the master's process, without
+    restarts.
+    """
 
     max_steps_in_flight: int
     """Maximum number of steps that may be submitted before one is collected."""
     next_step: int
     restart_status: RestartStatus | None = None
-    """State of the restart, while the WorkAgent is being restarted; otherwise None."""
+    """State of the restart while the WorkAgent restarts; otherwise None."""
 
     @property
     def restarts_exhausted(self) -> bool:
-        """Whether the number of consecutive restarts without a completed step exceeds its maximum."""
+        """Whether there were more consecutive restarts without a completed step than the maximum."""
         return False
 
     @property
@@ -87,29 +89,30 @@ class Executor(ABC):
         """Send the allowed tokens of the oldest submitted step. Errors are raised by `collect`."""
 
     def await_ending(self) -> None:  # noqa: B027
-        """Wait until the latest step is about to end, the best moment to schedule the next one.
+        """Wait until the latest step is about to end, which is the best moment to schedule the next one.
 
-        Earlier, a step would miss requests that arrive in between; later, the WorkAgent would idle. Return at once if
-        no step is in flight, or the latest was submitted without `announce_ending`. Raise the errors of `collect`.
+        If the engine scheduled earlier, the next step would miss requests that arrive in the meantime; later, the
+        WorkAgent would idle. Return at once if no step is in flight, or the latest was submitted without
+        `announce_ending`. Raise the errors of `collect`.
         """
 
     @abstractmethod
     def collect(self) -> StepOutput:
-        """Wait for the output of the oldest submitted step. Raise StepFailedError if that step failed, or WorkerError
-        if no further output will come, because the WorkAgent exited or sent an invalid message.
+        """Wait for the output of the oldest submitted step. Raise StepFailedError if that step failed. Raise
+        WorkerError if no further output will come, because the WorkAgent exited or sent an invalid message.
         """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return the draft tokens for each request; none if the draft model fails. No step may be in flight. Raise
-        WorkerError as `collect` does.
+        """Return the draft tokens for each request, or none for all if the draft model fails. No step may be in flight.
+        Raise WorkerError as `collect` does.
         """
         return [[] for _ in requests]
 
     def drop_cache(self) -> None:  # noqa: B027
-        """Return the memory of the KV cache to the system, where possible. No step may be in flight."""
+        """Return the memory of the KV cache to the operating system, where possible. No step may be in flight."""
 
     def set_adapter(self, number: int, folder: str) -> None:
-        """Make an adapter available to steps, also after a restart; with `folder` empty, drop it."""
+        """Load an adapter from `folder`, now and after each restart; if `folder` is empty, unload it."""
         raise NotImplementedError
 
     def fileno(self) -> int | None:
@@ -117,8 +120,8 @@ class Executor(ABC):
         return None
 
     def restart(self, reason: str) -> None:
-        """Replace a lost WorkAgent. Its cache and all submitted steps are lost; step numbers restart at 0. Raise
-        RestartFailedError if this attempt failed, or WorkerDiedError if no further attempt will be made.
+        """Replace a WorkAgent that was lost. Its KV cache and all submitted steps are lost too; step numbers restart at
+        0. Raise RestartFailedError if this attempt failed, or WorkerDiedError if no further attempt will be made.
         """
         raise WorkerDiedError(reason)
 
@@ -168,7 +171,7 @@ class LocalExecutor(Executor):
 
 
 class _ExpectedResults(NamedTuple):
-    """Expected number of results of each kind in the output of a step."""
+    """Number of results of each kind that the output of a step must have."""
 
     num_samples: int
     num_scores: int
@@ -183,7 +186,7 @@ class _ExpectedResults(NamedTuple):
         )
 
     def check(self, output: StepOutput) -> None:
-        """Raise ProtocolError if the output has other counts, or token ids outside any vocabulary."""
+        """Raise ProtocolError if the output has other numbers of results, or token ids outside any vocabulary."""
         scores = output.scores
         given = _ExpectedResults(
             len(output.token_ids), scores.top.num_results, len(scores.logprobs), len(output.vectors)
@@ -202,7 +205,7 @@ class _ExpectedResults(NamedTuple):
 class RemoteExecutor(Executor):
     """Sends each step to a WorkAgent as a small frame, with the arrays in a shared buffer or inside the frame.
 
-    There are as many buffers as steps in flight, used cyclically, so a buffer is only overwritten after the reply to
+    There are as many buffers as steps in flight, used in rotation. So a buffer is overwritten only after the reply to
     the step that used it.
     """
 
@@ -216,7 +219,7 @@ class RemoteExecutor(Executor):
         step_timeout_s: float | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        """`step_timeout_s`: maximum seconds of a step, after which the WorkAgent counts as dead; None: no limit."""
+        """`step_timeout_s`: maximum seconds of a step. After that, the WorkAgent counts as lost. None: no limit."""
         self._channel = channel
         self._step_timeout_s = step_timeout_s
         self._clock = clock
@@ -226,7 +229,7 @@ class RemoteExecutor(Executor):
         self._replies: deque[AgentMessage] = deque()
         """Replies received by `await_ending` but not collected yet."""
         self._ending = -1
-        """Number of the latest step that the WorkAgent announced to be about to end; -1: none."""
+        """Number of the latest step whose end the WorkAgent announced; -1: none."""
         self._waited_s = 0.0
         """Seconds spent waiting for the oldest step in flight."""
         self._allowed = -1
@@ -305,10 +308,12 @@ class RemoteExecutor(Executor):
             logger.warning("the draft model failed: %s", reply.error)
             return [[] for _ in requests]
         if len(reply.token_ids) != len(requests):
-            raise WorkerDiedError(f"expected draft tokens for {len(requests)} requests, got {len(reply.token_ids)}")
+            raise WorkerDiedError(
+                f"expected draft tokens of {len(requests)} requests, got those of {len(reply.token_ids)}"
+            )
         for request, token_ids in zip(requests, reply.token_ids, strict=True):
             if len(token_ids) > request.num_draft_tokens:
-                raise WorkerDiedError(f"expected at most {request.num_draft_tokens} tokens, got {len(token_ids)}")
+                raise WorkerDiedError(f"expected at most {request.num_draft_tokens} draft tokens, got {len(token_ids)}")
         return reply.token_ids
 
     def drop_cache(self) -> None:
@@ -319,7 +324,7 @@ class RemoteExecutor(Executor):
         return self._channel.fileno()
 
     def _check_unused(self, buffer: int) -> None:
-        """Raise AssertionError if the buffer has arrays of a step that may still be read."""
+        """Raise AssertionError if a step in flight uses the buffer."""
         for each in self._in_flight:
             assert each.buffer != buffer, f"buffer {buffer} is still used by step {each.step}"
 

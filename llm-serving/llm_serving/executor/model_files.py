@@ -1,4 +1,4 @@
-"""The files of a model: their state, content hashes, and the check that all WorkAgents read the same files."""
+"""The files of a model: their state, content hashes, and the check that all WorkAgents have read the same files."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from llm_serving.text.tokenizer.vocabulary import config_files
 from llm_serving.transport.messages import Loaded
 
 CHUNK_BYTES: Final = 2**20
-"""Number of bytes read and hashed at a time. Other threads can run between two chunks."""
+"""Number of bytes that are read and hashed at a time. Other threads can run between two chunks."""
 
 
 class FileState(NamedTuple):
-    """State of a file that changes when the file is replaced or rewritten."""
+    """State of a file. It differs after the file was replaced or rewritten."""
 
     path: Path
     size: int
@@ -47,7 +47,7 @@ class FileState(NamedTuple):
 
 
 class ModelFiles(NamedTuple):
-    """The files that determine the responses of a model."""
+    """The files that determine the answers of a model."""
 
     weights: tuple[FileState, ...]
     tokenizer: tuple[FileState, ...]
@@ -60,8 +60,8 @@ class ModelFiles(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path, tokenizer: Path | None) -> ModelFiles:
-        """Record the state of the files of a model folder or GGUF file. `tokenizer`: file or folder to use instead of
-        the model's own. Raise ModelError if a file is missing.
+        """Record the state of the files of a model folder or GGUF file. `tokenizer`: file or folder of a tokenizer that
+        replaces the model's own. Raise ModelError if a file is missing.
         """
         return cls(_weights(folder), _tokenizer(folder, tokenizer))
 
@@ -81,10 +81,10 @@ class ContentHashes(NamedTuple):
 
 
 def content_hashes(files: ModelFiles, on_progress: Callable[[int], None] = lambda num_bytes: None) -> ContentHashes:
-    """Hash the complete content of these files. Raise ModelError if one cannot be read or has changed.
+    """Hash the complete contents of these files. Raise ModelError if one cannot be read or has changed.
 
-    A hash is SHA-256 over a line for each file, sorted: the SHA-256 of its content, two spaces and its name, as
-    `sha256sum` writes them. `on_progress` gets the number of bytes that were read since its last call.
+    A hash is SHA-256 over sorted lines, one for each file: the SHA-256 of its content, two spaces and its name, as
+    `sha256sum` writes them. `on_progress`: called with the number of bytes that were read since its last call.
     """
     return ContentHashes(_hash(files.weights, on_progress), _hash(files.tokenizer, on_progress))
 
@@ -146,10 +146,11 @@ Agent = TypeVar("Agent", bound=LoadedAgent)
 
 
 class SameFiles:
-    """Ensures that all WorkAgents of a server read the same model, because any may continue a response. Thread-safe.
+    """Ensures that all WorkAgents of a server read the same model, because any of them may continue an answer.
+    Thread-safe.
 
     The files that the first WorkAgent read are the reference. A WorkAgent on another machine reports a fingerprint of
-    its files, which is compared with the master's.
+    its files, which is compared with that of the master's files.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -157,7 +158,7 @@ class SameFiles:
         self._lock = threading.Lock()
         self._reference: tuple[FileState, ...] = ()
         self._fingerprint = ""
-        """Fingerprint of the master's files; empty until needed."""
+        """Fingerprint of the master's files; empty until it is needed."""
 
     def start_checked(self, start: Callable[[], Agent]) -> Agent:
         """Start a WorkAgent. Kill it and raise ModelError if its files differ from those of the first one."""

@@ -28,10 +28,11 @@ class ProcessArguments(NamedTuple):
 def start_processes(
     each: Sequence[ProcessArguments], environment: Mapping[str, str] | None = None
 ) -> LocalProcess | RankProcesses:
-    """Start the processes of one replica, one for each rank. Raise OSError, and kill the others, if one cannot start.
+    """Start the processes of one replica, one for each rank. If one cannot start, kill the others and raise OSError.
 
-    Several ranks inherit shared memory for all-reduce, and a free port of this machine on which compiled graphs form
-    their collective group. If another process takes the port first, the ranks exit and are restarted with another port.
+    Several ranks inherit shared memory for all-reduce, and the number of a free port of this machine, which compiled
+    graphs use for their collectives. If another process takes the port first, the ranks exit and are restarted with
+    another port.
     """
     if len(each) == 1:
         return _spawn(each[0], environment)
@@ -59,7 +60,7 @@ def _free_port() -> int:
 
 
 class StartedAgent(NamedTuple):
-    """A connected WorkAgent, before the handshake."""
+    """A WorkAgent that has connected, before the handshake."""
 
     process: AgentProcess
     channel: AgentLink
@@ -84,7 +85,7 @@ class Placement(Protocol):
         """
 
     def settings(self, settings: LoadModel) -> LoadModel:
-        """Return the settings adapted to the machine of the WorkAgent."""
+        """Return the settings, adapted to the WorkAgent's machine."""
 
     def close(self) -> None: ...
 
@@ -93,7 +94,8 @@ class LocalPlacement:
     """Starts WorkAgents as child processes of the master.
 
     Each process (one for each rank) inherits one end of a socket pair for messages, a memory file for step arrays, the
-    transfer memory if there is one, and a pipe as standard input, which closes when the master exits for any reason.
+    memory of the transfer pool if there is one, and a pipe as standard input, which closes when the master exits for
+    any reason.
     """
 
     def __init__(self, transfer_fd: int | None = None) -> None:

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from typing import Final
 
 SLOW_FACTOR: Final = 2.0
-"""Maximum duration of an attempt, relative to the first start, for which a remaining time is predicted."""
+"""Maximum duration of an attempt, relative to the first start, up to which the remaining time can be predicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartStatus:
-    """State of a restart. Only the engine's thread writes it; any may read it. Times: seconds on the engine's clock."""
+    """State of a restart. Only the engine's thread writes it; any thread may read it. Times are seconds on the engine's
+    clock.
+    """
 
     reason: str
     lost_at: float
-    """Time at which the last working WorkAgent was lost."""
+    """Time at which the last WorkAgent that worked was lost."""
     attempt_at: float
     """Time at which the latest attempt starts, after its delay."""
     load_s: float
@@ -33,13 +35,17 @@ class RestartStatus:
         return self.num_restarts > self.max_restarts
 
     def predicted_s(self, now: float) -> float | None:
-        """Return the seconds until the WorkAgent is ready; None after a failed attempt or if this one is too slow."""
+        """Return the predicted seconds until the WorkAgent is ready. Return None if an attempt failed or this one is
+        too slow.
+        """
         if self.num_failed or self.restarts_exhausted or now - self.attempt_at > SLOW_FACTOR * self.load_s:
             return None
         return max(self.attempt_at + self.load_s - now, 0.0)
 
     def retry_after_s(self, now: float) -> float:
-        """Return the seconds after which a client should retry, if this attempt takes as long as the first start."""
+        """Return the seconds after which a client should retry. They assume that this attempt takes as long as the
+        first start.
+        """
         return max(self.attempt_at + self.load_s - now, 1.0)
 
     def __str__(self) -> str:
@@ -49,7 +55,9 @@ class RestartStatus:
 
 
 class StartCancellation:
-    """Cancellation of all starts of WorkAgents. It ends waits and calls registered callbacks. Thread-safe."""
+    """Cancellation of all starts of WorkAgents. It ends all `wait` calls and calls the registered callbacks.
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -72,7 +80,9 @@ class StartCancellation:
 
     @contextmanager
     def on_cancel(self, callback: Callable[[], None]) -> Iterator[None]:
-        """Call `callback` on cancellation while inside: in the cancelling thread, or at once if already cancelled."""
+        """Call `callback` on cancellation within the context: in the cancelling thread, or at once if it was cancelled
+        before.
+        """
         with self._lock:
             if self._event.is_set():
                 callback()

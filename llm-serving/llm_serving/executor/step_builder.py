@@ -48,8 +48,8 @@ _NUMBERS = {name: (attrgetter(name), SAMPLING_DTYPES[name]) for name in SAMPLE_F
 
 
 class StepBuilder:
-    """Builds the input of each step. It remembers where each request was sampled in the previous step: a token that the
-    master does not know yet is always one of these samples.
+    """Builds the input of each step. It keeps the position of each request's sample in the previous step: a token that
+    the master does not know yet is always one of these samples, so the input refers to it by this position.
     """
 
     def __init__(self, blocks: BlockManager, pooling: PoolingMode = PoolingMode.LAST) -> None:
@@ -59,7 +59,7 @@ class StepBuilder:
         self._params = _SamplingParams([], {})
 
     def build(self, schedule: Schedule, number: int) -> StepInput:
-        """Build the input of step `number`. To be called once for every schedule, in order."""
+        """Build the input of step `number`. Call this once for every schedule, in order."""
         token_ids: list[int] = []
         query_lens: list[int] = []
         num_computed: list[int] = []
@@ -117,7 +117,7 @@ class StepBuilder:
         return step
 
     def allowed(self, schedule: Schedule) -> AllowedTokens:
-        """Return the allowed tokens of a step with constraints, once all earlier steps have been replied to."""
+        """Return the allowed tokens of a step with constraints. The replies to all earlier steps must have arrived."""
         parts: list[Int32Array] = []
         for request, _, _, samples, _ in schedule.rows:
             matcher, output = request.matcher, request.output_token_ids
@@ -161,7 +161,9 @@ class StepBuilder:
 
 
 def _prompt_results(schedule: Schedule, pooling: PoolingMode) -> tuple[Int32Array, ScoringInput]:
-    """Return the `ResultToken` entries of prompt log-probabilities and vectors, and the scoring parameters."""
+    """Return the `ResultToken` entries for prompt log-probabilities and vectors, and the parameters for scoring
+    them.
+    """
     scores: list[ResultToken] = []
     vectors: list[ResultToken] = []
     token_ids: list[int] = []
@@ -181,13 +183,13 @@ def _prompt_results(schedule: Schedule, pooling: PoolingMode) -> tuple[Int32Arra
 
 
 class _SamplingParams:
-    """Sampling parameters of the samples as arrays, reused while the samples stay the same."""
+    """Sampling parameters of a step's samples as arrays. They are reused while the samples stay the same."""
 
     def __init__(self, samples: list[_Sample], known: Mapping[Request, Int32Array]) -> None:
         self.samples = samples
         self.has_penalties = self.has_biases = self.has_matchers = False
         self.allowed: dict[Request, Int32Array] = {}
-        """Request -> bit mask, for requests whose allowed tokens never change."""
+        """Request -> bit mask of its allowed tokens, for requests whose allowed tokens never change."""
         values, num_logprobs, prompt_lens = [], [], []
         for request, _ in samples:
             params, prompt_len = request.sampling, 0
@@ -218,7 +220,9 @@ def _joined(parts: Sequence[Int32Array]) -> AllowedTokens:
 
 
 def _biases(request: Request, num_drafts: int) -> list[tuple[int, float]]:
-    """Return the logit biases of a request, which also forbid bad words and, below `min_tokens`, stop tokens."""
+    """Return the logit biases of a request, including those that forbid bad words and, below `min_tokens`, stop
+    tokens.
+    """
     params = request.sampling
     biases = list(params.logit_bias)
     if request.num_output_tokens + num_drafts <= params.min_tokens:
@@ -240,7 +244,9 @@ def _bits(token_ids: Sequence[int]) -> Int32Array:
 
 
 def _packed(tables: Sequence[BlockTable]) -> tuple[Int32Array, Int32Array]:
-    """Return the block ids and the epochs of all tables, [tables, entries of the longest], padded with zeros."""
+    """Return the block ids and the epochs of all tables, each [tables, entries of the longest table], padded with
+    zeros.
+    """
     lengths, ids, epochs = [], [], []
     for table in tables:
         lengths.append(len(table.ids))

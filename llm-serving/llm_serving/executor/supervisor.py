@@ -47,15 +47,15 @@ from llm_serving.transport.messages import (
 from llm_serving.transport.shared_memory import InlineArrays, SharedBuffers
 
 NUM_BUFFERS = 2
-"""One for the step being computed, one for the next."""
+"""Number of step buffers: one for the step that is computed, one for the next."""
 
 _EXIT_TIMEOUT_S = 5.0
 FIRST_DELAY_S: Final = 0.1
 MAX_DELAY_S: Final = 5.0
 MIN_RESTART_TIMEOUT_S: Final = 20.0
-"""Minimum time limit of a restart attempt, however short the first start was."""
+"""Minimum time limit of a restart attempt in seconds, even if the first start was shorter."""
 RESTART_TIMEOUT_FACTOR: Final = 3.0
-"""Time limit of the first restart attempt, as a multiple of the first start."""
+"""Time limit of the first restart attempt, relative to the duration of the first start."""
 LOCAL_PLACEMENT: Final = LocalPlacement()
 
 logger = get_logger(__name__)
@@ -71,7 +71,7 @@ class WorkAgentProcess:
     buffers: SharedBuffers | InlineArrays
     loaded: Loaded
     machine: str = ""
-    """Empty: the master's own machine."""
+    """Address of the WorkAgent's machine; empty: the master's own."""
     block_link: BlockLink | None = None
     """Transfers blocks to another machine, or uses the disk cache; None: neither is configured."""
     _closed: bool = False
@@ -109,10 +109,10 @@ def start_work_agent(
     """Start WorkAgent `index` and wait until its model is loaded.
 
     Args:
-        on_progress: Called with progress texts. An exception it raises ends the WorkAgent.
+        on_progress: Called with progress texts. If it raises an exception, the WorkAgent is stopped.
         previous: What the replaced WorkAgent had loaded. The new one allocates as many blocks.
-        timeout_s: Maximum seconds of the whole start. `load_timeout_s` limits the time without a message.
-        cancellation: Kills the WorkAgent if cancelled before it is ready.
+        timeout_s: Maximum seconds of the whole start. `load_timeout_s` limits the time between two messages.
+        cancellation: Kills the WorkAgent if cancelled before the WorkAgent is ready.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -157,8 +157,8 @@ def _load(
     timeout_s: float | None,
     silence_s: float,
 ) -> Loaded:
-    """Check that the WorkAgent runs the same code, then make it load the model. The code differs if the package was
-    upgraded while the master runs, or has another version on another machine.
+    """Check that the WorkAgent runs the master's code, then make it load the model. The code differs if the package was
+    upgraded while the master runs, or if another machine has another version.
     """
     deadline = math.inf if timeout_s is None else monotonic() + timeout_s
 
@@ -291,25 +291,28 @@ class ConsistencyCheck:
 
 
 def restart_delay_s(attempt: int) -> float:
-    """Return the delay before consecutive attempt 0, 1, ...: none, then doubling up to `MAX_DELAY_S`."""
+    """Return the seconds to wait before attempt number 0, 1, ...: first 0 s, then doubling up to `MAX_DELAY_S`."""
     return 0.0 if attempt == 0 else min(FIRST_DELAY_S * 2.0 ** min(attempt - 1, 60), MAX_DELAY_S)
 
 
 def restart_timeout_s(load_s: float, num_failed: int) -> float:
-    """Return the maximum seconds of an attempt after `num_failed` failures; `load_s`: seconds of the first start. Short
-    at first, as a WorkAgent may hang while loading, then doubled for machines that have become slow.
+    """Return the maximum seconds of a restart attempt after `num_failed` failures. `load_s`: seconds of the first
+    start.
+
+    The limit is short at first, because a WorkAgent may hang while it loads. Each failure doubles it, because the
+    machine may have become slow.
     """
     return max(MIN_RESTART_TIMEOUT_S, RESTART_TIMEOUT_FACTOR * load_s) * 2.0 ** min(num_failed, 60)
 
 
 class SupervisedExecutor(RemoteExecutor):
-    """Runs steps on a WorkAgent that `restart` replaces when it exits.
+    """Runs steps on a WorkAgent. When it exits, `restart` replaces it.
 
     Args:
         max_restarts: Maximum number of consecutive restarts without a completed step. Beyond it, the start of the first
             WorkAgent fails; a later WorkAgent is still restarted, but `restarts_exhausted` is True.
         cancellation: Cancelled by `cancel_restarts`; `start` should observe it.
-        pause: Waits for a number of seconds and returns whether restarts were cancelled.
+        pause: Waits for a number of seconds, and returns whether restarts were cancelled.
     """
 
     def __init__(
@@ -321,8 +324,8 @@ class SupervisedExecutor(RemoteExecutor):
         pause: Callable[[float], bool] | None = None,
         cancellation: StartCancellation | None = None,
     ) -> None:
-        """Start the first WorkAgent. Raise ConfigError if it cannot load the model, or WorkerDiedError if it exited
-        before it was ready in all attempts.
+        """Start the first WorkAgent. Raise ConfigError if it cannot load the model. Raise WorkerDiedError if it exited
+        before it was ready in every attempt.
         """
         self._start = start
         self._step_timeout_s = step_timeout_s
@@ -344,7 +347,7 @@ class SupervisedExecutor(RemoteExecutor):
 
     @property
     def resident_bytes(self) -> int:
-        """Resident memory of the WorkAgent's processes; 0 if they run on another machine."""
+        """Resident memory of the WorkAgent's processes in bytes; 0 if they run on another machine."""
         return resident_bytes(self._agent.process.pids)
 
     @property
@@ -396,7 +399,7 @@ class SupervisedExecutor(RemoteExecutor):
             super().set_adapter(number, folder)
 
     def _start_first(self) -> WorkAgentProcess:
-        """Start the first WorkAgent. Retry if it exits while loading, but not if it reports why it cannot load."""
+        """Start the first WorkAgent. Retry if it exits while it loads, but not if it reports why it cannot load."""
         while True:
             began = self._clock()
             try:

@@ -1,4 +1,4 @@
-"""The ranks of a replica under tensor parallelism, controlled like a single WorkAgent."""
+"""The ranks of a replica under tensor parallelism. The executor controls them like a single WorkAgent."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from llm_serving.transport.messages import (
 
 
 class RankChannels:
-    """Sends every message to all ranks, and returns a message once all ranks have sent an equal one.
+    """Sends every message to all ranks. Returns a message when all ranks have sent an equal one.
 
-    So after the reply to a step, no rank reads the step's arrays, and ranks that disagree about tokens are detected.
+    So no rank reads a step's arrays after the reply to the step, and different tokens on different ranks are detected.
     Only rank 0 announces the end of a step. A rank that fails to load reports the failure for all ranks.
     """
 
     def __init__(self, channels: Sequence[AgentChannel]) -> None:
         self._channels = channels
         self._received: list[deque[AgentMessage]] = [deque() for _ in channels]
-        """Messages of each rank that the other ranks have not all sent yet."""
+        """For each rank: its messages that not all other ranks have sent yet."""
         self._poll = select.epoll(len(channels))
         for channel in channels:
             self._poll.register(channel, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when a rank sends something or has exited."""
+        """Return a descriptor that is readable when a rank has sent a message or exited."""
         return self._poll.fileno()
 
     def send(self, message: msgspec.Struct) -> None:
@@ -102,7 +102,7 @@ def _to_rank(rank: int, message: msgspec.Struct) -> msgspec.Struct:
 
 
 def _compared(message: AgentMessage) -> object:
-    """Return the part of a message that must be equal on all ranks. Of the reply to a step, that is all of it."""
+    """Return the part of a message that must be equal on all ranks: the whole message if it is the reply to a step."""
     match message:
         case Welcome():
             return message.version, message.code_fingerprint
@@ -121,7 +121,7 @@ class RankProcesses:
     def __init__(self, processes: Sequence[LocalProcess]) -> None:
         self.ranks = processes
         self._first: int | None = None
-        """The rank that exited first by itself; None: unknown."""
+        """The rank that exited first, without being terminated; None: unknown."""
 
     @property
     def pids(self) -> list[int]:

@@ -18,7 +18,9 @@ logger = get_logger(__name__)
 AgentChannel = Channel[AgentMessage]
 
 KILL_TIMEOUT_S: Final = 10.0
-"""Seconds for a killed process to exit. The kernel may hold it longer, for example in a driver that hangs."""
+"""Seconds to wait until a killed process has exited. It may be stuck in the kernel, for example in a driver that
+hangs.
+"""
 
 
 class AgentLink(Protocol):
@@ -39,7 +41,7 @@ class AgentProcess(Protocol):
 
     @property
     def pids(self) -> list[int]:
-        """The processes on this machine, one for each rank; empty if the WorkAgent runs on another machine."""
+        """Process ids on this machine, one for each rank; empty if the WorkAgent runs on another machine."""
 
     @property
     def has_exited(self) -> bool: ...
@@ -51,7 +53,9 @@ class AgentProcess(Protocol):
     def kill(self) -> None: ...
 
     def wait_or_kill(self, timeout_s: float | None) -> None:
-        """Wait at most `timeout_s` seconds for the exit, then kill the process and return. None: it was killed."""
+        """Wait at most `timeout_s` seconds for the exit, then kill the process. None: the process was already
+        killed.
+        """
 
 
 class LocalProcess(subprocess.Popen[bytes]):

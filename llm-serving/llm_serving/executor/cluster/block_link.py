@@ -35,8 +35,9 @@ Request = TypeVar("Request", ReadBlocks, BlockContents)
 class BlockLink:
     """Reads and writes the transfer pool of one WorkAgent. Only one thread may use it at a time (`locked`).
 
-    Replies arrive in the order of the requests, each within `timeout_s`. A late or unexpected reply could be matched to
-    a later request, so it closes this connection and the step channel `steps`; the WorkAgent is then restarted.
+    Replies arrive in the order of the requests, each within `timeout_s`. After a late or unexpected reply, later
+    replies could be matched to wrong requests. So it closes this connection and the step channel `steps`, and the
+    WorkAgent is restarted.
     """
 
     def __init__(
@@ -55,9 +56,11 @@ class BlockLink:
 
     @contextlib.contextmanager
     def locked(self, timeout_s: float) -> Iterator[None]:
-        """Hold exclusive use of the link. Raise WorkerError if other threads use it for `timeout_s` seconds."""
+        """Reserve the link for the calling thread. Raise WorkerError if other threads use it for `timeout_s`
+        seconds.
+        """
         if not self._lock.acquire(timeout=timeout_s):
-            raise WorkerError("the connection for KV blocks is busy")
+            raise WorkerError("the connection for KV blocks is in use by other transfers")
         try:
             yield
         finally:
@@ -66,14 +69,14 @@ class BlockLink:
                 self._release()
 
     def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[BlockContents, None, None]:
-        """Yield the contents of blocks, a frame for each piece. Raise WorkerError if they cannot be read."""
+        """Yield the contents of blocks, one frame for each piece. Raise WorkerError if they cannot be read."""
         requests = (ReadBlocks([each for each, _ in piece], [epoch for _, epoch in piece]) for piece in pieces)
         with contextlib.closing(self._replies(requests)) as replies:
             for request, reply in replies:
                 yield self._checked(request, reply)
 
     def write(self, frames: Iterable[BlockContents]) -> None:
-        """Write blocks into the pool. Raise WorkerError if that fails."""
+        """Write blocks into the transfer pool. Raise WorkerError if that fails."""
         with contextlib.closing(self._replies(frames)) as replies:
             for frame, reply in replies:
                 names = frame.block_ids, frame.epochs
@@ -83,8 +86,10 @@ class BlockLink:
     def use_disk(
         self, request: LoadBlocks | StoreBlocks, late_after_s: float, on_late: Callable[[], None]
     ) -> AgentMessage:
-        """Return the reply to a request for the disk cache, however long it takes: until then, the WorkAgent may still
-        write the blocks. `on_late` is called after `late_after_s` seconds. Raise WorkerError if there is no reply.
+        """Send a request for the disk cache, and return the reply. Raise WorkerError if no reply will come.
+
+        Wait for the reply however long it takes, because the WorkAgent may write the blocks until then. `on_late` is
+        called once after `late_after_s` seconds.
         """
         self._send(request)
         try:
@@ -101,7 +106,7 @@ class BlockLink:
         return reply
 
     def close(self) -> None:
-        """Close the connection and wake a thread that waits for a reply. Idempotent."""
+        """Close the connection, and wake the thread that waits for a reply, if any. A second call has no effect."""
         self.is_closed = True
         for channel in (self._channel, self._steps):
             with contextlib.suppress(OSError):
@@ -166,7 +171,7 @@ class BlockLink:
         return WorkerDiedError(f"the WorkAgent sent an invalid reply about blocks: {str(reply)[:100]}")
 
     def _release(self) -> None:
-        """Close the channel now, or leave it to the thread that holds the link."""
+        """Close the channel, unless a thread uses the link; that thread then closes it."""
         if self._lock.acquire(blocking=False):
             self._channel.close()
             self._lock.release()

@@ -1,4 +1,6 @@
-"""The master's port for WorkAgents on other machines. A connection presents the token of the start it belongs to."""
+"""The master's port for WorkAgents on other machines. Each connection presents a token that identifies the start of its
+WorkAgent.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +41,15 @@ class _PendingConnection:
 class PendingHandshakes:
     """Connections that have not presented a token yet, at most `limit`. Thread-safe.
 
-    At the limit, a new connection drops an unauthenticated one: the oldest of the address with the most such
-    connections. So silent connections block no other client.
+    At the limit, a new connection replaces another unauthenticated one: the oldest of the address with the most such
+    connections. So silent connections cannot keep other clients out.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()
         self._connections: dict[ssl.SSLSocket, _PendingConnection] = {}
-        """Oldest first."""
+        """Unauthenticated connections, oldest first."""
 
     def add(self, connection: ssl.SSLSocket, peer: str, thread: threading.Thread) -> bool:
         """Add a connection unless the limit is reached, and return whether it was added. The caller then starts
@@ -86,7 +88,9 @@ class PendingHandshakes:
 
 
 class PendingStarts:
-    """The starts that wait for a WorkAgent to connect, by token. A token is valid once. Thread-safe."""
+    """Starts that wait for their WorkAgent to connect, by token. Each token is valid for one connection.
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -106,7 +110,7 @@ class PendingStarts:
                 queue.get_nowait().close()
 
     def deliver(self, token: str, channel: AgentChannel) -> bool:
-        """Deliver a connection to the start with this token; return False if no such start is waiting."""
+        """Pass a connection to the start with this token. Return False if no such start waits."""
         with self._lock:
             queue = self._expected.pop(token, None)
             if queue is not None:
@@ -127,8 +131,8 @@ class ExpectedConnection:
 
 
 class Listener:
-    """Accepts connections of WorkAgents that prove the cluster's secret, and delivers each to the start with its token.
-    Each connection has a thread and `HANDSHAKE_TIMEOUT_S` for the TLS handshake and the token.
+    """Accepts connections from WorkAgents that know the cluster's secret, and passes each to the start with its token.
+    Each connection has its own thread, and `HANDSHAKE_TIMEOUT_S` for the TLS handshake and the token.
     """
 
     def __init__(self, host: str, identity: ClusterIdentity) -> None:

@@ -23,7 +23,9 @@ from llm_serving.transport.tls_identity import ClusterIdentity, read_secret
 
 @contextmanager
 def open_placement(config: ServingConfig) -> Iterator[Placement]:
-    """Yield the placement, whose WorkAgents must exit before it. Raise ConfigError if the cluster cannot be used."""
+    """Yield the placement. Its WorkAgents must exit before the context ends. Raise ConfigError if the cluster cannot be
+    used.
+    """
     if config.cluster.engine == EngineName.LOCAL:
         with transfer_memory() if config.num_transfer_blocks else contextlib.nullcontext() as transfer_fd:
             yield LocalPlacement(transfer_fd)
@@ -62,7 +64,7 @@ def _on_ray(config: ServingConfig, secret_file: Path) -> ClusterPlacement:
 
 @contextmanager
 def _secret_file(config: ServingConfig) -> Iterator[Path]:
-    """Yield the operator's secret file, or a temporary one that only this user can read."""
+    """Yield the configured file with the cluster's secret, or a temporary one that only this user can read."""
     if config.cluster.secret_file is not None:
         yield config.cluster.secret_file
         return

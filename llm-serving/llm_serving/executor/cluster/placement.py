@@ -23,11 +23,11 @@ from llm_serving.transport.shared_memory import InlineArrays
 from llm_serving.transport.tls_identity import ClusterIdentity
 
 CONNECT_TIMEOUT_S: Final = 300.0
-"""Seconds within which a started WorkAgent must connect. It loads the model only afterwards."""
+"""Seconds within which a started WorkAgent must connect. It loads the model after it has connected."""
 WEIGHTS_TRANSFER_TIMEOUT_S: Final = 3600.0
-"""As `CONNECT_TIMEOUT_S`, if the weights are first sent to the WorkAgent's machine."""
+"""Like `CONNECT_TIMEOUT_S`, for a WorkAgent to whose machine the weights are sent first."""
 POLL_INTERVAL_S: Final = 0.2
-"""Seconds between two checks that the process is alive and the start is not cancelled."""
+"""Seconds between two checks whether the process is alive and the start is cancelled."""
 
 
 class AgentStarter(Protocol):
@@ -44,9 +44,9 @@ class AgentStarter(Protocol):
 class ClusterPlacement:
     """Starts WorkAgents in a cluster and waits for their connections.
 
-    Each rank has one connection for steps; the replica has one for KV blocks if blocks are transferred. Each connection
-    of a start presents a random token of its own. `host`: this machine's address for the other machines. `own_devices`:
-    whether a WorkAgent sees only the devices assigned to it, one for each rank, numbered from 0.
+    Each rank has one connection for steps; each replica has one more for KV blocks if blocks are transferred. Each
+    connection presents its own random token. `host`: address of this machine for the other machines. `own_devices`:
+    whether a WorkAgent sees only the devices that are assigned to it, one for each rank, numbered from 0.
     """
 
     def __init__(

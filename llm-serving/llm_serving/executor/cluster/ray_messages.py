@@ -19,11 +19,11 @@ class RayRequirements(msgspec.Struct, frozen=True):
     address: str | None
     num_replicas: int
     cpus: int
-    """Cores of a replica with all its ranks, which run on one machine."""
+    """Number of cores of a replica with all its ranks, which run on one machine."""
     strategy: str
     num_devices: int
     weights: RayWeights | None = None
-    """None: every machine has the model at the same path."""
+    """Weights to send to the machines; None: every machine has the model at the same path."""
 
 
 class StartAgent(msgspec.Struct, tag="start", frozen=True):
@@ -37,7 +37,7 @@ class KillAgent(msgspec.Struct, tag="kill", frozen=True):
 
 
 class RayConnected(msgspec.Struct, tag="connected", frozen=True):
-    """The cluster has reserved resources for all WorkAgents."""
+    """Report that the cluster has reserved resources for all WorkAgents."""
 
     host: str
     resources: str

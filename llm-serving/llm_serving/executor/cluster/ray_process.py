@@ -1,7 +1,7 @@
 """The process that connects to Ray for the master, and the actor that runs a WorkAgent on each machine.
 
-Ray terminates a process that loses the head node for a minute, so the master itself must not be connected. `RayStarter`
-starts this process, which exits with the master.
+Ray terminates a process that has lost the head node for a minute, so the master itself must not be connected.
+`RayStarter` starts this process, which exits with the master.
 """
 
 from __future__ import annotations
@@ -45,27 +45,33 @@ PLACEMENT_TIMEOUT_S: Final = 120.0
 """Seconds within which the cluster must have room for all WorkAgents."""
 DEVICE: Final = "NPU"
 ATTEMPTS: Final = "2"
-"""Number of attempts to reach a head node, each of at least 41 s. Ray's default is 20."""
+"""Number of attempts to reach a head node. Each takes at least 41 s. Ray's default is 20 attempts."""
 EXIT_GRACE_S: Final = 10.0
 """Seconds after the master's exit within which this process exits, even while it waits for Ray."""
 _POLL_INTERVAL_S: Final = 0.2
 
 
 class AgentHost:
-    """Ray actor that runs all ranks of one WorkAgent. It holds the input pipes by which they detect its exit."""
+    """Ray actor that runs all ranks of one WorkAgent. It holds pipes to the ranks' standard inputs, by which the ranks
+    detect that the actor has exited.
+    """
 
     def find_weights(self, cache: str, files: bytes) -> str | None:
-        """Return the folder of a model's files (`WeightFiles`, as JSON) on this machine; None if they are missing."""
+        """Return the folder of the model's files on this machine; None if they are missing. `files`: `WeightFiles` as
+        JSON.
+        """
         found = find_cached(cache, msgspec.json.decode(files, type=WeightFiles))
         return None if found is None else str(found)
 
     def store_weights(self, cache: str, files: bytes, pieces: Sequence[Any]) -> str:
-        """Store the files of a model and return their folder. `pieces`: Ray references, resolved one at a time."""
+        """Store the files of a model, and return their folder. `pieces`: Ray references; each is resolved when it is
+        stored.
+        """
         return str(store_in_cache(cache, msgspec.json.decode(files, type=WeightFiles), _fetch_pieces(pieces)))
 
     def run(self, ranks: Sequence[Sequence[str]]) -> str:
-        """Run a WorkAgent with the arguments of each rank until it exits, and return how, for example "code 3". When
-        the first rank exits, the others are terminated.
+        """Run a WorkAgent, each rank with its arguments, until it exits. Return how it exited, for example "code 3".
+        When the first rank exits, the others are terminated.
         """
         # Ray sets OMP_NUM_THREADS to the CPUs of the actor, or to 1; the kernels are configured otherwise.
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
@@ -110,7 +116,7 @@ def main(requirements_json: str, socket_fd: str) -> None:
 
 
 def _exit_with_the_master(connection: socket.socket) -> None:
-    """Exit after the master, even if the main thread waits for a head node that does not answer."""
+    """Exit after the master has exited, even if the main thread waits for a head node that does not answer."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     poll.poll()
@@ -119,10 +125,10 @@ def _exit_with_the_master(connection: socket.socket) -> None:
 
 
 class RayAgents:
-    """The WorkAgents of a server, one actor each."""
+    """The WorkAgents of a server. Each runs in its own actor."""
 
     def __init__(self, ray: Any, requirements: RayRequirements, channel: Channel[RayCommand]) -> None:
-        """Raise ConfigError if the cluster has no room."""
+        """Raise ConfigError if the cluster has no room for all WorkAgents."""
         self._ray, self._requirements, self._channel = ray, requirements, channel
         self._weights = None if requirements.weights is None else StoredWeights(ray, requirements.weights)
         self._lock = threading.Lock()
@@ -143,8 +149,8 @@ class RayAgents:
         threading.Thread(target=self._watch, name="actors", daemon=True).start()
 
     def start(self, command: StartAgent) -> bool:
-        """Start a WorkAgent. Return False if that failed and this connection runs no other WorkAgent: it may then
-        belong to a former cluster that was replaced at the same address.
+        """Start a WorkAgent. Return False if that failed and this connection runs no other WorkAgent: the connection
+        may then belong to a former cluster, which another one has replaced at the same address.
         """
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         options: dict[str, Any] = {
@@ -187,7 +193,7 @@ class RayAgents:
             self._report(AgentEnded(command.number, _first_line(error)))
 
     def kill(self, command: KillAgent) -> None:
-        """Kill the actor and its WorkAgent. A WorkAgent that Ray cannot reach exits when it loses the master."""
+        """Kill an actor and its WorkAgent. If Ray cannot reach the WorkAgent, it exits when it loses the master."""
         with self._lock:
             actor = self._actors.pop(command.number, None)
         if actor is not None:
@@ -219,10 +225,10 @@ class RayAgents:
 
 @contextmanager
 def connect_to_ray(address: str | None, num_cpus: int = 1) -> Iterator[Any]:
-    """Connect to Ray and yield its package. Without an address, run a cluster on this machine until the context exits.
+    """Connect to Ray and yield its package. Without an address, run a cluster on this machine until the context ends.
 
     The calling thread must live as long as the connection, because Ray ties the processes it starts to that thread.
-    Raise ConfigError if Ray is not installed or there is no cluster at the address, NotStartedError if the local
+    Raise ConfigError if Ray is not installed or there is no cluster at the address. Raise NotStartedError if the local
     cluster fails.
     """
     if address is not None:

@@ -1,4 +1,4 @@
-"""Starts WorkAgents as Ray actors. Their own connections, not Ray, show whether they are alive."""
+"""Starts WorkAgents as Ray actors. Whether they are alive is detected by their own connections, not by Ray."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ from llm_serving.transport.channel import Channel
 logger = get_logger(__name__)
 
 KILL_TIMEOUT_S: Final = 2.0
-"""Seconds for a killed actor to exit. Ray reports an exit on a lost machine only when it detects the loss."""
+"""Seconds to wait until a killed actor has exited. If its machine is lost, Ray reports the exit only after it detects
+that.
+"""
 SHUTDOWN_S: Final = 10.0
-"""Seconds for the Ray process to exit. The process hangs if the head node is lost."""
+"""Seconds to wait until the Ray process has exited. It hangs if the head node is lost."""
 ATTEMPTS: Final = 3
 COMMAND: Final = tuple(command_of("llm_serving.executor.cluster.ray_process"))
 
@@ -43,7 +45,7 @@ class RayStarter:
     """
 
     def __init__(self, requirements: RayRequirements, secret_file: str, command: Sequence[str] = COMMAND) -> None:
-        """Raise ConfigError if Ray is not installed, or the address has no cluster or one without room."""
+        """Raise ConfigError if Ray is not installed, if the address has no cluster, or if the cluster has no room."""
         self._requirements, self._secret_file, self._command = requirements, secret_file, command
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -91,7 +93,7 @@ class RayConnection:
         self._connected: RayConnected | None = None
         self._gone_reason: str | None = None
         self.is_retryable = False
-        """Whether a new process may succeed after this one exits."""
+        """Whether another Ray process may succeed after this one exits."""
         self._thread = threading.Thread(target=self._listen, name="ray", daemon=True)
         try:
             self._thread.start()

@@ -1,6 +1,6 @@
 """Copies of a model folder, which Ray's object store sends to machines that do not have it.
 
-A digest of its contents identifies a folder. It is sent in pieces and kept in a cache folder on each machine.
+A folder is identified by a digest of its contents. It is sent in pieces and kept in a cache folder on each machine.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def describe_folder(folder: Path) -> WeightFiles:
 
 
 def read_pieces(folder: Path, files: WeightFiles) -> Iterator[bytes]:
-    """Yield the contents of the files in pieces of one file each. Raise ModelError if the files have changed."""
+    """Yield the contents of the files in pieces. No piece spans two files. Raise ModelError if the files have
+    changed.
+    """
     names, digest = [each.name for each in files.files], _Digest()
     for piece in _read(folder, names):
         digest.add(names[piece.file], piece.content)
@@ -135,7 +137,7 @@ class _Digest:
         self._all.update(content)
 
     def finish(self, files: tuple[WeightFile, ...]) -> str:
-        """Add the file sizes, so that the digest depends on where each file ends; return the digest."""
+        """Return the digest. It includes the file sizes, so that it depends on where each file ends."""
         self._all.update(msgspec.json.encode(files))
         return self._all.hexdigest()
 
