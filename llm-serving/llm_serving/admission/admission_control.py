@@ -1,4 +1,4 @@
-"""Admission control refuses a request early if the queue is full or its first token would come too late."""
+"""Admission control: it refuses a request early if the queue is full or the first token would come too late."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from llm_serving.errors import CapacityError, TooLateError
 from llm_serving.observability.class_metrics import ClassMetrics
 
 RETRY_SHARE: Final = 0.6
-"""Fraction of the drain rate at which refused clients are asked to retry; new requests use the rest."""
+"""Fraction of the drain rate that is planned for retries of refused clients. New requests use the rest."""
 MIN_RETRY_AFTER_S: Final = 1.0
 MAX_RETRY_AFTER_S: Final = 120.0
-"""Maximum Retry-After. The official OpenAI client gives up if it is asked to wait longer."""
+"""Maximum Retry-After in seconds. The official OpenAI client gives up if it is asked to wait longer."""
 JITTER: Final = 0.1
-"""Maximum fraction of each delay that is randomly added, so that refused clients do not return at the same time."""
+"""Maximum fraction of a delay that is added at random, so that refused clients do not return at the same time."""
 MAX_SOURCES: Final = 256
-"""Maximum number of sources whose retries are spread separately. Further ones count as one source."""
+"""Maximum number of sources whose retries are spread separately. All further sources count as one."""
 IDLE_S: Final = 10.0
-"""After this number of seconds without a step, the measured speed refuses no request that would be alone."""
+"""Seconds without a step after which the measured speed is too old to refuse a request at an idle replica."""
 MAX_REFUSED: Final = 20_000
 """Maximum number of the latest refused requests that are kept for `llm-serving advice`."""
 
@@ -37,17 +37,17 @@ class ReplicaLoad:
 
     index: int
     num_replicas: int
-    """Number of replicas over which a group of requests is spread."""
+    """Number of replicas over which the requests of a group are spread."""
     speed: ReplicaSpeed | None
     honours_classes: bool
-    """Whether its policy schedules higher classes first."""
+    """Whether the replica's scheduling policy schedules higher classes first."""
     in_flight: InFlightSteps = NO_STEPS
     num_cached_tokens: int = 0
-    """Number of prompt tokens in its prefix cache."""
+    """Number of prompt tokens that are in the replica's prefix cache."""
 
 
 class RefusedRequests(NamedTuple):
-    """A group of requests that was refused together, at an engine time."""
+    """A group of requests that were refused together, with the time on the engine's clock."""
 
     time: float
     prompt_lens: tuple[int, ...]
@@ -59,9 +59,9 @@ class RefusedRequests(NamedTuple):
 class RetrySchedule:
     """Spreads the retries of refused clients over time, so that `Retry-After` grows with the number of refusals.
 
-    Refused requests delay the next retry of their source by the time in which the server admits that many requests of
-    it. Active sources share the rate equally, so a source that floods the server delays mostly its own retries. The
-    seed makes simulations repeatable.
+    A source is a client identity. Each refusal delays the next retry of its source by the time that the server needs to
+    admit as many requests of this source. Active sources share the rate of the server equally. So a source that floods
+    the server mostly delays its own retries. The seed makes simulations repeatable.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -70,7 +70,9 @@ class RetrySchedule:
         self._random = random.Random(seed)
 
     def delay_s(self, limit: str, source: str, num_requests: int, rate: float, min_delay_s: float, now: float) -> float:
-        """Return the seconds until a refused group should retry. `limit` admits `rate` requests per second."""
+        """Return the seconds until a refused group should retry. `rate`: number of requests per second that `limit`
+        admits.
+        """
         self._last_retry = {key: time for key, time in self._last_retry.items() if time > now}
         key = (limit, source)
         if key not in self._last_retry and len(self._last_retry) >= MAX_SOURCES:
@@ -113,11 +115,12 @@ class AdmissionControl:
         replica: ReplicaLoad,
         uncached_lens: Sequence[int] | None = None,
     ) -> float | None:
-        """Admit a group of requests, all or none. Return the predicted seconds until all have a first token, if known.
+        """Admit a group of requests, all or none. Return the predicted seconds until all have a first token; None if
+        unknown.
 
-        `replica` would serve the first request. `uncached_lens` are the tokens of each prompt to compute; None: all of
-        them. Raise RequestError if the group exceeds a limit even of an empty queue, and CapacityError if it exceeds a
-        limit now or its first token would come too late.
+        `replica`: load of the replica that would serve the first request. `uncached_lens`: number of tokens of each
+        prompt that must be computed; None: all. Raise RequestError if the group would exceed a limit even of an empty
+        queue. Raise CapacityError if it exceeds a limit now or its first token would come too late.
         """
         if caller.deadline is not None:
             self.check_deadline(uncached_lens or prompt_lens, caller, replica)
@@ -157,7 +160,9 @@ class AdmissionControl:
         raise TooLateError(message, max(MIN_RETRY_AFTER_S, predicted_s - left_s), 1000 * predicted_s)
 
     def min_uncached(self, prompt_lens: Sequence[int]) -> Sequence[int]:
-        """Return a lower bound of the tokens of each prompt to compute, before the prefix cache is searched."""
+        """Return, for each prompt, a lower bound of the number of tokens to compute. Used before the prefix cache is
+        searched.
+        """
         return [1] * len(prompt_lens) if self._prefix_caching else prompt_lens
 
     def predict_s(
@@ -187,7 +192,9 @@ class AdmissionControl:
         )
 
     def _is_current(self, replica: ReplicaLoad) -> bool:
-        """Return whether the measured speed is recent. An idle replica may have become faster unnoticed."""
+        """Return whether the measured speed of the replica is recent. While a replica is idle, its speed may change
+        unnoticed.
+        """
         load = self._queue.load(replica.index)
         is_idle = load.num_waiting == load.num_running == 0
         return not is_idle or self._clock() - replica.in_flight.since < IDLE_S
@@ -209,7 +216,7 @@ class AdmissionControl:
         predicted_s: float | None,
         min_delay_s: float = 0.0,
     ) -> CapacityError:
-        """Return the error of a refusal. The exceeded limit that frees most slowly determines its delay."""
+        """Return the error of a refusal. Its Retry-After comes from the exceeded limit that frees most slowly."""
         now = self._clock()
         delay_s = max(
             self._retries.delay_s(

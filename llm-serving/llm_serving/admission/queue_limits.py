@@ -14,9 +14,9 @@ from llm_serving.errors import ContextLengthError, RequestError
 
 LIMITS: Final = ("max_waiting_queue", "max_waiting_tokens", "class_max_waiting", "key_max_waiting")
 DRAIN_MEMORY: Final = 128
-"""Number of finished requests after which a request has weight 1/e in a drain rate."""
+"""Memory of a drain rate, in finished requests: after this many, the weight of a request has fallen to 1/e."""
 MIN_FINISHED: Final = 16
-"""Minimum number of finished requests for a drain rate."""
+"""Minimum number of finished requests from which a drain rate is known."""
 QUEUE_KEY: Final = "scheduler_config.max_waiting_queue"
 TOKENS_KEY: Final = "scheduler_config.max_waiting_tokens"
 
@@ -42,10 +42,10 @@ class DrainRate:
         self._seconds = 0.0
         self._num_finished = 0
         self._since: float | None = None
-        """Time up to which waiting was counted; None while no request waits."""
+        """Time up to which `_seconds` includes the time with waiting requests; None while no request waits."""
 
     def update(self, now: float, has_waiting: bool) -> None:
-        """Record whether requests wait from now on."""
+        """Record whether any request waits from now on."""
         if has_waiting and self._since is None:
             self._since = now
         elif not has_waiting and self._since is not None:
@@ -62,18 +62,18 @@ class DrainRate:
         self._num_finished += 1
 
     def per_second(self, now: float) -> float | None:
-        """Return the rate; None before `MIN_FINISHED` requests have finished."""
+        """Return the number of requests that finish per second; None before `MIN_FINISHED` requests have finished."""
         seconds = self._seconds + (0.0 if self._since is None else now - self._since)
         return None if self._num_finished < MIN_FINISHED or seconds <= 0 else self._finished / seconds
 
 
 class QueueLimit(NamedTuple):
-    """One limit, applied to a group of requests at admission."""
+    """A limit that applies to a group of requests at admission."""
 
     name: str
-    """One of `LIMITS`; the reason in the metric of refusals."""
+    """One of `LIMITS`; also the reason in the metric of refusals."""
     key: str
-    """The YAML key, by which errors name the limit."""
+    """The YAML key of the limit, which errors show."""
     unit: str
     """Unit of the limit, such as "requests of class batch"."""
     used: int
@@ -95,7 +95,7 @@ class QueueLimit(NamedTuple):
 
     @property
     def never_fits(self) -> RequestError:
-        """The error if the group exceeds the limit of an empty queue."""
+        """The error for a group that would exceed the limit even in an empty queue."""
         if self.name == "max_waiting_tokens":
             rule = f"must be, once for each answer, at most {self.limit} tokens ({self.key})"
             return ContextLengthError("prompt", rule, self.amount)
@@ -103,7 +103,9 @@ class QueueLimit(NamedTuple):
         return RequestError("n", rule, self.amount)
 
     def freed_per_second(self, now: float) -> float | None:
-        """Return the amount that becomes free per second while requests wait; None if it was not measured yet."""
+        """Return the amount that becomes free per second while requests wait; None if there are too few
+        measurements.
+        """
         rate = self.drain_rate.per_second(now)
         return None if rate is None else rate * self.amount_per_request
 
@@ -117,14 +119,14 @@ class _Entry(NamedTuple):
 
 
 class AdmissionQueue:
-    """Counts admitted requests on the event loop, for limits on the sum of all replicas."""
+    """Counts admitted requests, for limits that apply to all replicas together. Only the event loop may call it."""
 
     def __init__(self, config: ServingConfig, clock: Clock = monotonic) -> None:
         self._clock = clock
         self._waiting: dict[str, _Entry] = {}
         self._running: dict[str, _Entry] = {}
         self._loads: dict[tuple[int | None, str], QueueLoad] = {}
-        """(replica, class) -> load; replica None means all."""
+        """(replica, class) -> load; replica None means the sum of all replicas."""
         self._waiting_of_tenant: Counter[str] = Counter()
         self._running_of_tenant: Counter[str] = Counter()
         self._drain_rate = DrainRate()
@@ -163,7 +165,9 @@ class AdmissionQueue:
         num_tokens: int,
         num_cached_tokens: int = 0,
     ) -> None:
-        """Count a request that was submitted to a replica. Some of its prompt tokens may be cached."""
+        """Count a request that was submitted to a replica. `num_cached_tokens`: prompt tokens that the prefix cache
+        holds.
+        """
         entry = _Entry(replica, request_class.name, tenant, num_tokens, num_tokens - num_cached_tokens)
         self._waiting[request_id] = entry
         self._count(entry, waiting=1)
@@ -176,7 +180,7 @@ class AdmissionQueue:
                 self._count(entry, waiting=-1, running=1)
 
     def remove(self, request_id: str) -> None:
-        """Stop counting a request that finished or was aborted. Idempotent."""
+        """Stop counting a request that finished or was aborted. A second call has no effect."""
         if (entry := self._waiting.pop(request_id, None)) is not None:
             self._count(entry, waiting=-1)
         if (entry := self._running.pop(request_id, None)) is not None:
@@ -189,14 +193,14 @@ class AdmissionQueue:
                 rate.record_finished(now)
 
     def change_replica(self, request_id: str, replica: int) -> None:
-        """Count a running request at the replica to which it migrated. No effect if it has finished."""
+        """Count a running request on the replica to which it migrated. No effect if the request has finished."""
         if (before := self._running.get(request_id)) is not None:
             after = self._running[request_id] = before._replace(replica=replica)
             self._count(before, running=-1)
             self._count(after, running=1)
 
     def change_class(self, request_id: str, request_class: RequestClass) -> None:
-        """Count a request in another class. No effect if it has finished."""
+        """Count a request in another class. No effect if the request has finished."""
         for entries, waiting, running in ((self._waiting, 1, 0), (self._running, 0, 1)):
             if (before := entries.get(request_id)) is not None:
                 after = entries[request_id] = before._replace(class_name=request_class.name)
@@ -227,7 +231,9 @@ class AdmissionQueue:
     # --- queries ----------------------------------------------------------------------------------------------------
 
     def load(self, replica: int | None = None, max_rank: int | None = None) -> QueueLoad:
-        """Return the load of one replica (None: all) in the classes up to a rank (None: all)."""
+        """Return the load of one replica (None: all replicas) in the classes up to rank `max_rank` (None: all
+        classes).
+        """
         total = QueueLoad()
         for request_class in self._classes:
             each = self._loads.get((replica, request_class.name))
@@ -242,7 +248,9 @@ class AdmissionQueue:
         return replace(self._loads.get((None, name), _NO_LOAD))
 
     def waiting_ahead(self, replica: int, max_rank: int | None) -> tuple[int, int]:
-        """Return the number of a replica's waiting requests ahead of a new one, and their uncached prompt tokens."""
+        """Return the number of a replica's waiting requests that go before a new one, and their uncached prompt tokens.
+        `max_rank`: rank of the lowest class that goes before it; None: all classes do.
+        """
         if self._max_running is None and not self._max_running_of:
             load = self.load(replica, max_rank)
             return load.num_waiting, load.num_uncached_tokens
@@ -265,7 +273,9 @@ class AdmissionQueue:
         return self._waiting_of_tenant[tenant] + self._running_of_tenant[tenant]
 
     def limits(self, num_requests: int, num_tokens: int, request_class: RequestClass, tenant: str) -> list[QueueLimit]:
-        """Return all limits that apply to a group with this number of prompt tokens, the queue's limit first."""
+        """Return all limits that apply to a group of `num_requests` requests with `num_tokens` prompt tokens. The limit
+        of the whole queue is first.
+        """
         num_waiting = len(self._waiting)
         limits = [
             QueueLimit(

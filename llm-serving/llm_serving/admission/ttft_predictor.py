@@ -10,26 +10,30 @@ from llm_serving.scheduler import SchedulerLimits
 from llm_serving.scheduler.schedule import Blocked, WaitReason
 
 STEP_MEMORY: Final = 128
-"""Number of steps of a kind after which a measured time has weight 1/e."""
+"""Memory of step times, in steps of one kind: after this many, the weight of a measurement has fallen to 1/e."""
 FINISH_MEMORY: Final = 1024
-"""Number of steps after which a finished request has weight 1/e. Requests finish in few of the steps."""
+"""Memory of the finish rate, in steps. It is longer than `STEP_MEMORY`, because requests finish in few steps."""
 MIN_STEPS: Final = 32
 MIN_FINISHED: Final = 8
-"""Minimum number of finished requests to predict the wait for a running slot."""
+"""Minimum number of finished requests from which the wait for a running slot can be predicted."""
 MIN_SPREAD: Final = 0.1
-"""Minimum standard deviation of the tokens per step, relative to their mean, to measure the cost of a token."""
+"""Minimum standard deviation of the number of tokens per step, relative to the mean, from which the time of a token can
+be measured.
+"""
 
 
 class InFlightSteps(NamedTuple):
-    """The steps of a replica that were scheduled and have no reply. A new request can join none of them."""
+    """The steps of a replica that were scheduled and have no reply. A request that arrives now is in none of them."""
 
     num_steps: int = 0
     num_tokens: int = 0
-    """Number of tokens of these steps, not counting one for each of their rows."""
+    """Number of tokens of these steps, without one token for each of their rows."""
     num_tokens_left: int = 0
-    """Remaining tokens of prompts that these steps begin but do not finish."""
+    """Number of prompt tokens that remain after these steps, of the prompts that they compute in part."""
     since: float = math.inf
-    """Engine time at which the oldest step began, or the latest one ended; infinite before the first step."""
+    """Time on the engine's clock at which the oldest step began or, if none is in flight, the latest one ended;
+    infinite before the first step.
+    """
 
 
 NO_STEPS: Final = InFlightSteps()
@@ -37,10 +41,10 @@ NO_STEPS: Final = InFlightSteps()
 
 @dataclass(frozen=True, slots=True)
 class QueueAhead:
-    """The work before a request at a replica, including the request itself."""
+    """The work that a replica does before the first token of a request, including the request's own prompt."""
 
     num_requests: int
-    """Number of waiting requests of its class and higher classes."""
+    """Number of waiting requests of the request's class and higher classes, including the request."""
     num_tokens: int
     """Uncached prompt tokens of the waiting requests."""
     num_running: int
@@ -50,28 +54,28 @@ class QueueAhead:
     elapsed_s: float = 0.0
     """Seconds since the oldest step in flight began."""
     num_finishes: int = 0
-    """Number of its tenant's requests that must finish first because of the tenant's concurrency limit."""
+    """Number of requests of the same tenant that must finish first, because of the tenant's concurrency limit."""
     tenant_slots: int = 1
-    """The tenant's limit of running requests."""
+    """The tenant's concurrency limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpeed:
-    """Measured speed of a replica: a step takes `step_s` + `token_s` * its tokens."""
+    """Measured speed of a replica. A step of `n` tokens takes `step_s` + `n` * `token_s` seconds."""
 
     limits: SchedulerLimits
     step_s: float
     token_s: float
     finish_rate: float | None
-    """Requests that finish per row of a step, 1 / (steps per request); None: not measured."""
+    """Fraction of the rows of a step that finish with it, which is 1 / (steps per request); None: not measured."""
     num_slots: int
-    """Number of running slots: the configured number, or fewer if the KV cache is full."""
+    """Number of running slots: the configured number, or fewer while the KV cache is full."""
 
     def seconds_to_first_token(self, queue: QueueAhead) -> float | None:
         """Return the seconds until the last request of the queue has its first token; None if unknown.
 
-        Prompts get the token budget that decoding leaves. Without a free slot, running requests must finish first, at
-        the measured rate. The larger number of steps counts, in addition to the steps in flight.
+        Prompts get the token budget that decoding leaves. If no slot is free, running requests must finish first, at
+        the measured rate. The larger of these two numbers of steps is added to the steps in flight.
         """
         num_decoding = min(queue.num_running_in_all, self.num_slots)
         in_flight = queue.in_flight
@@ -99,10 +103,10 @@ class ReplicaSpeed:
 
 
 class TtftPredictor:
-    """Measures the steps of one replica. The engine thread writes; any thread may read the attributes.
+    """Measures the steps of one replica. Only the engine's thread records; any thread may read the attributes.
 
-    Steps with prompts and decode-only steps are averaged separately. A least-squares line through both separates the
-    cost of a step from that of a token.
+    Steps with prompts and decode-only steps are averaged separately. A least-squares line through both averages
+    separates the time of a step from that of a token.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -111,7 +115,7 @@ class TtftPredictor:
         """The measured speed; None until enough steps were measured."""
         self.in_flight = NO_STEPS
         self._num_slots: int | None = None
-        """Number of running requests when the KV cache was full; None: it is not full."""
+        """Number of running requests when the KV cache became full; None: it is not full."""
         self._prefill_steps = _Moments()
         self._decode_steps = _Moments()
         self._num_steps = 0
@@ -120,7 +124,9 @@ class TtftPredictor:
         self._rows = 0.0
 
     def record_running(self, num_running: int, blocked: Blocked | None = None, has_room: bool = False) -> None:
-        """Record the running requests, why the scheduler left one waiting, and whether the KV cache has room."""
+        """Record the number of running requests, the request that the scheduler could not admit with the reason
+        (`blocked`), and whether the KV cache has room.
+        """
         if blocked is not None and blocked.reason in (WaitReason.SLOTS, WaitReason.BLOCKS):
             self._num_slots = num_running if blocked.reason is WaitReason.BLOCKS else None
         elif self._num_slots is not None:
@@ -129,7 +135,9 @@ class TtftPredictor:
             self._num_slots = None
 
     def record_step(self, *, num_tokens: int, num_rows: int, seconds: float, num_finished: int) -> None:
-        """Record a step. `seconds` begin at the end of the previous step, or at the submission if that is later."""
+        """Record a step. `seconds`: from the end of the previous step, or from the submission if that is later, to the
+        reply.
+        """
         moments = self._prefill_steps if num_tokens > num_rows else self._decode_steps
         keep = 1 - 1 / STEP_MEMORY
         moments.weight = moments.weight * keep + 1
@@ -155,7 +163,7 @@ class TtftPredictor:
         self.speed = ReplicaSpeed(self.limits, *cost, finish_rate, num_slots)
 
     def _cost(self) -> tuple[float, float] | None:
-        """Return the seconds per step and per token; None if the steps were too similar."""
+        """Return the seconds per step and per token; None if the steps had too similar numbers of tokens."""
         prefill, decode = self._prefill_steps, self._decode_steps
         weight = prefill.weight + decode.weight
         tokens = (prefill.tokens + decode.tokens) / weight

@@ -1,4 +1,4 @@
-"""Validation of requests against the model and the limits: a request that can never be served is refused at once."""
+"""Validation of requests against the model and the limits. A request that can never be served is refused at once."""
 
 from __future__ import annotations
 
@@ -68,14 +68,16 @@ def check_beam_search(limits: ModelConfig, sampling: SamplingParams) -> None:
 
 
 def end_token_ids(config: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the end-of-text ids that the YAML, the model's config and its tokenizer name, within the vocabulary."""
+    """Return the end-of-text token ids from the YAML, the model's config and the tokenizer, without those outside the
+    vocabulary.
+    """
     configured = () if config.end_token is None else (config.end_token,)
     named = (*configured, *spec.eos_token_ids, *tokenizer.eos_token_ids)
     return frozenset(token_id for token_id in named if token_id < spec.vocab_size)
 
 
 def stop_token_ids(sampling: SamplingParams, end_ids: frozenset[int]) -> frozenset[int]:
-    """Return all ids that end the request's output."""
+    """Return all token ids that end the request's output."""
     return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else end_ids)
 
 
