@@ -152,7 +152,7 @@ def test_sampler_library_is_used_unless_it_is_missing(backend, monkeypatch, capl
 
     monkeypatch.setattr(library, "load", missing)
     assert choose_tokens_for(backend) is sampling_reference.choose_tokens
-    assert "no operator library, NumPy chooses the tokens, many times slower: no compiler" in caplog.text
+    assert "the operator library is missing, so NumPy samples the tokens, many times slower: no compiler" in caplog.text
 
 
 def test_sampler_arguments_have_the_expected_lengths():

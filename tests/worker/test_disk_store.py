@@ -70,7 +70,7 @@ def test_a_changed_byte_is_detected_and_the_file_deleted(
     path.write_bytes(data)
     assert store.read(name(1)) is None
     assert (store.num_damaged, path.exists()) == (1, False)
-    assert "is damaged and is deleted; its block is computed" in caplog.text
+    assert "disk cache: deleted the damaged file" in caplog.text
     assert store.write(name(1), CONTENT).is_new
     assert store.read(name(1)) == CONTENT
 

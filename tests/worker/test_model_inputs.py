@@ -111,7 +111,7 @@ def test_a_reference_past_the_previous_step_is_an_error():
         ([([100], 0, [1])], "token_ids must be below 100. Given: 100"),
         ([([1], 0, [10])], "block_tables must hold ids from 0 to 9. Given: 10 to 10"),
         ([([1], 0, [-1])], "block_tables must hold ids from 0 to 9. Given: -1 to -1"),
-        ([([1], 4, [1])], "block_tables has 1 columns of 4 tokens; a row of this step has 5"),
+        ([([1], 4, [1])], "block_tables has 1 columns of 4 tokens, too few for a row of 5 tokens"),
         ([([1], 64, list(range(10)) * 2)], "at most 64 tokens. Given: 65"),
         ([([1], 0, [3]), ([1], 0, [-(2**31)])], "block_tables must hold ids from 0 to 9. Given: -2147483648 to 3"),
         ([([1], -1, [1])], "num_computed must be from 0 to 64. Given: -1 to -1"),

@@ -1,1 +1,1 @@
-"""Code that runs in the WorkAgent, next to its device. Most modules import MindSpore."""
+"""Code that runs in the WorkAgent process, which owns a device. Most modules import MindSpore."""

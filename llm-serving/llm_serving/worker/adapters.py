@@ -1,4 +1,4 @@
-"""The adapters of a WorkAgent: matrices in host memory, and copies in the slots that the network reads."""
+"""The LoRA adapters of a WorkAgent: their matrices in host memory, and copies in the slots that the network reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llm_serving.network.operations import Weight
 
 
 class _Matrices(NamedTuple):
-    """An adapter's part of one linear operation, in the layout of its slot and the model dtype."""
+    """An adapter's matrices for one linear operation, in the layout of a slot and the model dtype."""
 
     a: Array
     b: Array
@@ -30,11 +30,11 @@ class _Matrices(NamedTuple):
 
 
 class AdapterMemory:
-    """Adapters in host memory by number, and the slots of the network.
+    """Adapters in host memory by number, and the adapter slots of the network.
 
     Args:
-        parameters: Parameters of the slots' weights.
-        as_program: Whether a program reads the slots; otherwise Cells do.
+        parameters: Weight -> the Parameters of the slots.
+        as_program: Whether a program reads the slots; otherwise, Cells read them.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class AdapterMemory:
         """Slot -> number of the adapter that it holds."""
 
     def set(self, number: int, folder: str) -> None:
-        """Read an adapter into host memory in another thread, or, if `folder` is empty, drop it. A slot may still hold
-        a dropped adapter.
+        """Read an adapter into host memory in another thread. If `folder` is empty, drop the adapter from host memory;
+        a slot may still hold it.
         """
         if folder:
             self._host[number] = self._reader.submit(self._read_same, number, Path(folder))
@@ -83,9 +83,11 @@ class AdapterMemory:
         return [self._matrices(adapter, linear) for linear in self._linears]
 
     def slots_of_tokens(self, adapters: Int32Array, query_lens: Int32Array) -> Int32Array:
-        """Return the slot of each token [T], -1 without adapter. `adapters` [B, 2]: number and slot of each row's
-        adapter, number 0: none; empty: no row has one. An adapter that is not in its slot is copied there first. Raise
-        WorkerError if it is not in host memory, or rows disagree about a slot.
+        """Return the slot of each token, [T]; -1: the token uses no adapter.
+
+        `adapters` [B, 2]: number and slot of the adapter of each row; number 0: no adapter; an empty array: no row has
+        one. Adapters that are not in their slot are first copied there. Raise WorkerError if one is not in host memory,
+        or if rows name different adapters for a slot.
         """
         if not len(adapters):
             return np.full(int(query_lens.sum()), -1, np.int32)
@@ -103,7 +105,7 @@ class AdapterMemory:
 
     def _load(self, number: int, slot: int) -> None:
         if number not in self._host or not 0 <= slot < self.limits.max_loras:
-            raise WorkerError(f"adapter {number} is not in memory, or there is no slot {slot}")
+            raise WorkerError(f"adapter {number} is not in host memory, or slot {slot} does not exist")
         try:
             adapter = self._host[number].result()
         except ModelError as error:
@@ -139,7 +141,9 @@ def _load_panels(slot: int, matrices: _Matrices, parameters: Sequence[ms.Paramet
 
 
 def _load_columns(slot: int, slots: int, matrices: _Matrices, parameters: Sequence[ms.Parameter]) -> None:
-    """Write the rows of A and the columns of B that belong to a slot of a graph of Cells; zeros beyond the rank."""
+    """Write an adapter into the slot of a graph of Cells: the slot's rows of A and columns of B. Fill them with zeros
+    beyond the adapter's rank.
+    """
     a, b = parameters
     width = a.shape[0] // slots
     first, used = slot * width, matrices.rank

@@ -1,4 +1,4 @@
-"""Per-step checks that block moves stay inside their memories, and that rows read only blocks written for them."""
+"""Checks of each step: block moves must stay inside their memories, and rows must read only blocks written for them."""
 
 from __future__ import annotations
 
@@ -88,12 +88,13 @@ class BlockTags(NamedTuple):
 
 
 class BlockGuard:
-    """Tags every block with its epoch (the number of its allocation, from the master) and the number of tokens written.
+    """Checks who has written each block. A block is tagged with its epoch (the number of its allocation, from the
+    master) and the number of tokens written.
 
-    A row may only read blocks with its own epoch, up to the tokens written; two rows may not write one block. A move
-    names an epoch and a number of tokens that its source must have; its target gets the same epoch. So an error of the
-    master (a block assigned twice, an outdated block table, a skipped position) is detected before it produces wrong
-    text.
+    A row may read only blocks with the epoch in its block table, up to the tokens written. Two rows may not write one
+    block. A move names the epoch and the number of tokens that its source must have; its target gets the same tag. So a
+    bug in the master (a block assigned twice, an outdated block table, a skipped position) is detected before it
+    produces wrong text.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class BlockGuard:
         states: BlockTags | None = None,
     ) -> None:
         """`window`: sliding window in tokens. `transfer`: tags of the transfer pool, shared with other WorkAgents.
-        `states`: tags of the slots of states.
+        `states`: tags of the state slots.
         """
         self._block_size = block_size
         self._window = window
@@ -119,7 +120,9 @@ class BlockGuard:
         }
 
     def move(self, block_moves: Int32Array) -> None:
-        """Check moves before they are executed, and tag their targets. Raise WorkerError if an epoch differs."""
+        """Check the sources of moves before they are executed, and tag their targets. Raise WorkerError if a source is
+        wrong.
+        """
         for move in map(BlockMove._make, block_moves.tolist()):
             source, target = SOURCE_AND_TARGET[BlockMoveKind(move.kind)]
             self._check_source(self._memories[source], move)
@@ -127,28 +130,30 @@ class BlockGuard:
             self._memories[target].num_written[move.target] = move.num_tokens
 
     def start_exports(self, exports: Int32Array) -> None:
-        """Check moves to the transfer pool before they are executed. `finish_exports` makes their targets readable."""
+        """Check moves into the transfer pool before they are executed. Their targets stay unreadable until
+        `finish_exports`.
+        """
         num_written = self._memories[BlockLocation.TRANSFER].num_written
         for move in map(BlockMove._make, exports.tolist()):
             self._check_source(self._memories[SOURCE_AND_TARGET[BlockMoveKind(move.kind)][0]], move)
             num_written[move.target] = 0
 
     def finish_exports(self, exports: Int32Array) -> None:
-        """Tag the blocks in the transfer pool, so that other WorkAgents can read them."""
+        """Tag the exported blocks in the transfer pool, so that other WorkAgents can read them."""
         tags = self._memories[BlockLocation.TRANSFER]
         for move in map(BlockMove._make, exports.tolist()):
             tags.epochs[move.target] = move.target_epoch
             tags.num_written[move.target] = min(move.num_tokens, MAX_TOKENS_PER_BLOCK)
 
     def check_imports(self, block_moves: Int32Array) -> None:
-        """Raise WorkerError if blocks just read from the transfer pool have been overwritten meanwhile."""
+        """Raise WorkerError if blocks were overwritten while they were read from the transfer pool."""
         for move in map(BlockMove._make, block_moves.tolist()):
             if move.kind in (BlockMoveKind.IMPORT, BlockMoveKind.IMPORT_STATE):
                 self._check_source(self._memories[BlockLocation.TRANSFER], move)
 
     def check(self, step: StepInput) -> None:
-        """Check the blocks that the rows of a step read, and tag those they write. Indices must be valid. Raise
-        WorkerError if a row reads a block that was not written for it, or two rows write one block.
+        """Check the blocks that the rows of a step read, and tag those that they write. The indices of the step must be
+        valid. Raise WorkerError if a row reads a block that was not written for it, or if two rows write one block.
         """
         block_size = self._block_size
         starts = np.arange(0, step.block_tables.shape[1] * block_size, block_size, dtype=np.int32)
@@ -181,7 +186,9 @@ class BlockGuard:
             )
 
     def _check_owners(self, blocks: Int32Array, owners: Int32Array, reads: NDArray[np.bool_]) -> None:
-        """Check that each block has the epoch that its row names. `owners`: epochs in the order of `reads` [B, W]."""
+        """Check that each block has the epoch that its row expects. `owners`: expected epochs in the order of `reads`
+        [B, W].
+        """
         foreign = self._cache.epochs[blocks] != owners
         if any_true(foreign):
             row = reads.nonzero()[0][foreign][0]

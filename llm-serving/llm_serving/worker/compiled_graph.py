@@ -36,9 +36,11 @@ _DECODE_PHASE: Final = "increment"
 
 
 class CompiledNetwork:
-    """One graph for batches of every shape, called without the checks of `Cell.__call__`, which take 140 of 160
-    microseconds and are unnecessary, because the arguments always have the same types and ranks. The faster call uses
-    private names of MindSpore; if a release lacks them, the ordinary call is used.
+    """One graph for batches of every shape.
+
+    It is called without the checks of `Cell.__call__`, which take 140 of 160 µs and are unnecessary, because the
+    arguments always have the same types and ranks. The faster call uses private names of MindSpore. If a release lacks
+    them, the ordinary call is used.
 
     Args:
         inputs: The arguments, as for `Cell.set_inputs`, if they are not those of a step.
@@ -64,7 +66,7 @@ class CompiledNetwork:
 
     def __call__(self, arrays: Sequence[Any]) -> NDArray[Any]:
         """Run the graph; the first call compiles it. Arguments are not copied, so they must not change before this
-        returns. The result of a program is valid until the next call.
+        method returns. The result of a program is valid only until the next call.
         """
         if isinstance(self._network, ProgramNetwork):
             result = self._network.bind_inputs(arrays)
@@ -82,8 +84,8 @@ class CompiledNetwork:
         return self._run(tensors)
 
     def _tensor(self, array: NDArray[Any]) -> ms.Tensor:
-        """Return a tensor with the elements of an array: on an NPU in pinned memory, from which it copies while the
-        host continues.
+        """Return a tensor with the elements of an array. On an NPU it is in pinned memory, so that the host need not
+        wait for the copy to the device.
         """
         tensor = ms.Tensor.from_numpy(np.ascontiguousarray(array))
         return tensor.pin_memory() if self._pins else tensor
@@ -98,7 +100,7 @@ class CompiledNetwork:
 
 
 def load_lite() -> Any:
-    """Import mindspore_lite, which comes with the software of an NPU. Raise KernelError if it is not installed."""
+    """Import mindspore_lite, which is part of an NPU's software. Raise KernelError if it is not installed."""
     try:
         return importlib.import_module(LITE_PACKAGE)
     except ImportError as error:
@@ -106,9 +108,10 @@ def load_lite() -> Any:
 
 
 class LiteNetwork:
-    """A MINDIR file computed by mindspore_lite on an NPU and called like a `CompiledNetwork`. `ini`: options of the
-    graph engine, in the format of older servers. `inputs`: examples of the expected arguments. Raise ConfigError if the
-    file has other types or numbers of dimensions.
+    """A MINDIR file that mindspore_lite computes on an NPU. It is called like a `CompiledNetwork`.
+
+    `ini`: options of the graph engine, in the format of older servers. `inputs`: examples of the expected arguments.
+    Raise ConfigError if the arguments in the file have other types or numbers of dimensions.
     """
 
     num_compilations = 1
@@ -151,7 +154,7 @@ class LiteNetwork:
 
 
 def _describe_argument(lite: Any, tensor: Any) -> str:
-    """Return the name, type and number of dimensions of an argument, without the graph's name before its own."""
+    """Return the name, type and number of dimensions of an argument. The name is without the prefix of the graph."""
     types = {lite.DataType.INT32: "int32", lite.DataType.FLOAT32: "float32"}
     return f"{tensor.name.split(':')[-1]} {types.get(tensor.dtype, tensor.dtype)} of {len(tensor.shape)}"
 
@@ -163,14 +166,14 @@ class StepNetwork(Protocol):
     def num_compilations(self) -> int: ...
 
     def __call__(self, arrays: Sequence[Any]) -> NDArray[Any]:
-        """Run the graph. The arguments must not change before this returns. They are arrays, or results of `submit`."""
+        """Run the graph. The arguments (arrays, or results of `submit`) must not change before this method returns."""
 
     def submit(self, arrays: Sequence[Any]) -> Any:
-        """Start the graph, and return its result, which may still be computed on a device."""
+        """Start the graph. Return its result, which a device may still be computing."""
 
 
 class StepNetworks(NamedTuple):
-    """The callable parts of `Lowered`."""
+    """The networks of a model that `Lowered` describes, in callable form."""
 
     logits: StepNetwork | None
     states: StepNetwork
@@ -182,8 +185,8 @@ class StepNetworks(NamedTuple):
 def compile_networks(
     lowered: Lowered, hidden: int, num_prompt_rows: int = 0, *, has_adapters: bool = False
 ) -> StepNetworks:
-    """Return networks that are compiled at their first call. `num_prompt_rows`: requests in a whole-prompt step.
-    `has_adapters`: whether steps have slots of adapters.
+    """Return networks that are compiled at their first call. `num_prompt_rows`: maximum number of requests in a step of
+    whole prompts. `has_adapters`: whether the network has adapter slots.
     """
     prompts, tokens = lowered.of_prompts, lowered.of_tokens
     slots = dynamic([ADAPTER_INPUT]) if has_adapters else []
@@ -197,8 +200,8 @@ def compile_networks(
 
 
 def load_networks(spec: ModelSpec, folder: Path, ini: Path | None, device_id: int) -> StepNetworks:
-    """Return networks that `lowering.mindir.export` wrote, computed by mindspore_lite. Raise ConfigError if a file has
-    other arguments than those of a step, or KernelError if mindspore_lite is not installed.
+    """Return networks that `lowering.mindir.export` wrote and mindspore_lite computes. Raise ConfigError if a file has
+    other arguments than a step. Raise KernelError if mindspore_lite is not installed.
     """
     lite = load_lite()
     names = [name for name, _ in STEP_INPUTS]

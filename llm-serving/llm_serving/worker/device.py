@@ -20,12 +20,16 @@ logger = get_logger(__name__)
 
 _UNSUPPORTED_SOC = "310p"
 _DISPATCH_THREADS = 5
-"""Threads with which MindSpore dispatches kernels to an NPU: its documented default. Without this setting, it uses
-fewer on a machine with up to 16 cores and then rejects PagedAttention ("Invalid shape")."""
+"""Number of threads with which MindSpore dispatches kernels to an NPU. It is MindSpore's documented default, but
+without this setting MindSpore uses fewer on a machine with up to 16 cores, and then rejects PagedAttention ("Invalid
+shape").
+"""
 
 
 def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
-    """Set the device and graph mode of this process before its first operator. Raise ConfigError: unknown NPU."""
+    """Set the device and graph mode of this process. Call it before the first operator. Raise ConfigError for an
+    unknown NPU.
+    """
     on_ascend = device.device_target == "Ascend"
     ms.set_device(device.device_target, device_id if on_ascend else 0)
     if on_ascend:
@@ -50,15 +54,15 @@ def free_npu_memory() -> int:
 
 
 def npu_memory_limit(max_device_memory: int, free: int) -> int:
-    """Return the bytes that a WorkAgent may use on its NPU: `max_device_memory`, or less if the device has less, as
-    with older YAMLs. `free` is 0 if the device does not report it.
+    """Return the bytes that a WorkAgent may use on its NPU: `max_device_memory`, or all memory of the device if that is
+    less, as YAMLs for older servers expect. `free`: free bytes; 0 if the device does not report them.
     """
     return min(max_device_memory, max(free - NPU_RESERVE, 0)) if free > 0 else max_device_memory
 
 
 def _jit_config(device: DeviceConfig) -> dict[str, str]:
-    """Return settings of the graph compiler; on Ascend those of vllm-mindspore and MindFormers: infer boost, whose
-    library has PagedAttention's kernel, and level O0, which it requires.
+    """Return settings of the graph compiler. On Ascend they are those of vllm-mindspore and MindFormers: infer boost,
+    whose library has the kernel of PagedAttention, and level O0, which infer boost requires.
     """
     if device.device_target == "Ascend":
         return {"jit_level": "O0", "infer_boost": "on"}
@@ -86,10 +90,11 @@ def _refuse_soc(version: str) -> None:
 
 
 def backend_for(device: DeviceConfig, dtype: str, *, is_native: bool = True) -> tuple[Backend, str]:
-    """Return the backend for `device_target` and `kernels`, and a notice for the operator if the operator library is
-    missing or the device cannot guarantee `exactness: exact`. Raise KernelError if `kernels` requires the operator
-    library, which cannot be built or loaded. `is_native`: the network is this project's, not MindFormers', which has
-    its own products.
+    """Return the backend for `device_target` and `kernels`, and a notice for the operator. The notice says that the
+    operator library is missing, or that the device cannot guarantee `exactness: exact`; usually it is empty.
+
+    Raise KernelError if `kernels` requires the operator library and it cannot be built or loaded. `is_native`: the
+    network is this project's own, not MindFormers', which has its own matrix products.
     """
     if device.device_target != "CPU":
         return _on_ascend(device, dtype, is_native)

@@ -4,9 +4,9 @@
     FOLDER/<fingerprint>/<hash>   a block: header, contents, checksum of both
 
 The fingerprint covers everything that affects the contents: weights, code, kernels, data types. The hash covers the
-tokens, the tenant and the cache salt (`kvcache.block_table`). A file appears under its name by one rename, after it was
-written. Files are not flushed to the disk: after a power failure a file may be incomplete, which its checksum reveals.
-Readers take no lock, because an open file can be read to its end after it was deleted.
+tokens, the tenant and the cache salt (`kvcache.block_table`). A file is written under another name and then renamed, so
+it appears complete. Files are not flushed to disk: after a power failure a file may be incomplete, which its checksum
+reveals. Readers take no lock, because an open file can be read to its end after it was deleted.
 """
 
 from __future__ import annotations
@@ -37,19 +37,21 @@ logger = get_logger(__name__)
 
 MAGIC: Final = b"LLMKV001"
 _HEADER: Final = struct.Struct("<8s16s16sQ")
-"""Magic, fingerprint, block hash, bytes of the contents."""
+"""Magic number, fingerprint, block hash, number of bytes of the contents."""
 DIGEST_BYTES: Final = 16
 OVERHEAD_BYTES: Final = _HEADER.size + DIGEST_BYTES
 TEMPORARY: Final = "temporary"
 _HEX: Final = re.compile(r"[0-9a-f]{32}")
 """A fingerprint or a block hash as the name of a folder or file."""
 KEPT_FRACTION: Final = 0.9
-"""Fraction of `max_bytes` that an eviction leaves, so that not each write has to read the folder."""
+"""Fraction of `max_bytes` that remains after an eviction. It is below 1, so that not every write has to read the
+folder.
+"""
 
 
 class Written(NamedTuple):
     is_new: bool
-    """Whether the block was written. If not, it was there already, or the folder cannot be used."""
+    """Whether the block was written. If not, it was already stored, or the folder cannot be used."""
     num_evicted: int = 0
 
 
@@ -62,9 +64,9 @@ class _File(NamedTuple):
 class DiskStore:
     """Reads and writes the blocks of one model in a folder that other processes and models may use too.
 
-    Together the files have at most `max_bytes`; the least recently used ones are deleted. No error of the disk is
-    raised: a block that cannot be read is not found, a block that cannot be written is not stored, and the first error
-    after a success is logged.
+    All files together have at most `max_bytes`; the least recently used ones are deleted. Errors of the disk are not
+    raised: a block that cannot be read counts as missing, and a block that cannot be written is not stored. The first
+    error after a success is logged.
     """
 
     def __init__(self, folder: Path, max_bytes: int, fingerprint: bytes) -> None:
@@ -87,7 +89,7 @@ class DiskStore:
             logger.info(text, self.num_bytes / 2**20, max_bytes / 2**20, folder, fingerprint.hex()[:12])
 
     def touch(self, hashes: Sequence[bytes]) -> int:
-        """Return how many of the first blocks are stored, and mark these as used now."""
+        """Return how many of the blocks are stored without a gap from the first. Mark these as used now."""
         for index, each in enumerate(hashes):
             try:
                 os.utime(self._own / each.hex())
@@ -100,7 +102,7 @@ class DiskStore:
         return len(hashes)
 
     def read(self, block_hash: bytes) -> bytes | None:
-        """Return the contents of a block; None if there is none. A damaged file is deleted."""
+        """Return the contents of a block; None if it is not stored. A damaged file is deleted."""
         path = self._own / block_hash.hex()
         try:
             found = path.lstat()
@@ -117,13 +119,13 @@ class DiskStore:
         if content[: _HEADER.size] == header and digest == content[end:]:
             return content[_HEADER.size : end]
         self.num_damaged += 1
-        logger.warning("disk cache: %s is damaged and is deleted; its block is computed", path)
+        logger.warning("disk cache: deleted the damaged file %s; the model computes its block", path)
         with contextlib.suppress(OSError):
             path.unlink()
         return None
 
     def write(self, block_hash: bytes, content: bytes) -> Written:
-        """Store a block, unless it is there. Blocks that were not used for the longest time make room for it."""
+        """Store a block, unless it is already stored. To make room, the least recently used blocks are deleted."""
         path = self._own / block_hash.hex()
         num_bytes = len(content) + OVERHEAD_BYTES
         if num_bytes > self._max_bytes or os.access(path, os.F_OK):
@@ -158,8 +160,8 @@ class DiskStore:
         return Written(is_new=True, num_evicted=num_evicted)
 
     def _evict(self, lock: int, num_bytes: int) -> tuple[int, int]:
-        """Delete leftover temporary files, and, unless `num_bytes` more fit, the least recently used blocks. Return the
-        size of what remains and the number of deleted blocks.
+        """Delete abandoned temporary files and, until `num_bytes` more bytes fit, the least recently used blocks.
+        Return the bytes of the remaining files and the number of deleted blocks. `lock`: descriptor of the locked file.
         """
         files, total, num_evicted = sorted(self._files()), 0, 0
         total = sum(each.num_bytes for each in files)
@@ -195,7 +197,9 @@ class DiskStore:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
-        """Yield the descriptor of the lock file. The kernel releases the lock when a process ends."""
+        """Hold the lock, and yield the descriptor of the lock file. The kernel releases the lock when a process
+        ends.
+        """
         lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -224,10 +228,10 @@ def _read_total(lock: int) -> int | None:
 def open_disk_store(
     settings: LoadModel, compute_fingerprint: ComputeFingerprint, arrays: Sequence[NDArray[np.generic]]
 ) -> DiskStore:
-    """Open the disk cache for blocks like those of `arrays`, each [num_blocks, ...].
+    """Open the disk cache for blocks of the KV cache `arrays`, each [num_blocks, ...].
 
-    The fingerprint covers all that affects the contents of a block beside the tokens: the package's code, the weight
-    files, the kernels, and the settings that change how keys and values are computed.
+    The fingerprint covers everything except the tokens that affects the contents of a block: the package's code, the
+    weight files, the kernels, and the settings that change how keys and values are computed.
     """
     assert settings.disk_cache_path is not None
     model = Path(settings.model_path)

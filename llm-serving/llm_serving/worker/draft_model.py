@@ -1,8 +1,9 @@
 """Draft tokens from a small model (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
 2023).
 
-The draft model samples with the random number that the request uses at that position. So it proposes the same token as
-the large model wherever both distributions agree. The large model verifies each token, so answers do not depend on it.
+The draft model samples with the random number that the request uses at the same position. So it proposes the large
+model's token wherever both distributions agree. The large model verifies each token, so answers do not depend on
+drafts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _Slot:
         self.token_ids: list[int] = []
 
     def switch_to(self, start: int, token_ids: list[int]) -> int:
-        """Assign other tokens to the slot. Return how many of them are already cached, at most all but one."""
+        """Assign other tokens to the slot. Return how many of them it already caches, at most all but one."""
         known = 0
         if start == self.start:
             for before, now in zip(self.token_ids, token_ids[:-1], strict=False):
@@ -45,10 +46,10 @@ class _Slot:
 
 
 class DraftModel:
-    """Runs the draft model, in the thread of its runner."""
+    """Runs the draft model. Only the thread of its runner may call it."""
 
     def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
-        """`vocab_size`: that of the large model; tokens beyond it are not proposed."""
+        """`vocab_size`: vocabulary size of the large model. Tokens beyond it are not proposed."""
         self._runner = runner
         self._vocab_size = vocab_size
         count = blocks_per_draft_request(runner.kv_tensors.block_size)
@@ -58,8 +59,8 @@ class DraftModel:
         self._step = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return up to `num_draft_tokens` draft tokens for each request, none for a request that exceeds a limit. Raise
-        WorkerError if the model failed; all cached tokens are then dropped.
+        """Return up to `num_draft_tokens` draft tokens for each request, and none for a request that exceeds a limit.
+        Raise WorkerError if the model failed; all cached tokens are then dropped.
         """
         proposed: list[list[int]] = [[] for _ in requests]
         try:
@@ -75,7 +76,7 @@ class DraftModel:
         return proposed
 
     def _rows(self, requests: Sequence[DraftRequest]) -> list[tuple[int, _Slot, int]]:
-        """Return (index, slot, number of cached tokens) of the requests within the limits."""
+        """Return (index, slot, number of cached tokens) for each request that exceeds no limit."""
         rows, left = [], MAX_PROPOSED_TOKENS
         for index, request in enumerate(requests[:MAX_DRAFT_REQUESTS]):
             token_ids = request.token_ids
@@ -100,7 +101,7 @@ class DraftModel:
     def _extend(
         self, requests: Sequence[DraftRequest], rows: list[tuple[int, _Slot, int]], proposed: list[list[int]]
     ) -> list[tuple[int, _Slot, int]]:
-        """Add one draft token to each row. Return the rows that need more."""
+        """Add one draft token to each row. Return the rows that need further tokens."""
         extended = [requests[index] for index, _, _ in rows]
         known = np.array([known for _, _, known in rows], np.int32)
         lens = np.array([len(slot.token_ids) for _, slot, _ in rows], np.int32)

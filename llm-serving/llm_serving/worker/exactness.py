@@ -1,4 +1,4 @@
-"""Guarantees about the bits of an answer, by `device_config.exactness` and backend. The log shows them at start."""
+"""Guarantees about the bits of an answer, by `device_config.exactness` and backend. The log shows them at the start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ATTENTION_SPLITS: Final = (
     "the same bytes are not promised on Ascend: PagedAttention may split the keys of a row over the cores, and chooses "
     "the split by the shape of the whole batch, so the last bits of an answer depend on the requests beside it"
 )
-"""From the tiling of MindSpore 2.10's kernels: a row alone and the same row in a batch are split differently."""
+"""Source: the tiling of MindSpore 2.10's kernels, which splits a row in a batch differently from the same row alone."""
 
 GUARANTEES: Final[Mapping[tuple[ExactnessName, str], str]] = {
     (ExactnessName.EXACT, "cpu"): _BIT_IDENTICAL,
@@ -31,18 +31,18 @@ GUARANTEES: Final[Mapping[tuple[ExactnessName, str], str]] = {
         f"of whole prompts, PagedAttention the others, and {_OWN_PRODUCTS}"
     ),
 }
-"""(exactness, backend name) -> what is guaranteed."""
+"""(exactness, backend name) -> text of the guarantee."""
 
 
 OF_EXPERTS: Final = (
     "the same bytes are not promised on Ascend: GroupedMatmulV4 multiplies experts, and may order its sums by how many "
     "rows an expert has"
 )
-"""Guarantee for experts in the model dtype. Products of 8-bit experts are exact."""
+"""Text of the guarantee for experts in the model dtype. Products of 8-bit experts are exact."""
 
 
 def guarantee(exactness: str, backend_name: str, has_experts: bool = False) -> str:
-    """Return what the answers of this server may depend on. `has_experts`: the model has experts that are not
+    """Return the text of what answers are guaranteed to depend on. `has_experts`: the model has experts that are not
     quantized to 8 bits.
     """
     if has_experts and backend_name == "ascend_invariant":
@@ -51,16 +51,16 @@ def guarantee(exactness: str, backend_name: str, has_experts: bool = False) -> s
 
 
 _BLOCKS_JOINED: Final = (64, 128)
-"""Block sizes with which PagedAttention takes 256 keys of a row at a time if any context of the step has 256 tokens,
-and 128 otherwise.
+"""Block sizes for which PagedAttention's order of sums depends on other rows: it takes 256 keys of a row at a time if
+any context of the step has 256 tokens, and 128 otherwise.
 """
 
 
 def check_block_size(attention_rows: int, block_size: int) -> None:
-    """Raise ConfigError if the plan of PagedAttention for a row depends on other rows with this block size.
+    """Raise ConfigError if, with this block size, PagedAttention's order of sums for a row depends on other rows.
 
     Args:
-        attention_rows: As `Backend.attention_rows`.
+        attention_rows: See `Backend.attention_rows`.
     """
     if attention_rows and block_size in _BLOCKS_JOINED:
         raise ConfigError(

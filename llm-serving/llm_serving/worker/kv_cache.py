@@ -1,4 +1,6 @@
-"""The KV cache of a WorkAgent: block tensors per layer, host pool, transfer pool, and moves of blocks between them."""
+"""The KV cache of a WorkAgent: block tensors for each layer, host pool, transfer pool, and moves of blocks between
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ _MAX_EPOCH = 2**31 - 1
 
 
 def group_by_kind(block_moves: Int32Array) -> Iterator[tuple[BlockMoveKind, Int32Array]]:
-    """Yield (kind, [n, 2] of source and target) for runs of consecutive moves of the same kind."""
+    """Split moves into runs of the same kind. Yield (kind, [n, 2] of source and target) for each run."""
     if not len(block_moves):
         return
     kinds = block_moves[:, 0]
@@ -40,16 +42,16 @@ class TransferMemory:
     """A pool of KV blocks in an anonymous file that the master created, for transfers between WorkAgents.
 
     All WorkAgents of one machine inherit the same file. A WorkAgent on another machine has its own; the master copies
-    blocks between pools by `read` and `write`. All replicas have the same model and settings, so the layout is the
-    same. The first user sets the size; pages are allocated when first written.
+    blocks between pools by `read` and `write`. All replicas have the same model and settings, so their layout is the
+    same. The first WorkAgent that maps the file sets its size; the kernel allocates pages when they are first written.
 
         | epoch, tokens written: int32 [num_blocks, 2] | keys of layer 0 [num_blocks, ...] | values of layer 0 | ...
 
-    The master decides which WorkAgent writes a block when; readers check the epoch.
+    The master decides which WorkAgent writes a block, and when; readers check the epoch.
     """
 
     def __init__(self, fd: int, num_blocks: int, layers: Sequence[tuple[ms.Parameter, ms.Parameter]]) -> None:
-        """Map the file `fd`, which the caller keeps, for blocks like those of `layers`."""
+        """Map the file `fd`, which the caller keeps open, for blocks with the shapes of `layers`."""
         self.num_blocks = num_blocks
         sizes = list(_sizes(num_blocks, layers))
         length = _whole_pages(8 * num_blocks) + sum(sizes)
@@ -72,8 +74,8 @@ class TransferMemory:
         return sum(array[0].nbytes for array in self.arrays)
 
     def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]:
-        """Return the tokens written in each block, and the contents in the order of `transport.messages.BlockContents`.
-        Raise WorkerError if a block does not exist or has another epoch.
+        """Return the number of tokens written in each block, and the contents in the order of
+        `transport.messages.BlockContents`. Raise WorkerError if a block does not exist or has another epoch.
         """
         ids = self._ids(block_ids, epochs)
         num_written = self.num_written[ids].tolist()
@@ -85,8 +87,8 @@ class TransferMemory:
     def write(
         self, block_ids: Sequence[int], epochs: Sequence[int], num_written: Sequence[int], content: bytes
     ) -> None:
-        """Write contents as `read` returns them. The blocks are unreadable until the write is complete. Raise
-        WorkerError if a block does not exist, or the contents or numbers are invalid.
+        """Write contents that `read` returned. The blocks are unreadable until the write is complete. Raise WorkerError
+        if a block does not exist, or the contents or numbers are invalid.
         """
         ids = self._ids(block_ids, epochs)
         if (len(num_written), len(content)) != (len(ids), len(ids) * self.block_bytes):
@@ -130,7 +132,7 @@ def _whole_pages(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVTensors:
-    """KV tensors of all layers. They must live as long as the network that uses the same Parameters.
+    """KV tensors of all layers. They must exist as long as the network that uses the same Parameters.
 
     Block i of the block manager is row i of every tensor, so whole blocks can be copied. The host pool holds blocks in
     the same layout, but attention does not read it.
@@ -165,8 +167,8 @@ class KVTensors:
         num_state_slots: int = 0,
         int8: bool = False,
     ) -> KVTensors:
-        """Allocate zeroed tensors, in 8 bits if `int8`. Raise ConfigError if there are more KV slots than an int32 slot
-        number can represent, or ModelError if the backend has no attention over 8-bit keys and values.
+        """Allocate zeroed tensors; `int8`: in 8 bits. Raise ConfigError if there are more KV slots than an int32 number
+        can represent. Raise ModelError if the backend has no attention over 8-bit keys and values.
         """
         if num_blocks * block_size > MAX_SLOTS:
             raise ConfigError(
@@ -185,14 +187,16 @@ class KVTensors:
         return cls(backend, layers, host_layers, num_blocks, num_swap_blocks, block_size, states=states)
 
     def clear(self) -> None:
-        """Return the pages of all blocks in this process to the system, which provides zeroed ones on access."""
+        """Return the memory pages of all blocks to the operating system. Later accesses read zeros."""
         for cache in chain(*self.layers):
             clear_cache(cache)
         for blocks in chain(*self.host_layers):
             release_pages(blocks.ctypes.data, blocks.nbytes)
 
     def move_blocks(self, block_moves: Int32Array) -> None:
-        """Move whole blocks of all layers in the given order. The moves must have passed `check_block_moves`."""
+        """Execute moves of whole blocks, in all layers and in the given order. They must have passed
+        `check_block_moves`.
+        """
         for kind, pairs in group_by_kind(block_moves):
             if kind in (BlockMoveKind.EXPORT_STATE, BlockMoveKind.IMPORT_STATE):
                 self._move_states(kind, pairs)
@@ -202,7 +206,9 @@ class KVTensors:
                 self.backend.copy_blocks(source, target, pairs)
 
     def _move_states(self, kind: BlockMoveKind, pairs: Int32Array) -> None:
-        """Copy states to blocks of the transfer pool or back, in pieces of the bytes that a block has."""
+        """Copy states into blocks of the transfer pool or back. A state is divided into pieces of the size of a
+        block.
+        """
         assert self.transfer is not None
         exports = kind is BlockMoveKind.EXPORT_STATE
         slots, blocks = (pairs[:, 0], pairs[:, 1]) if exports else (pairs[:, 1], pairs[:, 0])
@@ -227,17 +233,17 @@ class KVTensors:
 
 
 class GraphOwnedCache(KVTensors):
-    """KV caches inside a graph, which cannot be accessed from outside."""
+    """KV caches inside a graph. Code outside the graph cannot access them."""
 
     @classmethod
     def of(cls, backend: Backend, num_blocks: int, block_size: int) -> GraphOwnedCache:
         return cls(backend, (), (), num_blocks, 0, block_size)
 
     def move_blocks(self, block_moves: Int32Array) -> None:
-        """Raise WorkerError if there are moves."""
+        """Raise WorkerError if there are moves, because they cannot be executed."""
         if len(block_moves):
             raise WorkerError(
-                "with model_config.backend: ge caches lie inside a graph, which copies no blocks: "
+                "with model_config.backend: ge the KV cache is inside a graph, which cannot copy blocks: "
                 "n, best_of and beams are not served"
             )
 
@@ -248,7 +254,7 @@ def _bytes_of(array: Array) -> Array:
 
 
 def _copy_bytes(sources: Sequence[Array], targets: Sequence[Array]) -> None:
-    """Copy the bytes of `sources`, one after another, over those of `targets`, as many as both have."""
+    """Copy the bytes of `sources`, one after another, into `targets`, until either is exhausted."""
     content = np.concatenate(sources)
     offset = 0
     for target in targets:
@@ -263,12 +269,12 @@ def element_bytes(backend: Backend) -> int:
 
 
 def block_bytes(spec: ModelSpec, backend: Backend, block_size: int, *, int8: bool = False) -> int:
-    """Return the bytes of a block over all layers, keys and values."""
+    """Return the bytes of a block: keys and values of all layers."""
     return block_size * spec.kv_bytes_per_token(element_bytes(backend), int8=int8)
 
 
 def num_blocks_for(num_bytes: int, one: int, block_size: int) -> int:
-    """Return how many blocks of `one` bytes fit into `num_bytes`. Raise ConfigError if not even one fits."""
+    """Return how many blocks fit into `num_bytes`. `one`: bytes of a block. Raise ConfigError if not even one fits."""
     if num_bytes < one:
         raise ConfigError(f"the KV cache must have room for one block of {one} bytes. Left: {num_bytes} bytes")
     return min(num_bytes // one, MAX_SLOTS // block_size)

@@ -1,5 +1,5 @@
-"""The thread that serves the KV transfer pool to the master. It does not import MindSpore, so that a WorkAgent with
-another model runner starts without it.
+"""The thread that serves the KV transfer pool to the master. This module does not import MindSpore, so that a WorkAgent
+with another model runner starts without it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BlockStore(Protocol):
 
 
 class Disk(Protocol):
-    """The part of `worker.disk_store.DiskStore` that the master's requests need."""
+    """The part of `worker.disk_store.DiskStore` that the master's requests use."""
 
     num_bytes: int
     num_damaged: int
@@ -61,8 +61,9 @@ def serve_blocks(
     block_size: int = 0,
 ) -> None:
     """Serve the master's requests for blocks in a separate thread, until the connection ends with a TransportError.
-    `pause_after` is called after each frame with the CPU seconds it took, measured by `clock`; not after a read from
-    the disk. `disk`: disk cache with blocks of `block_size` tokens; None: there is none.
+
+    `pause_after`: called after each frame, except reads from disk, with the CPU seconds that it took, measured by
+    `clock`. `disk`: disk cache with blocks of `block_size` tokens; None: there is none.
     """
     began = clock()
     while True:
@@ -86,7 +87,7 @@ def _answer(message: MasterMessage, pool: BlockStore) -> BlockContents | BlocksW
             return BlocksWritten(message.block_ids, message.epochs)
     except WorkerError as error:
         return BlocksRefused(str(error))
-    raise ProtocolError(f"expected blocks, got {str(message)[:100]}")
+    raise ProtocolError(f"expected a request for blocks, got {str(message)[:100]}")
 
 
 def _use_disk(
@@ -139,7 +140,7 @@ class BackgroundThrottle:
 
     @contextlib.contextmanager
     def step_running(self) -> Iterator[None]:
-        """Mark a step as running while the context is active."""
+        """Mark that a step runs within the context."""
         self._num_started += 1
         self._is_running = True
         try:
@@ -148,7 +149,9 @@ class BackgroundThrottle:
             self._is_running = False
 
     def pause_after(self, took_s: float) -> None:
-        """Wait until a piece of this much CPU time is at most `SHARE` of the elapsed time, if a step ran meanwhile."""
+        """Sleep after a piece of work of `took_s` CPU seconds, if a step ran during it. With the sleep, the work takes
+        at most `SHARE` of the elapsed time.
+        """
         num_started = self._num_started
         if self._is_running or num_started > self._num_seen:
             self._pause(took_s * (1 / SHARE - 1))

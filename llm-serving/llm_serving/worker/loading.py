@@ -62,13 +62,15 @@ def load_runner(
     group_port: int = 0,
 ) -> tuple[ModelRunner, str]:
     """Select the device, prepare the kernels, read the weights and compile the network. Return the runner, and a notice
-    for the operator, which is usually empty. Raise ConfigError if the model cannot be read or its cache does not fit,
-    KernelError if the requested kernels are not available, RankLostError if a rank is missing.
+    for the operator, which is usually empty.
+
+    Raise ConfigError if the model cannot be read or its cache does not fit, KernelError if the requested kernels are
+    not available, RankLostError if a rank is missing.
 
     Args:
         ranks_fd: Memory shared by the ranks of the replica; None: the replica has only this process.
         transfer_fd: Memory of the KV transfer pool; None: there is none.
-        group_port: Port of this machine on which ranks form a collective group, if they compute graphs.
+        group_port: Port of this machine that ranks use for their collectives, if they compute graphs.
     """
     if settings.num_threads is not None:
         os.environ.setdefault("LLM_SERVING_THREADS", str(settings.num_threads))
@@ -159,7 +161,7 @@ def _draft_model(
     folder = Path(settings.draft_model_path or "")
     draft = check_folder(folder)
     if draft.states:
-        rule = "must name a model without states of fixed size"
+        rule = "must name a model without recurrent states"
         raise ConfigError(f"scheduler_config.draft_model_path {rule}. Given: {draft.architecture}")
     on_progress(f"reading {draft.num_weight_elements / 1e6:,.1f} M weights of the draft model from {folder.name}")
     size = settings.block_size
@@ -176,7 +178,9 @@ def _draft_model(
 def limit_progress_reports(
     on_progress: Callable[[str], None], name: str, clock: Clock = monotonic
 ) -> Callable[[int, int], None]:
-    """Return a callback for bytes read. It reports every `PROGRESS_INTERVAL_S`, so that the master sees progress."""
+    """Return a function that reports the number of bytes read to `on_progress`, at most every `PROGRESS_INTERVAL_S`.
+    The reports show the master that loading proceeds.
+    """
     reported_at = clock()
 
     def report(num_read: int, num_bytes: int) -> None:
@@ -189,7 +193,7 @@ def limit_progress_reports(
 
 
 def _load_exported(settings: LoadModel, folder: Path, on_progress: Callable[[str], None]) -> ModelRunner:
-    """Return a runner of graphs that mindspore_lite computes. The graphs contain weights and caches."""
+    """Return a runner for exported graphs, which mindspore_lite computes. The graphs contain weights and caches."""
     assert settings.num_blocks is not None  # `config.sections.model` checks it
     spec = check_folder(Path(settings.model_path))
     sizes = settings.num_blocks, settings.block_size, settings.max_model_len
@@ -206,7 +210,9 @@ def _load_exported(settings: LoadModel, folder: Path, on_progress: Callable[[str
 
 
 def _join_ranks(ranks_fd: int, settings: LoadModel, backend: Backend) -> Ranks:
-    """Wait for the other ranks of the replica, whose programs add partial sums in shared memory."""
+    """Wait for the other ranks of the replica, and return the group. The ranks add their partial sums in shared
+    memory.
+    """
     if backend.name != "cpu":
         raise ConfigError(f"cluster_config.tensor_parallel: must be 1 on {backend.name}. Given: {settings.num_ranks}")
     ranks = Ranks(ranks_fd, settings.rank, settings.num_ranks)
@@ -240,7 +246,9 @@ def _has_int8_cache(settings: LoadModel) -> bool:
 
 
 def _npu_memory(settings: LoadModel) -> int:
-    """Return the bytes of the NPU that this WorkAgent uses. Raise ConfigError if limit and free memory are unknown."""
+    """Return the bytes of NPU memory that this WorkAgent may use. Raise ConfigError if neither a limit nor the free
+    memory is known.
+    """
     free, given = free_npu_memory(), settings.max_device_memory
     if given is None and free <= 0:
         raise ConfigError(
@@ -251,7 +259,7 @@ def _npu_memory(settings: LoadModel) -> int:
     limit = npu_memory_limit(given, free)
     if limit < given:
         logger.warning(
-            "device_config.max_device_memory is %s, but the device has %s free: %s are used",
+            "device_config.max_device_memory is %s, but the device has only %s free; the WorkAgent uses %s",
             *map(readable_size, (given, free, limit)),
         )
     return limit

@@ -1,11 +1,13 @@
 """Log-probabilities of the model's own distribution, and token weights whose sums are exact.
 
-Log-probabilities are those before penalties, bias and temperature. Sums of weights are exact, so the order of
-summation (threads, vector width, filters) cannot change which token is sampled.
-The weight of a token is 2^y, y = (value - largest) * log2(e) / temperature, computed in float32 by additions and
-multiplications that every IEEE 754 machine rounds alike, and rounded to a multiple of 2^-33. Weights are at most 1, so
-float64, with its 53 bits, holds every sum of up to 2^20 of them exactly. A token 2^34 times less likely than the best
-one has weight 0 and is never drawn: together such tokens hold less than V * 2^-34, 2e-6 of 32,000 tokens.
+Log-probabilities are those before penalties, bias and temperature. Sums of weights are exact, so the order of summation
+(threads, vector width, filters) cannot change which token is sampled.
+
+The weight of a token is 2^y with y = (value - largest) * log2(e) / temperature. It is computed in float32 by additions
+and multiplications that every IEEE 754 machine rounds alike, and rounded to a multiple of 2^-33. Weights are at most 1,
+so float64, with its 53 bits, holds every sum of up to 2^20 of them exactly. A token 2^34 times less likely than the
+best one has weight 0 and is never drawn. The probability of all such tokens together is less than V * 2^-34, which is
+2e-6 for a vocabulary of V = 32,000.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ _MANTISSA_BITS = 23
 
 
 def weight_scale(temperature: np.float32) -> np.float32:
-    """Return the factor from a difference of logits to the exponent of a weight; finite for every temperature."""
+    """Return the factor from a difference of logits to the exponent of a weight. It is finite for every temperature."""
     with np.errstate(over="ignore"):
         return min(np.float32(_LOG2_E / temperature), _LARGEST)
 
 
 def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) -> Float32Array:
-    """Return the weight of each token ([V] logits, none NaN): multiples of 2^-33, 1 for the most likely one. `largest`:
-    the largest logit, finite; `scale`: from `weight_scale`.
+    """Return the weight of each token: multiples of 2^-33, 1 for the most likely token. `values`: logits [V] without
+    NaN. `largest`: the largest of them, finite. `scale`: from `weight_scale`.
     """
     with np.errstate(over="ignore", under="ignore"):
         y = values - largest
@@ -69,7 +71,7 @@ def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) 
 
 
 def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | None = None) -> Float32Array:
-    """Keep the `count` >= 1 largest of `weights` ([V]; among equal ones the lowest ids) and set the others to 0.
+    """Set all `weights` [V] to 0 except the `count` >= 1 largest. Among equal weights, the lowest ids are kept.
     `descending`: the weights in descending order, if known.
     """
     if count >= len(weights):
@@ -85,7 +87,9 @@ def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | 
 
 
 def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.float32) -> Float32Array:
-    """Set the weights that a filter removes to 0, except the largest. `top_p` applies after `min_p` and `top_k`."""
+    """Set the weights of the tokens that a filter removes to 0. The largest weight is always kept. `top_p` applies
+    after `min_p` and `top_k`.
+    """
     if min_p > 0:
         weights = np.where(weights >= min_p, weights, np.float32(0))
     if top_k > 0:
@@ -99,10 +103,11 @@ def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.fl
 
 
 def keep_typical(weights: Float32Array, exponents: Float32Array, share: float) -> Float32Array:
-    """Keep the fewest tokens whose weights sum to at least `share` < 1 of the total, the most typical ones first: those
-    whose exponent is closest to the mean exponent (Meister et al. 2022, section 4: exponents are log-probabilities but
-    for a constant). Of equal tokens the lowest ids come first. `exponents`: [V], the logarithm of each weight to base 2
-    before it was rounded.
+    """Keep the fewest tokens whose weights sum to at least `share` < 1 of the total, the most typical ones first.
+
+    The most typical tokens are those whose exponent is closest to the mean exponent (Meister et al. 2022, section 4;
+    exponents differ from log-probabilities by a constant). Of equally typical tokens the lowest ids come first.
+    `exponents`: [V], the logarithm to base 2 of each weight before it was rounded.
     """
     (ids,) = np.nonzero(weights > 0)
     kept, logarithms = weights[ids].astype(np.float64), exponents[ids].astype(np.float64)
@@ -117,8 +122,8 @@ def keep_typical(weights: Float32Array, exponents: Float32Array, share: float) -
 
 
 def draw_token(weights: Float32Array, number: float) -> int:
-    """Return the first token whose cumulative weight exceeds `number`, in [0, 1), times the total. It exists: `number`
-    is at most 1 - 2^-53, so the product rounds to less than the total.
+    """Return the first token whose cumulative weight exceeds `number` (in [0, 1)) times the total. Such a token exists:
+    `number` is at most 1 - 2^-53, so the product rounds to less than the total.
     """
     cumulative = weights.astype(np.float64).cumsum()
     return int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
@@ -128,13 +133,15 @@ _SCALE = weight_scale(np.float32(1))
 
 
 def total_weight(logits: Float32Array) -> float:
-    """Return sum(exp(logits - the largest)) of one row ([V], the largest finite), from its token weights."""
+    """Return sum(exp(logits - max(logits))) of one row, computed from its token weights. `logits`: [V], the largest
+    finite.
+    """
     return float(token_weights(logits, logits.max(), _SCALE).sum(dtype=np.float64))
 
 
 def log_normalizers(largest: Float32Array, totals: Float64Array) -> Float64Array:
-    """Return log(sum(exp(logits))) of rows, from the largest logit and `total_weight` of each; all [rows]. Each
-    logarithm is computed by itself, because NumPy's vectorized ones may differ in the last bit.
+    """Return log(sum(exp(logits))) of each row, computed from the largest logit and the `total_weight`; all arrays are
+    [rows]. Each logarithm is computed separately, because NumPy's vectorized logarithms may differ in the last bit.
     """
     logarithms = np.array([math.log(total) for total in totals.tolist()])
     normalizers: Float64Array = largest.astype(np.float64) + logarithms
@@ -142,7 +149,9 @@ def log_normalizers(largest: Float32Array, totals: Float64Array) -> Float64Array
 
 
 def most_likely(values: Float32Array, count: int) -> NDArray[np.intp]:
-    """Return the indices of the `count` largest of `values` ([V], no NaN), in descending order, ties by index."""
+    """Return the indices of the `count` largest of `values` ([V], no NaN), in descending order; of equal values, the
+    lowest index is first.
+    """
     size = len(values)
     count = min(count, size)
     if count == 1:
@@ -160,9 +169,12 @@ def most_likely(values: Float32Array, count: int) -> NDArray[np.intp]:
 def logprobs_of(
     logits: Float32Array, chosen: Int32Array, top: Int32Array, largest: Float32Array, totals: Float64Array
 ) -> tuple[Float32Array, TopTokens]:
-    """Return log-probabilities of sampled tokens ([S], 0 for none) and of the most likely ones, as in `StepOutput`.
-    `logits` [S, V]; `chosen` [S]; `top` [S, K], -1 in unused entries; `totals` [S]: `total_weight`, 0 for samples
-    without a token or without requested log-probabilities; `largest` [S], only read where `totals` is not 0.
+    """Return log-probabilities of sampled tokens ([S], 0 if there is none) and of the most likely ones, as in
+    `StepOutput`.
+
+    `logits` [S, V]; `chosen` [S]: sampled tokens; `top` [S, K]: most likely tokens, -1 in unused entries; `totals` [S]:
+    `total_weight`, 0 for samples without a token or without requested log-probabilities; `largest` [S]: largest logit,
+    only read where `totals` is not 0.
     """
     logprobs = np.zeros(len(chosen), np.float32)
     if all_zero(totals):

@@ -1,7 +1,8 @@
 """Conversion of a step into the arguments of a network: NumPy index arithmetic and all index checks.
 
 Token ids are checked against the vocabulary, positions against the rotary tables, block ids against the cache, so
-kernels need no checks. Each check of an array is one pass, because the arrays are short and calls dominate the cost.
+kernels need no checks. Each check is a single pass over an array, because the arrays are short and the cost of calls
+dominates.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from llm_serving.errors import WorkerError
 
 
 def all_true(mask: NDArray[np.bool_]) -> bool:
-    """Return whether a mask is true everywhere. Searching its bytes is faster than a reduction."""
+    """Return whether a mask is true everywhere. It searches the bytes of the mask, which is faster than a NumPy
+    reduction.
+    """
     return b"\0" not in mask.tobytes()
 
 
@@ -31,7 +34,9 @@ def all_zero(numbers: NDArray[Any]) -> bool:
 
 
 def all_in_range(values: Int32Array, end: int) -> bool:
-    """Return whether all values are in 0 to `end` - 1. Negative values are very large as unsigned numbers."""
+    """Return whether all values are from 0 to `end` - 1. One comparison suffices, because negative values are very
+    large as unsigned numbers.
+    """
     return int(np.maximum.reduce(values.view(np.uint32), axis=None, initial=0)) < end
 
 
@@ -64,7 +69,7 @@ class ModelLimits:
     num_blocks: int
     block_size: int
     window: int | None = None
-    """Sliding window in tokens, the token itself included; None: some layer has full attention."""
+    """Sliding window in tokens, including the token itself; None: some layer has full attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +84,9 @@ class ModelInputs:
     context_lens: Int32Array  # [B], tokens attended to: those in the cache and those of this step
     sample_indices: Int32Array  # [R], the tokens that give a result, in the order of `StepInput.result_tokens`
     states: tuple[Int32Array, ...] = ()
-    """Arrays of `lowering.step_inputs.STATE_INPUTS`; empty for a model without states."""
+    """Arrays of `lowering.step_inputs.STATE_INPUTS`; empty for a model without recurrent states."""
     adapter_slots: tuple[Int32Array, ...] = ()
-    """Array of `lowering.step_inputs.ADAPTER_INPUT`; empty without slots of adapters."""
+    """Array of `lowering.step_inputs.ADAPTER_INPUT`; empty for a network without adapter slots."""
 
     @property
     def num_rows(self) -> int:
@@ -89,7 +94,9 @@ class ModelInputs:
 
     @property
     def selected_indices(self) -> Int32Array:
-        """The tokens whose hidden states a network selects: those with results, or one, which some kernels need."""
+        """Indices of the tokens whose hidden states a network returns: those with results, or the first token if there
+        are none, because some kernels need a row.
+        """
         return self.sample_indices if len(self.sample_indices) else np.zeros(1, np.int32)
 
     @property
@@ -98,7 +105,7 @@ class ModelInputs:
         return bool((self.context_lens == self.query_lens).all())
 
     def padded_to(self, num_rows: int) -> ModelInputs:
-        """Pad the step to a graph's number of rows; the added rows have no tokens."""
+        """Add rows without tokens up to `num_rows`, the number of rows of a graph."""
         missing = num_rows - len(self.query_lens)
         return replace(
             self,
@@ -108,9 +115,7 @@ class ModelInputs:
         )
 
     def with_token_rows(self, multiple: int) -> ModelInputs:
-        """Make each token a row of its own, and pad the rows to a multiple of `multiple`. The added rows have no
-        tokens.
-        """
+        """Make each token a row of its own. Add rows without tokens up to a multiple of `multiple`."""
         rows = np.repeat(np.arange(self.num_rows, dtype=np.int32), self.query_lens)
         of_tokens = replace(
             self,
@@ -135,9 +140,11 @@ class ModelInputs:
 
 
 def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array:
-    """Replace references in `token_ids` (-1 - j: sample j of the previous step) by tokens of `previous`, [samples of
-    the previous step], -1 for a failed sample. Copy only if there are references. Raise WorkerError if a reference
-    names a sample that the previous step did not have.
+    """Replace references in `token_ids` by tokens of the previous step. The value -1 - j refers to sample j of that
+    step.
+
+    `previous`: tokens of the samples of the previous step, -1 for a failed sample. The array is copied only if there
+    are references. Raise WorkerError if a reference names a sample that the previous step did not have.
     """
     if not token_ids.size or int(token_ids.min()) >= 0:
         return token_ids
@@ -153,8 +160,8 @@ def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array
 
 
 def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimits) -> ModelInputs:
-    """Return the network's arguments for `step`. `previous`: tokens that the previous step sampled. Raise WorkerError
-    before any computation if the step is inconsistent or exceeds vocabulary, positions or cache.
+    """Return the network's arguments for `step`. `previous`: tokens that the previous step sampled. Raise WorkerError,
+    before any computation, if the step is inconsistent or exceeds vocabulary, positions or cache.
     """
     num_tokens, num_rows = step.num_tokens, step.num_rows
     query_lens, num_computed, block_tables = step.query_lens, step.num_computed, step.block_tables
@@ -169,7 +176,8 @@ def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimit
     block_size = limits.block_size
     if longest > block_tables.shape[1] * block_size:
         raise WorkerError(
-            f"block_tables has {block_tables.shape[1]} columns of {block_size} tokens; a row of this step has {longest}"
+            f"block_tables has {block_tables.shape[1]} columns of {block_size} tokens, "
+            f"too few for a row of {longest} tokens"
         )
     if not all_in_range(block_tables, limits.num_blocks):
         block_tables = _without_gaps(step, limits)
@@ -197,14 +205,16 @@ def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimit
 
 
 def first_visible_blocks(step: StepInput, block_size: int, window: int | None) -> Int32Array:
-    """Return [B], the first column of `block_tables` that a row's first token attends to."""
+    """Return the index of the first column of `block_tables` that the first token of each row attends to, [B]."""
     if window is None:
         return np.zeros(step.num_rows, np.int32)
     return np.maximum(step.num_computed + np.int32(1 - window), 0) // np.int32(block_size)
 
 
 def _without_gaps(step: StepInput, limits: ModelLimits) -> Int32Array:
-    """Return the block tables with block 0 outside the sliding window. Raise WorkerError for another invalid entry."""
+    """Return the block tables with block 0 in entries before the sliding window. Raise WorkerError for any other
+    invalid entry.
+    """
     columns = np.arange(step.block_tables.shape[1], dtype=np.int32)
     behind = columns < first_visible_blocks(step, limits.block_size, limits.window)[:, None]
     block_tables = np.where(behind & (step.block_tables == NO_BLOCK), np.int32(0), step.block_tables)

@@ -47,8 +47,8 @@ _FIRST_TAG: Final = 1
 
 
 class ModelRunner:
-    """Owns the network and the KV cache. Construct and use it in one thread. Between steps it keeps only the cache, the
-    number of the next step and the tokens of the latest step.
+    """Owns the network and the KV cache. Construct and use it in one thread. Between steps, it keeps only the cache,
+    the number of the next step and the tokens of the latest step.
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class ModelRunner:
         num_transfer_blocks: int = 0,
         adapters: AdapterLimits | None = None,
     ) -> None:
-        """Read the weights and allocate the cache. `warm_up` compiles the network. Raise ModelError if the folder does
-        not hold the weights of `spec`, or ConfigError if the cache cannot be allocated.
+        """Read the weights and allocate the cache; `warm_up` compiles the network. Raise ModelError if the folder does
+        not hold the weights of `spec`. Raise ConfigError if the cache cannot be allocated.
 
         Args:
             as_program: Whether one operator runs the whole network, if the backend supports it; only for `native`.
             num_prompt_rows: Maximum number of requests of a step on the graph for whole prompts. 0: no such graph.
             networks: Networks that contain weights and caches; None: build them from the folder.
             ranks: The ranks that compute the replica together with this process; None: it computes alone.
-            on_weights: Called with the bytes of weights read so far, and the total.
+            on_weights: Called with the number of bytes of weights read so far, and the total.
             transfer_fd: Memory of the KV transfer pool; None: there is none.
-            adapters: Slots of adapters; None: the network has none.
+            adapters: Limits of the adapter slots; None: the network has none.
         """
         self.adapters: AdapterMemory | None = None
         as_program = as_program and backend.program() is not None
@@ -150,12 +150,16 @@ class ModelRunner:
 
     @property
     def num_compilations(self) -> int:
-        """Number of graphs compiled so far. After `warm_up` it is one per part of the network and does not grow."""
+        """Number of graphs compiled so far. After `warm_up` it is one for each part of the network, and it does not
+        grow.
+        """
         parts = self._network, self._states, self._head, self._prompts, self._tokens
         return sum(each.num_compilations for each in parts if each is not None)
 
     def warm_up(self) -> None:
-        """Compile the network and initialize what the first steps need. Call it before any step: it clears blocks."""
+        """Compile the network and initialize what the first steps need. Call it before any step, because it overwrites
+        blocks.
+        """
         for query_lens in ((1,), (2, 1)):
             lens = np.array(query_lens, np.int32)
             num_rows, num_tokens = len(lens), int(lens.sum())
@@ -176,24 +180,25 @@ class ModelRunner:
         self.kv_tensors.clear()
 
     def announce_ending(self, announce: Callable[[], None] | None) -> bool:
-        """Do the same as `Backend.announce_ending`, for the next step."""
+        """Call `Backend.announce_ending` for the next step."""
         return self._backend.announce_ending(announce)
 
     def execute(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None = None) -> StepOutput:
-        """Run a step and return its results. Parameters and errors are those of `start`."""
+        """Run a step and return its results. Its parameters and errors are those of `start`."""
         started = self.start(step, await_allowed)
         return started.output() if isinstance(started, StartedStep) else started
 
     def start(
         self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None = None
     ) -> StepOutput | StartedStep:
-        """Move the blocks of a step and run it. Return its results, or the step if a device computes it while the next
-        one is prepared. `await_allowed` waits for the allowed tokens of its samples, if the master sends them later.
+        """Move the blocks of a step and run it. Return its results, or a `StartedStep` if a device computes the step
+        while the master prepares the next one. `await_allowed`: waits for the allowed tokens of the step's samples, if
+        the master sends them later.
 
         Raises:
             StepMismatchError: The step is not the next one. Nothing was moved or computed.
-            WorkerError: The step is inconsistent, exceeds model, cache or host pool, or reads blocks that are not its
-                own. Nothing was computed, but the step counts as done; results of the next step that refer to its
+            WorkerError: The step is inconsistent, exceeds model, cache or host pool, or reads blocks that were not
+                written for it. Nothing was computed, but the step counts as done; results of the next step that refer to its
                 tokens must be discarded.
             RankLostError: Another rank has exited or computes another step. No further step can be computed.
         """
@@ -231,7 +236,7 @@ class ModelRunner:
             slots = self.adapters.slots_of_tokens(step.adapters, step.query_lens)
             inputs = replace(inputs, adapter_slots=(slots,))
         elif len(step.adapters):
-            raise WorkerError("adapters must be empty: the model was loaded without slots of adapters")
+            raise WorkerError("adapters must be empty: the model was loaded without adapter slots")
         tensors.move_blocks(step.block_moves)
         self._guard.check_imports(step.block_moves)
         if self._tokens is not None and len(step.result_tokens) == step.sampling.num_samples:
@@ -268,7 +273,7 @@ class ModelRunner:
         latest: Int32Array | StartedStep,
         await_allowed: Callable[[], AllowedTokens] | None,
     ) -> StartedStep:
-        """Start a step whose results are samples. The host samples what the device cannot, after the step."""
+        """Start a step whose results are only sampled tokens. The host samples after the step if the device cannot."""
         on_device = self._tokens is not None and self._tokens.computes(inputs)
         given_ids = None
         if isinstance(latest, StartedStep) and int(step.token_ids.min()) < 0:
@@ -324,29 +329,31 @@ class ModelRunner:
         return replace(output, row_errors=output.row_errors | errors, scores=scored.scores, vectors=vectors.copy())
 
     def _logits_of(self, states: Float32Array) -> Float32Array:
-        """Return the logits [P, V] or scores [P, labels] of hidden states [P, H]."""
+        """Return the logits [P, V], or classification scores [P, labels], of hidden states [P, H]."""
         return self._head((states, *step_inputs_for_rows(len(states))))
 
     def _states_of(self, inputs: ModelInputs) -> Float32Array:
-        """Return the hidden states that the LM head reads, [max(S, 1), H]."""
+        """Return the hidden states that the LM head reads, [max(S, 1), H]. S: number of results."""
         network, arrays = self._states_network(inputs)
         return network(arrays)
 
     def _states_network(self, inputs: ModelInputs) -> tuple[StepNetwork, Sequence[Int32Array]]:
-        """Return the network that computes hidden states of a step, and its arguments."""
+        """Return the network that computes the hidden states of a step, and its arguments."""
         if self._prompts is None or not inputs.are_whole_prompts or inputs.num_rows > self._num_prompt_rows:
             return self._states, self._planned(inputs).arrays()
         return self._prompts, inputs.padded_to(self._num_prompt_rows).arrays()
 
     def _pooled_states_of(self, inputs: ModelInputs, result_tokens: Int32Array) -> Float32Array:
-        """Return one hidden state per result. For a result of kind MEAN, it is the mean of its row's hidden states."""
+        """Return one hidden state for each result. For a result of kind MEAN, it is the mean of its row's hidden
+        states.
+        """
         counts = num_states_per_result(result_tokens)
         if counts is None:
             return self._states_of(inputs)
         return means(self._states_of(with_all_states(inputs, counts)), counts)
 
     def _planned(self, inputs: ModelInputs) -> ModelInputs:
-        """Return the inputs in the rows that the backend's attention needs."""
+        """Return the inputs, with each token in a row of its own if the backend's attention needs that."""
         multiple = self._backend.attention_rows
         return inputs.with_token_rows(multiple) if multiple else inputs
 
@@ -359,7 +366,7 @@ class ModelRunner:
         return self._head((network.submit(arrays), *step_inputs_for_rows(len(inputs.selected_indices))))
 
     def _computed(self, inputs: ModelInputs, given_ids: Int32Array | None = None) -> DeviceLogits:
-        """Start the networks of a backend that has a token graph. `given_ids`: as for `TokenGraph.submit`."""
+        """Start the networks of a step on a backend with a token graph. `given_ids`: see `TokenGraph.submit`."""
         assert self._tokens is not None
         if self._tokens.computes(inputs):
             return self._tokens.submit(inputs, given_ids)
@@ -369,7 +376,9 @@ class ModelRunner:
 
 
 def _resolved(step: StepInput, inputs: ModelInputs, latest: StartedStep) -> tuple[ModelInputs, Int32Array]:
-    """Wait for the step before `step`. Return `inputs` with its tokens in place of references, and the tokens."""
+    """Wait for `latest`, the step before `step`. Return `inputs` with tokens in place of references, and these
+    tokens.
+    """
     tokens = latest.output().token_ids
     return replace(inputs, token_ids=resolve_token_ids(step.token_ids, tokens)), tokens
 

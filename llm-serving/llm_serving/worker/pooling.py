@@ -1,4 +1,4 @@
-"""Pooling of hidden states: which tokens of a step the network returns, and their means."""
+"""Pooling of hidden states: which hidden states of a step the network returns, and their means."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def num_states_per_result(result_tokens: Int32Array) -> Int32Array | None:
 
 
 def with_all_states(inputs: ModelInputs, counts: Int32Array) -> ModelInputs:
-    """Return inputs that also select the `counts` - 1 tokens before each selected one."""
+    """Return inputs that also select, for each result, the `counts` - 1 tokens before its selected token."""
     ends = np.cumsum(counts, dtype=np.int32)
     before = np.repeat(ends - counts, counts)
     first = np.repeat(inputs.sample_indices - counts + np.int32(1), counts)
@@ -26,14 +26,18 @@ def with_all_states(inputs: ModelInputs, counts: Int32Array) -> ModelInputs:
 
 
 def means(states: Float32Array, counts: Int32Array) -> Float32Array:
-    """Return the mean of each result's hidden states, [len(counts), H], added in the order of the tokens in float64."""
+    """Return the mean of each result's hidden states, [len(counts), H]. They are added in float64 in the order of
+    tokens.
+    """
     ends = np.cumsum(counts)
     pooled = [states[end - count : end].mean(axis=0, dtype=np.float64) for end, count in zip(ends, counts, strict=True)]
     return np.array(pooled, np.float32)
 
 
 def with_token_types(inputs: ModelInputs, vocab: int, embedding: PositionEmbedding | None) -> ModelInputs:
-    """Return inputs with plain ids, and positions that index the table by type and position. Type: id // `vocab`."""
+    """Return inputs for a model with token types. An id includes the type as id // `vocab`; the result has plain ids,
+    and positions that index a table by type and position.
+    """
     if embedding is None or embedding.num_types == 1:
         return inputs
     types, token_ids = np.divmod(inputs.token_ids, np.int32(vocab))

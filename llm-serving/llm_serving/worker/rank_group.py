@@ -2,7 +2,7 @@
 
 Programs on a CPU add partial sums in shared memory (`kernels.ranks`). Graphs use MindSpore's collectives, whose
 processes find each other through an additional *scheduler* process ("Dynamic Cluster" in MindSpore's documentation).
-Rank 0 starts it; it listens on a port that all ranks know, computes nothing and exits with rank 0.
+Rank 0 starts this process. It listens on a port that all ranks know, computes nothing and exits with rank 0.
 """
 
 from __future__ import annotations
@@ -26,35 +26,39 @@ from llm_serving.log import get_logger
 logger = get_logger(__name__)
 
 HOST: Final = "127.0.0.1"
-"""Address of scheduler and ranks, not reachable from other machines."""
+"""Address of the scheduler process and the ranks. Other machines cannot reach it."""
 JOIN_TIMEOUT_S: Final = 600
 """Seconds within which all ranks must join. The master terminates a group that stays incomplete."""
 POLL_INTERVAL_S: Final = 1
-"""Interval of the scheduler protocol. MindSpore's default of 3 to 5 s is for large clusters."""
+"""Polling interval of the scheduler process in seconds. MindSpore's default of 3 to 5 s is for large clusters."""
 RECEIVE_TIMEOUT_S: Final = 24 * 3600
 """Seconds that MCCL waits for another rank. The shorter `serving_config.step_timeout_s` takes effect first."""
 
 
 class RankGroup(Protocol):
-    """The ranks of a replica, as seen by one of them."""
+    """The ranks of a replica, as one of them sees the group."""
 
     def start_step(self, step: int, timeout_s: float) -> None:
-        """Start a step, whose number must be the same on all ranks. Wait at most `timeout_s` for another rank."""
+        """Start step number `step`, which must be the same on all ranks. Wait at most `timeout_s` for another rank."""
 
     def check(self) -> None:
         """Raise RankLostError if another rank has exited or computes another step."""
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of all ranks, by rank. All ranks must pass equally many numbers, each below 2^31."""
+        """Send `numbers` to all ranks, and return the numbers of all ranks, by rank. All ranks must pass the same count
+        of numbers, each below 2^31.
+        """
 
 
 class CollectiveGroup:
-    """Ranks whose graphs use collectives, which never end if a rank is missing. The master terminates all ranks when
-    one exits or a step exceeds `serving_config.step_timeout_s`. Create it once per process, before the first tensor.
+    """Ranks whose graphs use collectives. Create it once for each process, before the first tensor.
+
+    A collective never ends if a rank is missing. So the master terminates all ranks when one exits or a step exceeds
+    `serving_config.step_timeout_s`.
     """
 
     def __init__(self, rank: int, count: int, port: int, device_target: str, rank_table: str | None = None) -> None:
-        """Wait until all ranks have joined.
+        """Wait until all ranks have joined the group.
 
         Args:
             port: Port of this machine for the scheduler process.
@@ -82,7 +86,7 @@ class CollectiveGroup:
         """Do nothing, because all ranks get all steps in the same order."""
 
     def check(self) -> None:
-        """Do nothing, because a rank that reaches this call has not lost another rank."""
+        """Do nothing: if another rank were lost, this rank would not get here, because its collective would not end."""
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         gathered = _Gather()(ms.Tensor(np.array([numbers], np.int32))).asnumpy()
@@ -90,7 +94,7 @@ class CollectiveGroup:
 
 
 class _Gather(nn.Cell):
-    """[1, N] of each rank -> [ranks, N]."""
+    """Gathers an array [1, N] of each rank into an array [ranks, N]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,14 +105,16 @@ class _Gather(nn.Cell):
 
 
 def _start_scheduler(port: int) -> None:
-    """Start the scheduler process in rank 0. If it exits, this process exits too: the ranks would wait forever."""
+    """Start the scheduler process in rank 0. If it exits, this process exits too, because the ranks would wait
+    forever.
+    """
     environment = {**os.environ, "MS_ROLE": "MS_SCHED"}
     command = command_of(__name__, str(os.getpid()))
     scheduler = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603
 
     def watch() -> None:
         code = scheduler.wait()
-        logger.error("the scheduler of the ranks at port %d ended: %s", port, describe_exit(code))
+        logger.error("the scheduler process of the ranks (port %d) exited: %s", port, describe_exit(code))
         os._exit(1)
 
     threading.Thread(target=watch, name="scheduler", daemon=True).start()

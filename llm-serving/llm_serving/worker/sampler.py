@@ -57,8 +57,8 @@ class SampleArgs(ctypes.Structure):
 
 
 def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32Array) -> SampledTokens:
-    """Sample one token for each row with the operator library, as `sampling_reference.choose_tokens` does. `sampling`
-    must have passed `check_sampling`, because the library does not check it again.
+    """Sample one token for each row with the operator library, bit-identical to `sampling_reference.choose_tokens`.
+    `sampling` must have passed `check_sampling`, because the library does not check it again.
     """
     choices = SampledTokens.unset(sampling)
     logits = np.ascontiguousarray(logits, np.float32)
@@ -78,19 +78,19 @@ def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32A
 
 
 ChooseTokens: TypeAlias = Callable[[Float32Array, SamplingInput, Int32Array], SampledTokens]
-"""(logits [S, V], checked sampling, its history without references) -> the sampled tokens."""
+"""(logits [S, V], checked sampling parameters, their history without references) -> the sampled tokens."""
 
 
 def choose_tokens_for(backend_name: str) -> ChooseTokens:
-    """Return the operator library's function. Without the library, and for the backend `plain`, which does without it,
-    return the NumPy function.
+    """Return the sampling function of the operator library. Return the NumPy function if the library is missing, or for
+    the backend `plain`, which does not use it.
     """
     if backend_name == "plain":
         return sampling_reference.choose_tokens
     try:
         library.load()
     except KernelError as error:
-        logger.warning("no operator library, NumPy chooses the tokens, many times slower: %s", error)
+        logger.warning("the operator library is missing, so NumPy samples the tokens, many times slower: %s", error)
         return sampling_reference.choose_tokens
     return choose_tokens
 
@@ -170,9 +170,11 @@ def sample(
     previous: Int32Array,
     choose_tokens: ChooseTokens = sampling_reference.choose_tokens,
 ) -> StepOutput:
-    """Sample one token for each row of logits ([S, V], C-contiguous, not changed). Rows whose logits leave no token are
-    in `row_errors`. `sampling` must have passed `check_sampling`. `previous`: tokens of the previous step, for
-    histories that end with a reference.
+    """Sample one token for each row of `logits` ([S, V], C-contiguous, not changed). Rows whose logits leave no token
+    are in `row_errors`.
+
+    `sampling` must have passed `check_sampling`. `previous`: tokens of the previous step, for histories that end with a
+    reference to one.
     """
     history = resolve_token_ids(sampling.history_token_ids, previous)
     choices = choose_tokens(logits, sampling, history)
@@ -184,7 +186,7 @@ def sample(
 
 
 def is_greedy(sampling: SamplingInput) -> bool:
-    """Return whether every sample is the token of the largest logit and no log-probabilities are wanted."""
+    """Return whether every sample is the token with the largest logit, and no log-probabilities are requested."""
     return (
         not len(sampling.bias_token_ids)
         and not len(sampling.allowed_words)

@@ -1,9 +1,9 @@
 """Sampling of tokens in NumPy: the reference, and the fallback without the operator library.
 
 Steps for one row, in this order: penalties, bias, allowed tokens, temperature, min_p, top_k, top_p, typical_p, draw.
-The draw runs over the kept tokens in the order of ids, so a filter only determines which tokens are candidates.
-Random numbers come from a counter-based generator: Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random
-numbers: as easy as 1, 2, 3" (SC 2011), section 3.3. The same (seed, position) always gives the same number.
+The draw runs over the kept tokens in the order of ids, so filters determine only which tokens are candidates. Random
+numbers come from a counter-based generator: Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers:
+as easy as 1, 2, 3" (SC 2011), section 3.3. The same (seed, position) always gives the same number.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WORD_BITS = np.uint64(32)
 
 
 def philox4x32(counter: tuple[UInt64Array, ...], key: tuple[UInt64Array, UInt64Array]) -> tuple[UInt64Array, ...]:
-    """Compute ten rounds of Philox on n counters and keys at once. All words are 32 bits, stored in 64."""
+    """Compute ten rounds of Philox on n counters and keys at once. Each 32-bit word is stored in 64 bits."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -58,7 +58,9 @@ def philox4x32(counter: tuple[UInt64Array, ...], key: tuple[UInt64Array, UInt64A
 
 
 def uniform(seeds: UInt64Array, positions: NDArray[Any]) -> NDArray[np.float64]:
-    """Return a number in [0, 1) with 53 random bits for each (seed, position); seeds are keys, positions counters."""
+    """Return a number in [0, 1) with 53 random bits for each (seed, position). Seeds are the keys of Philox, positions
+    the counters.
+    """
     zero = np.zeros(len(seeds), np.uint64)
     counter = (positions.astype(np.uint64), zero, zero, zero)
     high, low, _, _ = philox4x32(counter, (seeds & _LOW_WORD, seeds >> _WORD_BITS))
@@ -67,7 +69,7 @@ def uniform(seeds: UInt64Array, positions: NDArray[Any]) -> NDArray[np.float64]:
 
 
 class SamplingFailure(enum.IntEnum):
-    """Why a row has no token."""
+    """Reason why no token can be sampled for a row."""
 
     NONE = 0
     LOGITS = 1
@@ -78,7 +80,7 @@ class SamplingFailure(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The tokens sampled for S rows, and the inputs of their log-probabilities."""
+    """The tokens sampled for S rows, and the values from which their log-probabilities are computed."""
 
     token_ids: Int32Array  # [S], -1 after a failure
     failures: Int32Array  # [S] of `SamplingFailure`
@@ -101,7 +103,7 @@ class SampledTokens:
 
 
 def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32Array) -> SampledTokens:
-    """Sample one token for each row of logits ([S, V], not changed). All references in `history` must be resolved."""
+    """Sample one token for each row of logits ([S, V], not changed). `history` must not contain references."""
     choices = SampledTokens.unset(sampling)
     choices.token_ids.fill(-1)
     choices.failures.fill(SamplingFailure.NONE)
@@ -130,7 +132,9 @@ def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32A
 def _choose(
     values: Float32Array, best: int, row: int, sampling: SamplingInput, history: Int32Array, number: float
 ) -> int | None:
-    """Return the token of one row of logits ([V], the largest finite, at `best`); None if no token is left."""
+    """Return the sampled token of one row of logits `values` [V]; None if no token is left. `best`: index of the
+    largest logit, which is finite.
+    """
     tokens = history[sampling.history_offsets[row] : sampling.history_offsets[row + 1]]
     biased = slice(sampling.bias_offsets[row], sampling.bias_offsets[row + 1])
     allowed = sampling.allowed_words[sampling.allowed_offsets[row] : sampling.allowed_offsets[row + 1]]
@@ -167,7 +171,7 @@ def _choose(
 
 
 def _forbid_others(values: Float32Array, allowed: Int32Array) -> None:
-    """Forbid, in place, the tokens whose bit is not set; see `SamplingInput.allowed_words`."""
+    """Forbid the tokens whose bit is not set, in place; see `SamplingInput.allowed_words`."""
     bits = np.unpackbits(allowed.astype("<i4").view(np.uint8), count=len(values), bitorder="little")
     values[bits == 0] = -np.inf
 
@@ -181,7 +185,8 @@ def _penalize(
     frequency: np.float32,
 ) -> None:
     """Apply penalties to the logits of earlier tokens, in place. The repetition penalty (Keskar et al. 2019, section
-    4.1, with the sign rule of later practice) counts prompt and output; the others count only the output.
+    4.1, with the sign rule of later practice) applies to tokens of prompt and output, the other penalties to tokens of
+    the output.
     """
     if repetition != 1:
         seen = np.unique(tokens)

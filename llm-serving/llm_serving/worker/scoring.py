@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens and of the most likely ones, computed for a bounded number of logits at a time."""
+"""Log-probabilities of given tokens and of the most likely ones. The logits are computed in parts of bounded size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ChooseTokens = Callable[[Float32Array, SamplingInput, Int32Array], SampledTokens
 class Scored(NamedTuple):
     scores: Scores
     errors: dict[int, str]
-    """Result index -> error. The entries of `scores` are undefined there."""
+    """Index of a result -> error. The entries of `scores` for this result are undefined."""
 
 
 def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
@@ -39,9 +39,9 @@ def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
 def score(
     states: Float32Array, scoring: ScoringInput, head: Head, vocab_size: int, choose_tokens: ChooseTokens
 ) -> Scored:
-    """Score each row of states ([P, H]) independently, `LOGITS_BYTES` of logits at a time. `choose_tokens` (from
-    `sampler.choose_tokens_for`) finds the largest logit, the total weight and the most likely tokens exactly as for a
-    sampled token.
+    """Score each row of states ([P, H]) independently. At most `LOGITS_BYTES` of logits are computed at a time.
+    `choose_tokens` (from `sampler.choose_tokens_for`) finds the largest logit, the total weight and the most likely
+    tokens exactly as for a sampled token.
     """
     count = scoring.num_results
     logprobs, ranks = np.zeros(len(scoring.token_ids), np.float32), np.zeros(len(scoring.token_ids), np.int32)

@@ -14,7 +14,7 @@ from llm_serving.core.step import Int32Array, StepOutput
 
 
 class HostCopy:
-    """A copy of a tensor to the host, which a device makes after the work submitted before it. Waiting for the copy
+    """A copy of a tensor to the host. The device makes it after the work submitted before it, so waiting for the copy
     does not wait for work submitted later.
     """
 
@@ -49,17 +49,17 @@ class StartedStep:
         *,
         keeps_tokens: bool = False,
     ) -> None:
-        """`finish`: returns the output from the copy. `keeps_tokens`: see the field."""
+        """`finish`: makes the output from the copy. `keeps_tokens`: see the field."""
         self._pending: tuple[HostCopy, Callable[[NDArray[Any]], StepOutput]] | None = (copy, finish)
         self.placeholders: Int32Array = np.zeros(num_samples, np.int32)
-        """Valid token ids in place of the samples, which are not known yet."""
+        """Valid token ids that stand for the samples until these are known."""
         self.keeps_tokens = keeps_tokens
-        """Whether the token graph has the samples on the device, for the step that follows at once."""
+        """Whether the token graph keeps the samples on the device for the next step."""
         self._output: StepOutput | None = None
 
     @property
     def is_done(self) -> bool:
-        """Whether `output` returns without waiting for the device."""
+        """Whether `output` would return without waiting for the device."""
         return self._pending is None or self._pending[0].is_done
 
     def output(self) -> StepOutput:

@@ -1,4 +1,4 @@
-"""Checks of a step's accesses to state slots."""
+"""Checks of the reads and writes of state slots by a step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from llm_serving.worker.block_guard import BlockTags
 from llm_serving.worker.model_inputs import all_in_range, any_true
 
 NO_SLOT = -1
-"""Entry of a state input without a slot: the row starts from a zero state, or the state is not stored."""
+"""Entry of a state input without a slot: the row starts from a zero state, or the state after the token is not
+stored.
+"""
 
 
 class StateGuard:
     """Tags every slot with its allocation epoch and the number of tokens that its state covers.
 
-    A row may read a slot only if the epochs match and the state covers exactly the row's computed tokens. So an error
-    of the master (a slot allocated twice, a skipped step, a wrong checkpoint) is detected before it causes wrong text.
+    A row may read a slot only if the epochs match and the state covers exactly the row's computed tokens. So a bug in
+    the master (a slot allocated twice, a skipped step, a wrong checkpoint) is detected before it causes wrong text.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -25,10 +27,11 @@ class StateGuard:
         self._epochs, self._num_tokens = self.tags
 
     def check(self, step: StepInput) -> tuple[Int32Array, Int32Array]:
-        """Check the state accesses of a step whose other indices are valid, and tag the slots it writes.
+        """Check the state accesses of a step, and tag the slots that it writes. The other indices of the step must be
+        valid.
 
         Return the slot that each row reads, [B], and the slot in which the state after each token is stored, [T];
-        `NO_SLOT`: none. Raise WorkerError if a row reads a wrong state, or overwrites one that another row uses.
+        `NO_SLOT`: none. Raise WorkerError if a row reads a wrong state, or overwrites a state that another row reads.
         """
         accesses = step.states
         if accesses.ndim != 2 or accesses.shape[1] != len(StateAccess._fields):

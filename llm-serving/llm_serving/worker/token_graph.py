@@ -1,4 +1,4 @@
-"""The graph of steps whose rows have one token: decode steps, and every step of a backend with `attention_rows`."""
+"""The graph for steps whose rows have one token: decode steps, and every step of a backend with `attention_rows`."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class DeviceLogits:
         self.logits, self.token_ids, self.largest = logits, token_ids, largest
 
     def copy(self) -> Float32Array:
-        """Wait for the step and return the logits [S, V]."""
+        """Wait for the step, and return a copy of the logits on the host, [S, V]."""
         copied: Float32Array = self.logits.asnumpy()
         return copied
 
 
 def most_likely(largest: Float32Array) -> Int32Array | None:
-    """Return the token of the largest logit of each row, [S], from `DeviceLogits.largest`. None if a largest logit is
-    not finite: sampling reports the error in such logits.
+    """Return the token with the largest logit of each row, [S]. `largest`: from `DeviceLogits.largest`. Return None if
+    a largest logit is not finite, so that sampling reports the error.
     """
     ids, values = largest.T
     return ids.astype(np.int32) if all_true(np.isfinite(values)) else None
 
 
 class TokenGraph:
-    """Runs a compiled `lowering.cells.TokenNetwork`, which can take token ids from the results of its latest run."""
+    """Runs a compiled `lowering.cells.TokenNetwork`. Its input may refer to token ids that its latest run computed."""
 
     def __init__(self, network: CompiledNetwork, attention_rows: int) -> None:
         self._network = network
@@ -51,16 +51,16 @@ class TokenGraph:
         return self._network.num_compilations
 
     def computes(self, inputs: ModelInputs) -> bool:
-        """Return whether the graph computes such a step. Without `attention_rows`, each row must have one token, which
-        gives a result.
+        """Return whether this graph can compute the step. Without `attention_rows`, each row must have one token, and
+        each token one result.
         """
         return bool(self._attention_rows) or len(inputs.token_ids) == inputs.num_rows == len(inputs.sample_indices)
 
     def submit(self, inputs: ModelInputs, given_ids: Int32Array | None = None) -> DeviceLogits:
-        """Start a step. A step without results gives the logits of its first token, because some kernels need a row.
+        """Start a step. A step without results returns the logits of its first token, because some kernels need a row.
 
         Args:
-            given_ids: Token ids, in which references to the previous step (`core.step.reference_to_previous_step`)
+            given_ids: Token ids with references to the previous step (`core.step.reference_to_previous_step`), which
                 stand for the most likely tokens that the latest run computed; None: there are no references.
         """
         num_tokens, num_latest = len(inputs.token_ids), self._latest.shape[0]
