@@ -1,6 +1,6 @@
 """Confined processes, for work on untrusted input: limited memory and time, no file access.
 
-A thread cannot be stopped during work of unknown length, but a process that exceeds its memory or CPU limit exits.
+A thread cannot be stopped while it works, but a process that exceeds its memory or CPU limit exits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ConfinedProcess(Generic[Answer]):
         with theirs:
             options = ("--socket-fd", str(theirs.fileno()), "--cpu-seconds", str(cpu_seconds))
             environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-            # A session of its own, because Ctrl-C signals the master's whole process group.
+            # The process has a session of its own, because Ctrl-C signals the whole process group of the master.
             self._process = subprocess.Popen(  # noqa: S603
                 command_of(module, *options),
                 stdin=subprocess.DEVNULL,
@@ -84,7 +84,7 @@ def confine(max_memory_bytes: int) -> None:
 
 @contextlib.contextmanager
 def within(cpu_seconds: float) -> Iterator[None]:
-    """Terminate this process if the body takes more CPU time, even inside a C call."""
+    """Terminate this process if the body of the `with` statement takes more CPU time, even inside a C call."""
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # the default action of its signal ends the process
     try:
         yield

@@ -1,6 +1,7 @@
-"""A confined process that renders one chat template, because a template is a program that comes with the model.
+"""A confined process that renders one chat template, because a template is an untrusted program of the model folder.
 
-`'%1000000000d' | format(1)` is one call that allocates a gigabyte, and nested loops may never end: see `text.sandbox`.
+One call such as `'%1000000000d' | format(1)` allocates a gigabyte, and nested loops may never end. `text.sandbox` sets
+the limits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from llm_serving.transport.channel import Channel
 MAX_RENDERED_CHARS: Final = 3 * 2**20
 """Maximum length of a rendered text; its UTF-8 fits into one message to the master."""
 MAX_MEMORY_BYTES: Final = 2**30
-"""Maximum address space in addition to that of an idle process."""
+"""Maximum address space of the process, in addition to what it has mapped when idle."""
 
 
 class Compile(msgspec.Struct, tag="compile"):

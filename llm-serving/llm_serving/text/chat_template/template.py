@@ -23,14 +23,14 @@ MAX_TEMPLATE_CHARS: Final = 2**18
 NUM_PROCESSES: Final = 2
 """Two processes, so that one slow conversation does not block the others."""
 MAX_CPU_S: Final = 2.0
-"""Maximum CPU seconds for one conversation. The longest conversations take a tenth of it."""
+"""Maximum CPU seconds for rendering one conversation. The longest conversations take a tenth of this time."""
 MODULE: Final = "llm_serving.text.chat_template.sandbox"
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 MORE_TEMPLATES: Final = "additional_chat_templates"
-"""Folder next to `chat_template.jinja` with more templates, each named by its file name."""
+"""Name of the folder next to `chat_template.jinja` with more templates. A file's name is the template's name."""
 PROCESSOR_FILE: Final = "chat_template.json"
-"""File with `{"chat_template": ...}` in folders whose processor accepts more than text."""
+"""File with `{"chat_template": ...}` in the folders of multimodal models."""
 DEFAULT: Final = "default"
 TOOL_USE: Final = "tool_use"
 MAX_FILE_BYTES: Final = 2**22
@@ -148,9 +148,9 @@ def _read_processor_file(path: Path) -> dict[str, str]:
 
 
 class Conversations:
-    """The chat templates of one model, by name. With several, `tool_use` is for conversations with tools, `default` for
-    others. Every template can read `special_tokens`, such as `bos_token`. Raise ModelError if a text is not a valid
-    template.
+    """The chat templates of one model, by name. If there is one named `tool_use`, it renders conversations with tools;
+    `default` renders all others. Every template can read `special_tokens`, such as `bos_token`. Raise ModelError if a
+    text is not a valid template.
     """
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
@@ -180,7 +180,7 @@ class Conversations:
         template, given = self._choose(with_tools=tools is not None), self._special_tokens | given | variables
         if not continue_final_message:
             return template.render(messages, **given)
-        sentinel = secrets.token_hex(16)  # The template cannot change it, so it marks the end of the text.
+        sentinel = secrets.token_hex(16)  # The template cannot change it, so it marks the text's end.
         last, changed = _with_sentinel(messages[-1], sentinel + " ")
         text = template.render([*messages[:-1], changed], **given)
         if sentinel not in text or last.strip() not in text:

@@ -7,8 +7,8 @@ from llm_serving.text.tool_parsers import Call, Part, Thought, ToolParser
 
 
 class AnswerParser:
-    """Parses one answer incrementally. Without `reasoning` or `tools`, the answer has none. More than `max_calls` calls
-    are dropped; None: unlimited.
+    """Parses one answer incrementally. `reasoning` None: the answer has no reasoning. `tools` None: it has no calls.
+    Calls after the first `max_calls` are dropped; None: unlimited.
     """
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, max_calls: int | None) -> None:

@@ -19,10 +19,12 @@ class Split(NamedTuple):
 
 
 class ReasoningParser:
-    """Splits streamed text at the delimiters of the format `form` (`<think>`, `</think>`), however it is divided into
-    pieces. White space around the reasoning and before the answer is dropped. Text that does not start with `<think>`
-    is all answer. Text that starts with it and has no `</think>` is all reasoning. `is_open`: whether the prompt ends
-    with `<think>`, so the text starts within the reasoning.
+    """Splits streamed text at the delimiters of the format `form`, here called `<think>` and `</think>`. The result
+    does not depend on how the text is divided into pieces.
+
+    White space around the reasoning and before the answer is dropped. Text that does not start with `<think>` is all
+    answer. Text that starts with `<think>` and has no `</think>` is all reasoning. `is_open`: whether the prompt ends
+    with `<think>`, so that the text starts within the reasoning.
     """
 
     def __init__(self, form: ReasoningFormat = THINK, *, is_open: bool) -> None:
@@ -31,9 +33,9 @@ class ReasoningParser:
         self._thinks: bool | None = True if is_open else None
         self._text = ""
         self._spaces: list[str] = []
-        """White space held back, in pieces so that each is examined only once."""
+        """White space held back, as the pieces in which it arrived, so that each piece is examined only once."""
         self._has_begun = False
-        """Whether text was returned since the last `<think>` or `</think>`. Before, leading white space is dropped."""
+        """Whether text was returned since the last `<think>` or `</think>`. Until then, white space is dropped."""
 
     def add(self, text: str) -> Split:
         """Add a piece of text, and return the text that later pieces cannot change."""
@@ -93,8 +95,9 @@ class ReasoningParser:
 
 
 class _FramedAnswer:
-    """Removes an answer's delimiters, with one line break on their inner side and all white space on their outer side,
-    however the answer is divided into pieces. An answer that does not start with `opening` is returned unchanged.
+    """Removes the delimiters around an answer, one line break on their inner side and all white space on their outer
+    side. The result does not depend on how the answer is divided into pieces. An answer that does not start with
+    `opening` is returned unchanged.
     """
 
     def __init__(self, opening: str, closing: str) -> None:

@@ -20,10 +20,11 @@ class ReasoningFormat:
             in the table is used.
         opening: Delimiter before the reasoning.
         closing: Delimiter after the reasoning.
-        answer: Delimiters before and after the answer, which models may omit; empty: none.
-        opening_suffix: Text after the opening in prompts that ask for no reasoning.
+        answer: Delimiters before and after the answer, which models may omit; empty texts: no delimiters.
+        opening_suffix: Text after the opening delimiter in prompts that ask for no reasoning.
         special_tokens: Whether the delimiters are special tokens, which detokenization normally skips.
-        has_channels: Whether every part of an answer has a header, so that reasoning may also follow calls or text.
+        has_channels: Whether each part of an answer has a header with its channel (gpt-oss), so that reasoning may
+            also follow calls or text.
     """
 
     template_pattern: str

@@ -17,8 +17,8 @@ class Calls:
     """The tool calls that an answer may contain.
 
     Attributes:
-        must: Whether the answer must consist of calls; otherwise it may also be text or the requested structured
-            output.
+        must: Whether the answer must consist of calls. If not, it may also be text, or the structured output that the
+            request specifies.
         most: Maximum number of calls in an answer; None: unlimited.
     """
 
@@ -80,7 +80,10 @@ def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
 
 
 def _framed(content: str, reasoning: AnswerReasoning | None, delimiters: Delimiters) -> str:
-    """Return the term of an answer between its delimiters; "" if there are none, or if the answer may contain them."""
+    """Return the grammar term of an answer between its delimiters.
+
+    Return "" if the format has no such delimiters, or if the text of the answer could itself contain them.
+    """
     if reasoning is None or not reasoning.format.answer[0]:
         return ""
     opening, closing = reasoning.format.answer
@@ -94,7 +97,7 @@ def _thought_rule(reasoning: AnswerReasoning, delimiters: Delimiters) -> str:
     if budget is None:
         return delimiters.up_to("thought", closing)
     if not delimiters.are_special(delimiters.parts(closing)[0]):
-        raise GrammarError(f"cannot be enforced: the model has no token for {closing}; leave out the reasoning budget")
+        raise GrammarError(f"cannot be enforced: the model has no token for {closing}; omit the reasoning budget")
     bounded = f"thinking[max_tokens={budget}]: /(?s:.*)/\n" if budget else ""
     return f"thought: {'thinking' if budget else ''} {delimiters(closing)}\n{bounded}"
 

@@ -21,7 +21,7 @@ from llm_serving.text.structured_output.grammar_process import Tried, Try
 from llm_serving.text.structured_output.grammars import Grammar, GrammarError
 from llm_serving.text.structured_output.matcher import TokenMatcher, matcher_of
 
-if TYPE_CHECKING:  # a grammar process imports this package, and would take twice as long to start
+if TYPE_CHECKING:  # not imported in a grammar process, which would take twice as long to start
     from llm_serving.text.tokenizer.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -31,7 +31,7 @@ NUM_PROCESSES: Final = 2
 """Two processes, so that one slow grammar does not block the others."""
 MAX_CPU_S: Final = 2.0
 STACK_BYTES: Final = 2**25
-"""Stack size of compiling threads, larger than that of the process that tries the grammar first."""
+"""Stack size in bytes of compiling threads. The confined process that tries each grammar first has a smaller stack."""
 MAX_ERROR_CHARS: Final = 400
 _THREAD_START: Final = threading.Lock()
 """Held while a thread starts with a large stack, because the stack size is a global setting."""
@@ -54,7 +54,7 @@ class _Tokens:
 
 
 def token_table(tokenizer: Tokenizer, end_ids: Sequence[int], token_bytes: Sequence[bytes]) -> LLTokenizer:
-    """Return llguidance's table of the tokenizer, which takes a second for 200,000 tokens. `end_ids`: at least one."""
+    """Return llguidance's table of the tokenizer. This takes a second for 200,000 tokens. `end_ids` is not empty."""
     known = [token_id for token_id in end_ids if token_id < len(token_bytes)]
     wrapped = TokenizerWrapper(_Tokens(tokenizer, known, token_bytes))
     return LLTokenizer(wrapped, n_vocab=len(token_bytes), eos_token=known)
@@ -66,7 +66,7 @@ class GrammarLimits:
 
     max_bytes: int = 2**16
     max_states: int = 20_000
-    """Maximum number of lexer states for each request, of 1 to 2 KB each."""
+    """Maximum number of lexer states for each request. A state takes 1 to 2 KB."""
     num_kept: int = 64
 
 
@@ -99,13 +99,13 @@ class TokenConstraint:
         return TokenMatcher(self._matcher, self._token_bytes, self._end_ids, self._restart)
 
     def _restart(self) -> LLMatcher:
-        """Create a matcher without lexer states, for this and later outputs."""
+        """Create a matcher that has no lexer states yet, and use it for this output and later ones."""
         self._matcher = self._compiled()
         return self._matcher
 
     @property
     def ignored(self) -> list[str]:
-        """The constraints of a lenient schema that are ignored, as texts."""
+        """Descriptions of the constraints of a lenient schema that are not enforced."""
         return list(self._matcher.get_grammar_warnings())
 
     def __eq__(self, other: object) -> bool:
@@ -119,14 +119,14 @@ class TokenConstraint:
 
 
 class ConstraintCompiler:
-    """Compiles grammars to constraints. Thread-safe."""
+    """Compiles grammars to constraints, within limits of size, time and memory. Thread-safe."""
 
     def __init__(
         self, tokenizer: Tokenizer, end_ids: frozenset[int], vocab_size: int, limits: GrammarLimits | None = None
     ) -> None:
         self.limits = GrammarLimits() if limits is None else limits
         self.can_end = bool(end_ids)
-        """Whether the model has an end token. Without one, an output could not end where its grammar does."""
+        """Whether the model has an end token. Without one, no output could end when its grammar is complete."""
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         self._vocab_size = vocab_size

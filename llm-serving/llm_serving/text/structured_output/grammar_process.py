@@ -1,8 +1,8 @@
-"""A confined process that tries a grammar before the master compiles it.
+"""A confined process that compiles a grammar as a trial before the master compiles it.
 
-A short grammar may take minutes to compile, and a deeply nested one may overflow the stack: see `text.sandbox`. The
-master's threads have larger stacks. Tokens of the trial are single bytes, because the cost does not depend on the
-model's tokens.
+A short grammar may take minutes to compile, and a deeply nested one may overflow the stack; `text.sandbox` sets the
+limits. A grammar that passes cannot overflow the larger stacks of the master's threads. The trial uses a tokenizer of
+single bytes, because the cost does not depend on the model's tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from llm_serving.transport.channel import Channel
 
 MAX_MEMORY_BYTES: Final = 2**30
 STACK_BYTES: Final = 2**22
-"""Stack size of the compiling thread. The master's threads have several times as much."""
+"""Stack size in bytes of the compiling thread. The master's threads have several times as much."""
 NUM_STEPS: Final = 16
 MAX_SEARCH_S: Final = 0.5
 

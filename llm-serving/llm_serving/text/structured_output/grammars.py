@@ -2,8 +2,8 @@
 
 A grammar is a list of parts; a response starts with the first. Parts in llguidance's language (Lark with extensions)
 may refer to others as `@name`. Every token whose text matches is allowed, even where the following text is fixed.
-The compiler accepts too much for some formats such as dates (no leap years, second 60 in any minute). An additional
-pattern narrows these, so that a client that validates the response accepts it.
+For some formats such as dates the compiler is too permissive (29 February in any year, second 60 in any minute). An
+additional pattern narrows these formats, so that a client that validates the response accepts it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEFINITIONS: Final = ("$defs", "definitions")
 Path = tuple[str | int, ...]
 
 _LEAP_DAY: Final = (
-    "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29"  # not in 1900, but in 2000
+    "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29"  # not 1900, but 2000
 )
 _DATE: Final = f"(?:[0-9]{{4}}-(?:[0-9]{{2}}-(?:[01][0-9]|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|3[01]))|{_LEAP_DAY})"
 _SECOND: Final = "[0-9:]{6}[0-5]"
@@ -59,8 +59,8 @@ def definitions_of(schema: Any) -> dict[str, Any]:
 
 
 def fault_in(schema: Any, error: str, error_of: Callable[[Any], str | None]) -> str:
-    """Return a JSON pointer to the innermost part of `schema` that, with the definitions of the whole, causes the same
-    error; "#" for the whole. `error_of` returns the error of another schema, or None.
+    """Return a JSON pointer to the smallest part of `schema` that alone, with the schema's definitions, causes `error`.
+    Return "#" for the whole schema. `error_of` returns the error of a schema, or None if it has none.
     """
     definitions = definitions_of(schema)
     path: Path = ()
@@ -96,7 +96,7 @@ def _pointer(path: Path) -> str:
 
 
 def narrow_formats(schema: dict[str, Any]) -> None:
-    """Add the missing rule to each part of a schema that has a format in `_RULES`. Idempotent."""
+    """Add the additional pattern to each part of a schema whose format is in `_RULES`. Idempotent."""
     parts = [schema]
     while parts:
         part = parts.pop()
@@ -108,7 +108,7 @@ def narrow_formats(schema: dict[str, Any]) -> None:
 
 
 class GrammarError(LLMServingError):
-    """A client's grammar is invalid or unsupported. The message says where."""
+    """A client's grammar is invalid or unsupported. The message names the faulty part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Grammar:
 
 
 def json_options(whitespace: str, **others: Any) -> dict[str, Any]:
-    """Return the llguidance options of a schema. `whitespace` is that of `json_grammar`."""
+    """Return llguidance's options for a schema. `whitespace`: see `json_grammar`."""
     spaces = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
     return {"x-guidance": {**spaces, **others}}
 
@@ -136,9 +136,9 @@ def json_options(whitespace: str, **others: Any) -> dict[str, Any]:
 def json_grammar(
     schema: str, whitespace: str = WHITESPACES[JsonWhitespaceName.SPACE], *, lenient: bool = False
 ) -> Grammar:
-    """Return a grammar of the JSON texts that match a schema (JSON text), with properties in its order. `whitespace`:
-    regular expression of the white space between parts; empty: none. `lenient`: ignore unsupported constraints. Raise
-    GrammarError if the schema is not a JSON object, or has integers that would be rounded.
+    """Return a grammar of the JSON texts that match a schema (a JSON text), with properties in the schema's order.
+    `whitespace`: regular expression of the white space between parts; empty: none. `lenient`: ignore unsupported
+    constraints. Raise GrammarError if the schema is not a JSON object, or has integers beyond `MAX_INT`.
     """
     try:
         content = json.loads(schema, parse_int=_exact)

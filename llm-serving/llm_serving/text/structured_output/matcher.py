@@ -18,9 +18,9 @@ logger = get_logger(__name__)
 FUEL_TO_BEGIN: Final = 500_000
 FUEL_OF_A_STEP: Final = 50_000
 MAX_ITEMS_OF_A_STEP: Final = 20_000
-"""Limits in llguidance's units, equivalent to a few milliseconds per step."""
+"""The three limits above are in llguidance's units. Those of a step correspond to a few milliseconds."""
 MAX_ONLY: Final = 16
-"""Maximum number of allowed tokens for which `_only_one` compares the texts."""
+"""Maximum number of allowed tokens whose texts `_only_one` compares. With more, it assumes that there is a choice."""
 
 
 def matcher_of(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> LLMatcher:
@@ -40,7 +40,7 @@ class TokenMatcher:
     """Matches an output against a grammar; see `core.constraint.ConstraintMatcher`.
 
     Args:
-        start: A matcher at the start of the grammar, which is only copied.
+        start: A matcher at the start of the grammar. It is copied and never advanced.
         token_bytes: Text of each token that can be sampled.
         create_start: Creates another matcher at the start. Copies of one matcher share their count of lexer states, so
             other outputs may have used up its limit.
@@ -60,7 +60,7 @@ class TokenMatcher:
         self._matcher = start.deep_copy()
         self._taken: list[int] = []
         self._num_queried = 0
-        """Number of output tokens in the last query. The rest of `_taken` are draft tokens."""
+        """Number of output tokens in the last query. Tokens of `_taken` beyond this number are draft tokens."""
         self._words: Int32Array | None = None
         """Bit mask of the tokens that may follow the output of the last query; None until it is computed."""
 
@@ -105,14 +105,14 @@ class TokenMatcher:
         return found
 
     def _words_behind(self, output: Sequence[int]) -> Int32Array:
-        """Move to the end of an output, and return the bit mask of the tokens that may follow."""
+        """Advance to the end of an output, and return the bit mask of the tokens that may follow it."""
         matches = self._go_to(output)
         if self._words is None:
             self._words = self._mask() if matches else self._no_words()
         return self._words
 
     def _go_to(self, output: Sequence[int]) -> bool:
-        """Move to the end of an output. Return False if the grammar does not allow the output."""
+        """Advance to the end of an output. Return False if the grammar does not allow the output."""
         num_same = self._num_same(output)
         if num_same < len(output) or len(output) != self._num_queried:
             self._words = None

@@ -30,7 +30,8 @@ class Words(NamedTuple):
     """The rule that splits a text into words. Merges never cross a word boundary.
 
     Attributes:
-        patterns: Regular expressions of words; each splits what the previous ones left. Empty: that of GPT-2.
+        patterns: Regular expressions that split a text; each one splits the parts left by the one before. Empty: the
+            expression of GPT-2.
         digits: Whether each digit is a word.
         composes: Whether texts are first normalized to NFC.
         whole: Whether a word that is a token is kept whole, even if the merges would split it.

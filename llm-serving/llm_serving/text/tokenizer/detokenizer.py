@@ -19,7 +19,7 @@ class Release(NamedTuple):
 
 
 class StopStringMatcher:
-    """Cuts a text before its first complete stop string, however it is divided into pieces.
+    """Cuts a text before its first complete stop string. The result does not depend on the division into pieces.
 
     Each stop string has a Knuth-Morris-Pratt automaton. Its state is the length of the longest prefix of the stop
     string with which the text so far ends. The longest such prefix is held back, because it may become a stop string.
@@ -99,8 +99,8 @@ class IncrementalDetokenizer:
     """The text of one request in pieces. All pieces and `flush()` joined are the decoded output.
 
     Text is held back while the bytes of a character are incomplete, or while it may start a stop string. The output is
-    decoded as the continuation of the prompt: a character begun there is completed here, and sentencepiece's leading
-    space is kept if the prompt has text before it.
+    decoded as the continuation of the prompt: if the prompt ends within a character, the output completes it, and
+    sentencepiece's leading space is kept if the prompt has text.
     """
 
     def __init__(

@@ -32,18 +32,18 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _KEYS: Final = "tokenizer.ggml."
 _TEMPLATE: Final = "tokenizer.chat_template"
 _TURN_ENDS: Final = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-"""Texts of tokens that end a turn, for files that do not name such a token."""
+"""Texts of the tokens that end a turn, for files that name no end-of-turn token."""
 _HARMONY_ENDS: Final = ("<|call|>", "<|return|>")
-"""The same for gpt-oss. Its `<|end|>` ends a message, and a turn may have several messages."""
+"""Texts of the tokens that end a turn of gpt-oss. Its `<|end|>` ends one of several messages of a turn."""
 _PHI3: Final = "phi3"
 _KEEPS_SPACE: Final = ("<unk>", "<s>", "<|endoftext|>")
-"""Special tokens of Phi-3 that do not absorb the white space after them."""
+"""Special tokens of Phi-3 that keep the white space after them as text. The others absorb it."""
 _BPE: Final = 2
 """`TrainerSpec.model_type` of sentencepiece: pieces are merged by their scores."""
 
 
 class GgufTokenizer(NamedTuple):
-    """The tokenizer of a file, the equivalent of a tokenizer_config.json, and the tokens that end an answer."""
+    """The tokenizer of a GGUF file: vocabulary, content of a tokenizer_config.json, and ids that end an answer."""
 
     vocabulary: Vocabulary
     config: dict[str, Any]
@@ -112,7 +112,7 @@ class _Metadata:
         return token_id
 
     def end_ids(self, tokens: Sequence[str], types: Sequence[int]) -> list[int]:
-        """Return the end tokens that the file names. If it names no end of a turn, add tokens with the usual texts."""
+        """Return the ids of the end tokens in the file. If it names no end-of-turn token, add those of `_TURN_ENDS`."""
         ids = [self.token_id(f"{name}_token_id", len(tokens)) for name in ("eos", "eot", "eom")]
         usual: tuple[str, ...] = _TURN_ENDS if ids[1] is None else ()
         if _HARMONY_ENDS[0] in tokens:
@@ -141,7 +141,7 @@ def _byte_pairs(metadata: _Metadata, tokens: list[str], types: list[int]) -> tup
     pre = PRES.get(name) if isinstance(name, str) else None
     if pre is None:
         known = ", ".join(PRES)
-        raise metadata.fail("pre", f"must be one of {known}, or model_config.tokenizer_path name another tokenizer")
+        raise metadata.fail("pre", f"must be one of {known}; or set model_config.tokenizer_path to another tokenizer")
     vocab = {text: token_id for token_id, text in enumerate(tokens) if types[token_id] != UNUSED}
     if len(vocab) != len(tokens) - types.count(UNUSED):
         raise ModelError(f"{metadata.path}: `{_KEYS}tokens` must hold each text once")
@@ -149,7 +149,7 @@ def _byte_pairs(metadata: _Metadata, tokens: list[str], types: list[int]) -> tup
     if wrong := next((each for each in merges if not joins(each, vocab)), None):
         rule = "must list pairs of tokens that form a token"
         raise ModelError(f"{metadata.path}: `{_KEYS}merges` {rule}. Found: {shorten(wrong)}")
-    ends = metadata.end_ids(tokens, types)  # some files mark them as user-defined
+    ends = metadata.end_ids(tokens, types)  # some files mark special tokens as user-defined
     added = (
         {"id": token_id, "content": text, "special": kind == CONTROL or token_id in ends, **_AS_WRITTEN}
         for token_id, (text, kind) in enumerate(zip(tokens, types, strict=True))
@@ -183,7 +183,7 @@ def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> 
     if scores is None:
         raise metadata.fail("scores", "must be given")
     if UNKNOWN not in types and (unknown_id := metadata.token_id("unknown_token_id", len(tokens))) is not None:
-        types[unknown_id] = UNKNOWN  # converters mark it as a control token if the model lists it as one, like Gemma
+        types[unknown_id] = UNKNOWN  # some converters mark the unknown token as a control token, such as Gemma's
     if types.count(UNKNOWN) != 1:
         raise metadata.fail("token_type", f"must mark one token as the unknown token ({UNKNOWN})")
     prefix = metadata.flag("add_space_prefix", True)
@@ -206,7 +206,7 @@ def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> 
 
 
 def _absorbing(tokens: Sequence[str], types: Sequence[int]) -> dict[int, AddedToken]:
-    """Return Phi-3's special tokens. As in its tokenizer_config.json, most absorb the white space after them."""
+    """Return Phi-3's special tokens. As its tokenizer_config.json specifies, most absorb the white space after them."""
     return {
         token_id: AddedToken(text, special=kind == CONTROL, rstrip=text not in _KEEPS_SPACE)
         for token_id, (text, kind) in enumerate(zip(tokens, types, strict=True))

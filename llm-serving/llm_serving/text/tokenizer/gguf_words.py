@@ -1,4 +1,5 @@
-"""llama.cpp's rules that split a text into words (`tokenizer.ggml.pre`), from the models' own `tokenizer.json`."""
+"""The rules that split a text into words, by their names in GGUF files (`tokenizer.ggml.pre`). Each rule is the one in
+the models' own `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from llm_serving.text.tokenizer.tiktoken import LLAMA3
 
 
 class Pre(NamedTuple):
-    """A named rule. `begins`: whether a text starts with `bos_token` if the file does not state it."""
+    """A named rule. `begins`: whether a text starts with `bos_token` if the file lacks `add_bos_token`."""
 
     words: Words
     begins: bool = False

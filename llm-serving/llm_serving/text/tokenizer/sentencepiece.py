@@ -29,7 +29,7 @@ class SentencePieceVocabulary:
 
     Args:
         added_tokens: Tokens of `tokenizer_config.json`, by id; they may be missing in the file.
-        special_texts: Texts of the tokens that the config names by their use, such as `bos_token`.
+        special_texts: Texts of the special tokens that the config assigns to a use, such as `bos_token`.
         legacy: Whether every text between special tokens gets a leading space; otherwise only the whole text does.
         add_prefix_space: Without `legacy`: whether the text gets a leading space.
         unk_token: The unknown token's name in the config.
@@ -109,7 +109,7 @@ class SentencePieceVocabulary:
         return False
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        del add_special_tokens  # the file prescribes none
+        del add_special_tokens  # the file specifies no special tokens to add
         if not text:
             return []
         if not self._legacy:

@@ -20,9 +20,10 @@ _WORDS: Final = (
 )
 _LINE: Final = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]{1,8}\r?(\n|$)")
 MAX_WHITE_SPACE: Final = 100_000
-"""Longer runs of white space are split, because the regular expression keeps backtracking state for each character."""
+"""Maximum characters of a run of white space. Longer runs are split, because the regular expression keeps backtracking
+state for each character."""
 _SPACES: Final = re.compile(r"\s+")
-"""Matches runs of any length. A pattern with a minimum length would rescan each shorter run from every position."""
+"""Matches runs of any length. A pattern with a minimum length would scan a shorter run again from each position."""
 MAX_SPECIAL_TOKENS: Final = 2**16
 
 
@@ -33,7 +34,7 @@ class TiktokenFamily:
     Attributes:
         pattern: Regular expression that splits a text into words; merges never cross a word boundary.
         special: Special tokens, whose ids follow those of the file, if the config lists none.
-        names: Special tokens by their use.
+        names: Use, such as `bos_token` -> special token.
         prefix: Special tokens before every text.
         composes: Whether texts are first normalized to NFC.
     """

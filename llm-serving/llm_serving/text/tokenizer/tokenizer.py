@@ -212,7 +212,7 @@ def _complete_text(data: bytes) -> str | None:
 
 
 def notice_of_unknown_tokens(tokenizer: Tokenizer, vocab_size: int) -> str | None:
-    """Return a warning if the tokenizer has tokens that the model lacks, such as image tokens; else None."""
+    """Return a warning if the tokenizer has tokens that are not in the model's vocabulary, such as image tokens."""
     count = tokenizer.vocab_size - vocab_size
     if count <= 0:
         return None

@@ -1,8 +1,9 @@
-"""Tokenize special tokens in texts of users as characters, so that `<|im_end|>` in a message does not end it.
+"""Tokenizes special tokens in texts of users as plain characters, so that `<|im_end|>` in a message does not end it.
 
-A chat template mixes texts of users with control tokens. So each special token in a message gets a sentinel after
-its first character before the template is rendered. The prompt is split at the sentinels, and the parts, none of which
-contains a whole special token of a user, are tokenized one by one. Clients cannot know the sentinel, which is random.
+A chat template mixes texts of users with control tokens. So before the template is rendered, a sentinel is inserted
+after the first character of each special token in a message. The rendered prompt is split at the sentinels, and its
+parts are tokenized one by one. No part contains a whole special token of a user. The sentinel is random, so that
+clients cannot know it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Final
 Encode = Callable[[str, bool], list[int]]
 
 _FILLERS: Final = ("", "\n", "a")
-"""Texts between a special token and a part, tried in order, because some vocabularies put a space there."""
+"""Texts inserted between a special token and a part, tried in order, because some vocabularies add a space after it."""
 
 
 class TypedText:
@@ -47,7 +48,7 @@ class TypedText:
 
     def _with_sentinels(self, value: Any, sentinel: str) -> Any:
         if isinstance(value, str):
-            while self._pattern is not None and self._pattern.search(value):  # again: special tokens may overlap
+            while self._pattern is not None and self._pattern.search(value):  # special tokens may overlap
                 value = self._pattern.sub(lambda found: _split(found[0], sentinel), value)
             return value
         if isinstance(value, Mapping):
@@ -69,7 +70,7 @@ class TypedText:
         return [*whole[:at], *ids, *whole[at + len(plain) :]]
 
     def _continued(self, part: str) -> list[int]:
-        """Return the token ids of a part that does not begin the text."""
+        """Return the token ids of a part of the prompt that follows other text."""
         for filler in _FILLERS:
             before = self._encode(self._context + filler, False)
             whole = self._encode(self._context + filler + part, False)

@@ -32,10 +32,11 @@ class AddedToken:
     """One token of `added_tokens_decoder`. Added tokens are searched before a text is split further.
 
     Attributes:
-        special: Whether it controls the model and is not text.
-        lstrip, rstrip: Whether it absorbs the white space before or after it.
-        single_word: Whether it is recognised only between spaces, or at the start or the end.
-        normalized: Whether it is searched in the normalized text (`tokenizer.json` only); None: if it is not special.
+        special: Whether the token controls the model and is not text.
+        lstrip, rstrip: Whether the token absorbs the white space before or after it.
+        single_word: Whether the token is recognised only as a whole word.
+        normalized: Whether the token is searched in the normalized text (`tokenizer.json` only); None: only if it is
+            not special.
     """
 
     text: str
@@ -90,7 +91,7 @@ class TokenSplitter:
                 parts[i + 1] = right.lstrip()
             if token.lstrip and left:
                 parts[i - 1] = left.rstrip()
-            # A token inside a word is not recognised: it is joined to the text beside it.
+            # A token inside a word is not recognised: it stays part of the text.
             if token.single_word and left and not left.endswith(" "):
                 parts[i - 1], parts[i] = parts[i - 1] + part, ""
             elif token.single_word and right and not right.startswith(" "):
@@ -106,7 +107,7 @@ class Vocabulary(Protocol):
         strips_leading_space: Whether the encoder puts a space before a text, which decoding removes.
         adds_special_tokens: Whether the file specifies the special tokens to add; if not, a text starts with
             `bos_token`.
-        usual_names: Special tokens by their use, for configs that name none.
+        usual_names: Use, such as `bos_token` -> special token, for configs that assign no tokens.
     """
 
     token_bytes: list[bytes]
@@ -127,7 +128,7 @@ class TokenizersVocabulary:
 
     Args:
         added_tokens: Tokens of `tokenizer_config.json` by id; some may be missing in the file.
-        special_texts: Texts that the config names by their use; those in the file become special tokens.
+        special_texts: Texts that the config assigns to a use, such as `bos_token`. Those in the file become special.
         content: Content to use instead of the file's; `path` is then only named in errors.
     """
 
@@ -193,7 +194,7 @@ class TokenizersVocabulary:
 
 
 def cut_lengths(first: int, second: int, most: int | None) -> tuple[int, int]:
-    """Return the lengths to which to cut two texts, so that they have at most `most` tokens together. The longer text
+    """Return the lengths to which two texts are cut, so that they have at most `most` tokens together. The longer text
     is cut first, as by `longest_first` of the tokenizers library.
     """
     if most is None or first + second <= most:

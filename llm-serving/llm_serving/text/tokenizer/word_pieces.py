@@ -46,7 +46,7 @@ def word_pieces(
     added: Mapping[int, AddedToken] = MappingProxyType({}),
     special: Sequence[str] = (),
 ) -> TokenizersVocabulary:
-    """Return the vocabulary of pieces in the order of their ids, as `read_word_pieces` does."""
+    """Return the vocabulary of `pieces`, in the order of their ids. Raise the same errors as `read_word_pieces`."""
     vocab = {piece: number for number, piece in enumerate(pieces)}
     names = {**_NAMES, **special_texts(config)}
     missing = [names[name] for name in ("unk_token", "cls_token", "sep_token") if names[name] not in vocab]

@@ -33,12 +33,12 @@ class ToolFormat:
     create: Callable[[Mapping[str, Mapping[str, Any]]], ToolParser]
     """Creates a parser of one answer from tool name -> JSON schema of its arguments."""
     rules: Callable[[Sequence[Callee], int | None, Delimiters], str]
-    """Returns the grammar rules of the tools. Arguments: tools, maximum number of calls (None: unlimited), terms."""
+    """Returns the grammar rules of calls. Arguments: tools, maximum number of calls or None, delimiter terms."""
     template_pattern: str
     """Regular expression that matches only chat templates of such models. The first matching format in the table is
     used."""
     special_tokens: bool = False
-    """Whether its delimiters are special tokens, which detokenization normally skips."""
+    """Whether the format's delimiters are special tokens, which detokenization normally skips."""
     id_chars: int = 24
     id_prefix: str = "call_"
     describe_tools: Callable[[Sequence[Mapping[str, Any]]], str] | None = None

@@ -1,7 +1,8 @@
 """Code shared by the parsers of all tool formats: calls, the text around them, and their grammar rules.
 
-The rules of a format define `calls`, one or several calls, and `free`, any text whose calls match the rules. They name
-the arguments of tool i as `@args0`, `@args1`, ... In `free`, a text that starts like a call must continue as one.
+The grammar rules of a format define `calls`, which matches one or several calls, and `free`, which matches text with or
+without calls. In `free`, a text that starts like a call must continue as a call. The rules refer to the grammar of the
+arguments of tool i as `@args0`, `@args1`, ...
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from llm_serving.core.enums import JsonWhitespaceName
 from llm_serving.text.structured_output.grammars import WHITESPACES, literal
 
 MAX_CALL_CHARS: Final = 2**18
-"""Maximum length of a call. A longer text after an opening is not a call."""
+"""Maximum characters of a call. A longer text after an opening delimiter is not a call."""
 MAX_FALSE_OPENINGS: Final = 64
-"""After this number of openings without a call, the rest of an answer is text."""
+"""After this number of opening delimiters without a call, the rest of an answer is text."""
 
 COMMON: Final = r"""
 WS: /[ \n]{1,2}/
@@ -45,11 +46,11 @@ Part = str | Thought | Call
 
 
 class NotACallError(Exception):
-    """The text after an opening is not a call, so it remains text."""
+    """The text after an opening delimiter is not a call, so it remains text."""
 
 
 class Read(NamedTuple):
-    """Result of parsing the text after an opening."""
+    """Result of parsing the text after an opening delimiter. `end`: index after the calls."""
 
     calls: list[Call]
     end: int
@@ -58,29 +59,30 @@ class Read(NamedTuple):
 
 
 class CallReader(Protocol):
-    """Reads the text after one opening."""
+    """Reads the calls after one opening delimiter."""
 
     def read(self, body: str, *, ended: bool) -> Read | None:
-        """Return the calls in `body`, all text after the opening so far; None if more text is needed. `ended`: no more
-        text follows. The result extends that for a shorter body, and does not depend on how often `read` is called.
-        Raise NotACallError if the text cannot become a call.
+        """Return the calls in `body`, which is all text after the opening so far; None if more text is needed.
+
+        `ended`: whether no more text follows. The result extends the one for a shorter `body`, and does not depend on
+        how often `read` is called. Raise NotACallError if the text cannot become a call.
         """
 
 
 class ToolParser(Protocol):
-    """Parses an answer incrementally, however it is divided into pieces."""
+    """Parses an answer incrementally. The result does not depend on how the answer is divided into pieces."""
 
     def add(self, text: str) -> list[Part]:
-        """Return the parts that are certain with this piece of text."""
+        """Add a piece of text, and return the parts that later pieces cannot change."""
 
     def flush(self) -> list[Part]:
         """Return the remaining parts at the end of the answer. `add` must not be called afterwards."""
 
 
 class DelimitedCalls:
-    """Parser of formats whose calls follow an opening. Text after an opening that is not a call is returned unchanged.
+    """Parser of formats whose calls follow an opening delimiter. If no call follows, the text is returned unchanged.
     White space between text and a call, and between calls, is dropped. `readers`: opening -> function that creates a
-    reader of the text after it; `begins_open`: whether the answer starts as if after the first opening.
+    reader of the text after it. `begins_open`: whether the answer starts as if the first opening preceded it.
     """
 
     def __init__(self, readers: Mapping[str, Callable[[], CallReader]], *, begins_open: bool = False) -> None:
@@ -88,14 +90,14 @@ class DelimitedCalls:
         self._openings = re.compile("|".join(map(re.escape, readers)))
         self._reader = next(iter(readers.values()))() if begins_open else None
         self._opened_by = ""
-        """Opening before `_text` while a reader is active; empty if it was implicit."""
+        """Opening before `_text` while a reader is active; empty if the answer began open."""
         self._text = ""
         """Text that has not been returned yet, or is part of a call."""
         self._num_calls = self._num_chars = 0
-        """Returned calls of the current reader, and returned characters of the last one's arguments."""
+        """Number of returned calls of the current reader, and of returned characters of the last call's arguments."""
         self._num_false = 0
         self._spaces: list[str] = []
-        """White space after the returned text, in pieces so that each is examined only once; dropped before a call."""
+        """White space after the returned text, as the pieces in which it arrived. It is dropped if a call follows."""
         self._has_called = False
 
     def add(self, text: str) -> list[Part]:
@@ -205,7 +207,7 @@ class Callee:
 
 
 class Delimiters:
-    """Grammar terms for delimiters (`special_id`: text -> special token id or None) and for white space in JSON."""
+    """Grammar terms for delimiters and white space in JSON. `special_id` returns the id of a special token, or None."""
 
     def __init__(
         self,
@@ -242,7 +244,7 @@ def escaped(text: str) -> str:
 
 
 def repeated(rule: str, between: str, most: int | None) -> str:
-    """Return a term that matches `rule` one to `most` times (None: unlimited), with the term `between` between two."""
+    """Return a term that matches `rule` one to `most` times (None: unlimited), separated by the term `between`."""
     times = "*" if most is None else f"{{0,{most - 1}}}"
     return rule if most == 1 else f"{rule} ({between} {rule}){times}"
 

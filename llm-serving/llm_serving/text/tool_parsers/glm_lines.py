@@ -21,7 +21,7 @@ from llm_serving.text.tool_parsers.base import (
 from llm_serving.text.tool_parsers.json_text import JsonEnd, StreamedCall, arguments_of, parsed
 
 OPENING: Final = "<|assistant|>"
-"""Opening before the second call. The first call has none."""
+"""Opening delimiter of the second and later calls. The first call has none."""
 
 
 class _Reader:
@@ -56,7 +56,7 @@ def create(names: Collection[str]) -> ToolParser:
 
 
 def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
-    """Return the grammar rules of a call (see `base`). An answer has one, because these models write one at a time."""
+    """Return the grammar rules (see `base`). They allow one call, because these models write one call in an answer."""
     del most, delimiters
     names = "|".join(escaped(each.name) for each in callees)
     calls = [f"call{i}: {literal(each.name + chr(10))} @args{i}\n" for i, each in enumerate(callees)]

@@ -35,19 +35,19 @@ _ENDS: Final = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
 """Texts that end a message. `<|start|>` and `<|channel|>` also begin the next header."""
 _END: Final = re.compile("|".join(map(re.escape, _ENDS)))
 _STARTS: Final = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, "to=")
-"""Texts with which a header starts; the prompt ends with `<|start|>assistant`."""
+"""Texts with which a generated header may start. The prompt ends with `<|start|>assistant`, within a header."""
 _HEADER_TOKEN: Final = re.compile(r"<\|(?:start|channel|constrain)\|>")
 _WORDS: Final = re.compile(r"[\w\s.=/:\-]*")
 _MAX_HEADER_CHARS: Final = 512
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
 _BETWEEN: Final = "\n\n"
-"""Text between two messages of the same kind, which become one text."""
+"""Text that joins two messages of the same kind."""
 
 
 class HarmonyParser:
-    """Parses one answer incrementally, however it is divided into pieces. A call of a tool that is not in `names` is
-    returned once it is complete; calls of other tools are streamed.
+    """Parses one answer incrementally. The result does not depend on how the answer is divided into pieces. Calls of
+    the tools in `names` are streamed; a call of another tool is returned once it is complete.
 
     Args:
         names: Names of the offered tools; None: calls are text.
@@ -63,14 +63,14 @@ class HarmonyParser:
         """Text that has not been returned yet."""
         self._kind: type[str] | type[Thought] = Thought if in_thought and thinks else str
         self._begun: set[type] = set()
-        """Kinds of text that have been returned."""
+        """Kinds of text (`str` or `Thought`) that have been returned."""
         self._is_new = False
-        """Whether nothing of the message has been returned."""
+        """Whether nothing of the current message has been returned."""
         self._drops_spaces = False
         self._name = ""
         self._written: StreamedCall | None = None
         self._num_chars = 0
-        """Returned characters of the arguments."""
+        """Number of returned characters of the current call's arguments."""
         self._json = JsonEnd()
 
     def add(self, text: str) -> list[Part]:
@@ -198,7 +198,7 @@ def create(names: Collection[str]) -> HarmonyParser:
 
 
 def rules(callees: Sequence[Callee], most: int | None, delimiters: Delimiters) -> str:
-    """Return the grammar rules of a call (see `base`). An answer has one, because the model ends with `<|call|>`."""
+    """Return the grammar rules (see `base`). They allow one call, because the answer ends at `<|call|>`."""
     del most
     calls = "".join(
         f"call{i}: {delimiters('<|channel|>')} {literal(f'commentary to={_FUNCTIONS}{each.name}')} format?"

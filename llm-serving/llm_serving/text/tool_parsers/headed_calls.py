@@ -1,4 +1,4 @@
-"""Parser and grammar of calls with a head that names the tool, arguments as JSON, and closing texts."""
+"""Parser and grammar of calls that consist of a head with the tool's name, arguments as JSON, and closing texts."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
 
 @dataclass(frozen=True, slots=True)
 class HeadedLayout:
-    """Texts of a format.
+    """The delimiters of a format.
 
     Attributes:
         section: Text before all calls.
         opening: Text before each call.
         head: Text between the opening and the brace of the arguments, with a group `name`. A group `id` is optional.
-        tail: Texts after the arguments. Some models omit them. A forced call has the last one.
+        tail: Texts that may follow the arguments, in this order. A call that the grammar forces has only the last one.
         end: Text after all calls. Some models omit it.
     """
 
@@ -53,15 +53,15 @@ class HeadedLayout:
 
 @dataclass(slots=True)
 class HeadedReader:
-    """Reads one or several calls. White space between their parts is ignored. A call of a tool that is not in `names`
-    is returned once it is complete; calls of other tools are streamed.
+    """Reads one or several calls. White space between their parts is ignored. Calls of the tools in `names` are
+    streamed; a call of another tool is returned once it is complete.
     """
 
     layout: HeadedLayout
     names: Collection[str]
     _calls: list[Call] = field(default_factory=list)
     _at: int = 0
-    """Index after the calls read so far, with their closing texts."""
+    """Index after the calls read so far and their closing texts."""
     _head: re.Match[str] | None = None
     """Head of the call whose arguments are being read."""
     _written: StreamedCall | None = None
@@ -128,7 +128,7 @@ class HeadedReader:
         return True
 
     def _behind_tail(self, body: str, at: int, ended: bool) -> int | None:
-        """Return the index after the closing texts; None if it is not known yet."""
+        """Return the index after the closing texts; None if more text is needed."""
         for delimiter in self.layout.tail:
             rest = body[at:].lstrip()
             if rest.startswith(delimiter):

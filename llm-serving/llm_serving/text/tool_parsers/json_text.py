@@ -51,7 +51,7 @@ class JsonEnd:
 
     @property
     def at(self) -> int:
-        """Index after the examined text. It never splits an escape sequence."""
+        """Index after the examined text. It is never within an escape sequence."""
         return self._at
 
     def _is_end(self, char: str) -> bool:

@@ -25,7 +25,7 @@ from llm_serving.text.tool_parsers.base import (
 from llm_serving.text.tool_parsers.json_text import arguments_of, is_name
 
 _MAX_ENDS: Final = 16
-"""Maximum number of closing texts inside string arguments, after each of which all calls are parsed again."""
+"""Maximum number of closing texts inside string arguments. After each of them, all calls are parsed again."""
 _CONSTANTS: Final[Mapping[str, bool | None]] = {
     "true": True,
     "True": True,
@@ -48,7 +48,7 @@ _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": 
 
 @dataclass(frozen=True, slots=True)
 class PythonicLayout:
-    """Texts of a format.
+    """The delimiters of a format.
 
     Attributes:
         opening: Text before calls.
@@ -179,7 +179,7 @@ class PythonicSource:
         return unescaped(found[1] if found[1] is not None else found[2])
 
     def _peek(self, *, may_end: bool = False) -> str:
-        """Return the next character that is no white space; "" at the end, if that is allowed."""
+        """Return the next character that is no white space; at the end of the text, "" if `may_end`."""
         found = _SPACES.match(self._text, self._at)
         assert found is not None
         self._at = found.end()
@@ -253,8 +253,8 @@ def _call_rules(rule: str, callee: Callee, whitespace: str) -> str:
 
 
 def call_rules(rule: str, callee: Callee, texts: tuple[str, str, str, str], value: Callable[[Any], str]) -> str:
-    """Return the rules of a call with arguments in schema order. `first{k}` matches the arguments from the k-th on;
-    `more{k}` a separator and the same.
+    """Return the rules of a call with arguments in schema order. The rule `first{k}` matches the arguments from the
+    k-th on, and `more{k}` matches a separator and these arguments.
 
     Args:
         texts: Text before the arguments, between a name and its value, between two arguments, and after them.

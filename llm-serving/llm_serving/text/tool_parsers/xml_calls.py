@@ -26,7 +26,7 @@ from llm_serving.text.tool_parsers.xml_values import arguments_term, schema_of, 
 
 @dataclass(frozen=True, slots=True)
 class XmlLayout:
-    """Texts of a format.
+    """The delimiters of a format.
 
     Attributes:
         opening: Text before calls.
@@ -61,7 +61,7 @@ _SPACES: Final = re.compile(r"\s*")
 
 
 class _Reader:
-    """Reads the calls after one opening. `in_call`: whether it opens one call, not a section of calls."""
+    """Reads the calls after one opening delimiter. `in_call`: whether the delimiter opens one call, not a section."""
 
     def __init__(self, layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]], *, in_call: bool) -> None:
         self._layout = layout
@@ -179,7 +179,7 @@ def create(layout: XmlLayout, schemas: Mapping[str, Mapping[str, Any]]) -> ToolP
     """Return a parser. It needs the schemas to distinguish numbers from texts that look like numbers."""
     readers = {
         layout.opening: partial(_Reader, layout, schemas, in_call=False),
-        layout.call[0]: partial(_Reader, layout, schemas, in_call=True),  # some models omit the opening
+        layout.call[0]: partial(_Reader, layout, schemas, in_call=True),  # some models omit the opening of the section
     }
     return DelimitedCalls(readers)
 

@@ -17,7 +17,7 @@ _PYTHON: Final[Mapping[str, tuple[str, bool | None]]] = {
     "False": ("boolean", False),
     "None": ("null", None),
 }
-"""Values that some models write as in Python -> their JSON type and value."""
+"""Literal in Python syntax, as some models write it -> its JSON type and value."""
 
 
 def schema_of(schemas: Mapping[str, Mapping[str, Any]], tool: str, argument: str) -> Any:
