@@ -77,7 +77,7 @@ def test_infer_boost_excludes_other_levels(key, given, must):
     message = error_of(ASCEND, f"device_config.{key}={given}")
     assert message == (
         f"--set: `device_config.{key}` must be {must} with device_config.device_target: Ascend (--set): PagedAttention "
-        f"has a kernel with infer boost only, which takes level O0 alone. Given: {given}"
+        f"requires infer boost, which supports only jit_level O0. Given: {given}"
     )
 
 

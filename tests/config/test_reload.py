@@ -108,7 +108,7 @@ def test_reload_refuses_a_path_that_is_no_longer_a_file(tmp_path: Path, folder: 
         path.mkdir()
     else:
         path.symlink_to("/dev/null")
-    with pytest.raises(ConfigError, match=r"my\.yaml: must be a plain file to be read again"):
+    with pytest.raises(ConfigError, match=r"my\.yaml: must be a regular file to be read again"):
         read_again(running)
 
 

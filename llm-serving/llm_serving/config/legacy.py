@@ -22,7 +22,7 @@ RENAMED: Final[Mapping[str, str]] = {
 """Former name of a key -> its name. Accepted for one release, with a notice (docs/reference/renamed.md)."""
 
 ALIASES: Final[Mapping[str, str]] = {
-    # Every older sample has the waiting times in model_config; the older loader read them from serving_config.
+    # Older sample files have the waiting times in model_config; the older loader read them from serving_config.
     "serving_config.batch_waiting_time": "model_config.batch_waiting_time",
     "tokenizer.vocab_file": "model_config.tokenizer_path",
     "model_path.decode_ini": "model_config.mindir_ini",
@@ -74,7 +74,7 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
 """Key that is accepted without effect -> why."""
 
 RANK_GRAPHS: Final = ("model_path.prefill_model", "model_path.decode_model")
-"""Lists of graph files. Older servers had one file, and one agent port, for each rank of a replica."""
+"""Keys with lists of graph files. Older servers had one file, and one agent port, for each rank of a replica."""
 
 OLDER_DTYPE_PREFIX: Final = "DataType."
 """The older servers write `model_dtype` with this prefix: "DataType.FLOAT16"."""
@@ -99,7 +99,7 @@ MINDFORMERS_TARGETS: Final[Mapping[str, str]] = {
     "model.model_config.pad_token_id": "model_config.pad_token_id",
     "model.model_config.compute_dtype": "model_config.model_dtype",
 }
-"""Key of a MindFormers YAML -> key that it sets when the serving YAML leaves it out."""
+"""Key of a MindFormers YAML -> key that gets its value if the serving YAML does not set it."""
 
 MINDFORMERS_DTYPE: Final = "float16"
 """Default of `compute_dtype` in a MindFormers YAML."""
@@ -110,7 +110,8 @@ MUST_AGREE: Final = (
     "model_config.vocab_size",
     "model_config.end_token",
 )
-"""Keys that must be equal in the serving and the MindFormers YAML. Otherwise text is garbled, or does not end."""
+"""Keys whose values in the serving YAML and the MindFormers YAML must be equal. Otherwise responses would be garbled or
+endless."""
 
 _SHAPE_KEYS: Final = frozenset(
     "seq_length hidden_size num_layers num_heads n_kv_heads vocab_size intermediate_size multiple_of "
@@ -217,7 +218,7 @@ def _network_class(model: Located | None) -> str:
 
 
 _NESTED: Final = {"context": "jit_config", "model": "model_config", "parallel_config": None}
-"""Section whose keys are read -> its inner section, whose keys are read too."""
+"""Section of a MindFormers YAML that is read -> its nested section that is read too, or None."""
 
 
 def _flatten(root: Located) -> Iterator[tuple[str, Located]]:

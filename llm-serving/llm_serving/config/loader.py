@@ -156,7 +156,7 @@ def _accept_row(reading: _Reading, row: ModelRow, folders: tuple[Path, ...]) -> 
         if (given := reading.given.get(name)) is not None:
             rule = f"must be given in the rows of `{MODELS}` only"
             raise ConfigError(f"{given.source}: `{name}` {rule}. Given: {shorten(given.value)}")
-    # Models have no aliases by default: those of a single model would select several.
+    # With several models the default is no alias, because the default aliases of a single model would be ambiguous.
     aliases, own_name = Located([], row.where), Located(row.name, row.where)
     for name, item in ((MODEL_ALIASES, aliases), *row.keys, (MODEL_NAME, own_name)):
         _accept(reading, name, _Given(plain(item), item.where, folders, is_override=True))
@@ -165,7 +165,7 @@ def _accept_row(reading: _Reading, row: ModelRow, folders: tuple[Path, ...]) -> 
 def _check(
     values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None, tables: dict[str, TableReader]
 ) -> None:
-    """Derive the values that are not given, and check all of them. Each section declares its own checks."""
+    """Derive the values that are not given, and check all values. Each section declares its own checks."""
     set_block_size(values, spec)
     choose_step_budget(values, spec)
     check_model(values, spec, mindformers)
@@ -232,7 +232,9 @@ def _accept_override(reading: _Reading, text: str) -> None:
 
 
 def _accept(reading: _Reading, name: str, given: _Given) -> None:
-    """Store a value under the key that its name stands for. Later overrides win; values in one file must be equal."""
+    """Store a value under the current name of its key. Later overrides win. If several names in a file stand for one
+    key, their values must be equal.
+    """
     if name in RANK_GRAPHS and isinstance(given.value, list):
         reading.num_rank_graphs = max(reading.num_rank_graphs, len(given.value))
     if name in WITHOUT_EFFECT:
@@ -253,7 +255,7 @@ def _accept(reading: _Reading, name: str, given: _Given) -> None:
             f"{given.source}: `{name}` must agree with {before.source}, which sets the same key to "
             f"{shorten(before.value)}. Given: {shorten(given.value)}"
         )
-    # Older files name a vocab_file relative to folders that only their machine had.
+    # The vocab_file of an older file may be relative to a folder that exists only on another machine.
     if name == "tokenizer.vocab_file" and find(Path(str(given.value)), given.folders) is None:
         reading.notices.append(
             f"{given.source}: {name} {shorten(given.value)} does not exist; the model's folder has the tokenizer"
@@ -330,10 +332,10 @@ def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
 
 
 def _use_compute_dtype(reading: _Reading, file: MindFormersFile | None) -> None:
-    """Use the MindFormers dtype where the serving YAML writes `model_dtype` as the older servers did.
+    """Use the MindFormers dtype if the serving YAML has `model_dtype` in the older servers' form, "DataType.FLOAT32".
 
-    Those servers ignored `model_dtype: "DataType.FLOAT32"`, and MindFormers computed in `compute_dtype`. Without a
-    MindFormers YAML, its default dtype applies on Ascend, which has no float32; a CPU uses the dtype given.
+    The older servers ignored this key, and MindFormers computed in its `compute_dtype`. Without a MindFormers YAML,
+    Ascend, which has no float32, uses the default of `compute_dtype`, and a CPU uses the given dtype.
     """
     given = reading.given.get(MODEL_DTYPE)
     if given is None or given.is_override or not str(given.value).startswith(OLDER_DTYPE_PREFIX):
@@ -344,7 +346,7 @@ def _use_compute_dtype(reading: _Reading, file: MindFormersFile | None) -> None:
         return
     item = None if file is None else file.values.get(MODEL_DTYPE)
     value, source = (MINDFORMERS_DTYPE, "MindFormers' default") if item is None else (plain(item), item.where)
-    # An older `DataType.FLOAT16` stays where the MindFormers YAML gives no dtype: both mean the same.
+    # An older `DataType.FLOAT16` stays if the MindFormers YAML gives no dtype, because float16 is then its default.
     if _parse(MODEL_DTYPE, given) == _parse(MODEL_DTYPE, _Given(value, source, ())):
         return
     reading.notices.append(

@@ -23,14 +23,14 @@ FIRST_AGENT_PORT: Final = 16002
 
 
 class Converted(NamedTuple):
-    """This server's `key` for a key of MindIE, and how its value is converted."""
+    """The `key` of this server that has the meaning of a MindIE key, and how its value is converted."""
 
     key: str
     convert: Callable[[Any], Any] = lambda value: value
 
 
 class Dropped(NamedTuple):
-    """A key of MindIE that this server lacks. An empty reason: another key covers it, and no note names it."""
+    """A key of MindIE without a counterpart, and why. If `reason` is empty, another key covers it, without a note."""
 
     reason: str
     usual: tuple[Any, ...] = ()
@@ -73,7 +73,7 @@ def import_mindie(path: Path) -> Imported:
 
 
 def _flatten(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) pairs. Of several models, only the first is included."""
+    """Yield (dotted name, value) pairs. If the file lists several models, only the first one is read."""
     for key, item in value.items():
         name = f"{prefix}{key}"
         if isinstance(item, dict):
@@ -199,7 +199,7 @@ KEYS: Final[Mapping[str, Converted | Dropped]] = {
     ),
     f"{_SCHEDULE}maxFirstTokenWaitTime": Dropped("is in ms: request_classes have a ttft_slo_s"),
 }
-"""Dotted name -> its counterpart, or why it has none."""
+"""Dotted name of a MindIE key -> its counterpart, or why it has none."""
 PREFIXES: Final[Mapping[str, str]] = {
     "LogConfig.": "has no counterpart: logs go to the standard error, `start` keeps them in its run folder",
     "ServerConfig.tls": "has no counterpart: clients authenticate by API keys, not by certificates",

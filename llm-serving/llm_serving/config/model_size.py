@@ -87,8 +87,8 @@ def check_memory(configs: Sequence[ServingConfig]) -> None:
 
 
 def needed_bytes(config: ServingConfig) -> int:
-    """Return the least memory of a model's WorkAgents: weights, processes, largest step, states, draft model, and the
-    KV cache of `pa_config.num_blocks`, or one block if the size of the cache is derived from the memory.
+    """Return the bytes that a model's WorkAgents need at least: weights, processes, largest step, states, draft model
+    and a KV cache of `pa_config.num_blocks`, or of one block if that key is null.
     """
     assert config.model.model_path is not None
     spec = ModelSpec.from_folder(config.model.model_path).of_rank(0, config.cluster.tensor_parallel)
@@ -136,11 +136,11 @@ class _Verdict(NamedTuple):
     fits: bool
     text: str
     num_tokens: int | None
-    """Tokens of the KV cache; None: only the WorkAgent knows."""
+    """Number of tokens that fit into the KV cache; None: only a WorkAgent can compute it."""
 
 
 def _on_npus(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token: int) -> _Verdict:
-    """Return what fits on NPUs of the usual sizes, because only the WorkAgent knows the memory of its own."""
+    """Return what fits on NPUs of the usual sizes. Only a WorkAgent can read the memory size of the actual NPU."""
     given = []
     for gigabytes in NPU_SIZES_GB:
         limit = int((gigabytes * 2**30 - CANN_BYTES) * FREE_NPU_MEMORY_FRACTION)

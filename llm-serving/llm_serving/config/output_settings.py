@@ -22,10 +22,10 @@ OUTPUT_KEYS: Final[Mapping[str, Setting]] = {
     "quant_config.group_size": 128,
     "quant_config.kv_cache_dtype": "auto",
 }
-"""Key that can change a byte of a response -> its value in receipts that are older than the key."""
+"""Key that can change a byte of a response -> the value assumed for receipts issued before the key existed."""
 
 DERIVED_KEYS: Final[Mapping[str, str]] = {
-    # Content of the model's files.
+    # Content of the model's files, and what computes the model.
     "model_config.model_path": "weights",
     "model_config.tokenizer_path": "tokenizer",
     "model_config.backend": "computed_by",
@@ -45,12 +45,12 @@ DERIVED_KEYS: Final[Mapping[str, str]] = {
     "serving_config.medium_effort_token_budget": "sampling",
     "serving_config.high_effort_token_budget": "sampling",
 }
-"""Keys that change a byte only through another field of a receipt -> that field."""
+"""Key that changes a byte only through another field of a receipt -> that field. Receipts do not repeat such keys."""
 
 _NEUTRAL_KEYS: Final[tuple[tuple[str, str], ...]] = (
     # Names and locations.
     ("model_config", "model_name model_aliases model_hub model_revision model_cfg_path weights_folder"),
-    # Must equal the model's own values, or only refuse more requests.
+    # These keys must equal the model's own values, or only cause more requests to be refused.
     ("model_config", "vocab_size pad_token_id seq_length"),
     # Batch sizes and times.
     ("model_config", "prefill_batch_size decode_batch_size batch_waiting_time batching_strategy"),

@@ -13,7 +13,7 @@ from llm_serving.core.enums import PolicyName
 from llm_serving.errors import ConfigError
 
 RELOADABLE: Final = frozenset(name for name, option in OPTIONS.items() if option.reloadable)
-"""Reloadable keys, besides the rows of `api_keys` and of `request_classes` (except their names and ranks)."""
+"""Reloadable keys of sections. Rows of `api_keys` and `request_classes` are reloadable except for names and ranks."""
 LOADED_FOR: Final = ("model_config.decode_batch_size", "scheduler_config.max_prefill_tokens")
 """Keys that may not exceed their value at start, because the WorkAgents allocated memory for it."""
 MAX_NAMED: Final = 8
@@ -38,15 +38,15 @@ def read_again(running: ServingConfig) -> ServingConfig:
 
 
 def read_all_again(running: ServingConfig) -> ServingConfig:
-    """Do as `read_again`. With several models, return the configuration of the first one, whose field `models` holds
-    the others.
+    """Read the files again, as `read_again` does, for all models of the server. With several models, return the
+    configuration of the first one, whose field `models` holds the configurations of all.
     """
     origin = running.origin
     if origin is None or origin.path is None:
         raise ConfigError("there is no YAML to read again: the server was started without --config")
     path = Path(origin.path)
     if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
-        raise ConfigError(f"{path}: must be a plain file to be read again")
+        raise ConfigError(f"{path}: must be a regular file to be read again")
     return load_config(path, origin.overrides, origin.model)
 
 

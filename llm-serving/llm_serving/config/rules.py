@@ -16,7 +16,7 @@ from llm_serving.hub import is_revision
 MEMORY_UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 MAX_INTEGER: Final = 2**31 - 1
 MAX_TIMEOUT_S: Final = 10**6
-"""Larger timeouts would overflow operating-system timers, which count milliseconds in 31 bits."""
+"""Maximum timeout in seconds. A larger one overflows operating-system timers, which count milliseconds in 31 bits."""
 MAX_ITEMS: Final = 1024
 _NUMBER_WITH_EXPONENT: Final = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 """YAML 1.1 reads some numbers in this form as text, such as 1e-9 and 1.0e6."""
@@ -64,7 +64,7 @@ class Option:
     derived: bool = False
     """Whether the loader computes a missing value from other keys or from the model."""
     only_with: tuple[str, Any] | None = None
-    """(other key, value) that this key requires when it differs from its default; `...` means any value but null."""
+    """(other key, its value) that must be set if this key differs from its default; `...` means any value but null."""
 
 
 def option(default: Any, rule: Rule, **traits: Any) -> Any:
@@ -282,6 +282,6 @@ def path_or_first(kind: Kind) -> Rule:
 PATH_OR_DASH: Final = _rule(
     "must be a path or -",
     lambda value: value == [None] or _is_path(value),
-    lambda value: Path("-" if value == [None] else value),  # YAML reads an unquoted dash as a list with nothing in it
+    lambda value: Path("-" if value == [None] else value),  # YAML reads an unquoted dash as a list with one null
     kind=Kind.LOG,
 )

@@ -57,12 +57,12 @@ class ServingConfig:
     hub_model: HubModel | None = None
     """The model, where `model_path` is a name on a hub. Its weights may not be downloaded yet."""
     model_hint: str = ""
-    """Why the weights that a MindFormers YAML names cannot be served as they are, and what to do."""
+    """Why the weights that a MindFormers YAML names cannot be served directly, and what to do; empty: they can."""
     origin: Origin | None = field(default=None, compare=False)
     """None: the configuration was not loaded by `load_config`."""
     models: tuple["ServingConfig", ...] = field(default=(), compare=False)
-    """The configuration of each row of the section `models`. This configuration is that of the first row. Empty: the
-    YAML has one model."""
+    """The configuration of each row of the section `models`; `self` is that of the first row. Empty: the YAML has one
+    model."""
     memory_share: float = 1.0
     """Share of the memory that all models of the server may use."""
     load_at_start: bool = True

@@ -34,7 +34,7 @@ def tls_context(certfile: Path, keyfile: Path | None, password_file: Path | None
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["http/1.1"])
     try:
-        # Never None, or OpenSSL would ask for one on the terminal.
+        # Never None: without a password, OpenSSL would prompt for one on the terminal.
         context.load_cert_chain(certfile, keyfile, password=lambda: password)
     except (ssl.SSLError, OSError) as error:
         if is_encrypted:

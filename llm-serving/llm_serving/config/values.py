@@ -40,7 +40,7 @@ class Values:
         return ConfigError(f"{self.source(name)}: `{name}` {rule}. Given: {self[name] if value is ... else value}")
 
     def require(self, name: str, allowed: tuple[Any, ...], condition: str) -> None:
-        """Raise ConfigError unless the key has an allowed value. `condition` says when and why the rule applies."""
+        """Raise ConfigError unless the key has an allowed value. `condition` states when and why the rule applies."""
         if self[name] not in allowed:
             accepted = " or ".join("null" if value is None else str(value) for value in allowed)
             raise self.error(name, f"must be {accepted} {condition}")

@@ -11,7 +11,7 @@ from llm_serving.errors import ConfigError, shorten
 
 MAX_FILE_BYTES: Final = 2**20
 MAX_VALUES: Final = 20_000
-"""Maximum number of values after aliases are expanded; one page of nested aliases can expand to billions."""
+"""Maximum number of values after aliases are expanded. A short text of nested aliases can expand to billions."""
 MAX_DEPTH: Final = 32
 
 
@@ -93,7 +93,7 @@ class _TooDeepError(yaml.MarkedYAMLError):
 
 
 class _ShallowLoader(yaml.SafeLoader):
-    """Loader that stops at a value that is nested too deep, because reading on would take quadratic time."""
+    """Loader that stops at a value that is nested too deep, because reading the rest would take quadratic time."""
 
     depth = 0
 
@@ -149,7 +149,7 @@ class _Builder:
         return merged | own
 
     def merge(self, node: yaml.Node, depth: int) -> Mapping[str, Located]:
-        """Return the mappings that `<<: *alias` or `<<: [*first, *second]` merges; the first that has a key wins."""
+        """Return the merged content of `<<: *alias` or `<<: [*first, *second]`; the first mapping with a key wins."""
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         result: dict[str, Located] = {}
         for item in items:

@@ -75,15 +75,15 @@ _FOR_RANKS: Final = (
     ("model_config.mindir_path", None, "exported graphs are for a single process"),
     ("model_config.implementation", ImplementationName.NATIVE, "MindFormers' networks are for a single process"),
 )
-"""(key, the only value allowed with several ranks, reason)."""
+"""(key, the only value allowed with several ranks, reason that the error states)."""
 _FOR_ROLES: Final = (
     ("cluster_config.tensor_parallel", 1, "ranks do not transfer KV blocks"),
     ("model_config.mindir_path", None, "the KV cache inside an exported graph cannot be read"),
     ("model_config.batching_strategy", "continuous", "a static batch ends on the replica where it started"),
 )
-"""(key, the only value allowed with transfers between replicas, reason)."""
+"""(key, the only value allowed with transfers between replicas, reason that the error states)."""
 _OUTSIDE_MODEL: Final = ("model_config.mindir_path", "scheduler_config.draft_model_path")
-"""Keys of files outside the model's folder, which the object store does not send."""
+"""Keys of files outside the model's folder, which `weights: object_store` does not send."""
 
 
 def check_cluster(values: Values, spec: ModelSpec | None) -> None:

@@ -38,7 +38,7 @@ DISK_CACHE: Final = "pa_config.disk_cache_path"
 
 NPU_FOLDER: Path = Path("/dev")
 MULTIPLE: Final = 16
-"""Divisor of the block size: the KV cache is stored in tiles of 16 tokens by 16 elements of a head."""
+"""The block size must be a multiple of this: the KV cache is stored in tiles of 16 tokens by 16 elements of a head."""
 ASCEND_DTYPES: Final = tuple(dtype.name for dtype in MODEL_DTYPES.values() if dtype.on_ascend)
 ASCEND_HEAD_MULTIPLE: Final = 32
 ASCEND_MAX_HEAD_DIM: Final = 256
@@ -46,7 +46,8 @@ ASCEND_MAX_BLOCK_ELEMENTS: Final = 16384
 """Maximum number of elements of one head in one block that PagedAttention accepts on Ascend."""
 _FAST_BLOCK_SIZES: Final = (128, 64)
 _EXACT_BLOCK_SIZES: Final = (32,)
-"""With 64 and 128, the order of a row's sums depends on other rows (`worker.exactness.check_block_size`)."""
+"""Default block sizes with `exactness: exact`. With 64 and 128, a row's bits depend on the other rows of the batch,
+because they change the order of its sums (`worker.exactness.check_block_size`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +150,7 @@ class QuantConfig:
         return _quantization(self.quantization, self.group_size)
 
     def weights_on(self, device: DeviceConfig) -> Quantization | None:
-        """Return `weights`, but dequantize GGUF blocks on a device that runs no programs to multiply them."""
+        """Return `weights`. If it is None and the device cannot multiply GGUF blocks, return dequantization instead."""
         return self.weights or _stored(_runs_programs(device.device_target, device.kernels))
 
 
@@ -166,8 +167,8 @@ def _runs_programs(target: str, kernels: str) -> bool:
 
 
 def set_block_size(values: Values, spec: ModelSpec | None) -> None:
-    """Set the default block size on Ascend: the largest with which attention takes the model's heads and keeps the
-    exactness. Exported graphs contain their block size.
+    """Set the default block size on Ascend: the largest that PagedAttention accepts for the model's heads and that
+    gives the configured exactness. Do not set it for exported graphs, which contain their block size.
     """
     if values[TARGET] != "Ascend" or values.is_given(BLOCK_SIZE) or values["model_config.mindir_path"] is not None:
         return
@@ -179,7 +180,7 @@ def set_block_size(values: Values, spec: ModelSpec | None) -> None:
 
 
 def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None) -> None:
-    """Check what kernels and memory of the device require. Raise ConfigError for an invalid combination."""
+    """Check the keys against the device's kernels and memory. Raise ConfigError for an invalid combination."""
     on_ascend = values[TARGET] == "Ascend"
     if not values.is_given(TARGET) and (npus := sorted(NPU_FOLDER.glob("davinci[0-9]*"))):
         values.notice(
@@ -238,8 +239,8 @@ def _check_ascend(values: Values, spec: ModelSpec | None) -> None:
 
 
 def _check_infer_boost(values: Values, mindformers: MindFormersFile | None) -> None:
-    """Check that Ascend can use infer boost, which PagedAttention requires and which needs `jit_level: O0`. A
-    conflicting key of a MindFormers YAML is only a notice: such files enable fusion, but their server uses infer boost.
+    """Check that Ascend can use infer boost, which PagedAttention requires and which needs `jit_level: O0`. Add only a
+    notice for a conflicting key of a MindFormers YAML, because MindFormers' server overrides that key too.
     """
     for name, needed in (("device_config.enable_graph_kernel", False), ("device_config.jit_level", "O0")):
         given, source = values[name], values.source(name)
@@ -248,7 +249,7 @@ def _check_infer_boost(values: Values, mindformers: MindFormersFile | None) -> N
         if mindformers is None or name not in mindformers.values or mindformers.values[name].where != source:
             rule = (
                 f"must be {needed} with device_config.device_target: Ascend ({values.source(TARGET)}): PagedAttention "
-                "has a kernel with infer boost only, which takes level O0 alone"
+                "requires infer boost, which supports only jit_level O0"
             )
             raise values.error(name, rule)
         values.notice(name, f"{given} is read as {needed}: Ascend serves with infer boost at level O0")
@@ -323,7 +324,7 @@ def _check_memory(values: Values, spec: ModelSpec) -> None:
     limit = values["device_config.max_device_memory"]
     if limit is None or values["pa_config.num_blocks"] is not None:
         return
-    # The plain backend computes in float32 whatever the dtype; where it replaces the library, the WorkAgent finds out.
+    # The plain backend computes every dtype in float32. Whether `auto` selects it is known only in the WorkAgent.
     is_plain = values[TARGET] == "CPU" and values[KERNELS] == "plain"
     dtype_bytes = 4 if is_plain or values[DTYPE] == "float32" else 2
     budget, seqs = values["scheduler_config.max_prefill_tokens"], values["model_config.decode_batch_size"]

@@ -189,7 +189,7 @@ def _scalings(spec: ModelSpec) -> str:
 def _describe_scaling(scaling: Scaling | None) -> str:
     if scaling is None:
         return "none"
-    if scaling.kind == "linear":  # the original length does not matter to it
+    if scaling.kind == "linear":  # this kind of scaling does not use the original length
         scaling = replace(scaling, original=Scaling.original)
     given = [(item, getattr(scaling, item.name)) for item in fields(scaling) if item.name != "kind"]
     return " ".join([scaling.kind, *(f"{item.name} {value}" for item, value in given if value != item.default)])
@@ -225,7 +225,7 @@ def _agree_pad_token(values: Values, spec: ModelSpec, config: str) -> None:
 
 
 def _longest_in_cache(values: Values, length: int, window: int | None) -> int:
-    """Return the length in tokens, up to `length`, of the longest request that fits into `pa_config.num_blocks`."""
+    """Return the length in tokens of the longest request that fits into `pa_config.num_blocks`, at most `length`."""
     num_blocks, block_size = values["pa_config.num_blocks"], values["pa_config.block_size"]
     if num_blocks is None:
         return length
@@ -247,7 +247,7 @@ def _limit_length(values: Values, longest: ContextLengths, source: str, window: 
         values.set(name, max(2, num_blocks * block_size), room)
     else:
         values.set(name, positions, source)
-    # Without a maximum prompt length, the queue sets it: it would refuse a longer prompt.
+    # The queue refuses prompts above its token limit, so that limit becomes the default of the maximum prompt length.
     queue = "scheduler_config.max_waiting_tokens"
     waiting_tokens = values[queue]
     if not values.is_given("model_config.seq_length") and waiting_tokens is not None and waiting_tokens < values[name]:
@@ -281,7 +281,7 @@ _FOR_MINDFORMERS: Final = (
 
 
 def check_lengths(values: Values, spec: ModelSpec | None) -> None:
-    """Add notices about lengths and batch sizes with a surprising effect."""
+    """Add notices about lengths and batch sizes whose effect may surprise an operator."""
     length = values["model_config.max_generate_length"]
     longest_input = max(values["model_config.seq_length"], default=length)
     if longest_input > length:

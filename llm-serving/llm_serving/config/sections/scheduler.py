@@ -116,15 +116,16 @@ class SchedulerConfig:
 # --- token budget of a step -----------------------------------------------------------------------------------------
 
 CPU_STEP_OPERATIONS: Final = 1.2e12
-"""Operations that a few CPU cores compute in about one second."""
+"""Arithmetic operations that a few CPU cores compute in about one second."""
 CPU_STEP_TOKENS: Final = 512
 """Default token budget on a CPU; larger steps are no faster per token and delay streams."""
 MIN_PROMPT_TOKENS: Final = 128
-"""Matrix products of this many rows reach 90 % of the speed of larger ones."""
+"""Number of prompt tokens for which the default token budget has room. Matrix products of so many rows reach 90 % of
+the speed of larger ones."""
 MAX_WHOLE_TOKENS: Final = 8192
 """Default limit on an input of an encoder, in tokens; a larger `max_prefill_tokens` raises it."""
 SEPARATE_PREFILL_STEPS: Final = 4
-"""Default without mixed steps: a decode step after every prefill step would take half of the time."""
+"""Default of `max_consecutive_prefill_steps` without mixed steps. With 1, decode steps would take half of the time."""
 
 
 def choose_step_budget(values: Values, spec: ModelSpec | None) -> None:

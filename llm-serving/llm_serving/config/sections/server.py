@@ -243,7 +243,7 @@ class ServerConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether the address is reachable only from this machine. Of names, only `localhost` is."""
+    """Return whether an address is reachable only from this machine. `localhost` is the only name that counts."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
