@@ -20,7 +20,7 @@ from llm_serving.core.enums import KVCacheDtypeName, QuantizationName
 from llm_serving.errors import ConfigError
 
 API_KEY: Final = re.compile(r"[!-~]{16,512}")
-"""API keys that may be hashed. A shorter key could be recovered from its hash."""
+"""Pattern of API keys that may be hashed. A shorter key could be recovered from its hash."""
 API_KEY_VARIABLE: Final = "LLM_SERVING_API_KEY"
 TENANT: Final = "default"
 
@@ -47,7 +47,8 @@ class CommandFlag(NamedTuple):
 
 
 class RefusedFlag(NamedTuple):
-    """A flag of other servers. It is refused unless its value is in `accepted`, which match this server's behavior."""
+    """A flag of other servers. It is refused unless its value is in `accepted`: the values that match this server's
+    behavior."""
 
     name: str
     instead: str
@@ -86,7 +87,7 @@ FLAGS: Final = (
     CommandFlag("--ssl-keyfile", "serving_config.ssl_keyfile", "FILE", "its private key"),
     CommandFlag("--log-level", "serving_config.log_level", "LEVEL", "least level of the log lines"),
 )
-"""Flags and the keys that they set. `--set` with the key means the same; the flag takes precedence."""
+"""Flags and the YAML keys that they set. `--set KEY=VALUE` does the same; if both are given, the flag wins."""
 
 
 REFUSED: Final = (
@@ -170,7 +171,10 @@ def _value(arguments: argparse.Namespace, name: str) -> str | None:
 
 
 def check_out(path: Path, *read: Path) -> None:
-    """Raise ConfigError if the output file cannot be written or is an input. Called before a long computation."""
+    """Raise ConfigError if the output file cannot be written, or is one of the input files `read`.
+
+    Commands call this before a long computation.
+    """
     if not path.parent.is_dir() or path.is_dir():
         raise ConfigError(f"{path}: must be a file in an existing folder")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -248,7 +252,7 @@ def seed(written: str) -> int:
 
 
 def say(text: str) -> None:
-    """Print a message to standard error; standard output is for results that programs read."""
+    """Print a message to standard error, because standard output is for results that programs read."""
     print(text, file=sys.stderr, flush=True)
 
 

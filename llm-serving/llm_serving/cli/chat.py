@@ -147,11 +147,11 @@ def _piece(data: bytes) -> Piece:
 
 
 _CONTROL: Final = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""Control characters to replace: in a model's output they could move the cursor, ring the bell or change colours."""
+"""Control character -> its replacement. In a model's output they could move the cursor or change colours."""
 
 
 class Command(NamedTuple):
-    """A chat command, which starts with `/`."""
+    """A command of the chat, such as `/quit`."""
 
     run: Callable[[Chat, str], None]
     """Runs the command with the text after its name."""
@@ -160,7 +160,7 @@ class Command(NamedTuple):
 
 
 class Chat:
-    """The terminal side of a conversation. `read` shows a prompt and reads a line, or raises EOFError."""
+    """The terminal side of a conversation. `read` shows a prompt and returns a line. It raises EOFError at the end."""
 
     def __init__(
         self,

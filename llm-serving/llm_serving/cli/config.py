@@ -64,7 +64,7 @@ def _sampling(config: ServingConfig) -> list[str]:
         return []
     defaults = generation_defaults(config.model.model_path)
     text = ", ".join(
-        # values are stored in single precision
+        # seven digits, because the values are stored in single precision
         f"{name} {value:.7g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in defaults.items()
     )
@@ -117,7 +117,7 @@ def run_import(arguments: argparse.Namespace) -> int:
 def run_hash_key(arguments: argparse.Namespace) -> int:
     from llm_serving.server.middleware.authentication import hash_key
 
-    # From standard input: an argument would stay in the shell's history and be visible in the list of processes.
+    # The key comes from standard input, because an argument stays in the shell's history and the list of processes.
     if sys.stdin is None:  # closed
         raise ConfigError("hash-key reads the API key from standard input, which is closed")
     key = getpass.getpass("API key: ") if sys.stdin.isatty() else sys.stdin.readline()

@@ -44,7 +44,7 @@ class ServerRecord(msgspec.Struct, frozen=True):
 
     pid: int
     create_time: float
-    """Start of the process in seconds since the epoch. A later process with the same pid has another one."""
+    """Start time of the process in seconds since the epoch. It distinguishes a later process with the same pid."""
     host: str
     port: int
     log: str
@@ -64,7 +64,7 @@ class ServerRecord(msgspec.Struct, frozen=True):
     def keeper(self) -> psutil.Process | None:
         try:
             process = psutil.Process(self.log_keeper)
-            # It started before the server; a process that reuses its pid started later.
+            # The log process started before the server. A later process with its pid is another one.
             return process if self.log_keeper and process.create_time() < self.create_time + 1.0 else None
         except psutil.NoSuchProcess:
             return None
@@ -95,7 +95,7 @@ def start_silently(config: ServingConfig, serve_arguments: Sequence[str], run_di
     except OSError as error:
         raise _cannot_be_written(run_dir, error) from None
     with _starting(folder, port):
-        _check_none_runs(folder, port)  # another command may have started one meanwhile
+        _check_none_runs(folder, port)  # another command may have started a server meanwhile
         return _start_in(folder, config, serve_arguments)
 
 
@@ -109,7 +109,7 @@ def _check_none_runs(folder: Path, port: int) -> None:
 
 @contextlib.contextmanager
 def _starting(folder: Path, port: int) -> Iterator[None]:
-    """Lock the folder while a server starts. Without the lock, two starts on one port could confuse their servers."""
+    """Lock the folder while a server starts, so that two commands cannot start servers on one port at the same time."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -230,16 +230,19 @@ def _listens(record: ServerRecord) -> bool:
         sockets = psutil.Process(record.pid).net_connections("tcp")
     except psutil.NoSuchProcess:
         return False
-    except psutil.AccessDenied:  # unknown: assume that it does
+    except psutil.AccessDenied:  # it cannot be determined: assume that the server listens
         return True
     return any(each.status == psutil.CONN_LISTEN and each.laddr.port == record.port for each in sockets)
 
 
 def _health(record: ServerRecord) -> tuple[bool, str]:
-    """Return whether all WorkAgents are ready, except abandoned ones, and a description (empty without an answer)."""
+    """Return whether all WorkAgents are ready, except abandoned ones, and a description.
+
+    The description is empty if the server does not respond.
+    """
     connection = http.client.HTTPConnection(record.host, record.port, timeout=5)
     if record.scheme == "https":
-        # The certificate has the server's public name, but this connects to its address.
+        # Not verified: the certificate has the server's public name, but this request goes to the server's address.
         unverified = ssl._create_unverified_context()  # noqa: S323
         connection = http.client.HTTPSConnection(record.host, record.port, timeout=5, context=unverified)
     try:

@@ -32,7 +32,7 @@ from llm_serving.errors import ConfigError, LLMServingError, NoWorkAgentsError
 
 SIMULATOR: Final = "llm_serving_simulator.commands"
 RECEIPTS: Final = "llm_serving_receipts"
-"""Optional package whose subcommands are listed here; it imports this package."""
+"""Name of the optional package with the subcommands for receipts."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _open_standard_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # opens the lowest free number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # `open` uses the lowest free descriptor
 
 
 def _allow_every_character() -> None:
@@ -157,7 +157,7 @@ def _failed(error: LLMServingError, exit_code: int) -> int:
 
 
 def _parser(called: str | None = None) -> argparse.ArgumentParser:
-    """Build the parser. A subcommand of another package is imported only if it is `called`; None: all are."""
+    """Build the parser. A subcommand of another package is imported only if its name is `called`; None: all are."""
     parser = argparse.ArgumentParser(
         prog="llm-serving",
         description="LLM serving on MindSpore.",
@@ -176,7 +176,7 @@ def _parser(called: str | None = None) -> argparse.ArgumentParser:
 
 
 def _describe(parser: argparse.ArgumentParser) -> None:
-    """Begin the help of each subcommand with the description that the list of subcommands shows."""
+    """Start the help of each subcommand with the description from the list of subcommands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for choice in action._choices_actions:

@@ -29,7 +29,7 @@ _QUANTIZED_KINDS: Final = ("linear", "experts")
 
 @dataclass(frozen=True)
 class Format:
-    """A quantized format, by the bits of weights and of the activations; 16: the model dtype."""
+    """A quantized format: bits of the weights and bits of the activations. 16 bits mean the model dtype."""
 
     bits: int
     activation_bits: int
@@ -93,7 +93,7 @@ def _quantized_names(spec: ModelSpec) -> set[str]:
 
 
 def _ignored(spec: ModelSpec, quantized: set[str]) -> list[str]:
-    """Return the linear modules that are not quantized. Other engines assume that all others are."""
+    """Return the linear modules that are not quantized. Other engines assume that all unlisted ones are quantized."""
     operations = [each for each in spec.network.operations if each.kind in ("linear", "route", "lm_head")]
     names = [name for each in operations for name in each.weights["weight"].names if name not in quantized]
     heads = ["lm_head.weight", *names]
@@ -121,7 +121,8 @@ def _tensors(
 
 
 class _Parts:
-    """The tensors of one quantized weight. It is quantized when the first is read, and freed after the last."""
+    """The tensors of one quantized weight. The weight is quantized when the first tensor is read, and freed after the
+    last."""
 
     def __init__(
         self, reader: WeightReader, name: str, shape: tuple[int, int], form: Format, group_size: int | None

@@ -13,7 +13,7 @@ from typing import Final
 from llm_serving.errors import ConfigError, LLMServingError, UnavailableError, shorten
 
 TIMEOUT_S: Final = 600.0
-"""Maximum seconds without a byte of an answer. It is long because a request may wait in the queue."""
+"""Maximum seconds between two bytes of a response. The limit is high because a request may wait in the queue."""
 MAX_ERROR_BYTES: Final = 4096
 
 

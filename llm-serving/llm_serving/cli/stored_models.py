@@ -17,14 +17,14 @@ from llm_serving.models.weight_reader import check_folder
 
 
 def stored_size(config: ServingConfig) -> ModelSize:
-    """Estimate the memory for the configured model. The table has the size of its weight files if it is known."""
+    """Estimate the memory for the configured model, with the size of its weight files if that is known."""
     assert config.model.model_path is not None
     if config.hub_model is not None:
         return model_size(config, sum(config.hub_model.weight_sizes.values()))
     path = config.model.model_path
     try:
         files = files_of(path) if is_gguf(path) else weight_files(path)
-    except ModelError:  # the loader reports it
+    except ModelError:  # loading the model reports the same error
         return model_size(config, None)
     return model_size(config, sum(file.stat().st_size for file in files))
 

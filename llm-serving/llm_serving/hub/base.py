@@ -28,7 +28,7 @@ _REVISION: Final = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_./-]{0,254}[A-Za-z0-9_
 NAME_FORM: Final = "the name of a model on a hub is owner/name, such as Qwen/Qwen3-0.6B"
 LOG_INTERVAL_S: Final = 10.0
 TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "tekken.json", "*.tiktoken", "merges.txt", "vocab.txt")
-"""Patterns of tokenizer files; a model needs one match."""
+"""Patterns of tokenizer files. A model folder must have a file that matches one of them."""
 _SMALL: Final = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _TEMPLATE: Final = re.compile(r"additional_chat_templates/[^/]+\.jinja")
 _MAX_SMALL_BYTES: Final = 2**27
@@ -40,7 +40,7 @@ class Listing:
 
     Attributes:
         revision: Requested branch, tag or commit.
-        commit: Its commit; equal to `revision` if the hub does not report it.
+        commit: Commit of the revision; equal to `revision` if the hub reports no commit.
         folder: Folder for the files of exactly this revision.
         sizes: File name -> bytes.
         website: URL of the model's page.
@@ -71,7 +71,7 @@ class Hub(Protocol):
         """Return the number of bytes of these files that interrupted downloads have left on disk."""
 
     def settle(self, listing: Listing) -> None:
-        """Record the revision's commit in the cache, once the download is complete."""
+        """Record in the cache which commit a branch or tag has. Called when the download is complete."""
 
 
 def is_offline() -> bool:
@@ -130,7 +130,7 @@ def modelscope_snapshot(name: str, revision: str) -> Path | None:
 
 
 def why_not_a_name(text: str, folders: Sequence[Path]) -> str | None:
-    """Return why a model path that does not exist in `folders` is not a model name either; None if it is one."""
+    """Return why a path, which does not exist in `folders`, is no name of a model on a hub; None if it can be one."""
     if text.startswith(("/", ".", "~")) or text.endswith("/") or "\\" in text:
         return "it is written as a path"
     if not _NAME.fullmatch(text) or "--" in text or ".." in text:
@@ -144,7 +144,7 @@ def why_not_a_name(text: str, folders: Sequence[Path]) -> str | None:
 
 
 def is_revision(text: str) -> bool:
-    """Return whether a text can be a branch, tag or commit. It is checked because it becomes part of URLs and paths."""
+    """Return whether a text can be a branch, tag or commit. Other texts would be unsafe in URLs and paths."""
     return _REVISION.fullmatch(text) is not None and ".." not in text and "//" not in text
 
 
@@ -152,7 +152,7 @@ class DownloadProgress(tqdm):
     """A tqdm bar that is always shown. It writes one line per update if the output is not a terminal."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        options.pop("name", None)  # argument of the library's own class
+        options.pop("name", None)  # an argument that only the progress bar of huggingface_hub takes
         options |= {"disable": False, "file": options.get("file") or sys.stderr, "leave": True}
         if not options["file"].isatty():
             options |= {
@@ -192,7 +192,8 @@ def small_files(sizes: Mapping[str, int]) -> list[str]:
 def weight_files(names: Collection[str], index: Path) -> list[str]:
     """Return the safetensors files to download, in order; empty if the weights are in other formats.
 
-    `index` is the path of the index, which selects one of several shardings. Raise ModelError if it is invalid.
+    `index` is the path of the index file. If the hub has several sets of weight files, the index selects one. Raise
+    ModelError if the index is invalid.
     """
     if INDEX_NAME in names:
         return indexed_names(index)

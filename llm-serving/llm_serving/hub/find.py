@@ -40,7 +40,7 @@ class HubModel:
 
     @property
     def source(self) -> str:
-        """Describe for the operator which files are served."""
+        """Return a text for the operator about the files that are served."""
         how = "in the local cache, nothing is downloaded" if self.listing is None else "downloaded from the hub"
         return f"{self.name} is revision {self.commit} of {HUBS[self.hub].title}, {how}: {self.folder}"
 
@@ -71,7 +71,7 @@ def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubMode
             continue
         try:
             missing = missing_files(folder)
-        except ModelError as error:  # another cache may be complete
+        except ModelError as error:  # the cache of another hub may be complete
             incomplete.append(str(error))
             continue
         if not missing:
@@ -88,7 +88,9 @@ def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubMode
 
 
 def download(model: HubModel, say: Callable[[str], None]) -> None:
-    """Download the missing files of a model from `locate`, the weights last. A call after a ModelError resumes it."""
+    """Download the missing files of a model that `locate` found, the weights last. After a ModelError, another call
+    resumes the download.
+    """
     listing = model.listing
     if listing is None:
         return

@@ -56,7 +56,7 @@ class HuggingFace:
             raise ModelError(f"{error.filename or blobs}: {rule}: {error.strerror}") from None
 
     def unfinished_bytes(self, listing: Listing, files: Sequence[str]) -> int:
-        # By content, not by name: a partial file of another revision counts if its content is the same.
+        # Partial files are found by content, so a file that another revision shares is resumed too.
         total = 0
         for path in (huggingface_model(listing.name) / "blobs").glob(f"*{_PARTIAL}"):
             with contextlib.suppress(OSError):

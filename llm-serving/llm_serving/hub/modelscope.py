@@ -35,7 +35,7 @@ class ModelScope:
         if not missing:
             return
         with _translated_errors(listing.name, listing.revision):
-            # An explicit folder: by default the package would continue in the folder of an older release.
+            # The folder is explicit, because by default the package would use the folder of an older release.
             _api().download_repo(
                 listing.name,
                 "model",
