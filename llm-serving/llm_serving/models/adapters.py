@@ -20,8 +20,8 @@ class AdapterLimits(NamedTuple):
 def check_adapter(
     adapter: PeftAdapter, linears: Sequence[AdaptedLinear], experts: Sequence[str], max_rank: int
 ) -> None:
-    """Raise ModelError unless the network has a slot for each module of an adapter, and the adapter has matrices for
-    each module that its configuration names.
+    """Raise ModelError unless the network can apply each module of an adapter, and the adapter has matrices for each
+    module that its configuration names.
     """
     path, config = adapter.folder / WEIGHTS_NAME, adapter.config
     if config.max_rank > max_rank:

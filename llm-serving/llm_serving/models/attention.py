@@ -17,17 +17,18 @@ from llm_serving.network.rope import ROPE_SCALINGS, Rotary, Scaling
 HEAD_MULTIPLE: Final = 16
 """Heads in a KV cache are padded to a multiple of this number of elements."""
 MAX_WIDTH: Final = 2**20
-"""Maximum elements of a row: of all heads together, or the intermediate size of shared experts."""
+"""Maximum number of elements of a row of all heads together, and maximum intermediate size of shared experts."""
 HEAD_NORMS: Final = ("self_attn.q_norm", "self_attn.k_norm")
 """Usual names of the norms of queries and keys."""
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 HeadNorm = Callable[[Value, str, list[int]], Value]
-"""(queries or keys, tensor name prefix, order of the columns in the checkpoint) -> normalised heads."""
+"""Function of (queries or keys, tensor name prefix, column order in the checkpoint) that returns normalised heads."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of query and KV heads, and elements of a head in the checkpoint (`own`) and padded (`dim`)."""
+    """Numbers of query heads (`q`) and KV heads (`kv`), and elements of a head in the checkpoint (`own`) and padded
+    (`dim`)."""
 
     q: int
     kv: int
@@ -84,7 +85,7 @@ def rotary_embedding(
 
 
 def fraction_of(rotary_dim: int, size: int) -> float:
-    """Return `rotary_dim` / `size`, rounded up, so that its product with `size` is not rounded to a smaller integer."""
+    """Return `rotary_dim` / `size`, rounded up, so that `int(fraction * size)` is `rotary_dim` again."""
     return 1.0 if rotary_dim == size else math.nextafter(rotary_dim / size, math.inf)
 
 
@@ -214,7 +215,7 @@ def self_attention(
         q, k = normalized((q, k))
     if unweighted_norms:
         q, k = (net.rms_norm(part, None, group=heads.dim, unpadded=heads.own) for part in (q, k))
-    # An offset of the keys moves all scores but that of a sink.
+    # Subtracting an offset from all keys shifts all scores of a query equally, except the score of a sink.
     may_move = norms is None and not unweighted_norms and cap is None and not sinks and net.causal
     offset = _key_offset(net, qkv, heads, rotary) if bias and may_move else None
     of_heads = Weight((f"{at}self_attn.sinks",), (heads.q,), ((heads.q,),), dtype="float32") if sinks else None
@@ -225,8 +226,9 @@ def self_attention(
 
 
 def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -> Weight:
-    """Return the mean of the keys' bias over many positions: the offset that an int8 cache subtracts from keys. Biases
-    are often far larger than what varies between tokens, in pairs of elements that hardly rotate.
+    """Return the offset that an int8 cache subtracts from keys: their bias after rotation, averaged over positions.
+
+    In pairs of elements with a low rotary frequency, the bias is often far larger than the differences between tokens.
     """
     (product,) = (each for each in net.operations if qkv in each.outputs.values())
     bias = product.weights["bias"]
@@ -238,7 +240,7 @@ def _key_offset(net: Network, qkv: Value, heads: Heads, rotary: Rotary | None) -
 
 @lru_cache(8)
 def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, ...]:
-    """Return the row order that puts queries, keys and values one after another, in the order of `Rotary`."""
+    """Return the row order of the QKV weight: all queries, all keys, all values; heads are in the order of `Rotary`."""
     order = _padded(heads) if rotary is None else rotary.order()
     group = heads.q // heads.kv
     if grouped:
@@ -254,7 +256,9 @@ def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, .
 
 
 def output_columns(heads: Heads, order: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the column order of the output projection. `order`: that of the elements of a value; None: as stored."""
+    """Return the column order of the output projection. `order`: order of the elements in each value head; None: as
+    stored.
+    """
     return shared_order(tuple(repeated_order(heads.q, heads.own, order or _padded(heads))))
 
 

@@ -29,7 +29,7 @@ _MUST_BE: Final[Mapping[str, bool]] = {
 
 
 def normalized_config(c: ConfigReader) -> dict[str, Any]:
-    """Return the configuration with the keys of other families. Raise ModelError if it needs a missing feature."""
+    """Return the configuration with the usual keys of other families. Raise ModelError for an unsupported feature."""
     for key, value in _MUST_BE.items():
         if c.boolean(key, value) is not value:
             raise c.fail(key, f"must be {str(value).lower()}")

@@ -1,4 +1,4 @@
-"""Cohere's Command R and R7B: attention and feed-forward block read the same layer norm, and are added together.
+"""Cohere's Command R and R7B: attention and feed-forward block read the same layer norm, and both results are added.
 
 Command R rotates adjacent pairs. Cohere 2 does so only in layers with a sliding window.
 """
@@ -19,7 +19,7 @@ def cohere2(c: ConfigReader) -> Network:
 
 
 def _cohere(c: ConfigReader, kinds: list[str], theta: float) -> Network:
-    """Build the network. `kinds`: kind of each layer; empty where it has a rotary embedding and no window."""
+    """Build the network. `kinds`: kind of each layer; an empty text means a rotary embedding and no window."""
     net, heads = empty_network(c, eps=1e-5, eps_key="layer_norm_eps"), attention_heads(c)
     rotary, inner = rotary_embedding(c, heads, interleaved=True, theta=theta), c.integer("intermediate_size")
     bias, norms = c.boolean("attention_bias"), HEAD_NORMS if c.boolean("use_qk_norm") else None

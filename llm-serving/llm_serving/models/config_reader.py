@@ -24,15 +24,15 @@ _LARGEST: Final[Mapping[str, int]] = {
     "vocab_size": 2**24,
     "rms_norm_eps": 1,
 }
-"""Configuration key -> maximum: several times that of any known model, and small enough for loops over it."""
+"""Configuration key -> maximum: several times the value of any known model, and small enough to loop over."""
 _LEAST: Final[Mapping[str, int]] = {
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "rotary_emb_base", "original_max_position_embeddings"), 2)
 }
-"""Configuration key -> minimum, if not the default: code divides by the logarithm of these values."""
+"""Configuration key -> minimum, if it is not 1: code divides by the logarithm of these values."""
 _LARGEST_INTEGER: Final = 2**31 - 1
 _LARGEST_NUMBER: Final = 1e30
 _LEAST_NUMBER: Final = 1e-30
-"""Minimum of numbers, well inside single precision, so that products and quotients stay inside it too."""
+"""Minimum of numbers. It is far above the smallest float32, so that products and quotients do not underflow either."""
 
 
 class ConfigReader:

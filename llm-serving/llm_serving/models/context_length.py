@@ -19,8 +19,8 @@ MAX_POSITIONS: Final = 2**31 - 1
 
 @dataclass(frozen=True)
 class ContextLengths:
-    """Context lengths in tokens: `default` without a user's setting, and the `maximum` that the model allows. `reason`
-    is a text for the user if RoPE scaling exceeds `max_position_embeddings`; else empty.
+    """Context lengths in tokens: the `default`, and the `maximum` that a user may configure. If RoPE scaling makes them
+    longer than `max_position_embeddings`, `reason` is a text for the user about this; otherwise it is empty.
     """
 
     default: int
@@ -51,7 +51,7 @@ def context_lengths(spec: ModelSpec, folder: Path) -> ContextLengths:
 
 
 def _smallest_scaling(rotaries: Iterable[Rotary], own: int) -> Scaling | None:
-    """Return the RoPE scaling with the shortest context; None if a layer has no scaling."""
+    """Return the RoPE scaling that gives the shortest context; None if a layer has no scaling."""
     scalings = [each.scaling for each in rotaries]
     found = [each for each in scalings if each is not None and each.first(own) is not None]
     return min(found, key=lambda each: _scaled_length(each, own)) if found and len(found) == len(scalings) else None

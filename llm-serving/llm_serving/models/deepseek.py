@@ -67,7 +67,7 @@ def _num_dense(c: ConfigReader, default: int) -> int:
 
 
 def _shared_layers(c: ConfigReader) -> set[int]:
-    """Return the layers that take the selected keys of the layer before."""
+    """Return the layers without an indexer, which use the keys that the layer before them selected."""
     count, pattern = c.integer("num_hidden_layers"), c.config.get("index_topk_pattern")
     kinds = c.choices("indexer_types", ("full", "shared"), count)
     if kinds is None and pattern is not None:
@@ -116,7 +116,7 @@ def _deepseek(
 
 
 class LatentAttention:
-    """Adds the latent attention of a layer to normalised rows. `interleaved`: as in `Rotary`."""
+    """Adds the latent attention of a layer to a network. `interleaved`: as in `Rotary`."""
 
     def __init__(self, c: ConfigReader, indexing: Indexing | None = None, *, interleaved: bool = True) -> None:
         self.heads = c.integer("num_attention_heads")
@@ -146,7 +146,7 @@ class LatentAttention:
         self._set_orders()
 
     def _set_orders(self) -> None:
-        """Compute the permutations of rows and columns (`Weight`), which all layers share."""
+        """Compute the row and column permutations of the weights (see `Weight`), which all layers share."""
         heads, still, rotary = self.heads, self.still, self.rotary.order()
         dim, width, values = still + self.rotary_dim, still + self.value, padded_order(self.value, HEAD_MULTIPLE)
         rotated, of_values = ([-1 if i < 0 else still + i for i in order] for order in (rotary, values))

@@ -1,5 +1,5 @@
-"""Falcon-H1: Mamba-2 and attention side by side in each layer, and multipliers. A multiplier of a linear result scales
-a later operation; a multiplier before an activation function scales rows of the weight before it.
+"""Falcon-H1: Mamba-2 and attention in parallel in each layer, and constant multipliers. A multiplier is merged into a
+later operation, or, if an activation function follows, into rows of the weight before it.
 """
 
 from dataclasses import dataclass

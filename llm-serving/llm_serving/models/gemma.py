@@ -1,4 +1,4 @@
-"""Gemma: norm weights stored minus one, a scaled embedding.
+"""Gemma: the stored norm weights are one too small, and the embedding is scaled.
 
 Gemma 2 and 3 have norms before and after both sublayers, and alternating sliding windows. Gemma 2 caps attention
 scores and logits. Gemma 3 has norms of heads and two rotary embeddings.
@@ -19,7 +19,7 @@ from llm_serving.network.rope import Rotary
 def gemma(c: ConfigReader) -> Network:
     net, heads = empty_network(c, plus_one), attention_heads(c)
     rotary, inner, bias = rotary_embedding(c, heads), c.integer("intermediate_size"), c.boolean("attention_bias")
-    # Folders of the first release name the exact function, and mean this one.
+    # Folders of the first release name the exact GELU, although the model uses the tanh approximation.
     c.choice("hidden_act", ("gelu_pytorch_tanh", "gelu"), "gelu_pytorch_tanh")
 
     def layer(hidden: Value, _: int, at: str) -> Value:
@@ -83,5 +83,5 @@ def _gemma(
 
 
 def plus_one(gamma: Float32Array) -> Float32Array:
-    """Return the factor of a norm from its stored weight."""
+    """Return a norm's weight: the stored one plus 1."""
     return gamma + np.float32(1)

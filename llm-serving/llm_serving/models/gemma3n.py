@@ -16,7 +16,7 @@ from llm_serving.network.operations import Value, Weight
 from llm_serving.network.streams import match_streams, mix_streams, sparsify
 
 LEAST_SQUARE = 1e-5
-"""Lower bound of the mean square of a stream that is scaled to the size of another."""
+"""Lower bound of the mean square of a residual stream that is scaled to the magnitude of another one."""
 
 
 def gemma3n(c: ConfigReader) -> Network:
@@ -75,7 +75,7 @@ def gemma3n(c: ConfigReader) -> Network:
 
 
 class _Streams:
-    """The residual streams of a network, in one row."""
+    """The parallel residual streams of AltUp. A row holds all streams of a token, one after another."""
 
     def __init__(self, net: Network, c: ConfigReader, prefix: str) -> None:
         self._net, self._prefix, self._eps = net, prefix, c.number("rms_norm_eps", 1e-6)
@@ -93,7 +93,7 @@ class _Streams:
         return self._net.split(streams, *[self._net.hidden] * self.count)[self._at]
 
     def expand(self, hidden: Value) -> Value:
-        """Return the streams of a token: its embedding, and projections of it that are scaled to its size."""
+        """Return the initial streams of a token: its embedding, and projections of it scaled to its magnitude."""
         others = self.count - 1
         names = [f"{self._prefix}altup_projections.{index}" for index in range(others)]
         projected = self._net.linear(hidden, names, (self._net.hidden,) * others)
@@ -119,7 +119,7 @@ class _Streams:
         return active
 
     def normalize(self, streams: Value, name: str) -> Value:
-        """Return the norm of the mean of all streams, which are first scaled to the size of the first."""
+        """Return the normalised mean of all streams, each scaled to the magnitude of the first one."""
         net, others = self._net, self.count - 1
         first, rest = net.split(streams, net.hidden, net.hidden * others)
         names = [f"{self._prefix}altup_unembed_projections.{index}" for index in range(others)]
@@ -145,7 +145,10 @@ def _sizes(c: ConfigReader, count: int) -> list[int]:
 
 
 def _sparsity(c: ConfigReader, count: int) -> list[float]:
-    """Return the share of activations of each layer that are zero if they are normally distributed; 0: not sparse."""
+    """Return for each layer the fraction of activations that the model sets to zero, if they are normally distributed.
+
+    0: the layer is not sparse.
+    """
     if not c.has("activation_sparsity_pattern"):
         sparse = 10 if count > 10 else 0
         return [0.95] * sparse + [0.0] * (count - sparse)

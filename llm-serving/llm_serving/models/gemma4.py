@@ -1,5 +1,5 @@
-"""Gemma 4: layers with a sliding window, or with fewer and wider heads, per-layer embeddings, a scale factor of each
-layer, and in one model experts beside the feed-forward block.
+"""Gemma 4: layers with a sliding window, and layers without one, which have fewer and wider heads; per-layer
+embeddings, a scale factor for each layer, and in one model experts beside the feed-forward block.
 """
 
 from collections.abc import Mapping

@@ -22,7 +22,7 @@ IMAGES = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Per-layer embeddings: each layer has its own, to which a projection of the token embedding is added."""
+    """Per-layer embeddings: a layer also reads its own embedding of the token plus a projection of the main one."""
 
     prefix: str
     width: int
@@ -31,10 +31,10 @@ class LayerInputs:
     eps: float
 
     def embed(self, net: Network, hidden: Value) -> list[Value]:
-        """Return the input of each layer."""
+        """Return the per-layer input of each layer: [rows, width] each. `hidden`: the token embedding."""
         whole, at = self.width * self.layers, self.prefix
         projected = net.linear(hidden, at + "per_layer_model_projection", whole)
-        # The projection is divided by the root of the hidden size, which changes only the eps of its norm.
+        # The model divides the projection by the root of the hidden size. Scaling the norm's eps has the same effect.
         name, eps = at + "per_layer_projection_norm", self.eps * net.hidden
         projected = net.rms_norm(projected, name, group=self.width, eps=eps)
         name, scale = at + "embed_tokens_per_layer", self.width**0.5
@@ -42,7 +42,7 @@ class LayerInputs:
         return net.split(net.add(projected, rows), *[self.width] * self.layers)
 
     def apply(self, net: Network, x: Value, given: Value, at: str) -> Value:
-        """Return what a layer adds for its input. `at`: tensor name prefix of the layer."""
+        """Return what a layer adds to `x` for its per-layer input `given`. `at`: tensor name prefix of the layer."""
         gate = net.activation(net.linear(x, at + "per_layer_input_gate", self.width), "gelu_tanh")
         half = Scaled(0.5**0.5)  # scales `given`
         x = net.linear(net.multiply(given, gate), at + "per_layer_projection", net.hidden, transform=half)
@@ -62,7 +62,7 @@ def text_decoder(
     cap: float | None,
     normalize: Norm | None = None,
 ) -> Network:
-    """Complete a network from its layers, as `layers.decoder`. Tensors for images and sound are left out."""
+    """Complete a network from its layers, as `layers.decoder` does. Tensors for images and audio are ignored."""
     prefix = text_prefix(c)
     if c.has(TEXT_CONFIG):
         for name in IMAGES:
@@ -83,7 +83,7 @@ def text_decoder(
 
 
 def shared_layers(c: ConfigReader, kinds: Sequence[str], default: int) -> list[int | None]:
-    """Return for each layer the index of the layer whose keys and values it reads; None: its own."""
+    """Return for each layer the index of the earlier layer whose keys and values it reads; None: it has its own."""
     count = c.integer("num_kv_shared_layers", default, least=0)
     first = len(kinds) - count
     own = {kind: index for index, kind in enumerate(kinds[: max(first, 0)])}
@@ -107,8 +107,8 @@ def attention(
     bias: bool,
     keys_are_values: bool = False,
 ) -> tuple[Value, int]:
-    """Add attention with norms of queries, keys and values and unscaled scores. Return the result, and the number of
-    the layer in the cache that it reads.
+    """Add attention with norms of queries, keys and values and with unscaled scores. Return the result, and the number
+    of the cache layer that it reads.
 
     Args:
         layer: Number of an earlier layer in the cache; None: keys and values are computed and stored.

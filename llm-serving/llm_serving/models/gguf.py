@@ -33,7 +33,7 @@ _NUMBERS: Final[Mapping[str, str]] = {
 }
 """Metadata key after the architecture's prefix -> key of a config.json."""
 _ROPE_THETA: Final = 10000.0
-"""Base of the rotary frequencies in files that do not state it."""
+"""Default base of the rotary frequencies, for files without it."""
 _NEEDED: Final = ("embedding_length", "block_count", "attention.head_count")
 _END_IDS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 _SCALINGS: Final = ("none", "linear", "yarn")
@@ -62,7 +62,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def config_of(found: GgufFile) -> dict[str, Any]:
-    """Do the same as `read_config` with a header that was already read."""
+    """Do the same as `read_config` for a file whose header was already read."""
     reader = MetadataReader(found)
     architecture = ARCHITECTURES.get(reader.architecture)
     if architecture is None:
@@ -75,7 +75,7 @@ def config_of(found: GgufFile) -> dict[str, Any]:
     config: Config = {"architectures": [architecture.family], "rope_theta": _ROPE_THETA}
     for name, known in {**_NUMBERS, **architecture.numbers}.items():
         if architecture.has_lists and reader.numbers(name) is not None:
-            continue  # a number for each layer, which `complete` reads
+            continue  # a list with a number for each layer, which `complete` reads
         if (value := reader.own(name)) is not None:
             config[known] = value
     table = found.tensors.get("token_embd.weight")
@@ -110,7 +110,7 @@ def _check_heads(reader: MetadataReader, architecture: Architecture, config: Con
     if not isinstance(heads, int) or not isinstance(hidden, int) or not 0 < heads <= hidden:
         raise reader.fail(reader.key("attention.head_count"), f"must be an integer from 1 to {hidden}")
     if reader.own("attention.kv_lora_rank") is not None:
-        return heads  # the sizes of heads of latent attention have other keys
+        return heads  # latent attention has other keys for the sizes of heads
     own = config.get("head_dim", hidden // heads)
     if not isinstance(own, int) or own < 1:
         raise reader.fail(reader.key("attention.key_length"), "must be an integer >= 1")

@@ -94,7 +94,7 @@ def _normalises(reader: MetadataReader) -> bool:
 
 
 def _scores(reader: MetadataReader, default: int, known: tuple[int, ...]) -> float:
-    """Return GGUF's number of the router's scoring function, which must be one of `known`."""
+    """Return the number of the router's scoring function in GGUF files. Raise ModelError unless `known` has it."""
     function = reader.own("expert_gating_func") or default
     if function not in known:
         names = " or ".join(f"{each} ({_SCORES[each]})" for each in known)
@@ -147,7 +147,7 @@ def _mistral3(reader: MetadataReader, config: Config) -> None:
 
 
 def _olmo2(reader: MetadataReader, config: Config) -> None:
-    """Recognise OLMo 3, which has sliding windows, and read which layers have one."""
+    """Recognise OLMo 3 by its sliding windows, and read which layers have one."""
     if config.get("sliding_window"):
         config["architectures"] = ["Olmo3ForCausalLM"]
         _kinds_of_layers(reader, config)

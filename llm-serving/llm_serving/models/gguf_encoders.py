@@ -15,14 +15,14 @@ _MEAN: Final = 1
 
 
 def _bert(reader: MetadataReader, config: Config) -> None:
-    """Read the sizes of tables. Files of RoBERTa and XLM-RoBERTa lack the positions before the first token's."""
+    """Read the sizes of embeddings. Files of RoBERTa and XLM-RoBERTa lack the unused first rows of the positions."""
     config["max_position_embeddings"] = _rows(reader, "position_embd.weight")
     config["type_vocab_size"] = _rows(reader, "token_types.weight")
     _classifier(reader, config, "BertForSequenceClassification")
 
 
 def _modern_bert(reader: MetadataReader, config: Config) -> None:
-    del config["rope_theta"]  # each kind of layer has its own
+    del config["rope_theta"]  # each kind of layer has its own base
     config["hidden_activation"] = reader.value(reader.key("hidden_activation"), "gelu")
     config["classifier_bias"] = reader.has_tensor("cls.bias")
     mean = reader.value(reader.key("classifier.pooling_type"), _MEAN) == _MEAN

@@ -1,4 +1,4 @@
-"""The GGUF metadata of families that mix attention with layers that keep a state, and of their relatives."""
+"""The GGUF metadata of families that mix attention with state layers (Mamba-2, delta rule), and of their relatives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GRANITE: Final[Mapping[str, str]] = {
 
 
 def _mamba(reader: MetadataReader, config: Config) -> None:
-    """Read the sizes of Mamba-2 layers under the keys of Granite and Falcon-H1."""
+    """Read the sizes of Mamba-2 layers. Store them under the keys that Granite and Falcon-H1 have in a config.json."""
     names = {"conv_kernel": "d_conv", "state_size": "d_state", "group_count": "n_groups", "time_step_rank": "n_heads"}
     config |= {f"mamba_{ours}": reader.positive(f"ssm.{name}") for name, ours in names.items()}
     config["mamba_d_ssm"] = reader.positive("ssm.inner_size")
@@ -44,7 +44,7 @@ def _number_of_each_layer(reader: MetadataReader, config: Config, name: str) -> 
 
 
 def _kv_heads(reader: MetadataReader, config: Config) -> list[int]:
-    """Return the number of heads of keys and values in each layer, which is 0 without attention."""
+    """Return the number of KV heads of each layer; 0: the layer has no attention."""
     counts = _number_of_each_layer(reader, config, "attention.head_count_kv")
     config["num_key_value_heads"] = max(counts) or config["num_attention_heads"]
     return counts
@@ -80,7 +80,7 @@ def _granite_hybrid(reader: MetadataReader, config: Config) -> None:
 
 
 def _falcon_h1(reader: MetadataReader, config: Config) -> None:
-    """Read the sizes. The converter multiplies the weights with the multipliers of the family."""
+    """Read the sizes of Mamba-2 layers. The weights in the file already contain the family's multipliers."""
     _mamba(reader, config)
     config["mamba_rms_norm"] = reader.has_in_layer("ssm_norm.weight")
 

@@ -1,4 +1,4 @@
-"""Typed access to the metadata of a GGUF file, and what an architecture states about its metadata."""
+"""Typed access to the metadata of a GGUF file, and the rules to convert the metadata of one architecture."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MetadataReader:
         return default if value is None else value
 
     def number(self, key: str) -> int | float | None:
-        """Return a number; a float32 as its shortest decimal: 1e-5 and not 9.99999975e-06."""
+        """Return a number. A float32 becomes the shortest decimal that it stands for: 1e-5, not 9.99999975e-06."""
         value = self.value(key)
         if value is None or (isinstance(value, int) and not isinstance(value, bool)):
             return value
@@ -73,7 +73,7 @@ class MetadataReader:
         return value
 
     def has_in_layer(self, name: str) -> bool:
-        """Return whether some layer has a tensor of this name."""
+        """Return whether at least one layer has a tensor of this name."""
         return name in self._of_layers
 
     def has_tensor(self, name: str) -> bool:
@@ -95,7 +95,7 @@ class Architecture:
         numbers: Metadata key without the architecture's prefix -> key of a config.json. A file may lack the key.
         fixed: Values that the architecture implies.
         bias: Configuration key -> tensors of a layer; the key is true if some layer has one of them.
-        complete: Function that adds missing keys to the configuration, or changes its values.
+        complete: Adds missing keys to the configuration, or changes its values.
         rotates_a_part: Whether `rope.dimension_count` may be less than the size of a head.
         has_experts: Whether the file may have experts.
         has_lists: Whether a number may be a list with an element for each layer, which `complete` reads.

@@ -1,5 +1,5 @@
-"""GPT-NeoX and Pythia: layer norms, query, key and value head by head in one tensor, and no gate. Attention and the
-feed-forward block usually read the same residual, each through its own norm.
+"""GPT-NeoX and Pythia: layer norms, a feed-forward block without a gate, and one tensor with query, key and value of
+each head in turn. Attention and the feed-forward block usually read the same residual, each through its own norm.
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
-"""gpt-oss: attention with sinks and, in every second layer, a window. The experts of every layer have biases and a gate
-of their own; their tensors stack all experts, and rows of gate and up alternate.
+"""gpt-oss: attention with sinks and, in every second layer, a window. Every layer has experts with biases and a special
+gate function. One tensor holds all experts of a layer, in which rows of gate and up alternate.
 """
 
 from llm_serving.models.attention import attention_heads, rotary_embedding, self_attention

@@ -36,7 +36,7 @@ def hunyuan(c: ConfigReader) -> Network:
 
 
 def _of_all_layers(c: ConfigReader, key: str) -> int:
-    """Return an integer, which may be given as a list of equal ones."""
+    """Return an integer. The configuration may have a list with an equal integer for each layer."""
     value = c.config.get(key)
     if not isinstance(value, list):
         return c.integer(key, 1)
@@ -46,7 +46,7 @@ def _of_all_layers(c: ConfigReader, key: str) -> int:
 
 
 def _rotary(c: ConfigReader, heads: Heads) -> Rotary:
-    """Read the rotary embedding, whose base grows with `alpha` instead of the length of the context."""
+    """Read the rotary embedding. Its base is scaled by the constant `alpha`, not by the length of the context."""
     rotary, reader = rotary_embedding(ConfigReader({**c.config, **_NO_SCALING}, c.where), heads), rope_config(c)
     if not reader.has("alpha"):
         return rotary_embedding(c, heads)

@@ -1,8 +1,8 @@
 """The indexer of DeepSeek-V3.2 and GLM-5, which selects the keys that a row attends to.
 
-Each row scores all cached keys with a few small heads, and attends to the best of them only (DeepSeek-V3.2, 2025,
-section 2.1). The published model rotates queries and keys by a Hadamard matrix and rounds them to 8 bits; the rotation
-changes no score, and here they keep the model dtype.
+A few small heads score all cached keys for each row, and the row attends only to the keys with the highest scores
+(DeepSeek-V3.2, 2025, section 2.1). The published model rotates queries and keys by a Hadamard matrix and rounds them to
+8 bits. Here they keep the model dtype, and the rotation, which changes no score, is omitted.
 """
 
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ KEY_NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Indexing:
-    """How a family selects keys.
+    """How the models of a family select keys.
 
     Attributes:
         heads: Default of `index_n_heads`.
-        interleaved: Whether the rotary embedding pairs neighbours.
-        shared: Layers that take the selected keys of the layer before; not the first one.
+        interleaved: Whether the rotary embedding rotates pairs of adjacent elements.
+        shared: Layers that use the keys selected by the layer before. The first layer is not one of them.
     """
 
     heads: int
@@ -33,7 +33,7 @@ class Indexing:
 
 
 class Indexer:
-    """Selects the keys of each layer of a network, one layer after another. `rotary`: that of its attention."""
+    """Selects the keys of each layer of a network, in the order of layers. `rotary`: that of the layer's attention."""
 
     def __init__(self, c: ConfigReader, indexing: Indexing, rotary: Rotary) -> None:
         self._heads = c.integer("index_n_heads", indexing.heads)
@@ -54,7 +54,7 @@ class Indexer:
         q = net.linear(q, at + "wq_b", heads * dim, rows=tuple(repeated_order(heads, dim, order)))
         k = net.linear(x, at + "wk", dim, rows=tuple(order))
         k = net.rope(net.layer_norm(k, at + "k_norm", bias=True, rows=order, eps=KEY_NORM_EPS), self._rotary)
-        # Every cache has values. Nothing reads these, so they have the least width.
+        # Every cache layer has values. No operation reads these values, so they have the minimum width.
         unread, _ = net.split(k, HEAD_MULTIPLE, dim - HEAD_MULTIPLE) if dim > HEAD_MULTIPLE else (k, k)
         layer = net.store_kv(k, unread, 1)
         weights = net.linear(x, at + "weights_proj", heads)

@@ -13,11 +13,11 @@ FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 CONVOLUTION: Final = "conv"
 SCORE_TOKENS: Final = "score_token_ids"
-"""Configuration key of one or two token ids: a reranker's score is the logit of the first less that of the second."""
+"""Configuration key of one or two token ids. A reranker's score is the logit of the first, minus that of the second."""
 Norm = Callable[[Value, str], Value]
-"""(hidden, tensor name prefix) -> normalised hidden."""
+"""Function of (hidden state, tensor name prefix) that returns the normalised hidden state."""
 Layer = Callable[[Value, int, str], Value]
-"""(hidden, layer index, tensor name prefix) -> hidden."""
+"""Function of (hidden state, layer index, tensor name prefix) that returns the hidden state after the layer."""
 
 
 def layer_kinds(c: ConfigReader, every: int) -> list[str]:
@@ -98,7 +98,7 @@ def decoder(
 
 
 def _token_scores(net: Network, c: ConfigReader, hidden: Value, head: str) -> Network:
-    """End a network with the logit of one token, less that of another if two are given."""
+    """End a network with a score: the logit of one token, minus the logit of another if two token ids are given."""
     ids = c.token_ids(SCORE_TOKENS)
     if not 1 <= len(ids) <= 2 or max(ids) >= net.vocab:
         raise c.fail(SCORE_TOKENS, f"must hold one or two token ids less than `vocab_size` {net.vocab}")
@@ -121,8 +121,8 @@ def pre_norm(
     tied: bool = False,
     normalize: Norm | None = None,
 ) -> Network:
-    """As `decoder`, with layers that normalise the input of attention and that of the feed-forward block. `attention`
-    gets the tensor name prefix of its layer, `feed_forward` that prefix and `mlp.`.
+    """Do the same as `decoder`, with layers that normalise the input of attention and of the feed-forward block.
+    `attention` gets the tensor name prefix of its layer, `feed_forward` that prefix followed by `mlp.`.
     """
     norm = normalize or net.rms_norm
 
@@ -161,7 +161,7 @@ def plain_mlp(
     *,
     bias: bool = True,
 ) -> Value:
-    """Add second(function(first)), where `names` are first and second."""
+    """Add second(function(first(x))), where `names` are the linear layers first and second."""
     first, second = (at + name for name in names)
     inside = net.activation(net.linear(x, first, inner, bias=bias), function)
     return net.linear(inside, second, net.hidden, bias=bias)

@@ -22,7 +22,7 @@ class Mamba:
         state_size: Elements of B and C.
         taps: Width of the convolution.
         bias, conv_bias: Whether the projections and the convolution have biases.
-        limits: Limits of the time step.
+        limits: Minimum and maximum of the time step.
     """
 
     heads: int

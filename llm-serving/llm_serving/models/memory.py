@@ -1,4 +1,4 @@
-"""The memory that a WorkAgent needs in addition to its KV cache, computed only from the model and the limits."""
+"""The memory that a WorkAgent needs in addition to its KV cache, computed from the model and the batch limits."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ PROCESS_BYTES: Final = 600_000_000
 IDLE_BYTES: Final = 250_000_000
 """Resident bytes of a WorkAgent on a CPU that has computed nothing yet, without the weights."""
 FREE_MEMORY_FRACTION: Final = 0.5
-"""Fraction of a host's free memory that all its WorkAgents use together without `max_device_memory`."""
+"""Fraction of a host's free memory that all its WorkAgents use together if `max_device_memory` is null."""
 FREE_NPU_MEMORY_FRACTION: Final = 0.9
-"""Fraction of an NPU's free memory that a WorkAgent uses without `max_device_memory`; CANN's workspaces take the rest.
-"""
+"""Fraction of an NPU's free memory that a WorkAgent uses if `max_device_memory` is null. CANN takes the rest."""
 NPU_SIZES_GB: Final = 32, 64
-"""Memory of the NPUs of the series Atlas A2 and A3."""
+"""Memory in GB of the NPUs of the series Atlas A2 and A3."""
 CANN_BYTES: Final = 3 * 2**30
-"""About what CANN occupies on an NPU before a model is loaded. Not measured on a device."""
+"""Estimated bytes that CANN occupies on an NPU before a model is loaded. Not measured on a device."""
 NPU_RESERVE: Final = 2**30
-"""Bytes that stay free on an NPU even with `max_device_memory`: MindSpore does not accept all memory as limit."""
+"""Bytes that stay free on an NPU even with `max_device_memory`, because MindSpore's limit must be below the total."""
 MASK_BYTES: Final = 1 + 4 + 4 + 2
 """Peak bytes per element of an NPU's attention mask: a bool, two float32 and the model dtype."""
 LOGITS_BYTES: Final = 2**25

@@ -91,7 +91,7 @@ def _of_llama(reader: ConfigReader, architecture: str, network: str) -> dict[str
     positions = "model_max_length" if network.startswith("Baichuan13B") else "max_position_embeddings"
     longest = reader.integer("max_position_embedding", reader.integer("seq_length", 2048))
     theta, scaling = _rotation(reader)
-    if scaling.get("rope_type") == "linear":  # this number is scaled already
+    if scaling.get("rope_type") == "linear":  # `longest` already contains the factor
         longest = max(1, int(longest / scaling["factor"]))
     return {
         "architectures": [architecture],
@@ -195,7 +195,9 @@ def mindformers_parameter(weight: Weight) -> str | None:
 
 
 def _is_as_wide_as_stored(weight: Weight) -> bool:
-    """Return whether a weight has its stored width. Its heads may be reordered, because our rotary tables are used."""
+    """Return whether a weight has its stored width, without padding. Its rows may be reordered, because MindFormers'
+    class gets this server's rotary tables, which match the order.
+    """
     is_whole = all(order is None or min(order) >= 0 for order in (weight.rows, weight.columns))
     return is_whole and weight.transform is None
 
@@ -246,7 +248,7 @@ _LEGACY_WEIGHT_NAMES: Final = tuple(
 
 
 def mindformers_llama_parameter(name: str) -> str | None:
-    """Return the name of a tensor's parameter in a `LlamaModel`; None if it has none, as the LM head."""
+    """Return the name of a tensor's parameter in a `LlamaModel`; None if there is none, as for the LM head."""
     for pattern, place in _LEGACY_WEIGHT_NAMES:
         if (found := pattern.fullmatch(name)) is not None:
             return found.expand(place)
@@ -254,7 +256,7 @@ def mindformers_llama_parameter(name: str) -> str | None:
 
 
 def split_stacked_weights(network: Network) -> Network:
-    """Return a network whose stacked weights are separate. It is used to read weights and cannot run."""
+    """Return a network whose stacked weights are split. It serves only to read weights and cannot be computed."""
     apart = copy.copy(network)
     apart.operations = []
     for operation in without_key_offsets(network).operations:

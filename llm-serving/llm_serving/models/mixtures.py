@@ -77,8 +77,8 @@ def shared_experts_size(c: ConfigReader, count_key: str, default: int | None = N
 
 
 def sigmoid_routing(c: ConfigReader, groups: tuple[int, int], scale: float) -> ExpertRouting:
-    """Return the routing of DeepSeek-V3 without auxiliary loss (section 2.1.2), whose correction is stored beside the
-    router. `groups` and `scale` are the defaults of `n_group` and `topk_group`, and of `routed_scaling_factor`. Raise
+    """Return the routing of DeepSeek-V3 without auxiliary loss (section 2.1.2). Its correction bias is a tensor of the
+    router. `groups` are the defaults of `n_group` and `topk_group`, `scale` is that of `routed_scaling_factor`. Raise
     ModelError if the configuration names another way to score or to choose experts.
     """
     c.choice("topk_method", ("noaux_tc",), "noaux_tc")

@@ -1,5 +1,5 @@
-"""Nemotron-H: a layer is Mamba-2, attention without rotary embedding, a squared ReLU between two products, or experts
-of this form (Nemotron 3), which may work on a narrower projection of the rows.
+"""Nemotron-H: a layer is Mamba-2, attention without rotary embedding, a feed-forward block with a squared ReLU, or a
+mixture of such blocks (Nemotron 3), whose input may be a narrower projection of the rows.
 """
 
 import math
@@ -71,7 +71,7 @@ def _experts(net: Network, c: ConfigReader, x: Value, at: str, *, bias: bool) ->
 
 
 def _pattern(c: ConfigReader) -> str:
-    """Return the character of each layer."""
+    """Return the kinds of all layers as a text, one character for each layer."""
     count = c.integer("num_hidden_layers")
     kinds = c.choices("layers_block_type", tuple(KINDS), count)
     pattern = c.config.get("hybrid_override_pattern") if kinds is None else "".join(KINDS[kind] for kind in kinds)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MODULES_NAME: Final = "modules.json"
 MODULE_FILE: Final = re.compile(r"\d+_\w+/config\.json")
-"""Usual path of the configuration of a module."""
+"""Usual path of a module's configuration, such as `1_Pooling/config.json`."""
 TRANSFORMER_FILE: Final = "sentence_bert_config.json"
 _MAX_BYTES: Final = 2**20
 _MAX_TOKENIZER_BYTES: Final = 2**28
@@ -26,7 +26,7 @@ _MAX_PLACE_CHARS: Final = 60
 """Maximum length of a module's `path`; file systems allow 255 bytes."""
 _MODE: Final = "pooling_mode_"
 POOLING: Final = "pooling_mode"
-"""Configuration key of a pooling mode, which GGUF files state in their metadata."""
+"""Configuration key of the pooling mode of a GGUF file, which is in its metadata."""
 _MODES: Final[Mapping[str, PoolingMode]] = {
     "lasttoken": PoolingMode.LAST,
     "cls": PoolingMode.FIRST,
@@ -40,7 +40,7 @@ _ACTIVATION_KEYS: Final = ("activation_fn", "activation_function", "sbert_ce_def
 
 
 _YES_NO_MODEL: Final = "qwen3-reranker"
-"""Part of a path, in lower case, as in the caches of hubs: `models--Qwen--Qwen3-Reranker-0.6B`."""
+"""Text in the path of a Qwen3-Reranker's folder, in lower case, such as `models--Qwen--Qwen3-Reranker-0.6B`."""
 _YES_NO_FAMILY: Final = "Qwen3ForCausalLM"
 _PAIR_TEMPLATES: Final[Mapping[str, str]] = {
     _YES_NO_FAMILY: (
@@ -86,7 +86,7 @@ def resolve_pooling(mode: str, folder: Path, spec: ModelSpec) -> Pooling | None:
     if mode == "last":
         return Pooling(embedding_only=is_embedding_model(folder) or not spec.network.causal)
     found = read_pooling(folder)
-    if found is None and (stated := spec.config.get(POOLING)) is not None:  # of a GGUF file
+    if found is None and (stated := spec.config.get(POOLING)) is not None:  # only in GGUF files
         found = Pooling(embedding_only=True, mode=_MODES[stated])
     if spec.network.causal:
         if found is not None and found.mode is not PoolingMode.LAST:
@@ -124,10 +124,12 @@ def read_pooling(folder: Path) -> Pooling | None:
 
 
 def score_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
-    """Return the id of the token whose logit is a reranker's score, and of the token whose logit is subtracted; empty
-    for other models. They are read from sentence-transformers' module LogitScore, or from `classifier_from_token` of
-    config.json (vLLM), which holds the texts in reverse order: the subtracted token first. Folders of Qwen3-Reranker of
-    2025 state neither; they are recognised by the name of the model in their path.
+    """Return the ids of the token whose logit is a reranker's score and of the token whose logit is subtracted, if any.
+    Return an empty list for other models.
+
+    The ids are read from sentence-transformers' module LogitScore, or from `classifier_from_token` of config.json
+    (vLLM), which lists the subtracted token first. Folders of Qwen3-Reranker of 2025 have neither; they are recognised
+    by the name of the model in their path.
     """
     if (texts := config.get("classifier_from_token")) is not None:
         return _token_ids(folder, texts)

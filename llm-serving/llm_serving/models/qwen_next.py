@@ -61,7 +61,7 @@ def _hybrid(c: ConfigReader, names: tuple[str, ...], *, stacked: bool) -> Networ
         x = net.rms_norm(hidden, at + "post_attention_layernorm")
         return net.add(hidden, feed_forward(net, c, x, index, at + "mlp.", experts, stacks=stacks, normalise=True))
 
-    for unused in ("mtp.", "model.visual."):  # multi-token prediction, and what reads images
+    for unused in ("mtp.", "model.visual."):  # multi-token prediction and image encoder, which are not used
         net.allow_unused(unused)
     at = "model.language_model" if c.has(TEXT_CONFIG) else "model"
     return decoder(net, c, layer, table=f"{at}.embed_tokens", layers=f"{at}.layers", norm=f"{at}.norm")
@@ -120,7 +120,7 @@ def _delta_net(net: Network, c: ConfigReader, x: Value, at: str, names: tuple[st
 
 @lru_cache(8)
 def _grouped_rows(key_heads: int, key_dim: int, ratio: int, dim: int) -> tuple[int, ...]:
-    """Return the row permutation from tensors grouped by key head to q, k, v, z, b, a."""
+    """Return the row permutation from tensors grouped by key head to the order q, k, v, z, b, a of all heads."""
     first = (key_dim, key_dim, ratio * dim, ratio * dim)
     return (*_transposed(0, key_heads, first), *_transposed(key_heads * sum(first), key_heads, (ratio, ratio)))
 

@@ -99,9 +99,11 @@ _WHAT_FOR: Final = re.compile(r"(For[A-Z]\w*|LMHead)?(Model)?$")
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> str:
-    """Return the first known name in `architectures`; `Qwen3Model`, which has no LM head, and
-    `Qwen3ForSequenceClassification`, which has a classifier instead, count as `Qwen3ForCausalLM`. Raise ModelError if
-    no name is known, or a decoder is configured for bidirectional attention.
+    """Return the first known name in `architectures`.
+
+    Variants with another head count as the decoder: `Qwen3Model` (no LM head) and `Qwen3ForSequenceClassification` (a
+    classifier) are `Qwen3ForCausalLM`. Raise ModelError if no name is known, or a decoder is configured for
+    bidirectional attention.
     """
     known = ", ".join(FAMILIES)
     names = config.get("architectures")

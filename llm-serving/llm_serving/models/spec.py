@@ -50,7 +50,7 @@ class ModelSpec:
     Attributes:
         architecture: Name as in `models.registry.FAMILIES`.
         config: Content of `config.json`, validated.
-        max_position_embeddings: Longest context in tokens that the model was made for.
+        max_position_embeddings: Longest context in tokens for which the model was trained.
         bos_token_id, pad_token_id: None if the model has none.
         eos_token_ids: Every id that ends a text; Llama 3 has several.
     """
@@ -99,8 +99,8 @@ class ModelSpec:
 
     @cached_property
     def window(self) -> int | None:
-        """Largest number of tokens that a token attends to in any layer, including itself; None: all, or to both sides
-        of it.
+        """Largest sliding window of all layers in tokens, including the token itself; None: a layer has no window, or
+        the model is bidirectional.
         """
         if not self.network.causal:
             return None
@@ -171,7 +171,7 @@ class ModelSpec:
         return max(math.prod(weight.shape) for weight in self.network.weights if weight.generate is None)
 
     def kv_bytes_per_token(self, dtype_bytes: int, *, int8: bool = False) -> int:
-        """Return the bytes of one token's keys and values over all layers. `int8`: in an int8 KV cache."""
+        """Return the bytes of one token's keys and values over all layers. `int8`: whether the KV cache is int8."""
         return sum(cache.bytes_per_token(dtype_bytes, int8=int8) for cache in self.caches)
 
     @classmethod

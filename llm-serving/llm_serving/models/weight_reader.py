@@ -1,7 +1,7 @@
 """The weights of a model folder: memory-mapped tensors by their Hugging Face names, read ahead into the page cache.
 
-Computing threads would touch a mapping in small pieces in random order, slower than the disk allows, so `ReadAhead`
-reads the files sequentially.
+Computing threads access a memory map in small pieces and in random order, which is slower than the disk allows. So
+`ReadAhead` reads the files sequentially before.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Extent:
 
 
 class ReadAhead:
-    """Reads extents in sequence in its own thread. It ignores read errors, which the later access reports."""
+    """Reads extents one after another in its own thread. It ignores read errors, which the later access reports."""
 
     def __init__(self, extents: Iterable[Extent], max_ahead: int = MAX_READ_AHEAD_BYTES) -> None:
         self._max_ahead = max_ahead
@@ -84,7 +84,7 @@ class ReadAhead:
                     self._num_read += count
 
     def _may_read(self) -> bool:
-        """Wait while the thread is too far ahead. Return False after `close`."""
+        """Wait while the thread is more than `max_ahead` bytes ahead. Return False after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._num_read < self._num_consumed + self._max_ahead)
             return not self._closed
@@ -186,11 +186,11 @@ class WeightReader:
         return stored
 
     def ignore(self, name: str) -> None:
-        """Allow this tensor, or those of a prefix that ends with a dot, although the model does not use them."""
+        """Accept a tensor that the model does not use. A name that ends with a dot is a prefix of several tensors."""
         self._unread -= {each for each in self._unread if is_optional(each, (name,))}
 
     def check_all_read(self) -> None:
-        """Raise ModelError if the folder holds tensors that the model did not read: it is another model."""
+        """Raise ModelError if the folder has tensors that were not read, which means that it holds another model."""
         if self._read_ahead is not None:
             self._read_ahead.close()
         if unread := self._unread and self._unread - self.zero_biases().keys():
@@ -229,8 +229,8 @@ def check_folder(folder: Path) -> ModelSpec:
 
 
 def check_replacement(folder: Path, served: Path) -> None:
-    """Check the headers of a folder whose weights shall replace those of `served`. Raise ModelError, which names the
-    difference, if its architecture, its configuration or a shape differs, or a file is damaged.
+    """Check the headers of a folder whose weights are to replace those of the folder `served`. Raise ModelError, which
+    names the difference, if the architecture, the configuration or a shape differs, or a file is damaged.
     """
     new, old = check_folder(folder), ModelSpec.from_folder(served)
     if new.architecture != old.architecture:
