@@ -372,8 +372,8 @@ def _notices(config: ServingConfig, workload: Workload) -> Iterator[str]:
         yield f"speculative_method {method} proposes no draft tokens: no stream of the load has `recited`"
     if any(each.max_requests_per_minute or each.max_tokens_per_minute for each in config.api_keys):
         yield "rate limits of api_keys are not simulated: no request is refused for them"
-    if method == "draft_model":
-        yield "draft_model_path is not simulated: draft tokens are those of n-gram lookup"
+    if method in ("draft_model", "mtp"):
+        yield f"speculative_method {method} is not simulated: draft tokens are those of n-gram lookup"
 
 
 def _check_classes(config: ServingConfig, workload: Workload) -> None:

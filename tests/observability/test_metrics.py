@@ -249,8 +249,8 @@ def test_draft_tokens_are_counted_by_proposer_under_their_names_and_the_deprecat
     values = scrape(metrics)
     assert values["vllm:spec_decode_num_drafts_total",] == 2
     for name, old, counts in (
-        ("draft", "checked", {"ngram": 6, "forced": 2, "draft_model": 0}),
-        ("accepted", "right", {"ngram": 4, "forced": 0, "draft_model": 0}),
+        ("draft", "checked", {"ngram": 6, "forced": 2, "draft_model": 0, "mtp": 0}),
+        ("accepted", "right", {"ngram": 4, "forced": 0, "draft_model": 0, "mtp": 0}),
     ):
         for proposer, count in counts.items():
             assert values[f"vllm:spec_decode_num_{name}_tokens_total", proposer] == count

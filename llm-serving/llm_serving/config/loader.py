@@ -175,7 +175,7 @@ def _check(
             if values[other] != needed and (needed is not ... or values[other] is None):
                 raise values.error(name, f"must come with `{other}{'' if needed is ... else f': {needed}'}`")
     check_server(values)
-    check_scheduler(values)
+    check_scheduler(values, spec)
     check_lengths(values, spec)
     check_implementation(values, spec)
     check_cluster(values, spec)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import psutil
 
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.enums import QuantizationName
+from llm_serving.core.enums import QuantizationName, SpeculativeMethodName
 from llm_serving.core.window import Window
 from llm_serving.errors import ConfigError
 from llm_serving.formats.gguf import Gguf
@@ -22,6 +22,7 @@ from llm_serving.models.memory import (
     PROCESS_BYTES,
     draft_model_bytes,
     kv_cache_bytes_left,
+    mtp_bytes,
     num_mask_keys,
     readable_size,
     weight_bytes,
@@ -63,11 +64,11 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     rows += [
         (f"weights as served ({kept})", readable_size(weights)),
         ("process and largest step", readable_size(PROCESS_BYTES + working_bytes(spec, dtype_bytes, *step))),
-        *_draft_model(config, dtype_bytes),
+        *_draft_model(config, spec, dtype_bytes),
         ("a token of context", f"{per_token / 1024:,.1f} KiB{in_codes}"),
         *_states(config, spec),
         ("longest context", f"{longest:,} tokens, {readable_size(held * per_token)}{beyond}"),
-        *_cache(config, num_tokens, per_token, weights + _draft_bytes(config, dtype_bytes) + IDLE_BYTES),
+        *_cache(config, num_tokens, per_token, weights + _draft_bytes(config, spec, dtype_bytes) + IDLE_BYTES),
         ("fits", verdict),
     ]
     width = max(len(name) for name, _ in rows)
@@ -99,7 +100,7 @@ def needed_bytes(config: ServingConfig) -> int:
     cache = num_slots * config.pa.block_size * spec.kv_bytes_per_token(dtype_bytes, int8=config.quant.has_coded_cache)
     states = config.num_state_slots(spec.state_bytes) * spec.state_bytes
     used = -kv_cache_bytes_left(0, spec, dtype_bytes, *step, config.quant.weights_on(config.device))
-    return (used + cache + states + _draft_bytes(config, dtype_bytes)) * config.num_processes
+    return (used + cache + states + _draft_bytes(config, spec, dtype_bytes)) * config.num_processes
 
 
 def _states(config: ServingConfig, spec: ModelSpec) -> list[tuple[str, str]]:
@@ -122,13 +123,16 @@ def _cache(config: ServingConfig, num_tokens: int | None, per_token: int, idle_b
     ]
 
 
-def _draft_model(config: ServingConfig, dtype_bytes: int) -> list[tuple[str, str]]:
-    num_bytes = _draft_bytes(config, dtype_bytes)
+def _draft_model(config: ServingConfig, spec: ModelSpec, dtype_bytes: int) -> list[tuple[str, str]]:
+    num_bytes = _draft_bytes(config, spec, dtype_bytes)
     return [("draft model, with its cache", readable_size(num_bytes))] if num_bytes else []
 
 
-def _draft_bytes(config: ServingConfig, dtype_bytes: int) -> int:
+def _draft_bytes(config: ServingConfig, spec: ModelSpec, dtype_bytes: int) -> int:
+    """Return the bytes of the draft model or of the MTP layer; 0: there is neither."""
     path = config.scheduler.draft_model_path
+    if config.scheduler.speculative_method == SpeculativeMethodName.MTP:
+        return mtp_bytes(spec, dtype_bytes, config.pa.block_size, config.quant.weights_on(config.device))
     return 0 if path is None else draft_model_bytes(ModelSpec.from_folder(path), dtype_bytes, config.pa.block_size)
 
 
@@ -164,7 +168,7 @@ def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token
         if config.num_processes > 1:
             source += f", for each of {config.num_processes} WorkAgents"
         limit -= config.pa.num_swap_blocks * config.pa.block_size * per_token
-    limit -= _draft_bytes(config, dtype_bytes) + config.num_state_slots(spec.state_bytes) * spec.state_bytes
+    limit -= _draft_bytes(config, spec, dtype_bytes) + config.num_state_slots(spec.state_bytes) * spec.state_bytes
     step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size, config.quant.weights_on(config.device)
     keys = num_mask_keys(config.device.device_target, config.model.max_generate_length)
     size, left = config.pa.block_size, kv_cache_bytes_left(limit, spec, dtype_bytes, *step, keys)

@@ -166,6 +166,7 @@ class SpeculativeMethodName(enum.StrEnum):
     NONE = "none"
     NGRAM = "ngram"
     DRAFT_MODEL = "draft_model"
+    MTP = "mtp"
 
 
 class Proposer(enum.StrEnum):
@@ -174,6 +175,8 @@ class Proposer(enum.StrEnum):
     NGRAM = "ngram"
     """Tokens that followed an earlier occurrence of the same n-gram."""
     DRAFT_MODEL = "draft_model"
+    MTP = "mtp"
+    """The model's layer for multi-token prediction."""
     FORCED = "forced"
     """Tokens that a constraint determines, because it allows no others."""
 

@@ -338,6 +338,8 @@ class DraftRequest(NamedTuple):
     top_p: float
     min_p: float
     seed: int
+    block_ids: list[int] = []  # noqa: RUF012
+    """The KV blocks of `token_ids` in the model's cache; empty unless the hidden states of these tokens are needed."""
 
 
 class DraftModelClient(Protocol):

@@ -164,16 +164,23 @@ def _longest_request(config: ServingConfig, blocks: BlockManager) -> str:
     return text
 
 
-def build_drafter(config: ServingConfig, executor: Executor, clock: Clock) -> SpeculationController | None:
-    """Create the controller of speculative decoding; None if it is off."""
+def build_drafter(
+    config: ServingConfig, executor: Executor, clock: Clock, block_table: Callable[[str], list[int]]
+) -> SpeculationController | None:
+    """Create the controller of speculative decoding; None if it is off. `block_table`: see `DraftModelProposer`."""
     scheduler = config.scheduler
     if scheduler.speculative_method == "none":
         return None
     model = None
     if scheduler.draft_model_path is not None:
         model = DraftModelProposer(executor.propose, config.pa.block_size, clock)
+    elif scheduler.speculative_method == "mtp":
+        model = DraftModelProposer(executor.propose, config.pa.block_size, clock, block_table)
     ngram = NgramProposer(scheduler.prompt_lookup_min, clock=clock)
     return SpeculationController(scheduler.num_speculative_tokens, ngram, model, clock)
+
+
+BuildDrafter = Callable[[ServingConfig, Executor, Clock, Callable[[str], list[int]]], SpeculationController | None]
 
 
 def build_engine(
@@ -190,7 +197,7 @@ def build_engine(
     whole_prompts: bool = False,
     num_state_slots: int = 0,
     num_state_pieces: int = 1,
-    build_drafter: Callable[[ServingConfig, Executor, Clock], SpeculationController | None] = build_drafter,
+    build_drafter: BuildDrafter = build_drafter,
     **options: Any,
 ) -> Engine:
     """Create the engine of replica `index`. `build_scheduler` explains the numbers of blocks and slots, `window` and
@@ -218,7 +225,7 @@ def build_engine(
         audit_every=config.serving.audit_every,
         event_log=event_log,
         restart_wait_s=config.serving.restart_wait_s,
-        drafter=build_drafter(config, executor, clock),
+        drafter=build_drafter(config, executor, clock, scheduler.blocks.block_table),
         clock=clock,
         **options,
     )

@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from llm_serving.config.schema import ServingConfig
+from llm_serving.core.enums import SpeculativeMethodName
 from llm_serving.core.fingerprint import ComputeFingerprint, code_fingerprint
 from llm_serving.core.memory import resident_bytes
 from llm_serving.core.timings import Clock, monotonic
@@ -234,6 +235,7 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         num_ranks=config.cluster.tensor_parallel,
         rank_table=_text(config.cluster.rank_table_file),
         draft_model_path=_text(config.scheduler.draft_model_path),
+        uses_mtp=config.scheduler.speculative_method == SpeculativeMethodName.MTP,
         disk_cache_path=None if (path := config.pa.disk_cache_path) is None else str(path.absolute()),
         disk_cache_bytes=config.pa.disk_cache_bytes,
         memory_share=config.memory_share,

@@ -20,7 +20,15 @@ from llm_serving.lowering.step_inputs import KVCaches, dynamic_inputs
 from llm_serving.models.mindformers import split_stacked_weights
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import WeightReader
-from llm_serving.network.program import Program, build_head_program, build_hidden_states_program, build_program
+from llm_serving.network.builder import Network
+from llm_serving.network.program import (
+    Program,
+    build_embedding_program,
+    build_given_rows_program,
+    build_head_program,
+    build_hidden_states_program,
+    build_program,
+)
 from llm_serving.network.quantization import Quantization, unsupported_by_int8_cache, unsupported_quantization
 
 
@@ -114,6 +122,47 @@ def lower(
     program = build_program(network, dtype)
     logits = _network(program, backend, parameters, kv_caches, spec.vocab_size, states)
     return Lowered(logits, hidden, head, parameters=parameters)
+
+
+class LoweredMtp(NamedTuple):
+    """The layer for multi-token prediction (`models.mtp`) as two graphs."""
+
+    embedding: nn.Cell
+    """Step inputs -> token embeddings of the model, float32 [S, H]."""
+    states: nn.Cell
+    """(embedding and hidden state of each token, float32 [T, 2 * H]; step inputs, whose token ids are indices of rows)
+    -> input of the model's LM head for the sampled rows, float32 [S, H].
+    """
+
+
+def lower_mtp(
+    model: Network,
+    network: Network,
+    backend: Backend,
+    reader: WeightReader,
+    kv_caches: KVCaches,
+    max_positions: int,
+    quantization: Quantization | None,
+    parameters: Parameters,
+) -> LoweredMtp:
+    """Build the programs of a model's MTP layer `network` and read its weights. Raise ModelError if a tensor is missing
+    or of another shape.
+
+    Args:
+        reader: It holds only the tensors of the layer, or ignores the others.
+        kv_caches: One pair for each cache of the layer.
+        parameters: Parameters of the model. For the other arguments see `lower`.
+    """
+    dtype, operator = backend.dtype, _operator(backend)
+    own = parameters_of(network, backend, reader, max_positions, as_cells=False, quantization=quantization)
+    of_embedding = build_embedding_program(model, dtype)
+    table = [parameter for weight in of_embedding.weights for parameter in parameters[weight]]
+    program = build_given_rows_program(network, dtype)
+    weights = [parameter for weight in program.weights[:-1] for parameter in own[weight]]
+    return LoweredMtp(
+        ProgramNetwork(of_embedding, operator, table, (), network.hidden),
+        ProgramNetwork(program, operator, weights, kv_caches, network.hidden, rows=True),
+    )
 
 
 def _network(

@@ -6,8 +6,9 @@ from typing import Final, Literal
 from llm_serving.models.attention import attention_heads, self_attention
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import classifier_labels, empty_network, plain_mlp
-from llm_serving.network.builder import Network, PositionEmbedding
+from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
+from llm_serving.network.positions import PositionEmbedding
 
 QKV: Final = tuple(f"attention.self.{name}" for name in ("query", "key", "value"))
 _FUNCTIONS: Final[Mapping[str, Literal["gelu", "gelu_tanh"]]] = {"gelu": "gelu", "gelu_new": "gelu_tanh"}

@@ -36,11 +36,15 @@ _LEAST_NUMBER: Final = 1e-30
 
 
 class ConfigReader:
-    """Reads typed values from an untrusted mapping. null counts as absent. An invalid value raises ModelError."""
+    """Reads typed values from an untrusted mapping. null counts as absent. An invalid value raises ModelError.
 
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+    `of_mtp`: whether the family describes the layer for multi-token prediction (`models.mtp`) in place of the network.
+    """
+
+    def __init__(self, config: Mapping[str, Any], where: str, *, of_mtp: bool = False) -> None:
         self.config = config
         self.where = where
+        self.of_mtp = of_mtp
 
     def fail(self, key: str, rule: str) -> ModelError:
         return ModelError(f"{self.where}: `{key}` {rule}. Given: {shorten(self.config.get(key))}")

@@ -13,6 +13,7 @@ from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.indexer import Indexer, Indexing
 from llm_serving.models.layers import decoder, empty_network, gated_mlp
 from llm_serving.models.mixtures import mixture_of_experts, shared_experts_size, sigmoid_routing
+from llm_serving.models.mtp import NEXTN
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertRouting
 from llm_serving.network.operations import Float32Array, Value
@@ -112,7 +113,7 @@ def _deepseek(
         x = net.rms_norm(hidden, at + "post_attention_layernorm")
         return net.add(hidden, feed_forward(x, index, at + "mlp."))
 
-    return decoder(net, c, layer)
+    return decoder(net, c, layer, mtp_names=NEXTN)
 
 
 class LatentAttention:

@@ -6,6 +6,7 @@ from llm_serving.models.attention import HEAD_NORMS, attention_heads, rotary_emb
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.models.layers import decoder, empty_network, gated_mlp, pre_norm
 from llm_serving.models.mixtures import mixture_of_experts, shared_experts_size, sigmoid_routing
+from llm_serving.models.mtp import NEXTN
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Value
 
@@ -55,4 +56,4 @@ def glm4_moe(c: ConfigReader) -> Network:
         routed = mixture_of_experts(net, c, x, at, count, "moe_intermediate_size", routing)
         return net.add(routed, gated_mlp(net, x, at + "shared_experts.", shared))
 
-    return pre_norm(net, c, attention, feed_forward)
+    return pre_norm(net, c, attention, feed_forward, mtp_names=NEXTN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal
 
+from llm_serving.models import mtp
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Float32Array, Transform, Value
@@ -66,6 +67,7 @@ def decoder(
     lm_head_transform: Transform | None = None,
     head_bias: bool = False,
     normalize: Norm | None = None,
+    mtp_names: mtp.MtpNames | None = None,
 ) -> Network:
     """Add the token embedding, the layers, the final norm and the LM head to `net`, and return it.
 
@@ -75,15 +77,20 @@ def decoder(
         table_scale, rounded_scale: As `scale` and `rounded_scale` of `Network.embedding`.
         scale, cap, lm_head_transform, head_bias: As `scale`, `cap`, `transform` and `bias` of `Network.lm_head`.
         normalize: The final norm; None: `Network.rms_norm`.
+        mtp_names: Names of the layer for multi-token prediction; None: the family has none that the server uses.
     """
+    count = c.integer("num_hidden_layers")
+    if c.of_mtp and mtp_names is not None and mtp_names.count(c):
+        hidden, at = mtp.joined_input(net, mtp_names, f"{layers}.{count}.")
+        return mtp.finish(net, mtp_names, layer(hidden, count, at), at)
     hidden = net.embedding(table, scale=table_scale, rounded_scale=rounded_scale)
-    for index in range(c.integer("num_hidden_layers")):
+    for index in range(count):
         hidden = layer(hidden, index, f"{layers}.{index}.")
     if c.boolean("tie_word_embeddings", tied):
         net.allow_unused(f"{head}.weight")  # some exporters write a tied embedding twice
         head = table
     for further in range(c.integer("num_nextn_predict_layers", 0, least=0)):
-        net.allow_unused(f"{layers}.{index + 1 + further}.")  # multi-token prediction, which is not used
+        net.allow_unused(f"{layers}.{count + further}.")  # multi-token prediction
     hidden = (normalize or net.rms_norm)(hidden, norm)
     if SCORE_TOKENS in c.config:
         return _token_scores(net, c, hidden, head)
@@ -120,6 +127,7 @@ def pre_norm(
     *,
     tied: bool = False,
     normalize: Norm | None = None,
+    mtp_names: mtp.MtpNames | None = None,
 ) -> Network:
     """Do the same as `decoder`, with layers that normalise the input of attention and of the feed-forward block.
     `attention` gets the tensor name prefix of its layer, `feed_forward` that prefix followed by `mlp.`.
@@ -131,7 +139,7 @@ def pre_norm(
         x = norm(hidden, at + "post_attention_layernorm")
         return net.add(hidden, feed_forward(x, index, at + "mlp."))
 
-    return decoder(net, c, layer, tied=tied, normalize=norm)
+    return decoder(net, c, layer, tied=tied, normalize=norm, mtp_names=mtp_names)
 
 
 def gated_mlp(

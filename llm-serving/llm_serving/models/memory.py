@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from llm_serving.core.step import MAX_DRAFT_REQUESTS, MAX_PROPOSED_TOKENS, blocks_per_draft_request
+from llm_serving.core.step import DRAFT_WINDOW, MAX_DRAFT_REQUESTS, MAX_PROPOSED_TOKENS, blocks_per_draft_request
 from llm_serving.formats.gguf import Gguf
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.quantization import Quantization, bytes_saved, can_multiply
@@ -30,6 +30,8 @@ LOGITS_BYTES: Final = 2**25
 MIN_SPARE_SLOTS: Final = 8
 SPARE_STATE_BYTES: Final = 2**30
 """Approximate limit of the default spare state slots, in bytes; `MIN_SPARE_SLOTS` slots are allocated in any case."""
+KEPT_STATES: Final = 2 * MAX_DRAFT_REQUESTS * DRAFT_WINDOW
+"""Number of tokens whose hidden states are kept for an MTP layer: twice those that the layer reads at once."""
 MAX_SLOTS: Final = 2**31 - 1
 """Maximum number of tokens in a KV cache, because slot numbers are int32."""
 
@@ -81,11 +83,22 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: Quantization |
     return elements * dtype_bytes - bytes_saved(spec.network, quantization, dtype_bytes, stored)
 
 
-def draft_model_bytes(spec: ModelSpec, dtype_bytes: int, block_size: int) -> int:
+def mtp_bytes(spec: ModelSpec, dtype_bytes: int, block_size: int, quantization: Quantization | None) -> int:
+    """Return the bytes of a model's MTP layer, with the hidden states that the model keeps for it; 0: it has none."""
+    layer = spec.mtp()
+    if layer is None:
+        return 0
+    states = KEPT_STATES * spec.network.hidden * dtype_bytes
+    return draft_model_bytes(layer, dtype_bytes, block_size, quantization) + states
+
+
+def draft_model_bytes(
+    spec: ModelSpec, dtype_bytes: int, block_size: int, quantization: Quantization | None = None
+) -> int:
     """Return the bytes of a draft model: weights, KV cache and its largest step."""
     tokens = MAX_DRAFT_REQUESTS * blocks_per_draft_request(block_size) * block_size
     step = working_bytes(spec, dtype_bytes, MAX_PROPOSED_TOKENS, MAX_DRAFT_REQUESTS)
-    return weight_bytes(spec, dtype_bytes, None) + tokens * spec.kv_bytes_per_token(dtype_bytes) + step
+    return weight_bytes(spec, dtype_bytes, quantization) + tokens * spec.kv_bytes_per_token(dtype_bytes) + step
 
 
 def kv_cache_bytes_left(

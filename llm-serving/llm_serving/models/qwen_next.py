@@ -18,6 +18,7 @@ from llm_serving.models.attention import (
 from llm_serving.models.config_reader import TEXT_CONFIG, ConfigReader
 from llm_serving.models.gemma import plus_one
 from llm_serving.models.layers import FULL, decoder, empty_network
+from llm_serving.models.mtp import MTP
 from llm_serving.models.qwen import feed_forward
 from llm_serving.network.builder import Network
 from llm_serving.network.experts import ExpertStacks
@@ -53,7 +54,7 @@ def _hybrid(c: ConfigReader, names: tuple[str, ...], *, stacked: bool) -> Networ
 
     def layer(hidden: Value, index: int, at: str) -> Value:
         x = net.rms_norm(hidden, at + "input_layernorm")
-        if kinds[index] == FULL:
+        if index >= count or kinds[index] == FULL:  # the layer for multi-token prediction has attention
             x = _gated_attention(net, x, at, heads, rotary, bias=bias)
         else:
             x = _delta_net(net, c, x, at + "linear_attn.", names)
@@ -61,10 +62,11 @@ def _hybrid(c: ConfigReader, names: tuple[str, ...], *, stacked: bool) -> Networ
         x = net.rms_norm(hidden, at + "post_attention_layernorm")
         return net.add(hidden, feed_forward(net, c, x, index, at + "mlp.", experts, stacks=stacks, normalise=True))
 
-    for unused in ("mtp.", "model.visual."):  # multi-token prediction and image encoder, which are not used
+    for unused in ("mtp.", "model.visual."):  # read by another network, and what reads images
         net.allow_unused(unused)
     at = "model.language_model" if c.has(TEXT_CONFIG) else "model"
-    return decoder(net, c, layer, table=f"{at}.embed_tokens", layers=f"{at}.layers", norm=f"{at}.norm")
+    table, layers = f"{at}.embed_tokens", f"{at}.layers"
+    return decoder(net, c, layer, table=table, layers=layers, norm=f"{at}.norm", mtp_names=MTP)
 
 
 def _gated_attention(net: Network, x: Value, at: str, heads: Heads, rotary: Rotary, *, bias: bool) -> Value:

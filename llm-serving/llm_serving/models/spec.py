@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from llm_serving.models.config_reader import TEXT_CONFIG, ConfigReader
 from llm_serving.models.gguf import is_gguf, read_config
 from llm_serving.models.layers import SCORE_TOKENS
 from llm_serving.models.mindformers import config_from_mindformers
+from llm_serving.models.mtp import SEPARATE_EXPERT
 from llm_serving.models.pooling import is_embedding_model, max_seq_length, score_tokens
 from llm_serving.models.registry import architecture_of, describe
 from llm_serving.network.adapters import AdaptedLinear, with_adapters
@@ -67,6 +68,16 @@ class ModelSpec:
     def network(self) -> Network:
         network: Network = describe(self.architecture, ConfigReader(self.config, CONFIG_NAME))
         return network
+
+    def mtp(self, stored: Container[str] = ()) -> ModelSpec | None:
+        """Return the spec whose network is the layer for multi-token prediction (`models.mtp`); None: the configuration
+        has no such layer, or the server does not use that of the family. `stored`: names of the tensors of the folder.
+        """
+        spec = replace(self)
+        config = {**self.config, "separate_experts": True} if SEPARATE_EXPERT in stored else self.config
+        spec.__dict__["network"] = describe(self.architecture, ConfigReader(config, CONFIG_NAME, of_mtp=True))
+        spec.__dict__["scheme"] = self.scheme
+        return None if spec.network.given is None else spec
 
     @cached_property
     def scheme(self) -> Scheme | None:

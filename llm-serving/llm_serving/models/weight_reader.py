@@ -189,6 +189,10 @@ class WeightReader:
         """Accept a tensor that the model does not use. A name that ends with a dot is a prefix of several tensors."""
         self._unread -= {each for each in self._unread if is_optional(each, (name,))}
 
+    def expect_only(self, names: Collection[str]) -> None:
+        """Allow all other tensors, although the model does not use them."""
+        self._unread &= set(names)
+
     def check_all_read(self) -> None:
         """Raise ModelError if the folder has tensors that were not read, which means that it holds another model."""
         if self._read_ahead is not None:
@@ -226,6 +230,21 @@ def check_folder(folder: Path) -> ModelSpec:
     spare = {**reader.zero_biases(), **optional_tensors(spec, reader.shapes())}
     check_tensors(str(folder), spec.tensors, reader.shapes(), spare)
     return spec
+
+
+def mtp_layer(spec: ModelSpec, reader: WeightReader, folder: Path) -> ModelSpec:
+    """Return the spec of a model's layer for multi-token prediction (`models.mtp`). Raise ModelError if there is none,
+    or the folder lacks its tensors.
+    """
+    rule = "scheduler_config.speculative_method: mtp needs a layer for multi-token prediction"
+    stored = reader.shapes()
+    layer = spec.mtp(stored)
+    if layer is None:
+        raise ModelError(f"{rule}: {spec.architecture} has none that the server uses, by its config.json")
+    missing = [name for name in layer.tensors if name not in stored]
+    if missing:
+        raise ModelError(f"{rule}: {folder} lacks {len(missing)} of its {len(layer.tensors)} tensors, as {missing[0]}")
+    return layer
 
 
 def check_replacement(folder: Path, served: Path) -> None:

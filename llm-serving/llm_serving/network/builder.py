@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,37 +15,10 @@ from llm_serving.errors import ModelError
 from llm_serving.network.caches import CacheShape, StateShape
 from llm_serving.network.experts import MAX_EXPERTS, Expert, ExpertRouting, ExpertStacks, Gate, expert_weights
 from llm_serving.network.factors import Constant, PaddedMeanScale
-from llm_serving.network.operations import BY_TOKEN, ElementType, Float32Array, Operation, Transform, Value, Weight
+from llm_serving.network.operations import BY_TOKEN, ElementType, Operation, Transform, Value, Weight
 from llm_serving.network.orders import order_of, shared_order
+from llm_serving.network.positions import PositionEmbedding
 from llm_serving.network.rope import Rotary
-
-
-@dataclass(frozen=True)
-class PositionEmbedding:
-    """A learned embedding of positions, to which an embedding of token types is added.
-
-    Attributes:
-        name, types: Tensor name prefixes of both tables, [first + num_positions, H] and [num_types, H].
-        first: Row of the table for position 0.
-    """
-
-    name: str
-    types: str
-    num_positions: int
-    num_types: int
-    first: int = 0
-
-    def table(self, hidden: int) -> Weight:
-        """Return the sums [num_types * num_positions, H]: one row for each position of the first type, then of the
-        second.
-        """
-        stored = (self.first + self.num_positions, hidden), (self.num_types, hidden)
-        shape = (self.num_types * self.num_positions, hidden)
-        return Weight((f"{self.name}.weight", f"{self.types}.weight"), shape, stored, transform=self.sums)
-
-    def sums(self, stack: Float32Array) -> Float32Array:
-        positions, types = stack[self.first : -self.num_types], stack[-self.num_types :]
-        return np.concatenate([positions + each for each in types])
 
 
 class Network:
@@ -71,6 +44,8 @@ class Network:
         self.causal = causal
         self.positions: PositionEmbedding | None = None
         """Learned position embeddings; None: the network has none."""
+        self.given: Value | None = None
+        """Rows that each step provides in place of token ids; None: the network looks up an embedding."""
         self.num_labels = 0
         """Number of scores of a request; 0: the head gives logits of tokens."""
         self.operations: list[Operation] = []
@@ -140,6 +115,11 @@ class Network:
         attributes = {**BY_TOKEN, "of_positions": True}
         return self.record("embedding", {}, {"table": positions.table(self.hidden)}, attributes)
 
+    def given_rows(self, width: int) -> Value:
+        """Begin a network whose input is a row of `width` elements for each token."""
+        self.given = Value("given", width)
+        return self.given
+
     def linear(
         self,
         x: Value,
@@ -188,7 +168,7 @@ class Network:
     def rms_norm(
         self,
         x: Value,
-        name: str | None,
+        names: str | Sequence[str] | None,
         *,
         group: int = 0,
         unpadded: int = 0,
@@ -197,8 +177,8 @@ class Network:
         as_stored: bool = False,
         of_row: bool = False,
     ) -> Value:
-        """Compute x / sqrt(mean(x^2) + eps) * gamma in float32, with gamma in the tensor `<name>.weight`. If `name` is
-        None, gamma is 1.
+        """Compute x / sqrt(mean(x^2) + eps) * gamma in float32, with gamma in the tensors `<name>.weight`, which are
+        stacked. If `names` is None, gamma is 1.
 
         Args:
             group: Number of columns that are normalised together; 0: whole rows.
@@ -215,11 +195,13 @@ class Network:
         dtype: ElementType = "model" if transform is None else "float32"
         count = x.width // size if of_row else 1
         shape, stored = (count * size,), (count * unpadded,)
-        if name is None:
+        if names is None:
             gamma = Weight((), shape, generate=Constant(shape[0], math.sqrt(unpadded / size)), dtype="float32")
         else:
-            order = order_of(rows, stored[0])
-            gamma = Weight((f"{name}.weight",), shape, (stored,), order, transform=transform, dtype=dtype)
+            names = (names,) if isinstance(names, str) else tuple(names)
+            sizes = ((stored[0] // len(names),),) * len(names)
+            tensors, order = tuple(f"{name}.weight" for name in names), order_of(rows, stored[0])
+            gamma = Weight(tensors, shape, sizes, order, transform=transform, dtype=dtype)
         # The mean over all columns is smaller by unpadded / size than the mean over the unpadded ones; so is eps.
         attributes = {"eps": (self._eps if eps is None else eps) * unpadded / size, "group": group}
         return self.record("rms_norm", {"x": x}, {"gamma": gamma}, attributes | {"centred": False}, x.width)
@@ -435,6 +417,10 @@ class Network:
     def scores(self, x: Value, num_labels: int) -> None:
         """Make x the result, float32 scores. This is the last operation of a network without LM head."""
         self.num_labels = num_labels
+        self.result(x)
+
+    def result(self, x: Value) -> None:
+        """Make x the result, in float32. This is the last operation of a network without LM head."""
         self.operations.append(Operation("hidden_states", {"x": x}, {}, {}, {}))
 
     def _matrix(self, name: str, shape: tuple[int, int], transform: Transform | None = None) -> Weight:

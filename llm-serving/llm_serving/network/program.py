@@ -94,11 +94,30 @@ def build_head_program(network: Network, dtype: str) -> Program:
     """Build the program that computes logits or scores of hidden states. Its last weight is the table of
     hidden states, which token ids index.
     """
-    table = {"table": Weight(("hidden_states",), (0, network.hidden))}
-    given = Operation("embedding", {}, table, {"y": network.head_input}, BY_TOKEN)
-    operations = network.head_operations
-    first = [weight for each in operations for weight in each.weights.values()]
-    return assemble(rewrite(select_rows([given, *operations])), 0, dtype, first)
+    return _of_given_rows(network.head_input, network.head_operations, 0, dtype)
+
+
+def build_given_rows_program(network: Network, dtype: str) -> Program:
+    """Build the program of a network with `given` rows, whose result is in float32. Its last weight is the table of
+    the given rows, which token ids index.
+    """
+    assert network.given is not None
+    return _of_given_rows(network.given, network.operations, len(network.caches), dtype)
+
+
+def build_embedding_program(network: Network, dtype: str) -> Program:
+    """Build the program whose result is the token embedding, in float32."""
+    first = network.operations[0]
+    result = Operation("hidden_states", {"x": first.outputs["y"]}, {}, {}, {})
+    return assemble(rewrite(select_rows([first, result])), 0, dtype, list(first.weights.values()))
+
+
+def _of_given_rows(given: Value, operations: Sequence[Operation], num_caches: int, dtype: str) -> Program:
+    table = {"table": Weight(("given_rows",), (0, given.width))}
+    lookup = Operation("embedding", {}, table, {"y": given}, BY_TOKEN)
+    matrices_first = sorted(operations, key=lambda each: each.kind != "linear")  # weight 0 must be a matrix
+    first = [weight for each in matrices_first for weight in each.weights.values()]
+    return assemble(rewrite(select_rows([lookup, *operations])), num_caches, dtype, first)
 
 
 def assemble(

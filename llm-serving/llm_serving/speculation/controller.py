@@ -295,7 +295,7 @@ class SpeculationController:
         num_forced, accepted = num_draft_tokens - num_proposed, min(num_accepted, num_proposed)
         if num_forced and accepted == num_proposed:
             drafts.record_forced(num_forced, num_accepted - accepted, num_output)
-        if self._model is not None and drafts.proposer is Proposer.DRAFT_MODEL:
+        if self._model is not None and drafts.proposer is self._model.proposer:
             self._model.record_verified(drafts, request, num_proposed, accepted)
         counts = (
             VerifiedDraft(drafts.proposer, num_proposed, accepted),
@@ -378,7 +378,7 @@ class SpeculationController:
     def _propose_for(self, request: Request, drafts: RequestDrafts, model_draft: list[int]) -> list[int]:
         """Return a request's n-gram or model draft, followed by the tokens that its constraint forces."""
         output = request.output_token_ids
-        token_ids, drafts.proposer = model_draft, Proposer.DRAFT_MODEL
+        token_ids, drafts.proposer = model_draft, Proposer.NGRAM if self._model is None else self._model.proposer
         if request in self._predictable and drafts.compare(output):
             token_ids = drafts.lookup.propose(self.gain.plan(drafts.acceptance)[0])
             drafts.proposer = Proposer.NGRAM
@@ -394,7 +394,7 @@ class SpeculationController:
             drafts.record_forced(0, 0, len(output))
         while allowed[: drafts.num_proposed] != token_ids[: drafts.num_proposed]:
             drafts.num_proposed -= 1
-        if model_draft and not drafts.num_proposed and drafts.proposer is Proposer.DRAFT_MODEL:
+        if model_draft and not drafts.num_proposed and drafts.proposer is not Proposer.NGRAM:
             self._record_useless(request, drafts)
         return allowed
 

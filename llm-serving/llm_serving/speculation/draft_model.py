@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from llm_serving.core.enums import Proposer
 from llm_serving.core.request import Request
 from llm_serving.core.step import MAX_DRAFT_REQUESTS, DraftRequest, draft_window_start
 from llm_serving.core.timings import Clock, monotonic
@@ -23,9 +24,12 @@ PASS_MEMORY: Final = 32
 MAX_WORKER_DEATHS: Final = 3
 """Number of WorkAgent exits during proposals after which the draft model is no longer used."""
 
+_DESCRIPTIONS: Final = {Proposer.DRAFT_MODEL: "the draft model", Proposer.MTP: "the layer for multi-token prediction"}
+
 
 class DraftModelProposer:
-    """Proposes tokens with the draft model of a WorkAgent, while no step is in flight.
+    """Proposes tokens with the draft model of a WorkAgent, or with its model's layer for multi-token prediction, while no
+    step is in flight.
 
     The draft model reads the last `DRAFT_WINDOW` tokens of each request and samples with the request's parameters. Each
     pass of the model computes one more token for each request. `propose`: the method `Executor.propose`. No draft
@@ -37,9 +41,15 @@ class DraftModelProposer:
         propose: Callable[[Sequence[DraftRequest]], list[list[int]]],
         block_size: int,
         clock: Clock = monotonic,
+        block_table: Callable[[str], Sequence[int]] | None = None,
     ) -> None:
+        """`block_table`: returns the KV blocks of a request, for the model's layer for multi-token prediction, which
+        proposes in place of a draft model; None: there is a draft model.
+        """
+        self.proposer = Proposer.DRAFT_MODEL if block_table is None else Proposer.MTP
         self._propose = propose
         self._block_size = block_size
+        self._block_table = block_table
         self._clock = clock
         self._num_deaths = 0
         self._pass = MovingAverage(PASS_MEMORY)
@@ -75,14 +85,12 @@ class DraftModelProposer:
             return {}
         began = self._clock()
         try:
-            drafts = self._propose([_draft_request(*each) for each in counts])
+            drafts = self._propose([self._draft_request(*each) for each in counts])
         except WorkerError:
             self._num_deaths += 1
             if self._num_deaths == MAX_WORKER_DEATHS:
-                logger.warning(
-                    "the draft model is no longer used: the WorkAgent exited %d times during its proposals",
-                    MAX_WORKER_DEATHS,
-                )
+                text = "%s is no longer used: the WorkAgent exited %d times during its proposals"
+                logger.warning(text, _DESCRIPTIONS[self.proposer], MAX_WORKER_DEATHS)
             raise
         self._pass.add((self._clock() - began) / max(count for _, count in counts))
         return {request: token_ids for (request, _), token_ids in zip(counts, drafts, strict=True)}
@@ -91,21 +99,24 @@ class DraftModelProposer:
         """Return how many draft tokens fit into the request's last block and its `max_tokens`."""
         return min(-request.num_tokens % self._block_size, request.sampling.max_tokens - request.num_output_tokens - 1)
 
+    def _draft_request(self, request: Request, count: int) -> DraftRequest:
+        start, sampling = draft_window_start(request.num_tokens_known), request.sampling
+        block_ids: Sequence[int] = ()
+        if self._block_table is not None:
+            block_ids = self._block_table(request.request_id)[start // self._block_size :]
+        return DraftRequest(
+            key=request.sequence,
+            start=start,
+            token_ids=request.known_token_ids(start, request.num_tokens_known),
+            num_draft_tokens=count,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            block_ids=list(block_ids),
+        )
+
 
 def _rank(request: Request) -> tuple[int, int]:
     return request.request_class.rank, request.sequence
-
-
-def _draft_request(request: Request, count: int) -> DraftRequest:
-    start, sampling = draft_window_start(request.num_tokens_known), request.sampling
-    return DraftRequest(
-        key=request.sequence,
-        start=start,
-        token_ids=request.known_token_ids(start, request.num_tokens_known),
-        num_draft_tokens=count,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-    )

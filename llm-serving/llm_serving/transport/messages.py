@@ -115,6 +115,8 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     """Highest rank of an adapter."""
     rank_table: str | None = None
     """Path of a rank table of HCCL."""
+    uses_mtp: bool = False
+    """Whether the model's layer for multi-token prediction proposes draft tokens."""
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):

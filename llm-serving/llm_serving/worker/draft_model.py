@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +28,9 @@ from llm_serving.core.step import (
 from llm_serving.worker.model_runner import ModelRunner
 
 
-class _Slot:
+class DraftSlot:
+    """Cache blocks of the draft model, and the tokens of the request that they are assigned to."""
+
     def __init__(self, blocks: range) -> None:
         self.blocks = np.array(blocks, np.int32)
         self.start = 0
@@ -45,6 +48,14 @@ class _Slot:
         return known
 
 
+class DraftRow(NamedTuple):
+    """A request of a step. `number`: its index among all requests; `num_cached`: its first tokens, which are cached."""
+
+    number: int
+    slot: DraftSlot
+    num_cached: int
+
+
 class DraftModel:
     """Runs the draft model. Only the thread of its runner may call it."""
 
@@ -52,9 +63,9 @@ class DraftModel:
         """`vocab_size`: vocabulary size of the large model. Tokens beyond it are not proposed."""
         self._runner = runner
         self._vocab_size = vocab_size
-        count = blocks_per_draft_request(runner.kv_tensors.block_size)
-        self._free = [_Slot(range(index * count, (index + 1) * count)) for index in range(MAX_DRAFT_REQUESTS)]
-        self._slots: OrderedDict[int, _Slot] = OrderedDict()
+        self.blocks_per_request = count = blocks_per_draft_request(runner.kv_tensors.block_size)
+        self._free = [DraftSlot(range(index * count, (index + 1) * count)) for index in range(MAX_DRAFT_REQUESTS)]
+        self._slots: OrderedDict[int, DraftSlot] = OrderedDict()
         """Request key -> slot, the least recently used first."""
         self._step = 0
 
@@ -75,8 +86,8 @@ class DraftModel:
             raise
         return proposed
 
-    def _rows(self, requests: Sequence[DraftRequest]) -> list[tuple[int, _Slot, int]]:
-        """Return (index, slot, number of cached tokens) for each request that exceeds no limit."""
+    def _rows(self, requests: Sequence[DraftRequest]) -> list[DraftRow]:
+        """Return the rows of the requests within the limits."""
         rows, left = [], MAX_PROPOSED_TOKENS
         for index, request in enumerate(requests[:MAX_DRAFT_REQUESTS]):
             token_ids = request.token_ids
@@ -95,13 +106,13 @@ class DraftModel:
                 slot.start, slot.token_ids = before
                 continue
             left -= len(token_ids) - known
-            rows.append((index, slot, known))
+            rows.append(DraftRow(index, slot, known))
         return rows
 
     def _extend(
-        self, requests: Sequence[DraftRequest], rows: list[tuple[int, _Slot, int]], proposed: list[list[int]]
-    ) -> list[tuple[int, _Slot, int]]:
-        """Add one draft token to each row. Return the rows that need further tokens."""
+        self, requests: Sequence[DraftRequest], rows: list[DraftRow], proposed: list[list[int]]
+    ) -> list[DraftRow]:
+        """Add one draft token to each row. Return the rows that need more."""
         extended = [requests[index] for index, _, _ in rows]
         known = np.array([known for _, _, known in rows], np.int32)
         lens = np.array([len(slot.token_ids) for _, slot, _ in rows], np.int32)
@@ -120,16 +131,21 @@ class DraftModel:
             sampling=_sampling(extended, positions),
         )
         self._step += 1
-        chosen = self._runner.execute(step).token_ids.tolist()
+        chosen = self._choose(step, rows)
         unfinished = []
         for (index, slot, _), token_id in zip(rows, chosen, strict=True):
             if not 0 <= token_id < self._vocab_size:
                 continue
             proposed[index].append(token_id)
             if len(proposed[index]) < requests[index].num_draft_tokens:
-                unfinished.append((index, slot, len(slot.token_ids)))
+                unfinished.append(DraftRow(index, slot, len(slot.token_ids)))
                 slot.token_ids.append(token_id)
         return unfinished
+
+    def _choose(self, step: StepInput, rows: Sequence[DraftRow]) -> list[int]:
+        """Compute the tokens of a step after the cached ones. Return the next token of each row; -1: none."""
+        token_ids: list[int] = self._runner.execute(step).token_ids.tolist()
+        return token_ids
 
 
 def _sampling(requests: Sequence[DraftRequest], positions: Sequence[int]) -> SamplingInput:

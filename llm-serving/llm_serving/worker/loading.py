@@ -33,12 +33,13 @@ from llm_serving.models.memory import (
     FREE_NPU_MEMORY_FRACTION,
     draft_model_bytes,
     kv_cache_bytes_left,
+    mtp_bytes,
     num_mask_keys,
     num_state_slots,
     readable_size,
 )
 from llm_serving.models.spec import ModelSpec
-from llm_serving.models.weight_reader import check_folder
+from llm_serving.models.weight_reader import WeightReader, check_folder, mtp_layer
 from llm_serving.network.quantization import Quantization
 from llm_serving.transport.messages import LoadModel
 from llm_serving.worker.compiled_graph import load_networks
@@ -47,6 +48,7 @@ from llm_serving.worker.draft_model import DraftModel
 from llm_serving.worker.exactness import OF_EXPERTS, check_block_size, guarantee
 from llm_serving.worker.kv_cache import block_bytes, element_bytes, num_blocks_for
 from llm_serving.worker.model_runner import ModelRunner
+from llm_serving.worker.mtp import load_mtp
 from llm_serving.worker.rank_group import CollectiveGroup, RankGroup
 
 logger = get_logger(__name__)
@@ -104,6 +106,8 @@ def load_runner(
     framework = f"{ms.__version__} with MindFormers {mindformers_version()}" if by_mindformers else ms.__version__
     folder = Path(settings.model_path)
     spec = check_folder(folder)
+    if settings.uses_mtp:
+        mtp_layer(spec, WeightReader(folder, spec.scheme), folder)
     has_experts = any(each.kind == "experts" for each in spec.network.operations)
     in_dtype = settings.quantization != QuantizationName.W8A8
     guaranteed = guarantee(device.exactness, backend.name, has_experts and in_dtype)
@@ -152,6 +156,10 @@ def load_runner(
     runner.warm_up()
     if settings.draft_model_path is not None:
         runner.draft_model = _draft_model(settings, spec, backend, device, on_progress)
+    elif settings.uses_mtp:
+        on_progress(f"reading the layer for multi-token prediction of {folder.name}")
+        reported_at = limit_progress_reports(on_progress, folder.name)
+        runner.draft_model = load_mtp(runner, folder, backend, _quantization(settings, backend), reported_at)
     return runner, notice
 
 
@@ -291,4 +299,6 @@ def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
     if settings.draft_model_path is not None:
         draft = ModelSpec.from_folder(Path(settings.draft_model_path))
         left -= draft_model_bytes(draft, element_bytes(backend), settings.block_size)
+    if settings.uses_mtp:
+        left -= mtp_bytes(spec, element_bytes(backend), settings.block_size, _quantization(settings, backend))
     return min(useful, num_blocks_for(left, one, settings.block_size))

@@ -16,6 +16,7 @@ from llm_serving.core.step import AllowedTokens, DraftModelClient, Float32Array,
 from llm_serving.core.window import Window
 from llm_serving.errors import StepMismatchError, WorkerError
 from llm_serving.lowering.lower import lower
+from llm_serving.lowering.parameters import Parameters
 from llm_serving.lowering.step_inputs import step_inputs_for_rows
 from llm_serving.models.adapters import AdapterLimits
 from llm_serving.models.spec import ModelSpec
@@ -25,6 +26,7 @@ from llm_serving.network.quantization import Quantization
 from llm_serving.worker.adapters import AdapterMemory
 from llm_serving.worker.block_guard import BlockGuard, BlockTags, check_block_moves
 from llm_serving.worker.compiled_graph import StepNetwork, StepNetworks, compile_networks
+from llm_serving.worker.hidden_states import HiddenStates, newest_tokens
 from llm_serving.worker.kv_cache import GraphOwnedCache, KVTensors, TransferMemory
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs, resolve_token_ids
 from llm_serving.worker.pooling import means, num_states_per_result, with_all_states, with_token_types
@@ -88,13 +90,17 @@ class ModelRunner:
             adapters: Limits of the adapter slots; None: the network has none.
         """
         self.adapters: AdapterMemory | None = None
-        as_program = as_program and backend.program() is not None
+        self.runs_program = as_program = as_program and backend.program() is not None
         linears: list[AdaptedLinear] = []
         if adapters is not None:
             spec, linears = spec.with_adapters(*adapters, as_program=as_program)
         self.spec = spec
         self.compute_fingerprint: ComputeFingerprint = UNKNOWN_FINGERPRINT
         self.draft_model: DraftModelClient | None = None
+        self.hidden_states: HiddenStates | None = None
+        """Last hidden states of the newest tokens, for a draft model that reads them; None: they are not kept."""
+        self.parameters: Parameters = {}
+        """Parameters of the weights; empty if a graph contains them."""
         self._backend = backend
         self._ranks, self._step_timeout_s = ranks, step_timeout_s
         if networks is None:
@@ -109,6 +115,7 @@ class ModelRunner:
             self.kv_tensors = GraphOwnedCache.of(backend, num_blocks, block_size)
         most_tokens = Window.from_model(spec.window, 1, max_model_len).max_request_tokens(block_size, num_blocks)
         max_positions = min(max_model_len, most_tokens)
+        self.max_positions = max_positions
         self._limits = ModelLimits(spec.network.num_input_ids, max_positions, num_blocks, block_size, spec.window)
         self._num_prompt_rows = num_prompt_rows
         if networks is None:
@@ -133,6 +140,7 @@ class ModelRunner:
                     adapters,
                     as_program=as_program,
                 )
+            self.parameters = lowered.parameters
             networks = compile_networks(
                 lowered, spec.network.hidden, num_prompt_rows, has_adapters=adapters is not None
             )
@@ -176,7 +184,7 @@ class ModelRunner:
             )
             self._forward(inputs)
             self._states_of(inputs)
-            self._logits_of(self._states(self._planned(inputs).arrays()))
+            self.logits_of(self._states(self._planned(inputs).arrays()))
         self.kv_tensors.clear()
 
     def announce_ending(self, announce: Callable[[], None] | None) -> bool:
@@ -239,6 +247,8 @@ class ModelRunner:
             raise WorkerError("adapters must be empty: the model was loaded without adapter slots")
         tensors.move_blocks(step.block_moves)
         self._guard.check_imports(step.block_moves)
+        if self.hidden_states is not None:
+            self.hidden_states.drop(step.block_moves, inputs.slot_mapping)
         if self._tokens is not None and len(step.result_tokens) == step.sampling.num_samples:
             self._previous = started = self._submit(step, inputs, latest, await_allowed)
             return started
@@ -260,7 +270,7 @@ class ModelRunner:
         previous: Int32Array,
         await_allowed: Callable[[], AllowedTokens] | None,
     ) -> StepOutput:
-        logits = self._forward(inputs)
+        logits = self._forward(inputs) if self.hidden_states is None else self._keep_states(inputs, self.hidden_states)
         self._export(step.exports)
         step = self._with_allowed_tokens(step, await_allowed)
         samples = logits[: step.sampling.num_samples]
@@ -316,20 +326,20 @@ class ModelRunner:
         num_samples, num_scored = step.sampling.num_samples, step.scoring.num_results
         vectors = states[num_samples + num_scored :]
         if self.spec.network.num_labels:
-            vectors = self._logits_of(vectors)
+            vectors = self.logits_of(vectors)
         vocab_size = self.spec.network.vocab
-        logits = self._logits_of(states[:num_samples]) if num_samples else np.empty((0, vocab_size), np.float32)
+        logits = self.logits_of(states[:num_samples]) if num_samples else np.empty((0, vocab_size), np.float32)
         output = sample(step.step, logits, step.sampling, previous, self._choose_tokens)
         to_score = states[num_samples : num_samples + num_scored]
-        scored = score(to_score, step.scoring, self._logits_of, vocab_size, self._choose_tokens)
+        scored = score(to_score, step.scoring, self.logits_of, vocab_size, self._choose_tokens)
         errors = {num_samples + index: error for index, error in scored.errors.items()}
         for index in np.flatnonzero(~np.isfinite(vectors).all(axis=1)).tolist():
             errors[num_samples + num_scored + index] = "the model's last hidden state is not finite"
         errors = _first_error_per_row(errors, step.result_tokens)
         return replace(output, row_errors=output.row_errors | errors, scores=scored.scores, vectors=vectors.copy())
 
-    def _logits_of(self, states: Float32Array) -> Float32Array:
-        """Return the logits [P, V], or classification scores [P, labels], of hidden states [P, H]."""
+    def logits_of(self, states: Float32Array) -> Float32Array:
+        """Return the logits [P, V] or scores [P, labels] of hidden states [P, H]."""
         return self._head((states, *step_inputs_for_rows(len(states))))
 
     def _states_of(self, inputs: ModelInputs) -> Float32Array:
@@ -364,6 +374,13 @@ class ModelRunner:
             return self._computed(inputs).copy()
         network, arrays = self._states_network(inputs)
         return self._head((network.submit(arrays), *step_inputs_for_rows(len(inputs.selected_indices))))
+
+    def _keep_states(self, inputs: ModelInputs, kept: HiddenStates) -> Float32Array:
+        """Do the same as `_forward`, and keep the hidden states of the newest tokens of each row."""
+        indices = newest_tokens(inputs.query_lens)
+        states = self._states_of(replace(inputs, sample_indices=indices))
+        kept.keep(inputs.slot_mapping[indices], states)
+        return self.logits_of(states[np.searchsorted(indices, inputs.selected_indices)])
 
     def _computed(self, inputs: ModelInputs, given_ids: Int32Array | None = None) -> DeviceLogits:
         """Start the networks of a step on a backend with a token graph. `given_ids`: see `TokenGraph.submit`."""

@@ -171,7 +171,7 @@ def _table(
     figures = (objective.figure, *(each.figure for each in objective.constraints))
     if any(each.name in COUNTING_FIGURES for each in figures):
         yield from REFUSAL_VALUES.items()
-    if workload.has_answer_texts and config.scheduler.draft_model_path is None:
+    if workload.has_answer_texts and config.scheduler.speculative_method in ("none", "ngram"):
         yield from SPECULATION_VALUES.items()
     names = classes_in(config, workload)
     if len(names) > 1:

@@ -115,7 +115,7 @@ class CacheConfig:
     reported in the log."""
 
 
-_PROGRAM_KERNELS: Final = ("auto", "program", "plugin")
+PROGRAM_KERNELS: Final = ("auto", "program", "plugin")
 """Values of `device_config.kernels` with which one operator runs the network on a CPU."""
 
 
@@ -163,7 +163,7 @@ def _stored(runs_programs: bool) -> Quantization | None:
 
 
 def _runs_programs(target: str, kernels: str) -> bool:
-    return target == "CPU" and kernels in _PROGRAM_KERNELS
+    return target == "CPU" and kernels in PROGRAM_KERNELS
 
 
 def set_block_size(values: Values, spec: ModelSpec | None) -> None:

@@ -8,6 +8,7 @@ from typing import Final
 
 from llm_serving.config.paths import Kind
 from llm_serving.config.rules import BOOLEAN, MEMORY, boolean, choice, integer, number, option, path, positive
+from llm_serving.config.sections.device import PROGRAM_KERNELS
 from llm_serving.config.values import Values
 from llm_serving.core.enums import ImplementationName, OrderName, PolicyName, SpeculativeMethodName
 from llm_serving.models.spec import ModelSpec
@@ -50,7 +51,10 @@ class SchedulerConfig:
     """Speculative decoding, which changes no token of a response. `ngram`: n-gram lookup; the tokens that followed an
     earlier occurrence of the newest tokens, in the prompt, the output or the tenant's finished responses, become draft
     tokens. `draft_model`: the same, and the model of `draft_model_path` proposes draft tokens where the lookup finds
-    none. The server verifies draft tokens only where the expected gain exceeds the cost. `none`: no draft tokens."""
+    none. `mtp`: the same, with the model's own layer for multi-token prediction in place of the draft model, for
+    DeepSeek-V3 and later, GLM-4.5 and later, Qwen3-Next and Qwen3.5 on a CPU with `kernels: program`; its memory is
+    taken from the KV cache. The server verifies draft tokens only where the expected gain exceeds the cost. `none`: no
+    draft tokens."""
     draft_model_path: Path | None = option(
         None,
         path(Kind.FILE_OR_FOLDER),
@@ -159,6 +163,11 @@ def choose_step_budget(values: Values, spec: ModelSpec | None) -> None:
 
 # --- checks ---------------------------------------------------------------------------------------------------------
 
+_FOR_MTP: Final = (
+    ("device_config.device_target", ("CPU",)),
+    ("device_config.kernels", PROGRAM_KERNELS),
+)
+"""(key, allowed values) with `speculative_method: mtp`, in addition to `_FOR_DRAFT_MODEL`."""
 _FOR_DRAFT_MODEL: Final = (
     ("cluster_config.tensor_parallel", 1),
     ("model_config.mindir_path", None),
@@ -167,7 +176,7 @@ _FOR_DRAFT_MODEL: Final = (
 """(key, required value) with a draft model, which runs inside one WorkAgent on this project's own network."""
 
 
-def check_scheduler(values: Values) -> None:
+def check_scheduler(values: Values, spec: ModelSpec | None) -> None:
     """Check the budget, the order, the draft model and the limits of the queue, else raise ConfigError."""
     budget_key = "scheduler_config.max_prefill_tokens"
     budget, slots = values[budget_key], values["model_config.decode_batch_size"]
@@ -175,7 +184,7 @@ def check_scheduler(values: Values) -> None:
         rule = f"must be at least model_config.decode_batch_size {slots}: a step has room for every running request"
         raise values.error(budget_key, rule)
     _check_order(values)
-    _check_draft_model(values)
+    _check_draft_model(values, spec)
     name = "scheduler_config.max_long_prefill_tokens"
     if values[name] is not None and values[name] > budget:
         raise values.error(name, f"must be <= {budget_key} {budget}, the token budget of a step")
@@ -196,12 +205,22 @@ def _check_order(values: Values) -> None:
         raise values.error(name, rule)
 
 
-def _check_draft_model(values: Values) -> None:
+def _check_draft_model(values: Values, spec: ModelSpec | None) -> None:
     method, path = "scheduler_config.speculative_method", "scheduler_config.draft_model_path"
-    if values[path] is None:
+    uses_mtp = values[method] == SpeculativeMethodName.MTP
+    if values[path] is None and not uses_mtp:
         if values[method] == SpeculativeMethodName.DRAFT_MODEL:
             raise values.error(method, f"must not be draft_model without {path}")
         return
+    given = f"{method}: mtp" if uses_mtp else path
     for name, allowed in _FOR_DRAFT_MODEL:
         if values[name] != allowed:
-            raise values.error(name, f"must be {allowed} with {path}")
+            raise values.error(name, f"must be {allowed} with {given}")
+    if not uses_mtp:
+        return
+    for name, choices in _FOR_MTP:
+        if values[name] not in choices:
+            raise values.error(name, f"must be {' or '.join(choices)} with {given}")
+    if spec is not None and spec.mtp() is None:
+        rule = "must not be mtp: the server uses no layer for multi-token prediction of this model"
+        raise values.error(method, f"{rule}, {spec.architecture}")

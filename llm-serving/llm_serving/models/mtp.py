@@ -1,0 +1,71 @@
+"""The layer for multi-token prediction (MTP), which proposes draft tokens (DeepSeek-V3, 2024, section 2.2).
+
+It predicts the token after the next one from the last hidden state of a token and the embedding of the next token: both
+are normalised, joined, projected to the hidden size and passed through a layer of the model's own form. Embedding and
+LM head are those of the model. A token's own result can take the place of the hidden state, to predict further tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from llm_serving.models.config_reader import ConfigReader
+from llm_serving.network.builder import Network
+from llm_serving.network.operations import Value
+
+
+@dataclass(frozen=True)
+class MtpNames:
+    """Tensor name prefixes of an MTP layer.
+
+    Attributes:
+        count_key: Configuration key of the number of MTP layers, of which the first one is used.
+        default: Value of `count_key` if it is absent.
+        layer: Prefix of the layer; None: that of a layer after the last one of the model, with which all others begin.
+        inputs: Norms of the embedding and of the hidden state.
+        projection: Product that joins both.
+        norm: Norm of the result.
+    """
+
+    count_key: str
+    default: int
+    layer: str | None
+    inputs: tuple[str, str]
+    projection: str
+    norm: str
+
+    def count(self, c: ConfigReader) -> int:
+        """Return the number of MTP layers of a configuration."""
+        return c.integer(self.count_key, self.default, least=0)
+
+
+NEXTN: Final = MtpNames("num_nextn_predict_layers", 0, None, ("enorm", "hnorm"), "eh_proj", "shared_head.norm")
+"""DeepSeek-V3 and later, GLM-4.5 and later."""
+MTP: Final = MtpNames(
+    "mtp_num_hidden_layers",
+    1,
+    "mtp.layers.0.",
+    ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"),
+    "mtp.fc",
+    "mtp.norm",
+)
+"""Qwen3-Next and Qwen3.5."""
+SEPARATE_EXPERT: Final = "mtp.layers.0.mlp.experts.0.gate_proj.weight"
+"""A tensor of MTP layers whose experts are not stacked, as Qwen3.5 has them; Qwen3.6 stacks them."""
+
+
+def joined_input(net: Network, names: MtpNames, after: str) -> tuple[Value, str]:
+    """Begin the network of an MTP layer, whose input rows are embedding and hidden state side by side. Return the input
+    of the layer and its tensor name prefix. `after`: prefix of a layer after the last one of the model.
+    """
+    at = after if names.layer is None else ""
+    given = net.given_rows(2 * net.hidden)
+    x = net.rms_norm(given, [at + name for name in names.inputs], group=net.hidden, of_row=True)
+    return net.linear(x, at + names.projection, net.hidden), after if names.layer is None else names.layer
+
+
+def finish(net: Network, names: MtpNames, x: Value, at: str) -> Network:
+    """Make the normalised output of the layer `at` the result: the input of the model's LM head."""
+    net.result(net.rms_norm(x, (at if names.layer is None else "") + names.norm))
+    return net

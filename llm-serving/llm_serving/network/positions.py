@@ -1,0 +1,37 @@
+"""Learned embeddings of positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from llm_serving.network.operations import Float32Array, Weight
+
+
+@dataclass(frozen=True)
+class PositionEmbedding:
+    """A learned embedding of positions, to which an embedding of token types is added.
+
+    Attributes:
+        name, types: Tensor name prefixes of both tables, [first + num_positions, H] and [num_types, H].
+        first: Row of the table for position 0.
+    """
+
+    name: str
+    types: str
+    num_positions: int
+    num_types: int
+    first: int = 0
+
+    def table(self, hidden: int) -> Weight:
+        """Return the sums [num_types * num_positions, H]: one row for each position of the first type, then of the
+        second.
+        """
+        stored = (self.first + self.num_positions, hidden), (self.num_types, hidden)
+        shape = (self.num_types * self.num_positions, hidden)
+        return Weight((f"{self.name}.weight", f"{self.types}.weight"), shape, stored, transform=self.sums)
+
+    def sums(self, stack: Float32Array) -> Float32Array:
+        positions, types = stack[self.first : -self.num_types], stack[-self.num_types :]
+        return np.concatenate([positions + each for each in types])

@@ -1,0 +1,83 @@
+"""Last hidden states of the newest tokens, which the layer for multi-token prediction reads (`worker.mtp`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from llm_serving.backends.base import Array
+from llm_serving.backends.parameters import to_model_dtype
+from llm_serving.core.step import DRAFT_WINDOW, Float32Array, Int32Array
+from llm_serving.formats.stored_tensor import to_float32
+from llm_serving.worker.block_guard import SOURCE_AND_TARGET, BlockLocation
+
+_INTO_CACHE: Final = [kind for kind, (_, target) in SOURCE_AND_TARGET.items() if target is BlockLocation.CACHE]
+_NO_PLACE: Final = -1
+
+
+def newest_tokens(query_lens: Int32Array) -> Int32Array:
+    """Return the indices, ascending, of the last `DRAFT_WINDOW` tokens of each row of a step."""
+    if int(query_lens.max()) <= DRAFT_WINDOW:
+        return np.arange(query_lens.sum(), dtype=np.int32)
+    ends = np.cumsum(query_lens, dtype=np.int32)
+    rows = zip(query_lens.tolist(), ends.tolist(), strict=True)
+    return np.concatenate([np.arange(end - min(count, DRAFT_WINDOW), end, dtype=np.int32) for count, end in rows])
+
+
+class HiddenStates:
+    """Hidden states by KV block and offset. They are kept for `num_places` of `num_blocks` blocks; a block without a
+    place takes that of the least recently used one.
+    """
+
+    def __init__(self, num_places: int, num_blocks: int, block_size: int, hidden: int, dtype: str) -> None:
+        """`dtype`: model dtype, in which the states are kept."""
+        self._block_size, self._dtype = block_size, dtype
+        self._states: Array = to_model_dtype(np.zeros((num_places, block_size, hidden), np.float32), dtype)
+        self._is_kept = np.zeros((num_places, block_size), np.bool_)
+        self._place_of = np.full(num_blocks, _NO_PLACE, np.int32)
+        self._block_of = np.full(num_places, -1, np.int32)
+        self._last_use = np.zeros(num_places, np.int64)
+        self._num_steps = 0
+
+    def drop(self, block_moves: Int32Array, slots: Int32Array) -> None:
+        """Drop the states of blocks that a step moves other content to, and of slots that it computes."""
+        if len(block_moves):
+            places = self._place_of[block_moves[np.isin(block_moves[:, 0], _INTO_CACHE), 2]]
+            self._is_kept[places[places != _NO_PLACE]] = False
+        blocks, offsets = np.divmod(slots, np.int32(self._block_size))
+        places = self._place_of[blocks]
+        found = places != _NO_PLACE
+        self._is_kept[places[found], offsets[found]] = False
+
+    def keep(self, slots: Int32Array, states: Float32Array) -> None:
+        """Keep the states [N, H] of the N KV slots of a step."""
+        self._num_steps += 1
+        blocks, offsets = np.divmod(slots, np.int32(self._block_size))
+        known = self._place_of[blocks]
+        self._last_use[known[known != _NO_PLACE]] = self._num_steps
+        for block in np.unique(blocks[known == _NO_PLACE]).tolist():
+            self._assign(block)
+        places = self._place_of[blocks]
+        found = places != _NO_PLACE  # a step may have more blocks than there are places
+        self._states[places[found], offsets[found]] = to_model_dtype(states[found], self._dtype)
+        self._is_kept[places[found], offsets[found]] = True
+
+    def read(self, block_ids: Sequence[int], first: int, count: int) -> Float32Array:
+        """Return the states [n, H] of the last n of `count` tokens, as many as are kept without a gap. `block_ids`:
+        their KV blocks; `first`: offset of the first token in the first block.
+        """
+        columns, offsets = np.divmod(np.arange(first, first + count), self._block_size)
+        places = self._place_of[np.array(block_ids, np.int32)[columns]]
+        missing = np.flatnonzero((places == _NO_PLACE) | ~self._is_kept[places, offsets])
+        begin = int(missing[-1]) + 1 if len(missing) else 0
+        self._last_use[places[begin:]] = self._num_steps
+        return to_float32(self._states[places[begin:], offsets[begin:]])
+
+    def _assign(self, block: int) -> None:
+        place = int(np.argmin(self._last_use))
+        if (before := int(self._block_of[place])) >= 0:
+            self._place_of[before] = _NO_PLACE
+        self._place_of[block], self._block_of[place] = place, block
+        self._is_kept[place], self._last_use[place] = False, self._num_steps
