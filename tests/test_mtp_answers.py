@@ -1,4 +1,4 @@
-"""The offline engine with a layer for multi-token prediction (MTP): the answers are those of a server without drafts."""
+"""The offline engine with a layer for multi-token prediction (MTP) gives the same answers as without drafts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 from llm_serving.config import load_config
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.offline import LLM
-from llm_serving.speculation import DraftModelProposer, SpeculationController
+from llm_serving.speculation import SpeculationController
+from llm_serving.speculation.controller import GainModel
+from llm_serving.speculation.statistics import RequestStatistics
 from support.fakes import DEMO_FOLDER, DEMO_TOKENIZER
 from support.mtp_models import write_predictable_model
 
@@ -51,11 +53,14 @@ def answers(model: LLM, requests: Sequence[tuple[str, SamplingParams]]) -> list[
     return [(output.token_ids, output.logprobs) for output in outputs]
 
 
-def counted(model: LLM, name: str) -> float:
-    """Return a counter of the draft tokens of the MTP layer."""
-    line = f'vllm:spec_decode_num_{name}_tokens_total{{model_name="{model.config.model.model_name}",proposer="mtp"}}'
-    found = [each for each in model.metrics.render()[0].decode().splitlines() if each.startswith(line)]
-    return float(found[0].rsplit(" ", 1)[1])
+def counter(model: LLM, name: str, proposer: str | None = None) -> float:
+    (found,) = (
+        sample.value
+        for family in model.metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == f"vllm:{name}_total" and sample.labels.get("proposer") == proposer
+    )
+    return found
 
 
 def test_mtp_keeps_the_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,10 +70,12 @@ def test_mtp_keeps_the_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         SpeculationController, "pays", property(lambda self: True, lambda self, value: None), raising=False
     )
-    monkeypatch.setattr(DraftModelProposer, "pass_s", property(lambda self: 0.0), raising=False)
+    monkeypatch.setattr(GainModel, "draft_length", lambda self, acceptance, proposing_s=0.0: 4)
+    monkeypatch.setattr(RequestStatistics, "may_use_model", lambda self, num_output_tokens: True)
     model = llm(folder, "mtp", num_blocks=14)
     assert answers(model, REQUESTS) == reference
     assert [answers(model, [each])[0] for each in REQUESTS] == reference
-    drafted, accepted = counted(model, "draft"), counted(model, "accepted")
-    assert drafted > 60
+    assert counter(model, "num_preemptions") > 0
+    drafted, accepted = (counter(model, f"spec_decode_num_{name}_tokens", "mtp") for name in ("draft", "accepted"))
+    assert drafted > 100
     assert 0.2 * drafted < accepted < drafted
