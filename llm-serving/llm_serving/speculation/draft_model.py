@@ -28,7 +28,7 @@ _DESCRIPTIONS: Final = {Proposer.DRAFT_MODEL: "the draft model", Proposer.MTP: "
 
 
 class DraftModelProposer:
-    """Proposes tokens with the draft model of a WorkAgent, or with its model's layer for multi-token prediction, while no
+    """Proposes tokens with a WorkAgent's draft model or with its model's layer for multi-token prediction, while no
     step is in flight.
 
     The draft model reads the last `DRAFT_WINDOW` tokens of each request and samples with the request's parameters. Each
