@@ -29,7 +29,7 @@ from llm_serving.network.rewriting import Plan, rewrite, select_rows
 
 Int32Array = NDArray[np.int32]
 
-VERSION: Final = 8
+VERSION: Final = 10
 KINDS: Final = tuple(SIGNATURES)
 INSTRUCTION_LENGTH: Final = 1 + max(
     len(each.outputs) + len(each.inputs) + len(each.weights) + len(each.attributes) for each in SIGNATURES.values()
@@ -128,9 +128,11 @@ def assemble(
     *,
     num_states: int = 0,
     num_adapter_slots: int = 0,
+    places: Sequence[tuple[int, int]] = (),
 ) -> Program:
     """Encode a plan with the given numbers of KV caches, of states and of slots of adapters. `first`: weights that are
-    numbered first (default: those of the last operation).
+    numbered first (default: those of the last operation). `places`: group and KV cache of each layer; empty: each layer
+    has its own cache, in one group.
     """
     memory = ProgramMemory(plan.operations, ELEMENT_BYTES[dtype])
     first = first or list(plan.operations[-1].weights.values())
@@ -155,7 +157,7 @@ def assemble(
             *(operand(each.outputs.get(role)) for role in signature.outputs),
             *(operand(each.inputs.get(role)) for role in signature.inputs),
             *(number(each.weights.get(role)) for role in signature.weights),
-            *(_encode_attribute(role, each, number, dtype) for role in signature.attributes),
+            *(_encode_attribute(role, each, number, dtype, places) for role in signature.attributes),
         ]
         row[: len(words)] = words
     instructions[0, :8] = (
@@ -231,9 +233,18 @@ def _assign_offsets(spans: Mapping[Value, tuple[int, int]], sizes: Mapping[Value
     return offsets
 
 
-def _encode_attribute(role: str, operation: Operation, number: Callable[[Weight | None], int], dtype: str) -> int:
+def _encode_attribute(
+    role: str,
+    operation: Operation,
+    number: Callable[[Weight | None], int],
+    dtype: str,
+    places: Sequence[tuple[int, int]],
+) -> int:
     if role == "consumer":
         return number(operation.weights.get("consumer"))
+    if role in ("layer", "layer_group"):
+        group, cache = places[operation.attributes["layer"]] if places else (0, operation.attributes["layer"])
+        return int(group if role == "layer_group" else cache)
     value = operation.attributes[role]
     if role in ("function", "score"):
         return (FUNCTIONS if role == "function" else SCORES).index(value)

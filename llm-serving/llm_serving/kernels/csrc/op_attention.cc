@@ -58,8 +58,9 @@ int paged_attention(const Call& call) {
                      cache.key_dim, cache.heads);
   }
   const size_t rows = call.elements(0) / width;
-  Requests requests;
-  if (const int status = read_requests(call, 3, 8, 4, rows, requests)) return status;
+  std::vector<Requests> of_groups;
+  if (const int status = read_requests(call, 3, 8, 4, rows, 1, of_groups)) return status;
+  const Requests& requests = of_groups[0];
   if (const int status = check_blocks(call, requests, cache.num_blocks, cache.block_size, 0)) return status;
   AttentionMask mask;
   if (call.present(7) && call.elements(7) > 1) {  // a single element means no mask

@@ -59,11 +59,12 @@ int run_program(const Call& call) {
 }  // namespace
 }  // namespace llm
 
-// A table of addresses: instructions, operands, token_ids [T], positions [T], slot_mapping [T], block_tables [B, W],
-// query_lens [B], context_lens [B], sample_indices [S]; weights, of which the first is the LM head [V, H]; key_cache
-// and value_cache of each layer; the states and, if there are any, state_in [B] and state_out [T]; with adapters,
-// adapter_slots [T]; the result, float32 [S, V] for the sampled rows, or [S, H] for a program that ends in hidden
-// states. The bits of an operation do not depend on the other operations.
+// A table of addresses: instructions, operands, token_ids [T], positions [T], slot_mapping [G * T], block_tables
+// [G * B, W] of G groups of layers, query_lens [B], context_lens [B], sample_indices [S]; weights, of which the first
+// is the LM head [V, H]; key_cache and value_cache of each layer, or of layers in different groups; the states and, if
+// there are any, state_in [B] and state_out [T]; with adapters, adapter_slots [T]; the result, float32 [S, V] for the
+// sampled rows, or [S, H] for a program that ends in hidden states. The bits of an operation do not depend on the other
+// operations.
 LLM_OPERATOR(program) {
   llm::AddressedCall addressed(call);
   if (const int status = addressed.read()) return status;

@@ -1,6 +1,7 @@
 #include "paged_attention.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "kv_layout.h"
 #include "thread_pool.h"
@@ -155,10 +156,23 @@ struct Preparation {
   }
 };
 
+// Gives each group the requests of the first one, with its own of the `groups` times `entries` entries of tables.
+void split_tables(size_t groups, size_t entries, std::vector<Requests>& requests) {
+  const std::vector<int64_t> tables = std::move(requests[0].block_tables);
+  requests[0].block_tables.clear();
+  requests.resize(groups, requests[0]);
+  for (size_t group = 0; group < groups; group++) {
+    const auto first = tables.begin() + static_cast<ptrdiff_t>(group * entries);
+    requests[group].block_tables.assign(first, first + static_cast<ptrdiff_t>(entries));
+  }
+}
+
 }  // namespace
 
-int read_requests(const Call& call, int block_tables, int query_lens, int context_lens, size_t rows,
-                  Requests& requests) {
+int read_requests(const Call& call, int block_tables, int query_lens, int context_lens, size_t rows, size_t groups,
+                  std::vector<Requests>& of_groups) {
+  of_groups.resize(1);
+  Requests& requests = of_groups[0];
   if (call.rank(block_tables) != 2 || !call.is_integer(block_tables) || !call.is_integer(context_lens)) {
     return call.fail("block_tables [B, W] and context_lens [B] must be int32 or int64");
   }
@@ -168,8 +182,8 @@ int read_requests(const Call& call, int block_tables, int query_lens, int contex
     if (!call.is_integer(query_lens)) return call.fail("query_lens [B] must be int32 or int64");
     requests.query_lens = integers(call, query_lens);
   }
-  if (call.dim(block_tables, 0) != batch || requests.query_lens.size() != batch) {
-    return call.fail("block_tables, query_lens and context_lens must have one entry a request");
+  if (call.dim(block_tables, 0) != groups * batch || requests.query_lens.size() != batch) {
+    return call.fail("block_tables, query_lens and context_lens must have one entry a request and group");
   }
   requests.block_tables = integers(call, block_tables);
   requests.context_lens = integers(call, context_lens);
@@ -183,7 +197,9 @@ int read_requests(const Call& call, int block_tables, int query_lens, int contex
     }
     total += static_cast<size_t>(queries);
   }
-  return total == rows ? 0 : call.fail("query_lens add up to %zu, q has %zu rows", total, rows);
+  if (total != rows) return call.fail("query_lens add up to %zu, q has %zu rows", total, rows);
+  if (groups > 1) split_tables(groups, batch * requests.table_width, of_groups);
+  return 0;
 }
 
 std::vector<RowOwner> row_owners(const Requests& requests) {

@@ -16,10 +16,11 @@ struct Requests {
   size_t table_width = 0;
 };
 
-// Reads the requests that own `rows` rows; without query_lens (-1 or absent), each has one row. Returns a status as
-// operators do.
-int read_requests(const Call& call, int block_tables, int query_lens, int context_lens, size_t rows,
-                  Requests& requests);
+// Reads the requests that own `rows` rows; without query_lens (-1 or absent), each has one row. `block_tables`
+// [groups * B, W] has tables of all requests for each group of layers: `requests` has an entry for each group. Returns
+// a status as operators do.
+int read_requests(const Call& call, int block_tables, int query_lens, int context_lens, size_t rows, size_t groups,
+                  std::vector<Requests>& requests);
 
 // Returns the owners of all rows of a step, in order.
 std::vector<RowOwner> row_owners(const Requests& requests);

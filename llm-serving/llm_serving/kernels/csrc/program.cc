@@ -11,7 +11,7 @@
 namespace llm {
 namespace {
 
-constexpr int32_t kVersion = 8;
+constexpr int32_t kVersion = 10;
 constexpr size_t kHeaderLength = 8;
 constexpr size_t kOperandLength = 6;
 
@@ -100,12 +100,14 @@ int Program::read_operands() {
 int Program::read_step() {
   tokens_ = call_.elements(kTokenIds);
   if (!call_.is_integer(kTokenIds)) return call_.fail("token_ids [T] must be int32 or int64");
-  auto read = [&](int parameter, const char* name, std::vector<int64_t>& values, int64_t least, int64_t& last) {
-    if (!call_.is_integer(parameter) || call_.elements(parameter) != tokens_) {
+  const size_t groups = tokens_ == 0 ? 1 : call_.elements(kSlotMapping) / tokens_;
+  auto read = [&](int parameter, const char* name, size_t count, std::vector<int64_t>& values, int64_t least,
+                  int64_t& last) {
+    if (!call_.is_integer(parameter) || call_.elements(parameter) != count) {
       return call_.fail("%s must be int32 or int64, one for each of %zu rows", name, tokens_);
     }
-    values.resize(tokens_);
-    for (size_t i = 0; i < tokens_; i++) {
+    values.resize(count);
+    for (size_t i = 0; i < count; i++) {
       values[i] = call_.integer(parameter, i);
       if (values[i] < least) {
         return call_.fail("%s[%zu] = %lld is less than %lld", name, i, static_cast<long long>(values[i]),
@@ -115,11 +117,11 @@ int Program::read_step() {
     }
     return 0;
   };
-  if (const int status = read(kPositions, "positions", positions_, 0, last_position_)) return status;
-  if (const int status = read(kSlotMapping, "slot_mapping", slots_, -1, last_slot_)) return status;
+  if (const int status = read(kPositions, "positions", tokens_, positions_, 0, last_position_)) return status;
+  if (const int status = read(kSlotMapping, "slot_mapping", groups * tokens_, slots_, -1, last_slot_)) return status;
   if (!call_.is_integer(kSampleIndices)) return call_.fail("sample_indices [S] must be int32 or int64");
   if (const int status = call_.check_within(kSampleIndices, "sample_indices", 0, tokens_, "rows")) return status;
-  if (const int status = read_requests(call_, kBlockTables, kQueryLens, kContextLens, tokens_, requests_))
+  if (const int status = read_requests(call_, kBlockTables, kQueryLens, kContextLens, tokens_, groups, requests_))
     return status;
   const int result = call_.count() - 1;
   if (call_.dtype(result) != DType::kFloat32 || call_.rank(result) != 2 || call_.dim(result, 0) != samples()) {
@@ -130,7 +132,7 @@ int Program::read_step() {
 
 int Program::read_states() {
   if (num_states_ == 0) return 0;
-  const size_t batch = requests_.query_lens.size();
+  const size_t batch = requests().query_lens.size();
   for (size_t i = 0; i < num_states_; i++) {
     const int state = state_parameter(i);
     if (call_.dtype(state) != DType::kFloat32 || call_.rank(state) < 2 ||
@@ -155,7 +157,7 @@ int Program::read_states() {
   for (size_t request = 0; request < batch; request++) {
     first_rows_.push_back(static_cast<int64_t>(row));
     state_in_.push_back(call_.integer(in, request));
-    for (const size_t end = row + static_cast<size_t>(requests_.query_lens[request]); row < end; row++) {
+    for (const size_t end = row + static_cast<size_t>(requests().query_lens[request]); row < end; row++) {
       const int64_t slot = call_.integer(out, row);
       state_out_.push_back(slot);
       if (slot < 0) continue;
@@ -188,7 +190,7 @@ int Program::read_adapter_slots() {
 }
 
 Sequences Program::sequences() const {
-  return {first_rows_.size(), first_rows_.data(), requests_.query_lens.data(), state_in_.data(), state_out_.data()};
+  return {first_rows_.size(), first_rows_.data(), requests().query_lens.data(), state_in_.data(), state_out_.data()};
 }
 
 void Program::read_weights() {
@@ -233,12 +235,15 @@ int Program::check_slots(size_t slots) const {
   return call_.check_within(kSlotMapping, "slot_mapping", -1, slots, "slots of the cache");
 }
 
-int Program::check_blocks(size_t num_blocks, size_t block_size, size_t window) {
+int Program::check_blocks(size_t group, size_t num_blocks, size_t block_size, size_t window) {
   for (const CheckedBlocks& checked : checked_blocks_) {
-    if (checked.num_blocks == num_blocks && checked.block_size == block_size && checked.window == window) return 0;
+    if (checked.group == group && checked.num_blocks == num_blocks && checked.block_size == block_size &&
+        checked.window == window) {
+      return 0;
+    }
   }
-  checked_blocks_.push_back({num_blocks, block_size, window});
-  return llm::check_blocks(call_, requests_, num_blocks, block_size, window);
+  checked_blocks_.push_back({group, num_blocks, block_size, window});
+  return llm::check_blocks(call_, requests_[group], num_blocks, block_size, window);
 }
 
 int Instruction::check() const {

@@ -101,14 +101,16 @@ class Program {
   bool has_room(const Operand& operand) const;
 
   const int64_t* positions() const { return positions_.data(); }
-  const int64_t* slots() const { return slots_.data(); }
-  const Requests& requests() const { return requests_; }
+  // Groups of layers with slots and block tables of their own.
+  size_t num_groups() const { return requests_.size(); }
+  const int64_t* slots(size_t group) const { return slots_.data() + group * tokens_; }
+  const Requests& requests(size_t group = 0) const { return requests_[group]; }
   // The sequences of a program with states.
   Sequences sequences() const;
   int check_positions(size_t rows_of_tables) const;
   int check_slots(size_t slots) const;
   // Refuses blocks outside of the cache.
-  int check_blocks(size_t num_blocks, size_t block_size, size_t window);
+  int check_blocks(size_t group, size_t num_blocks, size_t block_size, size_t window);
 
  private:
   int read_header();
@@ -120,7 +122,7 @@ class Program {
   void read_weights();
 
   struct CheckedBlocks {
-    size_t num_blocks, block_size, window;
+    size_t group, num_blocks, block_size, window;
   };
 
   const Call& call_;
@@ -130,9 +132,9 @@ class Program {
   std::vector<Operand> operands_;
   std::vector<std::optional<Weight>> weights_;
   size_t tokens_ = 0, row_capacity_ = 0;
-  std::vector<int64_t> positions_, slots_;
+  std::vector<int64_t> positions_, slots_;  // slots [groups, T]
   int64_t last_position_ = -1, last_slot_ = -1;
-  Requests requests_;
+  std::vector<Requests> requests_;  // of each group
   std::vector<int64_t> first_rows_, state_in_, state_out_;
   std::vector<CheckedBlocks> checked_blocks_;
   char* data_ = nullptr;

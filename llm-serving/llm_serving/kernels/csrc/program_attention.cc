@@ -56,9 +56,16 @@ int check_stored(const Instruction& in, const Operand* k, const Operand* v, cons
   return in.program().check_slots(cache.slots());
 }
 
-KvRows stored_rows(const Instruction& in, const Operand* k, const Operand* v) {
+// Checks attribute i, the group of the layer, which has its own slots and block tables.
+int check_group(const Instruction& in, int i) {
+  const bool exists = in.integer(i) >= 0 && static_cast<size_t>(in.integer(i)) < in.program().num_groups();
+  return exists ? 0 : in.fail("there is no group %d", in.integer(i));
+}
+
+KvRows stored_rows(const Instruction& in, const Operand* k, const Operand* v, int group) {
   const Rows keys = in.rows(k), values = in.rows(v);
-  return {keys.data, keys.stride, values.data, values.stride, in.program().slots()};
+  const int64_t* slots = in.program().slots(static_cast<size_t>(in.integer(group)));
+  return {keys.data, keys.stride, values.data, values.stride, slots};
 }
 
 // Checks the weight k_offset, which a cache of qvalues alone needs.
@@ -69,26 +76,27 @@ int check_offset(const Instruction& in, int i, const KvCache& cache) {
   return in.fail("k_offset must be float32, %zu elements", size);
 }
 
-// store_kv: | k v | k_offset | layer
+// store_kv: | k v | k_offset | layer layer_group
 
 int check_store_kv(const Instruction& in) {
   KvCache cache;
   if (const int status = in.read_layer(in.integer(0), cache)) return status;
   if (const int status = check_offset(in, 0, cache)) return status;
+  if (const int status = check_group(in, 1)) return status;
   return check_stored(in, in.input(0), in.input(1), cache);
 }
 
 int run_store_kv(const Instruction& in) {
   KvCache cache;
   if (const int status = in.read_layer(in.integer(0), cache)) return status;
-  KvRows rows = stored_rows(in, in.input(0), in.input(1));
+  KvRows rows = stored_rows(in, in.input(0), in.input(1), 1);
   rows.k_offset = reinterpret_cast<const float*>(in.weight_data(0));
   store_kv(cache, rows, in.program().tokens());
   return 0;
 }
 
 // attention: y | q q_rope k v selected | slopes cos sin q_gamma k_gamma k_offset sinks | layer scale window cap eps
-// causal consumer chunk.
+// causal consumer chunk layer_group.
 // With k and v: heads are normalised if there are norm weights, rotated if there are tables, and stored, then attended
 // to; without k and v they are already stored. A causal row sees `window` tokens, including its own, or those of its
 // `chunk` up to its own, or all before it; another row sees the tokens less than `window` away on either side, or its
@@ -97,7 +105,7 @@ int run_store_kv(const Instruction& in) {
 // only.
 
 enum AttendWeight { kSlopes, kCos, kSin, kQGain, kKGain, kKOffset, kSinks };
-enum AttendAttribute { kLayer, kScale, kWindow, kCap, kEps, kCausal, kConsumer, kChunk };
+enum AttendAttribute { kLayer, kScale, kWindow, kCap, kEps, kCausal, kConsumer, kChunk, kGroup };
 
 // Checks the operand `selected`, if present.
 int check_selected(const Instruction& in, const Operand* selected) {
@@ -162,8 +170,9 @@ int check_attention(const Instruction& in) {
     return in.fail("chunk must be 0, or more for causal attention without a window, is %d", in.integer(kChunk));
   }
   if (!(in.number(kCap) >= 0.0f)) return in.fail("cap must be 0 or more, is %g", static_cast<double>(in.number(kCap)));
-  const size_t window = static_cast<size_t>(in.integer(kWindow));
-  if (const int status = in.program().check_blocks(cache.num_blocks, cache.block_size, window)) return status;
+  if (const int status = check_group(in, kGroup)) return status;
+  const size_t window = static_cast<size_t>(in.integer(kWindow)), group = static_cast<size_t>(in.integer(kGroup));
+  if (const int status = in.program().check_blocks(group, cache.num_blocks, cache.block_size, window)) return status;
   return in.check_consumer(kConsumer, *y);
 }
 
@@ -172,9 +181,9 @@ int run_attention(const Instruction& in) {
   KvCache cache;
   if (const int status = in.read_layer(in.integer(kLayer), cache)) return status;
   const Rows y = in.rows(in.output(0)), q = in.rows(in.input(0));
-  AttendArgs args = {
-      q.data, q.stride, {}, cache, &program.requests(), q.count, q.width / cache.key_dim, program.positions()};
-  if (in.input(2) != nullptr) args.rows = stored_rows(in, in.input(2), in.input(3));
+  const Requests& requests = program.requests(static_cast<size_t>(in.integer(kGroup)));
+  AttendArgs args = {q.data, q.stride, {}, cache, &requests, q.count, q.width / cache.key_dim, program.positions()};
+  if (in.input(2) != nullptr) args.rows = stored_rows(in, in.input(2), in.input(3), kGroup);
   auto dtype = [&](int weight) { return in.has_weight(weight) ? in.call().dtype(in.parameter(weight)) : DType::kNone; };
   args.rows.k_offset = reinterpret_cast<const float*>(in.weight_data(kKOffset));
   args.cos = in.weight_data(kCos);
@@ -212,7 +221,7 @@ int run_attention(const Instruction& in) {
 }  // namespace
 
 const Operation kRope = {{"rope", 1, 1, 2, 0}, check_rope, run_rope};
-const Operation kStoreKv = {{"store_kv", 0, 2, 1, 1}, check_store_kv, run_store_kv};
-const Operation kAttention = {{"attention", 1, 5, 7, 8}, check_attention, run_attention};
+const Operation kStoreKv = {{"store_kv", 0, 2, 1, 2}, check_store_kv, run_store_kv};
+const Operation kAttention = {{"attention", 1, 5, 7, 9}, check_attention, run_attention};
 
 }  // namespace llm

@@ -50,7 +50,7 @@ int check_select_keys(const Instruction& in) {
   if (const int status = in.check_rows("q", q, false)) return status;
   if (const int status = in.check_rows("weights", weights, false)) return status;
   if (const int status = in.check_width("q", *q, weights->width * cache.key_dim)) return status;
-  return in.program().check_blocks(cache.num_blocks, cache.block_size, 0);
+  return in.program().check_blocks(0, cache.num_blocks, cache.block_size, 0);
 }
 
 int run_select_keys(const Instruction& in) {
