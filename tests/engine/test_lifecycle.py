@@ -92,9 +92,9 @@ def test_a_sleeping_model_serves_again_after_it_wakes_up(level: int) -> None:
             await engine.lifecycle.sleep(level, "finish", "wait")
             assert engine.replicas.all_left == (level == 2)
             assert engine.lifecycle.level == level
-            with pytest.raises(RequestError, match="must be 0 .awake.: send POST /v1/wake_up first"):
+            with pytest.raises(RequestError, match=r"must be 0 .awake.: send POST /v1/wake_up first"):
                 await engine.lifecycle.resume()
-            with pytest.raises(RequestError, match="must be 0, awake: POST /v1/wake_up"):
+            with pytest.raises(RequestError, match=r"must be 0 .awake.: send POST /v1/wake_up first"):
                 await engine.lifecycle.pause("finish", "wait")
             await engine.lifecycle.sleep(1, "finish", "wait")
             assert engine.health().detail == f"the model sleeps at level {level}"

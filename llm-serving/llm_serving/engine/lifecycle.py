@@ -216,7 +216,7 @@ class Lifecycle:
 
     def _check_awake(self) -> None:
         if self.level:
-            raise RequestError("level", "must be 0, awake: POST /v1/wake_up", self.level)
+            raise RequestError("level", "must be 0 (awake): send POST /v1/wake_up first", self.level)
 
     def _check_running(self, running: Running) -> None:
         if self._is_frozen and self._dispatcher.requests.by_id and running == "finish":
