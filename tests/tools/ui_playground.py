@@ -10,6 +10,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from llm_serving.config.sections.lora import LoraConfig
+from llm_serving.engine.adapters import Adapter
 from support.browser import Browser
 from support.fakes import DEMO_TOKENIZER, FakeEngine, Piece, Script
 from support.http_serving import serving
@@ -20,6 +22,17 @@ from support.ui_scenarios import API_KEYS, HOSTILE, KEYS, ask, scenario, start
 COPIED = """
     navigator.clipboard.writeText = async (text) => { window.copied = text; };
 """
+
+
+@scenario
+def an_adapter_is_chosen_from_the_list_of_models(page: Browser, save: Callable[[str], None]) -> None:
+    server = PageServer(lora=LoraConfig(lora_folder=Path("adapters")))
+    server.engine.adapters.add(Adapter("sql", Path("sql"), "1" * 64))
+    with server.serving():
+        start(page, server.url)
+        page.wait_for("!document.querySelector('#model').hidden")
+        page.run("const list = document.querySelector('#model'); list.value = 'sql'; list.onchange();")
+        page.wait_for("document.querySelector('.welcome strong')?.textContent === 'sql'")
 
 
 @scenario

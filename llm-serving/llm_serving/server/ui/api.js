@@ -7,6 +7,14 @@ export const key = {
   set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
 };
 
+const CHOSEN = "llm-serving.model";
+
+/** The chosen model: {id, query}, its name for requests, and for routes that select by the URL; {}: the default. */
+export const chosen = {
+  get: () => JSON.parse(sessionStorage.getItem(CHOSEN) ?? "{}"),
+  set: (value) => sessionStorage.setItem(CHOSEN, JSON.stringify(value)),
+};
+
 export class RefusedError extends Error {
   constructor(status, message, retryAfter) {
     super(message);
@@ -29,15 +37,22 @@ async function reached(promise, otherwise) {
   }
 }
 
+/** The path with the chosen model, which a server with several models reads from the URL. */
+function ofChosen(path) {
+  const { query } = chosen.get();
+  return query === undefined ? path : `${path}${path.includes("?") ? "&" : "?"}model=${encodeURIComponent(query)}`;
+}
+
 /**
- * The answer to a request, once its head has come.
+ * The answer to a request, once its head has come. GET asks the chosen model, unless `ofAll`.
  * @throws {RefusedError} The server answers with an error.
  */
-export async function ask(path, { method = "GET", body, signal } = {}) {
+export async function ask(path, { method = "GET", body, signal, ofAll = false } = {}) {
   const headers = {};
   if (key.get()) headers.authorization = `Bearer ${key.get()}`;
   if (body !== undefined) headers["content-type"] = "application/json";
-  const asked = fetch(address(path), { method, headers, body, signal, cache: "no-store", credentials: "omit" });
+  const where = address(method === "GET" && !ofAll ? ofChosen(path) : path);
+  const asked = fetch(where, { method, headers, body, signal, cache: "no-store", credentials: "omit" });
   const response = await reached(asked, "the server does not answer");
   if (response.ok) return response;
   const text = await response.text();

@@ -3,6 +3,7 @@
 import { address, key } from "./api.js";
 import { el, say } from "./dom.js";
 import { Live } from "./live.js";
+import { setUpModel } from "./model.js";
 import { Playground } from "./playground.js";
 import { setUpTheme } from "./theme.js";
 import { Why } from "./why.js";
@@ -100,6 +101,9 @@ document.getElementById("skip").addEventListener("click", (event) => {
 window.addEventListener("hashchange", route);
 setUpTheme(document.getElementById("theme"));
 setUpKey();
+const models = document.getElementById("model");
+document.addEventListener("key-changed", () => setUpModel(models));
+setUpModel(models);
 links();
 route();
 watchHealth();

@@ -1,6 +1,6 @@
 // Asking the model: a conversation or a text to go on with.
 
-import { address, ask, askJson, events, key } from "./api.js";
+import { address, ask, askJson, chosen, events, key } from "./api.js";
 import { announce, count, duration, el, plural, say } from "./dom.js";
 import { Markdown } from "./markdown.js";
 import { ParameterForm } from "./parameters.js";
@@ -87,9 +87,15 @@ export class Playground {
 
   #welcome() {
     if (this.log.childElementCount || !this.form.table) return;
-    const { model, max_model_len } = this.form.table;
+    const { max_model_len } = this.form.table;
+    const model = this.#model();
     const examples = EXAMPLES.map((text) => el("button", { type: "button", class: "example", on: { click: () => { this.input.value = text; this.#ask(); } } }, text));
     this.log.append(el("div", { class: "welcome" }, el("p", {}, "Ask ", el("strong", {}, model), `, up to ${count(max_model_len)} tokens of question and answer.`), el("div", { class: "examples" }, examples)));
+  }
+
+  /** The name of the chosen model or adapter. */
+  #model() {
+    return chosen.get().id ?? this.form.table?.model;
   }
 
   #setMode(mode) {
@@ -123,7 +129,7 @@ export class Playground {
 
   /** The request as it stands: [route, body]. */
   #request() {
-    const body = { model: this.form.table?.model };
+    const body = { model: this.#model() };
     const text = this.input.value;
     const top = this.probabilities.value;
     if (this.mode === "chat") {
