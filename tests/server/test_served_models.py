@@ -126,6 +126,15 @@ def test_health_models_and_metrics_show_all_or_the_selected_model() -> None:
     serve(use, *engines)
 
 
+def test_batches_wait_only_while_no_model_serves() -> None:
+    engines = engine("one"), engine("two")
+    site = build_site(engines[0], others=[OpenedModel(engines[1])], open_model=OpenedModel)
+    engines[0].ready = False
+    assert site.internal._ready()
+    engines[1].ready = False
+    assert not site.internal._ready()
+
+
 def test_models_are_changed_by_administrators_only() -> None:
     async def use(client: httpx.AsyncClient) -> None:
         for action in ("load", "replace", "unload"):

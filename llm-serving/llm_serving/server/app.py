@@ -161,7 +161,10 @@ def build_site(
     application = BrowserGuard(application, engine.config.serving, needs_keys=bool(keys), refused=refused)
     public = Accounting(application, engine.clock, engine.metrics.http, access_log, paths, tracer)
     client = InternalClient(
-        internal, {key.name: key for key in keys}, quotas, lambda: models.default.engine.health().ready
+        internal,
+        {key.name: key for key in keys},
+        quotas,
+        lambda: any(model.engine.health().ready for model in models),
     )
     return Site(public, client, models)
 
