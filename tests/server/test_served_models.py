@@ -68,6 +68,20 @@ def test_the_field_model_selects(path: str, model: str | None, index: int) -> No
     serve(use, *engines)
 
 
+def test_the_path_of_an_older_route_selects() -> None:
+    engines = engine("one", "first"), engine("two", "a/second")
+
+    async def use(client: httpx.AsyncClient) -> None:
+        for name in ("two", "a/second", "first"):
+            for path in (f"/models/{name}/generate", f"/models/{name}/generate_stream", f"/models/{name}"):
+                answer = await client.post(path, json={"inputs": "a", "parameters": {"max_new_tokens": 4}})
+                assert answer.status_code == 200, answer.text
+        assert [len(each.submitted) for each in engines] == [3, 6]
+        assert (await client.post("/models/three/generate", json={"inputs": "a"})).status_code == 404
+
+    serve(use, *engines)
+
+
 def test_an_unknown_model_is_refused_in_the_form_of_the_protocol() -> None:
     async def use(client: httpx.AsyncClient) -> None:
         for path in ("/v1/completions", "/v1/messages"):

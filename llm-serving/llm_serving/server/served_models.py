@@ -49,6 +49,8 @@ SELECTED_KEY: Final = "llm_serving.selected_model"
 """Key of the ASGI scope of a request whose query selects a model."""
 REQUESTS_PATH: Final = "/v1/requests/"
 STREAMS_PATH: Final = "/v1/streams/"
+OLDER_PATH: Final = "/models/"
+"""Routes of the older protocol name the model in their path."""
 POLL_S: Final = 0.05
 
 
@@ -213,6 +215,10 @@ class ServedModels:
         if path.startswith(STREAMS_PATH):
             record = self.default.routes.accepted.peek(path.removeprefix(STREAMS_PATH))
             if record is not None and (name := _model_field(record.request)):
+                return self.find(name), scope
+        if path.startswith(OLDER_PATH):
+            with contextlib.suppress(ModelNotFoundError):  # the route refuses the name in its own form
+                name = path.removeprefix(OLDER_PATH).removesuffix("/generate_stream").removesuffix("/generate")
                 return self.find(name), scope
         return self.default, scope
 
