@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 from llm_serving.config.sections.lora import LoraConfig
 from llm_serving.config.tables import ApiKey
@@ -13,6 +16,8 @@ from llm_serving.engine.adapters import Adapter
 from llm_serving.engine.lifecycle import Lifecycle
 from llm_serving.server.middleware.authentication import hash_key
 from support.gated_server import GatedServer
+from support.http_serving import TIMEOUT_S, connect, post
+from support.page_server import PageServer
 from support.server_client import error_of
 
 KEYS = {name: name * 20 for name in ("a", "root")}
@@ -98,6 +103,25 @@ def test_a_request_that_waits_while_its_adapter_is_unloaded_is_refused() -> None
             assert error_of(refused)["message"].startswith("`model` must be a loaded adapter: this one was unloaded")
 
     asyncio.run(run())
+
+
+def test_a_client_that_leaves_makes_room_for_another_one_to_wait() -> None:
+    with PageServer(max_waiting_queue=1).serving() as server:
+        httpx.post(f"{server.url}/v1/pause", timeout=TIMEOUT_S).raise_for_status()
+        gate = server.engine.lifecycle.gate
+        assert gate is not None
+        for _ in range(2):
+            with connect(server.url) as client:
+                client.sendall(post("/v1/completions", b'{"prompt": "a"}'))
+                wait_until(lambda: gate._num_waiting == 1)
+            wait_until(lambda: gate._num_waiting == 0)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_requests_wait_within_their_deadline_or_are_refused() -> None:

@@ -16,7 +16,13 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.generation.choices import ONE_CHOICE, Choices
-from llm_serving.server.generation.generation import NO_RENAMES, EngineInput, Generation, submit
+from llm_serving.server.generation.generation import (
+    NO_RENAMES,
+    EngineInput,
+    Generation,
+    run_until_client_leaves,
+    submit,
+)
 from llm_serving.server.generation.prompts import Prompt
 from llm_serving.server.generation.structured_output import StructuredOutput, compile_constraint
 from llm_serving.server.idempotency.lookup import EVENT_HEADER, KEY_HEADER, claim_request
@@ -102,13 +108,16 @@ class StartedGeneration(NamedTuple):
 
 
 async def start_generation(request: ProtocolRequest) -> StartedGeneration:
-    """Run all steps of the pipeline. Raise LLMServingError if the request breaks a rule, or the engine refuses it."""
+    """Run all steps of the pipeline. Raise LLMServingError if the request breaks a rule, or the engine refuses it, and
+    ClientGoneError if the client disconnects while the model pauses or sleeps.
+    """
     engine, http_request, body = request.engine, request.http_request, request.body
     serving, headers = engine.config.serving, http_request.headers
     may_be_shared = serving.coalesce_identical_requests or serving.resume_streams
     try:
         if (gate := engine.lifecycle.gate) is not None:
-            await within_deadline(request.caller.deadline, engine.clock, gate.enter())
+            waiting = within_deadline(request.caller.deadline, engine.clock, gate.enter())
+            await run_until_client_leaves(http_request.receive, waiting)
         if not (may_be_shared or KEY_HEADER in headers or EVENT_HEADER in headers) or not (
             request.route and isinstance(body, GenerationRequest)
         ):
