@@ -60,7 +60,9 @@ _GROUPS: Final = ("group_size", "q_group_size")
 
 
 def describe_quantization(config: Mapping[str, Any]) -> str | None:
-    """Describe the quantization in a config.json, for example "GPTQ, 4 bits, groups of 128"; None if there is none."""
+    """Describe the quantization in a config.json, for example "GPTQ, 4 bits, groups of 128". Return None if the config
+    has none.
+    """
     given = config.get("quantization_config")
     if given is None:
         return None
@@ -92,7 +94,7 @@ def _bits_by_name(given: Mapping[str, Any]) -> int | None:
 
 
 def groups_of(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the rows of `config_groups`, which compressed-tensors uses for groups of modules."""
+    """Return the values of `config_groups`, in which compressed-tensors describes groups of modules."""
     groups = given.get("config_groups")
     rows = list(groups.values()) if isinstance(groups, Mapping) else []
     return [row for row in rows if isinstance(row, Mapping)]

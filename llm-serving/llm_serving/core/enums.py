@@ -1,4 +1,4 @@
-"""Enumerations of values that a configuration may have, and exit codes of WorkAgents."""
+"""Enumerations of configuration values, and exit codes of WorkAgents."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class AgentExit(IntEnum):
     ENDED = 0
     """The master stopped the WorkAgent or has exited."""
     BROKEN = 1
-    """The channel broke in the middle of a frame."""
+    """The channel to the master broke in the middle of a frame."""
     NO_SECRET = 3
     UNREACHABLE = 4
     RANK_LOST = 5

@@ -11,10 +11,12 @@ import msgspec
 
 
 class ComputeFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Compute stack of a WorkAgent, reported after it has loaded its model."""
+    """The compute stack of a WorkAgent. The WorkAgent reports it after it has loaded its model."""
 
     kernels: str
-    """Effective `device_config.kernels`: program, primitives, plain; ascend, ascend_fast, ascend_invariant or ge."""
+    """The kernels in use, as in `device_config.kernels`: program, primitives, plain; ascend, ascend_fast,
+    ascend_invariant or ge.
+    """
     instruction_set: str = ""
     """Instruction set of the operator library, such as avx512_bf16; empty if the library is not used."""
     sources: str = ""
@@ -35,8 +37,8 @@ _CODE: Final = (".py", ".cc", ".h")
 
 @cache
 def code_fingerprint() -> str:
-    """Return the SHA-256 over path and content of each Python and C++ source file of the package, computed once. All
-    processes of a server must agree on it, because answers depend on the code.
+    """Return the SHA-256 over path and content of each Python and C++ source file of the package. All processes of a
+    server must have the same hash, because answers depend on the code. It is computed once.
     """
     digest = hashlib.sha256()
     for path in sorted(each for each in _PACKAGE.rglob("*") if each.suffix in _CODE):

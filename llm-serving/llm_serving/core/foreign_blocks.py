@@ -1,4 +1,4 @@
-"""Blocks of a request that another replica or the disk cache has computed."""
+"""Blocks of a request that another replica has computed, or that were read from the disk cache."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ class DiskPrefix(NamedTuple):
     """The blocks of a request's prompt that the disk cache holds (`kvcache.disk_prefixes`)."""
 
     num_stored: int
-    """Number of the prompt's first blocks that are on the disk."""
+    """Number of blocks from the start of the prompt that are on disk."""
     start: int = 0
-    """Index in the prompt of the first block of `blocks`."""
+    """Position in the prompt, in blocks, of the first of `blocks`."""
     blocks: tuple[tuple[int, int], ...] = ()
-    """(block id, epoch) of blocks that were read from the disk into the transfer pool, in token order."""
+    """(block id, epoch) of the blocks that were read from disk into the transfer pool, in token order."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """The KV blocks of a migrating request's first tokens in the transfer pool, and its history. The blocks do not
-    change until the importing replica releases them; the reader checks their epochs.
+    """The computed KV blocks of a migrating request in the transfer pool, and the request's history. The blocks do not
+    change until the importing replica releases them; the importing WorkAgent checks their epochs.
     """
 
     block_ids: tuple[int, ...] = ()
-    """In token order; empty: everything is recomputed."""
+    """Ids in token order. Empty: the importing replica recomputes all tokens."""
     epochs: tuple[int, ...] = ()
     start: int = 0
-    """Number of earlier blocks that are left out, because later tokens do not attend to them."""
+    """Number of blocks before `block_ids` that are not transferred, because later tokens do not attend to them."""
     num_tokens: int = 0
     """Number of computed tokens, including those before `start`."""
     num_waited: int = 0
@@ -40,5 +40,5 @@ class Transfer:
         return list(zip(self.block_ids, self.epochs, strict=True))
 
     def without_blocks(self) -> Transfer:
-        """Return a copy without blocks, so that everything is recomputed."""
+        """Return a copy without blocks. The importing replica then recomputes all tokens."""
         return replace(self, block_ids=(), epochs=(), start=0, num_tokens=0)

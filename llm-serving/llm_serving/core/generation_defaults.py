@@ -1,4 +1,4 @@
-"""The generation config of a model folder: default sampling parameters and end-of-sequence ids."""
+"""The generation config of a model folder: default sampling parameters and end-of-sequence token ids."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ PARAMETERS: Final[Mapping[str, str]] = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Key of the file -> parameter. Other keys, such as `do_sample`, have no effect."""
+"""Key of the file -> sampling parameter. Other keys of the file, such as `do_sample`, have no effect."""
 
 AT_LEAST_ONE: Final = Whole(1)
-"""Rule for values of which 0 is valid in a request, but a mistake as a default."""
+"""Rule for values for which 0 is valid in a request but would be a mistake as a default."""
 
 
 def generation_defaults(folder: Path | None) -> dict[str, Any]:
-    """Return parameter -> default of a model folder; empty without a file. Raise ModelError for invalid values."""
+    """Return sampling parameter -> default of a model folder; empty without a generation config. Raise ModelError for
+    invalid values.
+    """
     if folder is None:
         return {}
     path, content = folder / GENERATION_CONFIG, _read(folder / GENERATION_CONFIG)

@@ -1,4 +1,4 @@
-"""Memory of a process: returning freed memory to the system, detecting shortages, address space limits."""
+"""Memory of a process: returning freed memory to the system, detecting shortages, limits of the address space."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ import psutil
 
 M_MMAP_THRESHOLD: Final = -3
 LARGE_BYTES: Final = 128 * 1024
-"""Minimum size of an allocation that is a separate mapping; glibc's initial threshold."""
+"""Size in bytes from which an allocation is a mapping of its own. It is glibc's initial threshold."""
 KEPT_BYTES: Final = 2**20
-"""Number of free bytes to leave at the top of the heap."""
+"""Number of free bytes that a trim leaves at the top of the heap."""
 PERIOD_S: Final = 1.0
 """Seconds between two trims. A trim locks the allocator for 0.1 ms, plus 0.3 ms for each MB that it returns."""
 
 _NUMBERS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN))
-"""Error numbers of shortages. EAGAIN: too many processes or threads."""
+"""Error numbers that mean a shortage. EAGAIN means too many processes or threads."""
 _NO_THREAD: Final = "can't start new thread"
-"""Message of an error that Python raises without an errno."""
+"""Message of the error without an errno that Python raises if it cannot start a thread."""
 ENOUGH_GB: Final = 4
-"""Address space in GB for MindSpore and its threads, in addition to weights and KV blocks."""
+"""Address space in GB that MindSpore and its threads need, in addition to weights and KV blocks."""
 _WORDS: Final = ("allocate memory", "bad_alloc", "failed to map", "resource temporarily unavailable")
-"""Parts of messages, in lower case, of framework errors that have no errno."""
+"""Parts of the messages, in lower case, of errors without an errno that frameworks raise for a shortage."""
 
 
 def return_large_blocks() -> bool:
-    """Let glibc return large allocations to the system when they are freed. Return False for other C libraries.
+    """Let glibc return large allocations to the system when they are freed. Return False if the C library is not glibc.
 
     By default, glibc raises its threshold to the size of each freed mapping, up to 32 MiB (mallopt(3),
     M_MMAP_THRESHOLD). Later allocations of this size come from the heap, which cannot shrink below a live allocation.
@@ -52,7 +52,7 @@ def trim_heap() -> None:
 
 
 def release_pages(address: int, num_bytes: int) -> None:
-    """Release the whole pages within a memory range: private ones are then zero, pages of files are read again."""
+    """Release the whole pages within a memory range. Private pages then read as zero; pages of files are read again."""
     madvise = _of_allocator("madvise")
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
@@ -61,9 +61,9 @@ def release_pages(address: int, num_bytes: int) -> None:
 
 
 def release_library_pages() -> None:
-    """Release the pages of libraries that only the start needed; MindSpore's take more than 200 MB.
+    """Release the pages of libraries that only the start needed. Those of MindSpore take more than 200 MB.
 
-    They stay in the system's page cache. Mappings with private pages, such as relocated addresses, are kept.
+    The pages stay in the system's page cache. Mappings with private pages, such as relocated addresses, are kept.
     """
     start = size = 0
     with suppress(OSError), Path("/proc/self/smaps").open() as mappings:
@@ -88,7 +88,7 @@ def resident_bytes(pids: Iterable[int]) -> int:
 
 @contextmanager
 def periodic_heap_trim(trim: Callable[[], None] = trim_heap, period_s: float = PERIOD_S) -> Iterator[None]:
-    """Trim the heap periodically inside the context, in a thread that releases the GIL during each trim."""
+    """Trim the heap periodically within the context. A thread does this, which releases the GIL during each trim."""
     over = threading.Event()
 
     def run() -> None:
@@ -113,7 +113,7 @@ def _of_allocator(name: str) -> Any:
 
 
 def shortage(error: BaseException) -> str | None:
-    """Return the system's text for a shortage of descriptors, memory or threads; None for other errors."""
+    """Return the system's description of a shortage of descriptors, memory or threads; None for other errors."""
     if isinstance(error, OSError) and error.errno in _NUMBERS:
         return os.strerror(error.errno)
     if isinstance(error, MemoryError):
@@ -122,7 +122,9 @@ def shortage(error: BaseException) -> str | None:
 
 
 def describe_address_space_limit() -> str | None:
-    """Describe the limit of the address space (`ulimit -v`) and the remedy; None without a limit."""
+    """Describe the limit of the address space (`ulimit -v`) and what to do about it. Return None if there is no
+    limit.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None
@@ -133,6 +135,6 @@ def describe_address_space_limit() -> str | None:
 
 
 def explain_address_space_limit(error: BaseException) -> str | None:
-    """Return `describe_address_space_limit()` if the limit may have caused an error; otherwise None."""
+    """Return `describe_address_space_limit()` if that limit may have caused the error; otherwise None."""
     lacks_memory = shortage(error) is not None or any(each in str(error).lower() for each in _WORDS)
     return describe_address_space_limit() if lacks_memory else None

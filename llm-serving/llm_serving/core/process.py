@@ -1,4 +1,4 @@
-"""Starting processes: commands of subprocesses, exit with the parent, MindSpore's environment, optional packages."""
+"""Starting processes: commands of subprocesses, exit with the parent, environment of MindSpore, optional packages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from llm_serving.errors import ConfigError
 
 _PR_SET_PDEATHSIG: Final = 1
 DISABLED_KERNELS: Final = "MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST"
-"""Comma-separated names of MindSpore's own Ascend kernels that ATB's kernels replace."""
+"""Environment variable with the names of MindSpore's Ascend kernels that kernels of the library ATB replace, separated
+by commas.
+"""
 NEEDED_ATB_KERNELS: Final = ("FlashAttentionScore", "PagedAttention")
-"""Kernels that ATB must replace: MindSpore's PagedAttention accepts no mask with queries [tokens, hidden]."""
+"""Kernels that ATB must replace, because MindSpore's PagedAttention accepts no mask with queries [tokens, hidden]."""
 COLLECTIVES: Final = {"MS_ENABLE_LCCL": "off", "HCCL_OP_EXPANSION_MODE": "AIV"}
-"""Collectives of an NPU are HCCL's, on its vector cores. Without these settings infer boost loads LCCL."""
+"""Environment variables that select HCCL, on the vector cores, for the collectives of an NPU. Without them, infer boost
+loads LCCL.
+"""
 DETERMINISTIC: Final = {
     "HCCL_DETERMINISTIC": "strict",
     "LCCL_DETERMINISTIC": "1",
@@ -27,28 +31,28 @@ DETERMINISTIC: Final = {
     "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
     "ATB_LLM_LCOC_ENABLE": "0",
 }
-"""Environment variables with which kernels of an NPU add in a fixed order. With the two that turn shuffling off, each
-core starts the sums of a product at their first element.
+"""Environment variables with which the kernels of an NPU add in a fixed order. The two variables that turn shuffling
+off let each core start the sums of a product at their first element.
 """
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module of the package with this Python interpreter. `-P` keeps the working
-    directory, which may contain a file such as `random.py`, out of the module search path.
+    directory out of the module search path, because it may contain a file such as `random.py`.
     """
     return [sys.executable, "-Pm", module, *arguments]
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends, even if this process hangs. If the parent
-    has already exited, this process keeps running.
+    """Ask the kernel to kill this process when the thread that started it ends, even if this process hangs. If the
+    parent has already exited, this process keeps running.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables that a serving process needs; to be called before MindSpore is imported. Kernels that the
-    operator disabled stay disabled. On a CPU the variables have no effect.
+    """Set the environment variables that a serving process needs. Call this before MindSpore is imported. Kernels that
+    the operator disabled stay disabled. On a CPU the variables have no effect.
     """
     disabled = [name.strip() for name in environment.get(DISABLED_KERNELS, "").split(",") if name.strip()]
     missing = [name for name in NEEDED_ATB_KERNELS if name not in disabled]
@@ -60,10 +64,10 @@ def set_mindspore_environment(environment: MutableMapping[str, str] = os.environ
 
 
 def import_optional(module: str, user: str, remedy: str = "") -> ModuleType:
-    """Import a module of the simulator or the receipts, packages that may not be installed.
+    """Import a module of the simulator or of the receipts. These packages may not be installed.
 
     Raise ConfigError if the package is not installed, ModuleNotFoundError if it lacks a dependency. `module`: full
-    name. `user`: the command or key that needs it. `remedy`: end of the error message.
+    name. `user`: the command or key that needs the module. `remedy`: end of the error message.
     """
     package = module.partition(".")[0]
     try:

@@ -44,14 +44,14 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"
     ERROR = "error"
     TIMEOUT = "timeout"
-    """The deadline passed, or could not be met any more."""
+    """The deadline has passed or cannot be met."""
     UNAVAILABLE = "unavailable"
     """No WorkAgent could compute the request. The client may send it again."""
 
 
 RUNNING: Final = RequestStatus.RUNNING
 FINISHED: Final = RequestStatus.FINISHED
-"""Module-level alias, because in Python 3.11 looking up an enum member takes five times as long as comparing it."""
+"""Alias of the enum member, because Python 3.11 takes five times as long to look up the member as to compare it."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -62,7 +62,7 @@ class ClientRequest:
     prompt_token_ids: Final[list[int]]
     sampling: Final[SamplingParams]
     stop_token_ids: Final[frozenset[int]] = frozenset()
-    """Ids that end the output: the request's own and, unless `ignore_eos`, the model's."""
+    """Token ids that end the output: the request's own and, unless `ignore_eos`, the model's."""
     tenant: Final[str] = ""
     """Name of the API key, or the user that the client names. Tenants share a class fairly."""
     cache_salt: Final[str] = ""
@@ -70,13 +70,15 @@ class ClientRequest:
     adapter: Final[int] = 0
     """Number of the adapter that computes the answer; 0: none."""
     fork_of: Final[str | None] = None
-    """Id of a request with the same prefix. This request waits until it is computed, then shares its blocks."""
+    """Id of a request with the same prefix, the parent. This request waits until the parent's prompt is computed, then
+    shares its blocks.
+    """
     wants_vector: Final[bool] = False
     """Whether the answer includes the last hidden state of the prompt."""
     beam_search: Final[BeamSearchParams | None] = None
     constraint: Final[Constraint | None] = None
     arrival_time: Final[float] = 0.0
-    """Seconds on the engine's clock."""
+    """Time of arrival, in seconds on the engine's clock."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -84,16 +86,17 @@ class ClientRequest:
 
     @property
     def max_num_tokens(self) -> int:
-        """Maximum number of tokens of prompt and output together."""
+        """Maximum number of tokens: prompt and output together."""
         return len(self.prompt_token_ids) + self.sampling.max_tokens
 
 
 @dataclass(eq=False, slots=True)
 class ScheduledRequest(ClientRequest):
-    """The state that the scheduler keeps of a request.
+    """The state of a request that the scheduler keeps.
 
-    A step computes tokens until `num_computed_tokens` reaches `num_tokens`; then it samples the next token. Scheduling
-    runs ahead of the device, so the ids of sampled tokens may not be known yet: they are in flight.
+    A step computes tokens until `num_computed_tokens` reaches `num_tokens`; then it samples the next token. The
+    scheduler forms steps before earlier ones have ended, so the ids of sampled tokens may not be known yet: they are in
+    flight.
 
         |<------- prompt ------->|<-- known output -->|<- in flight ->|
         |<------------- num_tokens_known ------------>|               |
@@ -104,27 +107,27 @@ class ScheduledRequest(ClientRequest):
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    """Number of tokens whose keys and values will be in the cache after every submitted step has run."""
+    """Number of tokens whose keys and values are in the cache once all submitted steps have run."""
     num_confirmed_tokens: int = 0
-    """Number of computed tokens of steps whose reply has arrived."""
+    """Number of computed tokens that belong to steps with a reply."""
     num_tokens_in_flight: int = 0
-    """Number of tokens sampled by submitted steps whose ids have not arrived."""
+    """Number of tokens that submitted steps sample and whose ids have not arrived."""
     num_cached_tokens: int = 0
-    """Number of prompt tokens found in the prefix cache at the first admission."""
+    """Number of prompt tokens that were found in the prefix cache at the first admission."""
     num_new_tokens: int = 0
     """Number of tokens that the latest reply added."""
     draft_token_ids: list[int] = field(default_factory=list)
-    """Draft tokens after the latest token. The next step verifies some of them; no step follows before its reply."""
+    """Draft tokens after the latest token. The next step verifies some of them; a further step waits for its reply."""
     num_prompt_logprobs_wanted: int = 0
-    """Number of prompt tokens, from the first, for which the log-probabilities of the next token are requested."""
+    """Number of tokens from the start of the prompt for which the log-probabilities of the next token are requested."""
     num_prompt_logprobs_received: int = 0
-    """Number of prompt tokens, from the first, for which these log-probabilities have arrived."""
+    """Number of tokens from the start of the prompt for which these log-probabilities have arrived."""
     needs_known_output: bool = False
-    """Whether a step needs the ids of all earlier tokens, so that it cannot be scheduled before the last reply."""
+    """Whether a step needs the ids of all earlier tokens, so that it cannot be formed before the latest reply."""
     is_beam: bool = False
-    """Whether the request is a beam. After each token it is paused until the other beams have theirs."""
+    """Whether the request is a beam. A beam is paused after each token until the other beams have theirs."""
     paused: bool = False
-    """Whether the request waits for its beam search: it is not scheduled, and is preempted first."""
+    """Whether the request waits for its beam search. A paused request is not scheduled, and is preempted first."""
 
     # Order
     priority: int = 0
@@ -132,52 +135,56 @@ class ScheduledRequest(ClientRequest):
     deadline: float | None = None
     """Seconds on the engine's clock after which the client does not need the answer; None: no deadline."""
     request_class: RequestClass = STANDARD
-    """Set by the scheduler from `priority`."""
+    """The class that the scheduler derives from `priority`."""
     sequence: int = 0
-    """Order of arrival at the scheduler. Unique, so it breaks ties."""
+    """Number of the request in order of arrival at the scheduler. It is unique, so it breaks ties."""
     queue_key: tuple[int, float, int, int] = (0, 0.0, 0, 0)
     """Sort key of waiting and running requests, see `scheduler.queues.Key`."""
     class_sequence: int = 0
-    """Order of arrival in the class, comparable with `sequence`."""
+    """Number of the request in order of arrival in its class. It is comparable with `sequence`."""
     class_entry_step: int = 0
-    """First step that could schedule the request in its class."""
+    """Number of the first step that could schedule the request in its class."""
     class_change_step: int = -1
-    """First step after the class changed while the request ran; -1: never."""
+    """Number of the first step after the class of the running request changed; -1: never."""
 
     # Waits and preemptions
     arrival_clock: int = 0
-    """Value of the class's clock, the number of steps that could schedule the class, at the arrival."""
+    """Value of the class's clock at the arrival. The clock counts the steps that could have scheduled the class."""
     wait_bound: int | None = None
-    """Guaranteed maximum number of steps from arrival to first admission, set by the scheduler; None: no guarantee."""
+    """Guaranteed maximum number of steps from arrival to first admission; None: no guarantee."""
     num_steps_waited: int | None = None
-    """Number of steps counted against `wait_bound` until the first admission; None: not admitted yet."""
+    """Number of steps that counted against `wait_bound` before the first admission; None: not admitted yet."""
     admission_number: int = 0
-    """Order of the latest admission, in which prefills continue."""
+    """Number of the latest admission. Prefills continue in the order of these numbers."""
     running_since: tuple[int, float] = (0, 0.0)
-    """Step and time (seconds on the engine's clock) of the latest admission."""
+    """(step number, time in seconds on the engine's clock) of the latest admission."""
     first_scheduled_time: float | None = None
     last_scheduled_step: int = -1
-    """Latest step that computed a token of the request, or the step before its admission."""
+    """Number of the latest step that computed a token of the request, or of the step before its admission."""
     num_preemptions: int = 0
 
     # Migration
     wants_migration: bool = False
-    """Whether the request migrates to another replica after its prompt, once its KV blocks can be exported."""
+    """Whether the request migrates to another replica after its prompt, if its KV blocks can be exported."""
     is_migrating: bool = False
-    """Whether the blocks are being exported, so that no further step of this replica computes the request."""
+    """Whether the blocks are being exported. No further step of this replica then computes the request."""
     transfer: Transfer | None = None
-    """State imported from the replica that computed the prompt."""
+    """KV blocks and state from the replica that computed the prompt; None: this replica computes it."""
     disk_prefix: DiskPrefix | None = None
-    """None: the disk cache was not asked, and the prompt is not stored."""
+    """Blocks of the prompt in the disk cache; None: the disk cache was not searched, and the prompt is not stored in
+    it.
+    """
 
     # End
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """Stop string or stop token id that ended the output, if one did."""
+    """Stop string or stop token id that ended the output; None: no such string or id ended it."""
 
     @property
     def has_prompt_results(self) -> bool:
-        """Whether steps return prompt log-probabilities or a vector for the request, or no token at all."""
+        """Whether steps return prompt log-probabilities or a vector for the request, or the request generates no
+        token.
+        """
         return self.num_prompt_logprobs_wanted > 0 or self.wants_vector or self.sampling.max_tokens == 0
 
     @property
@@ -199,7 +206,7 @@ class ScheduledRequest(ClientRequest):
 
     @property
     def max_prefix_hit_tokens(self) -> int:
-        """Maximum length of a prefix that the request may share.
+        """Maximum length of a prefix that the request may share, in tokens.
 
         Tokens that give a result must be computed for the request itself. So the prefix ends before the first token
         whose log-probabilities are missing, and before the latest token.
@@ -214,7 +221,7 @@ class ScheduledRequest(ClientRequest):
 
     @property
     def has_run(self) -> bool:
-        """Whether the request was admitted before, or is a beam that continues an admitted one."""
+        """Whether the request was admitted before. A beam that continues an admitted beam counts as admitted."""
         return self.num_steps_waited is not None or self.last_scheduled_step >= 0
 
     @property
@@ -236,15 +243,15 @@ class Request(ScheduledRequest):
     """A request with the state that the engine keeps of it."""
 
     sink: OutputSink | None = None
-    """Receives the results; set when the engine accepts the request."""
+    """Receives the results. The engine sets it when it accepts the request."""
     matcher: ConstraintMatcher | None = None
-    """Computes which tokens `constraint` allows after the output."""
+    """Determines which tokens `constraint` allows after the output."""
     http_timings: HttpTimings | None = None
-    """Times of the HTTP request, which may have several engine requests."""
+    """Times of the HTTP request. Several engine requests may belong to one HTTP request."""
     num_lost_steps: int = 0
-    """Number of failed steps that computed the request since it exceeded `num_tokens_at_loss`."""
+    """Number of failed steps with this request since it last computed more than `num_tokens_at_loss` tokens."""
     num_tokens_at_loss: int = 0
-    """Maximum number of tokens that were computed when a step of the request failed."""
+    """Number of tokens up to which the failed steps computed the request. Beyond it, the request has passed them."""
 
     def __post_init__(self) -> None:
         if self.sampling.bad_words:
@@ -257,5 +264,5 @@ class Request(ScheduledRequest):
 
     @property
     def root_request(self) -> Request:
-        """The request that the client sent: this one, or the one whose beam search has this one as a beam."""
+        """The request that the client sent: this one or, if this one is a beam, the request of its beam search."""
         return self if self.sink is None else self.sink.request

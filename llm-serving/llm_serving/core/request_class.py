@@ -1,4 +1,4 @@
-"""Request classes, and the identity and urgency of a caller."""
+"""Request classes, and the identity of a caller with the urgency of its request."""
 
 from __future__ import annotations
 
@@ -62,16 +62,18 @@ def class_of(priority: int, classes: Sequence[RequestClass]) -> RequestClass:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sends a request, how urgent it is, and which adapter it names. Only the adapter affects the answer."""
+    """Identity of the client that sends a request, how urgent the request is, and which adapter it names. Only the
+    adapter affects the answer.
+    """
 
     priority: int = 0
-    """Smaller runs first. It also selects the request class."""
+    """Requests with a smaller priority run first. The priority also selects the request class."""
     tenant: str = ""
     """Name of the API key, or the user that the client names. Tenants share a class fairly."""
     cache_salt: str = ""
     """Requests share cached prefixes only if tenant and salt are equal."""
     source: str = ""
-    """Name of the API key, or the client's network."""
+    """Client identity for spreading retries: name of the API key, or the client's network."""
     deadline: float | None = None
     """Seconds on the engine's clock after which the client does not need the answer; None: no deadline."""
     http_timings: HttpTimings | None = field(default=None, compare=False)

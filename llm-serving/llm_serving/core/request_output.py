@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 PIECE_BYTES, TOKEN_BYTES, ALTERNATIVE_BYTES = 300, 150, 80
-"""Estimated bytes of Python memory of a piece, of a token's log-probability, and of each alternative token."""
+"""Estimated bytes of Python memory for a piece, for the log-probability of a token, and for each alternative token."""
 FAILURES: Final = frozenset({FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.UNAVAILABLE})
 
 
@@ -62,13 +62,13 @@ class PromptLogprobs:
 
 @dataclass(slots=True)  # not frozen: one is created for each token, and that would take four times as long
 class RequestOutput:
-    """The output that one step added to a request, to be treated as immutable. All pieces together are the answer."""
+    """The output that one step added to a request. Treat it as immutable. All pieces together are the answer."""
 
     request_id: str
     text: str
-    """New text; empty while a character or a possible stop string is incomplete."""
+    """New text. It is empty while a character is incomplete or the text may become a stop string."""
     token_ids: tuple[int, ...]
-    """New token ids, including the token that ended the output and tokens whose text is held back."""
+    """New token ids. They include the token that ended the output, and tokens whose text is held back."""
     logprobs: tuple[TokenLogprobs, ...]
     """One for each of `token_ids` if the client requested them, otherwise empty."""
     num_prompt_tokens: int
@@ -81,9 +81,9 @@ class RequestOutput:
     queued_s: float = 0.0
     """Seconds from arrival until the request was first scheduled."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Log-probabilities of the next prompt tokens, if the client requested them; the first token has none."""
+    """Log-probabilities of the next prompt tokens, if the client requested them. The first token has none."""
     vector: Float32Array | None = None
-    """Last hidden state of the prompt, [hidden size], in the last piece, if the client requested it."""
+    """Last hidden state of the prompt, [hidden size], if the client requested it. Only in the last piece."""
     beams: tuple[RequestOutput, ...] = ()
     """Answers of a beam search, each as one piece, best first. Only in the last piece, which is the best answer."""
 
@@ -128,11 +128,13 @@ def join_pieces(pieces: Sequence[RequestOutput]) -> RequestOutput:
 
 
 class OutputSink(Protocol):
-    """Creates the answer to a client's request from the results of its engine requests. For the engine's thread."""
+    """Creates the answer to a client's request from the results of its engine requests. Only the engine's thread may
+    call it.
+    """
 
     @property
     def request(self) -> Request:
-        """The client's request. The scheduler has it only if it is one of `active_requests`."""
+        """The client's request. The scheduler knows it only if it is one of `active_requests`."""
 
     @property
     def active_requests(self) -> Sequence[Request]:
@@ -142,14 +144,17 @@ class OutputSink(Protocol):
         """Add the first requests to the scheduler."""
 
     def add_tokens(self, request: Request, samples: range, output: StepOutput) -> None:
-        """Record the tokens that a step sampled for an active request: the entries `samples` of `output`."""
+        """Record the tokens that a step sampled for an active request. `samples`: indices of these tokens in
+        `output`.
+        """
 
     def add_prompt_result(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
     ) -> None:
-        """Record results for the prompt tokens of a request from `start` on, or only that its prompt is computed.
+        """Record results for the prompt tokens of a request from `start` on. Without results, record that the prompt is
+        computed.
 
-        `logprobs` are those of the tokens after `start`. The request is one of `active_requests`, but may have
+        `logprobs`: log-probabilities of the tokens after `start`. The request is one of `active_requests`, but may have
         finished. After a recomputation, the same results may be recorded again.
         """
 

@@ -1,8 +1,8 @@
 """Sampling parameters of a request, their ranges, and beam search parameters.
 
-The only definition of each parameter's name, default, range and meaning: routes, offline interface, step arrays and the
-WorkAgent's checks use it. A real number is rounded to float32 before its range is checked, because tokens are sampled
-in float32.
+This module alone defines the name, default, range and meaning of each parameter. HTTP routes, the offline interface,
+the arrays of a step and the WorkAgent's checks use these definitions. A real number is rounded to float32 before its
+range is checked, because tokens are sampled in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_INT32: Final = 2**31 - 1
 
 
 def as_float32(value: float) -> float:
-    """Round to single precision; infinite beyond the largest number."""
+    """Round to single precision. Numbers beyond its largest number become infinite."""
     try:
         return c_float(value).value
     except OverflowError:  # an integer beyond every float
@@ -33,7 +33,9 @@ class ParameterRule(Protocol):
     def text(self) -> str: ...
 
     def checked(self, field: str, value: Any) -> Any:
-        """Return the value to use. Raise RequestError if the value of `field` is outside the range."""
+        """Return the value in the form that is used. Raise RequestError if the value of `field` is outside the
+        range.
+        """
         ...
 
 
@@ -57,7 +59,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Real:
-    """A number of single precision."""
+    """A number in single precision."""
 
     low: float
     high: float
@@ -119,7 +121,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class GrammarText:
-    """None, or a non-empty string. The compiler checks later whether it is a grammar."""
+    """None, or a non-empty string. Whether it is a valid grammar is checked later, by the compiler."""
 
     @property
     def text(self) -> str:
@@ -136,7 +138,7 @@ _TOKEN_ID: Final = Whole(0)
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """A tuple of token ids. The admission check compares them with the vocabulary."""
+    """A tuple of token ids. Admission checks whether they are in the vocabulary."""
 
     max_count: int
 
@@ -296,8 +298,8 @@ class SamplingParams:
 
     @property
     def needs_known_output(self) -> bool:
-        """Whether a step depends on all earlier tokens, so that it cannot be formed before the last reply. For
-        constraints it need not: the master sends the allowed tokens later (`StepInput.allowed_follow`).
+        """Whether a step depends on all earlier tokens, so that it cannot be formed before the latest reply. A
+        constraint does not require that: the master sends the allowed tokens later (`StepInput.allowed_follow`).
         """
         return any(len(sequence) > 1 for sequence in self.bad_words)
 
@@ -310,11 +312,11 @@ class SamplingParams:
 RULES: Final[Mapping[str, ParameterRule]] = {each.name: each.metadata["rule"] for each in fields(SamplingParams)}
 DEFAULTS: Final[Mapping[str, Any]] = {each.name: each.default for each in fields(SamplingParams)}
 NOT_WITH_A_CONSTRAINT: Final = ("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids")
-"""Parameters that restrict tokens, and so could conflict with a constraint."""
+"""Parameters that restrict tokens. Together with a constraint, they could leave no token."""
 
 
 MAX_BEAM_WIDTH: Final = MAX_LOGPROBS // 2
-"""Maximum width of a beam search, which needs the log-probabilities of twice as many tokens as it has beams."""
+"""Maximum width of a beam search. The search needs log-probabilities of twice as many tokens as it has beams."""
 LENGTH_PENALTY: Final = Real(-10.0, 10.0)
 
 

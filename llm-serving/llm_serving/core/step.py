@@ -1,8 +1,8 @@
 """The interface of master and WorkAgent: input and output of a step, and of a draft model between two steps.
 
-A step is self-contained: for each row (one request) it has the tokens to run, the number of context tokens in the cache
-and the blocks that hold them. It also lists the tokens that give a result, with the kind of each result; the reply has
-one result for each. The WorkAgent's only state is the KV cache and the tokens of its latest step.
+A step is self-contained. For each row (one request) it has the tokens to compute, the number of context tokens in the
+cache and the blocks that hold them. It also lists the tokens that give a result, with the kind of each result; the
+reply has one result for each. The only state of a WorkAgent is the KV cache and the tokens of its latest step.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ Float32Array = NDArray[np.float32]
 
 
 NO_BLOCK: Final = -1
-"""Block table entry outside the sliding window, to which no token of the step attends."""
+"""Block table entry without a block: no token of the step attends to it, because the sliding window has passed it."""
 
 
 class BlockMoveKind(enum.IntEnum):
-    """Source and target of a block move, which covers all layers."""
+    """Source and target of a block move. A move covers all layers."""
 
     COPY = 0
     SWAP_OUT = 1
     SWAP_IN = 2
     EXPORT = 3
-    """From the cache to the transfer pool, which other WorkAgents read."""
+    """From the KV cache to the transfer pool, which other WorkAgents read."""
     IMPORT = 4
     EXPORT_STATE = 5
-    """A piece of the state in a slot (`StateAccess`) to a block of the transfer pool. The moves of a slot are in the
-    order of the pieces, each of the size of a block.
+    """From a state slot (`StateAccess`) to the transfer pool: a piece of the state, of the size of a block. The moves
+    of a slot are in the order of its pieces.
     """
     IMPORT_STATE = 6
 
 
 class BlockMove(NamedTuple):
-    """A copy of one block's content to another block. For epochs see `kvcache.block_table`."""
+    """A copy of one block's content to another block. `kvcache.block_table` explains epochs."""
 
     kind: int
     """A `BlockMoveKind`."""
@@ -49,7 +49,7 @@ class BlockMove(NamedTuple):
     source_epoch: int
     target_epoch: int
     num_tokens: int
-    """Number of valid tokens at the start of the block; of a state, the number of tokens after which it is."""
+    """Number of valid tokens from the start of the block. For a state: number of tokens that the state covers."""
 
 
 def no_block_moves() -> Int32Array:
@@ -57,18 +57,18 @@ def no_block_moves() -> Int32Array:
 
 
 STATE_BEFORE: Final = -1
-"""`StateAccess.token` of the slot that a row reads: the state before its first token."""
+"""Value of `StateAccess.token` for the slot that a row reads: the state before the row's first token."""
 
 
 class StateAccess(NamedTuple):
-    """A slot that a row of a step reads or writes, in models with fixed-size states (`kvcache.state_slots`)."""
+    """A state slot that a row of a step reads or writes, in models with recurrent states (`kvcache.state_slots`)."""
 
     row: int
     token: int
-    """Index of the row's token after which the state is stored in the slot, or `STATE_BEFORE`."""
+    """Index, in the row, of the token after which the state is stored in the slot; `STATE_BEFORE`: the slot is read."""
     slot: int
     epoch: int
-    """Number of the slot's allocation, by which the WorkAgent detects a slot that was allocated again."""
+    """Number of the slot's allocation. With it, the WorkAgent detects that a slot was allocated again."""
 
 
 def no_state_accesses() -> Int32Array:
@@ -83,11 +83,13 @@ class ResultKind(enum.IntEnum):
     """The kind of result that a token of a step gives."""
 
     TOKEN = 0
-    """The next token, sampled by `SamplingInput`."""
+    """The next token, sampled with the parameters in `SamplingInput`."""
     LOGPROBS = 1
     """Log-probabilities of the next token, for the tokens in `ScoringInput` and the most likely ones."""
     VECTOR = 2
-    """Last hidden state of the token, the input of the LM head, or the classifier's scores computed from it."""
+    """Last hidden state of the token, which is the input of the LM head, or the classifier's scores computed from
+    it.
+    """
     MEAN = 3
     """Like VECTOR, but from the mean of the row's last hidden states up to and including the token."""
 
@@ -103,12 +105,12 @@ class ResultToken(NamedTuple):
 
 
 def reference_to_previous_step(sample: int) -> int:
-    """Return a token id that stands for the token of sample `sample` of the previous step."""
+    """Return a token id that refers to the token of sample `sample` of the previous step."""
     return -1 - sample
 
 
 class AllowedTokens(NamedTuple):
-    """The tokens that each of S samples may choose, as ragged bit masks."""
+    """The tokens that may be sampled for each of S samples, as ragged bit masks."""
 
     offsets: Int32Array
     """[S + 1] offsets into `words`; an empty part allows all tokens."""
@@ -122,7 +124,7 @@ def all_tokens_allowed(num_samples: int) -> AllowedTokens:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInput:
-    """Sampling parameters of S samples. Ragged lists are split by their offsets."""
+    """Sampling parameters of S samples. Ragged lists are concatenated, and offsets give the part of each sample."""
 
     temperature: Float32Array  # [S], 0 is greedy
     top_k: Int32Array  # [S], 0 is off
@@ -157,7 +159,9 @@ class SamplingInput:
         position: Int32Array | None = None,
         num_logprobs: Int32Array | None = None,
     ) -> SamplingInput:
-        """Return parameters without penalties, biases and constraints; by default greedy, without log-probabilities."""
+        """Return parameters without penalties, biases and constraints. By default sampling is greedy, without
+        log-probabilities.
+        """
         zeros, ones = np.zeros(num_samples, np.float32), np.ones(num_samples, np.float32)
         whole, offsets = np.zeros(num_samples, np.int32), np.zeros(num_samples + 1, np.int32)
         nothing = np.empty(0, np.int32)
@@ -198,12 +202,14 @@ SAMPLING_DTYPES: Final[Mapping[str, type[np.generic]]] = {
 SAMPLE_FIELDS: Final = tuple(
     name for name in SAMPLING_DTYPES if not name.endswith(("_offsets", "_token_ids", "_values", "_words"))
 )
-"""Fields with one number per sample. The others are ragged lists."""
+"""Fields with one number for each sample. The others are ragged lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringInput:
-    """The tokens whose log-probabilities P results of kind LOGPROBS give: G named ones and the most likely."""
+    """The tokens whose log-probabilities are returned by P results of kind LOGPROBS: G given tokens, and the most
+    likely ones.
+    """
 
     num_logprobs: Int32Array  # [P], number of most likely tokens
     offsets: Int32Array  # [P + 1] into token_ids
@@ -220,12 +226,12 @@ def no_scoring() -> ScoringInput:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """One forward pass over B rows and T packed tokens, without padding. Row b runs `query_lens[b]` tokens after the
-    `num_computed[b]` tokens in the blocks of `block_tables[b]`, which has room for all of them.
+    """One forward pass over B rows and T packed tokens, without padding. Row b computes `query_lens[b]` tokens after
+    the `num_computed[b]` tokens in the blocks of `block_tables[b]`, which has room for all of them.
     """
 
     step: int
-    """Step number of the WorkAgent, from 0 without gaps. The reply repeats it."""
+    """Number of the step on this WorkAgent, from 0 without gaps. The reply repeats it."""
     token_ids: Int32Array  # [T]; >= 0 a token, < 0 see `reference_to_previous_step`
     query_lens: Int32Array  # [B], each at least 1, sum T
     num_computed: Int32Array  # [B]
@@ -235,14 +241,16 @@ class StepInput:
     sampling: SamplingInput  # of the S results of kind TOKEN
     scoring: ScoringInput = field(default_factory=no_scoring)  # of the P results of kind LOGPROBS
     block_moves: Int32Array = field(default_factory=no_block_moves)
-    """[N, 6], each a `BlockMove`, executed in order before the tokens are computed."""
+    """[N, 6], each row a `BlockMove`. They are executed in order before the tokens are computed."""
     exports: Int32Array = field(default_factory=no_block_moves)
-    """[N, 6], each a `BlockMove` of kind EXPORT, executed after the tokens are computed and before the reply."""
+    """[N, 6], each row a `BlockMove` of kind EXPORT. They are executed after the tokens are computed and before the
+    reply.
+    """
     states: Int32Array = field(default_factory=no_state_accesses)
-    """[N, 4], each a `StateAccess`; empty for a model without states."""
+    """[N, 4], each row a `StateAccess`; empty for a model without recurrent states."""
     adapters: Int32Array = field(default_factory=no_adapters)
-    """[B, 2], the adapter number (0: none) and the slot of each row. Empty: no row has an adapter. The WorkAgent copies
-    an adapter to its slot if the slot holds another one.
+    """[B, 2], adapter number (0: none) and adapter slot of each row; empty if no row has an adapter. If the slot holds
+    another adapter, the WorkAgent first copies the adapter into it.
     """
     allowed_follow: bool = False
     """Whether the master sends the allowed tokens during the step, because they may depend on the previous reply."""
@@ -257,13 +265,15 @@ class StepInput:
 
     @property
     def num_vectors(self) -> int:
-        """Number of results of kinds VECTOR and MEAN: all results but those of `sampling` and `scoring`."""
+        """Number of results of kinds VECTOR and MEAN. These are all results except those of `sampling` and
+        `scoring`.
+        """
         return len(self.result_tokens) - self.sampling.num_samples - self.scoring.num_results
 
 
 @dataclass(frozen=True, slots=True)
 class TopTokens:
-    """The most likely tokens of each of N results: as many as the result requests and the vocabulary has."""
+    """The most likely tokens of each of N results: as many as requested, at most the vocabulary."""
 
     offsets: Int32Array  # [N + 1] into the two lists below
     token_ids: Int32Array  # most likely first
@@ -297,15 +307,15 @@ NO_VECTORS: Final[Float32Array] = np.empty((0, 0), np.float32)
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The results of one step; results of one kind are in the order of `StepInput.result_tokens`."""
+    """The results of one step. Results of one kind are in the order of `StepInput.result_tokens`."""
 
     step: int
     token_ids: Int32Array  # [S]
     logprobs: Float32Array  # [S]; meaningful where num_logprobs >= 0
     top: TopTokens  # of the S samples; none if num_logprobs is below 1 or no token could be chosen
     row_errors: dict[int, str] = field(default_factory=dict)
-    """Index in `result_tokens` -> why there is no result, such as NaN logits. The token id is then -1. For several
-    results of the same row and kind, only the first is listed.
+    """Index in `result_tokens` -> reason why there is no result, such as NaN logits. A missing token has the id -1. For
+    several results of the same row and kind, only the first is listed.
     """
     scores: Scores = NO_SCORES
     vectors: Float32Array = field(
@@ -314,24 +324,24 @@ class StepOutput:
 
 
 DRAFT_WINDOW: Final = 256
-"""Maximum number of a request's tokens that a draft model reads. Beyond it, the older half is dropped at once, so that
-the KV cache of the newer half stays valid for the next 128 tokens.
+"""Maximum number of a request's latest tokens that a draft model reads. When there are more, the older half is dropped
+at once, so that the KV cache of the newer half stays valid for the next 128 tokens.
 """
 MAX_DRAFT_REQUESTS: Final = 16
 MAX_DRAFT_TOKENS: Final = 64
 MAX_PROPOSED_TOKENS: Final = 1024
-"""Maximum number of tokens that a draft model computes at once. Requests beyond it get no draft tokens."""
+"""Maximum number of tokens that a draft model computes at once. Requests that exceed it get no draft tokens."""
 
 
 class DraftRequest(NamedTuple):
     """A request for which a draft model proposes tokens, and its sampling parameters."""
 
     key: int
-    """Id of the request in the draft model's KV cache, which is reused while the tokens are the same."""
+    """Number of the request. The draft model reuses its KV cache for this number as long as the tokens are the same."""
     start: int
-    """Index of the first of `token_ids` in the request."""
+    """Index in the request of the first of `token_ids`."""
     token_ids: list[int]
-    """The latest tokens, at most `DRAFT_WINDOW`."""
+    """The latest tokens of the request, at most `DRAFT_WINDOW`."""
     num_draft_tokens: int
     temperature: float
     top_k: int
@@ -348,11 +358,11 @@ class DraftModelClient(Protocol):
 
 
 def blocks_per_draft_request(block_size: int) -> int:
-    """Return the number of blocks in a draft model's cache for each of `MAX_DRAFT_REQUESTS` requests."""
+    """Return the number of blocks that the cache of a draft model needs for each of `MAX_DRAFT_REQUESTS` requests."""
     return -(-(DRAFT_WINDOW + MAX_DRAFT_TOKENS) // block_size)
 
 
 def draft_window_start(num_tokens: int) -> int:
-    """Return the index of the first of `num_tokens` tokens that a draft model reads."""
+    """Return the index of the first token that a draft model reads, of a request with `num_tokens` tokens."""
     half = DRAFT_WINDOW // 2
     return 0 if num_tokens <= DRAFT_WINDOW else ((num_tokens - 1) // half - 1) * half

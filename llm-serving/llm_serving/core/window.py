@@ -1,4 +1,4 @@
-"""The sliding window of a model, which determines the part of a sequence that the KV cache must hold."""
+"""The sliding window of a model. It determines which part of a sequence the KV cache must hold."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ NO_WINDOW: Final = 2**31
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The sliding window of a model. Each block holds all layers, so a layer without a window keeps all blocks."""
+    """The sliding window of a model. Because a block holds all layers, one layer without a window keeps all blocks."""
 
     num_tokens: int = NO_WINDOW
-    """Number of tokens, including itself, that a token attends to in the layer with the largest window."""
+    """Number of tokens, including itself, to which a token attends in the layer with the largest window."""
     max_chunk: int = 1
     """Maximum number of tokens of one request in a step."""
 
     @classmethod
     def from_model(cls, num_tokens: int | None, max_chunk: int, max_model_len: int) -> Window:
-        """Return the window of a model. `num_tokens`: largest window of its layers; None if a layer attends to all
-        tokens. A window of at least `max_model_len` never slides.
+        """Return the window of a model. `num_tokens`: largest window of its layers; None: some layer attends to all
+        tokens. A window of at least `max_model_len` tokens never slides.
         """
         return cls() if num_tokens is None or num_tokens >= max_model_len else cls(num_tokens, max_chunk)
 
@@ -31,12 +31,14 @@ class Window:
         return self.num_tokens < NO_WINDOW
 
     def first_block(self, num_computed: int, block_size: int) -> int:
-        """Return the first block to which the token after `num_computed` others, or any later token, attends."""
+        """Return the index of the first block to which the token after the first `num_computed` tokens, or a later one,
+        attends.
+        """
         return max(0, num_computed + 1 - self.num_tokens) // block_size
 
     def max_blocks(self, block_size: int, num_blocks: int) -> int:
-        """Return the maximum number of blocks that a request holds: the window of a step's first token, and the step.
-        If a cache of `num_blocks` is too small for both, steps are shorter.
+        """Return the maximum number of blocks that a request holds: for the window before a step's first token, and for
+        the step. If a cache of `num_blocks` is too small for both, steps are shorter.
         """
         if not self.is_sliding:
             return NO_WINDOW
@@ -52,7 +54,7 @@ class Window:
         return NO_WINDOW if self.max_blocks(block_size, num_blocks) <= num_blocks else num_blocks * block_size
 
     def min_chunk(self, block_size: int, num_blocks: int) -> int:
-        """Return the number of prompt tokens for which a step always has room."""
+        """Return the number of prompt tokens that always fit into a step."""
         if not self.is_sliding:
             return self.max_chunk
         most = self.max_blocks(block_size, num_blocks)
