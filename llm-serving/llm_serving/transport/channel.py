@@ -1,4 +1,4 @@
-"""Length-prefixed message frames on a stream socket, with deadlines, and detection of lost TCP peers."""
+"""Length-prefixed message frames on a stream socket, with deadlines and the detection of lost TCP peers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from llm_serving.core.files import escape_surrogates
 from llm_serving.errors import ChannelClosedError, DeadlineExceededError, ProtocolError
 
 MAX_FRAME_BYTES = 64 * 2**20
-"""Enough for 2,048 vectors of 8,192 numbers, or for 20 log-probabilities of each of 400,000 tokens."""
+"""Maximum size of a frame. It holds 2,048 vectors of 8,192 numbers, or 20 log-probabilities for each of 400,000
+tokens.
+"""
 KEEPALIVE_TIMEOUT_S: Final = 10
 """Seconds after which a machine that does not answer keepalive probes counts as lost."""
 _KEEPALIVE_INTERVAL_S: Final = 2
 _WAIT_INTERVAL_S: Final = 50e-6
-"""Seconds between two polls of `wait_for_data`, a small part of the duration of a step on a device."""
+"""Seconds between two polls of `wait_for_data`: a small part of the duration of a step on a device."""
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 65536
 
@@ -42,7 +44,9 @@ class Channel(Generic[Incoming]):
         self.max_frame_bytes = MAX_FRAME_BYTES
         self.send_timeout_s: float | None = None
         self.poll_s = 0.0
-        """Seconds for which `receive` polls a peer on this machine before it sleeps, because waking up takes long."""
+        """Seconds for which `receive` polls a peer on this machine before it sleeps. Polling avoids the delay of waking
+        up.
+        """
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._received = bytearray()
@@ -52,7 +56,7 @@ class Channel(Generic[Incoming]):
 
     @property
     def peer(self) -> str:
-        """Address of the peer's machine; empty if it is this machine."""
+        """Address of the peer's machine; empty: this machine."""
         if self._socket.family not in (socket.AF_INET, socket.AF_INET6):
             return ""
         return str(self._socket.getpeername()[0])
@@ -61,7 +65,8 @@ class Channel(Generic[Incoming]):
         """Send one frame. Return when the kernel has accepted it. Only one thread may send at a time.
 
         Characters that UTF-8 cannot encode (from file names) are escaped. Raise ProtocolError if the message exceeds
-        `max_frame_bytes`, and ChannelClosedError if the peer has exited or accepted nothing within `send_timeout_s`.
+        `max_frame_bytes`. Raise ChannelClosedError if the peer has exited, or has accepted nothing for
+        `send_timeout_s`.
         """
         frame = bytearray(_LENGTH.size)
         try:
@@ -101,7 +106,7 @@ class Channel(Generic[Incoming]):
             del self._received[: _LENGTH.size + length]
 
     def wait_for_data(self, is_over: Callable[[], bool]) -> bool:
-        """Poll until the next bytes arrive. Return False as soon as `is_over`, called at each poll, returns True."""
+        """Poll until data arrive. Return False as soon as `is_over`, which is called at each poll, returns True."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         while not self._received and not poll.poll(0):
@@ -116,7 +121,7 @@ class Channel(Generic[Incoming]):
         return received >= _LENGTH.size and received >= _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
 
     def shutdown(self) -> None:
-        """Shut the connection down and wake a thread that is receiving. Raise OSError if it is already closed."""
+        """Shut the connection down, which wakes a thread that is receiving. Raise OSError if it is already closed."""
         socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # SSLSocket.shutdown would drop the keys under a reader
 
     def close(self) -> None:
@@ -162,7 +167,7 @@ def _escaped(message: msgspec.Struct) -> msgspec.Struct:
 
 
 def enable_keepalive(sock: socket.socket) -> None:
-    """Let the kernel close a TCP connection whose peer's machine no longer answers, so that `recv` and `send` fail."""
+    """Let the kernel close a TCP connection if the peer's machine no longer answers, so that `recv` and `send` fail."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_INTERVAL_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""Conversion of steps to lists of arrays, and of step outputs to messages."""
+"""Conversion of a step to a list of arrays, and of a step's output to a message."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _MOVE_BYTES = len(BlockMove._fields) * 4
 _STATE_BYTES: Final = len(StateAccess._fields) * 4
 _BIAS_BYTES: Final = 8 * 4096
 _SAMPLE_BYTES: Final = 4 * len(_SAMPLING_ARRAYS) + 4
-"""Bytes of one sample's parameters (one of them has 8 bytes), and of the length of its shared history prefix."""
+"""Bytes of the parameters of one sample (one of them has 8 bytes), plus the length of its shared history prefix."""
 
 
 def step_arrays(step: StepInput) -> list[NDArray[Any]]:
     """Return all arrays of a step: its number, its fields in order, and the lengths of shared history prefixes.
 
     The sampling history of a draft token is that of its row plus the draft tokens before it. If the history of a sample
-    starts with the whole history of the previous sample, that prefix is not sent again.
+    starts with the whole history of the previous sample, this prefix is sent only once.
     """
     sampling, num_shared = step.sampling, np.zeros(len(step.sampling.temperature), np.int32)
     if len(sampling.history_token_ids):
@@ -67,7 +67,9 @@ def step_arrays(step: StepInput) -> list[NDArray[Any]]:
 
 
 def step_from_arrays(step: int, arrays: list[NDArray[Any]], allowed_follow: bool = False) -> StepInput:
-    """Invert `step_arrays`, without copies except for shared prefixes. Raise ProtocolError if the step differs."""
+    """Return the step that `step_arrays` converted. Nothing is copied except shared prefixes. Raise ProtocolError if
+    the arrays belong to another step.
+    """
     *given, num_shared = _check_step_number(step, arrays, _NUM_ARRAYS)
     sampling_end = len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS)
     sampling = SamplingInput(*given[len(_STEP_ARRAYS) : sampling_end])
@@ -84,17 +86,19 @@ def step_from_arrays(step: int, arrays: list[NDArray[Any]], allowed_follow: bool
 
 
 def allowed_arrays(step: int, allowed: AllowedTokens) -> list[NDArray[Any]]:
-    """Return the arrays of the allowed tokens of a step, after its number."""
+    """Return the number of a step, as an array, and the arrays of its allowed tokens."""
     return [np.array([step], np.uint64), *allowed]
 
 
 def allowed_from_arrays(step: int, arrays: list[NDArray[Any]]) -> AllowedTokens:
-    """Invert `allowed_arrays`. Raise ProtocolError as `step_from_arrays` does."""
+    """Return the allowed tokens that `allowed_arrays` converted. Raise ProtocolError if they belong to another step."""
     return AllowedTokens(*_check_step_number(step, arrays, _NUM_ALLOWED_ARRAYS))
 
 
 def _drop_shared_prefixes(offsets: Int32Array, token_ids: Int32Array) -> tuple[Int32Array, Int32Array]:
-    """Return all histories, each without a prefix that equals the whole previous one, and the lengths dropped."""
+    """Return all histories and the lengths of the dropped prefixes. A prefix is dropped if it equals the whole previous
+    history.
+    """
     num_shared = np.zeros(len(offsets) - 1, np.int32)
     parts, before = [], token_ids[:0]
     for index, (start, end) in enumerate(pairwise(offsets.tolist())):
@@ -107,7 +111,7 @@ def _drop_shared_prefixes(offsets: Int32Array, token_ids: Int32Array) -> tuple[I
 
 
 def _restore_shared_prefixes(offsets: Int32Array, token_ids: Int32Array, num_shared: Int32Array) -> Int32Array:
-    """Invert `_drop_shared_prefixes`. Raise ProtocolError if the lengths are inconsistent."""
+    """Undo `_drop_shared_prefixes`. Raise ProtocolError if the lengths are inconsistent."""
     lengths = np.diff(offsets)
     most = np.minimum(lengths, np.concatenate([[0], lengths[:-1]]))
     if num_shared.shape != lengths.shape or (num_shared < 0).any() or (num_shared > most).any():
@@ -123,7 +127,9 @@ def _restore_shared_prefixes(offsets: Int32Array, token_ids: Int32Array, num_sha
 
 
 def _check_step_number(step: int, arrays: list[NDArray[Any]], count: int) -> list[NDArray[Any]]:
-    """Return the arrays after the step number. Raise ProtocolError if the number or their count is wrong."""
+    """Return the arrays after the step number. Raise ProtocolError if the step number or the number of arrays is
+    wrong.
+    """
     if len(arrays) != count:
         raise ProtocolError(f"a step has {count} arrays; {len(arrays)} arrived")
     number, *others = arrays
@@ -135,11 +141,12 @@ def _check_step_number(step: int, arrays: list[NDArray[Any]], count: int) -> lis
 def max_step_bytes(
     max_tokens: int, max_rows: int, max_model_len: int, block_size: int, max_draft_tokens: int = 0
 ) -> int:
-    """Return the size of a buffer that holds the arrays of any step.
+    """Return the size in bytes of a buffer that holds the arrays of any step.
 
-    Each row has its whole history and a full bias table; each token a result and a bitmap of allowed tokens; each draft
-    token its own bias table and one more history token than the previous one. Block moves need at most four for each
-    block table entry; space for five is reserved. Pages are only allocated when first written.
+    The size covers these maxima: for each row, its whole history and a full bias table; for each token, a result and a
+    bitmap of allowed tokens; for each draft token, a bias table of its own and one more history token than the previous
+    draft token. A block table entry needs at most four block moves; there is space for five. The kernel allocates pages
+    when they are first written.
     """
     max_row_blocks = -(-max_model_len // block_size)
     allowed_bytes = MAX_VOCAB_SIZE // 8 + 4
@@ -178,7 +185,9 @@ def _bytes_of(array: NDArray[Any], dtype: str) -> bytes:
 
 
 def decode_output(message: StepDone) -> StepOutput:
-    """Invert `encode_output`, without a copy. Raise ProtocolError if the lengths are inconsistent."""
+    """Return the output that `encode_output` converted, without a copy. Raise ProtocolError if the lengths are
+    inconsistent.
+    """
     try:
         token_ids = np.frombuffer(message.token_ids, "<i4")
         logprobs = np.frombuffer(message.logprobs, "<f4")

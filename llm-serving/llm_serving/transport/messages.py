@@ -43,7 +43,7 @@ PROTOCOL_VERSION = 24
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
-    """Type and shape of one array in a buffer. The arrays before it determine its offset."""
+    """Type and shape of one array in a buffer. The sizes of the arrays before it determine its offset."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     num_transfer_blocks: int = 0
     """Number of blocks in the transfer pool, all replicas together."""
     num_state_slots: int | None = None
-    """Number of slots for states of fixed size; None: see `models.memory.num_state_slots`."""
+    """Number of slots for recurrent states; None: see `models.memory.num_state_slots`."""
     num_ranks: int = 1
     rank: int = 0
     disk_cache_path: str | None = None
@@ -108,11 +108,11 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     memory_share: float = 1.0
     """Share of the machine's memory that the WorkAgents of this model may use together."""
     log_name: str = ""
-    """Name of the model, with which log lines begin; empty if the server has one model."""
+    """Name of the model, with which its log lines begin; empty if the server has only one model."""
     max_loras: int = 0
-    """Number of slots of adapters; 0: the network has none."""
+    """Number of adapter slots; 0: the network has none."""
     max_lora_rank: int = 0
-    """Highest rank of an adapter."""
+    """Maximum rank of an adapter."""
     rank_table: str | None = None
     """Path of a rank table of HCCL."""
     uses_mtp: bool = False
@@ -132,11 +132,13 @@ class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     block_bytes: int = 0
     """Bytes of a block over all layers; 0: unknown."""
     model: str = ""
-    """Weight fingerprint of the files read on another machine; empty if the WorkAgent read the master's files."""
+    """Weight fingerprint of the files, if the WorkAgent read them on another machine; empty if it read the master's
+    files.
+    """
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """The model cannot be loaded or the handshake is refused; the WorkAgent exits."""
+    """The model cannot be loaded, or the handshake is refused. The WorkAgent exits."""
 
     error: str
 
@@ -148,11 +150,11 @@ class RunStep(msgspec.Struct, tag="run_step", frozen=True):
     announce_ending: bool = False
     allowed_follow: bool = False
     content: bytes = b""
-    """The arrays, if there is no shared buffer."""
+    """The arrays of the step, if there is no shared buffer."""
 
 
 class SetAllowedTokens(msgspec.Struct, tag="set_allowed_tokens", frozen=True):
-    """The allowed tokens of a step's samples, stored after the step's arrays in its buffer."""
+    """The allowed tokens of a step's samples. They are stored after the step's arrays in its buffer."""
 
     step: int
     layout: tuple[ArrayLayout, ...]
@@ -160,7 +162,9 @@ class SetAllowedTokens(msgspec.Struct, tag="set_allowed_tokens", frozen=True):
 
 
 class StepEnding(msgspec.Struct, tag="step_ending", frozen=True):
-    """The step is about to end, so the next one should be scheduled. Sent at once if the backend cannot report it."""
+    """The step is about to end, so the master should schedule the next one. If the backend cannot report this, the
+    message is sent when the step begins.
+    """
 
     step: int
 
@@ -189,7 +193,7 @@ class StepDone(msgspec.Struct, tag="step_done", frozen=True):
     logprobs: bytes
     row_errors: dict[int, str]
     num_compilations: int = 0
-    """Number of graphs compiled so far. It stays constant after the warm-up, whose graphs serve every step."""
+    """Number of graphs compiled so far. It must not grow after the warm-up, because the graphs serve every step."""
     top: TopTokensDone | None = None
     scores: ScoresDone | None = None
     vectors: bytes = b""
@@ -206,8 +210,8 @@ class Propose(msgspec.Struct, tag="propose", frozen=True):
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
-    """Read an adapter, which the master has checked, into host memory while steps run. The first step that needs it
-    waits for it. `folder` empty: drop the adapter.
+    """Request to read an adapter into host memory while steps run. The master has checked the adapter. The first step
+    that needs it waits for it. If `folder` is empty, the adapter is dropped.
     """
 
     number: int
@@ -227,14 +231,14 @@ class ReadBlocks(msgspec.Struct, tag="read_blocks", frozen=True):
 
 
 class BlockContents(msgspec.Struct, tag="block_contents", frozen=True):
-    """Contents of transfer pool blocks, to be written to the same block ids of another pool."""
+    """Contents of transfer pool blocks. They are written to the same block ids of another pool."""
 
     block_ids: list[int]
     epochs: list[int]
     num_written: list[int]
-    """Number of tokens in each block."""
+    """Number of tokens written in each block."""
     content: bytes
-    """Keys of all blocks in the first layer, their values, then the second layer, and so on."""
+    """Keys of all blocks in the first layer, their values, then those of the second layer, and so on."""
 
 
 class BlocksWritten(msgspec.Struct, tag="blocks_written", frozen=True):
@@ -248,20 +252,20 @@ class LoadBlocks(msgspec.Struct, tag="load_blocks", frozen=True):
     hashes: list[bytes]
     """Hashes of the full blocks of the prompt."""
     start: int
-    """Index of the first block to read."""
+    """Index in `hashes` of the first block to read."""
     block_ids: list[int]
-    """Where to read the blocks from `start` to. Each gets its epoch."""
+    """Transfer pool blocks to read into, the first for block `start`. Each gets its epoch."""
     epochs: list[int]
 
 
 class BlocksLoaded(msgspec.Struct, tag="blocks_loaded", frozen=True):
     num_stored: int
-    """Number of the prompt's first blocks that are on the disk."""
+    """Number of blocks from the start of the prompt that are on disk."""
     num_read: int
     num_damaged: int
     """Number of files that were deleted because their contents did not match their checksum."""
     num_bytes: int
-    """As in `BlocksStored`."""
+    """See `BlocksStored.num_bytes`."""
 
 
 class StoreBlocks(msgspec.Struct, tag="store_blocks", frozen=True):
@@ -276,7 +280,7 @@ class BlocksStored(msgspec.Struct, tag="blocks_stored", frozen=True):
     num_written: int
     num_evicted: int
     num_bytes: int
-    """Size of all files of the folder; -1: unknown, because the folder cannot be used."""
+    """Bytes of all files in the folder; -1: unknown, because the folder cannot be used."""
 
 
 class BlocksRefused(msgspec.Struct, tag="blocks_refused", frozen=True):
@@ -284,7 +288,7 @@ class BlocksRefused(msgspec.Struct, tag="blocks_refused", frozen=True):
 
 
 class DropCache(msgspec.Struct, tag="drop_cache", frozen=True):
-    """Return the memory of the KV cache to the system. Its contents are lost."""
+    """Request to return the memory of the KV cache to the operating system. Its contents are lost."""
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):

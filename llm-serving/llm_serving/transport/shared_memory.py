@@ -1,4 +1,4 @@
-"""Memory shared by processes of one machine: step arrays, all-reduce buffers of ranks, and the KV transfer pool."""
+"""Memory shared by processes of one machine: arrays of steps, all-reduce buffers of ranks, and the KV transfer pool."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 SEATS_BYTES: Final = 4096
 PIECE_BYTES: Final = 2**20
-"""Equals kSeatsBytes and kPieceBytes of kernels/csrc/ranks.h."""
+"""Bytes of a piece of the all-reduce buffers. It must equal kSeatsBytes and kPieceBytes of kernels/csrc/ranks.h."""
 
 MAX_FRAMES_IN_FLIGHT: Final = 2
-"""Maximum number of unanswered frames on a block connection. The next one is sent while the first one is processed."""
+"""Maximum number of frames without a reply on a block connection. While one is processed, the next one is sent."""
 MAX_BLOCKS_PER_FRAME: Final = 256
 MAX_TOKENS_PER_BLOCK: Final = 2**16
-"""Upper bound of a plausible `num_written`."""
+"""Maximum valid number of tokens in a block, for the check of `num_written`."""
 _NAMES_BYTES: Final = 2**14
-"""Space for the block ids, epochs and token counts of a frame."""
+"""Bytes of a frame for block ids, epochs and token counts."""
 
 AnyArray = NDArray[Any]
 
@@ -55,8 +55,9 @@ def layout_of(arrays: Sequence[AnyArray]) -> tuple[ArrayLayout, ...]:
 class SharedBuffers:
     """A ring of buffers of equal size in one anonymous memory file.
 
-    The master creates the file and the WorkAgent inherits its descriptor. The file has no name, so it vanishes with
-    both processes, however they exit. Pages are allocated when first written, so a generous size costs nothing.
+    The master creates the file, and the WorkAgent inherits its descriptor. The file has no name, so the kernel removes
+    it when both processes have exited, for any reason. Pages are allocated when first written, so a generous size costs
+    nothing.
 
         | buffer 0: array, array, ... | buffer 1: ... |        each array starts at a multiple of 64 bytes
     """
@@ -82,7 +83,9 @@ class SharedBuffers:
         return buffers
 
     def write(self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()) -> StoredArrays:
-        """Copy arrays into a buffer, after those that `behind` describes. Raise ProtocolError if they do not fit."""
+        """Copy arrays into a buffer, after the arrays that `behind` describes. Raise ProtocolError if they do not
+        fit.
+        """
         start = self._start(buffer)
         offset = _length_of(behind) if behind else 0
         layout = layout_of(arrays)
@@ -99,7 +102,9 @@ class SharedBuffers:
     def read(
         self, buffer: int, layout: Sequence[ArrayLayout], content: bytes = b"", behind: Sequence[ArrayLayout] = ()
     ) -> list[AnyArray]:
-        """Return views of the arrays in a buffer, valid until overwritten. Raise ProtocolError if they exceed it."""
+        """Return views of the arrays in a buffer. They are valid until the buffer is written again. Raise ProtocolError
+        if the layout exceeds the buffer.
+        """
         if content:
             raise ProtocolError("the arrays of a step arrived in the frame instead of shared memory")
         start = self._start(buffer)
@@ -154,7 +159,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 class InlineArrays:
-    """Replaces `SharedBuffers` without shared memory: the arrays are sent inside the frame."""
+    """Replaces `SharedBuffers` if there is no shared memory: the arrays are sent inside the frame."""
 
     def __init__(self, num_buffers: int) -> None:
         self.num_buffers = num_buffers
@@ -165,7 +170,7 @@ class InlineArrays:
     def read(
         self, buffer: int, layout: Sequence[ArrayLayout], content: bytes, behind: Sequence[ArrayLayout] = ()
     ) -> list[AnyArray]:
-        """Return read-only views of the content. Raise ProtocolError if the layout does not match it."""
+        """Return read-only views of `content`. Raise ProtocolError if its length does not match the layout."""
         views: list[AnyArray] = []
         offset = 0
         for array in layout:
@@ -184,7 +189,7 @@ class InlineArrays:
 
 @contextmanager
 def rank_memory(num_ranks: int) -> Iterator[int]:
-    """Yield the descriptor of a new anonymous file in which the ranks of a replica add their partial results."""
+    """Yield the descriptor of a new anonymous file, in which the ranks of a replica add their partial results."""
     fd = os.memfd_create("llm_serving_ranks", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, SEATS_BYTES + 2 * num_ranks * PIECE_BYTES)
@@ -195,7 +200,9 @@ def rank_memory(num_ranks: int) -> Iterator[int]:
 
 @contextmanager
 def transfer_memory() -> Iterator[int]:
-    """Yield the descriptor of a new, empty anonymous file for the KV transfer pool. Its first user sets the size."""
+    """Yield the descriptor of a new, empty anonymous file for the KV transfer pool. The first process that maps it sets
+    its size.
+    """
     fd = os.memfd_create("llm_serving_transfer", os.MFD_CLOEXEC)
     try:
         yield fd
@@ -204,10 +211,10 @@ def transfer_memory() -> Iterator[int]:
 
 
 def blocks_per_frame(block_bytes: int) -> int:
-    """Return how many blocks of this size fit into a frame of about `PIECE_BYTES`, at least one."""
+    """Return how many blocks of `block_bytes` fit into a frame of about `PIECE_BYTES`; at least one."""
     return min(max(1, PIECE_BYTES // max(block_bytes, 1)), MAX_BLOCKS_PER_FRAME)
 
 
 def max_frame_bytes(block_bytes: int) -> int:
-    """Return the size limit of a frame with blocks."""
+    """Return the maximum size in bytes of a frame with KV blocks."""
     return blocks_per_frame(block_bytes) * block_bytes + _NAMES_BYTES

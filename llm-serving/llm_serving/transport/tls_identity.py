@@ -1,8 +1,8 @@
 """Mutual TLS between master and WorkAgents of a cluster, derived from one secret that all machines share.
 
-Both sides present the same certificate, which is derived only from the secret, and trust no other. Every machine
-derives the same certificate, bit for bit: any 32 bytes are an Ed25519 key, and Ed25519 signatures are deterministic
-(RFC 8032).
+Both sides present the same certificate, which is derived only from the secret, and trust no other certificate. Every
+machine derives the same certificate, bit for bit: any 32 bytes are an Ed25519 key, and Ed25519 signatures are
+deterministic (RFC 8032).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 MIN_SECRET_CHARS: Final = 32
-"""Minimum length, because any peer sees the certificate and can test secrets offline."""
+"""Minimum length of the secret. It must be long, because any peer sees the certificate and can test secrets offline."""
 _NO_CHECK_TIME: Final = ssl.VerifyFlags(0x200000)
-"""OpenSSL's `X509_V_FLAG_NO_CHECK_TIME`, for which Python has no name."""
+"""OpenSSL's flag `X509_V_FLAG_NO_CHECK_TIME`, for which Python has no name."""
 _PURPOSE: Final = b"llm-serving cluster identity 1"
 _NAME: Final = "llm-serving cluster"
 _VALID_FROM: Final = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
@@ -30,7 +30,9 @@ _VALID_UNTIL: Final = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
 
 
 class ClusterIdentity:
-    """Key and certificate of a cluster, from a secret. Raise ConfigError if it is too short or a package is missing."""
+    """Key and certificate of a cluster, derived from a secret. Raise ConfigError if the secret is too short or a
+    package is missing.
+    """
 
     def __init__(self, secret: str) -> None:
         if len(secret) < MIN_SECRET_CHARS:
@@ -97,7 +99,9 @@ def _certificate(key: Ed25519PrivateKey) -> bytes:
 
 
 def read_secret(path: Path) -> str:
-    """Return the secret in a file. Raise ConfigError if it is not one word, or other users can read or write it."""
+    """Return the secret in a file. Raise ConfigError if the file is not one word, or if other users can read or write
+    it.
+    """
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
