@@ -1,4 +1,4 @@
-"""The files of a recording, which a thread writes."""
+"""The files of a recording. A background thread writes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm_serving.log import get_logger
 logger = get_logger(__name__)
 
 MAX_PENDING_BYTES: Final = 64 * 2**20
-"""Maximum unwritten bytes. Beyond it the disk is too slow, and the recording stops."""
+"""Maximum bytes that wait to be written. If more wait, the disk is too slow, and the recording stops."""
 BATCH_S: Final = 0.1
 """Seconds for which records are collected before they are written."""
 CLOSE_S: Final = 10.0
@@ -22,7 +22,7 @@ CLOSE_S: Final = 10.0
 class RecordFiles:
     """Files `{name}-{number}.rec` in a folder. Numbers continue after existing files, and the oldest files are deleted.
 
-    Only the writing thread and `close` wait for the disk. The first error stops the recording with one log line.
+    Only the background thread and `close` wait for the disk. The first error stops the recording, with one log line.
     """
 
     def __init__(self, folder: Path, name: str, max_files: int) -> None:
@@ -33,7 +33,7 @@ class RecordFiles:
         self._is_open = True
         self._is_complete = False
         self._pending: list[tuple[bool, bytes]] = []
-        """(whether the data start a new file, data)."""
+        """(whether the data start a new file, data) that wait to be written."""
         self._pending_bytes = 0
         self._lock = threading.Lock()
         self._filled = threading.Event()

@@ -1,4 +1,4 @@
-"""Recording of a scheduler: each call that changes its state, and each decision. `replay.py` reads recordings."""
+"""Recording of a scheduler: each call that changes its state, and each decision. `replay.py` reads the recordings."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _NO_BLOCKS: Final[list[int]] = []
 
 
 class Sink(Protocol):
-    """The output of a recorder. Only `close` blocks, and no method raises an error."""
+    """Output of a recorder. Only `close` blocks, and no method raises an error."""
 
     @property
     def is_open(self) -> bool:
@@ -71,7 +71,9 @@ class Sink(Protocol):
 
 
 class DecisionEncoder:
-    """Encodes decisions as records. A row has only the blocks that its table got since the request's previous row."""
+    """Encodes decisions as records. For each row, only blocks that the request got since its previous row are
+    encoded.
+    """
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
@@ -102,10 +104,11 @@ class DecisionEncoder:
 
 
 class Recorder:
-    """Writes events and decisions as sealed records, and starts a new file of about `max_file_bytes` when one is full.
+    """Writes events and decisions as sealed records (see `records`), and starts a new file when one has
+    `max_file_bytes`.
 
-    Each file begins with the scheduler's complete state, so it can be replayed without earlier files. An error ends the
-    recording but does not affect serving.
+    Each file begins with the complete state of the scheduler, so it can be replayed without earlier files. An error
+    ends the recording but does not affect serving.
     """
 
     def __init__(self, sink: Sink, name: str, max_file_bytes: int, clock: Clock = monotonic) -> None:
@@ -117,7 +120,7 @@ class Recorder:
         self._chain: Chain | None = None
         self._file_bytes = self._state_bytes = 0
         self._open: dict[int, Schedule] = {}
-        """Step -> schedule, for steps without results."""
+        """Step number -> schedule, for steps without results."""
         self._num_events = self._num_decisions = 0
 
     @property
@@ -132,7 +135,7 @@ class Recorder:
         self._guard(lambda: self._record_decision(schedule))
 
     def close(self) -> None:
-        """End the recording, and log the hash that a replay of its last file must reach."""
+        """End the recording. Log the hash that a replay of the last file must produce."""
         if self._sink.close() and self._chain is not None and not self._failed:
             numbers = (self._name, self._num_events, self._num_decisions, self._chain.seal.hex())
             logger.info("%s: recorded %d events and %d decisions; hash %s", *numbers)
@@ -184,7 +187,7 @@ class Recorder:
 
 
 class RecordedScheduler(Scheduler):
-    """A scheduler that records each call before it executes it, and each decision after it."""
+    """A scheduler that records each call before the call is executed, and each decision after it was made."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """The format of a recording: the scheduler's calls and decisions as a chain of sealed records.
 
 A file consists of `MAGIC`, a header and records. A record consists of its length and the complement of the length (two
-u32, little endian), its payload (msgpack), and the seal: the running hash of all payloads from the header to this one.
-The header has the last seal of the previous file, so the seals of all files of one run form a chain.
+u32, little endian), its payload (msgpack), and the seal, which is the running hash of all payloads from the header to
+this one. The header has the last seal of the previous file, so the seals of all files of one run form a chain.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Drafted(msgspec.Struct, array_like=True, frozen=True, tag="draft"):
 
 
 class ScheduleCalled(msgspec.Struct, array_like=True, frozen=True, tag="schedule"):
-    """A call of `Scheduler.schedule`. A `Decided` follows, unless the call raised an error."""
+    """A call of `Scheduler.schedule`. A `Decided` record follows, unless the call raised an error."""
 
     now: float
 
@@ -91,7 +91,9 @@ class Updated(msgspec.Struct, array_like=True, frozen=True, tag="update"):
     step: int
     token_ids: list[int]
     time: float
-    """Arrival of the reply. Decisions do not depend on it, but the simulator's profiles do."""
+    """Seconds on the engine's clock at which the reply arrived. Decisions do not depend on it, but the simulator's
+    profiles do.
+    """
 
 
 class Paused(msgspec.Struct, array_like=True, frozen=True, tag="pause"):
@@ -101,7 +103,7 @@ class Paused(msgspec.Struct, array_like=True, frozen=True, tag="pause"):
 class Resumed(msgspec.Struct, array_like=True, frozen=True, tag="resume"):
     sequence: int
     newest_token_id: int
-    """The last token of the request, which may have changed while it was paused."""
+    """Id of the last token of the request. It may have changed while the request was paused."""
 
 
 class RequestFinished(msgspec.Struct, array_like=True, frozen=True, tag="finish"):
@@ -131,7 +133,7 @@ class DeadlineChanged(msgspec.Struct, array_like=True, frozen=True, tag="put_off
 
 class RemoteServiceCharged(msgspec.Struct, array_like=True, frozen=True, tag="served_elsewhere"):
     service: list[tuple[str, str, int]]
-    """(class, tenant, tokens)."""
+    """(class, tenant, number of virtual tokens)."""
 
 
 class TenantLeasesAdjusted(msgspec.Struct, array_like=True, frozen=True, tag="deal"):
@@ -154,20 +156,22 @@ class CacheReset(msgspec.Struct, array_like=True, frozen=True, tag="lose_cache")
 
 
 class Noted(msgspec.Struct, array_like=True, frozen=True, tag="note"):
-    """An event outside the scheduler, such as sleep of the model or a replacement of its weights."""
+    """An event outside the scheduler, such as model sleep or a replacement of the weights."""
 
     text: str
 
 
 Row = tuple[int, int, int, int, int, list[int]]
-"""(request, tokens already in the cache, tokens computed, samples, blocks of its table, new ones of these blocks)."""
+"""(request, tokens in the cache before the step, tokens computed, samples, blocks in the request's table, those of
+these blocks that are new).
+"""
 
 
 class Decided(msgspec.Struct, array_like=True, frozen=True, tag="decision"):
     """The decision that `Scheduler.schedule` returned."""
 
     step: int | None
-    """None: no request could run, and the other fields are empty."""
+    """Number of the step; None: no request could be computed, and the other fields are empty."""
     rows: list[Row]
     block_moves: list[BlockMove]
     preempted: list[int]
@@ -201,7 +205,7 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 class Chain:
-    """Frames payloads in order, each with the hash of all payloads so far."""
+    """Writes payloads as records in order, each with the hash of all payloads so far."""
 
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=SEAL_BYTES)
@@ -231,13 +235,15 @@ class Entry(NamedTuple):
 
 
 class Reader:
-    """Reads the records of one file, except an incomplete last one. Raise RecordingError if it is not a recording."""
+    """Reads the records of one file, without an incomplete last record. Raise RecordingError if it is not a
+    recording.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._chain = Chain()
         self.torn_at: int | None = None
-        """Offset of the last record if it is incomplete."""
+        """Offset in bytes of the last record if it is incomplete; None if it is complete."""
         if file.read(len(MAGIC)) != MAGIC:
             raise RecordingError("is not a recording of the scheduler")
         self._entries = self._read()
@@ -254,7 +260,7 @@ class Reader:
         self.header_payload = first.payload
 
     def __iter__(self) -> Iterator[Entry]:
-        """Yield the records after the header. Raise RecordingError at a damaged record."""
+        """Yield the records after the header. Raise RecordingError if a record is damaged."""
         return self._entries
 
     def _read(self) -> Iterator[Entry]:

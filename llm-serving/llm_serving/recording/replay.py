@@ -1,4 +1,4 @@
-"""Replay of a recording: the scheduler must repeat the recorded decisions, without a device or a clock."""
+"""Replay of a recording: the scheduler must make the recorded decisions again, without a device or a clock."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from llm_serving.scheduler.scheduler import Scheduler
 
 
 class ReplayDiffersError(RecordingError):
-    """The scheduler makes a different decision than the recorded one, or fails. The text says where and how."""
+    """The scheduler makes another decision than the recorded one, or fails. The message says where and how."""
 
 
 class Replay:
@@ -55,7 +55,7 @@ class Replay:
     def __init__(self, reader: Reader) -> None:
         self.num_events = self.num_decisions = 0
         self.explanation = ""
-        """Description of the state and the decision at which `run` with `explain` stopped."""
+        """Description of the state and the decision at which `run(explain=True)` stopped."""
         self.on_decision: Callable[[Schedule, float], None] = lambda schedule, now: None
         """Called with each reproduced schedule and its time."""
         self.on_request: Callable[[Request], None] = lambda request: None
@@ -84,14 +84,16 @@ class Replay:
 
     @property
     def hash(self) -> str:
-        """Hash of all events and reproduced decisions. It equals the recorded hash as long as all decisions do."""
+        """Hash of all events and decisions of the replay. It equals the recorded hash as long as all decisions are
+        equal.
+        """
         return self._chain.seal.hex()
 
     def run(self, until: int | None = None, *, explain: bool = False) -> None:
-        """Replay all records, or those up to the decision of step `until`.
+        """Replay all records, or those up to the decision of step number `until`.
 
-        Raise ReplayDiffersError if a decision differs from the recorded one, and RecordingError if a record is damaged,
-        or there is no such step. With `explain`, `explanation` describes where the replay stops.
+        Raise ReplayDiffersError if a decision differs from the recorded one. Raise RecordingError if a record is
+        damaged, or there is no such step. With `explain`, `explanation` describes the state where the replay stops.
         """
         entries = iter(self._reader)
         for entry in entries:

@@ -17,13 +17,13 @@ from llm_serving.scheduler.schedule import Schedule, WaitReason
 from llm_serving.scheduler.scheduler import Scheduler
 
 MAX_SHOWN: Final = 20
-"""Maximum number of waiting requests of a class in a text; further ones are only counted."""
+"""Maximum number of waiting requests of a class that a text lists. Further ones are only counted."""
 
 _HEADINGS: Final = ("request", "class", "computed", "of", "blocks", "preemptions")
 MAX_STEPS: Final = 2000
-"""Maximum number of steps on a page, the latest, because a browser opens a larger page slowly."""
+"""Maximum number of steps on a page, the latest ones. It is limited because a browser opens a larger page slowly."""
 MAX_WAITING: Final = 64
-"""Maximum number of waiting requests of a step on a page; further ones are only counted."""
+"""Maximum number of waiting requests of a step that a page lists. Further ones are only counted."""
 
 
 def describe_state(scheduler: Scheduler) -> str:
@@ -85,7 +85,7 @@ def describe_decision(schedule: Schedule) -> str:
 
 
 def describe_waiting(scheduler: Scheduler, schedule: Schedule) -> str:
-    """Return why the step admitted none of the waiting requests, with numbers from after the step."""
+    """Return why the step did not admit any waiting request. The numbers in the text are those after the step."""
     blocked = scheduler.blocked
     if blocked is None:
         return "no request waits for admission"
@@ -132,7 +132,7 @@ def _share(scheduler: Scheduler, request: Request) -> str:
 
 
 def _next(scheduler: Scheduler) -> Request | None:
-    """Return the request that the scheduler would try to admit first."""
+    """Return the request that the scheduler would try to admit next."""
     closed: set[str] = set()
     waiting = copy.copy(scheduler.waiting)
     waiting.sharing = copy.deepcopy(waiting.sharing)  # `peek` changes the contenders
@@ -174,27 +174,29 @@ class ReplayedRequest(msgspec.Struct, array_like=True):
 
 
 class ReplayedStep(msgspec.Struct, array_like=True):
-    """What the scheduler decided in a step, and its state then. Requests are indices into `ReplayPageData.requests`."""
+    """Decisions of the scheduler in a step, and its state after it. Requests are indices into
+    `ReplayPageData.requests`.
+    """
 
     number: int
     time: float
     rows: list[tuple[int, int, int, int]]
-    """(request, first token computed, tokens computed, tokens sampled)."""
+    """(request, index of the first token computed, number of tokens computed, number of tokens sampled)."""
     running: list[tuple[int, int]]
-    """(request, blocks), in decode order."""
+    """(request, number of blocks), in decode order."""
     waiting: list[int]
-    """The first `MAX_WAITING` waiting requests in order of admission."""
+    """The first `MAX_WAITING` waiting requests, in order of admission."""
     num_waiting: int
     preempted: list[tuple[int, str, bool]]
     """(request, class that needed its blocks, whether its blocks were swapped out)."""
     next: int | None
-    """The next request to admit, if the step could not admit it."""
+    """The request that would be admitted next, if the step could not admit it."""
     reason: str
     """Why `next` could not be admitted; empty if no request waits."""
     behind: str | None
-    """Class that holds most slots or blocks, whichever `next` lacks."""
+    """Class that holds the most slots or blocks, whichever of them `next` lacks."""
     closed: tuple[str, ...]
-    """Classes that have reached the limit of their share."""
+    """Classes at their share limit."""
     num_used_blocks: int
 
 
@@ -209,7 +211,7 @@ class ReplayPageData(msgspec.Struct):
     requests: list[ReplayedRequest]
     steps: list[ReplayedStep]
     num_left_out: int
-    """Number of earlier steps that are not included."""
+    """Number of steps before the collected ones."""
 
 
 class ReplayPageBuilder:
@@ -222,7 +224,7 @@ class ReplayPageBuilder:
         self._requests: dict[int, ReplayedRequest] = {}
 
     def add_step(self, schedule: Schedule, now: float) -> None:
-        """Add a step that the scheduler has just decided at time `now`."""
+        """Add a step that the scheduler has just decided at time `now`, in seconds on the recording's clock."""
         scheduler, blocked = self._scheduler, self._scheduler.blocked
         first = heapq.nsmallest(MAX_WAITING, scheduler.waiting, key=_admission_order)
         first += islice(scheduler.held_by_tenant_limits(), MAX_WAITING - len(first))
@@ -250,7 +252,9 @@ class ReplayPageBuilder:
         )
 
     def page_data(self, name: str, version: str) -> ReplayPageData:
-        """Return the collected steps with their requests. `name` and `version` are from the recording's header."""
+        """Return the collected steps with their requests. `name`: name of the recording. `version`: from the
+        recording's header.
+        """
         pool = self._scheduler.blocks.pool
         indices: dict[int, int] = {}
         steps = [_renumbered(step, indices) for step in self._steps]
@@ -267,7 +271,7 @@ class ReplayPageBuilder:
         )
 
     def _add_request(self, request: Request) -> int:
-        """Remember a request, and return its `Request.sequence`."""
+        """Store a request for the page, and return its `Request.sequence`."""
         if request.sequence not in self._requests:
             self._requests[request.sequence] = ReplayedRequest(
                 request.request_id,
@@ -285,7 +289,9 @@ def _admission_order(request: Request) -> tuple[Any, ...]:
 
 
 def _renumbered(step: ReplayedStep, indices: dict[int, int]) -> ReplayedStep:
-    """Return a step with an index in place of each `Request.sequence`. New requests are added to `indices`."""
+    """Return a step with an index in place of each `Request.sequence`. Requests without an index are added to
+    `indices`.
+    """
 
     def index_of(sequence: int) -> int:
         return indices.setdefault(sequence, len(indices))

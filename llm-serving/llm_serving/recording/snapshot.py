@@ -1,8 +1,8 @@
-"""Serialization of a scheduler's state, so that a restored scheduler makes the same decisions as the original.
+"""Serialization of a scheduler's state. A restored scheduler makes the same decisions as the original.
 
 The state is a graph of objects, some of which are shared and compared by identity. It is written as a list of nodes,
-each after the nodes it refers to. A node has the name of its type and cells: scalars, or `[index]` of other nodes.
-Constructors of restored classes do not run.
+each after the nodes to which it refers. A node has the name of its type and cells: scalars, or `[index]` of other
+nodes. Classes are restored without a call of their constructors.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ _PARTS: Final = ("core", "kvcache", "scheduler")
 _LEFT_OUT: Final[dict[type, frozenset[str]]] = {
     Request: frozenset({"constraint", "matcher", "beam_search", "sink", "http_timings"})
 }
-"""Attributes that do not affect decisions. They are restored as None."""
+"""Class -> attributes that do not affect decisions. They are not captured, and are restored as None."""
 
 
 def capture(value: object) -> tuple[Layouts, list[Any]]:
-    """Return `value` and all that it refers to as (layouts, nodes). Raise TypeError for a class outside `_PARTS`."""
+    """Return `value`, and all objects to which it refers, as (layouts, nodes). Raise TypeError for a class outside
+    `_PARTS`.
+    """
     writer = _Writer()
     writer.cell(value)
     return writer.layouts, writer.nodes
 
 
 def restore(layouts: Layouts, nodes: list[Any]) -> Any:
-    """Return the object that `capture` wrote. Raise RecordingError if this version cannot read it."""
+    """Return the object that `capture` captured. Raise RecordingError if this version cannot read it."""
     made: list[Any] = []
     try:
         for node in nodes:
@@ -57,7 +59,9 @@ class _Writer:
         self.layouts: Layouts = {}
         self.nodes: list[Any] = []
         self._indices: dict[object, int] = {}
-        """Identity of each object -> index of its node. For frozen sets: their value, because Python may copy them."""
+        """Identity of each object -> index of its node. A frozen set is identified by its value, because Python may
+        copy it.
+        """
         self._names: dict[type, str] = {}
 
     def cell(self, value: Any) -> Any:
@@ -78,7 +82,9 @@ class _Writer:
 
     @staticmethod
     def _is_plain_set(value: Any) -> bool:
-        """Return whether a value is a set of scalars, which is sorted: its order depends on its history."""
+        """Return whether a value is a set of scalars. Such a set is written sorted, because its order depends on its
+        history.
+        """
         return isinstance(value, set | frozenset) and _SCALARS.issuperset(map(type, value))
 
     def _node(self, value: Any) -> list[Any]:
@@ -104,7 +110,7 @@ class _Writer:
 
 
 def _name_of(kind: type) -> str:
-    """Return `package.module:Class` for a class that a state may contain."""
+    """Return the name `package.module:Class` of a class that a state may contain."""
     name = f"{kind.__module__.removeprefix(_PACKAGE + '.')}:{kind.__name__}"
     if _class_of(name) is not kind:
         raise TypeError(f"{kind} cannot be part of a scheduler's state")
@@ -112,7 +118,7 @@ def _name_of(kind: type) -> str:
 
 
 def _class_of(name: str) -> type[Any]:
-    """Return the class of a name from `_name_of`. Only loaded modules are searched."""
+    """Return the class with a name from `_name_of`. Only loaded modules are searched."""
     module, _, class_name = name.partition(":")
     if module.partition(".")[0] not in _PARTS:
         raise TypeError(f"{name} cannot be part of a scheduler's state")
@@ -128,12 +134,12 @@ def _attributes(value: Any) -> list[str]:
 
 
 def _declared(kind: type[Any]) -> list[str]:
-    """Return the attributes that the class declares as fields or slots; empty: it declares none."""
+    """Return the attributes that the class declares as fields or slots; empty if it declares none."""
     return [field.name for field in fields(kind)] if is_dataclass(kind) else list(getattr(kind, "__slots__", ()))
 
 
 def _constants(kind: type[Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass with a constant default."""
+    """Return name -> default for the fields of a dataclass with a constant default."""
     every = fields(kind) if is_dataclass(kind) else ()
     return {field.name: field.default for field in every if field.default is not MISSING}
 

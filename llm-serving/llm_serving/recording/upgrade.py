@@ -113,7 +113,9 @@ def upgrade_snapshot(layouts: dict[str, list[str]], nodes: list[Any]) -> tuple[d
 
 
 def upgrade_scheduler(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a scheduler, given those in a restored snapshot of the old format."""
+    """Return the attributes of a scheduler in the present version, from those in a restored snapshot of the old
+    format.
+    """
     components = attributes.pop("_deciders")
     limits, policy, order = attributes["limits"], attributes["policy"], attributes["order"]
     blocks = attributes["blocks"]
@@ -141,7 +143,7 @@ def upgrade_scheduler(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _present_name(name: str) -> str:
-    """Return the present `package.module:Class` of a class name; names of containers unchanged."""
+    """Return the present name (`package.module:Class`) of a class. Names of containers do not change."""
     _, colon, class_name = name.partition(":")
     if not colon:
         return name
