@@ -1,5 +1,5 @@
-"""Receipts: verifiable records of what a response was computed from, and the command that computes it again.
+"""Receipts: verifiable records of what determined a response, and the command that computes the response again.
 
-The server never imports this package. `llm_serving.server.receipts` loads `issuer` by name when a client asks for a
+The server never imports this package. `llm_serving.server.receipts` loads `issuer` by name when a client requests a
 receipt, and `llm-serving verify` loads `verify`.
 """

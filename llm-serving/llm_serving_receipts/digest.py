@@ -1,4 +1,4 @@
-"""Hashes of a response: computed alike by the server that issues a receipt and by the verifier."""
+"""Hashes of a response. The server that issues a receipt and the verifier compute them with the same code."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from llm_serving_receipts.receipt import ReceiptChoice
 
 
 class ResponseDigest:
-    """Accumulates the outputs of a request; the order of choices and the size of outputs do not change the result.
+    """Accumulates the outputs of a request. The order of choices and the size of outputs do not affect the result.
 
     Log-probabilities are hashed as little-endian bytes. For each generated token: id (int32), log-probability
     (float32), number of top tokens (int32), their ids (int32) and log-probabilities (float32). For a prompt: SHA-256 of
     the ids of its tokens except the first (int32), of their log-probabilities (float32), of their ranks (int32), and of
-    the top tokens' ids (int32) and log-probabilities (float32), each over all tokens; then SHA-256 of these five.
+    the top tokens' ids (int32) and log-probabilities (float32), each over all tokens; then SHA-256 of these five
+    hashes.
     """
 
     def __init__(self, sampling: SamplingParams, n: int, num_prompts: int) -> None:
@@ -31,14 +32,14 @@ class ResponseDigest:
         self._prompts: list[_PromptDigest | None] = [None] * num_prompts
 
     def add(self, index: int, output: RequestOutput) -> None:
-        """Add an output of a choice; `index` is the prompt's index times n plus the choice's index."""
+        """Add an output of a choice. `index`: index of the prompt times n, plus index of the choice."""
         self._choices[index].add(output)
         if output.prompt_logprobs is not None and self._num_prompt_logprobs is not None:
             prompt = self._prompts[index // self._n] = self._prompts[index // self._n] or _PromptDigest()
             prompt.add(output.prompt_logprobs, self._num_prompt_logprobs)
 
     def choices(self) -> list[ReceiptChoice]:
-        """Return the choices, once each of them has finished."""
+        """Return the choices. All of them must have finished."""
         return [choice.finish(with_logprobs=self._with_logprobs) for choice in self._choices]
 
     def prompt_logprobs(self) -> list[str | None]:
@@ -91,7 +92,7 @@ class _PromptDigest:
 
 
 def response_texts(response: Mapping[str, Any]) -> dict[int, str]:
-    """Return index -> text of each choice of a decoded response; choices with reasoning or tool calls are left out."""
+    """Return index -> text for the choices of a decoded response, except choices with reasoning or tool calls."""
     choices = response.get("choices")
     return dict(_texts(choices)) if isinstance(choices, list) else {}
 
@@ -108,7 +109,9 @@ def _texts(choices: list[Any]) -> Iterator[tuple[int, str]]:
 
 
 def has_hash(text: str, prompt: str, text_hash: str) -> bool:
-    """Whether `text` has this SHA-256, with or without an end of the prompt in front of it (`echo`)."""
+    """Return whether `text` has this SHA-256. The text may begin with the last part of the prompt (`echo`), which is
+    not hashed.
+    """
     return any(
         prompt.endswith(text[:k]) and hashlib.sha256(text[k:].encode()).hexdigest() == text_hash
         for k in range(min(len(text), len(prompt)) + 1)

@@ -1,4 +1,4 @@
-"""Receipts that the server issues: started with a request, sealed with its last output."""
+"""Receipts that the server issues. A receipt starts with its request and is sealed with the last output."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from llm_serving_receipts.receipt import MAX_TOKENS, VERSION, Receipt, seal
 
 
 class ReceiptIssuer:
-    """Starts receipts. It hashes the model's files once, in a thread beside the event loop that owns it.
+    """Starts receipts. It hashes the model's files once, in a thread of its own. Only the event loop may call it.
 
     Args:
-        files: The files as they were before the model was loaded.
+        files: State of the files before the model was loaded.
     """
 
     def __init__(self, files: ModelFiles) -> None:
@@ -31,14 +31,14 @@ class ReceiptIssuer:
         self._hashing: asyncio.Task[ContentHashes] | None = None
 
     def start_hashing(self) -> None:
-        """Start to hash the files; later calls do nothing."""
+        """Start to hash the files. Later calls have no effect."""
         if self._hashing is None:
             self._hashing = asyncio.create_task(asyncio.to_thread(content_hashes, self._files))
             # `start_receipt` raises the failure; without this, asyncio logs it too.
             self._hashing.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def start_receipt(self, engine: AsyncEngine, response_id: str, created: int) -> ReceiptDraft:
-        """Start a receipt, once the hashes are known and the files are verified to be unchanged.
+        """Start a receipt, after the files were hashed and a check that they have not changed.
 
         Raises:
             UnavailableError: A file has changed since the server started, or cannot be read.
@@ -54,7 +54,7 @@ class ReceiptIssuer:
 
 
 class ReceiptDraft:
-    """The receipt of one response while it is generated; `begin` comes first, `sealed` last."""
+    """The receipt of one response while the response is generated. Call `begin` first and `sealed` last."""
 
     def __init__(self, engine: AsyncEngine, response_id: str, created: int, hashes: ContentHashes) -> None:
         self._engine = engine
@@ -67,7 +67,7 @@ class ReceiptDraft:
         self._digest = ResponseDigest(self._sampling, 1, 0)
 
     def begin(self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices) -> None:
-        """Record what is computed.
+        """Record the prompts and the parameters of the response.
 
         Raises:
             RequestError: The receipt would be too long.
@@ -80,11 +80,11 @@ class ReceiptDraft:
         self._digest = ResponseDigest(sampling, choices.n, len(prompts))
 
     def add(self, index: int, output: RequestOutput) -> None:
-        """Add an output of a choice; `index` counts the choices of all prompts."""
+        """Add an output of a choice. `index`: number of the choice among the choices of all prompts."""
         self._digest.add(index, output)
 
     def sealed(self) -> msgspec.Raw:
-        """Return the receipt as JSON, once every choice has finished without an error."""
+        """Return the receipt as JSON. Every choice must have finished without an error."""
         engine, choices = self._engine, self._choices
         receipt = Receipt(
             version=VERSION,

@@ -1,7 +1,7 @@
 """The receipt of a response, and its JSON form with checksums that locate an alteration.
 
-A checksum finds accidents and careless edits. A receipt that was altered and sealed anew is found by computing its
-response again.
+Checksums detect accidents and careless edits. If a receipt was altered and sealed again, only computing its response
+again detects that.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from llm_serving.errors import LLMServingError, ReceiptError
 
 VERSION: Final = 2
 READABLE_VERSIONS: Final = (1, VERSION)
-"""Version 1 also listed configuration keys that cannot change a byte of a response."""
+"""Versions that can be read. Version 1 also listed configuration keys that cannot affect a response."""
 MAX_TOKENS: Final = 2**18
-"""Prompt and generated tokens of a receipt, in total."""
+"""Maximum number of tokens of a receipt: prompt and generated tokens together."""
 CHECKS: Final = "checks"
 HASH: Final = "hash"
 CHECK_DIGITS: Final = 16
 MAX_BYTES: Final = 2**26
 _LISTS: Final = ("prompts", "prompt_logprobs", "choices")
-"""Fields whose items have checksums of their own."""
+"""Fields whose items have their own checksums."""
 _encode: Final = msgspec.json.Encoder(order="sorted").encode
 
 
@@ -37,21 +37,21 @@ class ReceiptChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     text: str
     """SHA-256 of the generated text in UTF-8, before reasoning and tool calls are split from it."""
     logprobs: str | None
-    """SHA-256 over the returned log-probabilities, see `digest`; None: the client asked for none."""
+    """SHA-256 over the returned log-probabilities, see `digest`; None: the client requested none."""
 
 
 class Receipt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Everything that determines the bytes of a response, and the response as token ids.
 
-    The client, its priority, the time and `cache_salt` are not recorded: none of them changes a response.
+    The client, its priority, the time and `cache_salt` are not recorded, because none of them affects a response.
     """
 
     version: int
     id: str
     created: int
-    """Seconds since 1970."""
+    """Time of the request in seconds since 1970-01-01 UTC."""
     model: str
-    """Served model name."""
+    """Name under which the model was served."""
     server: str
     """Version of the server."""
     weights: str
@@ -60,21 +60,22 @@ class Receipt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """SHA-256 over the tokenizer's files."""
     computed_by: ComputeFingerprint
     configuration: dict[str, str | int | bool | None]
-    """"section.key" -> value, for every key that can change a byte, see `llm_serving.config.output_settings`."""
+    """"section.key" -> value, for every key that can affect a response, see `llm_serving.config.output_settings`."""
     max_model_len: int
-    """Most tokens of a sequence that the model was loaded for: some models derive positions from it."""
+    """Maximum number of tokens of a sequence for which the model was loaded. Some models derive positions from it."""
     end_token_ids: list[int]
     n: int
     best_of: int
     beam_search: BeamSearchParams | None
     sampling: SamplingParams
-    """Parameters of the first choice as they were applied: with the defaults of model and server, and the seed that was
-    drawn. In JSON the seed is a string, because JSON numbers of many languages cannot hold it."""
+    """Parameters of the first choice as they were applied, with the defaults of model and server, and the seed that was
+    drawn. In JSON the seed is a string, because numbers in many JSON libraries are too small for it.
+    """
     prompts: list[list[int]]
     prompt_logprobs: list[str | None]
-    """For each prompt, SHA-256 over the log-probabilities of its tokens; None: the client asked for none."""
+    """For each prompt, SHA-256 over the log-probabilities of its tokens; None: the client requested none."""
     choices: list[ReceiptChoice]
-    """`n` for each prompt, in the order of the prompts."""
+    """`n` choices for each prompt, in the order of the prompts."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,9 @@ class OpenedReceipt:
 
     receipt: Receipt
     altered: tuple[str, ...]
-    """Fields whose checksum is wrong; `hash` where only the hash over everything is wrong."""
+    """Fields whose checksum is wrong. It contains `hash` if only the hash over everything is wrong."""
     texts: Mapping[int, str] = field(default_factory=dict)
-    """Index of a choice -> its text in the response that the receipt came with."""
+    """Index of a choice -> its text in the response that contained the receipt."""
 
 
 def seal(receipt: Receipt) -> bytes:
@@ -101,7 +102,8 @@ def open_receipt(content: Any) -> OpenedReceipt:
     """Read a receipt from decoded JSON.
 
     Raises:
-        ReceiptError: It is not a receipt, or has an unknown version; names the missing, wrong or unknown field.
+        ReceiptError: It is not a receipt, or has an unknown version. The message names the missing, wrong or unknown
+            field.
     """
     if not isinstance(content, dict):
         raise ReceiptError("must be an object of JSON")
@@ -123,12 +125,16 @@ def open_receipt(content: Any) -> OpenedReceipt:
 
 
 def hash_of(content: dict[str, Any]) -> str:
-    """Return the SHA-256 of a normalized receipt without its hash: its JSON with sorted names and without spaces."""
+    """Return the SHA-256 of a normalized receipt without its hash. The JSON that is hashed has sorted names and no
+    spaces.
+    """
     return hashlib.sha256(_encode(content)).hexdigest()
 
 
 def checks_of(content: dict[str, Any]) -> dict[str, str]:
-    """Return path -> first digits of the SHA-256 of the field's JSON, for every field of a normalized receipt."""
+    """Return the checksums of a normalized receipt: path of each field -> first digits of the SHA-256 of the field's
+    JSON.
+    """
     return {path: hashlib.sha256(_encode(value)).hexdigest()[:CHECK_DIGITS] for path, value in _leaves(content)}
 
 
@@ -172,7 +178,7 @@ def _seed(value: Any) -> int:
 
 
 def _normalize(value: Any) -> Any:
-    """Write whole numbers as integers: a JSON library with one kind of number returns 1.0 as 1."""
+    """Convert whole numbers to integers, because a JSON library with only one kind of number returns 1.0 for 1."""
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Computes the responses of receipts again, each as the only request, and reports what differs."""
+"""Computes the responses of receipts again, each as the only running request, and reports what differs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from llm_serving_receipts.digest import ResponseDigest, has_hash
 from llm_serving_receipts.receipt import OpenedReceipt, Receipt, ReceiptChoice
 
 NOT_APPLIED: Final = ("device_config.graph_kernel_flags",)
-"""Keys with free text, which are compared but not applied: an untrusted receipt must not control this process."""
+"""Keys with free text. They are compared but not applied, because an untrusted receipt must not control this
+process.
+"""
 SHOWN_CHARS: Final = 80
 
 
@@ -35,11 +37,11 @@ class Verdict:
     """The result of verifying one receipt."""
 
     differences: list[str] = field(default_factory=list)
-    """What differs; empty: the response is identical, byte for byte."""
+    """Differences of the response; empty: the response is identical, byte for byte."""
     notes: list[str] = field(default_factory=list)
-    """Differences in how the response was computed, which may explain the differences."""
+    """Differences in how the response was computed, such as the hardware. They may explain `differences`."""
     num_tokens: int = 0
-    """Generated tokens of the response that was computed again."""
+    """Number of generated tokens of the response that was computed again."""
 
     @property
     def equal(self) -> bool:
@@ -47,7 +49,7 @@ class Verdict:
 
 
 class _LoadOptions(NamedTuple):
-    """Options that a receipt requires the model to be loaded with."""
+    """Options with which the model must be loaded for a receipt."""
 
     settings: tuple[tuple[str, Setting], ...]
     max_model_len: int
@@ -56,9 +58,10 @@ class _LoadOptions(NamedTuple):
 
 
 class Verifier:
-    """Verifies receipts with one loaded model at a time; consecutive receipts with the same options load it once.
+    """Verifies receipts, with one loaded model at a time. Consecutive receipts with the same options share a loaded
+    model.
 
-    Only the thread that created it may use it.
+    Only the thread that created the verifier may use it.
     """
 
     def __init__(
@@ -68,12 +71,11 @@ class Verifier:
         on_progress: Callable[[str], None],
         receipts: Sequence[Receipt] = (),
     ) -> None:
-        """
-        Args:
-            load: Returns the configuration with further overrides, "section.key=value".
-            hashes: Hashes of the model's files.
-            on_progress: Called with a line of text before an operation that takes long.
-            receipts: Receipts that will be verified, if known: the KV cache is then allocated for the largest one.
+        """Args:
+        load: Returns the configuration with additional overrides, "section.key=value".
+        hashes: Hashes of the model's files.
+        on_progress: Called with a line of text before an operation that takes long.
+        receipts: Receipts that will be verified, if known. The KV cache is then allocated for the largest one.
         """
         self._load_config = load
         self._hashes = hashes
@@ -86,12 +88,12 @@ class Verifier:
         self._in_use = contextlib.ExitStack()
 
     def close(self) -> None:
-        """Release the model."""
+        """Release the loaded model."""
         self._loaded = None
         self._in_use.close()
 
     def verify(self, opened: OpenedReceipt) -> Verdict:
-        """Compute the response of a receipt again and compare."""
+        """Compute the response of a receipt again, and compare it with the receipt."""
         receipt, verdict = opened.receipt, Verdict()
         verdict.differences += [f"{path}: does not fit the receipt's own hash: altered" for path in opened.altered]
         for name in ("weights", "tokenizer"):
@@ -135,10 +137,10 @@ class Verifier:
 
 
 def _recorded_settings(configuration: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return every key of a receipt that can change a byte, including keys that this version does not know.
+    """Return every key of a receipt that can affect a response, including keys that this version does not know.
 
-    Receipts of older servers list keys that cannot change a byte, which are left out, under former names too, and lack
-    newer keys.
+    Receipts of older servers also list keys that cannot affect a response, which are left out. They may use former
+    names of keys, and lack newer keys.
     """
     return dict(OUTPUT_KEYS) | {
         key: value
@@ -153,7 +155,9 @@ def _load_options(receipt: Receipt) -> _LoadOptions:
 
 
 def _num_blocks(receipt: Receipt, options: _LoadOptions) -> int:
-    """Return the number of blocks for the longest sequence or all beams of a receipt, with one more for each copy."""
+    """Return the number of KV blocks that a receipt needs: for its longest sequence or all its beams, and one more for
+    each sequence.
+    """
     block_size = dict(options.settings)["pa_config.block_size"]
     if not isinstance(block_size, int) or block_size < 1:
         return 1  # `load_config` rejects the value by name
@@ -199,7 +203,7 @@ def _config_for(
 
 
 def _without(config: ServingConfig, key: str) -> ServingConfig:
-    """Return the configuration with a key set to None, if None differs from the default of the key."""
+    """Return the configuration with a key reset to None, if None is the default of the key."""
     section, _, name = key.partition(".")
     attribute, kind = SECTIONS[section]
     if next(each.default for each in fields(kind) if each.name == name) is not None:
@@ -234,7 +238,9 @@ async def _best(outputs: list[ChoiceOutput], choices: Choices, *, with_logprobs:
 
 
 def _compare_options(verdict: Verdict, receipt: Receipt, llm: LLM) -> None:
-    """Compare the configuration as a difference, and hardware and kernels as a note."""
+    """Compare options of server and receipt. Report a different configuration as a difference, different hardware or
+    kernels as a note.
+    """
     here, recorded = output_settings(llm.config), _recorded_settings(receipt.configuration)
     for key in sorted(recorded):
         if key in here:
@@ -254,7 +260,7 @@ def _compare_options(verdict: Verdict, receipt: Receipt, llm: LLM) -> None:
 
 
 def _compare_texts(verdict: Verdict, opened: OpenedReceipt, llm: LLM) -> None:
-    """Compare the texts of the response that the receipt came with."""
+    """Compare the texts with those of the response that contained the receipt."""
     receipt = opened.receipt
     for index, text in opened.texts.items():
         if not 0 <= index < len(receipt.choices):
@@ -280,7 +286,9 @@ def _choice_differences(where: str, recorded: ReceiptChoice, computed: ReceiptCh
 
 
 def _cut(computed: ReceiptChoice, recorded: ReceiptChoice) -> ReceiptChoice:
-    """Return a choice cut to the length of an aborted one, whose text is kept: it may lack characters held back."""
+    """Return the computed choice, cut to the length of an aborted one. The recorded text is kept, because it may lack
+    characters that were held back.
+    """
     return ReceiptChoice(
         token_ids=computed.token_ids[: len(recorded.token_ids)],
         finish_reason=recorded.finish_reason,

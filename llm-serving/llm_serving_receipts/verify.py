@@ -28,10 +28,10 @@ STANDARD_INPUT: Final = Path("-")
 
 
 class Item(NamedTuple):
-    """A receipt of a file, or the error that it could not be read with."""
+    """A receipt in a file, or the error for which it cannot be read."""
 
     source: str
-    """File name, with the line number in a file of several receipts."""
+    """File name, and the line number if the file has several receipts."""
     content: OpenedReceipt | ReceiptError
 
 
@@ -62,11 +62,12 @@ def verify_file(
     on_progress: Callable[[str], None],
     on_result: Callable[[str], None],
 ) -> int:
-    """Verify the receipts of a file: JSON, or JSON lines; each a receipt, or a response with a receipt.
+    """Verify the receipts of a file. The file is JSON or JSON lines; each value is a receipt, or a response with a
+    receipt.
 
     Args:
         path: The file; `-` is standard input.
-        load: Returns the configuration with further overrides.
+        load: Returns the configuration with additional overrides.
         on_progress: Called with a line of text before an operation that takes long.
         on_result: Called with each line of the result.
 
@@ -96,7 +97,7 @@ def _verify(
     on_progress: Callable[[str], None],
     on_result: Callable[[str], None],
 ) -> int:
-    """Verify these receipts and return how many are equal."""
+    """Verify these receipts, and return how many of the responses are equal."""
     from llm_serving_receipts.verifier import Verifier  # imports MindSpore, which takes seconds
 
     model = load(()).model
@@ -124,7 +125,7 @@ def _verify(
 
 
 def read_items(path: Path) -> Iterator[Item]:
-    """Yield every receipt of a file, or the error that it could not be read with.
+    """Yield every receipt of a file, or the error for which it cannot be read.
 
     Raises:
         ConfigError: The file cannot be read.
