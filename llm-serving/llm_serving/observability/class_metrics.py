@@ -22,7 +22,9 @@ REFUSALS: Final = (
     "deadline",
     "never_fits",
 )
-"""Reasons for a refusal: limits of the admission queue, the predicted time to first token, the request's size."""
+"""Reasons for which requests are refused: limits of the admission queue, the predicted TTFT, the size of the
+request.
+"""
 TARGETS: Final = ("ttft", "tpot", "all")
 """Service level objectives of a class: time to first token, time per output token, or both (goodput)."""
 
@@ -33,13 +35,15 @@ class ClassLoad(NamedTuple):
 
 
 class ClassMetrics:
-    """Metrics by request class, with `labels` and `priority_class`. `classes` are in ascending order of rank."""
+    """Metrics of each request class, with `labels` and the label `priority_class`. `classes`: in ascending order of
+    rank.
+    """
 
     def __init__(self, labels: Labels, classes: Sequence[RequestClass]) -> None:
         self.load: Callable[[str], ClassLoad] = lambda name: ClassLoad(0, 0)
-        """Returns the load of a class. Called for each class at a scrape."""
+        """Returns the load of a class. Each scrape calls it for each class."""
         self.predicted_s: Callable[[str], float | None] = lambda name: None
-        """Returns the predicted TTFT in seconds of a short request of a class that arrives now; None: unknown."""
+        """Returns the predicted TTFT, in seconds, of a short request of the class that arrives now; None: unknown."""
         self._labels = labels
         self._lock = Lock()
         self._refusals = Counter(dict.fromkeys(((each.name, reason) for each in classes for reason in REFUSALS), 0))
@@ -74,9 +78,9 @@ class ClassMetrics:
     ) -> None:
         """Count whether a finished request met the targets of its class.
 
-        A failed request met none. A request that was aborted or reached its deadline counts only for targets that it
-        had already missed. `ttft_s`, seconds from arrival to the first token, is None without a token; `tpot_s`, mean
-        seconds between tokens, with fewer than two.
+        A failed request met no target. A request that was aborted or reached its deadline counts only for targets that
+        it had already missed. `ttft_s`: seconds from arrival to the first token; None: no token. `tpot_s`: mean seconds
+        between tokens; None: fewer than two tokens.
         """
         request_class = class_of(priority, self._classes)
         targets = self._targets[request_class.name]
@@ -100,7 +104,9 @@ class ClassMetrics:
                     self._slo[request_class.name, target, met] += 1
 
     def targets_met(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """Return class -> target -> (number of requests that met it, number that missed it), for configured targets."""
+        """Return class -> target -> (number of requests that met it, number that missed it), for the configured
+        targets.
+        """
         with self._lock:
             counts = dict(self._slo)
         found: dict[str, dict[str, tuple[int, int]]] = {each.name: {} for each in self._classes}

@@ -1,7 +1,7 @@
 """The event log: a limited history of requests and steps.
 
-A step records which requests it computed, and a request records the few times at which its state changed, so no step
-writes to each of its requests. `latency_breakdown.py` joins the two on demand.
+A step records which requests it computed, and a request records the few times at which its state changed. So no step
+has to write to each of its requests. `latency_breakdown.py` combines both when a breakdown is requested.
 """
 
 from __future__ import annotations
@@ -27,18 +27,22 @@ ID_PREFIXES: Final = ("cmpl-", "chatcmpl-")
 
 
 class Step(NamedTuple):
-    """One step. It began at `formed`, or at the end of the previous step if that was later. Times: engine's clock."""
+    """One step. It began at `formed`, or at the end of the previous step if that was later. Times are seconds on the
+    engine's clock.
+    """
 
     number: int
     formed: float
     """Time at which the scheduler formed the step."""
     ended: float
     singles: tuple[int, ...]
-    """`Request.sequence` of the rows that computed one token and sampled the next."""
+    """`Request.sequence` of each row that computed one token and sampled the next."""
     chunks: tuple[tuple[int, int, int], ...]
-    """(`Request.sequence`, first token, number of tokens) of the other rows: prompts and recomputed tokens."""
+    """(`Request.sequence`, index of the first token, number of tokens) of each other row: prompts and recomputed
+    tokens.
+    """
     drafts: tuple[tuple[int, int, int], ...] = ()
-    """(`Request.sequence`, draft tokens verified, draft tokens accepted) of the rows in `singles` with drafts."""
+    """(`Request.sequence`, number of draft tokens verified, number accepted) of each row in `singles` with drafts."""
 
     @property
     def num_tokens(self) -> int:
@@ -53,7 +57,7 @@ class Preempted(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Why requests have been waiting since `time`; None: no request waits."""
+    """The reason why requests have been waiting since `time`."""
 
     time: float
     blocked: Blocked | None
@@ -64,7 +68,7 @@ class Outage(NamedTuple):
 
     began: float
     ended: float
-    """Infinite until the outage ends."""
+    """Time of the end; infinite until the outage ends."""
 
 
 class RequestSummary(NamedTuple):
@@ -104,23 +108,27 @@ class RequestRecord:
         self.tenant = request.tenant
         self.request_class = request_class
         self.number = number
-        """Order of arrival at the engine, from 1."""
+        """Number of the request in order of arrival at the engine, from 1."""
         self.http_timings: HttpTimings | None = request.http_timings
         self.arrival_time = request.arrival_time
         self.queued_time: float | None = None
         self.first_token_time: float | None = None
         self.ended_time: float | None = None
         self.has_beams = False
-        """Whether the request is a beam search. Its beams wait for each other, so no bound on decode gaps applies."""
+        """Whether the request is a beam search. Its beams wait for each other, so no bound on gaps between tokens
+        applies.
+        """
         self.sequences: frozenset[int] = frozenset()
-        """`Request.sequence` of the scheduler's requests: the request itself, or its beams."""
+        """`Request.sequence` of each request that the scheduler computes for this one: the request itself, or its
+        beams.
+        """
         self.preemptions: tuple[Preempted, ...] = ()
         self._request: Request | None = request
         self._summary: RequestSummary | None = None
 
     @property
     def summary(self) -> RequestSummary:
-        """The current state of the request, or its last state if it has ended."""
+        """The current state of the request or, if it has ended, its final state."""
         request = self._request
         if request is None:
             assert self._summary is not None
@@ -139,8 +147,8 @@ class RequestRecord:
 
 
 class EventSnapshot:
-    """The steps, decisions and outages of an event log at one moment, each in order. It does not change. The last two
-    steps may be in flight; they then end at `now`. Steps before `kept_since` were deleted.
+    """An immutable copy of the steps, decisions and outages of an event log, each in order of time. The last two steps
+    may be in flight; they then end at `now`. Steps before `kept_since` have been deleted.
     """
 
     def __init__(
@@ -154,7 +162,9 @@ class EventSnapshot:
         self._members: dict[int, frozenset[int]] = {}
 
     def members(self, step: Step) -> frozenset[int]:
-        """Return `singles` of a step as a set, cached because consecutive steps usually share one tuple."""
+        """Return `singles` of a step as a set. The set is cached, because consecutive steps usually have the same
+        tuple.
+        """
         key = id(step.singles)
         found = self._members.get(key)
         if found is None:
@@ -177,13 +187,13 @@ class EventSnapshot:
 
 
 class EventLog(StepObserver):
-    """The event log of one engine. Only the engine's thread writes; any thread may read snapshots and records. It keeps
-    the latest `num_requests` ended requests (0: it is off) and `num_steps` steps.
+    """The event log of one engine. It keeps the latest `num_requests` ended requests (0: the log is off) and
+    `num_steps` steps. Only the engine's thread writes; any thread may read snapshots and records.
     """
 
     def __init__(self, num_requests: int = 0, num_steps: int = 1) -> None:
         self.enabled = num_requests > 0
-        """Whether the log keeps anything. If not, the engine reports no steps to it."""
+        """Whether the log keeps anything. If it does not, the engine reports no steps to it."""
         self._num_requests = num_requests
         self._num_submitted = 0
         self._records: dict[str, RequestRecord] = {}
@@ -198,7 +208,7 @@ class EventLog(StepObserver):
     # --- events of requests -----------------------------------------------------------------------------------------
 
     def submitted(self, request: Request, request_class: RequestClass) -> None:
-        """Record that a request was put into the engine's inbox. May be called from any thread."""
+        """Record that a request was put into the engine's inbox. Any thread may call it."""
         if not self.enabled:
             return
         self._num_submitted += 1
@@ -213,12 +223,14 @@ class EventLog(StepObserver):
             request.http_timings.unfinished_request_ids.discard(request.request_id)
 
     def departed(self, request: Request, now: float) -> None:
-        """Record that the request migrated to another replica. Its history until `now` stays in this log."""
+        """Record that the request migrated to another replica. Its history up to `now` stays in this log."""
         if (record := self._records.get(request.request_id)) is not None:
             self._end(record, now, "moved")
 
     def arrived(self, request: Request, request_class: RequestClass, since: float) -> None:
-        """Record that the request migrated here from another replica, which computed it until `since`."""
+        """Record that the request migrated here from another replica. `since`: time at which the other replica stopped
+        computing it.
+        """
         self.submitted(request, request_class)
         if (record := self._records.get(request.request_id)) is not None:
             record.arrival_time = since
@@ -251,7 +263,7 @@ class EventLog(StepObserver):
             http_timings.unfinished_request_ids.discard(record.request_id)
 
     def _end(self, record: RequestRecord, now: float, status: str) -> None:
-        """Replace the record's request by a summary, and remove the oldest ended record if there are too many."""
+        """Replace the request in its record by a summary. If there are too many ended records, remove the oldest."""
         record._summary = record.summary._replace(status=status)
         record._request = None
         record.ended_time = now
@@ -311,7 +323,7 @@ class EventLog(StepObserver):
         self._outages.append(Outage(began, math.inf))
 
     def recovered(self, now: float) -> None:
-        """Record that steps can be scheduled again after `on_failed`."""
+        """Record that steps can be scheduled again after a failure (`on_failed`)."""
         if self.enabled:
             self._outages[-1] = self._outages[-1]._replace(ended=now)
 
@@ -332,7 +344,9 @@ class EventLog(StepObserver):
         return EventSnapshot(now, steps, list(self._decisions), list(self._outages), kept_since)
 
     def steps_since(self, time: float, count: int) -> list[tuple[float, Step]]:
-        """Return (start, step) of the last steps that ended after `time`, at most `count`. Engine thread only."""
+        """Return (start, step) of the last `count` steps that ended after `time`. Only the engine's thread may call
+        it.
+        """
         newest = list(islice(reversed(self._steps), count + 1))
         began = [max(step.formed, before.ended) for step, before in pairwise(newest)]
         began += [step.formed for step in newest[len(began) :]]
@@ -340,16 +354,16 @@ class EventLog(StepObserver):
         return found[:count][::-1]
 
     def ended_since(self, time: float, count: int) -> list[RequestRecord]:
-        """Return the last requests that ended after `time`, at most `count`, in order. Engine thread only."""
+        """Return the last `count` requests that ended after `time`, in order. Only the engine's thread may call it."""
         newest = takewhile(lambda each: each.ended_time is not None and each.ended_time > time, reversed(self._ended))
         return list(islice(newest, count))[::-1]
 
 
 def client_ids(request_id: str) -> list[str]:
-    """Return the ids to search for: the given one, and the same without the prefix of a response id."""
+    """Return the ids to search for: `request_id`, and the same without the prefix of a response id."""
     return [request_id, *(request_id.removeprefix(prefix) for prefix in ID_PREFIXES if request_id.startswith(prefix))]
 
 
 def client_id_of(engine_id: str) -> str:
-    """Return the part of an engine's request id that the client knows; the rest is a random number."""
+    """Return the part of an engine's request id that the client knows. The rest is a random number."""
     return engine_id.rpartition("-")[0]

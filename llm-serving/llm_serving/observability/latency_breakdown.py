@@ -44,7 +44,7 @@ class Part(enum.StrEnum):
 
 class Span(NamedTuple):
     start: int
-    """Nanoseconds on the engine's clock. Integers, so that the spans add up exactly."""
+    """Time in nanoseconds on the engine's clock. Integers are used so that the lengths of spans add up exactly."""
     end: int
     part: Part
     detail: str = ""
@@ -58,7 +58,7 @@ class OwnRow(NamedTuple):
     step: Step
     part: Part
     samples_after_first: bool
-    """Whether the request already had an output token before the step."""
+    """Whether the request had an output token before the step."""
 
 
 def nanoseconds(seconds: float) -> int:
@@ -66,7 +66,9 @@ def nanoseconds(seconds: float) -> int:
 
 
 def attribute(record: RequestRecord, events: EventSnapshot) -> list[Span]:
-    """Return the spans of a request, without gaps, from its arrival to the end of its answer or to now."""
+    """Return the spans of a request, without gaps, from its arrival to the end of its answer, or to now if it has not
+    ended.
+    """
     return _SpanBuilder(record, events).spans()
 
 
@@ -97,12 +99,12 @@ def own_rows(record: RequestRecord, events: EventSnapshot) -> list[OwnRow]:
 
 
 def num_accepted_drafts(step: Step, record: RequestRecord) -> int:
-    """Return how many draft tokens of the request the step accepted. They needed no step of their own."""
+    """Return how many draft tokens of the request the step accepted. Each of them saved the request a step."""
     return sum(accepted for sequence, _, accepted in step.drafts if sequence in record.sequences)
 
 
 def largest_decode_gap(record: RequestRecord, events: EventSnapshot, rows: Sequence[OwnRow]) -> int:
-    """Return the maximum number of consecutive steps that left out a running request between two of its tokens."""
+    """Return the maximum number of consecutive steps without the request between two of its tokens."""
     breaks = [each.time for each in record.preemptions] + [outage.ended for outage in events.outages]
     gaps = [
         row.step.number - before.step.number - 1
@@ -113,17 +115,17 @@ def largest_decode_gap(record: RequestRecord, events: EventSnapshot, rows: Seque
 
 
 class _State(NamedTuple):
-    """The state of a request from `start` on, while no step computes it."""
+    """The state of a request from `start` on, for times in which no step computes the request."""
 
     start: int
     kind: str
     preempted: Preempted | None = None
     first_step: int = 0
-    """Number of the first step that computes the request, if it holds a running slot."""
+    """Number of the first step that computes the request, if the request holds a running slot."""
 
 
 class _SpanBuilder:
-    """Builds the spans of one request in order. `_cursor` is the end of the last span."""
+    """Builds the spans of one request in order. `_cursor`: end of the latest span."""
 
     def __init__(self, record: RequestRecord, events: EventSnapshot) -> None:
         self._record = record
@@ -162,7 +164,7 @@ class _SpanBuilder:
         return self._spans
 
     def _limit(self) -> int:
-        """Return the time, in nanoseconds, of the request's last token or of its abort."""
+        """Return the time of the request's last token or of its abort, in nanoseconds."""
         replies = [end for row in self._rows if (end := nanoseconds(row.step.ended)) <= self._end]
         complete = self._summary.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         return replies[-1] if complete and replies else self._end
@@ -179,7 +181,7 @@ class _SpanBuilder:
         self._until(end, Part.SENDING)
 
     def _find_states(self) -> list[_State]:
-        """Return the states of the request in order of time. The first is its time in the engine's inbox."""
+        """Return the states of the request in order of time. The first state is the time in the engine's inbox."""
         record, events = self._record, self._events
         changes: list[_State] = []
         if record.queued_time is not None:
@@ -202,7 +204,9 @@ class _SpanBuilder:
         return states
 
     def _fill(self, end: int, step: Step | None = None) -> None:
-        """Add spans up to `end` for time in which no step computes the request, while `step` runs."""
+        """Add spans up to `end` for a time in which no step computes the request. `step`: the step that runs
+        meanwhile.
+        """
         while self._cursor < end:
             outage_end = next((over for began, over in self._outages if began <= self._cursor < over), None)
             if outage_end is not None:
@@ -238,7 +242,7 @@ class _SpanBuilder:
 
 
 def why_queued(record: RequestRecord, blocked: Blocked | None) -> str:
-    """Return why a request waits. `blocked`: the first request that the scheduler could not admit."""
+    """Return the reason why a request waits. `blocked`: the first request that the scheduler could not admit."""
     own = record.request_class
     if blocked is None:
         return "the next step"
@@ -262,7 +266,7 @@ def _preemption_mode(preempted: Preempted) -> str:
 
 
 def _is_missed(record: RequestRecord, events: EventSnapshot) -> bool:
-    """Return whether some steps of the request have been deleted from the log."""
+    """Return whether the log has deleted some steps of the request."""
     first = record.summary.first_scheduled_time
     return first is not None and first < events.kept_since
 
@@ -353,7 +357,7 @@ class Explanation(Struct, kw_only=True):
 
 
 def answers_to(record: RequestRecord, names: Collection[str]) -> bool:
-    """Return whether one of `names` is the client's or the engine's id of the request, see `client_ids`."""
+    """Return whether the client's id or the engine's id of the request is one of `names` (see `client_ids`)."""
     return record.request_id in names or client_id_of(record.request_id) in names
 
 
@@ -413,7 +417,7 @@ def _first_token(record: RequestRecord) -> ExplainedFirstToken:
 
 
 def _sum_up(spans: Iterable[Span]) -> list[ExplainedPart]:
-    """Return the total of each reason, in order of first occurrence."""
+    """Return the total time of each reason, in order of first occurrence."""
     sums: dict[tuple[Part, str], int] = {}
     steps: dict[tuple[Part, str], set[int]] = {}
     for span in spans:

@@ -12,17 +12,17 @@ LATENCY_BUCKETS: Final = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
     1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 )  # fmt: skip
-"""Upper bounds in seconds."""
+"""Upper bounds of latency buckets in seconds."""
 TOKEN_BUCKETS: Final = tuple(2.0**power for power in range(15))
-"""Upper bounds of the numbers of tokens per step."""
+"""Upper bounds of buckets for the number of tokens in a step."""
 LENGTH_BUCKETS: Final = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
-"""Upper bounds of the numbers of tokens per request, up to half a million."""
+"""Upper bounds of buckets for the number of tokens of a request, up to half a million."""
 
 Labels = Mapping[str, str]
 
 
 class Histogram:
-    """Counts of values by bucket. Observing a value costs one bisection and two additions."""
+    """Counts of values in buckets. Adding a value costs one bisection and two additions."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -64,7 +64,7 @@ def gauge(name: str, text: str, labels: Labels, value: float) -> GaugeMetricFami
 
 
 def counter_by(name: str, text: str, labels: Labels, label: str, counts: Mapping[str, float]) -> CounterMetricFamily:
-    """Return a counter with one more label. `counts`: value of the label -> count."""
+    """Return a counter with the additional label `label`. `counts`: value of the label -> count."""
     family = CounterMetricFamily(name, text, labels=[*labels, label])
     for value, count in counts.items():
         family.add_metric([*labels.values(), value], count)

@@ -34,7 +34,7 @@ class Totals(NamedTuple):
 
     steps: int
     prompt_tokens: int
-    """Prompt tokens computed, and tokens recomputed after a preemption."""
+    """Number of prompt tokens computed, including tokens recomputed after a preemption."""
     generation_tokens: int
     preemptions: int
     prefix_queries: int
@@ -42,7 +42,9 @@ class Totals(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The load of one replica, or of all replicas: requests are summed, cache usage is averaged."""
+    """The load of one replica, or of all replicas. For all replicas, requests are summed and cache usage is
+    averaged.
+    """
 
     num_running: int
     num_waiting: int
@@ -59,11 +61,13 @@ class WorkAgentMemory(NamedTuple):
     """Memory of a replica's WorkAgent, in bytes."""
 
     reserved: int
-    """All blocks of the KV cache."""
+    """Bytes of all blocks of the KV cache."""
     committed: int
-    """Blocks of the KV cache that were in use at least once; the system provides their memory on first use."""
+    """Bytes of the blocks of the KV cache that were used at least once. The system provides memory only at the first
+    use.
+    """
     resident: int
-    """Resident memory of the WorkAgent's processes; 0: it runs on another machine."""
+    """Resident bytes of the WorkAgent's processes; 0: it runs on another machine."""
 
 
 class StateSlotUsage(NamedTuple):
@@ -72,14 +76,14 @@ class StateSlotUsage(NamedTuple):
     total: int = 0
     used: int = 0
     checkpoints: int = 0
-    """Slots, used or free, whose state a prefix hit can use."""
+    """Number of slots, used or free, whose state a prefix hit can use."""
 
 
 class Metrics(Collector):
-    """The metrics of a server. Names that start with `vllm:` match those of existing dashboards. Times are in seconds.
+    """The metrics of a server. Names that start with `vllm:` match those in dashboards for vLLM. Times are in seconds.
 
-    Several engine threads record without a lock, so the numbers of a scrape may be a step apart. `model_name` is a
-    label of every metric. `classes` are in ascending order of rank.
+    Several engine threads record without a lock, so the numbers of one scrape may belong to adjacent steps.
+    `model_name`: label of every metric. `classes`: in ascending order of rank.
     """
 
     def __init__(self, model_name: str = "model", classes: Sequence[RequestClass] = DEFAULT_CLASSES) -> None:
@@ -90,7 +94,7 @@ class Metrics(Collector):
         self.disk = DiskMetrics(self._labels)
         self.http = HttpMetrics(self._labels)
         self.replicas: Callable[[], ReplicaCounts] = lambda: ReplicaCounts(0, 0)
-        """Called at each scrape."""
+        """Returns the numbers of replicas. Each scrape calls it."""
         self._lock = Lock()
         self._loads: dict[int, Load] = {}
         self._compilations: dict[int, Callable[[], int]] = {}
@@ -99,11 +103,11 @@ class Metrics(Collector):
         self._state_slots: dict[int, Callable[[], StateSlotUsage]] = {}
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self.draft_tokens = {name: dict.fromkeys(map(str, Proposer), 0) for name in _DRAFT_TOKENS}
-        """Metric -> proposer -> count."""
+        """Name of the metric -> proposer -> count."""
         self._finished = dict.fromkeys(FinishReason, 0)
         self._reloads = dict.fromkeys(RELOADS, 0)
         self.num_shares_broken = dict.fromkeys(SHARES, 0)
-        """Number of violations of tenant limits and class weights, which apply to all replicas together."""
+        """Number of violations of tenant limits and of class weights across all replicas."""
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._iteration_tokens = self._histograms["vllm:iteration_tokens_total"]
         self._inter_token = self._histograms["vllm:inter_token_latency_seconds"]
@@ -117,22 +121,22 @@ class Metrics(Collector):
     def record_step(
         self, num_running: int, num_waiting: int, kv_usage: float, num_tokens: int, *, replica: int = 0
     ) -> None:
-        """Count a step of `num_tokens` tokens, and record the replica's load (see `Load`)."""
+        """Count a step of `num_tokens` tokens, and record the load of the replica (see `Load`)."""
         with self._lock:
             self._loads[replica] = Load(num_running, num_waiting, kv_usage)
             self._counts["llm_serving:steps_total"] += 1
             self._iteration_tokens.observe(num_tokens)
 
     def record_load(self, num_running: int, num_waiting: int, kv_usage: float, *, replica: int = 0) -> None:
-        """Record a replica's load outside a step, such as when its engine becomes idle."""
+        """Record the load of a replica outside a step, for example when its engine becomes idle."""
         with self._lock:
             self._loads[replica] = Load(num_running, num_waiting, kv_usage)
 
     def watch_agent(
         self, replica: int, num_compilations: Callable[[], int], machine: Callable[[], str] = lambda: ""
     ) -> None:
-        """Register functions about a replica's WorkAgent that every scrape calls: `num_compilations` returns how many
-        graphs it has compiled, `machine` the address of its machine (empty: the master's own).
+        """Register functions that every scrape calls for a replica. `num_compilations`: returns how many graphs its
+        WorkAgent has compiled. `machine`: returns the address of the WorkAgent's machine; empty: the master's own.
         """
         self._compilations[replica] = num_compilations
         self._machines[replica] = machine
@@ -144,7 +148,7 @@ class Metrics(Collector):
         self._state_slots[replica] = usage
 
     def machine(self, replica: int) -> str:
-        """Return the address of the machine of a replica's WorkAgent; empty for the master's own."""
+        """Return the address of the machine on which the replica's WorkAgent runs; empty: the master's own."""
         return self._machines[replica]() if replica in self._machines else ""
 
     def record_first_token(self, seconds: float, priority: int = 0) -> None:
@@ -174,8 +178,10 @@ class Metrics(Collector):
         num_cached: int = 0,
         priority: int = 0,
     ) -> None:
-        """Record a finished request. Seconds from its arrival: `ttft_s` to its first token (None: no token), `queued_s`
-        until it was first scheduled. `decode_s`: from its first token to its last (None: no token).
+        """Record a finished request.
+
+        `e2e_s`, `ttft_s`, `queued_s`: seconds from its arrival to its end, to its first token (None: no token), and
+        until it was first scheduled. `decode_s`: seconds from its first to its last token (None: no token).
         """
         counts, histograms = self._counts, self._histograms
         tpot_s = None if ttft_s is None or num_output < 2 else (e2e_s - ttft_s) / (num_output - 1)
@@ -205,7 +211,7 @@ class Metrics(Collector):
         self._add("llm_serving:shared_answers_total", 1)
 
     def record_verified_drafts(self, verified: Iterable[tuple[str, int, int]]) -> None:
-        """Count verified draft tokens, as (proposer, tokens verified, tokens accepted) of each proposer."""
+        """Count verified draft tokens. `verified`: (proposer, tokens verified, tokens accepted)."""
         with self._lock:
             self._counts["vllm:spec_decode_num_drafts_total"] += 1
             for proposer, *counts in verified:
@@ -216,7 +222,9 @@ class Metrics(Collector):
         self._add("llm_serving:bound_violations_total", count)
 
     def shares_broken(self, num_of_tenants: int, num_of_classes: int) -> None:
-        """Count running requests above their tenant's limit, and classes scheduled below their weight."""
+        """Count requests that run although their tenant is at its limit, and classes that got less than their
+        weight.
+        """
         if num_of_tenants or num_of_classes:
             with self._lock:
                 for name, number in zip(SHARES, (num_of_tenants, num_of_classes), strict=True):
@@ -320,7 +328,7 @@ class Metrics(Collector):
     def _watched(
         self, gauges: Sequence[tuple[str, str, str]], watched: Mapping[int, Callable[[], NamedTuple]]
     ) -> Iterator[Metric]:
-        """Yield each gauge (metric, help text, field), read for each replica by its function in `watched`."""
+        """Yield each of `gauges` (metric, help text, field). `watched`: replica -> function that returns its fields."""
         found = {replica: read() for replica, read in sorted(watched.items())}
         for name, text, field in gauges:
             family = GaugeMetricFamily(name, text, labels=[*self._labels, "replica", "machine"])
@@ -331,7 +339,9 @@ class Metrics(Collector):
 
 
 class MergedMetrics:
-    """The metrics of several models. Each family occurs once; the label `model_name` distinguishes the models."""
+    """The metrics of several models. Each metric family occurs once; the label `model_name` distinguishes the
+    models.
+    """
 
     def __init__(self, metrics: Sequence[Metrics]) -> None:
         self._first, *self._others = metrics
@@ -350,7 +360,7 @@ class MergedMetrics:
 
 
 class HttpMetrics:
-    """Metrics of HTTP requests by route and status, recorded on the event loop. Every metric has `labels`."""
+    """Metrics of HTTP requests by route and status. Every metric has `labels`. Only the event loop may record."""
 
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
@@ -359,15 +369,15 @@ class HttpMetrics:
         self._longest = Histogram(LENGTH_BUCKETS)
 
     def answered(self, method: str, route: str, status: int, longest: Sequence[int] = ()) -> None:
-        """Count an answered HTTP request. `route` is a path template: an unlimited set of values would let clients
-        create time series. `longest`: number of tokens of the longest answer to each prompt.
+        """Count an HTTP request that was answered. `route`: path template, because clients could create any number of
+        time series with paths. `longest`: number of tokens of the longest answer to each prompt.
         """
         self._counts[method, route, status] += 1
         for num_tokens in longest:
             self._longest.observe(num_tokens)
 
     def refused(self, reason: str) -> None:
-        """Count an HTTP request that was refused before routing. Reasons must be from a small set."""
+        """Count an HTTP request that was refused before routing. `reason`: one of a few fixed reasons."""
         self._refusals[reason] += 1
 
     def collect(self) -> Iterator[Metric]:
@@ -390,7 +400,7 @@ _REPLICA_GAUGES: Final = (
     ("llm_serving:replica_requests_waiting", "Waiting requests of each replica.", "num_waiting"),
     ("llm_serving:replica_kv_cache_usage", "Share of the KV cache in use, of each replica.", "kv_usage"),
 )
-"""Metric, help text and field of `Load`."""
+"""(metric, help text, field of `Load`)."""
 _MEMORY_GAUGES: Final = (
     ("llm_serving:kv_cache_reserved_bytes", "Bytes of all blocks of the KV cache, of each replica.", "reserved"),
     ("llm_serving:kv_cache_committed_bytes", "Bytes of the blocks that were in use at least once.", "committed"),
@@ -400,13 +410,13 @@ _MEMORY_GAUGES: Final = (
         "resident",
     ),
 )
-"""Metric, help text and field of `WorkAgentMemory`."""
+"""(metric, help text, field of `WorkAgentMemory`)."""
 _STATE_GAUGES: Final = (
     ("llm_serving:state_slots", "Slots for fixed-size states, of each replica.", "total"),
     ("llm_serving:state_slots_used", "Slots for states in use, of each replica.", "used"),
     ("llm_serving:state_checkpoints", "States that a prefix hit can use, of each replica.", "checkpoints"),
 )
-"""Metric, help text and field of `StateSlotUsage`."""
+"""(metric, help text, field of `StateSlotUsage`)."""
 RELOADS: Final = ("applied", "refused", "unchanged")
 SHARES: Final = ("tenant_limit", "class_weight")
 _COUNTERS: Final = {
@@ -433,7 +443,7 @@ _DRAFT_TOKENS: Final = {
         "llm_serving:guesses_right_total",
     ),
 }
-"""Metric -> help text and deprecated name."""
+"""Name of the metric -> (help text, deprecated name)."""
 _HISTOGRAMS: Final = {
     "vllm:iteration_tokens_total": ("Tokens computed in a step.", TOKEN_BUCKETS),
     "vllm:time_to_first_token_seconds": ("From arrival to the first token.", LATENCY_BUCKETS),

@@ -1,4 +1,4 @@
-"""Snapshots of a scheduler and its engine, copied by the engine's thread for other threads."""
+"""Snapshots of a scheduler and its engine. The engine's thread copies them for other threads."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from llm_serving.observability.event_log import EventLog, RequestRecord, Step
 from llm_serving.scheduler import Scheduler
 
 MAX_WAITING: Final = 10_000
-"""Maximum number of waiting requests in a scheduler state; further ones are only counted."""
+"""Maximum number of waiting requests that a scheduler state lists. Further ones are only counted."""
 MAX_SNAPSHOT_WAITING: Final = 1024
-"""Maximum number of waiting requests in an engine snapshot; further ones are only counted."""
+"""Maximum number of waiting requests that an engine snapshot lists. Further ones are only counted."""
 MAX_STEPS: Final = 64
-"""Maximum number of steps in an engine snapshot, the latest."""
+"""Maximum number of steps in an engine snapshot, the latest ones."""
 MAX_ENDED: Final = 64
-"""Maximum number of finished requests in an engine snapshot, the latest."""
+"""Maximum number of finished requests in an engine snapshot, the latest ones."""
 
 
 class RunningRequest(Struct, kw_only=True):
@@ -57,7 +57,7 @@ class RunningRequest(Struct, kw_only=True):
 
     @classmethod
     def of(cls, request: Request, blocks: BlockManager, now: float) -> RunningRequest:
-        """Return the row of a request. Its `group` is a block id, which must be replaced before clients see it."""
+        """Return the row of a running request. Its `group` is a block id. Replace it before clients see the row."""
         since_step, since = request.running_since
         num_shared = blocks.num_blocks_shared(request.request_id)
         return cls(
@@ -200,7 +200,7 @@ class SchedulerState(NamedTuple):
 def scheduler_state(
     scheduler: Scheduler, now: float, step_s: float | None = None, max_waiting: int = MAX_WAITING
 ) -> SchedulerState:
-    """Return the state of a scheduler, in the thread that owns it. `now`: seconds on the engine's clock."""
+    """Return the state of a scheduler. Only the engine's thread may call it. `now`: seconds on the engine's clock."""
     running = {each.sequence: RunningRequest.of(each, scheduler.blocks, now) for each in scheduler.running}
     waiting = {
         each.sequence: WaitingRequest.of(each, scheduler, now, is_at_tenant_limit=False)
@@ -230,7 +230,7 @@ def scheduler_state(
 
 
 class EngineSnapshot(NamedTuple):
-    """A scheduler's state and recent events. It does not change, except for the records of unfinished requests."""
+    """A scheduler's state and recent events. It is immutable, except for the records of unfinished requests."""
 
     state: SchedulerState
     max_step_tokens: int
@@ -251,7 +251,9 @@ def take_snapshot(
     since: float,
     cpu_clock: Clock = time.thread_time,
 ) -> EngineSnapshot:
-    """Return a snapshot with the events after `since`, the previous snapshot's `state.now`. Engine thread only."""
+    """Return a snapshot with the events after `since`, which is `state.now` of the previous snapshot. Only the engine's
+    thread may call it.
+    """
     began = cpu_clock()
     state = scheduler_state(scheduler, now, step_s, MAX_SNAPSHOT_WAITING)
     steps, ended = event_log.steps_since(since, MAX_STEPS), event_log.ended_since(since, MAX_ENDED)

@@ -1,4 +1,4 @@
-"""Observers of an engine's steps, which the engine's thread calls, and which must change nothing."""
+"""Observers of an engine's steps. The engine's thread calls them. They must not change its state."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NO_DRAFTS: Final[Mapping[int, int]] = MappingProxyType({})
 
 
 class CompletedStep(NamedTuple):
-    """A step whose results the scheduler has applied, and whose output is on its way to the clients."""
+    """A step whose results the scheduler has applied and whose output has been published."""
 
     schedule: Schedule
     num_tokens: int
-    """Number of tokens computed, draft tokens included."""
+    """Number of tokens that the step computed, including draft tokens."""
     finished: list[Request]
     accepted: Mapping[int, int]
     """`Request.sequence` -> number of accepted draft tokens, for rows with drafts."""
@@ -29,27 +29,29 @@ class CompletedStep(NamedTuple):
 
 
 class StepObserver:
-    """Base class of observers. An engine calls only the events that a subclass overrides, for each step in this order:
+    """Base class of observers. An engine calls only the methods that a subclass overrides, for each step in this order:
     `on_scheduled`, `on_submitted`, then `on_completed` or `on_failed`. Times are seconds on the engine's clock.
     """
 
     def on_scheduled(
         self, schedule: Schedule | None, in_flight: Sequence[Schedule], blocked: Blocked | None, now: float
     ) -> None:
-        """The scheduler formed the next step; None: no request can run. `blocked`: the first one left waiting."""
+        """Called when the scheduler has formed the next step; None: no request can run. `blocked`: the first request
+        that could not be admitted.
+        """
 
     def on_submitted(self, schedule: Schedule, now: float) -> None:
-        """The executor has received a step, which was formed at `now`."""
+        """Called when the executor has received a step. `now`: time at which the step was formed."""
 
     def on_completed(self, step: CompletedStep) -> None:
-        """The results of the oldest step in flight have been applied."""
+        """Called when the scheduler has applied the results of the oldest step in flight."""
 
     def on_failed(self, now: float) -> None:
-        """A step failed or the WorkAgent exited, so no step is in flight."""
+        """Called when a step failed or the WorkAgent exited. No step is in flight then."""
 
 
 def observers_by_event(observers: Collection[StepObserver]) -> dict[str, list[StepObserver]]:
-    """Return event name -> observers that override its method."""
+    """Return name of a method -> observers that override it."""
     events = [name for name in vars(StepObserver) if name.startswith("on_")]
     return {
         event: [each for each in observers if getattr(type(each), event) is not getattr(StepObserver, event)]

@@ -47,7 +47,7 @@ class ThroughputLine:
 
 
 async def log_throughput(metrics: Metrics, clock: Clock, interval_s: float) -> None:
-    """Until cancelled, log a line after every `interval_s` seconds in which steps ran."""
+    """Log a line every `interval_s` seconds, unless no step ran, until the task is cancelled."""
     line = ThroughputLine(metrics, clock)
     while True:
         await asyncio.sleep(interval_s)

@@ -14,22 +14,24 @@ from llm_serving.observability.event_log import EventSnapshot, RequestRecord, St
 from llm_serving.observability.latency_breakdown import Span, attribute, nanoseconds
 
 STEPS_ROW: Final = 0
-"""`tid` of the row of steps. Rows of requests start at 1."""
+"""`tid` of the row that shows steps. The rows of requests start at 1."""
 
 JsonObject = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ReplicaTrace:
-    """One replica's input of a trace. Its index is the `pid` in the trace."""
+    """Input of a trace for one replica. The index of the replica is the `pid` in the trace."""
 
     replica: int
     events: EventSnapshot
     records: Sequence[RequestRecord]
     own_steps_only: bool = False
-    """Whether to show only the rows of `records` and steps that have some: the client may see only its tenant."""
+    """Whether to show only the rows of `records` and steps that have some of them, because the client may see only its
+    own tenant.
+    """
     machine: str = ""
-    """Address of the machine of the replica's WorkAgent, shown unless `own_steps_only`."""
+    """Address of the WorkAgent's machine. It is not shown with `own_steps_only`."""
 
     @property
     def name(self) -> str:
@@ -38,7 +40,9 @@ class ReplicaTrace:
 
 
 def trace(replicas: Sequence[ReplicaTrace], num_steps: int) -> JsonObject:
-    """Return a trace of the latest `num_steps` steps of each replica and of all requests alive during them."""
+    """Return a trace of the latest `num_steps` steps of each replica, and of all requests that were unfinished during
+    them.
+    """
     events: list[JsonObject] = []
     spans = [(each, *_shown(each, num_steps)) for each in replicas]
     starts = [start for _, _, _, start in spans if start is not None]
@@ -61,7 +65,7 @@ def trace(replicas: Sequence[ReplicaTrace], num_steps: int) -> JsonObject:
 def _shown(
     replica: ReplicaTrace, num_steps: int
 ) -> tuple[list[tuple[Step, int, int]], list[tuple[RequestRecord, list[Span]]], int | None]:
-    """Return (step, start, end) of the steps, (request, spans) of the requests, and the earliest time of all."""
+    """Return (step, start, end) of the steps, (request, spans) of the requests, and the earliest of these times."""
     events = replica.events
     steps: list[tuple[Step, int, int]] = []
     end = 0

@@ -21,7 +21,9 @@ class SwapLoad(NamedTuple):
 
 
 class SwapMetrics:
-    """Swapped requests and blocks, summed over replicas. Engine threads count them; a scrape reads the current load."""
+    """Metrics of swapped requests and blocks, summed over replicas. Engine threads count them; each scrape reads the
+    current load.
+    """
 
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
@@ -55,7 +57,7 @@ class SwapMetrics:
 
 
 class MoveMetrics:
-    """Migrated requests and blocks, counted by the engines that receive them."""
+    """Metrics of migrated requests and blocks. The engine that receives a request counts it."""
 
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
@@ -66,8 +68,9 @@ class MoveMetrics:
         self._seconds = 0.0
 
     def arrived(self, seconds: Sequence[float], moves: Sequence[BlockMove]) -> None:
-        """Count migrated requests in the first step that computes them here. `seconds`: for each request, since the
-        reply to its last step at the other replica. Imports among the step's block `moves` are counted.
+        """Count migrated requests in the first step that computes them here. `seconds`: for each request, the time
+        since the reply to its last step on the other replica. `moves`: block moves of the step, of which imports are
+        counted.
         """
         with self._lock:
             self._num_requests += len(seconds)
@@ -87,7 +90,7 @@ class MoveMetrics:
 
 
 class DiskMetrics:
-    """Blocks read from and written to the disk cache, summed over replicas."""
+    """Metrics of blocks read from and written to the disk cache, summed over replicas."""
 
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
@@ -98,8 +101,8 @@ class DiskMetrics:
         self._num_bytes = -1
 
     def record_read(self, num_looked_up: int, num_read: int, num_damaged: int, num_bytes: int) -> None:
-        """Count a lookup. `num_looked_up`: full blocks of the prompt that were not in memory. `num_bytes`: size of all
-        files; -1: the folder cannot be used.
+        """Count a lookup in the disk cache. `num_looked_up`: number of full blocks of the prompt that were not in the
+        KV cache. `num_bytes`: bytes of all files; -1: the folder cannot be used.
         """
         with self._lock:
             self._num_looked_up += num_looked_up
@@ -108,7 +111,7 @@ class DiskMetrics:
             self._num_bytes = num_bytes
 
     def record_stored(self, num_written: int, num_evicted: int, num_bytes: int) -> None:
-        """Count blocks that were written. `num_bytes`: as for `record_read`."""
+        """Count blocks that were written. `num_bytes`: see `record_read`."""
         with self._lock:
             self._num_written += num_written
             self._num_evicted += num_evicted
