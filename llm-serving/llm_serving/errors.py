@@ -24,7 +24,7 @@ LLMServingError
 ├── UnavailableError      503   loading, draining, or no WorkAgent is alive
 ├── NoWorkAgentsError           every WorkAgent has exhausted its restarts, and the server must exit
 ├── WorkerError           500   a WorkAgent failed on a step
-│   ├── WorkerDiedError         its process ended or its channel broke
+│   ├── WorkerDiedError         the WorkAgent's process exited, or its channel broke
 │   ├── RankLostError           another rank of the replica ended or runs another step
 │   └── StepMismatchError       a reply does not match the step in flight
 ├── ReceiptError                a receipt cannot be read
@@ -50,7 +50,7 @@ _short.maxlist = _short.maxtuple = _short.maxdict = 4
 
 
 def shorten(value: object) -> str:
-    """Return a `repr` of limited length for an error text, because a client's input may have megabytes."""
+    """Return the `repr` of a value for an error text, shortened because a client's input may have megabytes."""
     try:
         return _short.repr(value)
     except ValueError:  # an integer with more digits than Python converts
@@ -64,7 +64,7 @@ class LLMServingError(Exception):
 
 
 class ConfigError(LLMServingError):
-    """The configuration cannot be served. The text names file, line, key, rule and value where they exist."""
+    """The configuration cannot be used. The message names file, line, key, rule and value, as far as they exist."""
 
 
 class ModelError(ConfigError):
@@ -87,7 +87,7 @@ class RequestError(LLMServingError):
     Args:
         field: Name of the field as the client wrote it.
         rule: The rule, phrased to follow the name: "must be >= 1".
-        value: The given value, shown shortened; omitted if it would echo a client's text.
+        value: The given value, which the message shows shortened; omitted if it would repeat a client's text.
     """
 
     http_status: ClassVar[int] = 400
@@ -105,7 +105,9 @@ class RequestError(LLMServingError):
         return type(self)(field, self.rule, self._given if value is ... else value)
 
     def renamed_by(self, names: Mapping[str, str]) -> Self:
-        """Return the error with the protocol's name of its field. `names`: internal name -> the protocol's name."""
+        """Return the error with the name that the protocol gives to its field. `names`: internal name -> the protocol's
+        name.
+        """
         return self.renamed(names[self.field]) if self.field in names else self
 
 
@@ -172,10 +174,10 @@ class CapacityError(LLMServingError):
     """The request is refused because of a load limit.
 
     Args:
-        message: Which limit is reached, with the numbers.
+        message: The limit that is reached, with the numbers.
         retry_after: Seconds until a retry is expected to succeed; None: unknown.
         queue_estimate_ms: Milliseconds that the request would have waited for its first token; None: unknown.
-        predicted_s: Predicted seconds to first token of a retry after `retry_after`; None: unknown.
+        predicted_s: Predicted seconds to the first token of a retry after `retry_after`; None: unknown.
     """
 
     http_status: ClassVar[int] = 429
@@ -208,7 +210,7 @@ class RateLimitError(CapacityError):
 class UnavailableError(LLMServingError):
     """The server is loading or draining, or no WorkAgent is alive.
 
-    `retry_after`: seconds until a retry may succeed; None: unknown.
+    `retry_after`: seconds after which a retry may succeed; None: unknown.
     """
 
     http_status: ClassVar[int] = 503
@@ -219,11 +221,11 @@ class UnavailableError(LLMServingError):
 
 
 class NoWorkAgentsError(LLMServingError):
-    """Every WorkAgent has exhausted its restarts, and `exit_without_work_agents` is set."""
+    """Every WorkAgent has exhausted its restarts, and the configuration sets `exit_without_work_agents`."""
 
 
 class WorkerError(LLMServingError):
-    """A WorkAgent failed; only the requests of its step are affected."""
+    """A WorkAgent failed. Only the requests of the step that it computed are affected."""
 
 
 class WorkerDiedError(WorkerError):
@@ -235,7 +237,7 @@ class RankLostError(WorkerError):
 
 
 class StepMismatchError(WorkerError):
-    """A reply does not match the step, KV slot, epoch or request in flight. Its tokens are discarded."""
+    """A reply does not match the step, KV slot, epoch or request in flight. The tokens in it are discarded."""
 
 
 class ReceiptError(LLMServingError):

@@ -18,7 +18,7 @@ from typing import Final
 ROOT: Final = "llm_serving"
 LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
 _CONTROL_CHARACTERS: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-"""Line ends, terminal control characters and lone surrogates."""
+"""Characters to escape: line ends, terminal control characters and lone surrogates."""
 
 
 BATCH_S: Final = 0.1
@@ -26,7 +26,7 @@ BATCH_S: Final = 0.1
 BATCH_CHARS: Final = 2**16
 """Maximum number of characters in one write, unless a single line is longer."""
 MAX_PENDING_BYTES: Final = 16 * 2**20
-"""Memory limit of unwritten lines. Further lines are dropped."""
+"""Maximum bytes of lines that wait to be written. Further lines are dropped."""
 RETRY_S: Final = 1.0
 CLOSE_S: Final = 5.0
 """Maximum seconds that `close` waits for the disk."""
@@ -38,7 +38,9 @@ def get_logger(name: str) -> logging.Logger:
 
 
 logged_model: ContextVar[str] = ContextVar("logged_model", default="")
-"""Name of the model that a log line is about; empty if the server has one model. Set in each thread and request."""
+"""Name of the model that log lines are about; empty if the server has only one model. It is set for each thread and
+request.
+"""
 
 
 class SingleLineFormatter(logging.Formatter):
@@ -51,7 +53,9 @@ class SingleLineFormatter(logging.Formatter):
 
 
 def configure_logging(level: str = "INFO", process: str = "master") -> None:
-    """Send the package's log lines to standard error, labelled with the process name. A later call replaces it."""
+    """Send the package's log lines to standard error, labelled with the name of the process. A later call replaces the
+    settings of an earlier one.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(SingleLineFormatter(f"%(asctime)s %(levelname)-7s [{process}] %(name)s: %(message)s"))
     logger = logging.getLogger(ROOT)
@@ -63,8 +67,9 @@ def configure_logging(level: str = "INFO", process: str = "master") -> None:
 
 
 class RotatingFile(logging.handlers.RotatingFileHandler):
-    """Log files `path`, `path.1`, ...: `num_files` files of at most `max_bytes` each, the latest lines in the first.
-    Unlike other handlers, it raises errors instead of printing them; OSError if the file cannot be opened.
+    """Log files `path`, `path.1`, ...: at most `num_files` files of at most `max_bytes` each. The latest lines are in
+    `path`. Unlike other handlers, it raises errors instead of printing them. Raise OSError if the file cannot be
+    opened.
     """
 
     def __init__(self, path: Path, max_bytes: int, num_files: int) -> None:
@@ -78,8 +83,8 @@ class LogWriter:
     """Writes lines through a handler in a background thread, so that callers never wait for the disk. Thread-safe.
 
     Writes to a full disk are retried; lines beyond `MAX_PENDING_BYTES` are dropped and counted. `report` is called once
-    when a problem begins and once when it ends. The writer owns the handler, whose `emit` writes a text of one or more
-    lines, or raises.
+    when a problem begins and once when it ends. The writer owns the handler. The handler's `emit` writes a text of one
+    or more lines, or raises an error.
     """
 
     def __init__(self, handler: logging.Handler, report: Callable[[str], None]) -> None:
@@ -111,7 +116,7 @@ class LogWriter:
             self._filled.set()
 
     def reopen(self) -> None:
-        """Reopen the file before the next write, because it was renamed or deleted."""
+        """Reopen the file before the next write. Call this after the file was renamed or deleted."""
         self._is_stale = True
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """`python -m llm_serving.log_keeper FILE BYTES FILES`: copy standard input to rotating log files.
 
-`llm-serving start` pipes the output of the server and its WorkAgents into this process. Because it is separate, it
-keeps the last lines of a crashed process, and slow disks do not block the writers. It exits when all processes that
-write to the pipe have exited.
+`llm-serving start` pipes the output of the server and its WorkAgents into this process. Because it is a separate
+process, it writes the last lines of a crashed process, and slow disks do not block the server. It exits when all
+processes that write to the pipe have exited.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Final
 from llm_serving.log import LogWriter, RotatingFile
 
 READ_BYTES: Final = 2**16
-"""Maximum line length. Longer lines are split."""
+"""Maximum length of a line in bytes. Longer lines are split."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Copy standard input until its end. The log of an earlier server becomes `FILE.1`."""
+    """Copy standard input to its end. The log of an earlier server is renamed to `FILE.1`."""
     path, max_bytes, num_files = Path(argv[0]), int(argv[1]), int(argv[2])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # keep reading while the server shuts down

@@ -71,15 +71,19 @@ def open_model(config: ServingConfig) -> OpenedModel:
 
 
 def open_checked(config: ServingConfig) -> OpenedModel:
-    """Check that a model fits into the memory that is free now, then do as `open_model`."""
+    """Check that a model fits into the memory that is free now, then call `open_model`."""
     check_memory([config])
     return open_model(config)
 
 
 def run_batch(config: ServingConfig, source: Path, target: Path) -> RequestCounts:
-    """Answer a file of requests, or continue an interrupted run. Raise LLMServingError also if a file is unusable."""
+    """Answer a file of requests, or continue an interrupted run. Raise LLMServingError, also if a file cannot be
+    used.
+    """
     if config.models:
-        raise ConfigError("run-batch serves one model: `models` must not be given. A server takes batches for several")
+        raise ConfigError(
+            "run-batch serves one model: `models` must not be given. For several models, send batches to a server"
+        )
     with DownloadProgress(unit="line") as bar:
 
         def show(counts: RequestCounts) -> None:
@@ -160,7 +164,9 @@ def _send_adapters(adapters: AdapterRegistry, executor: SupervisedExecutor) -> N
 
 
 class ServedFiles:
-    """The configuration with the folder that WorkAgents load, and the check that all of them read the same files."""
+    """The configuration with the model folder that WorkAgents load, and the check that all WorkAgents read the same
+    files.
+    """
 
     def __init__(self, config: ServingConfig) -> None:
         self.config = config
@@ -173,7 +179,7 @@ class ServedFiles:
 
 
 def _memory_of(config: ServingConfig, scheduler: Scheduler, executor: SupervisedExecutor) -> WorkAgentMemory:
-    """Return the memory of a replica's WorkAgent. A device commits the whole KV cache at once."""
+    """Return the memory of a replica's WorkAgent. On a device, the whole KV cache counts as committed."""
     pool = scheduler.blocks.pool
     is_lazy = config.device.device_target == "CPU"
     num_committed = pool.num_touched_blocks if is_lazy else pool.num_blocks

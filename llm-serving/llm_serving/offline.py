@@ -31,7 +31,7 @@ Prompt = str | list[int]
 
 
 class LLM:
-    """A model loaded into this process. MindSpore requires that only the thread that created it uses it.
+    """A model loaded into this process. Only the thread that created it may use it, as MindSpore requires.
 
     Example:
         llm = LLM(load_config(None, [], Path("demo")))
@@ -39,7 +39,9 @@ class LLM:
     """
 
     def __init__(self, config: ServingConfig) -> None:
-        """Load the model of a configuration, without `serving_config`. Raise ConfigError if it cannot be used."""
+        """Load the model of a configuration; `serving_config` has no effect. Raise ConfigError if the model cannot be
+        used.
+        """
         assert config.model.model_path is not None
         if config.cluster.tensor_parallel > 1:
             rule = "must be 1, because a single process computes"
@@ -88,9 +90,11 @@ class LLM:
         *,
         priorities: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer all prompts, as many at a time as the configuration allows. Return one output per prompt, in order,
-        with the whole text and all tokens. `sampling`: for all prompts, or one for each; `priorities`: one for each,
-        smaller first. Raise RequestError if a request can never be served; then none is started.
+        """Answer all prompts, as many at a time as the configuration allows. Return one output for each prompt, in
+        order, with the whole text and all tokens.
+
+        `sampling`: one for all prompts, or one for each. `priorities`: one for each prompt; smaller runs first. Raise
+        RequestError if a request can never be served; then no request is started.
         """
         pieces: list[list[RequestOutput]] = [[] for _ in prompts]
         for index, piece in self.stream(prompts, sampling, priorities=priorities):
@@ -104,7 +108,9 @@ class LLM:
         *,
         priorities: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Do the same as `generate`, but yield (index of the prompt, piece) as the pieces arrive."""
+        """Answer the prompts like `generate`, but yield (index of the prompt, piece of its answer) as soon as a piece
+        arrives.
+        """
         if isinstance(sampling, SamplingParams):
             sampling = [sampling] * len(prompts)
         if priorities is None:
@@ -112,9 +118,12 @@ class LLM:
         yield from self._run([self._request(*each) for each in zip(prompts, sampling, priorities, strict=True)])
 
     def embed(self, prompts: Sequence[Prompt]) -> list[Float32Array]:
-        """Return each prompt's embedding before it is normalized, float32 [hidden size]; for a reranker, the score
-        before the sigmoid, [1]. A model without pooling gives the last token's last hidden state, the input of the LM
-        head. Raise RequestError before any prompt starts if one cannot be computed, WorkerError if computing it fails.
+        """Return an embedding for each prompt, before normalization, float32 [hidden size]; for a reranker, the score
+        before the sigmoid, [1].
+
+        A model without pooling returns the last hidden state of the last token, which is the input of the LM head.
+        Raise RequestError if a prompt cannot be served, before any prompt starts. Raise WorkerError if the computation
+        fails.
         """
         requests = [self._request(prompt, SamplingParams(max_tokens=0), wants_vector=True) for prompt in prompts]
         vectors: dict[int, Float32Array] = {}
@@ -127,9 +136,10 @@ class LLM:
     def beam_search(
         self, prompts: Sequence[Prompt], search: BeamSearchParams, sampling: SamplingParams
     ) -> list[list[RequestOutput]]:
-        """Return the best sequences of each prompt, best first. `sampling` gives `max_tokens`, stop conditions and
-        `logprobs`; it must be greedy and not change logits. Raise RequestError if a request can never be served; then
-        none is started.
+        """Return the best sequences of each prompt, best first.
+
+        `sampling` determines `max_tokens`, stop conditions and `logprobs`. It must be greedy and must not change
+        logits. Raise RequestError if a request can never be served; then no request is started.
         """
         check_beam_search(self.config.model, sampling)
         requests = [self._request(prompt, sampling, beam_search=search) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""The WorkAgent process: it owns one device, loads the model, and runs steps in the order of their arrival."""
+"""The WorkAgent process: it owns one device, loads the model, and runs steps in the order in which they arrive."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ MINDSPORE_FRAMES: Final = "\n\n----"
 CONNECT_TIMEOUT_S: Final = 30.0
 """Seconds to connect to a master on another machine."""
 POLL_S: Final = 0.0005
-"""Seconds to poll for the next message before sleeping; the master needs this time to build the next step."""
+"""Seconds to poll for the next message before sleeping. The master needs about this time to build the next step."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,9 +118,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def connect_to_master(address: str, token: str, secret_file: Path) -> Channel[MasterMessage]:
-    """Connect to the master on another machine. `token` identifies the start to which this connection belongs. Raise
-    ConfigError if the secret is not the master's, ChannelClosedError if the master cannot be reached or does not expect
-    this token.
+    """Connect to the master on another machine. `token`: identifies the start of this WorkAgent. Raise ConfigError if
+    the secret is not the master's. Raise ChannelClosedError if the master cannot be reached or does not expect the
+    token.
     """
     identity = ClusterIdentity(read_secret(secret_file))
     host, _, port = address.rpartition(":")
@@ -131,7 +131,7 @@ def connect_to_master(address: str, token: str, secret_file: Path) -> Channel[Ma
     except ssl.SSLCertVerificationError as error:
         raise ConfigError(f"the master at {address} has another secret than {secret_file}: {error}") from error
     except OSError as error:
-        raise ChannelClosedError(f"no master at {address}: {error}") from error
+        raise ChannelClosedError(f"cannot connect to the master at {address}: {error}") from error
     channel = _channel(secured)
     channel.send(Attach(token))
     return channel
@@ -154,7 +154,7 @@ def serve(
 
     Args:
         memory_fd: Memory file of the step buffers; None: arrays are in the frames.
-        ranks_fd, transfer_fd, group_port: As for `worker.loading.load_runner`.
+        ranks_fd, transfer_fd, group_port: See `worker.loading.load_runner`.
         blocks: Channel to the master that transfers KV blocks or uses the disk cache; None: neither.
         model_path: Folder of the model on this machine; None: the path in `LoadModel`.
 
@@ -230,13 +230,15 @@ def _serve_blocks(
     disk: DiskStore | None,
     block_size: int,
 ) -> None:
-    """Serve KV block requests. When this connection ends, close `steps` too, so that the WorkAgent is replaced."""
+    """Serve requests for KV blocks. When this connection ends, also close `steps`, so that the master replaces the
+    WorkAgent.
+    """
     try:
         serve_blocks(blocks, pool, throttle.pause_after, disk=disk, block_size=block_size)
     except ChannelClosedError:
         pass
     except Exception:
-        logger.exception("the block connection failed")
+        logger.exception("the connection for KV blocks failed")
     with contextlib.suppress(OSError):
         steps.shutdown()
 
@@ -282,14 +284,14 @@ def run_steps(
 
 
 class _Replies:
-    """The replies to steps, in their order. While the device computes a step, the next one can be started."""
+    """Sends the replies to steps, in order. While a device computes a step, the next step can be started."""
 
     def __init__(self, channel: Channel[MasterMessage], runner: ModelRunner) -> None:
         self._channel, self._runner = channel, runner
         self._started: tuple[int, StartedStep] | None = None
 
     def add(self, step: int, output: StepOutput | StartedStep | Exception) -> None:
-        """Reply to the step before, and to this one if it has ended."""
+        """Send the reply to the previous step, and the reply to this step if it has ended."""
         self.flush()
         if isinstance(output, StartedStep):
             self._started = step, output
@@ -297,12 +299,12 @@ class _Replies:
             self._send(step, output)
 
     def await_message(self) -> None:
-        """Wait until the next message comes. If the started step ends before, reply to it."""
+        """Wait until the next message arrives. If the started step ends before that, send its reply."""
         if self._started is not None and not self._channel.wait_for_data(self._has_ended):
             self.flush()
 
     def flush(self) -> None:
-        """Wait for the started step and reply to it."""
+        """Wait for the started step, if any, and send its reply."""
         if self._started is None:
             return
         (step, started), self._started = self._started, None
@@ -327,7 +329,9 @@ class _Replies:
 
 
 def _announce_ending(runner: ModelRunner, channel: Channel[MasterMessage], step: RunStep) -> None:
-    """Send `StepEnding`, if requested, shortly before the step ends; at once if the backend cannot announce that."""
+    """Send `StepEnding`, if the master requested it, shortly before the step ends. If the backend cannot announce the
+    end, send it at once.
+    """
 
     def announce() -> None:
         with contextlib.suppress(ChannelClosedError):  # the master has exited
@@ -350,7 +354,7 @@ def _requests(
 
 
 def _propose(runner: ModelRunner, message: Propose) -> Proposed:
-    """Return draft tokens, or an error, because the WorkAgent continues without the draft model."""
+    """Return draft tokens. If the draft model fails, return the error, because the WorkAgent continues without it."""
     try:
         if runner.draft_model is None:
             raise ConfigError("no draft model was loaded")
@@ -376,7 +380,9 @@ def _await_allowed_tokens(
 
 
 def _exit_with_the_master() -> None:
-    """Exit at the end of standard input, a pipe from the parent, also if the parent exited before `die_with_parent`."""
+    """Exit when standard input ends. It is a pipe from the parent, so this works even if the parent exited before
+    `die_with_parent`.
+    """
     while sys.stdin.read(1):
         pass
     os._exit(0)
