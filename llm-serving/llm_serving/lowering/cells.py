@@ -19,7 +19,7 @@ from llm_serving.network.operations import Operation, Value, Weight
 from llm_serving.network.rewriting import Plan, apply, fuse_residual_into_norm, select_rows
 
 RESULTS: Final = ("lm_head", "hidden_states")
-"""Operations that may come last in a network and give its result."""
+"""Kinds of operations that may be the last one of a network and give its result."""
 
 EMBEDDING_ATTRIBUTES: Final = ("scale", "rounded_scale", "first", "rows")
 LM_HEAD_ATTRIBUTES: Final = ("scale", "cap", "first", "rows")
@@ -27,23 +27,25 @@ LM_HEAD_ATTRIBUTES: Final = ("scale", "cap", "first", "rows")
 
 MAX_READS: Final = 4
 NUM_REGISTERS: Final = 8
-"""Maximum number of values that a network keeps from one operation to another."""
+"""Maximum number of values that are needed by later operations at the same time."""
 
 Registers = Any
-"""A tuple of tensors. Functions that take it are compiled by MindSpore."""
+"""A tuple of tensors. It has no type, because MindSpore compiles the functions that take it."""
 
 
 class CellNetwork(nn.Cell):
-    """Step inputs (`lowering.step_inputs.STEP_INPUTS`, with adapters `ADAPTER_INPUT`) -> logits, float32 [S, V], or
-    hidden states, float32 [S, H]. Raise ModelError if the backend lacks an operation that the network needs.
+    """Computes logits, float32 [S, V], or hidden states, float32 [S, H], from the inputs of a step.
+
+    The inputs are `lowering.step_inputs.STEP_INPUTS` and, with adapters, `ADAPTER_INPUT`. Raise ModelError if the
+    backend lacks an operation that the network needs.
 
     Args:
         max_positions: Longest context of a row, in tokens; a sliding window of at least that many tokens has no effect.
-        whole_prompts: Whether the graph computes only steps of whole prompts; B is then fixed, and unused rows have
+        whole_prompts: Whether the graph computes only steps of whole prompts. B is then fixed, and unused requests have
             length 0.
         of_states: Whether the result is the input of the LM head.
         single_tokens: Whether the graph computes only steps whose rows have one token, for which attention has no mask.
-        all_rows: Whether the result has a row for each token, so that there are no `sample_indices`.
+        all_rows: Whether the result has a row for each token. Then there are no `sample_indices`.
     """
 
     def __init__(
@@ -99,16 +101,16 @@ class NoMask(nn.Cell):
 
 
 class TokenNetwork(nn.Cell):
-    """A network for steps whose rows have one token. Its results are logits float32 [S, V], and the two of
-    `Backend.largest_logits`.
+    """A network for steps in which each request computes one token. Its results are logits, float32 [S, V], and the two
+    results of `Backend.largest_logits`.
 
     Args:
         network: A `CellNetwork` with `single_tokens`.
     """
 
     inputs: Sequence[tuple[str, int]]
-    """(name, number of dimensions) of the arguments of `construct`. The first one, [4, T], has token ids, positions,
-    slots and sources of tokens, which so reach a device as one copy.
+    """(name, number of dimensions) of the arguments of `construct`. The first one, [4, T], has token ids, positions, KV
+    slots and sources of tokens, so that one copy to the device is enough.
     """
 
     def __init__(self, network: nn.Cell, backend: Backend) -> None:
@@ -120,7 +122,7 @@ class TokenNetwork(nn.Cell):
         self.concat, self.gather = ops.Concat(0), gen_ops_prim.Gather()
 
     def arrays_of(self, tokens: ms.Tensor, previous: ms.Tensor) -> Any:
-        """Return token ids, positions and slots."""
+        """Return token ids, positions and KV slots, each int32 [T]."""
         given, positions, slots, sources = self.split(tokens, (1,) * NUM_TOKEN_ARRAYS, 0)
         known = self.concat((previous, self.reshape(given, (-1,))))
         token_ids = self.gather(known, self.reshape(sources, (-1,)), 0)
@@ -128,7 +130,7 @@ class TokenNetwork(nn.Cell):
 
 
 class SingleTokenNetwork(TokenNetwork):
-    """Each row has a token, which gives a result: S = T = B. `network` has `all_rows`."""
+    """A network in which each row has one token with a result: S = T = B. `network` was made with `all_rows`."""
 
     inputs = SINGLE_TOKEN_INPUTS
 
@@ -142,7 +144,7 @@ class SingleTokenNetwork(TokenNetwork):
 
 
 class TokenRowsNetwork(TokenNetwork):
-    """For a backend with `attention_rows`: the rows after the first T have no tokens."""
+    """A network for backends with `attention_rows`. Rows without a token follow the T rows with one."""
 
     inputs = TOKEN_ROW_INPUTS
 
@@ -162,7 +164,7 @@ class TokenRowsNetwork(TokenNetwork):
 
 
 class CellLmHead(nn.Cell):
-    """Hidden states float32 [P, H], then `step_inputs_for_rows` -> logits, float32 [P, V]."""
+    """Computes logits, float32 [P, V], from hidden states, float32 [P, H], followed by `step_inputs_for_rows(P)`."""
 
     def __init__(self, network: Network, backend: Backend, parameters: Parameters) -> None:
         super().__init__()
@@ -188,8 +190,8 @@ class CellLmHead(nn.Cell):
 
 class RegisterStep(nn.Cell):
     """Runs `cell` on the values of the registers `reads` (at most `MAX_READS`), and stores its results in registers.
-    `writes` maps a register to the index of its new value. The registers are written out, because MindSpore compiles
-    loops over them slowly.
+    `writes` maps a register to the index of the result that it gets. The code names each register, because MindSpore
+    compiles loops slowly.
     """
 
     def __init__(self, cell: nn.Cell, reads: Sequence[int], writes: Mapping[int, int]) -> None:
@@ -322,7 +324,9 @@ def weights_width(operation: Operation) -> int:
 
 
 class _ScheduledOperation:
-    """An operation with the keys of what it reads and writes: values, views, and stores on which attention depends."""
+    """An operation with the keys of all that it reads and writes: values, views, and stores of keys and values, on
+    which attention depends.
+    """
 
     def __init__(self, operation: Operation, reads: Sequence[object], writes: Sequence[object]) -> None:
         self.operation = operation
@@ -331,8 +335,9 @@ class _ScheduledOperation:
 
 
 def _schedule(operations: Sequence[Operation], whole_prompts: bool) -> list[_ScheduledOperation]:
-    """Return the operations in the form of Cells: views are results of a split; cosines and sines are looked up once
-    for all layers; two consecutive rotations by the same tables are one; attention depends on the preceding store.
+    """Return the operations as Cells compute them: views become results of a split, cosines and sines are looked up
+    once for all layers, two consecutive rotations by the same tables are merged, and attention depends on the preceding
+    store of keys and values.
     """
     views: dict[Value, dict[tuple[int, int], Value]] = {}
     for each in operations:

@@ -1,4 +1,4 @@
-"""Lowering a model to Cells: reading its weights and building its network with the selected implementation."""
+"""Lower a model to MindSpore Cells: read its weights and build its network with the selected implementation."""
 
 from __future__ import annotations
 
@@ -33,18 +33,21 @@ from llm_serving.network.quantization import Quantization, unsupported_by_int8_c
 
 
 class Lowered(NamedTuple):
-    """A lowered network: hidden states and LM head as two graphs, and as one graph if that is faster; same bits."""
+    """A lowered network: hidden states and LM head as two graphs and, if that is faster, also as one graph. The bits
+    are the same.
+    """
 
     logits: nn.Cell | None
-    """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> float32 [S, V]; None: call `states`, then `head`."""
+    """Graph from `lowering.step_inputs.STEP_INPUTS` to logits, float32 [S, V]; None: call `states`, then `head`."""
     states: nn.Cell
-    """Step inputs -> input of the head for the sampled rows, float32 [S, H]."""
+    """Graph from the step inputs to the input of the head for the sampled rows, float32 [S, H]."""
     head: nn.Cell
-    """(float32 [P, H], `lowering.step_inputs.step_inputs_for_rows`) -> float32 [P, V], or scores [P, labels]."""
+    """Graph from float32 [P, H] and `lowering.step_inputs.step_inputs_for_rows(P)` to float32 logits [P, V] or scores
+    [P, labels]."""
     of_prompts: nn.Cell | None = None
-    """As `states`, for steps without a cached prefix; None: `states` computes those steps too."""
+    """Graph like `states`, for steps of prompts without a cached prefix; None: `states` computes those steps too."""
     of_tokens: TokenNetwork | None = None
-    """For steps whose rows have one token; None: `states` and `head` compute those steps too."""
+    """Graph for steps in which each request has one token; None: `states` and `head` compute those steps too."""
     parameters: Parameters = MappingProxyType({})
     """Parameters of the weights. Only the slots of adapters change between steps."""
 
@@ -67,12 +70,13 @@ def lower(
     implementation: ImplementationName = ImplementationName.NATIVE,
     states: Sequence[ms.Parameter] = (),
 ) -> Lowered:
-    """Build the network of a model and read its weights from `reader`, which is read once. Raise KernelError if
-    MindFormers' network is not available, ModelError if a tensor is missing, unexpected or of another shape, or the
-    backend lacks an operation.
+    """Build the network of a model, and read its weights from `reader`, which cannot be used again.
+
+    Raise KernelError if MindFormers' network is not available, and ModelError if a tensor is missing, unexpected or of
+    another shape, or the backend lacks an operation.
 
     Args:
-        kv_caches: One pair for each layer.
+        kv_caches: (keys, values) of each cache layer.
         max_positions: Longest context of a row, in tokens.
         as_program: Whether one operator runs the network if the backend has one; otherwise it is a graph of Cells.
         whole_prompts: Whether steps of whole prompts have their own graph of Cells.

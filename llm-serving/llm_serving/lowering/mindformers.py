@@ -52,7 +52,7 @@ NEVER_CALLED: Final = frozenset(
 def import_stubs() -> Iterator[None]:
     """Import missing packages of `NEVER_CALLED` as stubs, which stay in `sys.modules`."""
     finder = _StubFinder()
-    sys.meta_path.append(finder)  # last, so it sees only packages that no other finder knows
+    sys.meta_path.append(finder)  # at the end, so that it gets only packages that no other finder has
     try:
         yield
     finally:
@@ -60,7 +60,7 @@ def import_stubs() -> Iterator[None]:
 
 
 class _StubAttribute:
-    """Attribute of a stub: a decorator, or a function that is called during an import."""
+    """Attribute of a stub package, which may be used as decorator or called during an import."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -150,8 +150,9 @@ def set_parameter(network: nn.Cell, path: str, value: Any) -> None:
 
 
 class MindFormersNetwork(nn.Cell):
-    """Step inputs (`lowering.step_inputs.STEP_INPUTS`) -> input of the LM head for the sampled rows. Raise KernelError
-    if MindFormers or the operator library is not installed, ModelError if MindFormers has no class for the model.
+    """Computes the input of the LM head for the sampled rows, from `lowering.step_inputs.STEP_INPUTS`. Raise
+    KernelError if MindFormers or the operator library is not installed, ModelError if MindFormers has no class for the
+    model.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ def _config_arguments(spec: ModelSpec, dtype: str, max_positions: int) -> Mappin
 
 
 def _set_weights(model: nn.Cell, network: Network, parameters: Parameters) -> None:
-    """Replace the Parameters that MindFormers created by those of the model. The model must have a weight for each."""
+    """Replace the Parameters that MindFormers created by those of this server, which must have one for each."""
     for operation in without_key_offsets(network).operations:
         for role, weight in operation.weights.items():
             (parameter,) = parameters[weight]
@@ -261,8 +262,9 @@ _CACHES = "layers.{}.attention.infer_attention.paged_attention_mgr.{}_cache"
 
 
 class MindFormersLlamaNetwork(nn.Cell):
-    """As `MindFormersNetwork`, for the `LlamaForCausalLM` of the releases before 2, whose parallel decoding accepts
-    packed rows with query lengths, a mask and positions. `network`: from `models.mindformers.split_stacked_weights`.
+    """Like `MindFormersNetwork`, but with the `LlamaForCausalLM` of the releases before 2. Its parallel decoding
+    accepts packed rows with query lengths, a mask and positions. `network`: from
+    `models.mindformers.split_stacked_weights`.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ def graph_file(folder: Path, graph: str) -> Path:
 
 
 def write_mindir(network: nn.Cell, path: Path, inputs: Sequence[ms.Tensor]) -> None:
-    """Write a graph to `path` (*.mindir). It accepts every shape that `inputs` leave open."""
+    """Write a graph to `path` (*.mindir). The graph accepts any size for each dynamic dimension of `inputs`."""
     network.set_train(False)
     network.set_inputs(*inputs)
     ms.export(network, *inputs, file_name=str(path), file_format="MINDIR")
@@ -50,9 +50,9 @@ def export(
     max_positions: int,
     quantization: Quantization | None = None,
 ) -> None:
-    """Write the graphs with their weights and caches, and a JSON file with the settings that they depend on. The
-    graphs' caches have the sizes of `kv_caches`. Raise ModelError if the primitives lack something that the model
-    needs.
+    """Write the graphs with their weights and caches, and a JSON file with the settings that they depend on.
+
+    The graphs' caches have the sizes of `kv_caches`. Raise ModelError if the primitives lack an operation of the model.
     """
     reader = WeightReader(source, spec.scheme)
     lowered = lower(spec, backend, reader, kv_caches, max_positions, as_program=False, quantization=quantization)

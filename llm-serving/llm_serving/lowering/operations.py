@@ -1,7 +1,8 @@
 """The operations of a network as Cells, each composed of operations of a backend or of MindSpore.
 
-Every Cell takes a tuple of the values it reads and the step inputs, and returns a tuple of the values it writes. The
-step inputs are `lowering.step_inputs.STEP_INPUTS`, then the attention mask (`Backend.attention_mask`).
+Every Cell takes a tuple of the values that it reads and a tuple of the step inputs, and returns a tuple of the values
+that it writes. The docstrings give them as "values read -> values written". The step inputs are
+`lowering.step_inputs.STEP_INPUTS`, then the attention mask (`Backend.attention_mask`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mindspore import nn, ops
 from llm_serving.backends.base import Backend
 
 Tensors = Any
-"""A tuple of tensors. Functions that take it are compiled by MindSpore."""
+"""A tuple of tensors. It has no type, because MindSpore compiles the functions that take it."""
 
 
 def is_quantized(weight: Sequence[ms.Parameter]) -> bool:
@@ -319,8 +320,9 @@ class HiddenStatesCell(nn.Cell):
 class LoraCell(nn.Cell):
     """base, x -> base + B (A x) with the matrices in the slot of each row's adapter; base without one.
 
-    All slots are multiplied, and a row keeps only the columns of its own: each other term of its sums is zero, so a
-    row's result does not depend on other adapters. `selected`: whether the rows are the sampled ones.
+    Each row is multiplied by the A of all slots, and the columns of other slots are set to zero. All other terms of
+    its sums are zero then, so its result does not depend on other adapters. `selected`: whether x has only the sampled
+    rows.
     """
 
     def __init__(self, backend: Backend, a: ms.Parameter, b: ms.Parameter, slots: int, selected: bool) -> None:

@@ -37,12 +37,12 @@ _PRODUCTS: Mapping[str, tuple[str, ...]] = {
     "experts": ("gate_up", "down"),
     "lm_head": ("weight",),
 }
-"""Operation -> roles of the weights that it multiplies by."""
+"""Kind of operation -> names of its weights that are factors of matrix products."""
 
 Stored = QuantizedTensor | list[BlockTensor] | RowStack | Array
 
 Parameters = Mapping[Weight, Sequence[ms.Parameter]]
-"""The Parameters of each weight: one; or quantized values and scales; or one for each expert."""
+"""The Parameters of each weight: one Parameter, or one for each expert, or two for quantized values and scales."""
 
 
 def parameters_of(
@@ -132,9 +132,11 @@ def parameters_of(
 def _quantized_values(
     weight: Weight, reader: WeightReader, schemes: Sequence[QuantizationName], group_size: int, *, as_cells: bool
 ) -> tuple[Stored, QuantizationName]:
-    """Return a weight and its scheme. Stored integers that the kernels multiply by one of `schemes` stay integers,
-    other stored integers are dequantized, and other values are quantized by the first scheme. Cells always get
-    quantized values, because their products are chosen before the weights are read.
+    """Return a weight and its quantization scheme.
+
+    Stored integers that products of one of `schemes` can use stay integers, other stored integers are dequantized, and
+    other values are quantized by the first scheme. Cells always get quantized values, because their products are chosen
+    before the weights are read.
     """
     parts = _read_packed(weight, reader)
     for scheme in schemes:

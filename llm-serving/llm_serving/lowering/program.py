@@ -21,12 +21,14 @@ _WEIGHTS: Final = _STEP + len(STEP_INPUTS)
 
 
 class ProgramNetwork(nn.Cell):
-    """Computes the step whose arrays `bind_inputs` has bound; the Cell's own result is a placeholder. The operator gets
-    addresses, because MindSpore runs a graph fastest if it has no arguments and only one Parameter.
+    """Computes the step whose arrays were bound by `bind_inputs`. The Cell's own result is a placeholder.
+
+    The operator gets the addresses of all arrays in one table, because MindSpore runs a graph fastest if the graph has
+    no arguments and only one Parameter.
 
     Args:
         operator: Result of `Backend.program`.
-        weights: Parameters of the program's weights, in order. If `rows`, the last one is left out.
+        weights: Parameters of the program's weights, in order. If `rows`, the last one is omitted.
         width: Columns of the result.
         states: Memory of the states, from `Backend.states`, in order.
         rows: Whether the program's last weight is bound with each step.

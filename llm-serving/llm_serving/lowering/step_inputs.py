@@ -20,34 +20,34 @@ STEP_INPUTS: Final = (
     ("batch_valid_length", 1),  # [B], tokens of its context, those rows included
     ("sample_indices", 1),  # [S]
 )
-"""(name, number of dimensions) of the arguments of `construct`, all int32; the result is float32 [S, vocab_size].
-Ascend's attention kernels find lengths by these names.
+"""(name, number of dimensions) of the arguments of `construct`, all int32. The result is float32 [S, vocab_size].
+Ascend's attention kernels find the lengths by the names of the arguments.
 """
 
 STATE_INPUTS: Final = (
     ("state_in", 1),  # [B], slot of the state that a request's rows continue; -1: zeros
     ("state_out", 1),  # [T], slot that gets the state after the row; -1: none
 )
-"""Further inputs of a program whose network has states, after `STEP_INPUTS`. In one step, a slot that one request
-stores to must not be used by another request.
+"""Further inputs of a program whose network has states, after `STEP_INPUTS`. If a step stores a state of one request to
+a slot, no other request may use that slot in the same step.
 """
 
 ADAPTER_INPUT: Final = ("adapter_slots", 1)  # [T]
-"""Last input of a network with slots of adapters: the slot of each row's adapter; -1: none."""
+"""Last input of a network with adapter slots: the slot of each row's adapter; -1: the row has no adapter."""
 
 NUM_TOKEN_ARRAYS: Final = 4
-"""Arrays of `SINGLE_TOKEN_INPUTS[0]`: the first three of `STEP_INPUTS`, and the sources of the tokens."""
+"""Number of arrays in `tokens` of `SINGLE_TOKEN_INPUTS`: the first three of `STEP_INPUTS`, and sources of tokens."""
 SINGLE_TOKEN_INPUTS: Final = (("tokens", 2), ("previous", 1), ("block_tables", 2), ("batch_valid_length", 1))
-"""As `STEP_INPUTS`, for steps whose rows have one token each; every token has a result. `tokens` is [4, T]. The source
-of a token is an index: below P, of a token id in `previous` [P], which is on the device; from P on, of a token id of
-this step.
+"""The inputs of steps in which each request has one token, with a result for every token. `tokens` is [4, T]. The
+source of a token is an index i: if i < P, its id is `previous[i]`, from an array [P] on the device; otherwise it is the
+token id i - P in `tokens`.
 """
 TOKEN_ROW_INPUTS: Final = (*SINGLE_TOKEN_INPUTS, ("q_seq_lens", 1), ("sample_indices", 1))
-"""As `SINGLE_TOKEN_INPUTS`, with rows without tokens and tokens without results."""
+"""`SINGLE_TOKEN_INPUTS` and two more, for steps in which some rows have no token and some tokens have no result."""
 
 
 def step_inputs_for_rows(count: int) -> tuple[NDArray[np.int32], ...]:
-    """Return a step of one request whose `count` rows are all sampled, for a network without attention."""
+    """Return the inputs of a step of one request whose `count` rows are all sampled. The network has no attention."""
     rows, nothing = np.arange(count, dtype=np.int32), np.zeros(count, np.int32)
     whole = np.array([count], np.int32)
     return rows, nothing, nothing - 1, np.zeros((1, 1), np.int32), whole, whole, rows
@@ -59,6 +59,8 @@ def dynamic(inputs: Sequence[tuple[str, int]]) -> list[ms.Tensor]:
 
 
 def dynamic_inputs(num_rows: int | None = None) -> list[ms.Tensor]:
-    """Return inputs of dynamic shapes for `Cell.set_inputs`: one compilation serves all. `num_rows`: fixed b."""
+    """Return inputs with dynamic shapes for `Cell.set_inputs`, so that the graph is compiled once. `num_rows`: fixed B;
+    None: B is dynamic too.
+    """
     sizes = {"block_tables": (num_rows, None), "q_seq_lens": (num_rows,), "batch_valid_length": (num_rows,)}
     return [ms.Tensor(shape=list(sizes.get(name, (None,) * rank)), dtype=ms.int32) for name, rank in STEP_INPUTS]
