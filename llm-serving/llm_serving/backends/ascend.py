@@ -134,7 +134,7 @@ class AscendBackend:
         return None
 
     def block_weight(self, segments: Sequence[BlockTensor], name: str | None = None) -> ms.Parameter:
-        raise ModelError(f"the operations of {self.name} run no programs, which such weights require")
+        raise ModelError(f"backend {self.name} cannot run programs, which weights in GGUF blocks require")
 
     def packed_quantized_weight(
         self, weight: QuantizedTensor, weight_only: bool, name: str | None = None
@@ -212,8 +212,8 @@ class AscendBackend:
 
 
 class FastAscendBackend(AscendBackend):
-    """As `AscendBackend`, for `exactness: fast`: the device chooses the order in which partial sums
-    of ranks are added.
+    """Like `AscendBackend`, but for `exactness: fast`: the device chooses the order in which the partial sums of ranks
+    are added.
     """
 
     name = "ascend_fast"

@@ -69,7 +69,7 @@ class AscendLogits(nn.Cell):
 
 
 class AscendQuantizedLinear(nn.Cell):
-    """A product of quantized values. Their sums are integers, so the order of additions does not matter."""
+    """A matrix product of quantized values. Its sums are integers, so the order of additions does not matter."""
 
     def __init__(self, dtype: Any) -> None:
         super().__init__()
@@ -105,8 +105,8 @@ class AscendQuantizedEmbedding(nn.Cell):
 
 
 class AscendRotary(nn.Cell):
-    """Rotary embedding. Cosines and sines have one row per token, so the lengths that the primitive requires have no
-    effect.
+    """Rotary embedding. The primitive requires the context lengths as an argument, but cosines and sines have one row
+    per token, so the lengths have no effect.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class AscendRotary(nn.Cell):
 
 
 class AscendCausalMask(nn.Cell):
-    """[T, keys], added to scores: 0 up to a row's own position, -10,000 after it.
+    """Returns the attention mask [T, keys], which is added to scores: 0 up to a row's own position, -10,000 after it.
 
     The mask has a column for each token of the widest block table. It is computed in each step, because a table of all
     positions would grow with the square of the context length.
@@ -198,10 +198,9 @@ class AscendPromptAttention(nn.Cell):
 
 
 def prompt_mask(dtype: Any) -> ms.Tensor:
-    """Return the mask [128, 128] that FlashAttentionScore in layout TH applies along the diagonal. It is set above the
-    diagonal.
-
-    The device multiplies a bfloat16 mask by a large negative number itself, and adds a float16 mask unchanged.
+    """Return the mask [128, 128] that FlashAttentionScore in layout TH applies along the diagonal. It hides the keys
+    above the diagonal: with 1 in bfloat16, which the device multiplies by a large negative number, and with a large
+    negative number in float16, which the device adds unchanged.
     """
     above = np.triu(np.ones((_MASK_SIZE, _MASK_SIZE), np.float32), 1)
     return ms.Tensor(above if dtype == ms.bfloat16 else above * _MASKED).astype(dtype)
@@ -247,9 +246,9 @@ class AscendSplit(nn.Cell):
 class AscendOrderedSum(nn.Cell):
     """(x [T, N]) -> the sum of x over all ranks in rank order, computed in float32 and rounded once.
 
-    AllReduce passes chunks around a ring, so the batch size decides at which rank the sum of an element starts. Here
-    every rank gathers all parts and adds them itself, as `kernels/csrc/ranks.h` does. Without a process group, as in an
-    export, the environment variable RANK_SIZE gives the number of ranks.
+    AllReduce passes chunks around a ring, so the rank at which the sum of an element starts depends on the batch size.
+    This Cell instead gathers all parts on every rank and adds them there, as `kernels/csrc/ranks.h` does. Without a
+    process group, as in an export, the environment variable RANK_SIZE gives the number of ranks.
     """
 
     def __init__(self) -> None:

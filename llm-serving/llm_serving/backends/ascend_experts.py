@@ -19,10 +19,11 @@ from mindspore import nn, ops
 from mindspore.ops.auto_generate import gen_ops_prim
 
 _ONE_TENSOR, _BY_ROWS, _COUNTS = 3, 0, 1
-"""Arguments of GroupedMatmulV4: return one tensor, split the rows among the experts, take row counts per expert."""
+"""Arguments of GroupedMatmulV4. They mean: return one tensor, split the rows among the experts, and take the number of
+rows of each expert."""
 
 _COUNTS_OF_ROWS = 2
-"""Argument of MoeInitRoutingV2: return the number of rows of each expert."""
+"""Argument of MoeInitRoutingV2 that makes it return the number of rows of each expert."""
 
 
 class AscendRouter(nn.Cell):
@@ -39,7 +40,7 @@ class AscendRouter(nn.Cell):
     def construct(self, logits: ms.Tensor) -> tuple[ms.Tensor, ms.Tensor]:
         topk_weights, topk_ids, _ = self.choose(logits, None, self.top_k)
         if self.normalise and self.top_k > 1:
-            # Every device adds in this order.
+            # adds in a fixed order, on every device
             parts = self.split(topk_weights, (1,) * self.top_k, -1)
             total = parts[0]
             for part in parts[1:]:
@@ -123,7 +124,7 @@ class QuantizedGroupedMatmul(nn.Cell):
 
 
 class AscendQuantizedExperts(nn.Cell):
-    """As `AscendExperts`, with weights as int8 quantized values [experts, K, N] and float32 scales [experts, N].
+    """Like `AscendExperts`, but with weights as int8 quantized values [experts, K, N] and float32 scales [experts, N].
 
     Args:
         gate: (x [T, 2*I]) -> [T, I]

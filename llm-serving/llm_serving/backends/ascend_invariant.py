@@ -4,9 +4,10 @@ MindSpore's MatMul may split its sums differently for each batch shape. `ms_cust
 batch-invariant product, which MindFormers also uses (`VLLM_BATCH_INVARIANT`). It needs the CANN package
 `ops-batchinvariant`.
 
-PagedAttention plans a step for the whole batch: how the heads and keys of a row are split over the cores depends on the
-number of rows. For rows of one token in a multiple of the number of cores, the plan gives each row to one core with all
-its keys. A prompt is computed as such rows, too, because the kernel for several tokens adds in another order.
+PagedAttention splits the heads and keys of a row over the cores in a way that depends on the number of rows. If each
+row is a request with one token, and the number of rows is a multiple of the number of cores, one core computes each
+row with all its keys. So a prompt is also computed as rows of one token, because the kernel for several tokens adds in
+another order.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from llm_serving.errors import KernelError, ModelError
 PACKAGE = "ms_custom_ops"
 PRODUCT = "matmul_batch_invariant"
 CANN_PACKAGE: Final = "custom_batchinvariant"
-"""Folder of the CANN package `ops-batchinvariant`, without whose kernels the product fails at its first call."""
+"""Folder of the CANN package `ops-batchinvariant`. Without its kernels, each call of the product fails."""
 
 
 class AscendInvariantBackend(AscendBackend):
-    """As `AscendBackend`, with batch-invariant products and attention. Raise KernelError if a package is missing."""
+    """An `AscendBackend` with batch-invariant products and attention. Raise KernelError if a package is missing."""
 
     name = "ascend_invariant"
-    attention_rows = 120  # a multiple of the cube cores of all chips of the series A2 and A3: 20 or 24
+    attention_rows = 120  # a multiple of 20 and 24, the numbers of cube cores of the chips of the series A2 and A3
 
     def __init__(self, dtype: str) -> None:
         super().__init__(dtype)
@@ -79,7 +80,7 @@ def has_cann_package(environment: Mapping[str, str]) -> bool:
 class InvariantProduct(nn.Cell):
     """(x [T, K], weight [K, N]) -> [T, N] = x @ weight.
 
-    A weight [N, K], which the token embedding reads too, is transposed in each step.
+    A weight [N, K] that the token embedding also reads is transposed in each step.
 
     Args:
         product: (x [T, K], y [K, N]) -> x @ y; it takes no transposed weight.

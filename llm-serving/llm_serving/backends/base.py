@@ -28,7 +28,7 @@ Array = NDArray[Any]
 """float32, float16, or bfloat16 as uint16 bits."""
 
 BlockMemory: TypeAlias = ms.Parameter | Array
-"""KV blocks: a cache, or host memory."""
+"""Memory of KV blocks: a cache Parameter, or an array in host memory."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Backend(Protocol):
 
     name: str
     attention_rows: int
-    """Not 0: attention computes each token as a row of its own, in steps of a multiple of this number of rows. 0: a
-    row is a request.
+    """If not 0, attention computes each token as a request of its own, in steps whose number of rows is a multiple of
+    this. If 0, attention computes all rows of a request together.
     """
 
     dtype: str
@@ -87,18 +87,18 @@ class Backend(Protocol):
         """(x [T, K], qvalues, scales) -> [T, N]; x is quantized to 8 bits, one scale per row (`kernels.w8a8`)."""
 
     def quantized_logits(self) -> nn.Cell:
-        """As `quantized_linear`, with a float32 result as in `logits`."""
+        """Like `quantized_linear`, but with a float32 result, as `logits` returns."""
 
     def route(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> nn.Cell:
-        """(logits float32 [T, experts]) -> input of `experts`. `correction`: float32 [experts], used only in the
-        choice.
+        """(logits float32 [T, experts]) -> two tensors for `experts`. `correction`: float32 [experts], added to the
+        scores only to choose experts.
         """
 
     def experts(self, num_experts: int) -> nn.Cell:
         """(x [T, H], both tensors of `route`, gate_up, down) -> [T, H], with tuples from `expert_weights`."""
 
     def quantized_experts(self, num_experts: int) -> nn.Cell:
-        """As `experts`, with Parameters from `quantized_expert_weights` and products as in `quantized_linear`."""
+        """Like `experts`, with Parameters from `quantized_expert_weights` and the products of `quantized_linear`."""
 
     def split(self, widths: Sequence[int]) -> nn.Cell:
         """(x [T, sum of widths]) -> consecutive column ranges."""
@@ -116,8 +116,8 @@ class Backend(Protocol):
         """
 
     def attention_mask(self, max_positions: int, block_size: int) -> nn.Cell:
-        """(positions int32[T], block_tables int32[B, W]) -> mask or positions that select the keys up to each row's
-        own.
+        """(positions int32[T], block_tables int32[B, W]) -> what `paged_attention` takes to hide the keys after each
+        row's own position: a mask, or the positions.
         """
 
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
@@ -125,14 +125,14 @@ class Backend(Protocol):
 
         block_tables int32[B, W]; query_lens and context_lens int32[B]. Request b has `query_lens[b]` rows, the last
         ones of its context of `context_lens[b]` tokens. Decode rows, chunks and whole prompts may be mixed. `slopes`:
-        ALiBi, float32 [num_heads]. If each row has one token, Ascend's attention takes no mask (None). Without
-        `query_lens` (None) each row has one token.
+        ALiBi slopes, float32 [num_heads]. `query_lens` None: each request has one row; Ascend's attention then takes
+        no mask (None).
         """
 
     def largest_logits(self) -> nn.Cell | None:
-        """(logits float32 [S, V]) -> int32 [S], the index of each row's largest logit (the lowest of equal ones), and
-        float32 [S, 2], this index and the logit. None: the backend has no separate graph for steps with one token per
-        row.
+        """(logits float32 [S, V]) -> int32 [S], the index of each row's largest logit (of equal ones, the lowest
+        index), and float32 [S, 2], this index and the logit. None: the backend has no separate graph for steps with one
+        token per request.
         """
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
@@ -166,46 +166,48 @@ class Backend(Protocol):
         """Return a matrix [N, K], copied into the layout of this backend's products. `name`: Parameter name."""
 
     def tied_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
-        """As `linear_weight`, for a weight that `embedding` reads and `logits` multiplies."""
+        """Like `linear_weight`, for a weight that both `embedding` and `logits` use."""
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
-        """Return the matrices [N, K] of all experts ([num_experts * N, K]) as one Parameter each, or one for all."""
+        """Return the weights of all experts, given as [num_experts * N, K]: one Parameter per expert, or one for all."""
 
     def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
-        """As `linear_weight` or, with `num_experts`, `expert_weights`, without copying the rows before packing them.
-        Return None if this backend cannot pack them. Raise NotFiniteError if an element is infinite or NaN.
+        """Do the same as `linear_weight` (with `num_experts`: as `expert_weights`), but pack stored rows without
+        copying them first. Return None if this backend cannot pack them. Raise NotFiniteError if an element is infinite
+        or NaN.
         """
 
     def block_weight(self, segments: Sequence[BlockTensor], name: str | None = None) -> ms.Parameter:
-        """As `linear_weight`, for a program's weight that stays in GGUF blocks. `segments`: consecutive rows, copied;
-        all but the last have a multiple of 16 rows. Raise ModelError if this backend has no such product.
+        """Like `linear_weight`, for a program's weight that stays in GGUF blocks. `segments`: consecutive rows, which
+        are copied; all but the last have a multiple of 16 rows. Raise ModelError if this backend has no such product.
         """
 
     def packed_quantized_weight(
         self, weight: QuantizedTensor, weight_only: bool, name: str | None = None
     ) -> ms.Parameter:
-        """As `linear_weight`, for a quantized weight of a program. Without `weight_only`, activations are quantized to
-        8 bits, and 8-bit weights must have one group. Raise ModelError if this backend has no such product.
+        """Like `linear_weight`, for a quantized weight of a program. Without `weight_only`, the product quantizes
+        activations to 8 bits, and 8-bit weights must have one scale per row. Raise ModelError if this backend has no
+        such product.
         """
 
     def quantized_weight(self, weight: QuantizedTensor, name: str) -> tuple[ms.Parameter, ms.Parameter]:
-        """Return quantized values int8 [N, K] and scales float32 [N], copied, for Cells. Raise ModelError if the weight
-        has not 8 bits and one scale per row, or this backend has no such product.
+        """Return copies of the quantized values, int8 [N, K], and scales, float32 [N], for Cells. Raise ModelError if
+        the weight does not have 8 bits and one scale per row, or this backend has no such product.
         """
 
     def quantized_expert_weights(
         self, weight: QuantizedTensor, num_experts: int, name: str
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """As `quantized_weight`, for experts: [num_experts * N, K] -> values [experts, K, N], scales [experts, N]."""
+        """Like `quantized_weight`, for experts: [num_experts * N, K] -> values [experts, K, N], scales [experts, N]."""
 
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
-        """Return vectors, such as norm weights, concatenated and copied."""
+        """Return a concatenated copy of vectors, such as norm weights, in the model dtype."""
 
     def numbers(self, array: Array, name: str | None = None) -> ms.Parameter:
-        """Return a vector in float32 (for any model dtype), copied."""
+        """Return a copy of a vector in float32, whatever the model dtype is."""
 
     def table(self, array: Array, name: str | None = None) -> ms.Parameter:
-        """Return a lookup table [V, H], copied."""
+        """Return a copy of a lookup table [V, H]."""
 
     def kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
@@ -217,8 +219,8 @@ class Backend(Protocol):
     def int8_kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """As `kv_cache`, in 8 bits, for programs. A head's row has its scale (`network.builder.INT8_SCALE_BYTES`) after
-        its values, so copied blocks keep their scales. Raise ModelError if this backend has no int8 KV caches.
+        """Like `kv_cache`, but in 8 bits, for programs. The scale of a token's head (`network.caches.INT8_SCALE_BYTES`)
+        follows its values, so copied blocks keep their scales. Raise ModelError if this backend has no int8 KV caches.
         """
 
     def states(self, num_slots: int, shape: StateShape, name: str) -> ms.Parameter:
@@ -228,13 +230,13 @@ class Backend(Protocol):
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         """Copy whole blocks in the order of `pairs` [n, 2] (source block, target block), which the caller has checked.
-        Source and target are caches or host memory (`parameters.host_blocks`), possibly the same. The next run of a
+        Source and target are caches or host memory (`parameters.host_blocks`), and may be the same. The next run of a
         graph reads the copies.
         """
 
     def announce_ending(self, callback: Callable[[], None] | None) -> bool:
-        """Call `callback` once, in another thread, when the next step is nearly done; the step continues when it
-        returns. It replaces an earlier callback. Return False if this backend never calls it.
+        """Call `callback` once, in another thread, when the next step is nearly done. The step waits until the callback
+        returns. This replaces an earlier callback. Return False if this backend never calls it.
         """
 
 

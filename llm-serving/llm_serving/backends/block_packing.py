@@ -1,4 +1,4 @@
-"""Packs weights in GGUF blocks into the order in which products read them (csrc/packed_blocks.h)."""
+"""Packs weights in GGUF blocks into the order in which the kernels read them (csrc/packed_blocks.h)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class _BlockArgs(ctypes.Structure):
 
 
 class BlockSegments:
-    """The segments of one weight, as arguments of the operator library. MindSpore sees the packed weight as an int8
+    """The segments of one weight, as arguments of the operator library. For MindSpore, the packed weight is an int8
     matrix [rows, columns]. Raise ModelError if no kernel supports such a weight, or KernelError if the library cannot
     be built or loaded.
     """
 
     def __init__(self, segments: Sequence[BlockTensor]) -> None:
-        self._arrays: list[NDArray[Any]] = []  # keeps the memory that the library reads
+        self._arrays: list[NDArray[Any]] = []  # keeps the arrays alive while the library reads them
         self._args = (_BlockArgs * len(segments))(*(self._args_of(each) for each in segments))
         self._inputs = segments[0].shape[1]
         self.rows = sum(each.shape[0] for each in segments)
@@ -52,6 +52,8 @@ class BlockSegments:
         return self._arrays[-1].ctypes.data
 
     def pack(self, address: int, dtype: str) -> None:
-        """Pack into `num_bytes` bytes at an address, and register them as a weight for rows of a dtype."""
+        """Pack the segments into `num_bytes` bytes at an address, and register these as a weight for activations of a
+        dtype.
+        """
         arguments = len(self._args), self._inputs, address, dtype.encode(), self.columns
         library.done(library.load().llm_pack_blocks(self._args, *arguments))

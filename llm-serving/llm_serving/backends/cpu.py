@@ -1,4 +1,4 @@
-"""The Ascend backend's network on a CPU, where the operator library implements its primitives.
+"""The CPU backend: it runs the Ascend backend's Cells, whose primitives the operator library implements.
 
 The library fixes the order of every sum of a row, so the bits of a row do not depend on the batch, on chunking, on the
 number of threads or on the location of its blocks.
@@ -58,7 +58,7 @@ def load_plugin() -> None:
 
 @functools.cache
 def _require_dispatch() -> None:
-    """Check that MindSpore calls the library's products, because its own cannot read packed weights."""
+    """Check that MindSpore calls the library's matrix products, because MindSpore's own cannot read packed weights."""
     kernels = library.load()
     before = kernels.llm_num_calls()
     one = ms.Tensor(np.ones((1, 1), dtype=np.float32))
@@ -68,9 +68,8 @@ def _require_dispatch() -> None:
 
 
 class CpuBackend(AscendBackend):
-    """Ascend's Cells on a CPU, with weights in the order in which products read them, and blocks stored head after
-    head. A program runs the whole network as one operator, because MindSpore's overhead per operator exceeds the
-    computation of a small model.
+    """Ascend's Cells on a CPU, with packed weights, and KV blocks stored head after head. Usually a program runs the
+    whole network as one operator, because MindSpore's overhead per operator exceeds the computation of a small model.
     """
 
     name = "cpu"
@@ -107,7 +106,7 @@ class CpuBackend(AscendBackend):
         return RowStack([np.ascontiguousarray(to_model_dtype(array, self.dtype))])
 
     def _packed(self, rows: RowStack, num_experts: int | None, name: str | None) -> ms.Parameter:
-        """Pack a matrix [N, K]. MindSpore sees the weights of all experts as one Parameter [experts, K, N]."""
+        """Pack a matrix [N, K]. For MindSpore, the weights of all experts are one Parameter [experts, K, N]."""
         _require_dispatch()
         num_rows, columns = rows.shape
         memory = weight_memory(num_rows * columns * rows.dtype.itemsize).view(rows.dtype)
@@ -148,7 +147,7 @@ class CpuBackend(AscendBackend):
         (rows, columns), bits = weight.shape, weight.bits
         qvalues, scales = np.ascontiguousarray(weight.qvalues), np.ascontiguousarray(weight.scales)
         zeros = None if weight.zeros is None else np.ascontiguousarray(weight.zeros)
-        # MindSpore sees the bytes of the quantized values without the padding of their panels.
+        # For MindSpore, the Parameter has the bytes of the quantized values without the padding of their panels.
         shown = (rows, columns * bits // 8)
         memory = weight_memory(kernels.llm_packed_qvalues_bytes(weight_only, bits, rows, columns))
         address = memory.ctypes.data
@@ -213,7 +212,7 @@ def _zeroed_int8(shape: tuple[int, ...], name: str) -> ms.Parameter:
 
 
 class CpuLogits(nn.Cell):
-    """Returns the float32 sums of a product. They are not rounded, because `cast_type` sets the type of the result."""
+    """Returns the float32 sums of a product, not rounded to the model dtype: `cast_type` sets the result's type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +224,7 @@ class CpuLogits(nn.Cell):
 
 
 class CpuQuantizedLogits(nn.Cell):
-    """Scales the sums itself, because MindSpore gives the result of QuantBatchMatmul the type of x."""
+    """Scales integer sums to float32 logits itself, because the result of MindSpore's QuantBatchMatmul has x's type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +237,7 @@ class CpuQuantizedLogits(nn.Cell):
 
 
 class CpuSwiglu(nn.Cell):
-    """silu(gate) * up as one operator of the library, which rounds once, as a program does."""
+    """silu(gate) * up as one operator of the library, which rounds only once, like a program."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +248,7 @@ class CpuSwiglu(nn.Cell):
 
 
 class CpuProgram(nn.Cell):
-    """The operator of `Backend.program`, with fixed shapes, because dynamic ones are slow (csrc/addressed.h)."""
+    """The operator of `Backend.program`. Its shapes are fixed, because dynamic shapes are slow (csrc/addressed.h)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parameters in the model dtype, stored once: in aligned memory of this process on a CPU, on the device on an NPU."""
+"""Parameters in the model dtype: in aligned memory of this process on a CPU, in device memory on an NPU."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def to_model_dtype(array: Array, dtype: str) -> Array:
 
 
 def zeroed_array(shape: tuple[int, ...], dtype: str) -> Array:
-    """Return zeroed memory for a tensor, aligned to a cache line. Large arrays use large pages, because address
-    translation of 4 KB pages would take longer than reading them. The system provides pages on first access.
+    """Return zeroed memory for a tensor, aligned to a cache line. Large arrays use large pages, because translating the
+    addresses of 4 KB pages would take longer than reading them. The system provides each page on first access.
     """
     storage = np.dtype(MODEL_DTYPES[dtype].numpy)
     elements: Array = zeroed_bytes(int(np.prod(shape)) * storage.itemsize).view(storage).reshape(shape)
@@ -45,7 +45,7 @@ def zeroed_array(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def zeroed_bytes(size: int) -> NDArray[np.uint8]:
-    """As `zeroed_array`, without a type."""
+    """Return zeroed bytes, as `zeroed_array` does."""
     if size < 2 * _LARGE_PAGE:
         raw = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
         offset = -raw.ctypes.data % _ALIGNMENT
@@ -53,13 +53,14 @@ def zeroed_bytes(size: int) -> NDArray[np.uint8]:
         pages = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         raw = np.frombuffer(pages, dtype=np.uint8)
         offset = -raw.ctypes.data % _LARGE_PAGE
-        pages.madvise(mmap.MADV_HUGEPAGE, offset, size // _LARGE_PAGE * _LARGE_PAGE)  # a large page is not half used
+        # The rest gets small pages, so that no large page is used only in part.
+        pages.madvise(mmap.MADV_HUGEPAGE, offset, size // _LARGE_PAGE * _LARGE_PAGE)
     return raw[offset : offset + size]
 
 
 class WeightMemory:
-    """Divides large memories among weights, so that small weights lie in large pages too, which are up to a sixth
-    faster to read. A memory is freed with the last of its weights.
+    """Divides large memory areas among weights, so that small weights also lie in large pages, which are up to a sixth
+    faster to read. An area is freed with the last of its weights.
     """
 
     SIZE: Final = 2**26
@@ -96,12 +97,12 @@ def zeroed_parameter(shape: tuple[int, ...], dtype: str, name: str | None = None
 
 
 def parameter_over(array: Array, dtype: str, name: str | None = None) -> ms.Parameter:
-    """Return a Parameter with the elements of `array`. On a CPU it aliases the array and keeps it alive as `storage`,
-    so the graph sees writes to it; on an NPU the elements are copied to the device.
+    """Return a Parameter with the elements of `array`. On a CPU it shares the array's memory and keeps the array alive
+    as `storage`, so the graph sees later writes to the array. On an NPU the elements are copied to the device.
     """
     tensor = ms.Tensor.from_numpy(array.view(numpy_bfloat16) if dtype == "bfloat16" else array)
     if is_on_npu():
-        # Otherwise MindSpore copies at the first step and keeps the host's copy.
+        # Otherwise MindSpore copies the array at the first step and also keeps the copy on the host.
         return _parameter_of(tensor.move_to("Ascend", blocking=True), name)
     parameter = _parameter_of(tensor, name)
     parameter.storage = array

@@ -1,7 +1,7 @@
-"""The operations of a decoder as stock MindSpore operations: no compiler needed, any device, slow.
+"""The operations of a decoder as stock MindSpore operations. They need no compiler and run on any device, but slowly.
 
-Weights are rounded to the model dtype; everything else is float32. MindSpore's products may order their sums by the
-shape of the batch, so an answer may differ in its last bits from the answer at batch size 1.
+Weights are rounded to the model dtype; everything else is float32. The order of the sums in MindSpore's products may
+depend on the shape of the batch, so an answer may differ in its last bits from the answer at batch size 1.
 """
 
 from __future__ import annotations
@@ -268,14 +268,14 @@ class PlainStoreKV(nn.Cell):
 
 
 class PlainVisiblePositions(nn.Cell):
-    """Returns the positions of rows, which determine how many keys each row attends to."""
+    """Returns the positions of rows unchanged. `PlainPagedAttention` uses them in place of a mask."""
 
     def construct(self, positions: ms.Tensor, block_tables: ms.Tensor) -> ms.Tensor:
         return positions
 
 
 class PlainPagedAttention(nn.Cell):
-    """Gathers the keys and values of each row's own request, so every row has its own products."""
+    """Paged attention that gathers the keys and values of each row's request, and computes each row by itself."""
 
     def __init__(self, shape: AttentionShape, slopes: ms.Parameter | None) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ class PlainPagedAttention(nn.Cell):
             scores = scores - slopes * distance.astype(ms.float32).reshape(num_tokens, 1, 1, -1)
         visible = distance >= 0
         visible = ops.logical_and(visible, distance < self.window) if self.window > 0 else visible
-        # Zero times NaN is NaN, and other requests may have left NaN in blocks behind the mask.
+        # Zero times NaN is NaN, and hidden KV slots may contain NaN of other requests.
         values = ops.where(visible.reshape(num_tokens, 1, -1, 1), values, ops.zeros_like(values))
         visible = visible.reshape(num_tokens, 1, 1, -1)
         weights = ops.softmax(ops.where(visible, scores, self.minus_infinity), -1)

@@ -1,4 +1,5 @@
-"""Mixture of experts as stock MindSpore operations. Every expert computes every row, with weight zero if not chosen."""
+"""Mixture of experts as stock MindSpore operations. Every expert computes every row. Experts that the router did not
+choose get the weight zero."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from mindspore import nn, ops
 
 
 class PlainRouter(nn.Cell):
-    """logits [T, experts] -> weights of all experts, float32 [T, experts], zero if not chosen; returned twice."""
+    """logits [T, experts] -> weights of all experts, float32 [T, experts], zero for experts that are not chosen. The
+    tensor is returned twice, because `Backend.route` returns two tensors.
+    """
 
     def __init__(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None) -> None:
         super().__init__()
@@ -26,7 +29,7 @@ class PlainRouter(nn.Cell):
         self.group_numbers = ms.Tensor(np.arange(self.groups, dtype=np.int32))
 
     def rank(self, choice_scores: ms.Tensor, numbers: ms.Tensor) -> ms.Tensor:
-        """Return how many elements of a row precede each element: larger ones, and equal ones with a lower number."""
+        """Return the rank of each element in its row: how many are larger, or equal with a lower number."""
         larger = choice_scores.expand_dims(1) > choice_scores.expand_dims(2)
         equal = ops.logical_and(
             choice_scores.expand_dims(1) == choice_scores.expand_dims(2),
