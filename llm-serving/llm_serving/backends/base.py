@@ -169,7 +169,7 @@ class Backend(Protocol):
         """Like `linear_weight`, for a weight that both `embedding` and `logits` use."""
 
     def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
-        """Return the weights of all experts, given as [num_experts * N, K]: one Parameter per expert, or one for all."""
+        """Return the weights of all experts, given as [num_experts * N, K]: one Parameter per expert, or one in all."""
 
     def packed_rows(self, rows: RowStack, num_experts: int | None, name: str) -> ms.Parameter | None:
         """Do the same as `linear_weight` (with `num_experts`: as `expert_weights`), but pack stored rows without

@@ -1,9 +1,9 @@
 """Slots for low-rank adapters (LoRA, Hu et al. 2021): an operation `lora` after each linear operation.
 
-A slot holds the matrices A and B of one adapter for every such operation. Several tensors that one linear operation
-stacks share its rank: A has the rows of all of them, and B is zero outside the rows of each. A rank of a tensor
-parallel replica holds the columns of A or the rows of B that belong to its part of the weight, so the sum over all
-ranks includes the change once.
+A slot holds the matrices A and B of one adapter for every such operation. If a linear operation stacks several tensors,
+its A has the rows of all their matrices A, and its B is block-diagonal. With tensor parallelism, each process holds the
+columns of A or the rows of B that belong to its part of the weight, so the sum over all processes includes the change
+once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from llm_serving.network.operations import Float32Array, Operation, Weight
 from llm_serving.network.weights import picked
 
 PANEL: Final = 16
-"""Rows of A that products read together; kPanelWidth of csrc/kernels.h."""
+"""Number of rows of A that a matrix product reads together; kPanelWidth of csrc/kernels.h."""
 SUFFIX: Final = ".weight"
 
 
 @dataclass(frozen=True)
 class LowRankChange:
-    """The change scale * B A of one tensor: a [rank, columns], b [rows, rank], as stored or float32."""
+    """The change `scale * b @ a` of one tensor: a [rank, columns], b [rows, rank], in the stored type or float32."""
 
     a: Float32Array
     b: Float32Array
@@ -43,8 +43,8 @@ class AdaptedLinear:
 
     Attributes:
         modules: Name of each stacked tensor, without `.weight`.
-        a, b: The matrices of all slots. Of a program: [slots, R / 16, K, 16] and [slots, R, N, padded]; of Cells:
-            [slots * R, K] and [N, slots * R].
+        a, b: The matrices A and B of all slots. In a program: [slots, R / 16, K, 16] and [slots, R, N, padded]; in
+            Cells: [slots * R, K] and [N, slots * R].
         ranks: Number of rows of A in use in each slot; only programs read it.
     """
 
@@ -61,7 +61,7 @@ class AdaptedLinear:
         return rows, columns
 
     def matrices(self, changes: Mapping[str, LowRankChange]) -> tuple[Float32Array, Float32Array]:
-        """Return A [R', K] and scale * B [N, R'] of an adapter in the order of the weight, R' the rank in use."""
+        """Return A [R', K] and scale * B [N, R'] of an adapter, in the weight's order. R' is the adapter's own rank."""
         present = [name for name in self.modules if name in changes]
         heights = [rows for rows, _ in self.weight.stored_shapes]
         rank = sum(changes[name].rank for name in present)
@@ -80,8 +80,8 @@ class AdaptedLinear:
 def with_adapters(
     network: Network, slots: int, max_rank: int, *, as_program: bool
 ) -> tuple[Network, list[AdaptedLinear]]:
-    """Return a network with an operation `lora` after each linear operation whose weight is stored as it is
-    multiplied, and the slots of these operations.
+    """Return a network with an operation `lora` after each linear operation whose weight is used without a transform,
+    and the slots of these operations.
 
     Args:
         max_rank: Highest rank of an adapter, rounded up to a multiple of `PANEL`.
@@ -147,7 +147,8 @@ def _adapted(weight: Weight, slots: int, max_rank: int, *, as_program: bool) -> 
 
 @dataclass(frozen=True)
 class _Zeros:
-    """Zeros for the slots of one operation. `name` makes the weights of different operations unequal."""
+    """The initial zeros of the slots of one operation. `name` makes the weights of different operations unequal, so
+    that they do not share one parameter."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,5 +1,5 @@
-"""The language in which a model family describes its network: each method of `Network` appends one operation
-(`operations.py`) and returns the value that it writes.
+"""The interface with which a model family describes its network: each method of `Network` appends one operation
+(`operations.py`) and returns the value that the operation writes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Network:
 
     Args:
         vocab: Rows of the token embedding and of the LM head.
-        gamma_transform: Applied to norm weights, which are then stored in float32 (Gemma stores them minus one).
+        gamma_transform: Function of stored norm weights that returns the actual ones, which are then float32. None:
+            they are equal.
         causal: Whether tokens attend only to themselves and earlier ones. If not, one step must compute a whole prompt.
     """
 
@@ -47,7 +48,7 @@ class Network:
         self.given: Value | None = None
         """Rows that each step provides in place of token ids; None: the network looks up an embedding."""
         self.num_labels = 0
-        """Number of scores of a request; 0: the head gives logits of tokens."""
+        """Number of scores that the head computes for a request; 0: the head computes logits of tokens."""
         self.operations: list[Operation] = []
         self.caches: list[CacheShape] = []
         self.states: list[StateShape] = []
@@ -97,9 +98,9 @@ class Network:
         """Look up rows of the table [V, width] by token id.
 
         Args:
-            scale: Factor of the rows. `rounded_scale`: it is rounded to the model dtype first.
+            scale: Factor of the rows. `rounded_scale`: whether the factor is rounded to the model dtype first.
             width: Columns of the table; 0: the hidden size.
-            stored_rows: Rows of the table in the checkpoint; 0: as many as tokens. Tokens beyond them have its row 0.
+            stored_rows: Rows of the table in the checkpoint; 0: the vocabulary size. Tokens beyond them get row 0.
         """
         attributes = {**BY_TOKEN, "scale": scale, "rounded_scale": rounded_scale}
         width = width or self.hidden
@@ -185,7 +186,7 @@ class Network:
             unpadded: Number of columns of a group that are not zero padding; 0: all.
             eps: None: the default of the network.
             rows: As `Weight.rows`, for the norm weight.
-            as_stored: Whether the network's transform of norm weights does not apply.
+            as_stored: Whether the stored norm weight is used without `gamma_transform`.
             of_row: Whether gamma has one element per column of a row; otherwise one per column of a group.
         """
         size = group or x.width
@@ -202,7 +203,7 @@ class Network:
             sizes = ((stored[0] // len(names),),) * len(names)
             tensors, order = tuple(f"{name}.weight" for name in names), order_of(rows, stored[0])
             gamma = Weight(tensors, shape, sizes, order, transform=transform, dtype=dtype)
-        # The mean over all columns is smaller by unpadded / size than the mean over the unpadded ones; so is eps.
+        # Padding makes the mean smaller by the factor unpadded / size. eps is scaled by the same factor.
         attributes = {"eps": (self._eps if eps is None else eps) * unpadded / size, "group": group}
         return self.record("rms_norm", {"x": x}, {"gamma": gamma}, attributes | {"centred": False}, x.width)
 
@@ -257,10 +258,11 @@ class Network:
         return self.record("rope", {"x": x}, tables, {}, x.width)
 
     def store_kv(self, k: Value, v: Value, kv_heads: int, k_offset: Weight | None = None) -> int:
-        """Write keys and values to the cache of the next layer, and return the number of that layer. An int8 cache
-        subtracts `k_offset` from every key before rounding. This shifts all scores of a query equally, which the
-        softmax ignores but a cap does not, so attention must not have a cap. The layers of a network that is not causal
-        share one cache, because no later step reads it.
+        """Write keys and values to the cache of the next layer, and return the number of that cache layer.
+
+        An int8 cache subtracts `k_offset` from every key before rounding. This shifts all scores of a query equally. It
+        does not change the softmax, but it would change capped scores, so attention must not have a cap. The layers of
+        a network that is not causal share one cache, because no later step reads it.
         """
         shape = CacheShape(kv_heads, k.width // kv_heads, v.width // kv_heads)
         if self.causal or shape not in self.caches:
@@ -284,21 +286,21 @@ class Network:
         chunk: int = 0,
         selected: Value | None = None,
     ) -> Value:
-        """Compute attention over the cache of a layer, causal if the network is.
+        """Compute attention over the cache of a layer: causal if the network is causal, else bidirectional.
 
         Args:
             q: Queries; equal groups of query heads share one KV head.
             layer: Result of `store_kv`.
-            window: Number of tokens that a row attends to, including itself; None: all. If the network is not causal:
-                tokens less than `window` away on either side.
+            window: Number of tokens that a row attends to, including itself; None: all. If the network is not causal, a
+                row attends to tokens less than `window` positions away on either side.
             cap: Scores s become cap * tanh(s / cap).
-            chunk: A row attends to no token before the last multiple of `chunk` up to its own position (Llama 4); 0: to
-                all. Not with a window.
+            chunk: A row attends only to tokens of its own chunk of `chunk` positions (Llama 4); 0: no chunks. Not with
+                a window.
             slopes: ALiBi slope of each head (Press et al. 2021), subtracted from a score for each token of distance.
-            sinks: Score of each head that takes a share of the softmax and adds no value (gpt-oss).
+            sinks: An additional score for each head, which takes part in the softmax and adds no value (gpt-oss).
             q_rope: Rotary part of the queries of multi-head latent attention (DeepSeek-V2). The cached k is then the
-                latent vector, which is both key and value; the cached v is the rotary part of the key.
-            selected: Result of `select_keys`: the only keys that a row attends to; None: all. Needs `q_rope`.
+                latent vector, which is both key and value, and the cached v is the rotary part of the key.
+            selected: Result of `select_keys`: a row attends only to these keys; None: to all. Requires `q_rope`.
         """
         attributes = {"layer": layer, "scale": scale, "window": window or 0, "cap": cap or 0.0, "eps": 0.0}
         attributes |= {"causal": self.causal, "chunk": chunk}
@@ -311,9 +313,11 @@ class Network:
         )
 
     def select_keys(self, q: Value, weights: Value, layer: int, top_k: int) -> Value:
-        """Return the positions of the `top_k` keys before or at each row whose scores are largest, ascending, int32
-        [T, top_k]. A row with fewer keys has them all, followed by -1. The score of a key is the sum over heads of
-        weight * relu(q * key); of equal scores, the first one counts as larger (DeepSeek-V3.2, 2025, section 2.1).
+        """Return, for each row, the ascending positions of the `top_k` keys with the largest scores: int32 [T, top_k].
+
+        Only keys up to the row's own position count. If there are fewer, -1 follows them. The score of a key is the sum
+        over heads of weight * relu(q * key); of equal scores, the first one counts as larger (DeepSeek-V3.2, 2025,
+        section 2.1).
 
         Args:
             q: [T, heads * key width]; all heads share the keys.
@@ -358,9 +362,9 @@ class Network:
         *,
         routed: Value | None = None,
     ) -> Value:
-        """Compute the sum over a row's experts of topk_weight * down(function(gate) * up), in the order of expert
-        numbers. The router weight is `<router>.weight` [number of experts, H]; `inner` is the intermediate size of one
-        expert. `routed`: input of the router; None: x.
+        """Compute the sum over a row's experts of topk_weight * down(function(gate) * up), added in the order of expert
+        numbers. The router's tensor is `<router>.weight` [number of experts, H]. `inner` is the intermediate size of
+        one expert. `routed` is the input of the router; None: x.
         """
         routed = x if routed is None else routed
         count, top_k = experts.count if isinstance(experts, ExpertStacks) else len(experts), routing.top_k
@@ -402,7 +406,7 @@ class Network:
         bias: bool = False,
     ) -> None:
         """Compute scale * (x * head^T + bias), then cap * tanh(logits / cap). This is the last operation of a network.
-        `bias`: whether there is one, in the tensor `<name>.bias`.
+        `bias`: whether the head has a bias, in the tensor `<name>.bias`.
         """
         weights = {"weight": self._matrix(name, (self.vocab, self.hidden), transform)}
         if bias:
@@ -415,12 +419,12 @@ class Network:
         self._head_start = len(self.operations)
 
     def scores(self, x: Value, num_labels: int) -> None:
-        """Make x the result, float32 scores. This is the last operation of a network without LM head."""
+        """Return x as float32 scores. This is the last operation of a network without LM head."""
         self.num_labels = num_labels
         self.result(x)
 
     def result(self, x: Value) -> None:
-        """Make x the result, in float32. This is the last operation of a network without LM head."""
+        """Make x, in float32, the result of the network. This is the last operation of a network without LM head."""
         self.operations.append(Operation("hidden_states", {"x": x}, {}, {}, {}))
 
     def _matrix(self, name: str, shape: tuple[int, int], transform: Transform | None = None) -> Weight:
@@ -434,8 +438,8 @@ class Network:
         attributes: Mapping[str, Any],
         width: int | None = None,
     ) -> Value:
-        """Append an operation with one result `y` of `width` columns (None: the hidden size), and return it. A value
-        or weight of None is absent.
+        """Append an operation with one result `y` of `width` columns (None: the hidden size), and return `y`. Inputs
+        and weights that are None are omitted.
         """
         y = Value(f"{kind}{len(self.operations)}", self.hidden if width is None else width)
         present = {role: each for role, each in inputs.items() if each is not None}

@@ -1,4 +1,4 @@
-"""What a layer keeps of earlier tokens: keys and values of each token, or a state of fixed size."""
+"""The memory of a layer for earlier tokens: keys and values of each token, or a state of fixed size."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class StateShape:
-    """The states of one operation: float32 [num_state_slots, *shape]. A state holds what the operation keeps of all
-    earlier tokens of a request.
+    """The states of one operation: float32 [num_state_slots, *shape]. A state summarizes all earlier tokens of one
+    request.
     """
 
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Experts: how a router chooses them, the names of their tensors, and the weights made of these."""
+"""Mixtures of experts: the rules of the router, the names of tensors, and the weights assembled from these tensors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from llm_serving.network.operations import Weight
 from llm_serving.network.orders import order_of, padded_order, repeated_order
 
 Gate = Literal["silu", "gelu_tanh", "gelu", "clamped"]
-"""Function of a gate; "clamped" is that of gpt-oss (csrc/kernels.h)."""
+"""Activation function of a gate; "clamped" is the function of gpt-oss (csrc/kernels.h)."""
 ExpertFunction = Literal[Gate, "relu2"]
-"""Function of experts; with a squared ReLU ("relu2") they have no gate."""
+"""Activation function of experts. Experts with a squared ReLU ("relu2") have no gate."""
 MAX_EXPERTS: Final = 2**16
 """Maximum number of experts over all layers, several times that of any known model."""
 
@@ -33,7 +33,7 @@ class ExpertStacks:
     """Names of the tensors that stack all experts: gate and up [count, 2 * inner, H], and down [count, H, inner].
 
     Attributes:
-        biases: Names of the biases of both, [count, 2 * inner] and [count, H]; empty: none.
+        biases: Names of the tensors of both biases, [count, 2 * inner] and [count, H]; empty: no biases.
         interleaved: Whether rows of gate and up alternate; otherwise gate is first.
         transposed: Whether the last two axes are exchanged: gate and up [count, H, 2 * inner], down [count, inner, H].
     """
@@ -48,7 +48,7 @@ class ExpertStacks:
 
 @dataclass(frozen=True)
 class ExpertRouting:
-    """How the router chooses the experts of a row. Its logits are float32; ties go to the lower expert number.
+    """How the router chooses the experts of a row. Router logits are float32; of equal ones, the lower number wins.
 
     Attributes:
         top_k: Number of experts per row.
@@ -56,16 +56,15 @@ class ExpertRouting:
         normalise: Whether the weights of a row's experts sum to 1.
         scale: Factor of the weights, applied last.
         groups, top_groups: The experts form `groups` of equal size; a row uses only the best `top_groups` of them.
-        correction: Tensor added to the scores only to select experts (DeepSeek-V3).
-        correction_rows: Rows of that tensor in the checkpoint: 0 for a vector.
+        correction: Name of the tensor that is added to the scores only to select experts (DeepSeek-V3).
+        correction_rows: Number of rows of that tensor in the checkpoint; 0: it is a vector.
         bias: Whether the router and each unstacked expert have biases.
         function: Activation function of the experts.
-        factors: Tensor with a factor of the weights of each expert, applied last (Gemma 4).
+        factors: Name of the tensor with a factor for the weight of each expert, applied last (Gemma 4).
         scales_input: Whether a row's weight multiplies the expert's input instead of its result (Llama 4).
-        margin: Of the score "sparsemixer" (Phi-3.5-MoE), which ignores `normalise`, groups and the correction: experts
-            are chosen one after another by logit, and the weight of each is its share of a softmax over the experts
-            left whose logit is below the largest by at most `margin` times the larger of that and of the own absolute
-            logit.
+        margin: Parameter of the score "sparsemixer" (Phi-3.5-MoE), which ignores `normalise`, groups and the
+            correction. It chooses the remaining expert with the largest logit m, again and again. The weight of the
+            chosen one is its share of a softmax over the remaining experts with m - logit <= margin * max(m, |logit|).
     """
 
     top_k: int
@@ -123,7 +122,9 @@ def expert_weights(
 
 @lru_cache(8)
 def _gate_up_rows(count: int, inner: int, halves: int, interleaved: bool) -> tuple[int, ...] | None:
-    """Return the row permutation to [gate, up] of each expert, each padded to a multiple of `PANEL_ROWS`."""
+    """Return the row order in which each expert has its gate rows, then its up rows, both padded to a multiple of
+    `PANEL_ROWS`. None: the stored order.
+    """
     wide = padded_order(inner, PANEL_ROWS)
     if not interleaved:
         return None if len(wide) == inner else tuple(repeated_order(halves * count, inner, wide))

@@ -1,4 +1,4 @@
-"""Weights that differ from those of the checkpoint by a factor, or are constants."""
+"""Weights that are constants, or tensors of the checkpoint multiplied by a factor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class Constant:
 
 @dataclass(frozen=True)
 class PaddedMeanScale:
-    """Scales a norm weight to compensate for zero padding that the mean includes."""
+    """Scales a norm weight to compensate for zero padding, which makes the mean square smaller.
+
+    `share`: unpadded fraction of the columns. `transform`: applied to the norm weight before.
+    """
 
     share: float
     transform: Transform | None

@@ -3,7 +3,7 @@
 This module computes nothing. A value is a matrix with one row for each token of a step. A weight names the tensors of
 a model folder that it is assembled from. SIGNATURES lists the roles of each operation:
 
-    embedding         rows of a table by token id, or by position; zeros for a token whose row another rank holds
+    embedding         rows of a table by token id or position; zeros if another rank holds the row of a token
     linear            x * weight^T, optionally with a bias or with one weight for each head
     rms_norm          root mean square norm of rows, or of the heads in a row (Zhang and Sennrich 2019); with `centred`
                       their layer norm (Ba et al. 2016), which subtracts the mean first
@@ -19,15 +19,15 @@ a model folder that it is assembled from. SIGNATURES lists the roles of each ope
     delta_rule        linear attention with a state for each head, by the gated delta rule
     ssm               state space model with a state for each head (Mamba-2)
     mix_streams       residual streams of a row, each plus a weighted sum of other rows (AltUp)
-    match_streams     a row and others, scaled to its root mean square; or their sum
-    sparsify          the part of a row above a number of standard deviations over its mean
+    match_streams     a row and other rows, scaled to the root mean square of the first; or the sum of all
+    sparsify          max(x - threshold, 0), with a threshold of mean + scale * standard deviation of the row
     sigmoid_gate      x * sigmoid(gate), one gate for each row
     route             the top-k experts of each row and their weights
     experts           the sum over a row's experts of topk_weight * down(silu(gate) * up)
     all_reduce        the sum of a value over all ranks, added in rank order
     lm_head           float32 logits of the sampled rows; all ranks get the logits of every part of the head
     hidden_states     the sampled rows themselves in float32
-    lora              base + B (A x) with the matrices of the adapter of each row (Hu et al. 2021); base without one
+    lora              base + B (A x) with the matrices of the row's adapter (Hu et al. 2021); base if it has none
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ ElementType = Literal["model", "float32", "int32"]
 
 @dataclass(frozen=True)
 class Signature:
-    """The roles of an operation, all optional, in the order in which an instruction encodes them."""
+    """The names of an operation's inputs, weights, outputs and attributes, in the order of their encoding in an
+    instruction. All are optional."""
 
     outputs: tuple[str, ...]
     inputs: tuple[str, ...]
@@ -117,7 +118,7 @@ BY_TOKEN: Final[Mapping[str, Any]] = {"scale": 1.0, "first": 0, "rows": 0, "of_p
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A matrix of `width` elements per token. A view consists of `width` columns of `base`, from column `start`."""
+    """A matrix with one row of `width` elements per token. A view has `width` columns of `base`, from `start` on."""
 
     name: str
     width: int
@@ -142,10 +143,10 @@ class Weight:
         shape: Shape of the parameter: (rows, columns) for matrices and tables, (size,) for vectors.
         stored_shapes: Shape of each tensor.
         rows: Row i of the parameter is row rows[i] of the stack; -1 is a row of zeros. None keeps the stacked order.
-        columns: As `rows`, for the second axis.
+        columns: The same for the columns.
         transposed: Whether the last two axes of each tensor are exchanged first.
-        transform: Applied to the float32 values.
-        generate: num_positions -> the parameter, for a weight that no tensor stores.
+        transform: Function that is applied to the float32 values.
+        generate: Function of num_positions that returns the parameter, for a weight that no tensor stores.
     """
 
     names: tuple[str, ...]
@@ -161,7 +162,7 @@ class Weight:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """One operation. Only roles in use have an entry."""
+    """One operation. `inputs`, `weights` and `outputs` have an entry for each role in use (see SIGNATURES)."""
 
     kind: str
     inputs: Mapping[str, Value]

@@ -1,4 +1,4 @@
-"""The orders in which a weight takes the rows and columns of its tensors; -1 stands for a row or column of zeros."""
+"""Row and column orders of weights: index i has the number of the tensor's row or column; -1 means zeros."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ class PositionEmbedding:
     first: int = 0
 
     def table(self, hidden: int) -> Weight:
-        """Return the sums [num_types * num_positions, H]: one row for each position of the first type, then of the
-        second.
+        """Return the sums of both embeddings [num_types * num_positions, H]: all positions with the first token type,
+        then all positions with the second.
         """
         stored = (self.first + self.num_positions, hidden), (self.num_types, hidden)
         shape = (self.num_types * self.num_positions, hidden)

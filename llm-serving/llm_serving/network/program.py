@@ -3,7 +3,7 @@
 An instruction is the number of an operation, followed by its outputs, inputs, weights and attributes in the order of
 `SIGNATURES`; -1 marks an absent role, and non-integer numbers are stored as the bits of a float32. An operand is a
 column range of a buffer. All buffers share one memory block whose size is proportional to the rows of a step, so their
-offsets are fixed when the program is built. Row 0 of the instructions is a header.
+offsets per row are fixed when the program is built. Row 0 of the instructions is a header.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ INSTRUCTION_LENGTH: Final = 1 + max(
 FUNCTIONS: Final = ("", "silu", "gelu_tanh", "gelu", "clamped", "sigmoid", "tanh", "relu", "relu2")
 SCORES: Final = ("softmax", "sigmoid", "sparsemixer")
 FLOATS: Final = ("scale", "cap", "eps", "low", "high", "margin", "offset")
-"""Attributes that are float32 numbers."""
+"""Names of the attributes that are float32 numbers."""
 DTYPES: Final = ("float32", "float16", "bfloat16")
 
 _ABSENT: Final = -1
 _TILED_COLUMNS: Final = 1024
-"""Buffers in a tiled layout are padded to a multiple of this width; kMaxPassWidth of csrc/tiled_layout.h."""
+"""Buffers in a tiled layout are padded to a multiple of so many columns; kMaxPassWidth of csrc/tiled_layout.h."""
 
 # An output may reuse the buffer of an input that no later operation reads: each element is read before it is written.
 _IN_PLACE: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
@@ -91,8 +91,8 @@ def _of_network(network: Network, plan: Plan, dtype: str) -> Program:
 
 
 def build_head_program(network: Network, dtype: str) -> Program:
-    """Build the program that computes logits or scores of hidden states. Its last weight is the table of
-    hidden states, which token ids index.
+    """Build the program that computes logits or scores from hidden states. The hidden states are its last weight, a
+    table with one row for each token id of the step.
     """
     return _of_given_rows(network.head_input, network.head_operations, 0, dtype)
 
@@ -130,9 +130,9 @@ def assemble(
     num_adapter_slots: int = 0,
     places: Sequence[tuple[int, int]] = (),
 ) -> Program:
-    """Encode a plan with the given numbers of KV caches, of states and of slots of adapters. `first`: weights that are
-    numbered first (default: those of the last operation). `places`: group and KV cache of each layer; empty: each layer
-    has its own cache, in one group.
+    """Encode a plan with the given numbers of KV caches, states and adapter slots. `first`: weights that get the first
+    numbers; by default those of the last operation. `places`: (group, KV cache) of each layer; empty: each layer has
+    its own cache, and all layers are one group.
     """
     memory = ProgramMemory(plan.operations, ELEMENT_BYTES[dtype])
     first = first or list(plan.operations[-1].weights.values())
@@ -174,7 +174,7 @@ def assemble(
 
 
 class ProgramMemory:
-    """The memory layout of a program: `offsets` are the first bytes of the values, per row of a step. Values with
+    """The memory layout of a program. `offsets` are the positions of the values in bytes per row of a step. Values with
     disjoint lifetimes share memory.
     """
 
@@ -213,7 +213,7 @@ class ProgramMemory:
         return owner
 
     def _bytes(self, value: Value) -> int:
-        """Return the bytes of a row: a multiple of 4, so that 16 rows fill whole cache lines."""
+        """Return the bytes of one row of a value: a multiple of 4, so that 16 rows fill whole cache lines."""
         columns = -(-value.width // _TILED_COLUMNS) * _TILED_COLUMNS if value in self._tiled else value.width
         size = columns * (self._dtype_bytes if value.dtype == "model" else 4)
         return -(-size // 4) * 4

@@ -1,8 +1,8 @@
-"""Which weights are quantized, what the backends cannot compute, and how many bytes quantization saves.
+"""Rules of quantization: which weights are quantized, how many bytes this saves, and what the backends cannot compute.
 
-Norm weights, biases, router weights and tables that no product reads stay in the model dtype: they are small, and the
-result is sensitive to them. The LM head has at least 8 bits. A token embedding that is the same tensor as the head
-shares its quantized memory, and the lookup dequantizes rows.
+Norm weights, biases, router weights and embeddings that are not also the LM head stay in the model dtype: they are
+small or cheap to read, and the result is sensitive to them. The LM head has at least 8 bits. A token embedding that is
+the same tensor as the head shares its quantized memory, and the lookup dequantizes rows.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _ROLES: Final[Mapping[str, tuple[str, ...]]] = {
     "experts": ("gate_up", "down"),
     "lm_head": ("weight",),
 }
-"""Operation -> roles of the weights that are quantized."""
+"""Kind of operation -> names of the weights that are quantized."""
 
 MIN_GROUP_SIZE: Final = 32
-"""Minimum group size (inputs that share a scale); groups are powers of two."""
+"""Minimum group size: number of inputs that share a scale. Group sizes are powers of two."""
 _IN_8_BITS: Final = {
     QuantizationName.W4A16: QuantizationName.W8A16,
     QuantizationName.W4A8: QuantizationName.W8A8,
 }
-"""4-bit scheme -> scheme of the LM head and of weights whose rows are no multiple of the group size."""
+"""4-bit scheme -> 8-bit scheme of the LM head, and of weights whose columns are no multiple of the group size."""
 WEIGHT_ONLY: Final = frozenset({QuantizationName.W8A16, QuantizationName.W4A16})
 """Schemes that multiply activations in the model dtype; the others quantize activations to 8 bits."""
 BITS: Final[Mapping[QuantizationName, int]] = {
@@ -69,14 +69,14 @@ def quantized_weights(network: Network, quantization: Quantization | None) -> di
 
 
 def _with_full_groups(weight: Weight, kept: QuantizationName, group_size: int) -> QuantizationName:
-    """Return `kept`, or its 8-bit scheme if the rows of a weight are no multiple of the group size."""
+    """Return the scheme `kept`, or its 8-bit scheme if the weight's columns are no multiple of the group size."""
     return kept if weight.shape[-1] % group_size == 0 else _IN_8_BITS.get(kept, kept)
 
 
 def stored_qvalues(
     weight: Weight, parts: Sequence[Quantized | Array], kept: QuantizationName
 ) -> QuantizedTensor | None:
-    """Return the quantized values that a weight's tensors store; None if a product by scheme `kept` cannot use them."""
+    """Return the stored quantized values of a weight; None if products of the scheme `kept` cannot use them."""
     found = [part.as_quantized() if isinstance(part, BlockTensor) else part for part in parts]
     tensors = [_in_groups_of_products(part) for part in found if isinstance(part, QuantizedTensor)]
     forms = {each.form for each in tensors}
@@ -98,20 +98,22 @@ def stored_qvalues(
         at = np.array(weight.rows)
         rows = np.maximum(at, 0)
         qvalues, zeros = qvalues[rows], None if zeros is None else zeros[rows]
-        scales = np.where(at[:, None] < 0, np.float32(0), scales[rows])  # a zero scale makes a row of zeros
+        scales = np.where(at[:, None] < 0, np.float32(0), scales[rows])  # with a scale of 0 all values of a row are 0
     return QuantizedTensor(qvalues, scales, zeros, first.bits, first.group_size)
 
 
 def block_weights(network: Network) -> set[Weight]:
-    """Return the weights that may stay in GGUF blocks: factors of products, and the table of embeddings."""
+    """Return the weights that may stay in GGUF blocks: those of matrix products, and the token embedding."""
     roles = {**_ROLES, "embedding": ("table",)}
     found = [each.weights[role] for each in network.operations for role in roles.get(each.kind, ())]
     return {*found, *network.head.weights.values()}
 
 
 def stored_blocks(weight: Weight, parts: Sequence[Quantized | Array]) -> list[BlockTensor] | None:
-    """Return the stored blocks of a weight, one tensor after another. Return None if a product cannot use them: a
-    tensor is not in blocks, columns are picked, or a tensor's rows do not fill whole panels.
+    """Return the stored GGUF blocks of a weight, one tensor after another.
+
+    Return None if products cannot use them, because a tensor is not in blocks, the weight reorders columns or has a
+    transform, or the rows of a tensor do not fill whole panels.
     """
     blocks = [part for part in parts if isinstance(part, BlockTensor)]
     if len(blocks) < len(parts) or weight.columns is not None or weight.transform is not None:
@@ -123,7 +125,10 @@ def stored_blocks(weight: Weight, parts: Sequence[Quantized | Array]) -> list[Bl
 
 
 def _picked_segments(blocks: Sequence[BlockTensor], rows: NDArray[np.integer[Any]]) -> list[BlockTensor]:
-    """Pick rows of the stack of these tensors; -1 is a row of zeros, stored with the row before it."""
+    """Return these rows of the stacked tensors, as one segment for each run of rows from the same tensor.
+
+    -1 is a row of zeros, which belongs to the segment of the row before it.
+    """
     starts = np.cumsum([0, *(each.shape[0] for each in blocks)])
     known = np.maximum.accumulate(np.where(rows >= 0, np.arange(len(rows)), 0))
     owners = np.searchsorted(starts, np.maximum(rows[known], 0), side="right") - 1
@@ -140,14 +145,14 @@ def _zeros(tensor: QuantizedTensor) -> NDArray[np.uint8]:
 
 
 def _in_groups_of_products(tensor: QuantizedTensor) -> QuantizedTensor:
-    """Divide groups into groups of a power of two, such as 96 inputs into three times 32."""
+    """Divide groups into groups whose size is a power of two, such as 96 inputs into three times 32."""
     size = _power_of_two_in(tensor.form.group_size)
     return tensor if size in (0, tensor.group_size) or tensor.g_idx is not None else tensor.with_groups_of(size)
 
 
 def _with_columns(tensors: list[QuantizedTensor], columns: NDArray[np.int64]) -> list[QuantizedTensor]:
-    """Return some columns of tensors of the same form, regrouped by the largest size for which no group is split; empty
-    if even groups of `MIN_GROUP_SIZE` columns would be split.
+    """Return some columns of tensors of the same form, with the largest group size for which no group is split. Return
+    an empty list if even groups of `MIN_GROUP_SIZE` columns would be split.
     """
     while True:
         picked = [each.with_columns(columns) for each in tensors]
@@ -159,7 +164,7 @@ def _with_columns(tensors: list[QuantizedTensor], columns: NDArray[np.int64]) ->
 
 
 def _divide_groups(columns: tuple[int, ...] | None) -> bool:
-    """Return whether the columns split groups of `MIN_GROUP_SIZE` columns; kernels cannot use such a weight."""
+    """Return whether a column order splits groups of `MIN_GROUP_SIZE` columns, which the kernels cannot use."""
     if columns is None:
         return False
     firsts = np.array(columns[::MIN_GROUP_SIZE])
@@ -172,7 +177,7 @@ def _power_of_two_in(group_size: int) -> int:
 
 
 def can_multiply(kept: QuantizationName, form: QValuesForm) -> bool:
-    """Return whether products of a scheme take stored values of a form."""
+    """Return whether the products of a scheme can use stored quantized values of a form."""
     in_groups = kept != QuantizationName.W8A8 and _power_of_two_in(form.group_size) >= MIN_GROUP_SIZE
     has_form = form.bits == BITS.get(kept) and form.in_order and not form.has_zeros
     return has_form and (form.group_size == 0 or in_groups)
@@ -181,8 +186,8 @@ def can_multiply(kept: QuantizationName, form: QValuesForm) -> bool:
 def bytes_saved(
     network: Network, quantization: Quantization | None, dtype_bytes: int, stored: QValuesForm | None = None
 ) -> int:
-    """Return how many bytes quantization saves against the model dtype; scales take 4 bytes each. `stored`: form of
-    stored values that products take.
+    """Return how many bytes quantization saves in comparison with the model dtype. Scales take 4 bytes each. `stored`:
+    form of the quantized values in the model's files; None: the files have none.
     """
     total = 0
     for weight, kept in quantized_weights(network, quantization).items():
@@ -209,11 +214,11 @@ _WITHOUT_CELL: Final[Mapping[str, str]] = {
     "sparsify": "sparse activations",
     "select_keys": "attention to selected keys",
 }
-"""Operation that only programs compute -> its name for users."""
+"""Kind of operation that programs compute and Cells do not -> its name for users."""
 
 
 def unsupported_by_cells(network: Network) -> str | None:
-    """Return what the network needs and no Cell computes, or None."""
+    """Return the feature of the network that no Cell computes; None if Cells compute all of it."""
     if not network.causal:
         return _BIDIRECTIONAL
     if network.num_labels:
@@ -260,21 +265,21 @@ def _unsupported_by_cells(operation: Operation) -> str | None:
 
 
 def unsupported_quantization(quantization: Quantization | None) -> str | None:
-    """Return what the scheme needs and Ascend's primitives lack, or None."""
+    """Return the feature of a quantization that Ascend's primitives lack; None if they lack none."""
     if quantization is None or quantization.name in (QuantizationName.W8A8, QuantizationName.DEQUANTIZED):
         return None
     return f"products of {quantization.name} weights"
 
 
 def unsupported_by_int8_cache(network: Network) -> str | None:
-    """Return what the network needs and an int8 KV cache cannot store, or None."""
+    """Return the feature of the network that an int8 KV cache does not support; None if it supports all."""
     if not network.causal:
         return _BIDIRECTIONAL
     return _LATENT if any(map(_is_latent, network.operations)) else None
 
 
 def unsupported_by_ascend(network: Network, num_positions: int) -> str | None:
-    """Return what the network needs and Ascend's primitives lack for contexts of `num_positions` tokens, or None."""
+    """Return what Ascend's primitives lack for the network and contexts of `num_positions` tokens; None: nothing."""
     found = (_unsupported_operation(each, num_positions) for each in network.operations)
     return unsupported_by_cells(network) or next(filter(None, found), None)
 

@@ -36,14 +36,14 @@ _ROW_BY_ROW: Final = frozenset(
 
 @dataclass(frozen=True)
 class Plan:
-    """Operations in execution order. `selected`: values (no views) that hold only the sampled rows of a step."""
+    """Operations in execution order. `selected`: the values (not views) that have only the sampled rows of a step."""
 
     operations: Operations
     selected: frozenset[Value]
 
 
 def select_rows(operations: Sequence[Operation]) -> Plan:
-    """Restrict operations to the sampled rows as soon as no later operation reads other rows."""
+    """Return a plan whose operations compute only the sampled rows as soon as no later operation reads other rows."""
     every_row: set[Value] = set()
     few: set[Operation] = set()
     for operation in reversed(operations):
@@ -123,7 +123,7 @@ Changes = dict[Operation, Operation | None]
 
 
 def fuse_gate(graph: Graph, operation: Operation) -> Changes:
-    """gated_activation(linear(x)) -> one linear operation with a gated result."""
+    """Replace gated_activation(linear(x)) by one linear operation with a gated result."""
     if operation.kind != "gated_activation" or operation.outputs["y"].width % PANEL_ROWS:
         return {}
     product = graph.single_use_producer(operation.inputs["x"], "linear")
@@ -133,7 +133,7 @@ def fuse_gate(graph: Graph, operation: Operation) -> Changes:
 
 
 def fuse_residual(graph: Graph, operation: Operation) -> Changes:
-    """a + scale * linear(x), or the same with experts -> one operation that adds a residual."""
+    """Replace a + scale * linear(x), or a + scale * experts(x), by one operation that adds the residual a."""
     if operation.kind != "add":
         return {}
     product = graph.single_use_producer(operation.inputs["b"], "linear", "experts")
@@ -147,7 +147,7 @@ def fuse_residual(graph: Graph, operation: Operation) -> Changes:
 
 
 def fuse_residual_into_norm(graph: Graph, operation: Operation) -> Changes:
-    """rms_norm(a + b) -> one norm that also writes the sum, unless another operation reads the sum earlier."""
+    """Replace rms_norm(a + b) by one norm that also writes the sum, unless another operation reads the sum earlier."""
     if operation.kind != "rms_norm" or "residual" in operation.inputs or operation.attributes["group"]:
         return {}
     total = graph.producer(operation.inputs["x"])
@@ -160,7 +160,7 @@ def fuse_residual_into_norm(graph: Graph, operation: Operation) -> Changes:
 
 
 def fuse_attention(graph: Graph, operation: Operation) -> Changes:
-    """Norms of heads, rotary embedding, store_kv and attention -> one attention operation that reads q, k and v."""
+    """Replace head norms, rotary embedding, store_kv and attention by one attention operation that reads q, k and v."""
     if operation.kind != "attention" or "k" in operation.inputs or "q_rope" in operation.inputs:
         return {}
     store = graph.store_of(operation)
@@ -193,7 +193,7 @@ def _is_head_norm(norm: Operation) -> bool:
 
 
 def tile_for_consumer(graph: Graph, operation: Operation) -> Changes:
-    """Write a value that only one product reads in the tiled layout of that product."""
+    """If only one product reads a value, store the value in the tiled layout of that product."""
     if operation.kind not in ("rms_norm", "linear", "attention") or "consumer" in operation.weights:
         return {}
     is_gate = operation.kind != "linear" or operation.attributes["function"]
@@ -208,7 +208,7 @@ def tile_for_consumer(graph: Graph, operation: Operation) -> Changes:
     (consumer,) = consumers
     if consumer.attributes.get("heads", 1) > 1:
         return {}
-    # The producer names the consumer's weight as well; it is the same parameter.
+    # The producer refers to the consumer's weight, which determines the layout. Both share one parameter.
     return {
         operation: operation.changed(weights={"consumer": consumer.weights["weight"]}),
         consumer: consumer.changed(attributes={"tiled": True}),

@@ -1,8 +1,9 @@
 """Rotary position embedding (Su et al. 2021, RoFormer): which elements of a head rotate together, and how fast.
 
-Checkpoints pair the elements of a head in two ways, and some rotate only part of a head. Here element i is always
-paired with element i + head_dim / 2, and an element that does not rotate has cosine 1 and sine 0. `Rotary.order` maps
-a checkpoint's order to this one; attention scores do not depend on the order.
+Checkpoints pair the elements of a head in two ways, and some rotate only part of a head. This server always pairs
+element i with element i + head_dim / 2, and an element that does not rotate has cosine 1 and sine 0. `Rotary.order`
+reorders the elements of a checkpoint accordingly; attention scores do not depend on the order.
+
 If a family scales its frequencies by the sequence length, the longest served context is used for every request,
 because the rotation of a token must not depend on later tokens.
 """
@@ -53,7 +54,8 @@ class Scaling:
     truncate: bool = True
 
     def first(self, own: int) -> int | None:
-        """Return the positions that `factor` multiplies; None: `max_position_embeddings` (`own`) is already scaled."""
+        """Return the number of positions that `factor` multiplies. None: `own` (`max_position_embeddings`) already
+        includes the factor."""
         return {"linear": own, "dynamic": own, "yarn": self.original}.get(self.kind)
 
 
@@ -64,11 +66,12 @@ class Rotary:
     Attributes:
         head_dim, rotary_dim: Elements of a head, and how many of them rotate; both even.
         theta: Base of the frequencies.
-        still: Pairs of the rotating elements, the last ones, whose frequency is 0 (Gemma 4).
-        interleaved: Whether the checkpoint pairs neighbours; otherwise it pairs elements i and i + rotary_dim / 2.
-        own: Elements of a head in the checkpoint; the others up to `head_dim` are zeros. 0: all.
-        growth, growth_positions, growth_start: Position p is also multiplied by 1 + growth * ln(1 + floor((p +
-            growth_start) / growth_positions)), which keeps attention sharp in long contexts (Llama 4). 0: not.
+        still: Number of pairs at the end of the rotating elements whose frequency is 0 (Gemma 4).
+        interleaved: Whether the checkpoint pairs adjacent elements; otherwise it pairs i and i + rotary_dim / 2.
+        own: Elements of a head in the checkpoint; the others up to `head_dim` are zeros. 0: `head_dim`.
+        growth, growth_positions, growth_start: The row at position p is also multiplied by 1 + growth * ln(1 + floor((p
+            + growth_start) / growth_positions)), which keeps attention sharp in long contexts (Llama 4). growth 0: it
+            is not.
     """
 
     head_dim: int
@@ -83,7 +86,7 @@ class Rotary:
     still: int = 0
 
     def order(self) -> list[int]:
-        """Return the checkpoint's index of each element of a head; -1 is a zero."""
+        """Return, for each element of a head, its index in the checkpoint; -1 is a zero."""
         half, fixed = self.rotary_dim // 2, (self.head_dim - self.rotary_dim) // 2
         first = [2 * i if self.interleaved else i for i in range(half)]
         second = [2 * i + 1 if self.interleaved else i + half for i in range(half)]
@@ -128,7 +131,7 @@ class Rotary:
 
 
 def attention_factor(scaling: Scaling | None) -> float:
-    """Return the factor of cosines and sines that keeps attention scores as large as in training."""
+    """Return the factor of cosines and sines that keeps the magnitude of attention scores as in training."""
     if scaling is None or scaling.kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
@@ -143,7 +146,7 @@ def attention_factor(scaling: Scaling | None) -> float:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """Compute equation 22 of Peng et al. 2023, with DeepSeek's weight of the logarithm."""
+    """Return YaRN's scaling of attention: equation 22 of Peng et al. 2023, with `mscale` as factor of the logarithm."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -162,7 +165,7 @@ def _dynamic(rotary: Rotary, scaling: Scaling, plain: Float64Array, num_position
 
 
 def _llama3(_: Rotary, scaling: Scaling, plain: Float64Array, __: int) -> Float64Array:
-    """Divide low frequencies by `factor`, keep high ones, and interpolate linearly between (`apply_scaling` in
+    """Divide low frequencies by `factor`, keep high ones, and interpolate linearly between them (`apply_scaling` in
     meta-llama/llama-models, models/llama3/reference_impl).
     """
     wavelengths = 2 * math.pi / plain
@@ -173,7 +176,7 @@ def _llama3(_: Rotary, scaling: Scaling, plain: Float64Array, __: int) -> Float6
 
 
 def _yarn(rotary: Rotary, scaling: Scaling, plain: Float64Array, _: int) -> Float64Array:
-    """Keep frequencies of pairs that rotate often, divide those of pairs that rotate rarely, interpolate between."""
+    """Keep high frequencies, divide low ones by `factor`, and interpolate linearly between them, as YaRN does."""
 
     def pair_of(rotations: float) -> float:
         ratio = math.log(scaling.original / (rotations * 2 * math.pi)) / (2 * math.log(rotary.theta))

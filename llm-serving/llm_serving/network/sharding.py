@@ -6,7 +6,7 @@
     delta_rule           heads are split as well, with the columns of the convolution before them and their states, if
                          the number of ranks divides the heads of keys
     gated_activation     columns of the gate and the matching columns of its other half are split
-    experts              the same within each expert
+    experts              the gate and its other half are split in the same way within each expert
     linear               the producer of a split value holds the rows of its weight that the rank needs. The consumer
                          holds the matching columns and computes a partial sum: an `all_reduce` follows, and only
                          rank 0 adds the bias
@@ -42,7 +42,7 @@ Indices = tuple[int, ...]
 
 
 class _CannotShardError(Exception):
-    """The network breaks a sharding rule, which is the message."""
+    """The network cannot be split over the ranks. The message is the end of an error that names the key."""
 
 
 def sharded(network: Network, rank: int, count: int) -> Network:
@@ -54,7 +54,7 @@ def sharded(network: Network, rank: int, count: int) -> Network:
 
 
 def sharding_violation(network: Network, count: int) -> str | None:
-    """Return the rule that prevents sharding over `count` ranks; None if there is none."""
+    """Return the rule that the network breaks with `count` ranks; None if it can be split."""
     try:
         _Sharding(network, 0, count)
     except _CannotShardError as error:
@@ -73,7 +73,7 @@ class _Sharding:
         self._columns: dict[Value, Indices] = {}
         """Split value -> the columns that this rank holds."""
         self._own_columns: set[Value] = set()
-        """Inputs of which this rank reads only its own columns, although it computes the whole value."""
+        """Values that this rank computes whole, although it reads only its own columns of them."""
         self._split_stores: set[Operation] = set()
         self._values: dict[Value, Value] = {}
         """Value of the whole network -> the value that replaces it on this rank."""
@@ -98,7 +98,7 @@ class _Sharding:
             self._write(each)
 
     def _shard_heads(self, attend: Operation) -> None:
-        """Split the query, key and value heads so that each rank has whole groups."""
+        """Split the query, key and value heads so that each rank has whole groups of query heads with their KV head."""
         store = self._graph.store_of(attend)
         cache = self._network.caches[attend.attributes["layer"]]
         gates = [each.inputs["b"] for each in self._graph.consumers(attend.outputs["y"]) if each.kind == "multiply"]
@@ -141,7 +141,8 @@ class _Sharding:
         self._columns[convolution.outputs["y"]] = tuple(column for share in of_parts for column in share)
 
     def _product_of(self, value: Value) -> tuple[Value, Value | None]:
-        """Return the columns of the product that compute these heads, and the result of a norm of all heads, if any."""
+        """Return the part of a matrix product's result from which these heads come, and the result of a norm over all
+        heads between them, or None."""
         normed = None
         while (producer := self._graph.producer(value)) is not None:
             if producer.kind == "rms_norm" and not producer.attributes["group"]:
@@ -215,7 +216,7 @@ class _Sharding:
         return x.root in self._columns or x in self._own_columns
 
     def _of_own_heads(self, weight: Weight) -> Weight:
-        """Return the rank's part of a weight with equal rows for each head, before any transformation of the rows."""
+        """Return the rank's part of a weight whose rows are divided equally among heads, as stored."""
         order = tuple(range(weight.shape[0])) if weight.rows is None else weight.rows
         rows = shared_order(order[self._share(len(order))])
         return replace(weight, shape=(weight.shape[0] // self._count, weight.shape[1]), rows=rows)
@@ -262,7 +263,7 @@ class _Sharding:
         self._record(operation, weights)
 
     def _write_vocabulary(self, operation: Operation) -> None:
-        """Split the rows of the token embedding or of the LM head as csrc/ranks.h does."""
+        """Split the rows of the token embedding or of the LM head into the same ranges as csrc/ranks.h."""
         rows = self._network.vocab
         if rows < self._count:
             raise _CannotShardError(f"must be at most the {rows} tokens of the vocabulary")
@@ -312,7 +313,7 @@ def _is_product_of_heads(operation: Operation) -> bool:
 
 
 def _shard_experts(operation: Operation, rank: int, count: int) -> dict[str, Weight]:
-    """Split the columns of each expert, padded like those of whole experts."""
+    """Split the intermediate columns of each expert. Each part is padded in the same way as a whole expert."""
     gate_up, down = operation.weights["gate_up"], operation.weights["down"]
     inner = down.shape[1]
     if inner % count:
@@ -324,7 +325,7 @@ def _shard_experts(operation: Operation, rank: int, count: int) -> dict[str, Wei
     if "gate_up_bias" in weights:
         weights["gate_up_bias"] = _rows(weights["gate_up_bias"], rows)
     if rank:
-        weights.pop("down_bias", None)  # rank 0 adds it
+        weights.pop("down_bias", None)  # only rank 0 adds the bias
     return weights
 
 

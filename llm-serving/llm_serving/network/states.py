@@ -20,7 +20,7 @@ MAX_TAPS: Final = 8
 """Maximum width of a causal convolution; kMaxTaps of csrc/kernels.h."""
 
 LANES: Final = 16
-"""Number of adjacent columns stored together in a state: [heads, columns / LANES * rows, LANES], padded with zeros."""
+"""Number of adjacent columns stored together in a state: [heads, columns / LANES * rows, LANES], with zero padding."""
 
 
 def causal_conv(

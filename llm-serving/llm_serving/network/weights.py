@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class RowStack:
-    """A weight whose rows are those of stored matrices: it can be packed without a copy.
+    """A weight whose rows are rows of stored matrices, so that it can be packed without a copy.
 
     Attributes:
         parts: Matrices of one type and number of columns, each C-contiguous.
@@ -38,7 +38,7 @@ class RowStack:
         return rows, self.parts[0].shape[1]
 
     def addresses(self) -> tuple[NDArray[np.uint64], Array]:
-        """Return the address of each row, and a row of zeros that must be kept while the addresses are used."""
+        """Return the address of each row, and a row of zeros that the caller must keep while it uses the addresses."""
         stride = self.parts[0].strides[0]
         starts = [part.ctypes.data + np.arange(len(part), dtype=np.uint64) * np.uint64(stride) for part in self.parts]
         zeros = np.zeros(self.shape[1], self.dtype)
@@ -52,7 +52,7 @@ class RowStack:
 
 
 def row_stack(weight: Weight, parts: Sequence[Array]) -> RowStack | Array:
-    """Return the rows of a weight where its tensors lie, or the assembled weight if they cannot be used as stored."""
+    """Return the weight as rows of its stored tensors, without a copy. Assemble it if the tensors need a change."""
     is_direct = not (weight.transposed or weight.columns or weight.transform) and len(weight.shape) == 2
     if not is_direct or len({part.dtype for part in parts}) > 1 or not all(part.flags.c_contiguous for part in parts):
         return assemble_weight(weight, parts)
@@ -60,7 +60,7 @@ def row_stack(weight: Weight, parts: Sequence[Array]) -> RowStack | Array:
 
 
 def assemble_weight(weight: Weight, parts: Sequence[Array]) -> Array:
-    """Assemble a weight from its tensors. Matrices that a tensor stacks follow one another."""
+    """Assemble a weight from its tensors. A tensor with several matrices counts as one matrix with all their rows."""
     parts = [np.swapaxes(part, -1, -2) for part in parts] if weight.transposed else parts
     is_vector = len(weight.shape) == 1
     parts = [part.reshape(-1) if is_vector else part.reshape(-1, part.shape[-1]) for part in parts]
@@ -88,7 +88,7 @@ def _picked_of_stack(parts: Sequence[Array], order: Sequence[int]) -> Array:
 
 
 def picked(array: Array, order: Sequence[int] | None) -> Array:
-    """Return the rows of an array in an order as `Weight.rows` states it."""
+    """Return the rows of an array in an order as in `Weight.rows`; None: all rows."""
     if order is None:
         return array
     at = np.array(order)
