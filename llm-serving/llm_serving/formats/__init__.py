@@ -1,1 +1,1 @@
-"""Readers and writers of weight files, which map files to named tensors for any model family."""
+"""Readers and writers of weight files. A reader maps a file to tensors by name, for any model family."""

@@ -4,7 +4,7 @@
     qzeros    [groups, out / 8]    I32: zero points packed along `out`
     scales    [groups, out]
 
-From its lowest bits, a word stores the values of rows 0, 2, 4, 6, 1, 3, 5, 7 of eight.
+A word stores the values of eight outputs in the order 0, 2, 4, 6, 1, 3, 5, 7, from its lowest bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from llm_serving.formats.stored_tensor import NUMPY_DTYPES, Array, to_float32
 
 _ENDINGS: Final = ("qweight", "qzeros", "scales")
 _POSITION_OF_ROW: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Eight 4-bit values of consecutive rows share a 32-bit word: the position in the word of each row."""
+"""The position of each of eight consecutive outputs in a 32-bit word of 4-bit values."""
 
 
 @dataclass(frozen=True)

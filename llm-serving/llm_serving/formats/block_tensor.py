@@ -1,9 +1,9 @@
-"""Quantized matrices in blocks, as GGUF files store them. No number of the file is rounded.
+"""Quantized matrices in blocks, as GGUF files store them. The numbers of a file are kept without rounding.
 
 value = scale * (qvalue - zero) - minimum
 
-Each group of 16 or 32 columns has a scale, and a minimum in some types. Both are float16, or integers times a float16
-unit. Every 256 columns of a row have one unit for scales and one for minima.
+Each group of 16 or 32 columns has a scale and, in some types, a minimum. Scales and minima are float16, or integers
+that are multiplied by a float16 unit. Every 256 columns of a row have one unit for scales and one for minima.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Float32Array = NDArray[np.float32]
 
 UNIT_COLUMNS: Final = 256
 PANEL_ROWS: Final = 16
-"""Weight rows that are packed, and that a kernel computes, together. Of tensors stacked into one weight, all but the
-last must have a multiple of it. Widths of experts are padded to multiples of it.
+"""Number of weight rows that are packed together (a panel) and computed together by a kernel. If tensors are stacked
+into one weight, the rows of each but the last must be a multiple of it. Widths of experts are padded to a multiple.
 """
 _AT_ONCE: Final = 2**22
-"""Elements that are dequantized together, which bounds temporary copies."""
+"""Number of elements that are dequantized at a time, which limits the size of temporary copies."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class BlockTensor:
         qvalues: [out, in], uint8, below 2**bits.
         bits: 4, 5, 6 or 8.
         group_size: Columns of a group, 16 or 32; divides `in`.
-        zero: Quantized value that stands for 0; it is 0 where groups have minima.
+        zero: Quantized value that stands for 0. With minima it is 0.
         scales: [out, groups]; float16, or int8 with units.
         minima: [out, groups]; float16, or uint8 with units; None: all 0.
         units, minimum_units: [out, in / 256], float16; None: `scales` and `minima` are float16.
@@ -63,11 +63,11 @@ class BlockTensor:
         return rows, columns
 
     def group_scales(self) -> Float32Array:
-        """Return the scale of each group, [out, groups]; the products with units are exact."""
+        """Return the scale of each group, [out, groups]. Products of integers and units are exact in float32."""
         return self._numbers(self.scales, self.units)
 
     def group_minima(self) -> Float32Array | None:
-        """Return the minimum of each group, [out, groups]; the products with units are exact."""
+        """Return the minimum of each group, [out, groups]; None: no minima. Products with units are exact."""
         return None if self.minima is None else self._numbers(self.minima, self.minimum_units)
 
     def _numbers(self, numbers: NDArray[Any], units: NDArray[np.float16] | None) -> Float32Array:
@@ -77,7 +77,7 @@ class BlockTensor:
         return values
 
     def dequantized(self) -> Float32Array:
-        """Return the values, [out, in]; the product and the difference are each rounded to float32."""
+        """Return the values, float32 [out, in]. The product is rounded to float32, and so is the difference."""
         out, width = self.shape
         values = np.empty((out, width), np.float32)
         step = max(1, _AT_ONCE // max(1, width))
@@ -112,7 +112,7 @@ class BlockTensor:
         )
 
     def as_quantized(self) -> QuantizedTensor | None:
-        """Return the same values with one float32 scale per group; None if 4 or 8 bits cannot represent them."""
+        """Return the same values as a `QuantizedTensor`; None if its 4-bit or 8-bit values cannot represent them."""
         if self.minima is not None:
             return None
         if self.bits == 4 and self.zero == 8:

@@ -1,14 +1,14 @@
 """Integer weights of compressed-tensors (written by LLM Compressor), 4 and 8 bits.
 
-    weight               [out, in]               I8: values of `int-quantized`, W8A8, and W4A8 from -8 to 7
-    weight_packed        [out, in * bits / 32]   I32: values of `pack-quantized`, W4A16 and W8A16, plus half their range
+    weight               [out, in]               I8: values of the format `int-quantized` (W8A8; W4A8: -8 to 7)
+    weight_packed        [out, in * bits / 32]   I32: values of `pack-quantized` (W4A16, W8A16), plus half their range
     weight_shape         [2]                     I64 or I32: out, in
     weight_scale         [out, groups], [out] or [1]
     weight_zero_point    [out, groups] I8, or [out * bits / 32, groups] I32, packed along its rows as weights are
     weight_g_idx         [in]                    I32: group of each column
 
-Weights of layers that are not quantized are stored as usual. Scales of activations and of a KV cache are ignored:
-activations are quantized with a scale for each row.
+Weights that are not quantized are stored as usual. Scales of activations and of a KV cache are ignored, because this
+server computes a scale for each row of activations.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _ENDINGS: Final = ("weight", SCALE, ZERO, PACKED, SHAPE, ORDER)
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """4-bit and 8-bit integer weights (`fp8` reads 8-bit floating point). `group_size`: columns of a group; 0: derived
-    from the number of groups. `bits`: bits of values that are stored in one byte each.
+    """4-bit and 8-bit integer weights; `formats.fp8` reads 8-bit floating point. `group_size`: columns of a group; 0:
+    derived from the number of groups. `bits`: bits of the quantized values where each is stored in one byte.
     """
 
     description: str
@@ -84,7 +84,7 @@ class CompressedTensors:
         return PackedTensor(name, shape, parts, lambda arrays: _unpacked(arrays, shape, bits, size))
 
     def _check_zeros(self, name: str, parts: Parts, zeros: StoredTensor, packed: tuple[int, int]) -> None:
-        """Check that zero points have the shape of the scales, or are packed if they are stored as words."""
+        """Check that zero points have the shape of the scales or, if they are packed in words, the shape `packed`."""
         scale = parts[SCALE].shape
         like_scale = zeros.dtype != "I32" and zeros.shape == scale
         part(name, parts, ZERO, ["I8"] if like_scale else ["I32"], len(scale) if like_scale else 2)
@@ -155,7 +155,9 @@ def _by_row(values: Array, out: int) -> Array:
 
 
 def parts_of(tensor: QuantizedTensor, packed: bool) -> dict[str, Array]:
-    """Return name ending -> array of a symmetric tensor: `pack-quantized` if `packed`, otherwise `int-quantized`."""
+    """Return the arrays that store a symmetric tensor, by name ending, in the format `pack-quantized` if `packed`, else
+    in `int-quantized`.
+    """
     assert tensor.zeros is None
     assert tensor.g_idx is None
     if not packed:

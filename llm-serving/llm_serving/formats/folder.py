@@ -19,7 +19,7 @@ from llm_serving.formats.safetensors import read_safetensors
 MAX_LISTED: Final = 5
 
 DERIVED: Final = re.compile(r"(^|\.)rotary_(pos_)?emb\.inv_freq$|(^|\.)freqs_(cos|sin)$")
-"""Names of tables that some exporters write in addition to the weights."""
+"""Pattern of the names of rotary tables. Some exporters write them, although the configuration determines them."""
 
 Shape = tuple[int, ...]
 
@@ -27,9 +27,9 @@ Shape = tuple[int, ...]
 def check_tensors(
     where: str, expected: Mapping[str, Shape], found: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None
 ) -> None:
-    """Compare names and shapes of the model's tensors (`expected`) and of the files (`found`) before any tensor is
-    read. `optional`: unused tensors that may exist. Raise ModelError, which begins with `where` and lists some tensors,
-    if tensors are missing, unexpected or of another shape.
+    """Compare names and shapes of the model's tensors (`expected`) and of the files (`found`), before any tensor is
+    read. `optional`: unused tensors that the files may contain. Raise ModelError, which begins with `where` and lists
+    some tensors, if tensors are missing, unexpected or of another shape.
     """
     allowed = {**expected, **(optional or {})}
     missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in found]
@@ -61,12 +61,12 @@ _READERS: Final[Mapping[str, Callable[[Path, bool], Mapping[str, ReadableTensor]
 }
 
 _IN_FOLDERS: Final = (".safetensors", ".ckpt")
-"""Supported suffixes. The first one that occurs in a folder is used."""
+"""Supported suffixes of weight files. If a folder has files of several formats, the first suffix is used."""
 
 _PICKLES: Final = ("pytorch_model*.bin", "*.bin", "consolidated*.pth", "*.pth", "*.pt")
-"""Patterns of pickle files, which are never read. The first match decides which file a conversion hint names."""
+"""Patterns of pickle files, which are never read. The hint how to convert them names the first match."""
 _META: Final = "consolidated*.pth"
-"""Pattern of Meta's format, which has its own tensor names and configuration."""
+"""Pattern of weight files in Meta's format, which has its own tensor names and configuration."""
 
 _FROM_META: Final = (
     "with torch and transformers 4: python -m transformers.models.llama.convert_llama_weights_to_hf "
@@ -75,8 +75,8 @@ _FROM_META: Final = (
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of the index, the usual single file, or all files of the first supported format, else raise
-    ModelError.
+    """Return the weight files of a folder: those that the index lists, else the usual single file, else all files of
+    the first supported format. Raise ModelError if there are none.
     """
     index = folder / INDEX_NAME
     if index.exists():
@@ -84,7 +84,7 @@ def weight_files(folder: Path) -> list[Path]:
         if missing := [name for name in names if not (folder / name).exists()]:
             raise ModelError(f"{folder}: {INDEX_NAME} names files that are missing: {listed(missing)}")
         return [folder / name for name in names]
-    if (folder / SINGLE_NAME).exists():  # other files may hold the same weights under other names
+    if (folder / SINGLE_NAME).exists():  # without an index, other files may contain the same weights under other names
         return [folder / SINGLE_NAME]
     for ending in _IN_FOLDERS:
         if files := sorted(folder.glob(f"*{ending}")):
@@ -145,7 +145,9 @@ def how_to_convert_file(file: Path) -> str:
 
 
 def convert_command(source: Path, yaml: Path | None = None) -> str:
-    """Return the command that converts MindFormers weights to a Hugging Face folder, with `YAML` if `yaml` is None."""
+    """Return the command that converts MindFormers weights to a Hugging Face folder. If `yaml` is None, the command has
+    the placeholder `YAML`.
+    """
     config = "YAML" if yaml is None else shlex.quote(str(yaml))
     return f"llm-serving convert {shlex.quote(str(source))} OUT --to hf --config {config}"
 

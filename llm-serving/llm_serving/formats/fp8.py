@@ -1,8 +1,8 @@
-"""Weights in 8-bit floating point (e4m3, Micikevicius et al. 2022), scaled as a whole, by rows or by blocks.
+"""Weights in 8-bit floating point (e4m3, Micikevicius et al. 2022), with one scale, or one for each row or block.
 
     weight              [out, in]    F8_E4M3
     weight_scale        [], [1], [out], [out, 1] or, per block, [out / rows, in / columns]
-    weight_scale_inv    the same under another name; it is a factor too
+    weight_scale_inv    another name of weight_scale; despite this name it is not inverted
 
 They are dequantized to float32.
 """
@@ -26,12 +26,12 @@ IGNORED: Final = (
     *("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale"),
     *("k_scale", "v_scale", "q_scale", "kv_scale"),
 )
-"""Name endings of scales that weights do not need: those of activations and of a KV cache."""
+"""Name endings of tensors that are ignored: scales of activations and of a KV cache."""
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """The FP8 scheme. `block`: rows and columns of a block, for scales of blocks."""
+    """The FP8 scheme. `block`: rows and columns of a block that shares a scale; None: there are no blocks."""
 
     description: str
     block: tuple[int, int] | None = None
@@ -43,7 +43,9 @@ class Fp8:
         return assemble_weights(left, ("weight", *SCALES), self.packed)
 
     def packed(self, name: str, parts: Parts) -> ReadableTensor:
-        """Return one weight; an unquantized one unchanged. Raise ModelError if the parts do not match each other."""
+        """Combine the parts of one weight. Return an unquantized weight unchanged. Raise ModelError if the parts do not
+        match each other.
+        """
         weight = parts.get("weight")
         if weight is not None and weight.dtype in NUMPY_DTYPES and len(parts) == 1:
             return weight
@@ -85,7 +87,9 @@ def _values(bits: Array, scale: Array, block: tuple[int, int]) -> Array:
 
 
 def _numbers() -> NDArray[np.float32]:
-    """Return the values of the 256 codes: sign, 4 exponent bits with bias 7, 3 fraction bits; all ones are NaN."""
+    """Return the values of the 256 bytes: sign, 4 exponent bits with bias 7, 3 fraction bits. All exponent and fraction
+    bits set means NaN.
+    """
     bits = np.arange(128)
     exponent, fraction = bits >> 3, bits & 7
     normal = np.ldexp(1 + fraction / 8, exponent - 7)

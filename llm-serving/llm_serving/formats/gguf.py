@@ -69,7 +69,8 @@ class GgufFile:
         metadata: Values by key. Arrays of strings are None, unless `read_gguf` was asked to read them.
         tensors: Tensors by their names in the file.
         types: Types of the tensors with two or more dimensions, such as Q4_K.
-        block_elements, block_bytes: Number of elements of all tensors in blocks, and their size in bytes when served.
+        block_elements, block_bytes: Total number of elements of the tensors in blocks, and the bytes that these take in
+            memory when they are served.
     """
 
     file: Path
@@ -215,7 +216,7 @@ def _read(file: Path, reader: _HeaderReader, texts: bool) -> GgufFile:
 
 
 def _value(reader: _HeaderReader, kind: int, texts: bool) -> Any:
-    """Read a metadata value. Without `texts`, an array of strings is skipped and becomes None."""
+    """Read a metadata value. Unless `texts`, skip an array of strings and return None for it."""
     if kind in _NUMBERS:
         return np.frombuffer(reader.bytes(np.dtype(_NUMBERS[kind]).itemsize), _NUMBERS[kind])[0].item()
     if kind == _TEXT:
@@ -288,7 +289,7 @@ def _tensor_info(file: Path, reader: _HeaderReader) -> _TensorInfo:
 
 
 METHOD: Final = "gguf"
-"""`quant_method` of a configuration that was read from a GGUF file."""
+"""Value of `quant_method` in a configuration that was read from a GGUF file."""
 
 
 @dataclass(frozen=True)
@@ -296,8 +297,8 @@ class Gguf:
     """The scheme of GGUF tensors.
 
     Attributes:
-        architecture: Value of `general.architecture`, which decides the names and layouts of tensors.
-        heads: Numbers of heads; 0: unknown. They are needed only where the layout of a tensor depends on them.
+        architecture: Value of `general.architecture`, which determines the names and layouts of tensors.
+        heads: Numbers of heads, on which the layouts of some tensors depend; 0: unknown.
         block_elements, block_bytes: As the attributes of `GgufFile`.
     """
 

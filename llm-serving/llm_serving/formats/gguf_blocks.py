@@ -38,12 +38,12 @@ from llm_serving.formats.stored_tensor import Array
 Uint8Array = NDArray[np.uint8]
 
 _AT_ONCE: Final = 2**24
-"""Elements that are unpacked together, which bounds temporary copies."""
+"""Number of elements that are unpacked at a time, which limits the size of temporary copies."""
 _LINE: Final = 64
 
 
 class _Numbers(NamedTuple):
-    """Arrays of n blocks: [n, elements] quantized values, [n, groups] scales and minima, [n, 1] units."""
+    """The numbers of n blocks: [n, elements] quantized values, [n, groups] scales and minima, [n, 1] units."""
 
     qvalues: Uint8Array
     scales: NDArray[Any]
@@ -54,7 +54,9 @@ class _Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockType:
-    """A block type. `unpack`: blocks [n, num_bytes] -> numbers; `bits`, `zero` and `group` as in `BlockTensor`."""
+    """A block type. `unpack`: function of the bytes of n blocks, [n, num_bytes]. `bits`, `zero` and `group` (its
+    group_size): as in `BlockTensor`.
+    """
 
     name: str
     elements: int
@@ -67,11 +69,11 @@ class BlockType:
 
     @property
     def has_units(self) -> bool:
-        """Whether scales are integers that a unit of the block multiplies."""
+        """Whether scales are integers that are multiplied by a float16 unit of the block."""
         return self.elements == UNIT_COLUMNS
 
     def packed_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of a packed matrix, which consists of panels whose chunks are padded to 64 bytes."""
+        """Return the bytes of a matrix as packed for the kernels: panels of chunks that are padded to 64 bytes."""
         out, width = shape[-2:]
         numbers = PANEL_ROWS * (2 if self.has_minima else 1)
         group = PANEL_ROWS * self.group * self.bits // 8 + numbers * (1 if self.has_units else 2)
@@ -84,7 +86,7 @@ class BlockType:
         return math.prod(shape[:-2]) * -(-out // PANEL_ROWS) * panel
 
     def unpacked(self, rows: Array) -> BlockTensor:
-        """[out, bytes of a row] -> the matrix."""
+        """Return the matrix whose rows have these bytes: [out, bytes of a row]."""
         out, row_blocks = len(rows), rows.shape[1] // self.num_bytes
         step = max(1, _AT_ONCE // max(1, row_blocks * self.elements))
         parts = [self._numbers(np.asarray(rows[start : start + step])) for start in range(0, max(out, 1), step)]
@@ -101,12 +103,12 @@ class BlockType:
 
 
 def _halves(blocks: Uint8Array, start: int) -> NDArray[np.float16]:
-    """Return the float16 number [n, 1] at a byte offset."""
+    """Return the float16 number at a byte offset of each block, [n, 1]."""
     return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16)
 
 
 def _low_then_high(packed: Uint8Array) -> Uint8Array:
-    """[..., n] bytes -> [..., 2 n] values: low nibbles, then high nibbles."""
+    """Unpack bytes [..., n] to 4-bit values [..., 2 n]: all low nibbles, then all high nibbles."""
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
@@ -123,7 +125,7 @@ def _q4_1(blocks: Uint8Array) -> _Numbers:
 
 
 def _five_bits(blocks: Uint8Array) -> Uint8Array:
-    """[n, 20] fifth bits and low four bits -> [n, 32] values."""
+    """Unpack bytes [n, 20] to 5-bit values [n, 32]. The fifth bits of all values precede the low four bits."""
     fifth = np.unpackbits(blocks[:, :4], axis=1, bitorder="little")
     return _low_then_high(blocks[:, 4:]) | fifth << np.uint8(4)
 
@@ -141,7 +143,7 @@ def _q8_0(blocks: Uint8Array) -> _Numbers:
 
 
 def _pairs_of_bits(packed: Uint8Array) -> Uint8Array:
-    """[n, 64] -> [n, 2, 4, 32] values: the same 32 bytes hold two bits for each of four runs of 32 elements."""
+    """Unpack bytes [n, 64] to 2-bit values [n, 2, 4, 32]: each 32 bytes hold two bits for four runs of 32 elements."""
     return packed.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & np.uint8(3)
 
 
@@ -162,7 +164,9 @@ def _q3_k(blocks: Uint8Array) -> _Numbers:
 
 
 def _scales_and_minima(packed: Uint8Array) -> tuple[NDArray[np.int8], Uint8Array]:
-    """[n, 12] -> two arrays [n, 8] of 6-bit values: four in the low bits of a byte, four split between two bytes."""
+    """Unpack bytes [n, 12] to 6-bit scales and minima, [n, 8] each. The first four are in the low bits of a byte, the
+    other four are split between two bytes.
+    """
     first, second, both = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([first & 63, both & 15 | first >> 6 << 4], axis=1)
     minima = np.concatenate([second & 63, both >> 4 | second >> 6 << 4], axis=1)
@@ -182,14 +186,14 @@ def _q5_k(blocks: Uint8Array) -> _Numbers:
 
 
 def _q6_k(blocks: Uint8Array) -> _Numbers:
-    # Half a block has 128 elements in four runs of 32. A byte of halves has bits of two runs, one of upper bits four.
+    # Half a block has four runs of 32 elements. A byte of nibbles belongs to two runs, a byte of upper bits to four.
     low = _low_then_high(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
     qvalues = low | _pairs_of_bits(blocks[:, 128:192]) << np.uint8(4)
     return _Numbers(_flat(qvalues), blocks[:, 192:208].view(np.int8), None, _halves(blocks, 208))
 
 
 _TABLE: Final = np.array([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], np.uint8)
-"""The values of IQ4_NL and IQ4_XS, with 128 added so that they are unsigned."""
+"""The sixteen values of IQ4_NL and IQ4_XS, plus 128, so that they are unsigned."""
 
 
 def _iq4_nl(blocks: Uint8Array) -> _Numbers:
@@ -205,12 +209,12 @@ def _iq4_xs(blocks: Uint8Array) -> _Numbers:
 
 
 _MXFP4_TABLE: Final = TWICE.view(np.uint8) ^ np.uint8(128)
-"""Twice the values of MXFP4, with 128 added so that they are unsigned."""
+"""Twice the sixteen values of MXFP4, plus 128, so that they are unsigned."""
 
 
 def _mxfp4(blocks: Uint8Array) -> _Numbers:
     qvalues = _MXFP4_TABLE[_low_then_high(blocks[:, 1:])]
-    exponents = blocks[:, :1].astype(np.int32) - 128  # half of each value of the table
+    exponents = blocks[:, :1].astype(np.int32) - 128  # the scale is halved, because the table has twice the values
     is_used = (qvalues != 128).any(axis=1, keepdims=True)
     wrong = exponents[is_used & ((exponents < _LEAST_EXPONENT) | (exponents > _LARGEST_EXPONENT))]
     if wrong.size:
@@ -223,7 +227,7 @@ def _mxfp4(blocks: Uint8Array) -> _Numbers:
 
 
 _LEAST_EXPONENT, _LARGEST_EXPONENT = -24, 15
-"""Exponents of the powers of two that float16 has."""
+"""Minimum and maximum exponent of the powers of two that float16 represents."""
 
 BLOCKS: Final[Mapping[int, BlockType]] = {
     2: BlockType("Q4_0", 32, 18, _q4_0, bits=4, zero=8),

@@ -1,6 +1,6 @@
 """The layouts of tensors in GGUF files, converted to those of Hugging Face's folders.
 
-Blocks keep their bytes: `StoredTensor.part` picks consecutive rows, and `PackedTensor.order` states the order of
+Blocks keep their bytes: `StoredTensor.part` selects consecutive rows, and `PackedTensor.order` is the order of
 reordered rows. A tensor is dequantized only where the docstring of a function says so.
 """
 
@@ -21,7 +21,7 @@ from llm_serving.formats.quantized_tensor import QuantizedTensor
 from llm_serving.formats.stored_tensor import Array, StoredTensor, to_float32
 
 LATENT_VALUES: Final = "attn_v_b"
-"""Role of the values of latent attention, which are read with the keys."""
+"""Name of the tensor with the value projection of latent attention. It is read together with that of the keys."""
 
 
 class HeadCounts(NamedTuple):
@@ -30,7 +30,7 @@ class HeadCounts(NamedTuple):
     Attributes:
         q, kv: Query heads, and heads of keys and values.
         linear_keys, linear_values: Heads of keys and of values in layers with the gated delta rule.
-        linear_dim: Elements of a head of values in these layers.
+        linear_dim: Elements of a value head in these layers.
     """
 
     q: int = 0
@@ -42,7 +42,7 @@ class HeadCounts(NamedTuple):
 
 UNKNOWN_HEADS: Final = HeadCounts()
 Layout = Callable[[str, ReadableTensor, HeadCounts], ReadableTensor]
-"""(name in the file, tensor, numbers of heads) -> tensor in the layout of Hugging Face."""
+"""Function of (name in the file, tensor, numbers of heads) that returns the tensor in the layout of Hugging Face."""
 
 
 def head_rows(name: str, tensor: ReadableTensor, heads: int, multiple: int = 1) -> int:
@@ -68,7 +68,7 @@ def experts_of(name: str, tensor: ReadableTensor) -> Iterator[ReadableTensor]:
 
 
 def rows_of(tensor: ReadableTensor, start: int, shape: tuple[int, ...]) -> ReadableTensor:
-    """Return consecutive rows of a tensor; the last dimension counts columns, except that of a vector."""
+    """Return rows of a tensor from row `start` on, in this shape. A vector has rows of one element."""
     if isinstance(tensor, StoredTensor):
         return tensor.part(start * (shape[-1] if len(shape) > 1 else 1), shape)
     stored = {
@@ -78,7 +78,7 @@ def rows_of(tensor: ReadableTensor, start: int, shape: tuple[int, ...]) -> Reada
 
 
 def rows_in_order(name: str, tensor: ReadableTensor, order: Array) -> PackedTensor:
-    """Return the rows with these numbers. Blocks keep their bytes."""
+    """Return the rows of a tensor with the numbers in `order`. Blocks keep their bytes."""
     shape = (len(order), *tensor.shape[1:])
     if isinstance(tensor, PackedTensor):
         return replace(tensor, shape=shape, order=order)
@@ -86,7 +86,7 @@ def rows_in_order(name: str, tensor: ReadableTensor, order: Array) -> PackedTens
 
 
 def flat(name: str, tensor: ReadableTensor, heads: HeadCounts) -> StoredTensor:
-    """Return a vector that the file stores with two dimensions."""
+    """Return a vector that the file stores as a matrix."""
     return _plain(name, tensor, (math.prod(tensor.shape),))
 
 
@@ -110,23 +110,23 @@ def rates(name: str, tensor: ReadableTensor, heads: HeadCounts) -> PackedTensor:
 
 
 def of_each_head(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return query, key and value of each head one after another; the file has all queries first, then all keys."""
+    """Return the rows in the order query, key, value of each head. The file has all queries, all keys, all values."""
     own = head_rows(name, tensor, 3 * heads.q)
     return rows_in_order(name, tensor, np.arange(tensor.shape[0]).reshape(3, heads.q, own).swapaxes(0, 1).reshape(-1))
 
 
 def queries_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return queries, keys and values of `in_proj_qkvz`, whose rows are grouped by key head."""
+    """Return all queries, then all keys, then all values of `in_proj_qkvz`, which the file groups by key head."""
     return rows_in_order(name, tensor, np.concatenate(_grouped(name, tensor, heads)[:3]))
 
 
 def gates_of_groups(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return the gates of `in_proj_qkvz`."""
+    """Return the gates z of `in_proj_qkvz`, which the file groups by key head."""
     return rows_in_order(name, tensor, _grouped(name, tensor, heads)[3])
 
 
 def _grouped(name: str, tensor: ReadableTensor, heads: HeadCounts) -> list[Array]:
-    """Return the rows of queries, keys, values and gates."""
+    """Return the row numbers of queries, keys, values and gates in `in_proj_qkvz`."""
     own = head_rows(name, tensor, heads.linear_keys)
     values = heads.linear_values // heads.linear_keys * heads.linear_dim
     key_dim = own // 2 - values
@@ -149,8 +149,8 @@ def _halves(name: str, tensor: ReadableTensor, heads: HeadCounts) -> Array:
 
 
 def untiled(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Return the rows with heads of values grouped by key head. The file has the first head of every group, then the
-    second head of every group. Rows before these heads keep their position.
+    """Return the rows with value heads grouped by key head. The file has the first value head of every group, then the
+    second of every group, and so on. Rows before these heads keep their position.
     """
     own = 1 if len(tensor.shape) == 1 or tensor.shape[0] == heads.linear_values else heads.linear_dim
     first = tensor.shape[0] - heads.linear_values * own
@@ -168,7 +168,7 @@ def untiled_taps(name: str, tensor: ReadableTensor, heads: HeadCounts) -> Readab
 
 
 def untiled_columns(name: str, tensor: ReadableTensor, heads: HeadCounts) -> ReadableTensor:
-    """Do the same as `untiled` with columns. Blocks are dequantized if they have elements of several heads."""
+    """Do the same as `untiled` for columns. Blocks are dequantized if they contain elements of several heads."""
     order, shape = _untiled(heads, heads.linear_dim), tensor.shape
     if len(shape) != 2 or shape[1] != len(order):
         raise ModelError(f"{tensor.file}: tensor {name} must have {len(order)} columns. Found: {list(shape)}")
@@ -204,9 +204,10 @@ def less_one(arrays: Mapping[str, Array]) -> Array:
 
 
 def joined_latents(name: str, keys: ReadableTensor, values: ReadableTensor | None, heads: int) -> PackedTensor:
-    """[heads, rank, n] keys and [heads, v, rank] values -> kv_b_proj [heads * (n + v), rank].
+    """Join keys [heads, rank, n] and values [heads, v, rank] to kv_b_proj [heads * (n + v), rank].
 
-    Each head has n rows of keys, then v rows of values. A file may also store heads and rows as one dimension.
+    In kv_b_proj, each head has n rows of keys, then v rows of values. A file may also store heads and rows as one
+    dimension.
     """
     if values is None:
         raise ModelError(f"{keys.file}: tensor {name} must have {LATENT_VALUES} beside it")

@@ -33,12 +33,12 @@ class Naming:
     """The names and layouts of an architecture.
 
     Attributes:
-        more: Tensors of a layer that Llama lacks or names differently. `*` is the number of an expert; `|` separates
-            the names of query, key and value that one tensor stacks. A tuple has a name and a layout for each tensor
-            that is made of the file's tensor.
+        more: Name in the file -> Hugging Face's name, for tensors of a layer that Llama lacks or names differently. `*`
+            is the number of an expert; `|` separates the names of query, key and value that one tensor stacks. If the
+            value is a tuple, it has a name and a layout for each tensor that is made of the file's tensor.
         whole: The same for tensors outside layers.
-        layers: Prefix of the names of layers.
-        pairs, plus_one: Whether the file uses the layout of this name in the docstring of `formats.gguf_weights`.
+        layers: Hugging Face's prefix of the names of layers.
+        pairs, plus_one: Whether the file has the layout that the docstring of `formats.gguf_weights` calls so.
     """
 
     more: Mapping[str, str | tuple[NamedLayout, ...]] = field(default_factory=dict)
@@ -100,7 +100,7 @@ _LFM2: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
 
 
 def _shared(name: str) -> dict[str, str]:
-    """Return the names of the projections of a shared expert."""
+    """Return the names of the projections of a shared expert, whose Hugging Face prefix is `name`."""
     return {f"ffn_{part}_shexp": f"mlp.{name}.{part}_proj" for part in ("gate", "up", "down")}
 
 
@@ -122,8 +122,8 @@ _GEMMA: Final[Mapping[str, str]] = {
 
 
 def _mamba(at: str) -> dict[str, str | tuple[NamedLayout, ...]]:
-    """Return the names of a Mamba-2 mixer with this prefix. The file has matrices of one column or one row per group
-    where a folder has vectors.
+    """Return the names of a Mamba-2 mixer with the prefix `at`. Some of its vectors are matrices in the file, with one
+    column or with one row per group.
     """
     return {
         "ssm_in": f"{at}in_proj",
@@ -169,7 +169,7 @@ _TILED: Final[Mapping[str, str | tuple[NamedLayout, ...]]] = {
     "ssm_a": (NamedLayout("linear_attn.A_log", untiled_rates),),
     "ssm_out": (NamedLayout("linear_attn.out_proj", untiled_columns),),
 }
-"""Qwen3.5: the heads of values lie in another order."""
+"""Qwen3.5: like `_DELTA`, but the value heads are in another order."""
 _SHARED_MLP: Final[Mapping[str, str]] = {
     f"ffn_{part}{ending}": f"shared_mlp.{part}_proj" for part in ("gate", "up", "down") for ending in ("", "_shexp")
 }

@@ -1,12 +1,13 @@
 """The tensors of a GGUF file under Hugging Face's names, and in its layout.
 
-llama.cpp uses the same tensor names for every architecture. It stores some tensors in another layout:
-    rows of query and key   `pairs`: the two rows that rotate together are neighbours; here they lie half a head apart
-    norm weights            `plus_one`: the stored weight is the norm weight of the model plus 1
+llama.cpp uses the same tensor names for every architecture. It stores some tensors in a layout of its own:
+    rows of query and key   `pairs`: two rows that rotate together are adjacent; in Hugging Face's layout they are half
+                            a head apart
+    norm weights            `plus_one`: the stored weight is that of Hugging Face's folders plus 1
     experts                 one tensor of three dimensions for all experts of a layer; until 2024 one for each expert
     stacked projections     some files have one tensor for query, key and value
     latent keys, values     DeepSeek: two tensors with a matrix for each head; the matrices of the keys are transposed
-    single tensors          `Naming.more` states the function of `gguf_layouts` that converts a tensor
+    other tensors           `Naming.more` has the function of `gguf_layouts` that converts a tensor
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ FREQUENCIES: Final = "rope_freqs.weight"
 SHORT_FREQUENCIES: Final = "rope_factors_short.weight"
 LONG_FREQUENCIES: Final = "rope_factors_long.weight"
 _NO_WEIGHTS: Final = (FREQUENCIES, SHORT_FREQUENCIES, LONG_FREQUENCIES)
-"""Tensors that are not weights: divisors of the rotary frequencies, which `models.gguf` adds to the configuration."""
+"""Tensors that are not weights: divisors of the rotary frequencies. `models.gguf` adds them to the configuration."""
 
 _QUERY, _KEY = ".q_proj", ".k_proj"
 _ONE_ROW: Final = ("shared_expert_gate", "mlp.moe_statics.e_score_correction_bias")
@@ -46,17 +47,17 @@ _NAME: Final = re.compile(
     r"(?:\.(?P<kind>weight|bias))?$"
 )
 _PREDICTING: Final = re.compile(r"^blk\.(?=\d{1,6}\.nextn\.)")
-"""Start of tensor names that only multi-token prediction layers have."""
+"""Pattern of the names of tensors that only multi-token prediction layers have."""
 _HUGGING_FACE_PREFIXES: Final = ("model.", "lm_head.")
-"""Prefixes of Hugging Face's names. A GGUF file with such names is refused, because its rows would not be reordered."""
+"""Prefixes of Hugging Face's names. GGUF files with such names are refused, because their row order is unknown."""
 
 
 def named_weights(
     tensors: Mapping[str, ReadableTensor], architecture: str, heads: HeadCounts
 ) -> dict[str, ReadableTensor]:
     """Return the tensors of a file with the names and layout of Hugging Face. Unknown names are kept. `architecture` is
-    a key of `NAMINGS`. Raise ModelError if two tensors get one name, or the shape of a tensor does not fit the numbers
-    of heads.
+    a key of `NAMINGS`. Raise ModelError if two tensors get the same name, or the shape of a tensor does not match the
+    numbers of heads.
     """
     naming = NAMINGS[architecture]
     weights: dict[str, ReadableTensor] = {}
@@ -107,7 +108,7 @@ def _ended(name: str, ending: str) -> str:
 
 
 def _apart(name: str, known: str, tensor: ReadableTensor, heads: HeadCounts) -> list[tuple[str, ReadableTensor]]:
-    """Return the weights that are stacked in a tensor, by their names."""
+    """Return (name, tensor) of each weight that a tensor stacks. `known` has the names, separated by `|`."""
     names = known.split("|")
     if len(names) == 1:
         return [(known, tensor)]

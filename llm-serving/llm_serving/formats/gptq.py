@@ -1,9 +1,9 @@
 """GPTQ (Frantar et al. 2022) as AutoGPTQ and GPTQModel write it, 4 and 8 bits.
 
 qweight   [in * bits / 32, out]        I32: quantized values packed along `in`, the first in the lowest bits
-qzeros    [groups, out * bits / 32]    I32: zero points packed along `out`; minus one in files of version 1
+qzeros    [groups, out * bits / 32]    I32: zero points packed along `out`; version 1 stores each minus 1
 scales    [groups, out]
-g_idx     [in]                         I32: group of each column; unordered with act-order
+g_idx     [in]                         I32: group of each column; not ascending with act-order
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Gptq:
 
     Attributes:
         group_size: Columns of a group; 0: a row is one group.
-        zeros_less_one: Whether files store zero points minus one, as version 1 of the format does.
-        act_order: Whether a group may consist of any columns of a row (`desc_act`).
-        has_zeros: Whether zero points may differ from 2^(bits - 1).
+        zeros_less_one: Whether files store each zero point minus 1, as version 1 of the format does.
+        act_order: Whether the columns of a group need not be adjacent (`desc_act`).
+        has_zeros: Whether zero points may differ from 2^(bits - 1), the zero point of symmetric weights.
     """
 
     description: str

@@ -1,6 +1,6 @@
 """MindFormers' tensor names, and its fused projections.
 
-Llama and Qwen2 have names of their own. Newer networks, such as Qwen3, have those of Megatron's core.
+Llama and Qwen2 have names of their own. Newer networks, such as Qwen3, have the names of Megatron Core.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _CORE: Final = (
     (".mlp.linear_fc2.", ".mlp.down_proj."),
     (".pre_mlp_layernorm.", ".post_attention_layernorm."),
 )
-"""As `_NAMES`, for newer networks."""
+"""The same as `_NAMES`, for newer networks."""
 _CORE_NAME: Final = re.compile(r"^(embedding\.word_embeddings|decoder\.(layers|final_layernorm)|output_layer)\.")
 
 QKV: Final = re.compile(r"^(?P<at>.*)\.(attention\.w_qkv|self_attention\.linear_qkv)\.(?P<kind>weight|bias)$")
 GATE_UP: Final = re.compile(r"^(?P<at>.*)\.(feed_forward\.w_gate_hidden|mlp\.linear_fc1)\.(?P<kind>weight|bias)$")
 
 Order = Literal["grouped", "stacked"]
-"""Row order of fused projections, which neither files nor tensor names specify.
+"""The row order of fused projections. Neither files nor tensor names specify it.
 
-`grouped` (`w_qkv` of MindFormers 1.4 and newer, `linear_qkv` of its training networks): for each key head its query
-heads, itself and its value head; rows of gate and up alternate. `stacked` (`w_qkv` of older releases, `linear_qkv` of
+`grouped` (`w_qkv` of MindFormers 1.4 and newer, `linear_qkv` of its training networks): for each KV head, its query
+heads, its key and its value; rows of gate and up alternate. `stacked` (`w_qkv` of older releases, `linear_qkv` of
 inference networks): one projection after another.
 """
 ORDERS: Final = ("grouped", "stacked")
@@ -84,8 +84,8 @@ def is_fused(name: str) -> bool:
 
 
 def split(name: str, array: Array, order: Order, heads: int, kv_heads: int) -> Mapping[str, Array]:
-    """Return the projections of a fused tensor by their Hugging Face names; any other tensor alone. `name`:
-    MindFormers' name; `array`: [rows, columns], or [rows] for a bias.
+    """Return the projections of a fused tensor by their Hugging Face names; for any other tensor, only the tensor.
+    `name`: MindFormers' name. `array`: [rows, columns], or [rows] for a bias.
     """
     if match := QKV.match(name):
         at = hugging_face_name(match["at"])

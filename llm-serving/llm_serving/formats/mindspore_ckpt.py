@@ -1,4 +1,4 @@
-"""MindSpore checkpoints (`.ckpt`), a protobuf of tensors, read without MindSpore and without copying a weight.
+"""MindSpore checkpoints (`.ckpt`), which are protobuf messages, read without MindSpore and without copying weights.
 
 The messages, by field number (proto2):
 
@@ -133,8 +133,8 @@ def _tensor(content: mmap.mmap, name: str, start: int, end: int) -> _CheckpointP
 
 
 def _field(content: mmap.mmap, at: int, end: int) -> tuple[int, int, int]:
-    """Return (field number, start, end) of the protobuf field at `at`, where start and end bound its content; the
-    content of a number is its varint.
+    """Return the number of the protobuf field at `at`, and the start and end of its content. The content of an integer
+    is its varint.
     """
     key, at = _varint(content, at, end)
     field, kind = key >> 3, key & 7

@@ -1,10 +1,11 @@
 """Weights of 4-bit floating point with a shared power of two (MXFP4 of the OCP Microscaling Formats), as in gpt-oss.
 
-    <name>_blocks   U8 [experts, out, in / 32, 16]: two values of e2m1 in a byte, the lower four bits first
+    <name>_blocks   U8 [experts, out, in / 32, 16]: two e2m1 values in a byte, the first in the lower four bits
     <name>_scales   U8 [experts, out, in / 32]: exponent of two, plus 127, of 32 inputs
 
-Twice a value of e2m1 is an integer, so products of 8 bits in groups of 32 take the values as they are. Elsewhere they
-are dequantized to float32, in the order of the unquantized tensor <name> [experts, in, out].
+Twice an e2m1 value is an integer. So these weights are served as 8-bit values in groups of 32, without rounding, by
+kernels that support such groups. For other kernels they are dequantized to float32, in the order of the unquantized
+tensor <name> [experts, in, out].
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _GROUP: Final = 32
 _BYTES: Final = _GROUP // 2
 _EXPONENT_BIAS: Final = 127
 _MAX_EXPONENT: Final = 120
-"""Exponents up to this keep all values finite, and 255 means that the values are no numbers."""
+"""Maximum exponent of a scale, with which all values are finite. The stored byte 255 means NaN."""
 TWICE: Final = np.array([sign * each for sign in (1, -1) for each in (0, 1, 2, 3, 4, 6, 8, 12)], np.int8)
-"""Twice the value of each of the sixteen codes."""
+"""Twice the value of each of the sixteen bit patterns of e2m1."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def _unpack(arrays: Mapping[str, Array]) -> QuantizedTensor:
 
 
 def quantized(blocks: Array, scales: Array) -> QuantizedTensor:
-    """Return the matrix [experts * out, in] in 8 bits. Raise ModelError if an exponent is too large."""
+    """Return the matrix [experts * out, in] as 8-bit values. Raise ModelError if an exponent is too large."""
     exponents = np.asarray(scales).astype(np.int16) - _EXPONENT_BIAS
     if exponents.size and int(exponents.max()) > _MAX_EXPONENT:
         raise ModelError(f"exponents of scales must be at most {_MAX_EXPONENT}. Found: {int(exponents.max())}")

@@ -27,7 +27,7 @@ class PackedTensor:
         name: Name of the matrix in an unquantized model.
         shape: (out, in)
         stored: The tensors that store it.
-        unpack: Converts the arrays of `stored` to quantized values, or to float32 values if kernels cannot use those.
+        unpack: Converts the arrays of `stored` to quantized values, or to float32 if no kernel can use quantized ones.
         order: For each row of this matrix, the index of its row in the unpacked matrix; None: rows keep their order.
     """
 
@@ -50,8 +50,8 @@ class PackedTensor:
         return sum(part.num_bytes for part in self.parts)
 
     def read_packed(self) -> Quantized | Array:
-        """Return quantized values and scales, or float32 values for kernels without such a product. Raise ModelError if
-        damaged.
+        """Return quantized values and scales, or float32 values if no kernel can use the quantized ones. Raise
+        ModelError if the stored tensors are damaged.
         """
         try:
             found = self.unpack({ending: part.read() for ending, part in self.stored.items()})
@@ -67,8 +67,8 @@ class PackedTensor:
 
 
 def unquantized(found: Quantized | Array, shape: tuple[int, ...]) -> Array:
-    """Return the values of a tensor of this shape. Quantized values of a stack are [experts * out, in], and the tensor
-    of an unquantized model is [experts, in, out].
+    """Return the float values of a tensor of this shape. For stacked experts, quantized values are [experts * out, in],
+    and the result is [experts, in, out].
     """
     if not isinstance(found, Quantized):
         return found
@@ -87,7 +87,7 @@ class Scheme(Protocol):
 
     Attributes:
         description: Text for the user: "GPTQ, 4 bits, groups of 128".
-        activation_bits: Bits of the activations that the model was quantized for; None: the model dtype.
+        activation_bits: Bits of the activations for which the model was quantized; None: the model dtype.
         form: Form of the stored integers; None: weights are floating point, in GGUF blocks, or in several forms.
     """
 
@@ -110,9 +110,9 @@ class Scheme(Protocol):
 def assemble_weights(
     tensors: Mapping[str, ReadableTensor], endings: Collection[str], pack: Callable[[str, Parts], ReadableTensor]
 ) -> dict[str, ReadableTensor]:
-    """Combine tensors whose names differ only in their ending (`endings`) into `<name>.weight`, which `pack` creates
-    from name and parts. Return other tensors unchanged. Raise ModelError if `pack` does, or a remaining tensor has an
-    unsupported type.
+    """Combine tensors whose names differ only in their ending, one of `endings`, into `<name>.weight`. `pack` creates
+    it from the name and the parts. Return other tensors unchanged. Raise ModelError if `pack` raises it, or another
+    tensor has an unsupported type.
     """
     weights: dict[str, ReadableTensor] = {}
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)

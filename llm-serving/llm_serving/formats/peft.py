@@ -38,7 +38,7 @@ _REFUSED: Final[Mapping[str, str]] = {
     "megatron_config": "must be null: Megatron's layers are not served",
     "alora_invocation_tokens": "must be null: an adapter applies to all tokens",
 }
-"""Field -> rule, for fields whose features are not served."""
+"""Field of adapter_config.json whose feature is not served -> rule that the error states."""
 
 
 @dataclass(frozen=True)
@@ -195,12 +195,12 @@ def fingerprint(folder: Path) -> str:
 
 
 def number_of(fingerprint: str) -> int:
-    """Return the number of an adapter in requests, recordings and steps: the same for the same files, never 0."""
+    """Return the number by which requests, recordings and steps name an adapter: equal for equal files, never 0."""
     return int(fingerprint[:8], 16) % (2**31 - 1) + 1
 
 
 def _of_pattern(patterns: Mapping[str, Any], module: str, default: float) -> float:
-    """Return the value of the first pattern that matches the end of a module's name, as PEFT does."""
+    """Return the value of the first pattern that matches the end of a module's name, as PEFT does; else `default`."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return float(value)

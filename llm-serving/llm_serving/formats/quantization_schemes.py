@@ -22,12 +22,12 @@ READ: Final = "compressed-tensors (W8A8, W8A16, W4A16, W4A8, FP8), GPTQ of 4 and
 _MAX_GROUP: Final = 2**20
 _COMPRESSED_FORMS: Final = ("int-quantized", "pack-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 _UNORDERED: Final = ("group", "dynamic", True)
-"""Values of `actorder` with which the columns of a group may lie anywhere in a row."""
+"""Values of `actorder` with which the columns of a group need not be adjacent."""
 _MODELOPT_FP8: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 
 
 class _RefusedError(Exception):
-    """Why the configuration is not supported: the end of an error that begins with `quantization_config`."""
+    """The configuration is not supported. The message ends a sentence that begins with `quantization_config`."""
 
 
 def scheme_of(config: Mapping[str, Any], where: str) -> Scheme | None:
@@ -101,7 +101,9 @@ def _compressed(given: Mapping[str, Any], description: str) -> Scheme:
 
 
 def _form(weights: Sequence[Mapping[str, Any]]) -> QValuesForm | None:
-    """Return the form that all groups of modules of compressed-tensors have; None: they differ or are floats."""
+    """Return the form that all module groups of a compressed-tensors configuration share; None: they differ or are
+    floating point.
+    """
     forms = {
         QValuesForm(
             row["num_bits"],
@@ -123,7 +125,7 @@ def _fp8(given: Mapping[str, Any], description: str) -> Scheme:
 
 
 def _modelopt(given: Mapping[str, Any], description: str) -> Scheme:
-    """Read the algorithm from config.json, or from the nested object of ModelOpt's own file."""
+    """Return the scheme of ModelOpt. The algorithm is in config.json, or in a nested object of ModelOpt's own file."""
     nested = given.get("quantization")
     algorithm = (nested if isinstance(nested, Mapping) else given).get("quant_algo")
     if algorithm not in _MODELOPT_FP8:
@@ -136,7 +138,7 @@ def _mxfp4(given: Mapping[str, Any], description: str) -> Scheme:
 
 
 def _gguf(given: Mapping[str, Any], description: str) -> Scheme:
-    """Read the object that `models.gguf` writes into the configuration of a GGUF file."""
+    """Return the scheme of a GGUF file, from the object that `models.gguf` adds to its configuration."""
     architecture = given.get("architecture")
     if not isinstance(architecture, str) or architecture not in NAMINGS:
         raise _RefusedError(f"must have an architecture of {', '.join(NAMINGS)}. Given: {shorten(architecture)}")

@@ -1,7 +1,7 @@
 """Quantized matrices of 8 and 4 bits in memory, and rounding a matrix to them.
 
-value = (qvalue - zero) * scale. Each group of columns of a row has a scale, and a zero point unless it is symmetric.
-Quantized values are stored one in a byte; files pack them into words of 32 bits, the lowest bits first.
+value = (qvalue - zero) * scale. Each group of columns of a row has a scale and, unless it is symmetric, a zero point.
+In memory each quantized value takes a byte; files pack them into words of 32 bits, the lowest bits first.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from llm_serving.errors import ModelError
 from llm_serving.formats.stored_tensor import Array, to_float32
 
 SYMMETRIC_ZERO: Final = 8
-"""Zero point of 4 bits without stored zero points: 0..15 stand for -8..7."""
+"""Zero point of 4-bit values without stored zero points: 0..15 stand for -8..7."""
 
 _SAFE_SCALE: Final = 2.0**100
-"""Scales up to this cannot make a dequantized value infinite, so the values are not checked."""
+"""Maximum scale with which no dequantized value can be infinite. Only values with larger scales are checked."""
 STEPS: Final = (-8.0, -7.5, -8.5, -9.25, -10.0, -11.0)
-"""For symmetric 4-bit values, the scales to try are the largest element divided by each of these numbers. Larger
-scales represent the largest element better, smaller ones the others.
+"""Divisors for symmetric 4-bit values: the largest element of a group, divided by each of them, gives a scale to try. A
+large scale represents the largest element better, a small scale the other elements.
 """
 _LANES: Final = 16
-"""Number of partial sums of a squared error; column j belongs to sum j % 16."""
+"""Number of partial sums of a group's squared error. Column j is added to sum j % 16, as the kernels do."""
 _AT_ONCE: Final = 2**22
-"""Elements that are rounded together, which bounds the float32 copies of a large matrix."""
+"""Number of elements that are rounded at a time, which limits the float32 copies of a large matrix."""
 
 
 class QValuesForm(NamedTuple):
@@ -53,7 +53,7 @@ class QuantizedTensor:
         qvalues: [out, in]; int8 for 8 bits, uint8 0..15 for 4 bits.
         scales: [out, groups], float32; one group is a scale for a whole row.
         zeros: [out, groups]: the zero points, of the type of `qvalues`. None: `SYMMETRIC_ZERO` in 4 bits, 0 in 8 bits.
-        group_size: Columns of a group; the number of columns where a row is one group.
+        group_size: Columns of a group. If a row is one group, the number of columns.
         g_idx: [in], int32: group of each column (GPTQ's act-order). None: j // group_size.
         rotated: Whether rows were rotated before rounding (kernels/rotation.py) and scaled by 1 / the block size
             of the rotation. Kernels rotate the activations to match.
@@ -106,13 +106,13 @@ class QuantizedTensor:
         return QValuesForm(self.bits, size, self.g_idx is None, has_zeros)
 
     def with_groups_of(self, size: int) -> QuantizedTensor:
-        """Return the same values in smaller groups of `size`, a divisor of the group size."""
+        """Return the same values in smaller groups of `size` columns, a divisor of the group size."""
         times, groups = self.group_size // size, -(-self.qvalues.shape[1] // size)
         zeros = None if self.zeros is None else np.repeat(self.zeros, times, axis=1)[:, :groups]
         return replace(self, scales=np.repeat(self.scales, times, axis=1)[:, :groups], zeros=zeros, group_size=size)
 
     def with_columns(self, columns: NDArray[np.int64]) -> QuantizedTensor | None:
-        """Return some columns of the same values, without `g_idx`; None if they split a group."""
+        """Return these columns as a tensor without `g_idx`; None if they split a group."""
         size = self.group_size
         if self.num_groups == 1:
             return replace(self, qvalues=self.qvalues[:, columns], group_size=max(1, len(columns)))
@@ -127,7 +127,7 @@ class QuantizedTensor:
 
     @property
     def num_groups(self) -> int:
-        """Groups of a row; the last may be shorter."""
+        """Number of groups of a row. The last group may be shorter."""
         return max(1, -(-self.qvalues.shape[1] // self.group_size))
 
     @property
@@ -165,7 +165,9 @@ def check_values(values: NDArray[np.float32]) -> None:
 
 
 def group_of_columns(given: Array, group_size: int, groups: int) -> Array | None:
-    """Return the group of each column; None where columns are in order. Raise ModelError if a group is out of range."""
+    """Return the group of each column; None if groups are consecutive columns. Raise ModelError if a group is out of
+    range.
+    """
     columns = np.array(given, np.int32)
     if columns.size and not 0 <= int(columns.min()) <= int(columns.max()) < groups:
         raise ModelError(f"g_idx must be groups from 0 to {groups - 1}")
@@ -180,8 +182,8 @@ def from_unsigned(
     group_size: int,
     columns: Array | None,
 ) -> QuantizedTensor:
-    """Return a tensor of unsigned values [out, in]. `scales` [out, groups], float32; `zeros` [out, groups], None: the
-    middle of the range. `columns`: `g_idx` of `QuantizedTensor`.
+    """Return a tensor of unsigned quantized values [out, in]. `scales`: float32 [out, groups]. `zeros`: [out, groups];
+    None: the middle of the range. `columns`: `g_idx` of `QuantizedTensor`.
     """
     if zeros is not None and (zeros == 2 ** (bits - 1)).all():
         zeros = None
@@ -196,7 +198,7 @@ def _signed(values: NDArray[np.uint8]) -> NDArray[np.int8]:
 
 
 def quantize_w8(weight: Array) -> QuantizedTensor:
-    """Quantize each row of a matrix [out, in] to -127..127 with a scale from its largest element. The weight is
+    """Quantize each row of a matrix [out, in] to -127..127, with the scale largest element / 127. The weight is
     float32, float16, or bfloat16 as uint16 bits. Raise ModelError if it is no matrix, or an element is infinite or NaN.
     """
     _check(weight)
@@ -210,12 +212,12 @@ def quantize_w8(weight: Array) -> QuantizedTensor:
 
 
 def quantize_w4(weight: Array, group_size: int, symmetric: bool = True) -> QuantizedTensor:
-    """Quantize each group of `group_size` columns to 4 bits; arguments and errors as for `quantize_w8`, and ModelError
-    if groups do not divide the columns.
+    """Quantize each group of `group_size` columns to 4 bits. Arguments and errors are those of `quantize_w8`; also
+    raise ModelError if the group size does not divide the columns.
 
-    Symmetric values reach from -8 to 7 scales; the scale, which may be negative, is the largest element divided by that
-    of `STEPS` which gives the smallest squared error of the group. Asymmetric values span the range from the smallest
-    to the largest element in 15 scales and represent 0 exactly; their zero points are stored.
+    Symmetric values are -8 to 7 times a scale, which may be negative: the largest element divided by the one of `STEPS`
+    that gives the smallest squared error of the group. Asymmetric values divide the range from the smallest to the
+    largest element into 15 steps and represent 0 exactly; their zero points are stored.
     """
     _check(weight)
     out, width = weight.shape
@@ -255,7 +257,7 @@ def _best_symmetric(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], N
 def _symmetric(
     values: NDArray[np.float32], scale: NDArray[np.float32]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """Return usable scales, the values from -8 to 7, and the sums of the squared errors."""
+    """Return the scales without subnormal ones, the values from -8 to 7, and the squared error of each group."""
     scale = _usable(scale)
     found = np.clip(np.rint(values * (np.float32(1) / scale)[..., None]), -8, 7)
     with np.errstate(over="ignore"):
@@ -281,7 +283,7 @@ def _finite(weight: Array) -> NDArray[np.float32]:
 
 
 def _usable(scale: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Replace scales below the smallest normal number by 1: their elements round to 0."""
+    """Replace subnormal scales by 1, with which the elements of their groups round to 0."""
     usable: NDArray[np.float32] = np.where(np.abs(scale) < np.finfo(np.float32).tiny, np.float32(1), scale).astype(
         np.float32
     )
@@ -301,12 +303,12 @@ def values_per_word(bits: int) -> int:
 
 
 def unpack_words(words: NDArray[Any], bits: int) -> Uint8Array:
-    """[..., n] words of 32 bits -> [..., n * values_per_word(bits)] values."""
+    """Unpack 32-bit words [..., n] to values [..., n * values_per_word(bits)]."""
     return unpack_bytes(np.ascontiguousarray(words).view(np.uint8), bits)
 
 
 def unpack_bytes(packed: Uint8Array, bits: int) -> Uint8Array:
-    """[..., n] bytes -> [..., n * 8 // bits] values, the low bits of a byte first."""
+    """Unpack bytes [..., n] to values [..., n * 8 // bits], the low bits of a byte first."""
     if bits == 8:
         return packed
     qvalues = np.empty((*packed.shape[:-1], 2 * packed.shape[-1]), np.uint8)
@@ -316,7 +318,7 @@ def unpack_bytes(packed: Uint8Array, bits: int) -> Uint8Array:
 
 
 def pack_words(qvalues: Uint8Array, bits: int) -> NDArray[np.int32]:
-    """[..., n] values -> [..., ceil(n / values_per_word(bits))] words, the last one padded with zeros."""
+    """Pack values [..., n] into 32-bit words [..., ceil(n / values_per_word(bits))], padded with zeros at the end."""
     missing = -qvalues.shape[-1] % values_per_word(bits)
     if missing:
         qvalues = np.concatenate([qvalues, np.zeros((*qvalues.shape[:-1], missing), np.uint8)], axis=-1)

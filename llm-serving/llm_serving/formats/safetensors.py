@@ -1,6 +1,7 @@
 """The header of a safetensors file, read here because the safetensors package has no NumPy type for bfloat16.
 
-A file is eight bytes of header length (little-endian), a JSON header of names, types, shapes and offsets, and data.
+A file consists of the length of the header (8 bytes, little-endian), a JSON header with names, types, shapes and
+offsets, and the data.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _MAX_HEADER_BYTES: Final = 32 * 2**20
 _LFS_POINTER: Final = b"version "
 _MAX_DIMENSIONS: Final = 8
 _NO_WEIGHT: Final = re.compile(r"^__metadata__$|(^|\.)position_ids$")
-"""Header entries that are not weights, such as `position_ids`, which older encoders store."""
+"""Pattern of header entries that are not weights, such as `position_ids`, which older encoders store."""
 
 
 def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor]:
@@ -49,7 +50,7 @@ def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object and refuse duplicate names, which different readers resolve differently."""
+    """Build a JSON object. Raise ValueError for duplicate names, which different readers resolve differently."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a name occurs twice")

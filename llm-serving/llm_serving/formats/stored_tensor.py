@@ -26,7 +26,7 @@ PACKED_DTYPES: Final[Mapping[str, type[np.generic]]] = {
     "I64": np.int64,
     "F8_E4M3": np.uint8,
 }
-"""As `NUMPY_DTYPES`, for types that only quantized weights use. `F8_E4M3` is read as its bits."""
+"""The same as `NUMPY_DTYPES`, for types that only quantized weights use. `F8_E4M3` is read as uint8 bits."""
 
 _ALL_DTYPES: Final = {**NUMPY_DTYPES, **PACKED_DTYPES}
 
@@ -35,7 +35,7 @@ _NOT_FINITE: Final[Mapping[str, tuple[type[np.unsignedinteger[Any]], int]]] = {
     "float16": (np.uint16, 0x7C00 << 1),
     "float32": (np.uint32, 0x7F800000 << 1),
 }
-"""Array type -> (integer type of the same width, bits of infinity without the sign bit, shifted left by one)."""
+"""Array type -> (integer type of the same width, bits of infinity shifted left by one, which drops the sign bit)."""
 _AT_ONCE: Final = 2**18
 """Number of elements checked at a time, so that they stay in the CPU cache."""
 

@@ -1,4 +1,4 @@
-"""Write tensors as safetensors or as a MindSpore checkpoint, one piece at a time."""
+"""Write tensors as safetensors or as a MindSpore checkpoint, one tensor at a time."""
 
 from __future__ import annotations
 
