@@ -28,7 +28,9 @@ _WORDS: Final = ctypes.sizeof(_Row) // ctypes.sizeof(ctypes.c_int64)
 
 
 class AddressTable:
-    """The table that the C++ class `AddressedCall` reads: int64 [arrays, 7], a row for each array; never moved."""
+    """The table that the C++ class `AddressedCall` reads: int64 [arrays, 7], with a row for each array. The address of
+    the table never changes.
+    """
 
     def __init__(self, num_parameters: int) -> None:
         table = (_Row * num_parameters)()

@@ -1,7 +1,7 @@
 """Products of weights in GGUF blocks with rows of 8 bits, in NumPy: what csrc/blocks.h computes, bit by bit.
 
-Every 32 inputs of a row share a scale. Sums within a group are exact integers, and groups are added in float32 in
-ascending order, so that every instruction set gives these bits. Subnormal numbers count as zero.
+Every 32 inputs of an activation row share a scale. Sums within a group are exact integers, and groups are added in
+float32 in ascending order, so that every instruction set gives these bits. Subnormal numbers count as zero.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from llm_serving.kernels.rotation import Singles, without_subnormals
 from llm_serving.kernels.w8a8 import Floats, quantize_rows
 
 BLOCK: Final = 32
-"""Inputs of a row that share a scale."""
+"""Number of inputs of an activation row that share a scale."""
 
 
 def linear(
     x: Floats, qvalues: NDArray[np.uint8], zero: int, scales: Singles, minima: Singles | None, group_size: int
 ) -> Singles:
-    """[M, K] x [N, K] -> [M, N], float32 before it is rounded to the model dtype.
+    """Multiply x [M, K] by the transposed weight [N, K]. Return [M, N] in float32, before rounding to the model dtype.
 
     Args:
-        x: Values that float32 represents exactly. Blocks with infinity or NaN make the row NaN.
-        qvalues: Unsigned.
+        x: Values that float32 represents exactly. A block with infinity or NaN makes the whole result row NaN.
+        qvalues: Unsigned quantized values of the weight.
         zero: The quantized value that stands for 0.
         scales, minima: [N, groups]; minima may be None.
         group_size: Columns of a group, 16 or 32.

@@ -1,7 +1,7 @@
 """Find or compile the operator library and the kernels of each instruction set (csrc/).
 
-Each is a file in a cache folder, built once for a set of sources, a compiler and its flags. Only the kernels that this
-CPU needs are built, so several machines may share the folder.
+The library and each set of kernels are files in a cache folder, built once for a version of the sources, a compiler and
+its flags. Only the kernels that this CPU needs are built, so several machines may share the folder.
 
     python -m llm_serving.kernels.compiler          # compiles what is missing; needs Python's standard library alone
     python -m llm_serving.kernels.compiler --all    # for all instruction sets, for other machines and for tests
@@ -44,7 +44,7 @@ _FLAGS = (
     "-O3",
     "-fPIC",
     "-fvisibility=hidden",
-    "-ffp-contract=off",  # only explicit fused operations: the bits depend on it
+    "-ffp-contract=off",  # no implicit fused multiply-add, which would change bits
     "-Wall",
     "-Wextra",
 )
@@ -98,7 +98,7 @@ def kernels_path(isa: str, on_progress: Progress | None = None) -> Path:
 
 
 def _built(isas: Sequence[str], on_progress: Progress | None = None) -> list[Path]:
-    """Return the paths of the library and of the kernels of `isas`; build those that are missing."""
+    """Return the paths of the library and of the kernels of the instruction sets `isas`. Build missing ones first."""
     parts, folders = [_LIBRARY, *map(_kernels_of, isas)], _cache_folders()
     sources = _fingerprint_of_sources()
     try:
@@ -106,7 +106,7 @@ def _built(isas: Sequence[str], on_progress: Progress | None = None) -> list[Pat
     except KernelError as error:
         return _built_earlier(parts, sources, folders, error)
     suffix = f"{sources}_{_digest(repr(compiler).encode())}"
-    found = _find(parts, suffix, folders)  # in read-only folders too
+    found = _find(parts, suffix, folders)  # the file may also be in a read-only folder
     if len(found) < len(parts):
         folder = _writable(folders)
         with _locked(folder / "build.lock", on_progress or logger.info) as report:
@@ -128,7 +128,9 @@ def _find(parts: Sequence[str], suffix: str, folders: Sequence[Path]) -> dict[st
 
 
 def _built_earlier(parts: Sequence[str], sources: str, folders: Sequence[Path], error: KernelError) -> list[Path]:
-    """Return parts that any compiler built earlier. If one is missing, raise `error`: there is no compiler now."""
+    """Return parts that any compiler has built earlier from these sources. If one is missing, raise `error`, which says
+    that there is no compiler.
+    """
     for library in (path for folder in folders for path in sorted(folder.glob(f"{_LIBRARY}_{sources}_*.so"))):
         found = _find(parts, library.stem.removeprefix(f"{_LIBRARY}_"), folders)
         if len(found) == len(parts):
@@ -159,7 +161,7 @@ def _writable(folders: list[Path]) -> Path:
 
 
 def _fingerprint_of_sources() -> str:
-    """Return a hash of everything except the compiler that the library and the kernels depend on."""
+    """Return a hash of all inputs of the compilation except the compiler: sources, headers and flags."""
     flags = {name: each.compiler_flags for name, each in INSTRUCTION_SETS.items()}
     parts = [repr((_FLAGS, _LINKER_FLAGS, flags, platform.machine())).encode()]
     for source in sorted(_SOURCES.iterdir()):
@@ -176,7 +178,9 @@ def _digest(*parts: bytes) -> str:
 
 @contextmanager
 def _locked(path: Path, on_progress: Progress) -> Iterator[Progress]:
-    """Hold a lock that ends with this process. Yield a function that reports progress, also to processes that wait."""
+    """Hold a file lock, which the system releases if this process dies. Yield a function that reports progress to the
+    user, and to the processes that wait for the lock.
+    """
     with path.open("a+") as file:
         started = time.monotonic()
         for attempt in itertools.count():
@@ -211,7 +215,7 @@ def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None
     folder = next(iter(targets.values())).parent
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         objects = {part: _objects(compiler, part, Path(scratch)) for part in targets}
-        # The kernels take longest, so they start first.
+        # The kernels take longest to compile, so they start first.
         commands = {name: command for part in sorted(objects) for name, command in objects[part].items()}
         report(f"compiling the operator library, once: {len(commands)} sources, about half a minute")
         with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:

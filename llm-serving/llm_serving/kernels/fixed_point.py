@@ -1,12 +1,13 @@
 """Linear layers of bfloat16 in 16-bit integers, in NumPy: what csrc/fixed_point.h computes, bit by bit.
 
 This is block floating point (J. H. Wilkinson, Rounding Errors in Algebraic Processes, 1963): numbers that share a
-power of two, their unit, are multiplied and summed as integers. The weights of an output share a unit. Activations
-share one within a row and a block of 128 inputs: the smallest for which no sum exceeds 32 bits, by the Cauchy-Schwarz
-inequality.
-Multiples of the units are exact: every bfloat16 that is not much smaller than the largest one with the same unit (for
-weights, 2^-7 of it). So are the sums of a block. Smaller numbers are rounded to the nearest multiple, the sum of a
-block and each addition of blocks to float32. Subnormal numbers count as zero.
+power of two, their unit, are multiplied and summed as integers. All weights of an output share a unit. Activations
+share a unit within a row and a block of 128 inputs: the smallest unit for which no sum exceeds 32 bits, by the
+Cauchy-Schwarz inequality.
+
+A bfloat16 that is not much smaller than the largest one with the same unit (for weights: at least 2^-7 of it) is an
+exact multiple of the unit; smaller ones are rounded to the nearest multiple. Sums within a block are exact. The sum of
+a block and each addition of blocks are rounded to float32. Subnormal numbers count as zero.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SMALLEST_NORMAL = 2.0**-126
 
 
 def linear(x: Floats, weight: Floats) -> Singles:
-    """[M, K] x [N, K] -> [M, N], float32 before it is rounded to bfloat16.
+    """Multiply x [M, K] by the transposed weight [N, K]. Return [M, N] in float32, before rounding to bfloat16.
 
     Args:
         x: Exact bfloat16 values. Rows with infinity or NaN become NaN.
@@ -50,13 +51,15 @@ def linear(x: Floats, weight: Floats) -> Singles:
 
 
 def _weight_multiples(weight: Doubles) -> tuple[Multiples, Doubles]:
-    """Return the weights as multiples [N, K] of units, and 2^14 units [N]."""
+    """Return the weights as integer multiples [N, K] of the units, and 2^14 times the units [N]."""
     powers = np.exp2(_exponents(weight))
     return np.rint(weight / powers[:, None] * 2**UNIT_BITS).astype(np.int64), powers
 
 
 def _activation_multiples(x: Doubles, max_norm: np.float32) -> tuple[Multiples, Doubles]:
-    """Return one block of inputs as multiples [M, K] of units, with norms up to `max_norm`, and 2^-14 units [M]."""
+    """Return one block of inputs as integer multiples [M, K] of the units, with norms up to `max_norm`, and 2^-14 times
+    the units [M].
+    """
     finite = np.all(np.isfinite(x), axis=1)
     x = np.where(finite[:, None], x, 0)
     exponents = _exponents(x)
@@ -69,13 +72,15 @@ def _activation_multiples(x: Doubles, max_norm: np.float32) -> tuple[Multiples, 
 
 
 def _exact_sums(x: Multiples, weight: Multiples) -> Doubles:
-    """Return sums of products [M, N], rounded to float32 once; `max_norm` guarantees that they fit 32 bits."""
+    """Return sums of products [M, N], rounded to float32 once. `max_norm` guarantees that they fit into 32 bits."""
     assert np.all(np.abs(x) @ np.abs(weight).T < 2**31), "a sum of products may leave 32 bits on the way"
     return (x @ weight.T).astype(np.float32).astype(np.float64)
 
 
 def _sum_of_squares(values: Singles) -> Singles:
-    """Sum each row as the kernel does: lane j adds every sixteenth input, then the lanes j + 8, + 4, + 2 and + 1."""
+    """Sum the squares of each row in the order of the kernel: lane j of 16 adds every sixteenth input from j on; then
+    lanes j and j + 8 are added, then j and j + 4, + 2 and + 1.
+    """
     lanes = np.zeros((len(values), _LANES), np.float32)
     for first in range(0, values.shape[1], _LANES):
         added = values[:, first : first + _LANES].astype(np.float64)
@@ -92,7 +97,7 @@ def _exponents(values: Doubles) -> Doubles:
 
 
 def _floor_exponents(values: Floats) -> Doubles:
-    """Return floor(log2(value)) of positive numbers, and that of infinity and zero."""
+    """Return floor(log2(value)) of numbers >= 0, infinity included."""
     exponents = np.frexp(values)[1] - 1.0
     return np.where(np.isinf(values), np.inf, np.where(values == 0, -np.inf, exponents))
 

@@ -1,4 +1,4 @@
-"""The instruction sets of the kernels and of this CPU. It must import only Python's standard library."""
+"""The instruction sets of the kernels and of this CPU. This module may import only Python's standard library."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ INSTRUCTION_SETS: Final = {
     "avx_vnni": InstructionSet((*_AVX2, "-mavxvnni", '-DLLM_AVX_VNNI="%{vex%}"'), _HAS_AVX2 | {"avx_vnni"}),
     "avx2": InstructionSet(_AVX2, _HAS_AVX2),
     PLAIN: InstructionSet((), frozenset()),
-    # The amx code, with loops that emulate its instructions; it is compiled without full optimisation.
+    # The amx kernels with loops that emulate the AMX instructions, compiled without full optimisation.
     "amx_emulated": InstructionSet((*_AVX512, "-DLLM_AMX", "-DLLM_AMX_EMULATED", "-O1"), _HAS_AVX512, True),
-    # The avx_vnni code with the AVX-512 encoding of its instruction, for CPUs without the VEX encoding.
+    # The avx_vnni kernels with the AVX-512 encoding of their instruction, for CPUs without the VEX encoding.
     "avx_vnni_evex": InstructionSet((*_AVX2, '-DLLM_AVX_VNNI="%{evex%}"', "-O1"), _HAS_VNNI, True),
 }
 """Name -> instruction set, best first."""

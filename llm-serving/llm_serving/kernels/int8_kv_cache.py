@@ -1,10 +1,10 @@
 """The int8 KV cache in NumPy: what csrc/paged_attention.cc stores and csrc/quantized_attention.h sums.
 
-Each head of a token, and each head of a query, has a scale: its largest magnitude / 127. Queries and keys are rotated
-first (rotation.py). An offset that is the same for all tokens may be subtracted from keys: it changes all scores of a
-query equally, and therefore no softmax weight. A score is the exact sum of products of quantized values, times both
-scales. Softmax weights of 64 tokens, times the scales of their values, are rounded to 16-bit integers, so their
-products with quantized values have exact sums too.
+Each head of a token's key and value, and each head of a query, has a scale: its largest magnitude / 127. Queries and
+keys are rotated first (rotation.py). An offset that is the same for all tokens may be subtracted from keys: it changes
+all scores of a query equally, and therefore no softmax weight. A score is the exact sum of products of quantized
+values, times both scales. The softmax weights of 64 tokens, times the scales of their values, are rounded to 16-bit
+integers, so that sums of their products with quantized values are exact too.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Floats = NDArray[np.floating[Any]]
 Doubles = NDArray[np.float64]
 
 MAX_WEIGHT = np.float32(65535)
-"""Softmax weights times scales of values are scaled to integers from 0 to this number."""
+"""Maximum of the integers to which softmax weights, times scales of values, are rounded."""
 
 
 def quantize_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles]:
-    """Values [T, num_heads*D] -> quantized values [T, num_heads, D] in -127..127 and scales [T, num_heads]. A head with
-    infinity or NaN has zeros and a scale of NaN.
+    """Quantize rows [T, num_heads*D]. Return quantized values [T, num_heads, D] in -127..127, and scales
+    [T, num_heads]. A head with infinity or NaN gets zeros and a scale of NaN.
     """
     qvalues, scales = quantize_rows(x.reshape(len(x) * num_heads, -1))
     return qvalues.reshape(len(x), num_heads, -1), scales.reshape(len(x), num_heads)
@@ -35,9 +35,11 @@ def quantize_heads(x: Floats, num_heads: int) -> tuple[NDArray[np.int8], Singles
 def quantize_rotated_heads(
     x: Floats, num_heads: int, offset: Singles | None = None
 ) -> tuple[NDArray[np.int8], Singles]:
-    """Rotate queries or keys, then quantize them as `quantize_heads`. First subtract `offset` [num_heads*D] from keys.
+    """Rotate queries or keys, then quantize them as `quantize_heads` does. With keys, subtract `offset` [num_heads*D]
+    first.
 
-    The scales of keys are those of the rotated numbers; the scales of queries are divided by the block of the rotation.
+    The scales of keys are those of the rotated numbers. The scales of queries are divided by the block size of the
+    rotation, because the product of two rotated rows is so many times larger.
     """
     values = x.astype(np.float32)
     if offset is not None:
@@ -46,16 +48,16 @@ def quantize_rotated_heads(
 
 
 def restored(x: Floats, num_heads: int) -> Doubles:
-    """Return the values that attention uses for rows [T, num_heads*D] of values, exactly."""
+    """Return rows [T, num_heads*D] of values as attention reads them back from the int8 cache, exactly."""
     qvalues, scales = quantize_heads(x, num_heads)
     values: Doubles = qvalues * scales.astype(np.float64)[..., None]
     return values.reshape(x.shape)
 
 
 def restored_rotated(x: Floats, num_heads: int, offset: Singles | None = None) -> Doubles:
-    """Return the queries or keys whose products attention computes, exact except for the rounding of float64.
+    """Return queries or keys as attention reads them back from 8 bits, exact except for the rounding of float64.
 
-    `offset` stays subtracted from the returned keys.
+    `offset` is not added back to the returned keys.
     """
     qvalues, scales = quantize_rotated_heads(x, num_heads, offset)
     block = block_of(qvalues.shape[-1])
@@ -65,7 +67,7 @@ def restored_rotated(x: Floats, num_heads: int, offset: Singles | None = None) -
 
 
 def weighted_sum(weights: Singles, values: Floats) -> Singles:
-    """Return [D], the sum of at most 64 values [S, D] of a head times weights [S], the largest of which is 1."""
+    """Return the weighted sum [D] of at most 64 values [S, D] of a head. The largest of the weights [S] is 1."""
     qvalues, scales = quantize_rows(values)
     largest = scales.max(initial=np.float32(0))
     relative = scales * (MAX_WEIGHT / largest if largest > 0 else np.float32(0))

@@ -28,12 +28,12 @@ Callback = ctypes.CFUNCTYPE(None)
 
 
 def last_error() -> str:
-    """Return why the latest operator or function failed. MindSpore's own error only names the operator."""
+    """Return why the latest operator or library function failed. MindSpore's own error only names the operator."""
     return str(load().llm_last_error().decode())
 
 
 def done(status: int) -> int:
-    """Return the status of a library function. Raise KernelError if it failed, most likely for lack of memory."""
+    """Return the status of a library function. Raise KernelError if the function failed, usually for lack of memory."""
     if status < 0:
         raise KernelError(last_error())
     return status
@@ -113,7 +113,7 @@ def load() -> ctypes.CDLL:
 
 
 def _best_kernels() -> int:
-    """Return the address of the kernels of the first preferred instruction set that can be used."""
+    """Return the address of the kernels of the first of `preferred_isas()` that can be used."""
     failure = KernelError("this process may use no instruction set that the kernels are written for")
     for isa in preferred_isas():
         try:
@@ -129,8 +129,8 @@ def _best_kernels() -> int:
 
 @functools.cache
 def _kernels(isa: str) -> int | None:
-    """Return the address of an instruction set's kernels, after the library was loaded. Return None if the system does
-    not permit the instruction set; raise KernelError if its kernels cannot be built or loaded.
+    """Return the address of an instruction set's kernels. The library must be loaded before. Return None if the
+    operating system does not permit the instruction set. Raise KernelError if its kernels cannot be built or loaded.
     """
     kernels = _open(kernels_path(isa)).llm_kernels
     kernels.restype = ctypes.c_void_p
@@ -194,7 +194,9 @@ def profiling() -> Iterator[None]:
 
 
 def operator_times() -> list[OperatorTime]:
-    """Return the time of each operator in the profiled context, without operators that it called, longest first."""
+    """Return the time of each operator in the profiled context, longest first. The time of an operator does not include
+    the operators that it calls.
+    """
     calls, nanoseconds = ctypes.c_int64(), ctypes.c_int64()
     times: dict[str, OperatorTime] = {}
     index = 0
@@ -207,8 +209,8 @@ def operator_times() -> list[OperatorTime]:
 
 
 def announce_ending(callback: Callable[[], None] | None) -> None:
-    """Call `callback` once, in a thread of the operators, when the layers of the next program are nearly done; the
-    operators wait until it returns. This replaces an earlier callback.
+    """Call `callback` once, in a thread of the kernels, when the layers of the next program are nearly done. The
+    kernels wait until it returns. This replaces an earlier callback.
     """
     _listener.callback = callback
     load().llm_announce_ending(_call_listener if callback is not None else Callback())

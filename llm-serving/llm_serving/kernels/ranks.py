@@ -19,9 +19,9 @@ JOIN_S: Final = 3600.0
 
 
 class Ranks:
-    """One rank of several processes that compute the same step at the same time. Every failure is final: otherwise the
-    partial sums of one step could be added to those of another. Methods raise RankLostError if another rank is gone or
-    computes something else.
+    """One of several processes (ranks) that compute the same step at the same time. Methods raise RankLostError if
+    another rank has ended or computes another step. After an error the object cannot be used again, because the partial
+    sums of one step could be added to those of another.
     """
 
     def __init__(self, fd: int, rank: int, count: int, timeout_s: float = JOIN_S) -> None:
@@ -41,7 +41,7 @@ class Ranks:
         return None if error is None else error.decode(errors="replace")
 
     def check(self) -> None:
-        """Raise RankLostError if another rank is gone or computes something else."""
+        """Raise RankLostError if another rank has ended or computes another step."""
         if (error := self.error) is not None:
             raise RankLostError(error)
 
@@ -62,7 +62,9 @@ class Ranks:
         return y
 
     def all_gather(self, rows: NDArray[np.float32], width: int) -> NDArray[np.float32]:
-        """Return the columns of all ranks, [S, width], from `rows` [S, own columns]; shares differ by at most one."""
+        """Return the columns of all ranks, [S, width]. `rows`: the columns of this rank, [S, columns]. The numbers of
+        columns of the ranks differ by at most one.
+        """
         whole = np.zeros((len(rows), width), np.float32)
         first = self.rank * width // self.count
         whole[:, first : first + rows.shape[1]] = rows
@@ -71,7 +73,9 @@ class Ranks:
         return whole
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of each rank in rank order; all ranks give equally many."""
+        """Send these integers to the other ranks. Return those of all ranks, in rank order. All ranks must send equally
+        many.
+        """
         mine = np.array(numbers, np.int64)
         every = np.empty((self.count, len(mine)), np.int64)
         self._library.llm_exchange(self._handle, mine.ctypes.data, mine.nbytes, every.ctypes.data)

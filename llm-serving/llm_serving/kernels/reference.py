@@ -1,7 +1,8 @@
-"""What the kernels must compute, in NumPy: the definition of correct.
+"""Reference implementations of the kernels in NumPy. They define the correct results.
 
-Arguments are exact values (bfloat16 and float16 widened to float), results float64. A kernel may differ by the
-rounding of its sums and of its result; the tests derive by how much. bfloat16 is stored as uint16 bits.
+Arguments are exact values (bfloat16 and float16 widened to float), results are float64. The result of a kernel may
+differ by the rounding of its sums and of its result; the tests derive the bound. bfloat16 is stored as uint16 bits.
+Many docstrings give only the shapes of arguments and result, as "[M, K] x [N, K] -> [M, N]".
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def embedding(token_ids: Integers, table: Floats) -> Doubles:
 
 
 def rms_norm(x: Floats, gamma: Floats, eps: float) -> Doubles:
-    """[T, H], [G] -> [T, H]; each G consecutive columns of a row are normalised together, and G divides H (B. Zhang and
+    """[T, H], [G] -> [T, H]. Each G consecutive columns of a row are normalised together, and G divides H (B. Zhang and
     R. Sennrich, Root Mean Square Layer Normalization, 2019).
     """
     values = _double(x).reshape(len(x), -1, len(gamma))
@@ -51,7 +52,7 @@ def rotary(x: Floats, cos: Floats, sin: Floats) -> Doubles:
 
 
 def swiglu(gate_up: Floats) -> Doubles:
-    """N. Shazeer, GLU Variants Improve Transformer (2020): [T, 2*I] -> [T, I]"""
+    """[T, 2*I] -> [T, I]: silu(gate) * up, with gate first (N. Shazeer, GLU Variants Improve Transformer, 2020)."""
     gate, up = np.split(_double(gate_up), 2, axis=-1)
     with np.errstate(over="ignore"):
         gated: Doubles = gate / (1 + np.exp(-gate)) * up
@@ -59,14 +60,16 @@ def swiglu(gate_up: Floats) -> Doubles:
 
 
 def gelu_tanh_gated(gate_up: Floats) -> Doubles:
-    """D. Hendrycks and K. Gimpel, Gaussian Error Linear Units (2016), by way of tanh: [T, 2*I] -> [T, I]"""
+    """[T, 2*I] -> [T, I]: gelu(gate) * up, with gate first and GELU's tanh approximation (D. Hendrycks and K. Gimpel,
+    Gaussian Error Linear Units, 2016).
+    """
     gate, up = np.split(_double(gate_up), 2, axis=-1)
     gated: Doubles = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
     return gated
 
 
 def sigmoid_gate(x: Floats, gate: Floats) -> Doubles:
-    """[T, H] times the sigmoid of [T, 1]"""
+    """[T, H], [T, 1] -> [T, H]: x times the sigmoid of the gate."""
     gated: Doubles = _double(x) / (1 + np.exp(-_double(gate)))
     return gated
 
@@ -94,7 +97,7 @@ class Sequences(NamedTuple):
 
 
 Step = Callable[[Doubles, int], Doubles]
-"""(state, row number) -> the state after that row."""
+"""Function of (state, row number) that returns the state after that row."""
 
 
 def _advance(states: Floats, sequences: Sequences, step: Step) -> None:
@@ -112,8 +115,8 @@ def _advance(states: Floats, sequences: Sequences, step: Step) -> None:
 def causal_conv(
     x: Floats, weight: Floats, bias: Floats | None, states: Floats, sequences: Sequences, *, silu: bool = False
 ) -> Doubles:
-    """[T, C], [taps, C], [C] -> [T, C]: y[t] = bias + the sum of weight[i] * x[t - (taps - 1 - i)] within a sequence. A
-    state [taps - 1, C] holds the latest rows of x, oldest first.
+    """[T, C], [taps, C], [C] -> [T, C]: y[t] = bias + the sum over i of weight[i] * x[t - (taps - 1 - i)] within a
+    sequence. A state [taps - 1, C] has the latest rows of x, oldest first.
     """
     result: Doubles = np.zeros(x.shape)
 
@@ -207,8 +210,8 @@ def _repeated_heads(x: Floats, count: int, heads: int) -> Doubles:
 
 
 def matrices_of_states(states: Floats, width: int) -> Doubles:
-    """Return states of `network.states` as matrices: [slots, heads, blocks * rows, LANES] -> [slots, heads, rows,
-    width].
+    """Return states in the layout of `network.states` as matrices: [slots, heads, blocks * rows, LANES] ->
+    [slots, heads, rows, width].
     """
     slots, heads, _, lanes = states.shape
     blocks = _double(states).reshape(slots, heads, -(-width // lanes), -1, lanes)
@@ -217,7 +220,7 @@ def matrices_of_states(states: Floats, width: int) -> Doubles:
 
 
 def states_of_matrices(matrices: Floats, lanes: int = 16) -> Doubles:
-    """Return matrices as states, padded with zero columns to whole blocks: the inverse of `matrices_of_states`."""
+    """Do the inverse of `matrices_of_states`. Matrices are padded with zero columns to whole blocks."""
     slots, heads, rows, width = matrices.shape
     padded = np.pad(_double(matrices), ((0, 0), (0, 0), (0, 0), (0, -width % lanes)))
     states: Doubles = padded.reshape(slots, heads, rows, -1, lanes).transpose(0, 1, 3, 2, 4)
@@ -241,10 +244,12 @@ def route(
     top_groups: int = 1,
     correction: Floats | None = None,
 ) -> tuple[Doubles, Integers]:
-    """Return the experts of rows [T, E]: weights and numbers [T, top_k], by descending score, ties by ascending number.
+    """Return the experts of rows with logits [T, E]: weights and numbers [T, top_k], by descending score, equal scores
+    by ascending number.
 
-    Only experts of the `top_groups` best groups are chosen: those with the largest score or, with a correction, with
-    the largest sum of two scores. The correction is added to scores for the choice alone (DeepSeek-V3, 2024).
+    Experts are chosen only from the `top_groups` best groups. A group is rated by its largest score or, with a
+    correction, by the sum of its two largest scores. The correction is added to scores only to choose experts
+    (DeepSeek-V3, 2024).
     """
     values = _double(logits)
     scores = 1 / (1 + np.exp(-values)) if sigmoid else np.exp(values - values.max(axis=-1, keepdims=True))
@@ -263,8 +268,8 @@ def route(
 def route_by_sparse_mixer(logits: Floats, top_k: int, margin: float) -> tuple[Doubles, Integers]:
     """Return experts of rows as SparseMixer chooses them (Liu et al. 2023): weights and numbers [T, top_k].
 
-    The expert with the largest logit is chosen, `top_k` times, from those not chosen before. Its weight is its share of
-    a softmax over those whose logit is at most `margin` * max(largest logit, own absolute logit) below the largest.
+    `top_k` times, the expert with the largest logit m is chosen from the remaining ones. Its weight is its share of a
+    softmax over the remaining experts with m - logit <= margin * max(m, |logit|).
     """
     left, rows = _double(logits).copy(), np.arange(len(logits))
     weights, numbers = [], []
@@ -280,8 +285,8 @@ def route_by_sparse_mixer(logits: Floats, top_k: int, margin: float) -> tuple[Do
 
 
 def mix_streams(base: Floats, parts: Floats, coefficients: Floats, first: int) -> Doubles:
-    """[T, streams * size], [T, parts, size], [T, streams, parts] -> base plus the weighted sums of the parts, for all
-    streams from `first` on.
+    """[T, streams * size], [T, parts, size], [T, streams, parts] -> base, with the weighted sums of the parts added to
+    each stream from stream `first` on.
     """
     sums = np.einsum("tsp,tpi->tsi", _double(coefficients), _double(parts))
     sums[:, :first] = 0
@@ -290,8 +295,8 @@ def mix_streams(base: Floats, parts: Floats, coefficients: Floats, first: int) -
 
 
 def match_streams(like: Floats, x: Floats, eps: float, *, sums: bool) -> Doubles:
-    """[T, size], [T, parts * size] -> `like` and the parts, scaled to its root mean square; or the sum of all. The mean
-    of a part's squares counts as at least `eps`.
+    """[T, size], [T, parts * size] -> `like` followed by the parts, which are scaled to the root mean square of `like`.
+    `sums`: return their sum instead. The mean square of a part counts as at least `eps`.
     """
     wanted, parts = _double(like)[:, None], _double(x).reshape(len(x), -1, like.shape[1])
     sizes = np.sqrt(np.maximum((parts**2).mean(-1, keepdims=True), eps))
@@ -301,7 +306,7 @@ def match_streams(like: Floats, x: Floats, eps: float, *, sums: bool) -> Doubles
 
 
 def sparsify(x: Floats, scale: float) -> Doubles:
-    """Return the part of x above mean + scale * standard deviation of its row, zero elsewhere (Gemma 3n)."""
+    """Return max(x - threshold, 0). The threshold is mean + scale * standard deviation of the row (Gemma 3n)."""
     values = _double(x)
     least = values.mean(-1, keepdims=True) + scale * values.std(-1, keepdims=True)
     above: Doubles = np.maximum(values - least, 0)
@@ -309,7 +314,9 @@ def sparsify(x: Floats, scale: float) -> Doubles:
 
 
 def experts(x: Floats, topk_weights: Floats, topk_ids: Integers, gate_up: Floats, down: Floats) -> Doubles:
-    """[T, K], expert weights and numbers [T, top_k], [E, 2*I, K], [E, H, I] -> [T, H], the weighted sum of results."""
+    """x [T, K], weights and numbers of a row's experts [T, top_k], [E, 2*I, K], [E, H, I] -> [T, H]: the weighted sum
+    of the experts' results.
+    """
     result = np.zeros((len(x), down.shape[1]))
     for row, (row_weights, row_ids) in enumerate(zip(topk_weights, topk_ids, strict=True)):
         for weight, expert in zip(row_weights, row_ids, strict=True):
@@ -349,12 +356,12 @@ def attention(
         block_tables: [B, W].
         query_lens, context_lens: [B]; a context includes the rows of the query.
         scale: Factor of the scores.
-        window: Tokens that a row attends to, its own included; 0 for all.
-        chunk: A row attends to no token before the last multiple of `chunk` up to its own position; 0: to all.
+        window: Number of tokens that a row attends to, its own included; 0: all.
+        chunk: A row attends only to tokens of its own chunk of `chunk` positions; 0: no chunks.
         largest: Limit of the scores, see `softcap`.
         slopes: [num_heads], ALiBi: a score loses the slope once for each token of distance (O. Press et al., 2021).
-        mask: [T, >= longest context], added to the scores of all keys of a row's request, -inf to hide a key; None: a
-            row attends to the keys up to its own position.
+        mask: [T, >= longest context], added to the scores of all keys of a row's request; -inf hides a key. None: a row
+            attends to the keys up to its own position.
     """
     num_kv_heads, head_dim = key_cache.shape[2:]
     queries = _double(q).reshape(len(q), num_kv_heads, -1, head_dim)
@@ -388,8 +395,8 @@ def key_scores(q: Floats, weights: Floats, keys: Floats) -> Doubles:
 
 
 def largest_positions(scores: Floats, top_k: int) -> Integers:
-    """Return the positions of the `top_k` largest scores, ascending; then -1, if there are fewer. Of equal scores, the
-    first one is larger.
+    """Return the ascending positions of the `top_k` largest scores. If there are fewer, -1 follows them. Of equal
+    scores, the first one counts as larger.
     """
     chosen = np.sort(np.argsort(-scores, kind="stable")[:top_k])
     return np.concatenate([chosen, np.full(top_k - len(chosen), -1)])
@@ -401,11 +408,12 @@ def prompt_attention(
     """Compute attention of consecutive whole prompts to their own keys, as FlashAttentionScore in layout TH does.
 
     Args:
-        q, k, v: [T, num_heads*D], and twice [T, num_kv_heads*D]; the result has the shape of q.
+        q: [T, num_heads*D], which is also the shape of the result.
+        k, v: [T, num_kv_heads*D].
         lens: Tokens of each prompt, T in all.
         scale: Factor of the scores.
-        tile: [n, n], added to the scores in the squares of side n along the diagonal of each prompt; keys of earlier
-            squares are visible, keys of later ones hidden. None: a row attends to its whole prompt.
+        tile: [n, n], added to the scores in each square of side n along the diagonal of a prompt. Keys of earlier
+            squares are visible, keys of later ones are hidden. None: a row attends to its whole prompt.
     """
     head_dim = q.shape[1] // num_heads
     result = np.zeros(q.shape)

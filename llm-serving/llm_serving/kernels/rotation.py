@@ -1,8 +1,9 @@
 """Rotation of rows by Hadamard matrices before they are rounded, in NumPy: what csrc/rotation.h computes, bit by bit.
 
-If one number of a row is far larger than the others, rounding with one scale loses the precision of the others. H, a
-matrix of 1 and -1, spreads a large number over its block (QuaRot, Ashkboos et al. 2024). H * H is `block` times the
-identity, so the product of two rotated rows is `block` times the product of the rows.
+If one number of a row is far larger than the others, rounding with a single scale loses the precision of the others.
+The Hadamard matrix H, whose elements are 1 and -1, spreads a large number over its block (QuaRot, Ashkboos et al.
+2024). H * H is the identity times the block size, so the product of two rotated rows is the product of the rows times
+the block size.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _SMALLEST_NORMAL: Final = np.float32(2.0**-126)
 
 
 def block_of(size: int) -> int:
-    """Return how many consecutive numbers of a row are rotated together: the largest power of two up to `MAX_BLOCK`
-    that divides `size`. If that is below `MIN_BLOCK`, return 1: the row is not rotated.
+    """Return the block size of the rotation for rows of `size` numbers: the largest power of two up to `MAX_BLOCK` that
+    divides `size`. If it is below `MIN_BLOCK`, return 1: the row is not rotated.
     """
     block = min(size & -size, MAX_BLOCK)
     return block if block >= MIN_BLOCK else 1
@@ -42,5 +43,5 @@ def rotate(x: NDArray[np.floating[Any]]) -> Singles:
 
 
 def without_subnormals(values: Singles) -> Singles:
-    """Replace subnormal numbers by zeros of their sign, as the kernels do."""
+    """Replace subnormal numbers by zeros of the same sign, as the kernels do."""
     return np.where(np.abs(values) < _SMALLEST_NORMAL, np.copysign(np.float32(0), values), values)

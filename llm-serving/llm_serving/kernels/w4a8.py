@@ -1,4 +1,4 @@
-"""Linear layers of 4-bit weights in groups and 8-bit rows, in NumPy: what csrc/w4a8.h computes, bit by bit.
+"""Linear layers of 4-bit weights in groups and 8-bit activations, in NumPy: what csrc/w4a8.h computes, bit by bit.
 
 Sums within a group are exact integers, and groups are added in float32 in ascending order, so that every instruction
 set gives these bits. Subnormal numbers count as zero.
@@ -26,14 +26,14 @@ def linear(
     group_size: int,
     rotated: bool = False,
 ) -> Singles:
-    """[M, K] x [N, K] -> [M, N], float32 before it is rounded to the model dtype.
+    """Multiply x [M, K] by the transposed weight [N, K]. Return [M, N] in float32, before rounding to the model dtype.
 
     Args:
         x: Values that float32 represents exactly. Rows with infinity or NaN become NaN.
         qvalues: 0 to 15, at most 65,536 columns.
         scales, zeros: [N, groups], the scales and zero points; zeros None: `ZERO`.
         group_size: Columns of a group; the last may be shorter.
-        rotated: Whether the weight was rotated (rotation.py); the rows are then rotated too.
+        rotated: Whether the weight was rotated (rotation.py). The rows of x are then rotated too.
     """
     rows, row_scales = quantize_rows(rotate(x) if rotated else x)
     totals = np.zeros((len(rows), len(qvalues)), np.float32)
