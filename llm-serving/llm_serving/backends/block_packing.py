@@ -15,7 +15,7 @@ from llm_serving.kernels import library
 
 
 class _BlockArgs(ctypes.Structure):
-    """`BlockArgs` of csrc/plugin.cc."""
+    """The C structure `BlockArgs` of csrc/plugin.cc, which describes a segment to pack."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("bits", "zero", "group", "n")),

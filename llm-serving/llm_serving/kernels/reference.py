@@ -314,9 +314,7 @@ def sparsify(x: Floats, scale: float) -> Doubles:
 
 
 def experts(x: Floats, topk_weights: Floats, topk_ids: Integers, gate_up: Floats, down: Floats) -> Doubles:
-    """x [T, K], weights and numbers of a row's experts [T, top_k], [E, 2*I, K], [E, H, I] -> [T, H]: the weighted sum
-    of the experts' results.
-    """
+    """x [T, K], expert weights and ids [T, top_k], [E, 2*I, K], [E, H, I] -> [T, H]: weighted sum of the results."""
     result = np.zeros((len(x), down.shape[1]))
     for row, (row_weights, row_ids) in enumerate(zip(topk_weights, topk_ids, strict=True)):
         for weight, expert in zip(row_weights, row_ids, strict=True):

@@ -132,10 +132,10 @@ class LoweredMtp(NamedTuple):
     """The layer for multi-token prediction (`models.mtp`) as two graphs."""
 
     embedding: nn.Cell
-    """Step inputs -> token embeddings of the model, float32 [S, H]."""
+    """Graph from the step inputs to the model's token embeddings, float32 [S, H]."""
     states: nn.Cell
-    """(embedding and hidden state of each token, float32 [T, 2 * H]; step inputs, whose token ids are indices of rows)
-    -> input of the model's LM head for the sampled rows, float32 [S, H].
+    """Graph from rows [embedding, hidden state], float32 [T, 2 * H], and step inputs to the input of the model's LM
+    head for the sampled rows, float32 [S, H]. The token ids of the step inputs are indices of the rows.
     """
 
 
@@ -153,8 +153,8 @@ def lower_mtp(
     or of another shape.
 
     Args:
-        reader: It holds only the tensors of the layer, or ignores the others.
-        kv_caches: One pair for each cache of the layer.
+        reader: Has only the tensors of the layer, or ignores the others.
+        kv_caches: (keys, values) of each cache of the layer.
         parameters: Parameters of the model. For the other arguments see `lower`.
     """
     dtype, operator = backend.dtype, _operator(backend)

@@ -171,7 +171,7 @@ def self_attention(
     Args:
         x: Normalised rows.
         at: Tensor name prefix.
-        rotary: None: keys without rotary embedding.
+        rotary: Rotary embedding of queries and keys; None: keys have none.
         names: Tensors of query, key and value, or the one tensor that stacks them.
         out: Tensor of the output projection.
         norms: Tensors of the query and key norms.
@@ -180,7 +180,7 @@ def self_attention(
         head_norm: Norm in place of `Network.rms_norm`.
         q_rotary: Rotary embedding of the queries; None: that of the keys.
         unweighted_norms: Whether heads are normalised without weights after the rotary embedding.
-        grouped: Whether the stacked tensor has, group after group, query heads, key head and value head.
+        grouped: Whether the stacked tensor has, for each KV head in turn, its query heads, its key and its value.
         scale: Factor of the scores; None: head_dim^-0.5.
         window, chunk, cap, slopes: As for `Network.attention`.
         sinks: Whether the heads have sinks (`Network.attention`).

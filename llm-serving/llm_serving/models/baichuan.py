@@ -1,7 +1,7 @@
 """Baichuan 2: query, key and value are stacked in one tensor, and the rows of the LM head are normalised.
 
-A GGUF file has query, key and value apart (`separate_qkv`). The 7B has rotary embeddings. The 13B has ALiBi (Press et
-al. 2021) and no `max_position_embeddings`.
+In a GGUF file, query, key and value are separate tensors (`separate_qkv`). The 7B model has rotary embeddings. The 13B
+model has ALiBi (Press et al. 2021) and no `max_position_embeddings`.
 """
 
 import numpy as np

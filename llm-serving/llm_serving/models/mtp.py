@@ -1,8 +1,9 @@
 """The layer for multi-token prediction (MTP), which proposes draft tokens (DeepSeek-V3, 2024, section 2.2).
 
-It predicts the token after the next one from the last hidden state of a token and the embedding of the next token: both
-are normalised, joined, projected to the hidden size and passed through a layer of the model's own form. Embedding and
-LM head are those of the model. A token's own result can take the place of the hidden state, to predict further tokens.
+The layer predicts the token after the next one, from the last hidden state of a token and the embedding of the next
+token. Both are normalised, joined, projected to the hidden size and passed through a layer like those of the model. The
+token embedding and the LM head are the model's own. To predict further tokens, the result of the layer takes the place
+of the hidden state.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ class MtpNames:
     Attributes:
         count_key: Configuration key of the number of MTP layers, of which the first one is used.
         default: Value of `count_key` if it is absent.
-        layer: Prefix of the layer; None: that of a layer after the last one of the model, with which all others begin.
+        layer: Prefix of the layer; None: the model's prefix of layers with the number after the last layer. The other
+            names then follow this prefix.
         inputs: Norms of the embedding and of the hidden state.
-        projection: Product that joins both.
+        projection: Linear layer from both to the hidden size.
         norm: Norm of the result.
     """
 
@@ -41,7 +43,7 @@ class MtpNames:
 
 
 NEXTN: Final = MtpNames("num_nextn_predict_layers", 0, None, ("enorm", "hnorm"), "eh_proj", "shared_head.norm")
-"""DeepSeek-V3 and later, GLM-4.5 and later."""
+"""Names in DeepSeek-V3 and later, and in GLM-4.5 and later."""
 MTP: Final = MtpNames(
     "mtp_num_hidden_layers",
     1,
@@ -50,14 +52,14 @@ MTP: Final = MtpNames(
     "mtp.fc",
     "mtp.norm",
 )
-"""Qwen3-Next and Qwen3.5."""
+"""Names in Qwen3-Next and Qwen3.5."""
 SEPARATE_EXPERT: Final = "mtp.layers.0.mlp.experts.0.gate_proj.weight"
 """A tensor of MTP layers whose experts are not stacked, as Qwen3.5 has them; Qwen3.6 stacks them."""
 
 
 def joined_input(net: Network, names: MtpNames, after: str) -> tuple[Value, str]:
-    """Begin the network of an MTP layer, whose input rows are embedding and hidden state side by side. Return the input
-    of the layer and its tensor name prefix. `after`: prefix of a layer after the last one of the model.
+    """Begin the network of an MTP layer. Its input rows are [embedding, hidden state]. Return the input of the layer
+    itself, and its tensor name prefix. `after`: prefix of the layer number after the last layer of the model.
     """
     at = after if names.layer is None else ""
     given = net.given_rows(2 * net.hidden)
@@ -66,6 +68,6 @@ def joined_input(net: Network, names: MtpNames, after: str) -> tuple[Value, str]
 
 
 def finish(net: Network, names: MtpNames, x: Value, at: str) -> Network:
-    """Make the normalised output of the layer `at` the result: the input of the model's LM head."""
+    """Make the normalised output x of the layer `at` the result of the network: the input of the model's LM head."""
     net.result(net.rms_norm(x, (at if names.layer is None else "") + names.norm))
     return net

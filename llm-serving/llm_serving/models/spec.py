@@ -70,8 +70,8 @@ class ModelSpec:
         return network
 
     def mtp(self, stored: Container[str] = ()) -> ModelSpec | None:
-        """Return the spec whose network is the layer for multi-token prediction (`models.mtp`); None: the configuration
-        has no such layer, or the server does not use that of the family. `stored`: names of the tensors of the folder.
+        """Return the spec whose network is the layer for multi-token prediction (`models.mtp`); None: the model has no
+        such layer, or the server does not support that of its family. `stored`: names of the tensors in the folder.
         """
         spec = replace(self)
         config = {**self.config, "separate_experts": True} if SEPARATE_EXPERT in stored else self.config

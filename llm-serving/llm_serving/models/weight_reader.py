@@ -264,7 +264,7 @@ _FREE_KEYS: Final = frozenset(("_name_or_path", "transformers_version", "torch_d
 
 
 def optional_tensors(spec: ModelSpec, found: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of `found` that the model does not use. Some exporters write a tied embedding twice."""
+    """Return the tensors of `found` that the model may have but does not use, such as a second copy of an embedding."""
     head = (spec.vocab_size, spec.network.hidden)
     optional = spec.network.optional
     return {name: head if name in optional else shape for name, shape in found.items() if is_optional(name, optional)}

@@ -98,8 +98,8 @@ def build_head_program(network: Network, dtype: str) -> Program:
 
 
 def build_given_rows_program(network: Network, dtype: str) -> Program:
-    """Build the program of a network with `given` rows, whose result is in float32. Its last weight is the table of
-    the given rows, which token ids index.
+    """Build the program of a network with `given` rows. The result is float32. The given rows are the program's last
+    weight, a table that the token ids of a step index.
     """
     assert network.given is not None
     return _of_given_rows(network.given, network.operations, len(network.caches), dtype)

@@ -125,7 +125,9 @@ class _Sharding:
             self._shard(product, ranges, "heads")
 
     def _shard_delta_rule(self, rule: Operation) -> None:
-        """Split the heads, and the columns of the convolution, unless a rank would not get whole heads of keys."""
+        """Split the heads of the gated delta rule and the columns of the convolution before it, if the number of ranks
+        divides the key heads.
+        """
         convolution = self._graph.producer(rule.inputs["q"].root)
         if convolution is None or convolution.kind != "causal_conv" or rule.attributes["heads"] % self._count:
             return

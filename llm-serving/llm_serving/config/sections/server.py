@@ -207,8 +207,8 @@ class ServerConfig:
     """Folder for the files of `request_log: disk`, for one server only; they contain texts of requests. Relative to the
     working folder of the server. Required with `disk`."""
     request_log_bytes: int = option(2**26, MEMORY, expert=True)
-    """Maximum size of the recorded requests: bytes, or text such as "64MB". At the limit the oldest is deleted, in
-    memory that of the API key that uses most."""
+    """Maximum size of the recorded requests: bytes, or text such as "64MB". At the limit the oldest one is deleted;
+    with `memory`, the oldest one of the API key that uses most."""
     request_log_age_s: float = option(86400.0, positive("seconds"), expert=True)
     """Seconds for which a recorded request and its response are kept."""
     resume_streams: bool = option(False, BOOLEAN, expert=True)

@@ -230,7 +230,8 @@ class Viewer:
 class LiveFeed:
     """Takes snapshots while clients watch, and passes them to the clients. For the event loop only.
 
-    Of the `max_viewers` clients, one tenant may have half. `cpu_clock` is the processor time of the thread in seconds.
+    One tenant may have at most half of the `max_viewers` clients. `cpu_clock` returns the thread's processor time in
+    seconds.
     """
 
     def __init__(
@@ -319,7 +320,7 @@ def pause_s(spent_s: float) -> float:
 
 
 async def watch(engine: AsyncEngine, http_request: Request) -> Response:
-    """Stream snapshots of all schedulers until the client disconnects. It sees only totals of other tenants."""
+    """Stream snapshots of all schedulers until the client disconnects. A client sees only totals of other tenants."""
     return _LiveResponse(http_request.app.live, tenant_seen(http_request))
 
 

@@ -33,8 +33,8 @@ async def load_model(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 async def replace_model(engine: AsyncEngine, http_request: Request) -> Response:
-    """Read the YAML again, and load a served model again with its present files. Requests go to the former replicas
-    until all new ones are ready. The former ones then finish their requests and stop.
+    """Read the YAML again, and load a served model again from its current files. Until all new replicas are ready,
+    requests go to the old replicas. The old replicas then finish their requests and stop.
     """
     models, name = _models(http_request), http_request.path_params["model"]
     models.check_served(name)

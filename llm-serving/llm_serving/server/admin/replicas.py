@@ -50,7 +50,7 @@ async def join_replica(engine: AsyncEngine, http_request: Request) -> Response:
 
 class ReloadView(Struct):
     changed: list[str]
-    """Changes as "section.key: before -> after"; for an API key's hash only the key. With several models, each change
+    """Changes as "section.key: before -> after". The hash of an API key is not shown. With several models, each change
     begins with the model's name."""
     late: list[int]
     """Replicas whose WorkAgent is restarting. They apply the changes when it has started."""

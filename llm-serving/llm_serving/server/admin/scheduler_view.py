@@ -27,7 +27,8 @@ class Tenant(Struct, kw_only=True):
     waiting: int
     blocks: int
     served: dict[str, int]
-    """Class -> tokens served, each generated one counted twice. The tenant with the fewest is scheduled next."""
+    """Request class -> tokens that the tenant has got; a generated token counts twice. The tenant with the fewest is
+    scheduled next."""
 
 
 class Replica(Struct, kw_only=True):

@@ -207,7 +207,7 @@ async def _list_of(kind: type[FileList | BatchList], found: list[Any], limit: in
 
 @asynccontextmanager
 async def _counted(batches: Batches, http_request: Request) -> AsyncIterator[Request]:
-    """Limit the bytes of a request's body, and of all bodies that are being uploaded."""
+    """Yield the request with limits on the bytes of its body and of all bodies that are being uploaded."""
     shares, incoming, tenant = batches.shares, batches.num_incoming_bytes, _tenant(http_request)
     num_bytes, most = 0, shares.room(0, 0)
 

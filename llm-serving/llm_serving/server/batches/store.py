@@ -56,7 +56,7 @@ _INPUTS: Final = """SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (
 
 
 class PendingLine(NamedTuple):
-    """A line without an answer. Its body stays in the database until it is requested."""
+    """A line without an answer. Its body is read from the database only when the line is sent."""
 
     number: int
     url: str

@@ -144,7 +144,7 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._handshakes: set[asyncio.Task[Any]] = set()
         self._waiting: dict[str, deque[tuple[Connection, socket.socket]]] = {}
-        """Address -> connections whose handshake has not begun. The next address comes first."""
+        """Address -> connections whose TLS handshake has not begun. Addresses are in the order of service."""
         self._pause: asyncio.TimerHandle | None = None
         self._is_exhausted = False
         listener.setblocking(False)

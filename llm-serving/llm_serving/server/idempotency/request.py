@@ -41,7 +41,7 @@ class Position(NamedTuple):
     num_read: tuple[int, ...] = ()
     """Number of events read of each choice; empty at the beginning."""
     num_closing: int = 0
-    """Number of events read after those of all choices."""
+    """Number of closing events read. They follow the events of all choices."""
     is_end: bool = False
 
     @classmethod

@@ -46,7 +46,7 @@ class TraceContext(NamedTuple):
     trace_id: str
     span_id: str
     parent_id: str = ""
-    """Span of the client that sent the request; empty without a valid `traceparent`."""
+    """Id of the client's span from `traceparent`; empty if the header is missing or invalid."""
 
     @property
     def header(self) -> bytes:

@@ -44,7 +44,8 @@ WHITESPACES: Final[Mapping[str, str]] = {
     JsonWhitespaceName.SPACE: " ",
     JsonWhitespaceName.LINES: r"[\x20\x0A\x0D\x09]{1,32}",
 }
-"""White space allowed between the parts of a JSON text, bounded because a model may repeat white space endlessly."""
+"""Setting -> regular expression of the white space between the parts of a JSON text. It is limited, because a model may
+repeat white space endlessly."""
 MAX_INT: Final = 2**53
 MAX_INT_CHARS: Final = 20
 _OPTIONS: Final = '\n%llguidance {"no_forcing": true}\n'

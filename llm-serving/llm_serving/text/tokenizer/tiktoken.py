@@ -33,7 +33,7 @@ class TiktokenFamily:
 
     Attributes:
         pattern: Regular expression that splits a text into words; merges never cross a word boundary.
-        special: Special tokens, whose ids follow those of the file, if the config lists none.
+        special: Special tokens to use if the config lists none. Their ids follow the ids of the file.
         names: Use, such as `bos_token` -> special token.
         prefix: Special tokens before every text.
         composes: Whether texts are first normalized to NFC.
