@@ -137,7 +137,7 @@ class VirtualReplica:
                 options.window,
                 clock=self.clock,
                 num_state_slots=options.num_state_slots,
-                build_drafter=lambda config, executor, clock, block_table: self._drafter,
+                build_drafter=lambda config, executor, clock, blocks: self._drafter,
                 build_step=self._build_step,
                 attach_sink=self._attach_sink,
             )

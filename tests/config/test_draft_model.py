@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from families import models
 from llm_serving.cli.main import main
 from llm_serving.config import load_config
 from llm_serving.config.model_size import model_size
@@ -19,7 +20,8 @@ from llm_serving.core.step import (
 )
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.executor.supervisor import load_settings
-from llm_serving.models.memory import draft_model_bytes, kv_cache_bytes_left, weight_bytes
+from llm_serving.models.memory import KEPT_STATES, draft_model_bytes, kv_cache_bytes_left, mtp_bytes, weight_bytes
+from llm_serving.models.spec import ModelSpec
 from llm_serving.text.tokenizer.tokenizer import check_draft_vocabulary
 from support.fakes import DEMO_FOLDER, DEMO_SPEC, DEMO_TOKENIZER
 
@@ -112,6 +114,54 @@ def test_draft_model_memory_is_taken_from_the_kv_cache() -> None:
     assert f"{left // DEMO_SPEC.kv_bytes_per_token(2):,} tokens of context" in lines[-1]
     assert any(line.startswith("draft model, with its cache") for line in lines)
     assert not any("draft" in line for line in model_size(plain).lines)
+
+
+MTP = f"{METHOD}mtp"
+
+
+@pytest.fixture
+def with_mtp(tmp_path: Path) -> Path:
+    """Return the folder of a model whose configuration names an MTP layer."""
+    (tmp_path / "config.json").write_text(json.dumps(models.model("deepseek-v3").config))
+    return tmp_path
+
+
+def test_settings_name_the_layer_for_multi_token_prediction(with_mtp: Path) -> None:
+    assert load_settings(load_config(None, [MTP], with_mtp), 0).uses_mtp
+    assert not load_settings(load_config(None, [], with_mtp), 0).uses_mtp
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster_config.tensor_parallel=2"], "tensor_parallel` must be 1 with scheduler_config.speculative_method: "),
+        (["device_config.kernels=plain"], "kernels` must be auto or program or plugin with .*speculative_method: mtp"),
+        (["device_config.device_target=Ascend"], "device_target` must be CPU with .*speculative_method: mtp"),
+    ],
+)
+def test_settings_that_mtp_does_not_support_are_refused(with_mtp: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [MTP, *overrides], with_mtp)
+
+
+@pytest.mark.parametrize("name", ["demo", "kimi-k2", "ernie4.5-moe", "nemotron3"])
+def test_mtp_is_refused_for_a_model_whose_layer_is_not_used(tmp_path: Path, name: str) -> None:
+    if name != "demo":
+        (tmp_path / "config.json").write_text(json.dumps(models.model(name).config))
+    folder = Path(name) if name == "demo" else tmp_path
+    with pytest.raises(ConfigError, match="must not be mtp: the server uses no layer for multi-token prediction of"):
+        load_config(None, [MTP], folder)
+
+
+def test_memory_of_the_mtp_layer_is_taken_from_the_kv_cache(with_mtp: Path) -> None:
+    spec = ModelSpec.from_folder(with_mtp)
+    hidden, layer = spec.network.hidden, spec.mtp()
+    assert layer is not None
+    states = KEPT_STATES * hidden * 2
+    assert mtp_bytes(spec, 2, 16, None) == draft_model_bytes(layer, 2, 16) + states
+    assert any(
+        line.startswith("MTP layer, with its cache") for line in model_size(load_config(None, [MTP], with_mtp)).lines
+    )
 
 
 def test_draft_window_advances_by_half_its_length() -> None:

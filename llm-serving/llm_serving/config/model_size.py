@@ -125,7 +125,8 @@ def _cache(config: ServingConfig, num_tokens: int | None, per_token: int, idle_b
 
 def _draft_model(config: ServingConfig, spec: ModelSpec, dtype_bytes: int) -> list[tuple[str, str]]:
     num_bytes = _draft_bytes(config, spec, dtype_bytes)
-    return [("draft model, with its cache", readable_size(num_bytes))] if num_bytes else []
+    what = "draft model" if config.scheduler.draft_model_path is not None else "MTP layer"
+    return [(f"{what}, with its cache", readable_size(num_bytes))] if num_bytes else []
 
 
 def _draft_bytes(config: ServingConfig, spec: ModelSpec, dtype_bytes: int) -> int:

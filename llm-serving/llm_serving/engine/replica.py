@@ -165,9 +165,9 @@ def _longest_request(config: ServingConfig, blocks: BlockManager) -> str:
 
 
 def build_drafter(
-    config: ServingConfig, executor: Executor, clock: Clock, block_table: Callable[[str], list[int]]
+    config: ServingConfig, executor: Executor, clock: Clock, blocks: BlockManager
 ) -> SpeculationController | None:
-    """Create the controller of speculative decoding; None if it is off. `block_table`: see `DraftModelProposer`."""
+    """Create the controller of speculative decoding; None if it is off. `blocks`: blocks of the replica."""
     scheduler = config.scheduler
     if scheduler.speculative_method == "none":
         return None
@@ -175,12 +175,12 @@ def build_drafter(
     if scheduler.draft_model_path is not None:
         model = DraftModelProposer(executor.propose, config.pa.block_size, clock)
     elif scheduler.speculative_method == "mtp":
-        model = DraftModelProposer(executor.propose, config.pa.block_size, clock, block_table)
+        model = DraftModelProposer(executor.propose, config.pa.block_size, clock, blocks)
     ngram = NgramProposer(scheduler.prompt_lookup_min, clock=clock)
     return SpeculationController(scheduler.num_speculative_tokens, ngram, model, clock)
 
 
-BuildDrafter = Callable[[ServingConfig, Executor, Clock, Callable[[str], list[int]]], SpeculationController | None]
+BuildDrafter = Callable[[ServingConfig, Executor, Clock, BlockManager], SpeculationController | None]
 
 
 def build_engine(
@@ -225,7 +225,7 @@ def build_engine(
         audit_every=config.serving.audit_every,
         event_log=event_log,
         restart_wait_s=config.serving.restart_wait_s,
-        drafter=build_drafter(config, executor, clock, scheduler.blocks.block_table),
+        drafter=build_drafter(config, executor, clock, scheduler.blocks),
         clock=clock,
         **options,
     )

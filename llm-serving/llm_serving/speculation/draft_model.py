@@ -10,6 +10,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.step import MAX_DRAFT_REQUESTS, DraftRequest, draft_window_start
 from llm_serving.core.timings import Clock, monotonic
 from llm_serving.errors import WorkerError
+from llm_serving.kvcache import BlockManager
 from llm_serving.log import get_logger
 from llm_serving.speculation.statistics import MovingAverage, RequestStatistics, updated_rate
 
@@ -41,15 +42,15 @@ class DraftModelProposer:
         propose: Callable[[Sequence[DraftRequest]], list[list[int]]],
         block_size: int,
         clock: Clock = monotonic,
-        block_table: Callable[[str], Sequence[int]] | None = None,
+        blocks: BlockManager | None = None,
     ) -> None:
-        """`block_table`: returns the KV blocks of a request, for the model's layer for multi-token prediction, which
-        proposes in place of a draft model; None: there is a draft model.
+        """`blocks`: the KV blocks of the replica, if its model's layer for multi-token prediction proposes; None: a
+        draft model proposes.
         """
-        self.proposer = Proposer.DRAFT_MODEL if block_table is None else Proposer.MTP
+        self.proposer = Proposer.DRAFT_MODEL if blocks is None else Proposer.MTP
         self._propose = propose
         self._block_size = block_size
-        self._block_table = block_table
+        self._blocks = blocks
         self._clock = clock
         self._num_deaths = 0
         self._pass = MovingAverage(PASS_MEMORY)
@@ -101,9 +102,9 @@ class DraftModelProposer:
 
     def _draft_request(self, request: Request, count: int) -> DraftRequest:
         start, sampling = draft_window_start(request.num_tokens_known), request.sampling
-        block_ids: Sequence[int] = ()
-        if self._block_table is not None:
-            block_ids = self._block_table(request.request_id)[start // self._block_size :]
+        block_ids: list[int] = []
+        if self._blocks is not None:
+            block_ids = self._blocks.table(request.request_id).ids[start // self._block_size :].tolist()
         return DraftRequest(
             key=request.sequence,
             start=start,
@@ -114,7 +115,7 @@ class DraftModelProposer:
             top_p=sampling.top_p,
             min_p=sampling.min_p,
             seed=sampling.seed,
-            block_ids=list(block_ids),
+            block_ids=block_ids,
         )
 
 

@@ -39,7 +39,7 @@ class HiddenStates:
         self._place_of = np.full(num_blocks, _NO_PLACE, np.int32)
         self._block_of = np.full(num_places, -1, np.int32)
         self._last_use = np.zeros(num_places, np.int64)
-        self._num_steps = 0
+        self._num_uses = 0
 
     def drop(self, block_moves: Int32Array, slots: Int32Array) -> None:
         """Drop the states of blocks that a step moves other content to, and of slots that it computes."""
@@ -53,10 +53,10 @@ class HiddenStates:
 
     def keep(self, slots: Int32Array, states: Float32Array) -> None:
         """Keep the states [N, H] of the N KV slots of a step."""
-        self._num_steps += 1
+        self._num_uses += 1
         blocks, offsets = np.divmod(slots, np.int32(self._block_size))
         known = self._place_of[blocks]
-        self._last_use[known[known != _NO_PLACE]] = self._num_steps
+        self._last_use[known[known != _NO_PLACE]] = self._num_uses
         for block in np.unique(blocks[known == _NO_PLACE]).tolist():
             self._assign(block)
         places = self._place_of[blocks]
@@ -72,7 +72,8 @@ class HiddenStates:
         places = self._place_of[np.array(block_ids, np.int32)[columns]]
         missing = np.flatnonzero((places == _NO_PLACE) | ~self._is_kept[places, offsets])
         begin = int(missing[-1]) + 1 if len(missing) else 0
-        self._last_use[places[begin:]] = self._num_steps
+        self._num_uses += 1
+        self._last_use[places[begin:]] = self._num_uses
         return to_float32(self._states[places[begin:], offsets[begin:]])
 
     def _assign(self, block: int) -> None:
@@ -80,4 +81,4 @@ class HiddenStates:
         if (before := int(self._block_of[place])) >= 0:
             self._place_of[before] = _NO_PLACE
         self._place_of[block], self._block_of[place] = place, block
-        self._is_kept[place], self._last_use[place] = False, self._num_steps
+        self._is_kept[place], self._last_use[place] = False, self._num_uses
